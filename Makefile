@@ -1,4 +1,5 @@
-# The whole developer interface. Every target sets up what it needs.
+# The whole developer interface; `make help` lists it. Every target sets up what it needs.
+.DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,18 +17,37 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test unit crate lint types bench bench-native faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist clean
+.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist clean
+
+help:  ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
 	$(BIN)/python examples/demo.py
 
-# What `unit` needs is made first: make would begin all the other targets before it came back to one that had to wait.
+# What `suite` needs is made first: make would begin all the other targets before it came back to one that had to wait.
 test: $(STAMP)  ## Everything that CI checks, two things at a time: the longest first, the others beside it
 	+$(MAKE) --no-print-directory --jobs 2 $(NATIVE) $(TESTS_STAMP) types
-	+$(MAKE) --no-print-directory --jobs 2 unit crate lint
+	+$(MAKE) --no-print-directory --jobs 2 suite crate lint
 
-unit: $(NATIVE) $(TESTS_STAMP)  # tests wait longer than they work: three processes of them for two CPUs, a file to each at a time
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest
+# Tests of sockets and processes wait longer than they work: three processes of them for two CPUs, a file to each at a time.
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+suite: $(NATIVE) $(TESTS_STAMP)
+	$(PYTEST) $(PARALLEL)
+
+unit: $(NATIVE)  ## Tests without processes and sockets: less than a minute
+	$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/unit
+
+integration: $(NATIVE) $(TESTS_STAMP)  ## Tests with sockets, processes and NATS servers
+	$(PYTEST) $(PARALLEL) tests/integration
+
+system: $(NATIVE) $(TESTS_STAMP)  ## Tests with Prometheus, a browser, clusters, faults, and everything together
+	$(PYTEST) $(PARALLEL) tests/system
+
+coverage: $(NATIVE) $(TESTS_STAMP)  ## The whole suite, then a report of the lines and the modules that no test reaches
+	$(PYTEST) $(PARALLEL) --cov=kvevents --cov-report=term-missing:skip-covered
 
 crate:  # no document has tests: with those, all libraries would be compiled a second time
 	+cargo test $(CARGO_FLAGS) --workspace --lib --tests
@@ -53,22 +73,22 @@ bench-native:  ## Our index beside those of Dynamo and SMG as Rust libraries, on
 	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
 
 faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/faults.md
-	$(BIN)/python -m benchmarks.faults
+	$(BIN)/python -m tests.system.faults
 
 chaos: $(NATIVE)  ## Minutes of faults done to engines, relays and consumers; ends with an error when one says EXACT and is wrong
-	$(BIN)/python -m benchmarks.chaos $(CHAOS)
+	$(BIN)/python -m tests.system.chaos $(CHAOS)
 
 plane-chaos: $(NATIVE)  ## Rounds of faults done to engines, bridges, NATS servers and replicas (PLANE_CHAOS="--rounds 200 --write")
-	$(BIN)/python -m benchmarks.plane chaos $(PLANE_CHAOS)
+	$(BIN)/python -m tests.system.plane_chaos $(PLANE_CHAOS)
 
 partitions: $(NATIVE) $(TESTS_STAMP)  ## Halves of a plane that are cut off from each other in network namespaces, with all that takes a minute; wants root
-	KVEVENTS_LONG=1 $(BIN)/python -m pytest tests/test_plane_partition.py
+	KVEVENTS_LONG=1 $(PYTEST) tests/*/test_plane_partition.py
 
 soak: $(NATIVE)  ## Minutes of churn (SOAK="--minutes 60" for an hour) in which memory, descriptors and threads must stay as they are
-	$(BIN)/python -m benchmarks.chaos.soak $(SOAK)
+	$(BIN)/python -m tests.system.chaos.soak $(SOAK)
 
 fuzz: $(NATIVE) $(TESTS_STAMP) fuzz-native  ## Every property test with FUZZ times as many, and new, examples; hours for a high one
-	HYPOTHESIS_PROFILE=explore HYPOTHESIS_SCALE=$(FUZZ) $(BIN)/python -m pytest -m hypothesis --timeout 3600 \
+	HYPOTHESIS_PROFILE=explore HYPOTHESIS_SCALE=$(FUZZ) $(PYTEST) -m hypothesis --timeout 3600 \
 	  --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 fuzz-native: $(STAMP)  ## Those of the native core: optimised with many examples, then fewer under the sanitizers
@@ -82,7 +102,7 @@ model:  ## What lookups may read beside a writer, in the orders of threads and o
 # module has none of the sanitizer's own code, so Python is started with that of the C compiler.
 SANITIZED_CASES ?= 100
 SANITIZED := RUSTC_BOOTSTRAP=1 PROPTEST_CASES=$(SANITIZED_CASES)
-NATIVE_TESTS := $(wildcard $(addprefix tests/test_,native*.py index*.py snapshot*.py block_keys.py bulk.py compactor.py keyed_stores.py \
+NATIVE_TESTS := $(wildcard $(addprefix tests/*/test_,native*.py index*.py snapshot*.py block_keys.py bulk.py compactor.py keyed_stores.py \
   lifting.py scan.py))
 
 sanitize: $(STAMP) model  ## All native code, from Rust and from Python, under AddressSanitizer, and the index under ThreadSanitizer: minutes
@@ -90,10 +110,10 @@ sanitize: $(STAMP) model  ## All native code, from Rust and from Python, under A
 	  cargo test $(CARGO_FLAGS) --workspace --lib --tests --target $$host --target-dir native/target/sanitized
 	host=$$(rustc --print host-tuple) && $(SANITIZED) RUSTFLAGS=-Zsanitizer=address PYO3_PYTHON=$(abspath $(BIN)/python) \
 	  cargo build $(CARGO_FLAGS) --package kvevents-python --features python,testing --target $$host --target-dir native/target/sanitized && \
-	  KVEVENTS_NATIVE=native/target/sanitized/$$host/debug/libkvevents_native.so PYTHONPATH=tests PYTHONMALLOC=malloc \
-	  LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p native_elsewhere \
+	  KVEVENTS_NATIVE=native/target/sanitized/$$host/debug/libkvevents_native.so PYTHONPATH=tests/support PYTHONMALLOC=malloc \
+	  LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 $(PYTEST) -p native_elsewhere \
 	  --numprocesses 2 --dist loadfile --timeout 600 --deselect \
-	  tests/test_index.py::test_a_hostile_payload_takes_no_more_than_a_named_multiple_of_its_size $(NATIVE_TESTS)
+	  tests/integration/test_index.py::test_a_hostile_payload_takes_no_more_than_a_named_multiple_of_its_size $(NATIVE_TESTS)
 	host=$$(rustc --print host-tuple) && $(SANITIZED) TSAN_OPTIONS=suppressions=$(abspath native/thread_sanitizer.txt) \
 	  RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg thread_sanitizer" \
 	  cargo test $(CARGO_FLAGS) --package kvevents-index --lib --tests --target $$host --target-dir native/target/threads

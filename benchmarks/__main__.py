@@ -8,14 +8,15 @@ import sys
 import time
 from typing import Final
 
-from benchmarks import engines, report
 from benchmarks import figures as streams
+from benchmarks import report
 from benchmarks.indexing import figures as indexing
-from benchmarks.indexing.rival import interpreter
 from benchmarks.service import figures as service
 from benchmarks.service import wrk
 from benchmarks.simulation import figures as simulation
 from benchmarks.trials import Results, Trial, measure, rows
+from tools import released
+from tools.dynamo import interpreter
 
 TRIALS: Final = (*streams.TRIALS, *indexing.TRIALS, *service.TRIALS, *simulation.TRIALS)
 FIGURES: Final = (*streams.FIGURES, *indexing.FIGURES, *service.FIGURES, *simulation.FIGURES)
@@ -45,8 +46,8 @@ def main() -> int:
 def _fetch(chosen: list[Trial]) -> None:
     """Have the rivals of the chosen trials here before anything is measured."""
     if any(trial in streams.TRIALS for trial in chosen):
-        for engine in (engines.VLLM, engines.SGLANG):
-            engines.extracted(engine, engine.module)
+        for engine in (released.VLLM, released.SGLANG):
+            released.extracted(engine, engine.module)
     if any(trial in service.TRIALS for trial in chosen):
         wrk.program()
     if any(trial in indexing.TRIALS + service.TRIALS for trial in chosen):

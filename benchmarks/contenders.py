@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from benchmarks import engines
+from tools import released
 
 BLOCK_SIZE: Final = 16
 VOCABULARY: Final = 128_000
@@ -76,6 +76,6 @@ def _queue_size(publisher: Any) -> int:
 
 
 OURS: Final = Contender("ours", "kvevents", _ours, _queued, named=True)
-VLLM: Final = Contender("vllm", engines.VLLM.title, lambda: engines.load(engines.VLLM), _queue_size, named=True)
-SGLANG: Final = Contender("sglang", engines.SGLANG.title, lambda: engines.load(engines.SGLANG), _queue_size, named=False)
+VLLM: Final = Contender("vllm", released.VLLM.title, lambda: released.load(released.VLLM), _queue_size, named=True)
+SGLANG: Final = Contender("sglang", released.SGLANG.title, lambda: released.load(released.SGLANG), _queue_size, named=False)
 CONTENDERS: Final = {contender.name: contender for contender in (OURS, VLLM, SGLANG)}

@@ -10,7 +10,7 @@ from threading import Timer
 from types import TracebackType
 from typing import Any, Final, Self
 
-from benchmarks.engines import CHECKOUT
+from tools.released import CHECKOUT
 
 PATIENCE: Final = 120.0
 """Seconds that one trial may take; a longer one is killed, which ends the run with a traceback that names it."""

@@ -16,13 +16,13 @@ def bare(port: int, count: int) -> tuple[float, float]:
     """What a reader without us writes: `recv_multipart`, a typed decoder of msgspec, a look at the number."""
     import msgspec  # noqa: PLC0415 - each process loads only what its trial is about
 
-    from benchmarks import engines  # noqa: PLC0415 - as above
+    from tools import released  # noqa: PLC0415 - as above
 
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
     socket.set(zmq.RCVHWM, 0)
     socket.connect(f"tcp://127.0.0.1:{port}")
     socket.subscribe(b"")
-    decode = msgspec.msgpack.Decoder(engines.load(engines.VLLM).KVEventBatch).decode
+    decode = msgspec.msgpack.Decoder(released.load(released.VLLM).KVEventBatch).decode
     socket.poll()
     wall, cpu, expected = time.monotonic(), time.process_time(), 0
     while expected < count:

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any, Final, Literal
 
 from benchmarks import processes
-from benchmarks.engines import SGLANG, VLLM
-from benchmarks.indexing.rival import DYNAMO, interpreter
+from tools.dynamo import DYNAMO, interpreter
+from tools.released import SGLANG, VLLM
 
 Results = dict[str, dict[str, list[dict[str, float]]]]
 """By trial, then by contender: what each run returned."""

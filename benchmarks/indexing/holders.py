@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 from benchmarks.indexing import procfs
 from benchmarks.indexing.feed import Feed, received
-from benchmarks.indexing.rival import Service
 from benchmarks.indexing.sides import Ours
+from tools.dynamo import Service
 
 SETTLING: Final = 1.0
 """Seconds that the service may go on tidying up before its memory is read."""

@@ -9,9 +9,9 @@ from typing import Final
 
 from benchmarks.indexing import memory, procfs
 from benchmarks.indexing.feed import Feed, Prepared
-from benchmarks.indexing.rival import Service
 from benchmarks.indexing.workload import CHAIN
 from benchmarks.processes import say
+from tools.dynamo import Service
 
 
 def ready(feed: Feed, blocks: int) -> Prepared:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plane bridge|latency|bootstrap|shards|chaos|sizing`: a plane on NATS, measured and under faults."""
+"""`python -m benchmarks.plane bridge|latency|bootstrap|shards`: a plane on NATS."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ MODULES: Final = {
     "latency": "benchmarks.plane.latency",
     "bootstrap": "benchmarks.plane.bootstrap",
     "shards": "benchmarks.plane.shards",
-    "chaos": "benchmarks.plane.chaos.__main__",
-    "sizing": "benchmarks.plane.sizing",
 }
 
 

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from benchmarks.history import Engine
 from benchmarks.indexing.procfs import cpu_of_threads
-from benchmarks.plane.servers import Server, one_server
 from benchmarks.processes import Peer, say
 from benchmarks.report import machine
+from tools.nats_process import Server, one_server
 
 NAME: Final = "bootstrap"
 BLOCKS: Final = 4_000_000

@@ -31,9 +31,9 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.history import Engine
 from benchmarks.indexing.procfs import cpu_of_threads, resident
-from benchmarks.plane.servers import Server, Servers, one_server
 from benchmarks.processes import PATIENCE, Peer, heed, say
 from benchmarks.report import machine
+from tools.nats_process import Server, Servers, one_server
 
 ROOM: Final = 4_000
 WINDOW: Final = 256

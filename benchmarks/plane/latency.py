@@ -22,9 +22,9 @@ from typing import Any, Final
 
 from benchmarks.history import Engine
 from benchmarks.indexing.procfs import cpu_of_threads
-from benchmarks.plane.servers import Server, one_server
 from benchmarks.processes import Peer, heed, say
 from benchmarks.report import machine
+from tools.nats_process import Server, one_server
 
 PACE: Final = 10_000
 ROOM: Final = 4_000

@@ -19,15 +19,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from benchmarks.engines import CHECKOUT
 from benchmarks.indexing.workload import Chain, pieces
 from benchmarks.plane.bootstrap import ENGINES, NAME, Former, make
-from benchmarks.plane.servers import Server, one_server
 from benchmarks.report import machine
 from benchmarks.service.asking import LENGTHS, RAW, RAW_PATH, raw
 from benchmarks.service.running import HOST, Running, wait_until
 from benchmarks.service.workers import prompt
 from benchmarks.service.wrk import load
+from tools.nats_process import Server, one_server
+from tools.released import CHECKOUT
 
 BLOCKS: Final = 2_000_000
 PARTITIONS: Final = 64

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from benchmarks.engines import CHECKOUT
 from benchmarks.indexing import procfs
-from benchmarks.indexing.rival import PATIENCE, interpreter
 from benchmarks.indexing.workload import BLOCK_SIZE
 from benchmarks.processes import free_ports
 from benchmarks.service.workers import Endpoints
+from tools.dynamo import PATIENCE, interpreter
+from tools.released import CHECKOUT
 
 MODEL: Final = "m"
 HOST: Final = "127.0.0.1"

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.engines import CHECKOUT
 from benchmarks.simulation import ladder, telling
 from benchmarks.simulation.cases import Case, Climb, Generated, Traced, run_all, to_stderr, trace_path
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import SAMPLE
+from tools.released import CHECKOUT
 
 DOCUMENT: Final = CHECKOUT / "docs" / "routing-study.md"
 SATURATED: Final = 10.0

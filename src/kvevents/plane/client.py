@@ -16,7 +16,7 @@ What is different, each for what nats-py 2.16 (`nats/aio/client.py`) does:
 - Servers that have left the cluster are forgotten.
 
 Most of this overrides private methods, so `pyproject.toml` allows no other minor release of nats-py. For a newer one, compare
-these methods with its `client.py` and run `tests/test_plane_client.py` and `tests/test_plane_connection.py`.
+these methods with its `client.py`, and run `test_plane_client.py` and `test_plane_connection.py` of `tests/integration`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,337 @@
+"""CURVE on real sockets: who is allowed gets everything, and a stranger nothing, at either end and on either socket."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from certificate_pairs import make_pair, put
+from kvevents import admission
+from kvevents.admission import ZAP_ENDPOINT, admit
+from kvevents.certificates import write_pair
+from kvevents.config import Curve, KVEventsConfig
+from kvevents.errors import ConfigError
+from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
+from kvevents.stream import Source, Trust
+from kvevents.subscriber import Subscriber
+from publisher_cases import (  # noqa: F401 - the fixtures, used by being here
+    ANY,
+    Socket,
+    ask,
+    batch,
+    consumers_context,
+    numbers,
+    open_consumer,
+    publishing,
+    read_reply,
+    receive,
+    wait_until,
+)
+
+SERVER, FRIEND, STRANGER = make_pair(), make_pair(), make_pair()
+HUNG_UP = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+Context = zmq.Context[Socket]
+
+
+def client(pair: Any, server: str = SERVER.public) -> Curve:
+    return Curve(public_key=pair.public, secret_key=pair.secret, server_key=server)
+
+
+def server(allowed: tuple[str, ...] | str | None) -> Curve:
+    return Curve(public_key=SERVER.public, secret_key=SERVER.secret, allowed=allowed)
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was refused tries again soon."""
+    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No desk, and no thread of one, outlives what it was for."""
+    yield
+    assert not admission._state.desks
+    assert not [thread for thread in threading.enumerate() if thread.name == "zmq-admission"]
+
+
+def connect(context: Context, kind: int, endpoint: str | None, curve: Curve | None) -> Socket:
+    socket = open_consumer(context, kind)
+    if curve is not None:
+        curve.apply(socket)
+    if kind == zmq.SUB:
+        socket.subscribe(b"")
+    assert endpoint is not None
+    socket.connect(endpoint)
+    return socket
+
+
+@contextmanager
+def watching(socket: Socket, events: int) -> Iterator[Socket]:
+    watch = socket.get_monitor_socket(events)
+    yield watch
+    socket.disable_monitor()
+    watch.close()
+
+
+def gets_everything(context: Context, publisher: ZmqEventPublisher, curve: Curve) -> None:
+    """Live, and by replay."""
+    before = publisher.stats().subscribers
+    live = connect(context, zmq.SUB, publisher.endpoint, curve)
+    wait_until(lambda: publisher.stats().subscribers > before, "a subscription")
+    number = publisher.stats().next_seq
+    publisher.publish(batch(number))
+    assert receive(live)[0] == number
+    replay = connect(context, zmq.DEALER, publisher.replay_endpoint, curve)
+    ask(replay, 0)
+    assert numbers(read_reply(replay)) == list(range(number + 1))
+
+
+def exact(subscriber: Subscriber) -> bool:
+    return subscriber.trust("e") == Trust.EXACT and subscriber.status("e").last_seq == 1
+
+
+def test_who_is_allowed_gets_everything_and_others_nothing(context: Context) -> None:
+    """A stranger with keys of its own is refused on both sockets, again and again, while a friend hears and asks."""
+    with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
+        live = connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
+        replay = connect(context, zmq.DEALER, publisher.replay_endpoint, client(STRANGER))
+        ask(replay, 0)
+        wait_until(lambda: publisher.connections_refused >= 4, "two attempts at each socket")
+        gets_everything(context, publisher, client(FRIEND))
+        refused = publisher.connections_refused
+        wait_until(lambda: publisher.connections_refused >= refused + 2, "more attempts")
+        assert publisher.stats().subscribers == 1
+        assert publisher.stats().replay.requests == 1
+        assert (live.poll(0), replay.poll(0)) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER])
+@pytest.mark.parametrize(
+    "keys",
+    [None, client(STRANGER, make_pair().public), client(FRIEND, make_pair().public)],
+    ids=["without-keys", "wrong-server-key", "friend-with-wrong-server-key"],
+)
+def test_who_cannot_even_ask_is_hung_up_on(context: Context, keys: Curve | None, kind: int) -> None:
+    """Without the server's key there is no handshake that an allow-list could be asked about."""
+    with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
+        stranger = open_consumer(context, kind)
+        if keys is not None:
+            keys.apply(stranger)
+        with watching(stranger, HUNG_UP) as watch:
+            stranger.connect(publisher.endpoint if kind == zmq.SUB else publisher.replay_endpoint or "")
+            if kind == zmq.SUB:
+                stranger.subscribe(b"")
+            else:
+                ask(stranger, 0)
+            assert watch.poll(20_000), "the stranger was not turned away"
+            gets_everything(context, publisher, client(FRIEND))
+            assert publisher.connections_refused == 0
+            assert publisher.stats().subscribers == publisher.stats().replay.requests == 1
+            assert stranger.poll(0) == 0
+
+
+def test_without_a_list_whoever_knows_the_key_may_come(context: Context) -> None:
+    with publishing(replay_endpoint=ANY, curve=server(None)) as publisher:
+        gets_everything(context, publisher, client(STRANGER))
+        assert not admission._state.desks
+
+
+def test_an_empty_folder_lets_nobody_in_until_a_key_is_there(context: Context, tmp_path: Path) -> None:
+    """Who was refused comes in by itself once its key is added: nothing is restarted."""
+    with publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher:
+        pair = make_pair()
+        live = connect(context, zmq.SUB, publisher.endpoint, client(pair))
+        wait_until(lambda: publisher.connections_refused, "a refusal")
+        write_pair(tmp_path / "new", pair, "", replace=False)
+        # A SUB socket subscribes again when its owner looks at it.
+        wait_until(lambda: live.poll(0) or publisher.stats().subscribers == 1, "the subscription")
+        publisher.publish(batch())
+        assert receive(live)[0] == 0
+
+
+def test_who_is_removed_is_refused_at_the_next_connection(context: Context, tmp_path: Path) -> None:
+    """The connection that stands is left; a new one is not made."""
+    pair, other = put(tmp_path, "leaving"), put(tmp_path, "staying")
+    with publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher:
+        live = connect(context, zmq.SUB, publisher.endpoint, client(pair))
+        wait_until(lambda: publisher.stats().subscribers == 1, "the subscription")
+        (tmp_path / "leaving.key").unlink()
+        publisher.publish(batch())
+        assert receive(live)[0] == 0
+        assert publisher.connections_refused == 0
+        again = connect(context, zmq.SUB, publisher.endpoint, client(pair))
+        wait_until(lambda: publisher.connections_refused, "a refusal")
+        live.close()
+        wait_until(lambda: publisher.stats().subscribers == 0, "the end of the old one")
+        gets_everything(context, publisher, client(other))
+        assert again.poll(0) == 0
+
+
+@pytest.mark.parametrize("engine", [FRIEND, STRANGER], ids=["allowed", "stranger"])
+def test_a_consumer_that_listens_has_a_list_as_well(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Then the consumer is the CURVE server of both conversations, and hears and asks allowed engines only."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    keys = client(engine)
+    publisher = ZmqEventPublisher(0, endpoint, ANY, bind=False, curve=keys)
+    publisher.publish(batch(0))
+    source = Source(endpoint, publisher.replay_endpoint, name="e", bind=True, curve=server((FRIEND.public,)))
+    with Subscriber(source) as subscriber, caplog.at_level(logging.WARNING, "kvevents.admission"):
+        if engine is FRIEND:
+            wait_until(lambda: subscriber.receive(timeout=0.01) or publisher.stats().subscribers == 1, "the subscription")
+            publisher.publish(batch(1))
+            wait_until(lambda: subscriber.receive(timeout=0.01) is None and exact(subscriber), "replay and live")
+            assert publisher.stats().replay.requests >= 1
+        else:
+            wait_until(lambda: "unknown keys" in caplog.text or subscriber.receive(timeout=0.01), "a refusal")
+            assert subscriber.status("e").last_seq == -1
+            assert publisher.stats().subscribers == 0
+    publisher.shutdown(0)
+
+
+def test_refusals_are_told_once_and_counted(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    """One line names the stranger's key; the others are told as a number, at the latest in the end."""
+    with caplog.at_level(logging.WARNING, "kvevents.admission"), publishing(curve=server((FRIEND.public,))) as publisher:
+        connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
+        wait_until(lambda: publisher.connections_refused >= 3, "three attempts")
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert "refused 1 connection of unknown keys, the last one from 127.0.0.1" in line
+        assert STRANGER.public in line
+    assert len(caplog.records) == 2
+    assert f"refused {publisher.connections_refused - 1} connections of unknown keys;" in caplog.records[1].getMessage()
+    assert STRANGER.secret not in caplog.text
+    assert SERVER.secret not in caplog.text
+
+
+def test_a_torn_key_is_told_and_the_others_hold(context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pair = put(tmp_path, "friend")
+    with (
+        caplog.at_level(logging.WARNING, "kvevents.admission"),
+        publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher,
+    ):
+        (tmp_path / "torn.key").write_text("public-")
+        gets_everything(context, publisher, client(pair))
+        gets_everything(context, publisher, client(pair))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "1 of the allowed keys cannot be used" in line
+    assert "torn.key" in line
+
+
+@pytest.mark.parametrize("allowed", ["none", "torn"])
+def test_a_list_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path, allowed: str) -> None:
+    """Nothing is left open by it either: the same port can be bound at once."""
+    (tmp_path / "torn").write_text("public-")
+    with pytest.raises(ConfigError, match=f"curve.allowed: .*{allowed}"):
+        ZmqEventPublisher(0, ANY, ANY, curve=server(str(tmp_path / allowed)))
+    with pytest.raises(ConfigError, match=f"curve.allowed: .*{allowed}"):
+        Subscriber(Source(ANY, bind=True, curve=server(str(tmp_path / allowed))))
+
+
+def test_lists_in_one_context_are_kept_apart(context: Context) -> None:
+    """Publishers of one context share a desk; each has its own list, one has none, and each may end first."""
+    other = make_pair()
+    with zmq.Context() as shared:
+        with (
+            publishing(replay_endpoint=ANY, context=shared, curve=server((FRIEND.public,))) as one,
+            publishing(replay_endpoint=ANY, context=shared, curve=server(None)) as free,
+        ):
+            with publishing(replay_endpoint=ANY, context=shared, curve=server((other.public,))) as two:
+                assert len(admission._state.desks) == 1
+                gets_everything(context, two, client(other))
+                connect(context, zmq.SUB, two.endpoint, client(FRIEND))
+                wait_until(lambda: two.connections_refused, "a refusal")
+            gets_everything(context, one, client(FRIEND))
+            gets_everything(context, free, client(STRANGER))
+            assert one.connections_refused == free.connections_refused == 0
+        assert not admission._state.desks
+        with publishing(replay_endpoint=ANY, context=shared, curve=server((FRIEND.public,))) as again:
+            gets_everything(context, again, client(FRIEND))
+
+
+def test_there_can_be_one_who_decides_in_a_context() -> None:
+    """Where the application decides about its context itself, a list of ours is refused instead of ignored."""
+    with zmq.Context() as shared, shared.socket(zmq.REP) as own:
+        own.bind(ZAP_ENDPOINT)
+        with pytest.raises(ConfigError, match=r"something else decides.*context of its own"):
+            ZmqEventPublisher(0, ANY, context=shared, curve=server((FRIEND.public,)))
+
+
+def test_keys_alone_let_nobody_in_where_there_is_a_list(context: Context) -> None:
+    """`Curve.apply` without an admission fails closed."""
+    with zmq.Context() as serving, serving.socket(zmq.PUB) as socket:
+        server((FRIEND.public,)).apply(socket)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        friend = open_consumer(context, zmq.SUB)
+        client(FRIEND).apply(friend)
+        events = zmq.Event.HANDSHAKE_SUCCEEDED | HUNG_UP
+        with watching(friend, events) as watch:
+            friend.connect(f"tcp://127.0.0.1:{port}")
+            assert watch.poll(20_000)
+            assert int.from_bytes(watch.recv_multipart()[0][:2], "little") != zmq.Event.HANDSHAKE_SUCCEEDED
+
+
+def test_a_context_that_is_ended_by_others(context: Context) -> None:
+    """The desk gives its socket back, so that the end does not hang, and leaves no entry that another context could find."""
+    shared: Context = zmq.Context()
+    kept = admit(shared, server((FRIEND.public,)), "e")
+    assert kept is not None
+    shared.term()
+    assert not admission._state.desks
+    kept.close()
+    kept.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_leaves_its_parents_desk_alone(context: Context) -> None:
+    """What it closes there does not stop the thread here."""
+    with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
+        kept = publisher._server.admission
+        assert kept is not None
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                kept.close()
+                os._exit(len(admission._state.desks))
+            os._exit(99)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        gets_everything(context, publisher, client(FRIEND))
+
+
+def test_from_an_engines_configuration(context: Context, tmp_path: Path) -> None:
+    """The JSON names files, so that no secret is on a command line or in a deployment's text."""
+    put(tmp_path, "engine")
+    (tmp_path / "clients").mkdir()
+    pair = put(tmp_path / "clients", "router")
+    keys = f'{{"key_file": "{tmp_path}/engine.key_secret", "allowed": "{tmp_path}/clients"}}'
+    config = KVEventsConfig.from_json(
+        f'{{"publisher": "zmq", "endpoint": "{ANY}", "replay_endpoint": "{ANY}", "curve": {keys}}}'
+    )
+    assert config.curve is not None
+    publisher = EventPublisherFactory.create(config)
+    assert isinstance(publisher, ZmqEventPublisher)
+    gets_everything(context, publisher, client(pair, config.curve.public_key))
+    publisher.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda _: Curve(), "curve needs key_file"),
+        (lambda path: Curve(key_file=path, public_key="x" * 40), "not that of curve.key_file"),
+        (lambda _: server(("short",)), "curve.allowed"),
+        (lambda path: Curve(key_file=path, server_key=FRIEND.public, allowed=()), "is for a CURVE server"),
+    ],
+)
+def test_settings_that_cannot_work(tmp_path: Path, wrong: Callable[[str], Curve], said: str) -> None:
+    put(tmp_path, "e")
+    with pytest.raises(ConfigError, match=said):
+        wrong(str(tmp_path / "e.key_secret"))

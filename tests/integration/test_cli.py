@@ -1,0 +1,117 @@
+"""The program around the commands: help, versions, errors. The other CLI tests import `Program` and its friends from here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cli_cases import run
+from kvevents.cli.console import printable
+from kvevents.cli.program import COMMANDS
+
+
+def test_help_names_every_command_with_its_examples() -> None:
+    ended = run("--help")
+    assert ended.code == 0
+    for command in COMMANDS:
+        assert re.search(rf"^ +{command.name} +{re.escape(command.summary)}", ended.out, re.MULTILINE)
+    assert "kvevents doctor tcp://127.0.0.1:5557" in ended.out
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_help_of_a_command_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvevents.cli.program import _parser  # noqa: PLC0415
+
+    with pytest.raises(SystemExit) as ended:
+        _parser().parse_args([command, "--help"])
+    assert ended.value.code == 0
+    examples = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert len(examples) >= 3
+    for example in examples:
+        parts = [part.split("   ")[0].replace("'", "").split() for part in example.strip().split(" | ")]
+        ours = [_parser().parse_args(words[1:]).command.name for words in parts if words[0] == "kvevents"]
+        assert command in ours
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"kvevents \d+\.\d+\.\d+\S*\n", run("--version").out)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["nonsense"],
+        ["tail"],
+        ["tail", "5557"],
+        ["tail", "tcp://127.0.0.1"],
+        ["tail", "tcp://127.0.0.1:70000"],
+        ["tail", "http://127.0.0.1:5557"],
+        ["tail", "127.0.0.1:5557", "--type", "stored,moved"],
+        ["tail", "127.0.0.1:5557", "--ranks", "0"],
+        ["tail", "127.0.0.1:5557", "--ranks", "5000"],
+        ["tail", "127.0.0.1:5557", "--quiet", "--token-ids"],
+        ["tail", "127.0.0.1:5557", "--replay", "127.0.0.1:5558", "--no-replay"],
+        ["tail", "127.0.0.1:5557", "--idle-timeout", "nan"],
+        ["tail", "127.0.0.1:5557", "--duration", "-1"],
+        ["play", "run.jsonl", "--speed", "fast"],
+        ["publish", "--dialect", "llama-1.0"],
+        ["publish", "--rate", "0"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_told_with_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from kvevents.cli import main  # noqa: PLC0415
+
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2
+    assert "usage: kvevents" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        ("relay --endpiont x 127.0.0.1:5557", "kvevents relay: error: there is no option --endpiont; did you mean --endpoint?"),
+        (
+            "relay --replay x 127.0.0.1:5557",
+            "kvevents relay: error: there is no option --replay; did you mean --replay-endpoint?",
+        ),
+        ("relay --endpiont=x 127.0.0.1:5557", "kvevents relay: error: there is no option --endpiont; did you mean --endpoint?"),
+        ("tail --zzz x 127.0.0.1:5557", "kvevents tail: error: there is no option --zzz"),
+        ("plane status --ouptut", "kvevents plane status: error: there is no option --ouptut; did you mean --output?"),
+        ("sim compare --polcy x", "kvevents sim compare: error: there is no option --polcy; did you mean --policy?"),
+        ("tail 5557 -- --zzz", "kvevents tail: error: argument ENDPOINT: invalid endpoint '5557'"),
+    ],
+)
+def test_a_misspelled_option_is_named_before_its_value_is_blamed(
+    args: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvevents.cli import main  # noqa: PLC0415
+
+    with pytest.raises(SystemExit) as ended:
+        main(args.split())
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == word or told.startswith((f"{word};", f"{word}:"))
+
+
+def test_an_error_is_one_sentence_and_code_1(tmp_path: Path) -> None:
+    ended = run("play", tmp_path / "none.jsonl")
+    assert (ended.code, ended.out) == (1, "")
+    assert re.fullmatch(r"kvevents: cannot read \S+none\.jsonl: .*No such file.*\n", ended.err)
+
+
+def test_an_impossible_endpoint_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    from kvevents.cli import main  # noqa: PLC0415
+
+    assert main(["tail", "ipc:///no/such/directory/kv", "--bind", "--idle-timeout", "0.1"]) == 1
+    assert re.search(r"^kvevents: cannot bind ipc:///no/such/directory/kv: .*$", capfd.readouterr().err, re.MULTILINE)
+
+
+def test_what_peers_say_cannot_drive_the_terminal() -> None:
+    assert printable("GPU") == "GPU"
+    assert printable("a\x1b[2Jb\nc\x07") == r"a\x1b[2Jb\nc\x07"
+    assert printable("Gerät 机") == "Gerät 机"

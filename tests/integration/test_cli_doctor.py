@@ -1,0 +1,560 @@
+"""`kvevents doctor` as a process: each fault is found, named, and comes with what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from cli_cases import RECORDING, RUN, SECONDS, Program, adjacent, refusing, run, tape_of
+from cli_doctor_cases import findings, one, server
+from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
+from kvevents.cli.checkup import fleet, service
+from kvevents.cli.checkup.service import ENOUGH_LOOKUPS
+from kvevents.cli.checkup.traffic import check_topic
+from kvevents.events import BlockStored, KVEventBatch
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.service.reasons import Reason
+from kvevents.service.schemas import HealthAnswer, SourceView
+from kvevents.subscriber.handshake import perform_handshake
+from kvevents.testing import Faults, TapePlayer
+
+LOOK = ("--duration", "0.6")
+
+
+def doctor(tape: TapePlayer, *args: object) -> dict[str, dict[str, str]]:
+    ended = run("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--output=json", *LOOK, *args)
+    return findings(ended)
+
+
+@contextmanager
+def playing(**faults: object) -> Iterator[TapePlayer]:
+    """A recorded engine under load, for as long as anybody looks."""
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(**faults)) as tape:  # type: ignore[arg-type]
+        tape.play(20)
+        tape.start_playing(rate=200.0, times=1_000)
+        yield tape
+
+
+def test_a_healthy_engine() -> None:
+    with adjacent() as (tape,):
+        tape.play(20)
+        tape.start_playing(rate=200.0, times=1_000)
+        ended = run("doctor", tape.endpoint, *LOOK)
+    assert ended.code == 0, ended.out
+    assert not [line for line in ended.out.splitlines() if line.startswith(("warn", "fail"))], ended.out
+    for said in (
+        "is a publisher",
+        "seen: 'kv-events'",
+        "vllm-0.24.0",
+        "rank 0",
+        "holds #0 to #",
+        "complete since",
+        "EXACT, after",
+    ):
+        assert said in ended.out
+
+
+def test_a_wrong_topic() -> None:
+    with playing() as tape:
+        found = doctor(tape, "--topic-prefix", "kv@pod")
+    assert found["traffic"]["verdict"] == "ok"
+    assert found["topic"]["verdict"] == "fail"
+    assert "no topic begins with 'kv@pod'" in found["topic"]["text"]
+    assert "'kv-events'" in found["topic"]["advice"]
+
+
+def test_topics_of_several_engines_share_a_prefix() -> None:
+    from collections import Counter  # noqa: PLC0415
+
+    finding = check_topic(Counter({b"kv@a@m": 2, b"kv@b@m": 1}), "kv@a")
+    assert finding is not None
+    assert finding.verdict.value == "warn"
+    assert "--topic-prefix 'kv@'" in finding.advice
+
+
+def test_nothing_listens() -> None:
+    with refusing() as nowhere:
+        found = findings(run("doctor", nowhere, "--output=json", *LOOK))
+    assert list(found) == ["address"]
+    assert "nothing listens there" in found["address"]["text"]
+    for said in ("both sides connect", "tcp://*:PORT", "--bind"):
+        assert said in found["address"]["advice"]
+
+
+def test_the_replay_port_given_as_the_endpoint() -> None:
+    with adjacent() as (tape,):
+        found = findings(run("doctor", tape.replay_endpoint, "--output=json", *LOOK))
+        assert "ROUTER socket: a replay port" in found["address"]["text"]
+        assert f"{tape.endpoint} is a publisher; use that as ENDPOINT" in found["address"]["advice"]
+
+
+def test_the_event_port_given_as_the_replay_endpoint() -> None:
+    with playing() as tape:
+        found = findings(run("doctor", tape.endpoint, "--replay", tape.endpoint, "--output=json", *LOOK))
+    assert found["replay"]["verdict"] == "fail"
+    assert "XPUB socket, not a replay endpoint" in found["replay"]["text"]
+
+
+def test_a_mute_replay_endpoint() -> None:
+    with playing(replay_mute=True) as tape:
+        found = doctor(tape)
+    assert found["replay"]["verdict"] == "fail"
+    assert "does not answer within" in found["replay"]["text"]
+    assert found["traffic"]["verdict"] == found["decoding"]["verdict"] == "ok"
+
+
+def test_a_lossy_replay_that_has_them_when_asked_again() -> None:
+    left_out: set[int] = set()
+
+    def once(seq: int) -> bool:
+        return seq == 5 and seq not in left_out and not left_out.add(seq)  # type: ignore[func-returns-value]
+
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(replay_holes=once)) as tape:
+        tape.play(20)
+        found = doctor(tape)
+    assert found["replay"]["verdict"] == "warn"
+    assert "1 batch missing inside the answer (#5); asked again, the engine has them" in found["replay"]["text"]
+
+
+def test_history_that_is_gone() -> None:
+    batches = [(b"kv", seq, b"\x93\xcb\x40\x59\x00\x00\x00\x00\x00" + bytes([seq]) + b"\x90\x00") for seq in range(50)]
+    with TapePlayer(batches, faults=Faults(buffer_steps=10)) as tape:
+        tape.play()
+        found = doctor(tape)
+    assert "what came before #40 is gone" in found["replay"]["text"]
+    assert found["trust"]["verdict"] == "warn"
+    assert "DEGRADED" in found["trust"]["text"]
+    assert "buffer_steps" in found["trust"]["advice"]
+
+
+def test_a_garbage_publisher() -> None:
+    batches = [(b"metrics", seq, b"\xc1 not msgpack") for seq in range(50)]
+    with tape_of(*batches) as tape:
+        tape.start_playing(rate=100.0, times=1_000)
+        found = doctor(tape)
+    assert found["decoding"]["verdict"] == "fail"
+    assert "can be read" in found["decoding"]["text"]
+    assert "malformed" in found["decoding"]["text"] or "not-a-batch" in found["decoding"]["text"]
+
+
+def test_messages_that_are_no_batches_at_all() -> None:
+    with tape_of((b"", 0, b"x")) as tape, Program("doctor", tape.endpoint, "--no-replay", *LOOK) as program:
+        while program.process.poll() is None:
+            tape.send_raw([b"only one frame"])
+            threading.Event().wait(0.01)
+        ended = program.end()
+    assert ended.code == 1
+    assert re.search(r"([\d,]+) of \1 messages are not \[topic, number, payload\]: not 3 frames \(\1\)", ended.out)
+
+
+def test_an_idle_engine_is_no_fault_and_replay_tells_what_it_speaks() -> None:
+    publisher = ZmqEventPublisher(
+        endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", topic="kv@pod@model", dialect="sglang-0.5.17"
+    )
+    try:
+        for number in range(20):
+            stored = BlockStored([2**63 * (number % 2) + number], None, [1, 2], 2, medium="GPU")
+            publisher.publish(KVEventBatch(1760000000.0 + number, [stored], 0))
+        ended = run("doctor", publisher.endpoint, "--replay", publisher.replay_endpoint, "--output=json", *LOOK)
+    finally:
+        publisher.shutdown()
+    found = findings(ended)
+    assert ended.code == 0
+    assert found["traffic"]["verdict"] == "warn"
+    assert "an idle engine announces nothing" in found["traffic"]["text"]
+    assert "20 batches replayed" in found["decoding"]["text"]
+    assert found["decoding"]["text"].endswith("sglang-0.5.9 (20)")
+    assert "as [seq, payload]" in found["replay"]["text"]
+    assert found["trust"]["verdict"] == "ok"
+    assert found["trust"]["text"].startswith("DEGRADED (no live batch has confirmed yet what the replay endpoint says), after")
+    assert found["trust"]["advice"] == "send the engine a request; the next batch confirms the replay endpoint"
+
+
+def test_further_ranks_are_noticed() -> None:
+    with adjacent(ranks=2) as tapes:
+        tapes[0].play(3)
+        found = doctor(tapes[0])
+    assert "the next 1 port publish too" in found["ranks"]["text"]
+    assert "--ranks 2" in found["ranks"]["advice"]
+
+
+def test_an_engine_that_connects_to_us() -> None:
+    with refusing() as endpoint:
+        pass
+    publisher = ZmqEventPublisher(endpoint=endpoint, bind=False)
+    try:
+        with Program("doctor", endpoint, "--bind", "--output=json", "--duration", "0.8") as program:
+            while program.process.poll() is None:
+                publisher.publish(KVEventBatch(1.0, [BlockStored([1], None, [1, 2], 2)], 0))
+                threading.Event().wait(0.01)
+            found = findings(program.end())
+    finally:
+        publisher.shutdown()
+    assert found["traffic"]["verdict"] == "ok"
+    assert found["replay"]["verdict"] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("reply", "outcome"),
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "not-zeromq"), (b"", "closed"), (b"\x00" * 64, "not-zeromq"), (None, "silent")],
+)
+def test_what_else_may_stand_at_an_address(reply: bytes | None, outcome: str) -> None:
+    with server(reply) as endpoint:
+        assert perform_handshake(endpoint, timeout=0.5).outcome == outcome
+
+
+def test_an_http_port_is_called_by_its_name() -> None:
+    with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as endpoint:
+        found = findings(run("doctor", endpoint, "--output=json", *LOOK))
+    assert "it speaks HTTP, not ZeroMQ" in found["address"]["text"]
+    assert "/kv_event_sources" in found["address"]["advice"]
+
+
+def test_curve_and_unknown_hosts() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        secured = context.socket(zmq.PUB)
+        secured.curve_publickey, secured.curve_secretkey = zmq.curve_keypair()
+        secured.curve_server = True
+        port = secured.bind_to_random_port("tcp://127.0.0.1")
+        assert perform_handshake(f"tcp://127.0.0.1:{port}").outcome == "curve"
+    finally:
+        context.destroy(linger=0)
+    assert perform_handshake("tcp://no-such-host.invalid:5557").outcome == "unknown-host"
+    assert perform_handshake("tcp://a..b:5557").outcome == "unknown-host"
+    assert perform_handshake("ipc:///no/such/socket").outcome == "refused"
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "inproc://kv"])
+def test_addresses_that_nobody_can_connect_to(endpoint: str) -> None:
+    found = findings(run("doctor", endpoint, "--output=json", *LOOK))
+    assert found["address"]["verdict"] == "fail"
+
+
+def test_interrupted() -> None:
+    with playing() as tape, Program("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--duration", "60") as program:
+        program.out.wait("is a publisher")
+        ended = program.interrupt()
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+
+
+# --- of a service
+
+
+def examined(url: str, *args: object) -> dict[str, dict[str, str]]:
+    return findings(run("doctor", "--service", url, "--output=json", *args))
+
+
+def test_a_healthy_service_and_its_fleet() -> None:
+    with serving() as served, engine(blocks(2)) as one, engine(blocks(3)) as other:
+        served.register("engine-0", one)
+        served.register("engine-1", other)
+        served.wait_exact("engine-0/0", 2)
+        served.wait_exact("engine-1/0", 3)
+        one.publish(KVEventBatch(time.time(), [blocks(2)], 0))
+        served.wait("engine-0/0", lambda source: source["lag_seconds"] is not None)
+        for _ in range(2):
+            served.ask("POST", "/v1/match", {"model": "m", "tokens": list(range(48))})
+        ended = run("doctor", "--service", served.url)
+        report = json.loads(run("doctor", "--service", served.url, "--output=json").out)
+    assert ended.code == 0, ended.out
+    assert not [line for line in ended.out.splitlines() if line.startswith(("warn", "fail"))], ended.out
+    for said in (
+        f"answers at {served.url}",
+        "2 of 2 sources are EXACT",
+        "2 sources of 2 engines",
+        "2 of 2 sources EXACT",
+        "nobody is silent; the newest batch came",
+        "the newest batches came within",
+        "2 lookups, 100% of them found something",
+        "5 blocks in",
+        "--state-dir",
+    ):
+        assert said in ended.out
+    assert list(report) == ["service", "version", "verdict", "findings"]
+    assert report["service"] == served.url
+
+
+def test_a_service_that_is_not_there() -> None:
+    with refusing() as endpoint:
+        found = examined(endpoint.replace("tcp", "http"))
+    assert list(found) == ["service"]
+    assert "nothing listens at" in found["service"]["text"]
+    assert "kvevents serve" in found["service"]["advice"]
+
+
+def test_an_engine_port_given_as_the_service() -> None:
+    with adjacent() as (tape,):
+        found = examined(tape.endpoint.replace("tcp", "http"), "--timeout", 0.3)
+    assert "speaks ZeroMQ, not HTTP" in found["service"]["text"]
+    assert f"kvevents doctor {tape.endpoint.removeprefix('tcp://')}" in found["service"]["advice"]
+
+
+def test_a_service_that_wants_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with guarded(tmp_path) as (url, _):
+        found = examined(url)
+        assert found["access"]["verdict"] == "fail"
+        assert "KVEVENTS_TOKEN" in found["access"]["advice"]
+        assert found["ready"]["verdict"] == "ok"
+        monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
+        assert examined(url)["discovery"]["text"] == "no engine is registered, so nobody holds anything"
+
+
+def test_engines_that_are_gone_or_cannot_be_replayed() -> None:
+    with serving() as served, engine(blocks(2)) as one, refusing() as nowhere:
+        with engine(blocks(2)) as other:
+            served.register("engine-0", one, replay_endpoint=None)
+            served.register("engine-1", other)
+            served.wait("engine-0/0", lambda source: source["trust"]["state"] == "DEGRADED")
+            served.wait_exact("engine-1/0", 2)
+        served.ask("POST", "/register", {"instance_id": "engine-2", "endpoint": nowhere, "model_name": "m"})
+        served.wait("engine-1/0", lambda source: source["trust"]["state"] == "STALE")
+        served.wait("engine-2/0", lambda source: source["fault"] is not None)
+        ended = run("doctor", "--service", served.url)
+    assert ended.code == 1
+    assert re.search(r"fail +trust +engine-1/0 is STALE for \d", ended.out)
+    assert re.search(r"fail +trust +engine-2/0 is CONNECTING for \S+ s: nothing listens at", ended.out)
+    assert re.search(r"warn +trust +engine-0/0 is DEGRADED for \S+ s: no replay endpoint", ended.out)
+    assert "-> is the engine up, with KV events enabled" in ended.out
+    assert "-> name the engine's replay endpoint when it is registered" in ended.out
+
+
+def test_a_rank_that_is_missing() -> None:
+    with serving() as served, engine(blocks(1)) as one, engine(blocks(1)) as other:
+        served.register("engine-0", one)
+        served.register("engine-0", other, dp_rank=2)
+        served.wait_exact("engine-0/0", 1)
+        served.wait_exact("engine-0/2", 1)
+        found = examined(served.url)
+    assert found["ranks"]["verdict"] == "warn"
+    assert found["ranks"]["text"] == "engine-0/1: not registered, though later ranks are"
+
+
+def test_what_discovery_could_not_find() -> None:
+    with serving("--dns", "no-such-host.invalid:5557", "--model", "m") as served:
+        until(lambda: bool(served.ask("GET", "/v1/sources")["faults"]))
+        found = examined(served.url)
+    assert found["discovery"]["verdict"] == "fail"
+    assert "no-such-host.invalid" in found["discovery"]["text"]
+
+
+def test_lookups_that_never_find_anything() -> None:
+    with serving() as served, engine(blocks(2)) as one:
+        served.register("engine-0", one)
+        served.wait_exact("engine-0/0", 2)
+        wrong = {"model": "m", "tokens": list(range(100, 164))}
+        served.ask("POST", "/v1/match", wrong)
+        few = examined(served.url)["lookups"]
+        for _ in range(ENOUGH_LOOKUPS):
+            served.ask("POST", "/v1/match", wrong)
+        many = examined(served.url)["lookups"]
+    assert (few["verdict"], many["verdict"]) == ("warn", "fail")
+    assert "1 lookup, and none found anything, though 2 blocks are held" in few["text"]
+    for said in ("model name", "block size", "tokenizer"):
+        assert said in few["advice"]
+
+
+def test_a_port_that_is_open_to_everybody() -> None:
+    with Program("serve", "--port", 0, "--host", "0.0.0.0", "--insecure") as program:  # noqa: S104 - that is what is looked for
+        served = Served(program)
+        found = examined(served.url)
+    assert found["health"]["verdict"] == "warn"
+    assert "set access.tokens" in found["health"]["text"]
+
+
+def test_an_engine_of_another_block_size_than_declared() -> None:
+    with serving() as served, engine(blocks(2)) as one:
+        served.register("engine-0", one, block_size=32)
+        served.wait("engine-0/0", lambda source: source["block_sizes"] == [BLOCK] and source["trust"]["state"] == "DEGRADED")
+        found = examined(served.url)
+    assert found["blocks"]["text"] == "tokens per block: engine-0/0 is declared with 32 and sends 16"
+    assert "block size that it has" in found["trust"]["advice"]
+
+
+@contextmanager
+def publishing_on(publisher: ZmqEventPublisher) -> Iterator[None]:
+    """The engine goes on publishing."""
+    done = threading.Event()
+
+    def publish() -> None:
+        while not done.wait(0.02):
+            publisher.publish(KVEventBatch(time.time(), [blocks(1)], 0))
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "codes", "said", "advice"),
+    [
+        ("swapped", {"wrong-socket"}, "ROUTER", "endpoint is where it publishes, replay_endpoint where it replays"),
+        ("replay of an engine ahead", {"replay-foreign", "replay-unconfirmed"}, "replay endpoint", "replay endpoint"),
+        ("replay of an engine behind", {"replay-foreign", "replay-unconfirmed"}, "replay endpoint", "replay endpoint"),
+        ("replay is an event port", {"replay-wrong-socket"}, "answers no replay requests", "replay_endpoint where it replays"),
+    ],
+)
+def test_wrong_endpoints_of_an_engine_are_named(wrong: str, codes: set[str], said: str, advice: str) -> None:
+    """Each is a finding about trust that says which endpoint is wrong, and what to register."""
+    others = [blocks(3, 5), *([blocks(1, 20)] * 500 if wrong == "replay of an engine ahead" else [])]
+    with serving() as served, engine(blocks(2)) as one, engine(*others) as other, publishing_on(one):
+        wrongly: dict[str, dict[str, Any]] = {
+            "swapped": {"endpoint": one.replay_endpoint, "replay_endpoint": one.endpoint},
+            "replay of an engine ahead": {"replay_endpoint": other.replay_endpoint},
+            "replay of an engine behind": {"replay_endpoint": other.replay_endpoint},
+            "replay is an event port": {"replay_endpoint": other.endpoint},
+        }
+        served.register("engine-0", one, **wrongly[wrong])
+        served.wait("engine-0/0", lambda source: not codes.isdisjoint(source["trust"]["reason_codes"]))
+        found = examined(served.url)
+    assert found["trust"]["verdict"] in {"warn", "fail"}
+    assert said in found["trust"]["text"]
+    assert advice in found["trust"]["advice"]
+
+
+def view(**more: Any) -> SourceView:
+    """A source that nothing speaks against, at the time 1010."""
+    return source(1, **more)
+
+
+def test_block_sizes_declared_and_seen() -> None:
+    assert fleet.check_block_sizes([view(block_sizes=[])]) is None
+    assert one(fleet.check_block_sizes([view()])) == ("ok", "blocks of 16 tokens, as declared")
+    assert one(fleet.check_block_sizes([view(declared_block_size=None, block_sizes=[16, 32])]))[0] == "ok"
+    verdict, text = one(fleet.check_block_sizes([view(), view(block_sizes=[32])]))
+    assert (verdict, text) == ("fail", "tokens per block: engine-001/0 is declared with 16 and sends 32")
+
+
+def test_lag_and_clocks() -> None:
+    assert fleet.check_lag([view(lag_seconds=None)]) is None
+    assert one(fleet.check_lag([view()])) == ("ok", "the newest batches came within 3 ms")
+    assert one(fleet.check_lag([view(lag_seconds=30.0)])) == ("warn", "the newest batch was late: engine-001/0 by 30 s")
+    ahead = one(fleet.check_lag([view(lag_seconds=-300.0)]))
+    assert ahead == ("warn", "clocks are ahead of the service's: engine-001/0 by 5 min")
+
+
+def test_silence() -> None:
+    (never,) = fleet.check_traffic([view(last_event=None, blocks=0)], 1010.0)
+    assert one(never) == ("warn", "nothing ever came from engine-001/0")
+    (silent,) = fleet.check_traffic([view(last_event=10.0)], 1010.0)
+    assert one(silent) == ("warn", "silent: engine-001/0 for 17 min")
+    assert list(fleet.check_traffic([source(1, "STALE")], 1010.0)) == []
+
+
+def test_losses_and_rejected_events() -> None:
+    gap = {"first": 3, "last": 4, "incarnation": 0, "at": 1000.0}
+    losing = [view(lost=2, gaps=[gap], rejected={"bad-token": 3})]
+    assert [*fleet.check_losses([view()], 1010.0)] == []
+    (lossy,) = fleet.check_losses(losing, 1010.0)
+    assert one(lossy) == ("warn", "lost for good, some within the last hour: 2 batches of engine-001/0")
+    (old,) = fleet.check_losses(losing, 9010.0)
+    assert one(old)[0] == "ok"
+    doubted = {"state": "DEGRADED", "reason": "no replay endpoint", "reason_codes": ["no-replay"]}
+    without_replay = view(lost=1, gaps=[gap], trust=doubted)
+    mute, lossy = fleet.check_losses([*losing, without_replay], 1010.0)
+    assert one(mute)[1].endswith("without a replay endpoint: 1 batch of engine-001/0")
+    assert "name the engine's replay endpoint" in mute.advice
+    assert one(lossy)[1].endswith("within the last hour: 2 batches of engine-001/0")
+    assert "buffer_steps" in lossy.advice
+    assert one(fleet.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_has_advice(reason: Reason) -> None:
+    """Of a source that has been like this for longer than a moment."""
+    state = {Reason.CONNECTING: "CONNECTING", Reason.REPLAYING: "REPLAYING", Reason.DISCONNECTED: "STALE"}.get(
+        reason, "DEGRADED"
+    )
+    trust = {"state": state, "reason": "why", "reason_codes": [reason]}
+    (finding,) = fleet.check_trust([view(trust=trust)], 9010.0)
+    assert reason in fleet._ADVICE
+    assert finding.advice == fleet._ADVICE[reason].format(endpoint="tcp://10.0.0.7:5557")
+
+
+def test_many_doubtful_sources_are_summed_up() -> None:
+    sources = [source(number, "DEGRADED") for number in range(30)] + [source(99, "STALE")]
+    told = [*fleet.check_trust(sources, 1010.0)]
+    assert len(told) == fleet.MAX_TOLD + 1
+    assert "engine-099/0 is STALE" in told[0].text
+    assert told[-1].text == "and 21 sources more"
+
+
+def test_a_source_that_is_still_coming_up() -> None:
+    (coming,) = fleet.check_trust([source(1, "REPLAYING")], 1001.0)
+    assert (coming.verdict.value, coming.advice) == ("warn", "give it a moment, and look again")
+    unproven = {"state": "REPLAYING", "reason": "", "reason_codes": [Reason.REPLAYING, Reason.REPLAY_UNPROVEN]}
+    (coming,) = fleet.check_trust([view(trust=unproven)], 1001.0)
+    assert coming.advice == "give it a moment, and look again"
+    (stuck,) = fleet.check_trust([source(1, "CONNECTING")], 1100.0)
+    assert stuck.verdict.value == "fail"
+    assert "kvevents doctor tcp://10.0.0.7:5557" in stuck.advice
+
+
+def test_history_of_an_idle_engine_is_a_note_until_a_live_batch_has_come() -> None:
+    """Replay alone is no fault, and says what to do; after a live batch it is a warning. Another reason has its own advice."""
+    reason = "no live batch has confirmed yet what the replay endpoint says"
+    unproven = {"state": "DEGRADED", "reason": reason, "reason_codes": [Reason.REPLAY_UNPROVEN]}
+    (idle,) = fleet.check_trust([view(trust=unproven, batches=3, replayed=3)], 1010.0)
+    assert idle.verdict.value == "ok"
+    assert reason in idle.text
+    assert idle.advice == "send the engine a request; the next batch confirms the replay endpoint"
+    (busy,) = fleet.check_trust([view(trust=unproven, batches=3, replayed=2)], 1010.0)
+    assert busy.verdict.value == "warn"
+    assert "belongs to another engine" in busy.advice
+    both = unproven | {"reason_codes": [Reason.REPLAY_UNPROVEN, Reason.LOST]}
+    (lost,) = fleet.check_trust([view(trust=both, batches=3, replayed=3)], 1010.0)
+    assert lost.verdict.value == "warn"
+    assert "buffer_steps" in lost.advice
+    told = [*fleet.check_trust([view(trust=unproven, batches=3, replayed=3)] * 20 + [source(99, "DEGRADED")], 1010.0)]
+    assert told[0].verdict.value == "warn", "the worst first"
+    assert told[-1].verdict.value == "ok"
+
+
+def test_memory_and_snapshots() -> None:
+    assert one(service.check_memory(stats(memory_limit=None))) == ("ok", "12,345 blocks in 3.0 MiB, without a limit")
+    assert one(service.check_memory(stats()))[0] == "ok"
+    near = one(service.check_memory(stats(memory_limit=3 << 20)))
+    assert near == ("warn", "12,345 blocks in 3.0 MiB, 100% of the limit of 3.0 MiB")
+    assert "7 blocks were refused" in one(service.check_memory(stats(evicted=7)))[1]
+    assert one(service.check_snapshot(stats(snapshot_fault="the disk is full"), 10.0)) == ("fail", "the disk is full")
+    assert one(service.check_snapshot(stats(snapshot_at=10.0), 20.0)) == ("ok", "the last one is 10 s old")
+    assert one(service.check_snapshot(stats(snapshot_at=10.0), 4_000.0))[0] == "warn"
+
+
+def test_readiness_and_health() -> None:
+    def ready(**more: object) -> list[str]:
+        told = msgspec.structs.replace(READY, **more)
+        return [finding.verdict.value for finding in service.check_ready(told)]
+
+    assert (ready(), ready(ready=False), ready(sources=2)) == (["ok"], ["warn"], ["warn"])
+    [empty] = service.check_ready(msgspec.structs.replace(READY, ready=False, sources=0, exact=0))
+    assert "until an engine is there" in str(empty.advice), "the deadline does not help there"
+    failed = HealthAnswer(status="failed", warnings=["nothing is followed any more: RuntimeError: x"])
+    assert [finding.verdict.value for finding in service.check_health(failed, stats())] == ["fail"]
+    assert [finding.verdict.value for finding in service.check_health(HealthAnswer(status="failed", warnings=[]), stats())] == [
+        "fail"
+    ]
+
+
+def test_strict_fails_on_warnings() -> None:
+    """Without `--strict` a warning is exit code 0, with it 1; what could not be examined at all is 4."""
+    with tape_of((b"", 0, b"x")) as tape:
+        look = ("doctor", tape.endpoint, "--no-replay", "--duration", "0.2")
+        assert run(*look).code == 0
+        assert run(*look, "--strict").code == 1
+        assert run(*look, "--curve-key", "none.key_secret", "--curve-server-key", "none.key").code == 4

@@ -1,0 +1,143 @@
+"""`kvevents export`: from recordings to tables and answers, as a program."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+
+from cli_cases import run
+from export_cases import RECORDING, history, payload, pub, removed, replay, stored, table, write
+from kvevents.cli import main
+from kvevents.cli.console import Console
+from kvevents.export import TABLES, queries
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def small(tmp_path: Path, name: str = "run.jsonl") -> Path:
+    return history(tmp_path / name, {"a": [(100.0, [stored([1, 2], [1, 2])]), (130.5, [removed(2)])]})
+
+
+def test_from_a_recording_to_an_answer(tmp_path: Path) -> None:
+    """As processes: what was written is said on stderr; the answer is on stdout, its columns below each other."""
+    out = tmp_path / "out"
+    done = run("export", small(tmp_path), out)
+    assert (done.code, done.out) == (0, "")
+    assert "rows: workers 1, batches 2, events 3, lifetimes 2\n" in done.err
+    assert {file.name for file in out.iterdir()} == {each.file for each in TABLES}
+    answer = run("export", "--query", "block-lifetime", out)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == (
+        "tier  kv_group  residencies  removed  cleared  cut_off  unsure     p10     p50     p90     p99     max\n"
+        "gpu          0            2        1        0        1       0  30.500  30.500  30.500  30.500  30.500\n"
+    )
+
+
+def test_an_answer_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(small(tmp_path)), str(tmp_path / "out")]) == 0
+    told(capsys)
+    assert main(["export", "--query", "eviction-age", "--output=json", str(tmp_path / "out")]) == 0
+    out, _ = told(capsys)
+    (row,) = map(json.loads, out.splitlines())
+    assert row == {
+        "tier": "gpu",
+        "depth_from": 2,
+        "depth_to": 2,
+        "removed": 1,
+        "p10": 30.5,
+        "p50": 30.5,
+        "p90": 30.5,
+        "came_back": 0,
+    }
+
+
+def test_an_answer_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["export", str(small(tmp_path)), str(tmp_path / "out")])
+    told(capsys)
+    assert main(["export", "--query", "reuse-distance", str(tmp_path / "out")]) == 0
+    out, err = told(capsys)
+    assert out.startswith("tier  distance_from")
+    assert err == "nothing: no row of the tables is of that kind\n"
+
+
+def test_the_questions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--list-queries"]) == 0
+    out, _ = told(capsys)
+    assert [line.split()[0] for line in out.splitlines()] == list(queries())
+    assert all(line.endswith("?") for line in out.splitlines())
+
+
+def test_a_question_can_be_printed_changed_and_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["export", str(small(tmp_path)), "out"])
+    told(capsys)
+    assert main(["export", "--query", "block-lifetime", "--sql"]) == 0
+    sql, _ = told(capsys)
+    (tmp_path / "mine.sql").write_text(sql.replace("GROUP BY tier, kv_group", "WHERE depth = 2 GROUP BY tier, kv_group"))
+    assert main(["export", "--query", "mine.sql", "--output=json", "out"]) == 0
+    out, _ = told(capsys)
+    assert json.loads(out)["residencies"] == 1
+
+
+def test_losses_and_oddities_are_told_each_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = payload([stored([1], [1])])
+    frames = [pub(0, good), pub(3, payload([removed(7, 8)])), pub(4, b"\xc1"), replay(0, b"other"), pub(5, good)]
+    path = write(tmp_path / "run.jsonl", frames)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert main(["export", str(path), str(tmp_path / "out")]) == 0
+    _, err = told(capsys)
+    assert "line 5: the last line is incomplete" in err
+    assert "2 batches missing, as their numbers tell" in err
+    assert "1 event that could not be read (1 not-a-batch)" in err
+    assert "1 batch replayed from another life" in err
+    assert "2 removals of blocks that were not there" in err
+
+
+def test_token_ids_come_with_a_word_of_caution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(small(tmp_path)), str(tmp_path / "out"), "--token-ids"]) == 0
+    assert "holds the prompts' token ids: keep it as you would keep the prompts" in told(capsys)[1]
+    assert table(tmp_path / "out", "events")[0]["token_ids"] == [4, 5, 6, 7]
+
+
+def test_the_collector_rests_while_rows_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And works again afterwards, whatever happened."""
+    seen: list[bool] = []
+    monkeypatch.setattr(Console, "progress", lambda *_: seen.append(gc.isenabled()))
+    (tmp_path / "bad.jsonl").write_text("what\n")
+    assert main(["export", str(small(tmp_path)), str(tmp_path / "bad.jsonl"), str(tmp_path / "out")]) == 1
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name recordings, and at the end the folder for the tables"),
+        (["out"], "name recordings, and at the end the folder for the tables"),
+        (["--query", "what", "out"], "no query is called 'what'; there are block-lifetime"),
+        (["--query", "hit-depth"], "name one folder to ask: kvevents export --query hit-depth out"),
+        (["--query", "hit-depth", "nowhere"], "nowhere is no export: it lacks workers.parquet"),
+        (["missing.jsonl", "out"], "cannot read missing.jsonl"),
+        ([str(RECORDING), "no/out"], "there is no folder"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_sentence(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *arguments]) == (2 if message.startswith("name ") else 1)
+    out, err = told(capsys)
+    assert out == ""
+    assert err.startswith("kvevents: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

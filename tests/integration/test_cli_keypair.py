@@ -1,0 +1,245 @@
+"""`kvevents keys`, and keys on the command line, as processes: from making them to events that only friends see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from certificate_pairs import put
+from cli_cases import Program, run
+from kvevents.certificates import read_pair, read_public_keys
+from kvevents.cli.asking import ask
+from kvevents.cli.unlocking import unlock
+from kvevents.config import Curve
+from kvevents.events import BlockRemoved, EventBatch
+from kvevents.publisher import ZmqEventPublisher
+
+ANY = "tcp://127.0.0.1:*"
+CLEARED = b'{"type": "AllBlocksCleared"}\n'
+
+
+def engine_keys(folder: Path, allowed: Path | None) -> Curve:
+    return Curve(key_file=str(folder / "engine.key_secret"), allowed=None if allowed is None else str(allowed))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A folder with the keys of an engine and a stranger, and `clients`, whom the engine allows: a router."""
+    (tmp_path / "clients").mkdir()
+    for name in ("engine", "stranger", "clients/router"):
+        put(tmp_path, name)
+    return tmp_path
+
+
+@contextmanager
+def publishing(curve: Curve | None) -> Iterator[ZmqEventPublisher]:
+    publisher = ZmqEventPublisher(0, ANY, ANY, curve=curve)
+    publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
+    try:
+        yield publisher
+    finally:
+        publisher.shutdown(0)
+
+
+def towards(publisher: ZmqEventPublisher, *more: object) -> list[object]:
+    return [publisher.endpoint, "--replay", publisher.replay_endpoint, *more]
+
+
+def as_client(keys: Path, name: str, server: str = "engine.key") -> tuple[object, ...]:
+    return "--curve-key", keys / f"{name}.key_secret", "--curve-server-key", keys / server
+
+
+def test_a_pair_is_made_shown_and_kept(tmp_path: Path) -> None:
+    """The public key is the result; the secret one is in its file only."""
+    made = run("keys", tmp_path / "engine-0")
+    pair = read_pair(tmp_path / "engine-0.key_secret")
+    assert (made.code, made.out.strip()) == (0, pair.public)
+    assert read_public_keys(tmp_path / "engine-0.key") == [pair.public]
+    for name in ("engine-0.key", "engine-0.key_secret"):
+        shown = run("keys", "--show", tmp_path / name)
+        assert (shown.code, shown.out.strip()) == (0, pair.public)
+        assert pair.secret not in made.out + made.err + shown.out + shown.err
+    again = run("keys", tmp_path / "engine-0")
+    assert again.code == 1
+    assert "exists" in again.err
+    assert read_pair(tmp_path / "engine-0.key_secret") == pair
+    forced = run("keys", tmp_path / "engine-0", "--force", "--output=json")
+    said = json.loads(forced.out)
+    assert said["public_key"] == read_pair(tmp_path / "engine-0.key_secret").public != pair.public
+    assert said.keys() == {"public_key", "public_file", "secret_file"}
+    shown = run("keys", "--show", said["public_file"], "--output=json")
+    assert json.loads(shown.out) == {"file": said["public_file"], "public_keys": [said["public_key"]], "secret": False}
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        ((), 2, "required"),
+        (("engine.key",), 1, "is no name"),
+        (("--show", "none.key"), 1, "cannot read keys"),
+        (("no/such/folder/engine",), 1, "cannot write"),
+    ],
+)
+def test_what_keys_refuses(args: tuple[str, ...], code: int, said: str) -> None:
+    ended = run("keys", *args)
+    assert ended.code == code
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_publish_and_tail_with_keys(keys: Path, tmp_path: Path) -> None:
+    """A router that is allowed sees the batch; a stranger sees nothing, by replay neither."""
+    with Program(
+        *("publish", "--endpoint", ANY, "--replay-endpoint", ANY, "--linger"),
+        *("--curve-key", keys / "engine.key_secret", "--curve-allow", keys / "clients"),
+    ) as engine:
+        line = engine.err.wait("publishing at")
+        endpoint, replay = line.split()[2].rstrip(","), line.split()[-1]
+        engine.write(CLEARED.strip())
+        friend = run("tail", endpoint, "--replay", replay, "--count", "1", "--output=json", *as_client(keys, "clients/router"))
+        assert friend.code == 0
+        assert json.loads(friend.out.splitlines()[-1])["events"] == [{"type": "AllBlocksCleared"}]
+        stranger = run(
+            "tail", endpoint, "--replay", replay, "--idle-timeout", "0.5", "--output=json", *as_client(keys, "stranger")
+        )
+        assert stranger.code == 3
+        assert "AllBlocksCleared" not in stranger.out
+        ended = engine.interrupt()
+    assert "refused" in ended.err
+    assert read_pair(keys / "engine.key_secret").secret not in ended.err + friend.err + stranger.err
+
+
+def test_record_with_keys(keys: Path, tmp_path: Path) -> None:
+    """What came before is had by replay."""
+    with publishing(engine_keys(keys, keys / "clients")) as publisher:
+        args = towards(publisher, "--count", "1", *as_client(keys, "clients/router"))
+        assert run("record", args[0], tmp_path / "run.jsonl", *args[1:]).code == 0
+    assert '"pub"' in (tmp_path / "run.jsonl").read_text()
+
+
+def test_a_replay_endpoint_is_asked_with_keys(keys: Path) -> None:
+    """It answers those whom it lets in."""
+    server = read_public_keys(keys / "engine.key")[0]
+    friend, stranger = (
+        Curve(key_file=str(keys / f"{name}.key_secret"), server_key=server) for name in ("clients/router", "stranger")
+    )
+    with publishing(engine_keys(keys, keys / "clients")) as publisher:
+        replay = publisher.replay_endpoint
+        assert replay is not None
+        assert ask(replay, 0, silence=20.0, seconds=20.0, curve=friend).answered
+        assert not ask(replay, 0, silence=0.2, seconds=0.2, curve=stranger).answered
+        assert not ask(replay, 0, silence=0.2, seconds=0.2).answered
+
+
+def test_a_consumer_that_listens(keys: Path) -> None:
+    """With `--bind` it is the CURVE server, and `--curve-allow` says which engines."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    server = read_public_keys(keys / "engine.key")[0]
+    router = Curve(key_file=str(keys / "clients" / "router.key_secret"), server_key=server)
+    publisher = ZmqEventPublisher(0, endpoint, ANY, bind=False, curve=router)
+    publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
+    listen = (
+        "--bind",
+        "--replay",
+        publisher.replay_endpoint,
+        "--curve-key",
+        keys / "engine.key_secret",
+        "--curve-allow",
+        keys / "clients",
+    )
+    with Program("tail", endpoint, "--count", "2", *listen) as tail:
+        tail.out.wait("trust")
+        while publisher.stats().subscribers < 1:
+            assert tail.process.poll() is None
+        publisher.publish(EventBatch(2.0, [BlockRemoved([2])]))
+        assert tail.end().code == 0
+    publisher.shutdown(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--curve-server-key", "engine.key"), "need --curve-key"),
+        (("--curve-key", "engine.key_secret"), "--curve-key needs --curve-server-key"),
+        (("--curve-key", "engine.key_secret", "--curve-server-key", "none.key"), "cannot read keys from none.key"),
+        (("--curve-key", "engine.key", "--curve-server-key", "engine.key"), "no pair of CURVE keys"),
+        (("--curve-key", "open.key_secret", "--curve-server-key", "engine.key"), "chmod 600"),
+        (("--curve-key", "engine.key_secret", "--curve-server-key", "two.key"), "holds 2 keys"),
+        (
+            ("--curve-key", "engine.key_secret", "--curve-server-key", "engine.key", "--curve-allow", "clients"),
+            "is for a CURVE server",
+        ),
+    ],
+)
+def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str) -> None:
+    """At once and in a sentence, not after the wait for an engine."""
+    monkeypatch.chdir(keys)
+    Path("open.key_secret").write_bytes(Path("engine.key_secret").read_bytes())
+    Path("open.key_secret").chmod(0o644)
+    Path("two.key").write_text(Path("engine.key").read_text() + Path("stranger.key").read_text())
+    ended = run("tail", "tcp://127.0.0.1:1", "--idle-timeout", "10", *options)
+    assert ended.code == (2 if "need" in said else 1)
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("who", "server", "allowed", "verdict", "said"),
+    [
+        ("clients/router", "engine.key", True, "ok", "lets this key in"),
+        ("stranger", "engine.key", False, "ok", "lets this key in"),
+        ("stranger", "engine.key", True, "fail", "check that it allows"),
+        ("clients/router", "stranger.key", True, "fail", "check that --curve-server-key is its public key"),
+        (None, None, True, "fail", "--curve-key"),
+    ],
+)
+def test_doctor_says_what_is_wrong_with_keys(
+    keys: Path, who: str | None, server: str | None, allowed: bool, verdict: str, said: str
+) -> None:
+    options = () if who is None else as_client(keys, who, server or "")
+    with publishing(engine_keys(keys, keys / "clients" if allowed else None)) as publisher:
+        ended = run("doctor", *towards(publisher, "--output=json", "--duration", "0.5", *options))
+    findings = {finding["check"]: finding for finding in json.loads(ended.out)["findings"]}
+    assert findings["address"]["verdict"] == verdict
+    assert said in findings["address"]["text"] + findings["address"]["advice"]
+    if verdict == "ok":
+        assert findings["replay"]["verdict"] == findings["trust"]["verdict"] == "ok"
+
+
+def test_doctor_with_keys_for_an_engine_in_clear(keys: Path) -> None:
+    with publishing(None) as publisher:
+        ended = run("doctor", *towards(publisher, "--output=json", "--duration", "0.5", *as_client(keys, "stranger")))
+    (finding,) = json.loads(ended.out)["findings"]
+    assert "speaks in clear" in finding["text"]
+
+
+def test_servers_that_refuse_for_good_say_so(keys: Path) -> None:
+    """Others than ours answer 400."""
+    pair = read_pair(keys / "engine.key_secret")
+    stranger = Curve(key_file=str(keys / "stranger.key_secret"), server_key=pair.public)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        desk, socket = context.socket(zmq.REP), context.socket(zmq.XPUB)
+        desk.bind("inproc://zeromq.zap.01")
+        desk.rcvtimeo = 20_000
+        Curve(public_key=pair.public, secret_key=pair.secret).apply(socket)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        with ThreadPoolExecutor(1) as pool:
+            outcome = pool.submit(unlock, f"tcp://127.0.0.1:{port}", stranger, zmq.SUB, 20.0)
+            version, request, *_ = desk.recv_multipart()
+            desk.send_multipart([version, request, b"400", b"no", b"", b""])
+            assert outcome.result(20.0) == "refused"
+    finally:
+        context.destroy(linger=0)
+
+
+def test_where_nobody_is_there_is_silence(keys: Path) -> None:
+    curve = Curve(key_file=str(keys / "stranger.key_secret"), server_key=read_public_keys(keys / "engine.key")[0])
+    assert unlock("tcp://127.0.0.1:1", curve, zmq.SUB, 0.05) == "silent"

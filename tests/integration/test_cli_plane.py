@@ -1,0 +1,169 @@
+"""`kvevents plane status`, in a process of its own, of a plane on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import nats
+import pytest
+
+from cli_cases import Ended, run
+from kvevents.plane.connection import opened
+from kvevents.plane.layout import Layout, make, state_of
+from kvevents.plane.leases import Holder, lease_key
+from kvevents.plane.records import VERSION as VERSION_OF_PAGES
+from kvevents.plane.records import Page, encode_page
+from kvevents.plane.sharding import PREFIX, Announcement
+from kvevents.plane.snapshots import VERSION, Entry, Kept
+from kvevents.plane.status import LOOK_BACK, PartitionView, PlaneView, ShareView, spelled
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import bridging, plane_at
+from service_cases import engine, serving, until
+from service_replica_cases import watch_of
+
+pytestmark = needs_nats
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+def status(*args: object) -> Ended:
+    return run("plane", "status", *args)
+
+
+def test_it_tells_partitions_snapshots_and_replicas(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="told", partitions=2)
+    flags = ("--nats", server.url, "--plane", "told", "--snapshot-seconds", "0.3", "--replica-name", "a")
+    with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
+        one.store(range(64))
+        service.exact("one", blocks=4)
+
+        def look() -> Any:
+            found = msgspec.json.decode(status("--nats", server.url, "--plane", "told", "--output=json").out)
+            return found if found["snapshots"] and found["replicas"] else None
+
+        found = until("a snapshot", look)
+        assert found["faults"] == []
+        assert [set(partition["bridges"]) for partition in found["partitions"]] == [{"bridge"}] * 2
+        assert [(each["name"], each["differs"]) for each in found["replicas"]] == [("a", [])]
+        ended = status("--nats", server.url, "--plane", "told")
+        assert ended.code == 0
+        assert "partition   0" in ended.out
+
+
+def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer) -> None:
+    """Who holds which partitions and where it is asked, in words and not as it is kept; what nobody holds is a fault."""
+    plane = plane_at(server.url, name="shares", partitions=4)
+    made = int(time.time())
+    kept = {
+        partition: [
+            Kept(f"{partition}-{made - age}-x", partition, made - age, "b", 7, "x", blocks, 3 << 20)
+            for age, blocks in ((60, 5_000), (90, 1))
+        ]
+        for partition in (0, 2)
+    }
+
+    async def put() -> None:
+        client = await nats.connect(server.url)
+        layout = Layout("shares", 4)
+        leases = await client.jetstream().key_value(layout.leases)
+        await leases.put(lease_key("replica", "a"), msgspec.json.encode(Holder("host", 17, "x")))
+        await leases.put("lease.snapshot.3", msgspec.json.encode(Holder("host", 18, "x")))
+        for name, partitions in (("a", [0, 1]), ("b", [1])):
+            await leases.put(PREFIX + name, Announcement(f"http://{name}:8090", 2, partitions).encode())
+        bucket = await client.jetstream().key_value(layout.bucket)
+        for partition, found in kept.items():
+            await bucket.put(f"snapshot.{partition}", msgspec.json.encode(Entry(VERSION, found)))
+        await client.close()
+
+    with engine() as one, bridging(plane, watch_of("one", one)):
+        asyncio.run(put())
+        ended = status("--nats", server.url, "--plane", "shares")
+        assert ended.code == 1
+        for line in (
+            r"partition   0 .*; held by a$",
+            r"partition   1 .*; held by a, b$",
+            r"partition   2 .*; held by nobody$",
+            r"share     a at http://a:8090: partitions 0-1, said 0 s ago$",
+            r"share     b at http://b:8090: partition 1, said 0 s ago$",
+            r"snapshot  of partition   0: 5,000 blocks to page 7, 3.0 MiB, 6\d s ago by the clock of b$",
+            r"snapshot  none of partitions 1, 3$",
+            r"lease     the name of replica a: process 17 at host$",
+            r"lease     snapshots of partition 3: process 18 at host$",
+            r"^  no replica holds partitions 2-3: the engines there are missing in answers$",
+        ):
+            assert re.search(line, ended.out, re.MULTILINE), (line, ended.out)
+        assert ended.out.count("snapshot  of partition   0") == 1
+        assert "{" not in ended.out
+        found = msgspec.json.decode(status("--nats", server.url, "--plane", "shares", "--output=json").out)
+        assert [(each["name"], each["url"], each["partitions"]) for each in found["shares"]] == [
+            ("a", "http://a:8090", [0, 1]),
+            ("b", "http://b:8090", [1]),
+        ]
+        assert set(found["leases"]) == {"replica.a", "lease.snapshot.3"}
+
+
+def test_what_is_wrong_with_shares() -> None:
+    partitions = [PartitionView(partition, 1, 1, 0, None, {"bridge": 0.0}) for partition in range(3)]
+
+    def faults(*shares: ShareView) -> list[str]:
+        return PlaneView("p", partitions, [], {}, [], list(shares)).faults
+
+    assert faults() == []  # each replica holds everything
+    whole = ShareView("a", "http://a:1", 1, [0, 1, 2], 0.0)
+    assert faults(whole) == []
+    silent, less = (
+        msgspec.structs.replace(whole, name="b", silent=9.0),
+        msgspec.structs.replace(whole, name="c", partitions=[1]),
+    )
+    assert faults(whole, silent) == ["replica b holds a share and has said nothing for 9 s"]
+    assert faults(silent, less)[1:] == ["no replica holds partitions 0, 2: the engines there are missing in answers"]
+    other = msgspec.structs.replace(whole, name="d", holders=2)
+    assert faults(whole, other) == ["replicas were told different numbers of holders, of which the most counts: a 1, d 2"]
+
+
+def test_partitions_in_words() -> None:
+    assert [spelled(partitions) for partitions in ([3], [0, 1], [7, 0, 2, 1, 9])] == [
+        "partition 3",
+        "partitions 0-1",
+        "partitions 0-2, 7, 9",
+    ]
+
+
+def test_what_is_not_there_is_one_sentence_and_an_error(server: NatsServer, tmp_path: Path) -> None:
+    ended = status("--nats", server.url, "--plane", "nowhere")
+    assert (ended.code, ended.out) == (4, "")
+    assert "there is no plane 'nowhere'" in ended.err
+    ended = status("--nats", "nats://127.0.0.1:1")
+    assert ended.code == 4
+    assert "127.0.0.1:1" in ended.err
+    ended = status("--nats", server.url, "--creds", str(tmp_path / "none"))
+    assert ended.code == 4
+    assert "Traceback" not in ended.err
+    assert "cannot read" in ended.err
+
+
+def test_a_bridge_that_writes_much_is_heard(server: NatsServer) -> None:
+    """Among many pages there are few beats; whose pages they are says who lives."""
+    plane = plane_at(server.url, name="busy", partitions=1)
+
+    async def write() -> None:
+        async with opened(plane, name="test") as client:
+            js = client.jetstream()
+            layout = await make(js, plane)
+            made = (await state_of(js, layout, 0)).made
+            for _ in range(2 * LOOK_BACK):
+                await js.publish(layout.subject(0), encode_page(Page(VERSION_OF_PAGES, "busy", time.time(), [], made)))
+
+    asyncio.run(write())
+    ended = status("--nats", server.url, "--plane", "busy")
+    assert (ended.code, "bridges: busy " in ended.out) == (0, True), ended.out

@@ -1,0 +1,113 @@
+"""`kvevents publish` as a process: JSON lines to batches."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from cli_cases import RECORDING, RUN, Program, run
+from cli_record_cases import ANYWHERE, serving
+from kvevents.cli.publish import batch_of
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvevents.stream import Batch, Source
+from kvevents.subscriber import Subscriber
+from kvevents.testing import TapePlayer
+from kvevents.wire import decode_batch
+
+ENDS = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE)
+STORED = '{"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": null, "token_ids": [7, 8], "block_size": 1}'
+
+
+def receive(live: str, replay: str, count: int) -> list[Batch]:
+    batches: list[Batch] = []
+    with Subscriber(Source(live, replay)) as subscriber:
+        while len(batches) < count:
+            delivery = subscriber.receive(timeout=20)
+            assert isinstance(delivery, Batch)
+            batches.append(delivery)
+    return batches
+
+
+def test_lines_of_every_form_are_published_as_they_come() -> None:
+    with Program("publish", *ENDS, "--topic", "kv@pod", "--linger") as program:
+        live, replay = serving(program)
+        program.write(STORED.encode())
+        program.write(b'[{"type": "BlockRemoved", "block_hashes": [1]}, {"type": "AllBlocksCleared"}]')
+        program.write(b"")
+        program.write(b'{"ts": 12.5, "data_parallel_rank": 3, "events": []}')
+        batches = receive(live, replay, 3)
+        assert program.process.stdin
+        program.process.stdin.close()
+        program.err.wait("answering replay requests")
+        ended = program.interrupt()
+    assert [batch.events for batch in batches] == [
+        [BlockStored([1, 2], None, [7, 8], 1)],
+        [BlockRemoved([1]), AllBlocksCleared()],
+        [],
+    ]
+    assert batches[2].ts == 12.5
+    assert decode_batch(batches[2].payload).batch.data_parallel_rank == 3
+    assert ended.code == 0
+    assert ended.err.endswith("3 accepted, 0 dropped, 0 unsent")
+
+
+def test_a_bad_line_is_named_and_the_others_are_published() -> None:
+    lines = [STORED, "nonsense", '{"type": "BlockMoved"}', '{"block_hashes": [1]}', '{"type": "BlockRemoved"}', "7", STORED]
+    lines.append('{"type": "BlockRemoved", "block_hashes": [99999999999999999999999]}')
+    ended = run("publish", "-", *ENDS, stdin="\n".join(lines).encode())
+    assert ended.code == 1
+    assert re.findall(r"^line (\d+): \S+", ended.err, re.MULTILINE) == ["2", "3", "4", "5", "6", "8"]
+    assert ended.err.endswith("2 accepted, 0 dropped, 0 unsent, 6 bad lines\n")
+
+
+def test_who_connects_where_it_was_to_listen_is_told_so() -> None:
+    """As engines do: an address without a wildcard is somebody else's."""
+    told = run("publish", "-", "--endpoint", "tcp://127.0.0.1:1", "--replay-endpoint", ANYWHERE, stdin=STORED.encode())
+    assert "it connects to tcp://127.0.0.1:1" in told.err
+    assert "it connects" not in run("publish", "-", *ENDS, stdin=STORED.encode()).err
+
+
+def test_a_dialect_is_spoken() -> None:
+    with Program("publish", *ENDS, "--dialect", "sglang-0.5.17", "--linger") as program:
+        live, replay = serving(program)
+        program.write(STORED.replace("[1, 2]", f"[{2**64 - 1}]").encode())
+        (batch,) = receive(live, replay, 1)
+    dialect = decode_batch(batch.payload).dialect
+    assert dialect is not None
+    assert dialect.name == "sglang-0.5.9"
+    assert batch.events[0].block_hashes == [2**64 - 1]  # type: ignore[union-attr]
+
+
+def test_what_tail_wrote_can_be_published() -> None:
+    with TapePlayer(RECORDING, run=RUN) as tape:
+        tape.play()
+        written = run("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--output=json", "--count", 79).out
+    with Program("publish", *ENDS, "--linger") as program:
+        live, replay = serving(program)
+        for line in written.splitlines():
+            program.write(line.encode())
+        batches = receive(live, replay, 79)
+    assert [batch.events for batch in batches] == [decode_batch(payload).batch.events for _, payload in tape.batches()]
+
+
+def test_lines_that_are_no_batches() -> None:
+    assert batch_of(b"  \n") is None
+    assert batch_of(json.dumps({"kind": "gap", "first": 1}).encode()) is None
+    with pytest.raises(ValueError, match="missing required field `block_hashes`"):
+        batch_of(b'{"type": "BlockRemoved"}')
+    with pytest.raises(ValueError, match="unknown field `tokens`"):
+        batch_of(b'{"events": [], "tokens": []}')
+
+
+def test_nobody_subscribes() -> None:
+    ended = run("publish", *ENDS, "--wait-for-subscriber", 0.1, stdin=STORED.encode())
+    assert ended.code == 1
+    assert "nobody subscribed within 0.1 s" in ended.err
+    assert "0 accepted, 0 dropped, 0 unsent" in ended.err
+
+
+def test_a_file_that_is_not_there() -> None:
+    ended = run("publish", "/no/such/file.jsonl", *ENDS)
+    assert (ended.code, ended.err) == (1, "kvevents: cannot read /no/such/file.jsonl: No such file or directory\n")

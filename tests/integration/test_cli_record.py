@@ -1,0 +1,169 @@
+"""`kvevents record` and `kvevents play` as processes: what goes in comes out, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cli_cases import RECORDING, RUN, SECONDS, Program, refusing, run
+from cli_record_cases import ANYWHERE, serving
+from kvevents.recording import LiveBatch, live_batches, read_recording, recorded_streams
+from kvevents.testing import Faults, TapePlayer
+
+
+def record(path: Path, tape: TapePlayer, *args: object) -> tuple[object, ...]:
+    return ("record", tape.endpoint, path, "--replay", tape.replay_endpoint, "--source-name", "pod", *args)
+
+
+def frames_of(path: Path) -> list[tuple[bytes, int, bytes]]:
+    return [batch[:3] for batch in live_batches(path)]
+
+
+def test_recorded_through_losses_and_a_restart_played_and_recorded_again_it_is_the_same(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.jsonl.gz", tmp_path / "other.jsonl"
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(drop=0.2)) as tape:
+        tape.play(20)
+        with Program(*record(one, tape)) as program:
+            assert tape.wait_for_subscriber(SECONDS)
+            tape.play()
+            wait_until_written(one, 79)
+            tape.restart(list(live_batches(RECORDING, "bs64-emptytopic")), unseen_until=5)
+            tape.play()
+            wait_until_written(one, 114)
+            ended = program.interrupt()
+        published = [(sent.batch.topic, sent.batch.seq, sent.batch.payload) for sent in tape.log]
+    assert ended.code == 0
+    assert "recorded 114 batches" in ended.err
+    assert [(seq, payload) for _, seq, payload in frames_of(one)] == [(seq, payload) for _, seq, payload in published]
+    assert {topic for topic, *_ in frames_of(one)[:79]} == {b"kv-events"}
+
+    # So that one life gives way to the next while much of it is unread.
+    options = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", "--speed", "max", "--linger")
+    with Program("play", one, *options) as player:
+        live, replay = serving(player)
+        assert run("record", live, other, "--replay", replay, "--source-name", "pod", "--count", 114).code == 0
+        tailed = run("tail", live, "--replay", replay, "--output=json", "--count", 35)
+        assert player.interrupt().code == 0
+    assert frames_of(other) == frames_of(one)
+    # A tail that comes late finds the last life only, as with any engine.
+    assert [json.loads(line)["seq"] for line in tailed.out.splitlines() if '"batch"' in line] == list(range(35))
+
+
+def wait_until_written(path: Path, count: int) -> None:
+    """The recorder flushes every second; its file is the only place where it tells how far it is."""
+    import time  # noqa: PLC0415
+
+    until = time.monotonic() + SECONDS
+    while not path.exists() or len(frames_of(path)) < count:
+        assert time.monotonic() < until, f"{len(frames_of(path))} batches of {count}"
+        time.sleep(0.02)
+
+
+def test_each_life_is_a_run_and_gaps_and_resets_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(burnt={2})) as tape, Program(*record(path, tape)) as program:
+        assert tape.wait_for_subscriber(SECONDS)
+        tape.play(5)
+        wait_until_written(path, 4)
+        tape.restart()
+        tape.play(2)
+        wait_until_written(path, 6)
+        assert program.interrupt().code == 0
+    assert [stream.run for stream in recorded_streams(path)] == ["pod/0/life0", "pod/0/life1"]
+    metas = [frame for frame in read_recording(path) if frame.socket == "meta"]
+    assert [(frame.run, sorted(set(frame.meta or ()) & {"gap", "reset", "topic"})) for frame in metas] == [
+        ("pod/0/life0", ["topic"]),
+        ("pod/0/life0", ["gap"]),
+        ("pod/0/life1", ["reset"]),
+    ]
+    assert (metas[1].meta or {})["gap"] == [2, 2]
+
+
+def test_an_older_recording_is_not_replaced_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("precious")
+    with TapePlayer(RECORDING, run=RUN) as tape:
+        tape.play(3)
+        refused = run(*record(path, tape, "--count", 3))
+        assert path.read_text() == "precious"
+        forced = run(*record(path, tape, "--count", 3, "--force"))
+    assert refused.code == 1
+    assert re.fullmatch(r"kvevents: \S+ exists; name another file, or give --force to replace it\n", refused.err)
+    assert forced.code == 0
+    assert len(frames_of(path)) == 3
+
+
+def test_a_folder_that_is_missing_is_told_before_the_wait(tmp_path: Path) -> None:
+    """With no engine and no limit to the wait, only a check beforehand can end this."""
+    with refusing() as nowhere:
+        refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
+    assert refused.code == 1
+    assert "there is no folder" in refused.err
+
+
+def test_a_recording_is_not_lost_when_no_engine_comes(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("precious")
+    with refusing() as nowhere:
+        assert run("record", nowhere, path, "--force", "--idle-timeout", 0.2).code == 3
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_full_disk_is_told_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "full.jsonl"
+    path.symlink_to("/dev/full")
+    with TapePlayer(RECORDING, run=RUN) as tape:
+        tape.play()
+        ended = run(*record(path, tape, "--duration", 10))
+    assert ended.code == 1
+    assert re.search(r"^kvevents: cannot write \S+full.jsonl: No space left on device; ", ended.err, re.MULTILINE)
+    assert "Traceback" not in ended.err
+
+
+def test_play_lists_what_is_in_a_file_and_refuses_what_is_not() -> None:
+    listed = run("play", RECORDING, "--list")
+    assert "bs64-emptytopic  tcp://127.0.0.1:5557  35 batches, #0 to #34, 1.1 s\n" in listed.out
+    unknown = run("play", RECORDING, "--run", "nonsense")
+    assert unknown.code == 1
+    assert unknown.err.startswith("kvevents: no run 'nonsense' in this recording; it has bs64-emptytopic, ")
+
+
+def test_play_gives_up_when_nobody_subscribes() -> None:
+    ended = run("play", RECORDING, "--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", 0.1)
+    assert ended.code == 1
+    assert re.search(r"kvevents: nobody subscribed within 0.1 s; `kvevents tail tcp://127.0.0.1:\d+` would", ended.err)
+
+
+def test_play_goes_on_counting_round_after_round_and_leaves_when_told() -> None:
+    args = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "max", "--repeat", 3, "--linger", "--run", RUN)
+    with Program("play", RECORDING, *args) as player:
+        live, replay = serving(player)
+        tailed = run("tail", live, "--replay", replay, "--output=json", "--count", 3 * 79)
+        ended = player.interrupt()
+    assert [json.loads(line)["seq"] for line in tailed.out.splitlines() if '"batch"' in line] == list(range(3 * 79))
+    assert ended.code == 0
+    assert "played 237 batches, " in ended.err
+
+
+def test_play_interrupted_half_way_says_so() -> None:
+    with Program("play", RECORDING, "--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "0.001") as player:
+        serving(player)
+        ended = player.interrupt()
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert re.search(r"played \d+ batch", ended.err)
+
+
+def test_half_a_line_at_the_end_costs_that_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "torn.jsonl"
+    with TapePlayer([LiveBatch(b"kv", seq, b"\x93\xcb\x40\x59\x00\x00\x00\x00\x00\x00\x90\x00") for seq in range(3)]) as tape:
+        tape.play()
+        assert run(*record(path, tape, "--count", 3)).code == 0
+    path.write_bytes(path.read_bytes()[:-20])
+    listed = run("play", path, "--list")
+    assert "2 batches" in listed.out
+    assert "the last line is incomplete" in listed.err

@@ -1,0 +1,211 @@
+"""`kvevents relay` as a process: killed again and again under traffic, wrong usage, its end."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from cli_cases import Program, run
+from kvevents.cli.options import engine
+from kvevents.cli.relay import HINT_SECONDS, Teller
+from kvevents.stream import DegradedReason, Source, Trust
+from ports import quiet_port
+from publisher_cases import ANY, DEADLINE, publishing
+from relay_cases import block
+from relay_socket_cases import Listener, Truth
+
+KILLS = 5
+
+
+class Ends:
+    """Where a relay is heard, in whichever of its lives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.endpoint, self.replay_endpoint = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+        self.journal = folder / "journal"
+
+    def arguments(self, publisher: Any, *more: object) -> list[object]:
+        ends = ("--endpoint", self.endpoint, "--replay-endpoint", self.replay_endpoint, "--journal", self.journal)
+        return ["relay", f"engine={publisher.endpoint},{publisher.replay_endpoint}", *ends, "--heartbeat", "0.1", *more]
+
+
+@contextmanager
+def listener(ends: Ends) -> Iterator[Listener]:
+    found = Listener(Source(ends.endpoint, ends.replay_endpoint))
+    with closing(found.subscriber):
+        yield found
+
+
+def until_exact(truth: Truth, *listeners: Listener) -> None:
+    """Wait until listeners are EXACT; the engine publishes an empty batch where no live one has confirmed what replay said."""
+    end = monotonic() + 3 * DEADLINE
+    said_at = 0.0
+    while not all(each.is_exact(truth.digest) for each in listeners):
+        assert monotonic() < end, [str(each.subscriber.trust()) for each in listeners]
+        for each in listeners:
+            each.take()
+            unproven = DegradedReason.REPLAY_UNPROVEN.value in each.subscriber.trust().reason  # its own doubt, or the relay's
+            if unproven and each.digest == truth.digest and monotonic() > said_at + 1.0:
+                truth.say()
+                said_at = monotonic()
+
+
+def incarnation(program: Program) -> int:
+    """And whether it went on, by what it has logged."""
+    line = program.err.wait("relaying to")
+    found = re.search(r"of incarnation (\d+)", line)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["same engine", "engine restarts meanwhile"])
+def test_consumers_do_not_notice_a_kill_9(tmp_path: Path, restarts: bool) -> None:
+    """At random moments under traffic: the same incarnation, no reset, and in the end what the engine holds."""
+    dice = random.Random(5)
+    ends = Ends(tmp_path)
+    number = 0
+    with publishing(replay_endpoint=ANY, buffer_steps=100_000) as publisher, listener(ends) as early:
+        address = [str(end).replace("127.0.0.1", "*") for end in (publisher.endpoint, publisher.replay_endpoint)]
+        truth = Truth(publisher)
+        program = Program(*ends.arguments(publisher))
+        program.err.wait("relaying to")
+        truth.say(block(0))
+        until_exact(truth, early)
+        lives = set()
+        for kill in range(KILLS):
+            for _ in range(dice.randint(20, 400)):
+                number += 1
+                truth.say(block(number))
+                early.take()
+            program.process.kill()
+            program.end()
+            if restarts and kill == 1:
+                publisher.shutdown()
+                with publishing(endpoint=address[0], replay_endpoint=address[1]) as again:
+                    truth = Truth(again)
+                    for each in range(700):
+                        truth.say(block(10_000 + each))
+                    program = Program(*ends.arguments(again))
+                    until_exact(truth, early)
+                    with listener(ends) as late:
+                        until_exact(truth, late)
+                    assert incarnation(program) > 0
+                break
+            program = Program(*ends.arguments(publisher))
+            lives.add(incarnation(program))
+        else:
+            with listener(ends) as late:
+                until_exact(truth, early, late)
+            assert len(lives) == 1
+            assert 0 not in lives
+        assert early.subscriber.status().counters.resets == 0
+        ended = program.interrupt(signal.SIGTERM)
+    assert ended.code == 0, ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_damaged_journal_begins_anew(tmp_path: Path) -> None:
+    ends = Ends(tmp_path)
+    with publishing(replay_endpoint=ANY) as publisher, listener(ends) as early:
+        truth = Truth(publisher)
+        with Program(*ends.arguments(publisher)) as program:
+            for number in range(50):
+                truth.say(block(number))
+            until_exact(truth, early)
+            program.process.kill()
+        for path in ends.journal.glob("*.log"):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            path.write_bytes(data)
+        with Program(*ends.arguments(publisher)) as program:
+            program.err.wait("new incarnation: ")
+            with listener(ends) as late:
+                until_exact(truth, late)
+                while not early.subscriber.status().counters.resets:
+                    early.take()
+                until_exact(truth, early, late)
+            assert early.subscriber.status().counters.resets == 1
+            assert program.interrupt().code == 0
+
+
+def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
+    ends = Ends(tmp_path)
+    port = quiet_port()
+    with publishing(replay_endpoint=ANY) as publisher:
+        with Program(*ends.arguments(publisher, "--metrics-port", port, "--log-format=json")) as program:
+            program.err.wait("engine rank 0: DEGRADED .*no live batch has confirmed")
+            Truth(publisher).say()
+            program.err.wait("engine rank 0: EXACT")
+            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
+                assert b'kvevents_relay_upstream_state{state="EXACT"} 1.0' in answer.read()
+            second = run(*ends.arguments(publisher))
+            assert (second.code, second.out) == (1, "")
+            assert "another process uses it" in second.err
+            ended = program.interrupt(signal.SIGTERM)
+        assert ended.code == 0
+        assert all(line.startswith("{") for line in ended.err.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["tcp://nowhere"], 2, "expected tcp://HOST:PORT"),
+        (["gpu:x=tcp://127.0.0.1:1"], 2, "invalid engine"),
+        (["nonsense"], 2, "invalid endpoint 'nonsense'"),
+        (["127.0.0.1:1", "127.0.0.1:1"], 1, "same name and rank"),
+        (["127.0.0.1:1", "--token-policy", "hash", "--dialect", "vllm-0.22"], 1, "has no room"),
+        (["127.0.0.1:1", "--dialect", "vllm-0.1"], 1, "older than"),
+        (["127.0.0.1:1", "--dialect", "trt-1"], 1, "unknown engine"),
+        (["127.0.0.1:1", "--token-policy", "burn"], 2, "invalid choice"),
+        (["127.0.0.1:1", "--heartbeat", "-1"], 2, "seconds"),
+        (["127.0.0.1:1", "--heartbeat", "100000"], 1, "heartbeat is 100000"),
+        (["127.0.0.1:1", "--journal", "/dev/null/folder"], 1, "cannot open the journal folder"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_is_told_in_one_sentence(arguments: list[str], code: int, told: str) -> None:
+    ended = run("relay", "--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*", *arguments)
+    assert ended.code == code, ended.err
+    assert told in ended.err.splitlines()[-1]
+    assert "Traceback" not in ended.err
+
+
+def test_a_port_in_use_is_told_in_one_sentence() -> None:
+    with publishing() as publisher:
+        ended = run("relay", "127.0.0.1:1", "--endpoint", publisher.endpoint)
+    assert ended.code == 1
+    assert "in use" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_upstreams_are_named_or_have_their_endpoints_name() -> None:
+    assert engine("127.0.0.1:1,127.0.0.1:2") == Source("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", name="127.0.0.1:1")
+    assert engine("gpu:3=127.0.0.1:1") == Source("tcp://127.0.0.1:1", name="gpu", rank=3)
+    assert engine("gpu=127.0.0.1:1").label == "gpu"
+
+
+def test_an_upstream_that_never_comes_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that connects instead of listening looks like one that is down; a lost connection is not explained so."""
+    now = [0.0]
+    lone, known = (SimpleNamespace(source=name, rank=0, endpoint="tcp://e:1", trust=Trust.CONNECTING) for name in "ab")
+    status: Any = SimpleNamespace(upstreams=(lone, known), journal=None, history=None)
+    teller = Teller(lambda: status, lambda: now[0])
+    with caplog.at_level("WARNING", "kvevents.relay"):
+        teller.look()
+        known.trust = Trust.EXACT
+        for moment in (1.0, HINT_SECONDS, 2 * HINT_SECONDS, 3 * HINT_SECONDS):
+            now[0] = moment
+            teller.look()
+            known.trust = Trust.STALE
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("a rank 0: no connection to tcp://e:1 yet; with a concrete host in its own endpoint")
+    assert '"endpoint": "tcp://*:PORT"' in line

@@ -1,0 +1,680 @@
+"""`kvevents query` and `kvevents top` as processes, asking a real service that follows real publishers; their client too."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+from rich.console import Console as RichConsole
+
+from cli_cases import SECONDS, Program, heeding_interrupts, refusing, run
+from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, told
+from kvevents.cli import main
+from kvevents.cli.amounts import duration, share, size, some, worker
+from kvevents.cli.client import MAX_ANSWER_BYTES, AskError, ServiceClient
+from kvevents.cli.options import service_url
+from kvevents.cli.screen import Screen
+from kvevents.cli.watching import ORDERS, Frame, Source, in_order
+from kvevents.events import KVEventBatch
+from kvevents.service.schemas import HealthAnswer, Problem
+
+# --- a service and its engines
+
+
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """A port for services that come and go: while none is there it refuses, and nobody else is given it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Served]:
+    """Two engines of one model: one with half of a prompt of 64 tokens, one with all of it, its end in host memory."""
+    with serving() as served, engine(blocks(2)) as half, engine(blocks(2), blocks(2, 2, "CPU")) as whole:
+        served.register("engine-0", half)
+        served.register("engine-1", whole)
+        served.wait_exact("engine-0/0", 2)
+        served.wait_exact("engine-1/0", 4)
+        yield served
+
+
+PROMPT: Final = list(range(64))
+
+
+# --- query
+
+
+def test_a_table_tells_who_holds_how_much(fleet: Served) -> None:
+    ended = run("query", *PROMPT, "--whole-prompt", "--service", fleet.url)
+    assert ended.code == 0, ended.err
+    head, titles, *rows = ended.out.splitlines()
+    assert head == "64 tokens of model m: 2 workers hold a beginning of them"
+    assert titles.split() == ["worker", "tokens", "share", "held", "tiers", "trust"]
+    assert rows == [
+        f"engine-1/0      64   100%  {'█' * 12}{'▓' * 12}  gpu 32, cpu 64  EXACT",
+        f"engine-0/0      32    50%  {'█' * 12}{'·' * 12}  gpu 32          EXACT",
+    ]
+    assert "█ down to gpu" in ended.err
+
+
+def test_an_encoding_without_block_characters_has_a_bar_too(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    out = run("query", *PROMPT, "--whole-prompt", "--service", fleet.url).out
+    assert f"{'#' * 12}{'=' * 12}" in out
+    assert f"{'#' * 12}{'.' * 12}" in out
+
+
+def test_json_is_the_answer_of_the_service(fleet: Served) -> None:
+    ended = run("query", *PROMPT, "--service", fleet.url, "--output=json")
+    assert json.loads(ended.out) == fleet.ask("POST", "/v1/match", {"model": "m", "tokens": PROMPT})
+    assert ended.err == ""
+
+
+def test_every_way_to_give_tokens(fleet: Served, tmp_path: Path) -> None:
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    (tmp_path / "prompt.u32").write_bytes(array("I", PROMPT).tobytes())
+    (tmp_path / "prompt.bin").write_bytes(array("I", PROMPT).tobytes())
+    spaced = " ".join(map(str, PROMPT)).encode()
+    ways: list[tuple[list[object], bytes]] = [
+        ([*PROMPT], b""),
+        ([json.dumps(PROMPT)], b""),
+        (["0,1", "[2, 3]", *PROMPT[4:]], b""),
+        (["-"], json.dumps(PROMPT).encode()),
+        (["-"], spaced),
+        *((["--prompt-file", tmp_path / f"prompt.{kind}"], b"") for kind in ("json", "u32", "bin")),
+    ]
+    answers = {run("query", *args, "--output=json", "--service", fleet.url, stdin=stdin).out for args, stdin in ways}
+    assert len(answers) == 1
+    assert json.loads(answers.pop())["prompt_tokens"] == 64
+
+
+def test_the_service_is_named_by_the_environment(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVEVENTS_SERVICE", fleet.url.removeprefix("http://"))
+    assert run("query", *PROMPT).code == 0
+
+
+def test_select_tells_whom_and_why(fleet: Served) -> None:
+    ended = run("query", *PROMPT, "--select", "--service", fleet.url)
+    chosen, why, titles, *rows = ended.out.splitlines()
+    assert chosen == "engine-1/0 should take it"
+    assert "holds 48 of 64 tokens" in why
+    assert titles.startswith("worker")
+    assert [row.split()[0] for row in rows] == ["engine-1/0", "engine-0/0"]
+    answer = json.loads(run("query", *PROMPT, "--select", "--output=json", "--service", fleet.url).out)
+    assert answer["instance"] == "engine-1"
+    assert len(answer["considered"]) == 2
+
+
+def test_why_nobody_holds_it(fleet: Served) -> None:
+    short = run("query", *PROMPT[:5], "--service", fleet.url)
+    assert short.out == "5 tokens of model m: no worker holds a beginning of them, as far as is known\n"
+    assert f"no longer than a block of {BLOCK} tokens" in short.err
+    other = run("query", *reversed(PROMPT), "--service", fleet.url)
+    assert "compare tokens, LoRA and salt" in other.err
+    assert (short.code, other.code) == (0, 0)
+
+
+def test_an_unknown_model_is_the_services_own_sentence(fleet: Served) -> None:
+    ended = run("query", 1, "--model", "n", "--service", fleet.url)
+    assert ended.code == 1
+    assert ended.err == "kvevents: nobody serves model 'n' for the default tenant; known there: m\n"
+
+
+def test_models_tenants_and_groups() -> None:
+    with serving() as served, engine(blocks(1)) as one, engine(blocks(1)) as other:
+        nobody = run("query", 1, "--service", served.url)
+        assert re.search(r"no engine of tenant default group default is registered", nobody.err)
+        served.register("engine-0", one)
+        served.register("engine-1", other, model_name="n", tenant_id="t")
+        served.wait_exact("engine-0/0", 1)
+        served.wait_exact("engine-1/0", 1)
+        found = json.loads(run("query", *PROMPT, "--output=json", "--tenant", "t", "--service", served.url).out)
+        assert [held["instance"] for held in found["workers"]] == ["engine-1"]
+        served.register("engine-2", one, model_name="o")
+        several = run("query", 1, "--service", served.url)
+        assert several.code == 1
+        assert "several models are served for tenant default group default: m, o; name one with --model" in several.err
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """Words are tokens; a sequence begins with token 99. Cuts and fills up as one made for training would."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: PLC0415
+
+    words = {f"w{number}": number for number in range(64)} | {"<s>": 99, "<unk>": 98}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 99)])
+    made.enable_truncation(8)
+    made.enable_padding(length=128, pad_id=97, pad_token="<pad>")  # noqa: S106
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_text_and_a_tokenizer(fleet: Served, tmp_path: Path) -> None:
+    tokenizer = tokenizer_file(tmp_path)
+    text = " ".join(f"w{number}" for number in PROMPT)
+    (tmp_path / "prompt.txt").write_text(text)
+    common = ("--tokenizer", tokenizer, "--output=json", "--service", fleet.url)
+    plain = json.loads(run("query", "--text", text, "--no-special-tokens", *common).out)
+    assert plain == json.loads(run("query", *PROMPT, "--output=json", "--service", fleet.url).out)
+    special = json.loads(run("query", "--text-file", tmp_path / "prompt.txt", *common).out)
+    assert (special["prompt_tokens"], [held["tokens"] for held in special["workers"]]) == (65, [0, 0])
+    piped = json.loads(run("query", "--text-file", "-", "--no-special-tokens", *common, stdin=text.encode()).out)
+    assert piped == plain
+
+
+def test_text_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    sentence = told(capsys, "query", "--text", "w1", "--tokenizer", tmp_path / "tokenizer.json")
+    assert "pip install 'kvevents[tokenizer]'" in sentence
+
+
+def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {
+        "odd.u32": b"12345",
+        "word.json": b"[1, two]",
+        "minus.json": b"[-1]",
+        "latin.txt": b"\xe9",
+        "tokenizer.json": b"{}",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert "5 bytes, which is no number of 32-bit token ids" in told(capsys, "query", "--prompt-file", tmp_path / "odd.u32")
+    assert "word.json: '[1, two]' are no token ids" in told(capsys, "query", "--prompt-file", tmp_path / "word.json")
+    assert "no token ids" in told(capsys, "query", "--prompt-file", tmp_path / "minus.json")
+    assert "No such file" in told(capsys, "query", "--prompt-file", tmp_path / "none.json")
+    assert "- is the whole prompt" in told(capsys, "query", "-", 1, code=2)
+    assert "text needs --tokenizer" in told(capsys, "query", "--text", "w1", code=2)
+    assert "token ids need none" in told(capsys, "query", 1, "--tokenizer", tmp_path / "tokenizer.json", code=2)
+    text = ("--tokenizer", tmp_path / "tokenizer.json", "--text-file", tmp_path / "latin.txt")
+    assert "latin.txt is not UTF-8" in told(capsys, "query", *text)
+    assert "cannot use --tokenizer" in told(capsys, "query", "--tokenizer", tmp_path / "tokenizer.json", "--text", "w1")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["query"],
+        ["query", "x"],
+        ["query", "4294967296"],
+        ["query", "-1"],
+        ["query", "1", "--text", "w1"],
+        ["query", "--text", "w1", "--prompt-file", "x.json"],
+        ["query", "1", "--service", "tcp://127.0.0.1:5557"],
+        ["query", "1", "--service", "http://127.0.0.1:x"],
+        ["query", "1", "--service", "http://me:secret@127.0.0.1"],
+        ["query", "1", "--timeout", "0"],
+        ["top", "--sort", "color"],
+        ["top", "--limit", "0"],
+        ["doctor"],
+        ["doctor", "127.0.0.1:5557", "--service", "127.0.0.1:8090"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2
+    assert "usage: kvevents" in capsys.readouterr().err
+
+
+# --- tokens and TLS
+
+
+def test_a_token_comes_from_a_file_or_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    (tmp_path / "wrong").write_text("another-token-of-many-characters")
+    (tmp_path / "none").write_text("two words")
+    with guarded(tmp_path) as (url, _):
+        top = ("top", "--once", "--service", url)
+        assert "a token is required; set KVEVENTS_TOKEN, or name a file with --token-file" in told(capsys, *top)
+        assert "unknown token" in told(capsys, *top, "--token-file", tmp_path / "wrong")
+        assert main([*top, "--token-file", str(tmp_path / "token")]) == 0
+        capsys.readouterr()
+        monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
+        assert main([*top]) == 0
+        capsys.readouterr()
+        assert "holds no token" in told(capsys, *top, "--token-file", tmp_path / "none")
+        assert "cannot read --token-file" in told(capsys, *top, "--token-file", tmp_path / "nowhere")
+
+
+def test_a_token_is_never_an_argument_nor_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["query", "1", "--token", TOKEN])
+    said = capsys.readouterr().err
+    assert "everybody on this machine sees arguments" in said
+    assert TOKEN not in said
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="a certificate is made with openssl")
+def test_https_with_an_authority_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = tmp_path / "key.pem", tmp_path / "ca.pem"
+    options = (
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=test -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run(["openssl", *options.split(), "-keyout", pair[0], "-out", pair[1]], check=True, capture_output=True)  # noqa: S607
+    monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
+    with guarded(tmp_path, f'tls = {{ certificate = "{pair[1]}", key = "{pair[0]}" }}') as (url, _):
+        assert url.startswith("https://")
+        top = ("top", "--once", "--service", url)
+        assert "is not trusted" in told(capsys, *top)
+        assert main([*top, "--tls-ca", str(pair[1])]) == 0
+        capsys.readouterr()
+        assert "should it be https://?" in told(capsys, "top", "--once", "--service", url.replace("https", "http"))
+    assert "cannot use --tls-ca" in told(capsys, *top, "--tls-ca", pair[0])
+
+
+# --- the client
+
+
+def asked(url: str, timeout: float = SECONDS) -> AskError:
+    with pytest.raises(AskError) as caught:
+        ServiceClient(url, timeout=timeout).get("/health", HealthAnswer)
+    return caught.value
+
+
+@contextmanager
+def answering(reply: bytes | None) -> Iterator[str]:
+    from cli_doctor_cases import server  # noqa: PLC0415 - that module imports this one
+
+    with server(reply) as endpoint:
+        yield endpoint.replace("tcp://", "http://")
+
+
+def reply(status: str, body: bytes, *headers: bytes) -> bytes:
+    lines = [f"HTTP/1.1 {status}".encode(), b"Content-Length: %d" % len(body), *headers]
+    return b"\r\n".join([*lines, b"", body])
+
+
+PROBLEM: Final = msgspec.json.encode(Problem.of(400, "cannot", "it cannot", "do not"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "said"),
+    [
+        (reply("400 Bad Request", PROBLEM), "cannot", "it cannot; do not"),
+        (reply("503 Service Unavailable", PROBLEM), "cannot", "it cannot; do not"),
+        (reply("502 Bad Gateway", b"<html>\x1b[2J"), "not-kvevents", "is this a proxy whose service is down"),
+        (reply("302 Found", b"", b"Location: http://other"), "not-kvevents", "redirections are not followed"),
+        (reply("200 OK", b"<html>"), "not-kvevents", "is this another service's port"),
+        (reply("200 OK", b'{"status": "fine"}'), "not-kvevents", "/health is not what a kvevents service says"),
+        (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f", "not-http", "does not answer in HTTP"),
+        (b"", "closed", "closes the connection"),
+    ],
+)
+def test_what_else_may_answer(answer: bytes, reason: str, said: str) -> None:
+    with answering(answer) as url:
+        error = asked(url)
+    assert said in str(error)
+    assert error.reason == reason
+
+
+def test_what_does_not_answer() -> None:
+    with answering(None) as url:
+        assert asked(url, timeout=0.2).reason == "timeout"
+    with refusing() as endpoint:
+        refused = asked(endpoint.replace("tcp", "http"))
+    assert refused.reason == "refused"
+    assert "kvevents serve" in refused.hint
+    assert asked("http://no-such-host.invalid:8090").reason == "unknown-host"
+    assert asked(f"http://{'x' * 70}.invalid").reason == "unknown-host"
+
+
+def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvevents.cli import client  # noqa: PLC0415
+
+    assert MAX_ANSWER_BYTES > 1 << 20
+    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 1 << 20)
+    with answering(reply("200 OK", b"x" * (2 << 20))) as url:
+        assert asked(url).reason == "too-large"
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("10.0.0.9:8090", "http://10.0.0.9:8090"),
+        ("http://[::1]:8090/", "http://[::1]:8090"),
+        ("https://indexer/kv/", "https://indexer/kv"),
+    ],
+)
+def test_short_forms_of_a_url(text: str, url: str) -> None:
+    assert service_url(text) == url
+
+
+def test_a_url_may_have_a_path_before_ours() -> None:
+    with answering(reply("200 OK", b'{"status": "ok", "warnings": []}')) as url:
+        assert ServiceClient(f"{url}/kv").get("/health", HealthAnswer).status == "ok"
+
+
+# --- top
+
+
+def test_one_frame_without_a_terminal(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    ended = run("top", "--once", "--service", fleet.url)
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert re.match(rf"{re.escape(fleet.url)}  kvevents \S+, up \S+ \w+  ready: 2 of 2 sources are EXACT", lines[0])
+    assert lines[1].split() == ["2", "sources", "2", "EXACT"]
+    assert "6 blocks (4 unique)   gpu 4, cpu 2" in ended.out
+    titles = lines[lines.index("") + 1].split()
+    assert titles[:4] == ["worker", "model", "trust", "blocks"]
+    assert lines[-2].split()[:4] == ["engine-0/0", "m", "EXACT", "2"]
+    assert lines[-1].split()[:4] == ["engine-1/0", "m", "EXACT", "4"]
+
+
+def test_one_frame_as_json(fleet: Served) -> None:
+    args = ("top", "--once", "--output=json", "--service", fleet.url, "--sort", "blocks", "--limit", 1)
+    (line,) = run(*args).out.splitlines()
+    frame = json.loads(line)
+    assert list(frame) == [
+        "at",
+        "service",
+        "error",
+        "away_since",
+        "ready",
+        "stats",
+        "lookups_per_second",
+        "sources",
+        "faults",
+    ]
+    assert frame["ready"]["exact"] == 2
+    assert frame["stats"]["blocks"] == 6
+    assert [source["instance"] for source in frame["sources"]] == ["engine-1"]
+
+
+def test_an_engine_that_cannot_be_reached_is_told_of_in_one_line() -> None:
+    """By the service, with the engine's name; whoever keeps its connection says nothing beside that."""
+    with refusing() as endpoint, Program("serve", "--port", "0", "--model", "m", "--worker", f"engine-0={endpoint}") as program:
+        program.err.wait(f"nothing listens at {endpoint}")
+        ended = program.interrupt(signal.SIGTERM)
+    told = [line for line in ended.err.splitlines() if "WARNING" in line]
+    assert len(told) == 1, told
+    assert "engine-0 rank 0" in told[0]
+
+
+def test_once_without_a_service_is_an_error() -> None:
+    with refusing() as endpoint:
+        ended = run("top", "--once", "--service", endpoint.replace("tcp", "http"))
+    assert (ended.code, ended.out) == (1, "")
+    assert "nothing listens at" in ended.err
+
+
+def test_a_live_view_needs_a_terminal() -> None:
+    ended = run("top")
+    assert ended.code == 2
+    assert "use --once or --output json" in ended.err
+
+
+def test_json_lines_tell_rates_and_survive_a_restart_of_the_service() -> None:
+    with kept_port() as port, engine(blocks(2)) as publisher, Program("serve", "--port", port) as program:
+        served = Served(program)
+        served.register("engine-0", publisher)
+        served.wait_exact("engine-0/0", 2)
+        with Program("top", "--output=json", "--interval", "0.05", "--service", served.url) as top:
+            top.out.wait(lambda lines: any(frame(line)["error"] is None for line in lines))
+            publisher.publish(KVEventBatch(time.time(), [blocks(1, 2)], 0))
+            top.out.wait(lambda lines: any(has_rate(frame(line)) for line in lines))
+            assert program.interrupt(signal.SIGTERM).code == 0
+            away = frame(top.out.wait('"error":"nothing listens'))
+            assert away["away_since"] <= away["at"]
+            assert (away["stats"], away["sources"]) == (None, [])
+            with Program("serve", "--port", port) as again:
+                Served(again)
+                top.out.wait(lambda lines: frame(lines[-1])["error"] is None)
+                assert top.interrupt().code == 0
+
+
+def frame(line: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def has_rate(told: dict[str, Any]) -> bool:
+    return any((source["rate"] or 0) > 0 for source in told["sources"])
+
+
+class Terminal:
+    """`kvevents top` on a terminal of its own; what is on it is read as it is written."""
+
+    def __init__(self, *args: object, rows: int = 24, columns: int = 120) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        env = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES", "NO_COLOR"}}
+        command = [sys.executable, "-m", "kvevents.cli", "top", *map(str, args)]
+        with heeding_interrupts():
+            self.process = subprocess.Popen(
+                command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=env | {"TERM": "xterm-256color"}
+            )
+        self.settings = termios.tcgetattr(slave)
+        self._slave = slave
+        self.text = ""
+
+    def wait(self, wanted: str) -> None:
+        """Until something is written that was not before."""
+        deadline = time.monotonic() + SECONDS
+        while not re.search(wanted, self.text):
+            assert time.monotonic() < deadline, self.text[-2000:]
+            self.text += os.read(self._master, 65536).decode(errors="replace")
+        self.text = ""
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def end(self) -> int:
+        return self.process.wait(SECONDS)
+
+    def is_as_before(self) -> bool:
+        """Whether echo and line mode are back."""
+        return bool(termios.tcgetattr(self._slave)[3] == self.settings[3])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+        os.close(self._master)
+        os.close(self._slave)
+
+
+@contextmanager
+def terminal(*args: object, **size: int) -> Iterator[Terminal]:
+    shown = Terminal(*args, **size)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+def test_a_live_view_ends_with_q_and_leaves_the_terminal_as_it_was(fleet: Served) -> None:
+    with terminal("--service", fleet.url, "--interval", 30) as shown:
+        shown.wait(r"engine-1/0")
+        shown.press(b"xq")
+        assert shown.end() == 0
+        assert shown.is_as_before()
+
+
+def test_a_live_view_ends_with_ctrl_c(fleet: Served) -> None:
+    with terminal("--service", fleet.url) as shown:
+        shown.wait(r"EXACT")
+        shown.process.send_signal(signal.SIGINT)
+        assert shown.end() == 0
+        assert shown.is_as_before()
+
+
+def test_a_live_view_says_since_when_the_service_is_away_and_shows_it_again() -> None:
+    with kept_port() as port, terminal("--service", f"127.0.0.1:{port}", "--interval", "0.05") as shown:
+        shown.wait(r"away since \d\d:\d\d:\d\d \(\S+ s\): nothing listens")
+        for _ in range(2):
+            with Program("serve", "--port", port) as program:
+                Served(program)
+                shown.wait(r"ready.*0 of 0 sources")
+            shown.wait(r"away since")
+        shown.wait(r"what it said last")
+        shown.press(b"q")
+        assert shown.end() == 0
+
+
+# --- what a frame looks like
+
+
+def drawn(
+    sources: list[Source], width: int = 120, height: int | None = None, *, limit: int | None = None, **more: Any
+) -> list[str]:
+    console = RichConsole(width=width, force_terminal=False, highlight=False)
+    made = Frame(at=1010.0, service="http://x:1", ready=READY, stats=stats(), sources=sources, **more)
+    with console.capture() as captured:
+        console.print(Screen(limit, console).draw(made, width, height))
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("height", [8, 24, 60, 300])
+def test_many_sources_fit(height: int) -> None:
+    lines = drawn([source(number) for number in range(250)], height=height)
+    assert len(lines) <= height
+    rows = sum(line.startswith("engine-") for line in lines)
+    assert rows >= min(250, height - 7)
+    assert lines[-1] == (f"and {250 - rows} more" if rows < 250 else lines[-1])
+    assert len([line for line in drawn([source(number) for number in range(250)], limit=3) if "engine-" in line]) == 3
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 140, 200])
+def test_narrow_terminals_keep_name_and_trust(width: int) -> None:
+    sources = [
+        source(1, "DEGRADED", reason="batches are lost for good, or history is truncated", lost=3, tiers={"gpu": 7, "cpu": 3})
+    ]
+    lines = drawn(sources, width)
+    assert all(len(line) <= width for line in lines)
+    assert "engine-001/0" in lines[-1]
+    assert "DEGRADED" in lines[-1]
+    assert ("gpu 7 cpu 3" in lines[-1]) == (width >= 140)
+    assert ("batches are" in lines[-1]) == (width >= 40)
+
+
+def test_the_head_of_a_frame() -> None:
+    text = "\n".join(drawn([source(1)], faults={"dns:x": ["it does not resolve"] * 5}, lookups_per_second=2.0))
+    for said in (
+        "up 67 min",
+        "ready: all are EXACT",
+        "1 source",
+        "12,345 blocks (10,000 unique)",
+        "3.0 MiB of 8.0 GiB",
+        "120 batches/s",
+        "100 lookups (2.0/s), 56% hit",
+        "dns:x: it does not resolve",
+        "and 2 faults more",
+    ):
+        assert said in text
+
+
+def test_peers_cannot_drive_the_terminal_of_the_view() -> None:
+    lines = drawn([source(1, instance="[red]x\x1b[2J", model="[/]", reason="\x1b]0;title\x07")], 160)
+    assert "\x1b" not in "".join(lines)
+    assert r"[red]x\x1b[2J/0" in lines[-1]
+
+
+def test_orders() -> None:
+    told = [
+        source(1, rate=2.0, blocks=5, lag_seconds=0.1, last_event=30.0, lost=0),
+        source(2, "STALE", rate=None, blocks=7, lag_seconds=None, last_event=None, lost=1),
+        source(3, "DEGRADED", rate=9.0, blocks=6, lag_seconds=-4.0, last_event=20.0, lost=5),
+        source(4, "EXACT", rate=0.0, blocks=1, lag_seconds=0.0, last_event=10.0, lost=0),
+    ]
+    firsts = {order: [one.instance[-1] for one in in_order(told, order)] for order in ORDERS}
+    assert firsts == {
+        "trust": ["2", "3", "1", "4"],
+        "name": ["1", "2", "3", "4"],
+        "blocks": ["2", "3", "1", "4"],
+        "rate": ["3", "1", "2", "4"],
+        "lag": ["3", "1", "2", "4"],
+        "age": ["2", "4", "3", "1"],
+        "lost": ["3", "2", "1", "4"],
+    }
+
+
+def test_amounts() -> None:
+    assert [duration(value) for value in (0.04, 9.94, 10, 119, 120, 7_199, 7_200, 200_000)] == [
+        "0.0 s",
+        "9.9 s",
+        "10 s",
+        "119 s",
+        "2 min",
+        "120 min",
+        "2 h",
+        "2 d",
+    ]
+    assert [size(value) for value in (24, 2048, 3 << 20, 8 << 30)] == ["24 bytes", "2.0 KiB", "3.0 MiB", "8.0 GiB"]
+    assert [share(*pair) for pair in ((0, 0), (0, 5), (1, 1000), (1, 2), (999, 1000), (5, 5))] == [
+        "0%",
+        "0%",
+        "<1%",
+        "50%",
+        ">99%",
+        "100%",
+    ]
+    assert [worker("e", 1), worker("e", 1, "t"), worker("e", 1, "t", "g")] == ["e/1", "e/1@t", "e/1@t/g"]
+    assert some([str(number) for number in range(7)]) == "0, 1, 2, 3, 4 and 2 more"
+
+
+def test_a_state_has_its_reason_once() -> None:
+    """A row names the state, and the fault that is also in its reason only once."""
+    fault = "nothing listens at tcp://x:1"
+    row = drawn([source(1, "STALE", reason=f"{fault}; disconnected", fault=fault)], 160)[-1]
+    assert row.split("  ")[-1].strip() == f"{fault}; disconnected"
+    assert row.split().count("STALE") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (("--replica-name", "a", "--replication-factor", "2"), 2, "--replication-factor needs --shard-url"),
+        (("--replica-name", "a", "--shard-url", "http://h:99999"), 1, "write http://HOST:PORT"),
+        (("--shard-url", "http://h:1"), 1, "needs a name that lasts"),
+    ],
+)
+def test_a_share_that_cannot_be_is_one_sentence(flags: tuple[str, ...], code: int, said: str) -> None:
+    ended = run("serve", "--nats", "nats://127.0.0.1:1", *flags, "--port", 0, "--check")
+    assert (ended.code, said in ended.err, len(ended.err.splitlines())) == (code, True, 1), ended.err
+
+
+def test_a_share_of_the_wrong_shape_in_a_file_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "service.toml"
+    path.write_text('shard = "x"\n')
+    ended = run(
+        "serve",
+        "--config",
+        path,
+        "--nats",
+        "nats://127.0.0.1:1",
+        "--replica-name",
+        "a",
+        "--replication-factor",
+        "2",
+        "--port",
+        0,
+        "--check",
+    )
+    assert (ended.code, "service.toml: shard: Expected" in ended.err, len(ended.err.splitlines())) == (1, True, 1), ended.err

@@ -1,0 +1,385 @@
+"""`kvevents sim compare` from its options to its output; most in this process, some as one."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cli_cases import RECORDING, RUN, Program, run
+from kvevents.cli import main
+from kvevents.cli.sim import comparing, processes
+from kvevents.cli.sim.bars import bars
+from kvevents.cli.sim.options import add_fleet, add_traffic, fleet_of, traffic_of
+from kvevents.cli.sim.processes import WorkerError, run_policies
+from kvevents.cli.sim.traffic import DEFAULT_REQUESTS, TrafficChoice
+from kvevents.errors import ConfigError
+from kvevents.routing import POLICIES
+from kvevents.sim.fleet import Progress
+from kvevents.sim.results import Comparison, Difference
+from kvevents.sim.settings import FleetSettings
+from sim_cases import growing_conversations
+from sim_report_cases import result
+
+SMALL = ("--engines", "2", "--blocks", "400", "--preset", "llama-3.1-8b-h100")
+REQUESTS = 60
+
+
+@pytest.fixture(scope="module", name="trace")
+def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In caches that hold half of them."""
+    return growing_conversations(tmp_path_factory.mktemp("traces") / "trace.jsonl", REQUESTS)
+
+
+@pytest.fixture(scope="module", name="salted")
+def salted_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In our own format, with a salt, which not every dialect can tell of."""
+    file = tmp_path_factory.mktemp("traces") / "salted.jsonl"
+    file.write_text('{"at": 0.0, "prompt": [[1, 100]], "output": [[2, 5]], "salt": "s"}\n')
+    return file
+
+
+@pytest.fixture(name="compare")
+def comparing_here(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Any:
+    """Runs the command in this process; its exit code, stdout and stderr."""
+
+    def compare(*args: object, jobs: int = 1) -> tuple[int, str, str]:
+        code = main(["sim", "compare", "--trace", str(trace), *SMALL, "--jobs", str(jobs), *map(str, args)])
+        out, err = capfdbinary.readouterr()
+        return code, out.decode(), err.decode()
+
+    return compare
+
+
+# --- what comes out
+
+
+def test_json_is_one_object_with_every_policy(compare: Any) -> None:
+    code, out, _ = compare("--output=json")
+    assert code == 0
+    assert out.count("\n") == 1
+    found = msgspec.json.decode(out, type=Comparison)
+    assert [one.policy for one in found.policies] == list(POLICIES)
+    assert "round-robin" in POLICIES
+    for one in found.policies:
+        assert one.finished == one.requests == REQUESTS
+        assert one.checked >= REQUESTS
+        assert one.disagreements == 0
+    assert {name: found.settings[name] for name in ("engines", "blocks", "requests", "seed")} == {
+        "engines": 2,
+        "blocks": 400,
+        "requests": REQUESTS,
+        "seed": 0,
+    }
+    rates = {one.policy: one.hit_rate for one in found.policies}
+    assert rates["prefix-aware"] > rates["random"] > 0
+
+
+def test_the_same_options_give_the_same_bytes_whatever_the_jobs(compare: Any) -> None:
+    first = compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware")
+    assert compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware") == first
+    assert compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware", jobs=2) == first
+    other = compare("--output=json", "--seed", 4, "--policy", "random", "--policy", "prefix-aware")
+    assert json.loads(other[1])["policies"][0] != json.loads(first[1])["policies"][0]
+
+
+def test_another_process_gives_the_same_bytes(compare: Any, trace: Path) -> None:
+    """So no result hangs on the hashes of a process, which differ from one to the next."""
+    ended = run("sim", "compare", "--trace", trace, *SMALL, "--output=json", "--policy", "prefix-aware")
+    assert (ended.code, ended.out, ended.err) == compare("--output=json", "--policy", "prefix-aware")
+
+
+def test_the_table_needs_neither_rich_nor_matplotlib(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rich", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = compare("--policy", "prefix-aware", "--policy", "round-robin", "--policy", "prefix-aware")
+    head, *lines, sentence = out.splitlines()
+    assert code == 0
+    assert head.split()[:3] == ["policy", "TTFT", "p50"]
+    assert [line.split()[0] for line in lines] == ["prefix-aware", "round-robin"]
+    assert re.match(r"prefix-aware found [\d.]+% of prompt tokens in caches, round-robin [\d.]+%; its TTFT p90 was ", sentence)
+    assert sentence.endswith("index and engines agreed on all 120 lookups")
+    assert re.match(
+        r"2 engines, llama-3.1-8b-h100, 60 requests of the trace \S+, seed 0; times in seconds, \* is the best\n", err
+    )
+
+
+def test_a_report_is_written_beside_the_table(compare: Any, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    code, out, err = compare("--policy", "random", "--requests", 5, "--html", file)
+    assert code == 0
+    assert err.endswith(f"wrote {file}\n")
+    assert out.splitlines()[-1].removeprefix("r") in file.read_text().replace("&nbsp;", " ")
+
+
+def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = result("random", disagreements=2, examples=[Difference("engine-1", 0, 0, 17, 1, 4_096, 512, 528)])
+    monkeypatch.setattr(comparing, "run_policies", lambda *_, **__: [wrong])
+    code, out, err = compare()
+    assert code == 1
+    assert "DISAGREED on 2 of 100 lookups" in out
+    assert (
+        "random: engine-1/0 found 512 of 4,096 tokens where the index says 528 (life 0, batch 17, after 1 event of it)" in err
+    )
+    assert "index and engines disagree on 2 lookups" in err
+    assert compare("--output=json")[0] == 1
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--preset", "tpu"], r"there is no preset 'tpu'; there are qwen3-32b-2xh100, .*"),
+        (["--preset", "/none/costs.json"], r"cannot read the cost model /none/costs.json: No such file or directory"),
+        (["--dialect", "llama-1.0"], r".*llama.*"),
+        (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
+        (["--trace", os.devnull], r"there are no requests in /dev/null: .*"),
+        (["--trace", __file__], r".*test_cli_sim.py, line 1: .*"),
+        (["--workload", "chat", "--trace-speed", "2"], r"trace_speed is for traces; .*"),
+        (
+            ["--max-num-batched-tokens", "1"],
+            r"--max-num-batched-tokens: max_num_batched_tokens is 1, less than.*",
+        ),
+        (["--engines", "100000"], r"100000 engines of 1 ranks are more than \d+ workers"),
+        (["--dialect", "vllm-0.9", "--host-blocks", "5"], r".*does not tell tiers.*"),
+        (["--html", "/none/report.html"], r"cannot write /none/report.html: there is no folder /none; make it first"),
+        (["--html", "/"], r"cannot write /: it is a folder; name a file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_one_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "compare", *args]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(f"kvevents: {said}\n", err)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--policy", "best"],
+        ["--workload", "nonsense"],
+        ["--requests", "0"],
+        ["--engines", "0"],
+        ["--block-size", "0"],
+        ["--seed", "-1"],
+        ["--event-delay", "nan"],
+        ["--rate", "0"],
+        ["--trace-speed", "inf"],
+        ["--rate", "1", "--trace-speed", "2"],
+        ["--trace", "x", "--workload", "chat"],
+        ["--jobs", "none"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", "compare", *args])
+    assert ended.value.code == 2
+    assert "usage: kvevents sim compare" in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_report_is_refused_before_the_work(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delattr(comparing, "run_policies")
+    code, out, err = compare("--html", "report.html")
+    assert (code, out) == (1, "")
+    assert "pip install 'kvevents[sim]'" in err
+
+
+def test_a_report_that_cannot_be_written_is_told_after_the_table(compare: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.html").symlink_to("report.html")  # a circle, which nobody can open, root neither
+    code, out, err = compare("--policy", "random", "--requests", 2, "--html", tmp_path / "report.html")
+    assert code == 1
+    assert out
+    assert "cannot write" in err
+
+
+# --- processes
+
+
+def told_nothing(_policy: str, _now: Progress) -> None:
+    pass
+
+
+@pytest.fixture(name="traffic")
+def traffic_of_the_trace(trace: Path) -> TrafficChoice:
+    return TrafficChoice(trace=str(trace), requests=3)
+
+
+@pytest.fixture(name="no_child_left", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    assert multiprocessing.active_children() == []
+
+
+FLEET = FleetSettings(engines=2, blocks=400)
+TWO = ["random", "round-robin"]
+
+
+def dies(_pipe: Connection, policy: str, *_: object) -> None:
+    """What a process does that is out of memory."""
+    if policy == "round-robin":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def test_a_process_that_dies_is_told_and_ends_the_others(traffic: TrafficChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_work", dies)
+    with pytest.raises(WorkerError, match="the process for round-robin was ended by SIGKILL before it was done"):
+        run_policies(TWO, FLEET, traffic, jobs=2, told=told_nothing)
+
+
+def test_what_a_process_raises_is_raised_here(salted: Path) -> None:
+    settings = FleetSettings(engines=1, blocks=400, dialect="vllm-0.10.2")
+    for jobs in (1, 2):
+        with pytest.raises(ConfigError, match="does not tell salts"):
+            run_policies(TWO, settings, TrafficChoice(trace=str(salted)), jobs=jobs, told=told_nothing)
+
+
+def test_fewer_jobs_than_policies_take_turns(traffic: TrafficChoice) -> None:
+    """All are told of, and are in the order that was asked for."""
+    ended: dict[str, Progress] = {}
+    policies = ["round-robin", "random", "least-loaded"]
+    found = run_policies(policies, FLEET, traffic, jobs=2, told=ended.__setitem__)
+    assert [one.policy for one in found] == policies == sorted(ended, key=policies.index)
+    assert all(progress.finished == 3 for progress in ended.values())
+
+
+def interrupting(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_ends_every_process(traffic: TrafficChoice) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_policies(TWO, FLEET, traffic, jobs=2, told=interrupting)
+
+
+def test_an_interrupt_is_told(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "run_policies", interrupting)
+    assert compare() == (130, "", "interrupted when 0 of 5 runs were done; nothing is kept\n")
+
+
+def test_processes_do_not_see_ctrl_c() -> None:
+    """The terminal sends it to them as well; they would each print a traceback."""
+    with processes._uninterrupted():
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
+# --- bars
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "term", "shown"), [(Terminal, "xterm", True), (Terminal, "dumb", False), (io.StringIO, "xterm", False)]
+)
+def test_bars_are_for_who_watches(stream: type[io.StringIO], term: str, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = stream()
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setenv("TERM", term)
+    with bars(["random"], 1_000) as told:
+        told("random", Progress(90.0, 600, 500))
+    assert ("random" in written.getvalue()) is shown
+    assert ("500 / 1,000" in written.getvalue()) is shown
+
+
+# --- options
+
+
+def parsed(*args: str) -> Any:
+    parser = ArgumentParser()
+    add_fleet(parser)
+    add_traffic(parser)
+    return parser.parse_args(args)
+
+
+def test_every_setting_of_a_fleet_is_an_option() -> None:
+    assert fleet_of(parsed()) == FleetSettings()
+    words = "--ranks 2 --max-num-seqs 7 --window 128 --host-blocks 0 --event-delay 0 --overlay 1.5 --seed 9 --dialect vllm-0.24"
+    assert fleet_of(parsed(*words.split())) == FleetSettings(
+        ranks=2, max_num_seqs=7, window=128, event_delay=0.0, overlay=1.5, seed=9, dialect="vllm-0.24"
+    )
+
+
+def test_traffic_is_what_the_options_say(trace: Path) -> None:
+    """Of a trace all of it unless told otherwise; the same requests each time, and the same as their count."""
+    chosen = traffic_of(parsed("--trace", str(trace), "--trace-speed", "3"))
+    times = [request.at for request in chosen.make()]
+    assert chosen.count() == len(times) == REQUESTS
+    assert times[-1] == pytest.approx(0.15 * (REQUESTS - 1) / 3)
+    assert traffic_of(parsed("--trace", str(trace), "--requests", "7")).count() == 7
+    assert traffic_of(parsed("--workload", "agents")).count() == DEFAULT_REQUESTS
+    fast = list(traffic_of(parsed("--workload", "llm-d", "--rate", "50", "--requests", "100", "--seed", "2")).make())
+    assert len(fast) == 100
+    assert 1 < fast[-1].at < 4
+    assert traffic_of(parsed()).count() == 1_000  # the packaged sample
+    with pytest.raises(ConfigError, match="choose one of them"):
+        TrafficChoice(trace="x", workload="chat")
+
+
+def test_other_commands_do_not_load_the_simulation() -> None:
+    """A platform without the native index has them all the same."""
+    code = "import sys, kvevents.cli.program as p; p._parser(); print([m for m in sys.modules if m.startswith('kvevents.sim')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_without_the_index_its_absence_is_told() -> None:
+    code = "import sys; sys.modules['kvevents._native'] = None\nfrom kvevents.cli import main\nmain(['sim', 'compare'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "kvevents.index needs the compiled module" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# Recordings as traces
+
+
+def test_a_recording_becomes_a_trace_that_can_be_run(tmp_path: Path) -> None:
+    """The requests behind a captured vLLM run, written and then compared with; what was there before is replaced."""
+    trace = tmp_path / "mine.jsonl.gz"
+    trace.write_bytes(b"something else")
+    with Program("sim", "convert", RECORDING, trace, "--run", RUN) as converting:
+        ended = converting.end()
+    assert (ended.code, ended.out) == (0, "")
+    found = re.search(r"wrote .*mine.jsonl.gz: (\d+) requests", ended.err)
+    assert found is not None
+    assert int(found[1]) > 20
+    with Program("sim", "compare", "--trace", trace, "--policy", "round-robin", "--engines", 2, "--output=json") as comparing:
+        compared = comparing.end()
+    assert compared.code == 0
+    assert json.loads(compared.out)["policies"][0]["finished"] == int(found[1])
+
+
+def test_what_is_no_recording_is_told(tmp_path: Path) -> None:
+    """Nothing there, nothing of that run, or no place to write: a sentence and exit code 1."""
+    for arguments, told in (
+        ([tmp_path / "nothing.jsonl", tmp_path / "out.jsonl"], "cannot read"),
+        ([RECORDING, tmp_path / "out.jsonl", "--run", "no such run"], "no request can be told from"),
+        ([RECORDING, tmp_path / "no" / "out.jsonl"], "cannot write"),
+    ):
+        with Program("sim", "convert", *arguments) as converting:
+            ended = converting.end()
+        assert (ended.code, ended.out) == (1, "")
+        assert told in ended.err
+        assert "Traceback" not in ended.err

@@ -1,0 +1,330 @@
+"""`kvevents sim run` as a process, and as a fleet that others follow."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cli_cases import Ended, Program
+from kvevents.cli import main
+from kvevents.cli.amounts import worker
+from kvevents.cli.sim import board as board_module
+from kvevents.cli.sim.board import MAX_ROWS, board, frame, line
+from kvevents.cli.sim.running import streams_line
+from kvevents.service.discovery.files import read_sources
+from kvevents.sim.results import LiveResult, StreamResult
+from kvevents.sim.sockets import HIGHEST_PORT
+from service_cases import Service, serving, until
+from sim_cases import conversations, growing_conversations
+from sim_live_cases import opened
+from sim_socket_cases import four_free_ports
+
+SMALL = ("--engines", "2", "--blocks", "400", "--preset", "llama-3.1-8b-h100")
+FAST = ("--time-scale", "20")
+TURNS = 24
+ENDLESS = ("--workload", "chat", "--rate", "20")
+
+
+@pytest.fixture(scope="module", name="trace")
+def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four seconds of the fleet."""
+    return growing_conversations(tmp_path_factory.mktemp("traces") / "trace.jsonl", TURNS)
+
+
+@pytest.fixture(name="fleet")
+def running_here(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Ended]:
+    """Runs the command in this process."""
+
+    def fleet(*args: object) -> Ended:
+        code = main(["sim", "run", "--trace", str(trace), *SMALL, *FAST, *map(str, args)])
+        out, err = capfdbinary.readouterr()
+        return Ended(code, out.decode(), err.decode())
+
+    return fleet
+
+
+def program(*args: object, **env: str) -> Program:
+    return Program("sim", "run", *SMALL, *args, **env)
+
+
+def only(text: str) -> LiveResult:
+    """The one object on stdout."""
+    assert text.count("\n") == 1
+    return msgspec.json.decode(text, type=LiveResult)
+
+
+# --- its end
+
+
+def test_it_ends_when_all_is_answered(fleet: Callable[..., Ended]) -> None:
+    """Endpoints and settings are told beside the results: a table, a sentence, what became of the streams."""
+    ended = fleet()
+    assert ended.code == 0
+    head, row, sentence, streams = ended.out.splitlines()
+    assert head.split()[:3] == ["policy", "TTFT", "p50"]
+    assert row.split()[0] == "prefix-aware"
+    assert sentence.endswith(f"index and engines agreed on all {TURNS} lookups")
+    assert re.fullmatch(r"2 of 2 streams EXACT; \d+ batches delivered, 0 holes healed, 0 lost for good, 0 resets", streams)
+    assert (
+        len(re.findall(r"^engine-[01]/0 publishes at tcp://127\.0\.0\.1:\d+, answers replay at tcp:", ended.err, re.MULTILINE))
+        == 2
+    )
+    assert "\x1b[" not in ended.out + ended.err
+
+
+def test_json_is_one_object(fleet: Callable[..., Ended]) -> None:
+    ended = fleet("--output=json", "--requests", 10, "--policy", "round-robin", "--faults", "drop:1%", "--dialect", "vllm-0.24")
+    assert ended.code == 0
+    found = only(ended.out)
+    (result,) = found.policies
+    assert (result.policy, result.requests, result.finished, result.disagreements) == ("round-robin", 10, 10, 0)
+    assert [(one.source, one.rank, one.trust) for one in found.streams] == [("engine-0", 0, "EXACT"), ("engine-1", 0, "EXACT")]
+    assert sum(one.batches for one in found.streams) == result.batches
+    told = {name: found.settings[name] for name in ("engines", "requests", "time_scale", "faults", "dialect")}
+    assert told == {"engines": 2, "requests": 10, "time_scale": 20.0, "faults": "drop:1%", "dialect": "vllm-0.24"}
+    assert found.seconds > 0
+    assert found.faults == {}
+
+
+def test_faults_strike_and_are_told(fleet: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvevents.sim.faults.DOWN_SECONDS", 0.02)
+    ended = fleet("--faults", "reset:50ms, restart:200ms", "--time-scale", 4)
+    assert ended.code == 0
+    streams = ended.out.splitlines()[-1]
+    assert re.search(r"[1-9]\d* resets?, [1-9]\d* resets?, [1-9]\d* restarts?$", streams), streams
+
+
+def test_it_ends_after_its_duration(fleet: Callable[..., Ended]) -> None:
+    """Within what would go on for two hundred seconds; nothing was wrong until then."""
+    found = only(fleet("--duration", 0.4, "--time-scale", 0.02, "--output=json").out)
+    assert 0.4 <= found.seconds < 10
+    assert found.policies[0].requests < TURNS
+    assert found.policies[0].disagreements == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_it_with_the_table(number: signal.Signals) -> None:
+    """What would go on for ever, and began when somebody had subscribed."""
+    with program("--engines", 1, *ENDLESS, *FAST, "--wait-for-subscriber", 20) as running:
+        told = re.search(r"publishes at (\S+), answers replay at (\S+)", running.err.wait("engine-0/0 publishes"))
+        assert told
+        with Program("tail", told[1], "--replay", told[2], "--verbose") as follower:
+            follower.out.wait(lambda lines: sum("+1 block" in one for one in lines) > 5)
+            ended = running.interrupt(number)
+    assert ended.code == 0
+    assert ended.out.splitlines()[1].startswith("prefix-aware")
+    assert "index and engines agreed on all" in ended.out
+    assert "Traceback" not in ended.err
+
+
+def test_without_rich_and_a_terminal_it_prints_lines(fleet: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(board_module, "LINE_SECONDS", 0.1)
+    ended = fleet("--time-scale", 8)
+    assert ended.code == 0
+    lines = [one for one in ended.err.splitlines() if " answered, " in one]
+    assert lines
+    assert all(
+        re.match(r"[\d.:]+\S* ?\S*: \d+ of \d+ answered, \d+ running, \d+ waiting, .* of prompt tokens cached, ", one)
+        for one in lines
+    ), lines
+    assert all(re.search(r"2 streams EXACT, \d+ batches, index and engine agreed on (\d+) of \1$", one) for one in lines)
+
+
+# --- where it is
+
+
+def test_its_sources_are_as_a_service_reads_them(fleet: Callable[..., Ended], tmp_path: Path) -> None:
+    """With ranks, at ports of one's choice, in place of what was there; with names that TOML must quote."""
+    file, port = tmp_path / "fleet.toml", four_free_ports()
+    file.write_text("[[sources")
+    model = 'a "model" \\ of ours \u00e9'
+    ended = fleet(
+        "--sources",
+        file,
+        "--engines",
+        1,
+        "--ranks",
+        2,
+        "--base-port",
+        port,
+        "--model",
+        model,
+        "--requests",
+        1,
+        "--block-size",
+        32,
+    )
+    assert ended.code == 0
+    assert f"kvevents serve --sources {file}" in ended.err
+    tables = read_sources(file)
+    assert [(one.instance, one.rank, one.endpoint, one.replay_endpoint) for one in tables] == [
+        ("engine-0", 0, f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"),
+        ("engine-0", 1, f"tcp://127.0.0.1:{port + 2}", f"tcp://127.0.0.1:{port + 3}"),
+    ]
+    assert {(one.model, one.block_size) for one in tables} == {(model, 32)}
+
+
+def test_a_service_follows_it(tmp_path: Path) -> None:
+    """`kvevents serve --sources` in another process: EXACT, with blocks, through restarts and losses."""
+    file = tmp_path / "fleet.toml"
+    wrong = ("--faults", "drop:5%,reset:300ms")
+    with program(
+        *ENDLESS, "--time-scale", 4, *wrong, "--sources", file, "--wait-for-subscriber", 20, "--output=json"
+    ) as running:
+        running.err.wait("engine-1/0 publishes")
+        with serving("--sources", file) as service:
+            for engine in ("engine-0", "engine-1"):
+                until(f"{engine} to be EXACT and hold blocks", partial(holds, service, engine))
+        ended = running.interrupt()
+    assert ended.code == 0
+    found = only(ended.out + "\n")
+    assert found.policies[0].disagreements == 0
+    assert found.policies[0].checked > 0
+
+
+def holds(service: Service, engine: str) -> bool:
+    found = service.sources().get((engine, 0))
+    return found is not None and found["trust"]["state"] == "EXACT" and found["blocks"] > 0
+
+
+def test_nobody_may_come(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "run", *SMALL, "--wait-for-subscriber", "0.05"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(r"kvevents: nobody subscribed within 0.05 s; `kvevents tail tcp://127\.0\.0\.1:\d+` would\n$", err)
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--faults", "crash:1s"], r"there is no fault 'crash'; there are restart:60s .*"),
+        (["--faults", "drop:7"], r"drop:7 is wrong; write a share from 0% to 100%, such as drop:1%"),
+        (["--faults", "cut:0s"], r"cut:0s is wrong; write a duration above 0, such as cut:60s"),
+        (
+            ["--base-port", str(HIGHEST_PORT - 2)],
+            rf"2 workers from port {HIGHEST_PORT - 2} on would need port \d+; begin lower",
+        ),
+        (["--base-port", "99999999"], r".*99999999.*"),
+        (["--host", "no such host"], r".*no such host.*"),
+        (["--sources", "/none/fleet.toml"], r"cannot write /none/fleet.toml: No such file or directory"),
+        (["--sources", "/none", "--model", "a\x7f"], r"--model 'a\\x7f' has characters that no name should have"),
+        (["--sources", "/none", "--model", "a\udcff"], r"--model 'a\\udcff' has characters that no name should have"),
+        (["--sources", "/"], r"cannot write /: Is a directory"),
+        (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
+        (["--trace", os.devnull], r"there are no requests in /dev/null: .*"),
+        (["--dialect", "llama-1.0"], r".*llama.*"),
+        (["--preset", "tpu"], r"there is no preset 'tpu'; .*"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_one_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "run", *SMALL, "--duration", "5", *args]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(f"kvevents: {said}\n", err)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--policy", "best"],
+        ["--time-scale", "0"],
+        ["--time-scale", "-1"],
+        ["--time-scale", "inf"],
+        ["--duration", "x"],
+        ["--duration", "-1"],
+        ["--base-port", "0"],
+        ["--base-port", "x"],
+        ["--wait-for-subscriber", "x"],
+        ["--requests", "0"],
+        ["--event-delay", "1"],
+        ["--jobs", "2"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", "run", *args])
+    assert ended.value.code == 2
+    assert "usage: kvevents " in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(engines=1) as other:
+        port = other.addresses[0].endpoint.rpartition(":")[2]
+        assert main(["sim", "run", *SMALL, "--base-port", port]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"kvevents: .*127\.0\.0\.1:{port}.*\n", err)
+
+
+# --- what is shown meanwhile
+
+
+def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
+    rich = pytest.importorskip("rich.console")
+    with opened(engines=MAX_ROWS + 2, pace=20) as fleet:
+        fleet.run(conversations(20, rate=100))
+        screen = rich.Console(width=200, record=True, file=io.StringIO())
+        screen.print(frame(fleet))
+        shown = screen.export_text()
+        title = line(fleet)
+    assert shown.startswith(f"prefix-aware  {title}\n")
+    row = r"^(engine-\d+/0) +(EXACT|DEGRADED) +[█·]{24} +[\d,]+ +0 +0 +\d+% +(\d+) +1 *$"
+    rows = re.findall(row, shown, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [worker(*view.worker) for view in fleet.views()[:MAX_ROWS]]
+    # A stream of which nothing has been heard live is not EXACT.
+    assert all((trust == "EXACT") == (batches != "0") for _, trust, batches in rows)
+    assert "and 2 more" in shown
+
+
+def test_a_terminal_gets_the_table_and_a_quiet_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    shown: list[str] = []
+    monkeypatch.setattr(board_module, "FRAME_SECONDS", 0.0)
+    monkeypatch.setattr(board_module, "frame", lambda fleet: shown.extend([fleet.name]))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    fleet: Any = type("Fleet", (), {"name": "mine"})()
+    console: Any = None
+    with board(fleet, console) as show:
+        show()
+    assert shown == ["mine"]
+    with board(fleet, console, quiet=True) as show:
+        show()
+    assert shown == ["mine"]
+
+
+def test_what_became_of_the_streams_is_a_line() -> None:
+    stream = StreamResult(
+        source="a",
+        rank=0,
+        endpoint="tcp://x:1",
+        trust="EXACT",
+        batches=1_000,
+        replayed=3,
+        healed=1,
+        lost=0,
+        resets=2,
+        reconnects=4,
+    )
+    other = msgspec.structs.replace(stream, source="b", trust="STALE (disconnected)", lost=1_200)
+    assert streams_line([stream, other], {"restart": 2, "cut": 1}) == (
+        "1 of 2 streams EXACT; 2,000 batches delivered, 2 holes healed, 1,200 lost for good, 4 resets, 2 restarts, 1 cut"
+    )

@@ -1,0 +1,276 @@
+"""`kvevents tail` as a process, against tapes on real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_cases import KVEVENTS, RECORDING, RUN, SECONDS, Program, adjacent, environment, refusing, run, tape_of
+from kvevents.cli import objects
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from kvevents.recording import live_batches
+from kvevents.stream import Batch, Gap, Reset, Trust
+from kvevents.testing import Faults, TapePlayer
+from kvevents.wire import Rejected, encode_batch
+
+
+def payload(*events: object, ts: float = 1760000000.25) -> bytes:
+    return encode_batch(KVEventBatch(ts, list(events), 0))  # type: ignore[arg-type]
+
+
+STORED = BlockStored([0xABCDEF0123456789, 2**63], None, [11, 12, 13, 14], 2, medium="GPU")
+REMOVED = BlockRemoved([0xABCDEF0123456789], medium="CPU")
+MIXED = [
+    (b"kv", 0, payload(STORED)),
+    (b"kv", 1, payload(REMOVED)),
+    (b"kv", 2, payload(AllBlocksCleared())),
+    (b"kv", 3, payload(STORED, REMOVED, REMOVED, REMOVED, STORED)),
+]
+
+
+def tail(tape: TapePlayer, *args: object) -> tuple[object, ...]:
+    return ("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--source-name", "pod", *args)
+
+
+def objects_of(out: str, kind: str = "batch") -> list[dict[str, Any]]:
+    return [found for line in out.splitlines() if (found := json.loads(line))["kind"] == kind]
+
+
+def test_a_late_start_shows_everything_in_order_and_says_how_it_came() -> None:
+    with TapePlayer(RECORDING, run=RUN) as tape:
+        tape.play(30)
+        with Program(*tail(tape)) as program:
+            program.out.wait(r"#29 ")
+            tape.play(1)
+            program.out.wait(r"#30  live ")
+            program.out.wait("trust +EXACT")
+            ended = program.interrupt()
+    numbers = [int(found) for found in re.findall(r"pod/0 +#(\d+) ", ended.out)]
+    assert numbers == list(range(31))
+    assert len(re.findall(r" replay [+-]", ended.out)) >= 25
+    assert ended.code == 0
+    assert re.search(r"pod/0: 31 batches, 30 replayed, 0 gaps, 0 lost, 0 resets, trust EXACT", ended.err)
+
+
+def test_lines_tell_hashes_counts_and_tokens() -> None:
+    with tape_of(*MIXED) as tape:
+        tape.play()
+        lines = run(*tail(tape, "--count", 4)).out.splitlines()
+        spelled = run(*tail(tape, "--count", 4, "--verbose")).out
+        tokens = run(*tail(tape, "--count", 1, "--token-ids")).out
+    stored, removed = "+2 blocks abcdef01 80000000 after the root, 4 tokens", "-1 block abcdef01 from CPU"
+    assert [line[14:] for line in lines if "#" in line] == [
+        f"pod/0       #0  replay {stored}",
+        f"pod/0       #1  replay {removed}",
+        "pod/0       #2  replay ALL BLOCKS CLEARED",
+        f"pod/0       #3  replay {stored}; {removed}; {removed}; and 2 events: +2 blocks with 4 tokens, -1 block",
+    ]
+    assert "#3  replay 5 events: +4 blocks with 8 tokens, -3 blocks\n" in spelled
+    assert spelled.count("block_size 2") == 3
+    assert "tokens [11, 12, 13, 14]" in tokens
+    assert "[11" not in "".join(lines) + spelled
+
+
+def test_json_lines_are_a_promise() -> None:
+    stored = '{"type":"BlockStored","block_hashes":[12379813738877118345,9223372036854775808],"parent_block_hash":null,'
+    stored += '"token_ids":[11,12,13,14],"block_size":2,"lora_id":null,"medium":"GPU","lora_name":null}'
+    rejected = (Rejected("unknown-tag", "BlockMoved", 1, b"x"),)
+    head = '"source":"pod","rank":1,"incarnation":2,'
+    batch = '{"kind":"batch",' + head + f'"seq":3,"ts":1.5,"replayed":true,"events":[{stored},{{"type":"AllBlocksCleared"}}],'
+    batch += '"rejected":[{"reason":"unknown-tag","detail":"BlockMoved","index":1,"count":1}]}'
+    assert (
+        objects.encode(Batch("pod", 1, 2, 3, 1.5, [STORED, AllBlocksCleared()], True, b"raw", rejected=rejected)).decode()
+        == batch
+    )
+    gap = '{"kind":"gap",' + head + '"first":4,"last":6,"compacted":'
+    assert objects.encode(Gap("pod", 1, 4, 6, 2)).decode() == f"{gap}false}}"
+    assert objects.encode(Gap("pod", 1, 4, 6, 2, compacted=True)).decode() == f"{gap}true}}"
+    assert objects.encode(Reset("pod", 1, 2, "why")).decode() == '{"kind":"reset",' + head + '"reason":"why"}'
+    trust = objects.encode_trust("pod", 1, Trust.STALE.with_reason("gone"))
+    assert trust.decode() == '{"kind":"trust","source":"pod","rank":1,"trust":"STALE","reason":"gone"}'
+
+
+def test_json_holds_what_was_published_token_ids_included() -> None:
+    published = list(live_batches(RECORDING, RUN))
+    with TapePlayer(published) as tape:
+        tape.play()
+        ended = run(*tail(tape, "--output=json", "--count", len(published)))
+    found = objects_of(ended.out)
+    assert [each["seq"] for each in found] == list(range(len(published)))
+    assert {each["source"] for each in found} == {"pod"}
+    stored = [event for each in found for event in each["events"] if event["type"] == "BlockStored"]
+    assert all(event["token_ids"] for event in stored)
+    assert ended.code == 0
+
+
+def test_filters_by_kind_and_medium() -> None:
+    with tape_of(*MIXED) as tape:
+        tape.play()
+        removed = objects_of(run(*tail(tape, "--output=json", "--count", 2, "--type", "removed,cleared")).out)
+        device = objects_of(run(*tail(tape, "--output=json", "--count", 3, "--medium", "gpu")).out)
+    assert [(each["seq"], len(each["events"])) for each in removed] == [(1, 1), (2, 1)]
+    assert [(each["seq"], len(each["events"])) for each in device] == [(0, 1), (2, 1), (3, 2)]
+
+
+def test_gaps_and_resets_stand_out_even_when_quiet() -> None:
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(burnt={3, 4})) as tape, Program(*tail(tape, "--quiet")) as program:
+        assert tape.wait_for_subscriber(SECONDS)
+        tape.play(8)
+        program.out.wait(r"GAP +#3 to #4: 2 batches lost for good")
+        program.out.wait(r"trust +DEGRADED \(.*lost for good")
+        tape.restart()
+        tape.play(5)
+        program.out.wait(r"RESET +life 1 begins, forget what came before: ")
+        ended = program.interrupt()
+    assert not re.search(r" (live|replay) +[+-]", ended.out)
+    assert re.search(r"1 gap, 2 lost, 1 reset,", ended.err)
+
+
+def test_ranks_count_up_from_both_ports() -> None:
+    """Of the endpoint and of the replay endpoint, which are those of rank 0."""
+    with adjacent(ranks=2) as tapes:
+        for tape in tapes:
+            tape.play(3)
+        ended = run(
+            "tail", tapes[0].endpoint, "--replay", tapes[0].replay_endpoint, "--ranks", 2, "--output=json", "--count", 6
+        )
+    found = sorted((each["rank"], each["seq"]) for each in objects_of(ended.out))
+    assert found == [(rank, seq) for rank in (0, 1) for seq in range(3)]
+
+
+@pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
+def test_no_replay_endpoint_is_guessed(command: list[str], tmp_path: Path) -> None:
+    """The next port answers replay requests for another engine: its batches are not delivered, and stderr says what to add."""
+    other = [(b"other", seq, payload(AllBlocksCleared())) for seq in range(40)]
+    file = [tmp_path / each for each in command[1:]]
+    with adjacent(tape=MIXED, faults=Faults(replay_foreign=other)) as (tape,):
+        tape.play(2)
+        with Program(command[0], tape.endpoint, *file, "--count", 2) as program:
+            assert tape.wait_for_subscriber(SECONDS)
+            tape.play(2)
+            ended = program.end()
+    assert f"add --replay tcp://HOST:PORT (`kvevents doctor {tape.endpoint}` looks for it), or --no-replay" in ended.err
+    assert "2 batches, 0 replayed" in ended.err
+    assert "DEGRADED (no replay endpoint" in ended.err + ended.out
+
+
+@pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
+def test_of_an_idle_engine_whose_history_came_by_replay_it_says_what_confirms_it(command: list[str], tmp_path: Path) -> None:
+    file = [tmp_path / each for each in command[1:]]
+    with tape_of(*MIXED) as tape:
+        tape.play()
+        ended = run(command[0], *tail(tape, *file, "--idle-timeout", 0.5)[1:])
+    assert ended.code == 0
+    assert "4 batches, 4 replayed, 0 gaps, 0 lost, 0 resets, trust DEGRADED (no live batch has confirmed yet" in ended.err
+    assert "send the engine a request; the next batch confirms the replay endpoint" in ended.err
+
+
+def test_without_replay_it_says_that_losses_cannot_be_mended(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/kv"
+    with TapePlayer(MIXED, endpoint=endpoint, replay_endpoint=None) as tape, Program("tail", endpoint, "--count", 2) as program:
+        assert tape.wait_for_subscriber(SECONDS)
+        tape.play(2)
+        ended = program.end()
+    assert "no replay endpoint given: lost batches stay lost; add --replay" in ended.err
+    assert "DEGRADED (no replay endpoint" in ended.err
+
+
+def test_it_waits_for_an_engine_that_is_not_there_yet_and_misses_nothing() -> None:
+    """Replay brings what the engine sent before the connection was there."""
+    with adjacent() as (tape,):
+        tape.stop()
+        with Program("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--count", 10) as program:
+            program.err.wait("waiting for .*: nothing listens there yet")
+            tape.restart()
+            tape.play(10)
+            ended = program.end()
+    assert ended.code == 0
+    assert [int(found) for found in re.findall(r" #(\d+) ", ended.out)] == list(range(10))
+
+
+def test_exit_code_3_when_nothing_ever_arrives() -> None:
+    """Neither from an idle engine nor from one that is not there."""
+    with tape_of(*MIXED) as tape, refusing() as nowhere:
+        idle = run(*tail(tape, "--idle-timeout", 0.3))
+        absent = run("tail", nowhere, "--no-replay", "--idle-timeout", 0.3)
+        tape.play()
+        heard = run(*tail(tape, "--idle-timeout", 0.3))
+    assert idle.code == absent.code == 3
+    assert re.search(r"\nnothing arrived within 0.3 s; `kvevents doctor tcp://\S+` finds out why", idle.err)
+    assert "nothing listens there yet" in absent.err
+    assert heard.code == 0
+
+
+@pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
+def test_seconds_are_over_also_where_no_engine_comes(command: list[str], tmp_path: Path) -> None:
+    """Whichever of the two limits comes first ends the wait."""
+    file = [tmp_path / each for each in command[1:]]
+    with refusing() as nowhere:
+        alone = run(command[0], nowhere, *file, "--duration", 0.3)
+        idle = run(command[0], nowhere, *file, "--duration", 60, "--idle-timeout", 0.3, *(["--force"] if file else []))
+    assert [ended.code for ended in (alone, idle)] == [0, 3]
+    assert "0 batches, 0 replayed, 0 gaps, 0 lost, 0 resets, trust CONNECTING" in alone.err
+    assert "nothing arrived within 0.3 s" in idle.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_it_cleanly(number: signal.Signals) -> None:
+    with tape_of(*MIXED) as tape, Program(*tail(tape)) as program:
+        tape.play()
+        program.out.wait("#3 ")
+        ended = program.interrupt(number)
+    assert ended.code == 0
+    assert "Traceback" not in ended.err
+    assert "pod/0: 4 batches" in ended.err
+
+
+def test_a_closed_pipe_ends_it_quietly_even_when_nothing_more_comes() -> None:
+    with tape_of(*MIXED) as tape:
+        tape.play()
+        command = [*KVEVENTS, *map(str, tail(tape))]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+        with process:
+            assert process.stdout
+            assert process.stdout.readline()
+            process.stdout.close()
+            assert process.wait(SECONDS) == 0
+            assert process.stderr
+            assert process.stderr.read() == b""
+
+
+def output_on_a_terminal(tape: TapePlayer, **env: str) -> bytes:
+    master, slave = pty.openpty()
+    try:
+        command = [*KVEVENTS, *map(str, tail(tape, "--count", 4))]
+        subprocess.run(command, stdout=slave, timeout=SECONDS, env=environment(TERM="xterm", **env), check=True, stderr=-3)
+        return os.read(master, 1 << 16)
+    finally:
+        os.close(slave)
+        os.close(master)
+
+
+def test_color_only_where_a_person_looks() -> None:
+    with tape_of(*MIXED) as tape:
+        tape.play()
+        assert b"\x1b[" in output_on_a_terminal(tape)
+        assert b"\x1b[" not in output_on_a_terminal(tape, NO_COLOR="1")
+        assert "\x1b[" not in run(*tail(tape, "--count", 4)).out
+
+
+def test_what_an_engine_sends_cannot_drive_the_terminal() -> None:
+    nasty = BlockRemoved([1], medium="\x1b[2J\nfake line")
+    with tape_of((b"kv", 0, payload(nasty)), (b"kv", 1, b"garbage")) as tape:
+        tape.play()
+        out = run(*tail(tape, "--count", 2)).out
+    assert r"from \x1b[2J\nfake line" in out
+    assert re.search(r"#1 .* 1 NOT READABLE: ", out)
+    assert "\x1b" not in out
+    assert not any(line.startswith("fake line") for line in out.splitlines())

@@ -1,0 +1,508 @@
+"""Bridges on a real NATS server: the log has what the engines said, whoever writes it and whoever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nats.js import JetStreamContext
+
+from bridge_cases import BridgeProcess, TalkingEngine, settled, told_of, with_js
+from cli_cases import refusing
+from kvevents.errors import ConfigError, PlaneError
+from kvevents.plane.bridge import MAX_CARD_BYTES, Bridge, BridgeSettings, Watch
+from kvevents.plane.ledger import Departure
+from kvevents.plane.records import Piece
+from kvevents.plane.settings import PlaneSettings
+from kvevents.stream import Gap, RawBatch, Reset, Source
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import SECONDS, Log, Running, bridging, plane_at
+from publisher_cases import batch, held
+from service_cases import until
+
+pytestmark = needs_nats
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+@pytest.fixture(name="plane")
+def plane_of_its_own(server: NatsServer, request: pytest.FixtureRequest) -> PlaneSettings:
+    return plane_at(server.url, name=f"t{abs(hash(request.node.name))}")
+
+
+def test_the_log_has_every_batch_once_and_in_order(plane: PlaneSettings) -> None:
+    with TalkingEngine() as engine, bridging(plane, engine.watch) as bridge:
+        engine.say(500)
+        log = settled(Log(plane), engine)
+        assert log.numbers() == list(range(500))
+        assert bridge.status().written == 500
+        assert bridge.trusts().keys() == {("engine", 0)}
+        assert len(log.pages) < 500
+        engine.say()  # the others may all have come by replay
+        log.until("trust", lambda log: {told.trust for told in told_of(log).values()} == {"EXACT"})
+
+
+# --- two of them
+
+
+def test_two_bridges_write_one_log(plane: PlaneSettings) -> None:
+    """Both follow the same engines and both write; nothing is there twice, and neither does it alone."""
+    with (
+        TalkingEngine("e1") as one,
+        TalkingEngine("e2") as two,
+        bridging(plane, one.watch, two.watch, name="a") as a,
+        bridging(plane, one.watch, two.watch, name="b") as b,
+    ):
+        with one.talking(), two.talking():
+            until("both to write", lambda: a.status().written > 50 and b.status().written > 50, SECONDS)
+        log = settled(Log(plane), one, two)
+        assert log.numbers("e1") == list(range(one.truth.count))
+        assert a.status().written + b.status().written == one.truth.count + two.truth.count
+        assert a.status().breaches == b.status().breaches == 0
+        log.until("both to be sure", lambda log: {name: told.trust for name, told in told_of(log, "e1").items()} == EXACT_BOTH)
+
+
+EXACT_BOTH = {"a": "EXACT", "b": "EXACT"}
+
+
+@pytest.mark.parametrize("batches", [1, 50, 200])
+def test_a_bridge_that_is_killed_loses_nothing(plane: PlaneSettings, batches: int) -> None:
+    """By itself, at several moments: another one finds what it has left, and the engine has the rest."""
+    with TalkingEngine() as engine, engine.talking():
+        log = Log(plane)
+        with BridgeProcess(plane, engine, name="first").wait_until_ready() as first:
+            log.until("some of it", lambda log: len(log.numbers()) >= batches)
+            first.kill()
+        seen = engine.truth.count
+        until("more to be said", lambda: engine.truth.count > seen + 20, SECONDS)
+        with bridging(plane, engine.watch, name="second"):
+            log.until("all of it", lambda log: len(log.numbers()) > seen + 20)
+            assert log.numbers() == list(range(len(log.numbers())))
+            assert log.flaws == (0, 0)
+            assert not [each for each in log.events if isinstance(each, Reset)]
+
+
+def test_one_of_two_may_be_killed_and_come_back(plane: PlaneSettings) -> None:
+    with TalkingEngine() as engine:
+        log = Log(plane)
+        with engine.talking(), bridging(plane, engine.watch, name="stays"):
+            for _ in range(2):
+                with BridgeProcess(plane, engine, name="dies").wait_until_ready() as dies:
+                    before = engine.truth.count
+                    log.until("the other one's word", lambda log: "dies" in told_of(log))
+                    log.until("some more", lambda log, before=before: len(log.numbers()) > before + 20)
+                    dies.kill()
+        with bridging(plane, engine.watch, name="dies"):
+            settled(log, engine)
+        assert log.numbers() == list(range(engine.truth.count))
+        assert not [each for each in log.events if isinstance(each, Reset)]
+
+
+# --- in reserve
+
+
+def test_a_bridge_in_reserve_writes_nothing_while_another_does(plane: PlaneSettings) -> None:
+    with (
+        TalkingEngine() as engine,
+        bridging(plane, engine.watch, name="active") as active,
+        bridging(plane, engine.watch, name="reserve", hold_back=3600.0) as reserve,
+    ):
+        with engine.talking():
+            until("batches", lambda: active.status().written > 200, SECONDS)
+        settled(Log(plane), engine)
+        assert (active.status().written, reserve.status().written) == (engine.truth.count, 0)
+        until(
+            "nothing to wait in reserve",
+            lambda: not any(partition.waiting for partition in reserve.status().partitions),
+            SECONDS,
+        )
+
+
+def test_a_bridge_in_reserve_takes_over_from_one_that_is_killed(plane: PlaneSettings) -> None:
+    with TalkingEngine() as engine:
+        log = Log(plane)
+        with (
+            engine.talking(),
+            BridgeProcess(plane, engine, name="active").wait_until_ready() as active,
+            bridging(plane, engine.watch, name="reserve", hold_back=0.5) as reserve,
+        ):
+            log.until("some of it", lambda log: len(log.numbers()) > 50)
+            active.kill()
+            until("the reserve to write", lambda: reserve.status().written > 50, 5.0)
+            log.until("more of it", lambda log: len(log.numbers()) > 200)
+        assert log.numbers() == list(range(len(log.numbers())))
+        assert log.flaws == (0, 0)
+
+
+def test_a_bridge_that_was_stopped_for_a_while_does_no_harm(plane: PlaneSettings) -> None:
+    """While it does nothing the reserve takes over, and the engine restarts; then it has an old life to tell of."""
+    with TalkingEngine() as engine:
+        log = Log(plane)
+        with (
+            BridgeProcess(plane, engine, name="active").wait_until_ready() as active,
+            bridging(plane, engine.watch, name="reserve", hold_back=0.3) as reserve,
+        ):
+            engine.say(50)
+            log.until("the first of it", lambda log: len(log.numbers()) == 50)
+            active.pause()
+            engine.say(50)
+            until("the reserve to write", lambda: reserve.status().written == 50, SECONDS)
+            engine.restart()
+            engine.say(70)
+            settled(log, engine)
+            active.resume()
+            with engine.talking():
+                log.until("its word on this life", lambda log: told_of(log).get("active", NOTHING).trust == "EXACT")
+                log.until("some more", lambda log: log.events and numbers_now(log) > 100)
+            settled(log, engine)
+        assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
+
+
+class NOTHING:
+    trust = ""
+
+
+def numbers_now(log: Log) -> int:
+    last = [each for each in log.events if isinstance(each, RawBatch)][-1]
+    return last.seq
+
+
+# --- engines that restart
+
+
+@pytest.mark.parametrize("bridges", [1, 2])
+def test_an_engine_that_restarts_begins_a_new_incarnation(plane: PlaneSettings, bridges: int) -> None:
+    """With one `Reset`, however many bridges see it; late batches of the old life are void."""
+    names = [f"b{at}" for at in range(bridges)]
+    with TalkingEngine() as engine:
+        log = Log(plane)
+        with BridgesOf(plane, engine, names):
+            for life in range(1, 4):
+                engine.say(40)
+                settled(log, engine)
+                engine.restart()
+                engine.say(3)
+                settled(log, engine)
+                resets = [each.incarnation for each in log.events if isinstance(each, Reset)]
+                assert resets == list(range(1, life + 1))
+
+
+class BridgesOf:
+    """Several bridges of one engine."""
+
+    def __init__(self, plane: PlaneSettings, engine: TalkingEngine, names: list[str]) -> None:
+        self._running = [Running(Bridge(BridgeSettings(plane=plane, name=name, beat=0.2), [engine.watch])) for name in names]
+
+    def __enter__(self) -> None:
+        until("the bridges", lambda: all(each.what.ready.is_set() or each.error for each in self._running), SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        for running in self._running:
+            running.end()
+
+
+@pytest.mark.parametrize("count", [40, 41])
+def test_a_restart_that_no_bridge_has_seen_is_noticed_by_the_next_one(plane: PlaneSettings, count: int) -> None:
+    """The new life may be as long as the old one: it is told apart by its bytes."""
+    with TalkingEngine() as engine:
+        log = Log(plane)
+        with bridging(plane, engine.watch):
+            engine.say(40)
+            settled(log, engine)
+        engine.restart()
+        engine.say(count)
+        with bridging(plane, engine.watch):
+            settled(log, engine)
+        assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
+
+
+# --- what engines and others send
+
+
+def test_batches_above_what_a_message_may_hold_are_split_and_joined(tmp_path: Path) -> None:
+    """Also where the bridge is killed between two pieces, and another one goes on."""
+    large = 1 << 20
+    with nats_server(tmp_path, max_payload=64 << 10) as small, TalkingEngine() as engine:
+        plane = plane_at(small.url)
+        log = Log(plane)
+        with BridgeProcess(plane, engine, name="first").wait_until_ready() as first:
+            engine.publish(batch(1, large // 64))
+            log.until("a piece", lambda log: any(isinstance(record, Piece) for page in log.pages for record in page.records))
+            first.kill()
+        log.read()
+        assert log.numbers() in ([], [0])
+        with bridging(plane, engine.watch, name="second"):
+            engine.say(5)
+            settled(log, engine)
+            engine.publish(batch(2, large // 64))
+            engine.say(5)
+            settled(log, engine)
+        assert max(len(each.payload) for each in log.events if isinstance(each, RawBatch)) > large
+
+
+@pytest.mark.parametrize("bridges", [1, 2])
+def test_what_nobody_has_is_a_gap_that_is_told_once(plane: PlaneSettings, bridges: int) -> None:
+    """And a reason to trust less."""
+    names = [f"b{at}" for at in range(bridges)]
+    with TalkingEngine() as engine, BridgesOf(plane, engine, names):
+        engine.say(10)
+        log = Log(plane).until("the first of it", lambda log: len(log.numbers()) == 10)
+        with held(engine.publisher):
+            pass  # it has burnt a number
+        engine.say(10)
+        log.until("the rest", lambda log: log.numbers()[-1] >= 20)
+        assert log.numbers() == [each for each in range(log.numbers()[-1] + 1) if each != 10]
+        assert [(each.first, each.last) for each in log.events if isinstance(each, Gap)] == [(10, 10)]
+        assert log.flaws == (0, 0)
+        log.until("their trust", lambda log: {told.trust for told in told_of(log).values()} == {"DEGRADED"})
+        assert all("lost" in told.reason for told in told_of(log).values())
+
+
+# --- engines that are gone
+
+
+def test_an_engine_that_is_gone_leaves_and_comes_back_with_a_new_incarnation(plane: PlaneSettings) -> None:
+    with TalkingEngine() as engine, TalkingEngine("other") as other:
+        log = Log(plane)
+        with bridging(plane, engine.watch, other.watch, dead_seconds=0.3):
+            for life in (1, 2):
+                engine.say(10)
+                settled(log, engine)
+                engine.end()
+                log.until("it to leave", lambda log, life=life: [type(event) for event in log.events].count(Departure) == life)
+                engine.restart()
+                engine.say(5)
+                settled(log, engine)
+                assert [each.incarnation for each in log.events if isinstance(each, Reset)] == list(range(1, life + 1))
+        assert {each.key for each in log.events if isinstance(each, Departure)} == {("engine", 0)}
+
+
+def test_engines_that_are_gone_all_at_once_stay(plane: PlaneSettings) -> None:
+    """It is the network that is suspected; and an engine that is gone by itself leaves afterwards."""
+    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    log = Log(plane)
+    with bridging(plane, *(engine.watch for engine in engines), dead_seconds=0.3) as bridge:
+        for engine in engines:
+            engine.say(10)
+        settled(log, *engines)
+        for engine in engines[:3]:
+            engine.end()
+        until("suspicion", lambda: bridge.status().suspects, SECONDS)
+        assert bridge.status().suspects.endswith("of 4 engines cannot be reached")
+        pages = len(log.read().pages)
+        # Beats go on for longer than any would need to leave.
+        log.until("some time", lambda log: len(log.pages) > pages + 10)
+        assert not [each for each in log.events if isinstance(each, Departure)]
+        engines[0].restart()
+        engines[0].say(3)
+        until("no suspicion", lambda: not bridge.status().suspects, SECONDS)
+        log.until("two to leave", lambda log: gone(log) >= {"e1", "e2"})
+        settled(log, engines[0], engines[3])
+        assert gone(log) == {"e1", "e2"}
+    for engine in engines:
+        engine.end()
+
+
+def test_an_engine_that_another_bridge_reaches_stays(plane: PlaneSettings) -> None:
+    """Until that one is gone as well."""
+    with refusing() as nowhere, TalkingEngine() as engine, TalkingEngine("other") as other:
+        log = Log(plane)
+        apart = Watch(Source(nowhere, None, name="engine"), b"card")
+        with (
+            BridgeProcess(plane, engine, name="reaches").wait_until_ready() as reaches,
+            bridging(plane, apart, other.watch, name="does not", dead_seconds=0.3),
+        ):
+            engine.say(10)
+            settled(log, engine)
+            pages = len(log.pages)
+            log.until("some time", lambda log: len(log.pages) > pages + 10)
+            assert not [each for each in log.events if isinstance(each, Departure)]
+            reaches.kill()
+            log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
+
+
+def gone(log: Log) -> set[str]:
+    return {each.key[0] for each in log.events if isinstance(each, Departure)}
+
+
+def test_an_engine_that_nobody_names_any_more_leaves(plane: PlaneSettings) -> None:
+    """It was taken out of the settings while no bridge ran; each bridge still stands in the log as one that reaches it."""
+    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    watches = [engine.watch for engine in engines]
+    log = Log(plane)
+    with bridging(plane, *watches, name="a"), bridging(plane, *watches, name="b"):
+        for engine in engines:
+            engine.say(10)
+        settled(log, *engines)
+        log.until("trust of both", lambda log: all(len(told_of(log, engine.name)) == 2 for engine in engines))
+    with (
+        bridging(plane, *watches[1:], name="a", unnamed_seconds=0.5) as one,
+        bridging(plane, *watches[1:], name="b", unnamed_seconds=0.5),
+    ):
+        log.until("it to leave", lambda log: gone(log) == {"e0"})
+        for engine in engines[1:]:
+            engine.say(3)
+        settled(log, *engines[1:])
+        until("it to be seen", lambda: one.status().unnamed == 0, SECONDS)
+    assert gone(log) == {"e0"}
+    assert not [each for each in log.events if isinstance(each, Reset)]
+    for engine in engines:
+        engine.end()
+
+
+def test_engines_that_a_living_bridge_names_stay(plane: PlaneSettings) -> None:
+    """Also those that it does not reach, and those that are more than half of all: bridges are missing then, or misled."""
+    engines = [TalkingEngine(f"e{at}") for at in range(4)]
+    watches = [engine.watch for engine in engines]
+    log = Log(plane)
+    with bridging(plane, *watches[:1], name="a", unnamed_seconds=0.3) as one:
+        with bridging(plane, *watches[1:], name="b", hold_back=0.1, dead_seconds=600.0):
+            for engine in engines:
+                engine.say(10)
+            settled(log, *engines)
+            engines[1].end()
+            log.until("doubt", lambda log: told_of(log, "e1")["b"].trust == "STALE")
+            pages = len(log.pages)
+            log.until("some time", lambda log: len(log.pages) > pages + 20)
+            assert one.status().unnamed == 0
+        until("it to be seen", lambda: one.status().unnamed == 3, SECONDS)
+        pages = len(log.read().pages)
+        log.until("some time", lambda log: len(log.pages) > pages + 10)
+        assert gone(log) == set()
+        with bridging(plane, *watches[2:], name="b"):
+            log.until("the only one to leave", lambda log: gone(log) == {"e1"})
+    for engine in engines:
+        engine.end()
+
+
+def test_two_bridges_that_drop_an_engine_at_once_let_it_leave(plane: PlaneSettings) -> None:
+    """Each may believe that the other one keeps it."""
+    with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
+        log = Log(plane)
+        names = ("a", "b")
+        settings = [BridgeSettings(plane=plane, name=name, beat=0.2, unnamed_seconds=0.5) for name in names]
+        bridges = [Bridge(each, [one.watch, two.watch]) for each in settings]
+        running = [Running(bridge) for bridge in bridges]
+        until("bridges", lambda: all(bridge.ready.is_set() for bridge in bridges), SECONDS)
+        one.say(10)
+        two.say(10)
+        settled(log, one, two)
+        log.until("trust of both", lambda log: set(told_of(log, "e2")) == set(names))
+        for bridge, thread in zip(bridges, running, strict=True):
+            thread.call(lambda bridge=bridge: bridge.watch([one.watch]))
+        log.until("it to leave", lambda log: gone(log) == {"e2"})
+        for thread in running:
+            thread.end()
+
+
+def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
+    """A new card begins no new life, nor does another address of the same engine; who is watched no more leaves."""
+    with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
+        log = Log(plane)
+        bridge = Bridge(BridgeSettings(plane=plane, name="bridge", beat=0.2), [one.watch])
+        running = Running(bridge)
+        until("the bridge", bridge.ready.is_set, SECONDS)
+        one.say(10)
+        settled(log, one)
+        moved = Watch(
+            Source(one.publisher.endpoint.replace("127.0.0.1", "localhost"), one.source.replay_endpoint, name="e1"), b"new"
+        )
+        for watches in ([Watch(one.source, b"new")], [moved], [moved, two.watch]):
+            running.call(lambda watches=watches: bridge.watch(watches))
+            one.say(10)
+            settled(log, one)
+        two.say(10)
+        settled(log, two)
+        log.until("the card", lambda log: log.ledgers[log.layout.partition_of("e1")].streams["e1", 0].card == b"new")
+        running.call(lambda: bridge.watch([moved]))
+        log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
+        assert [each.key for each in log.events if isinstance(each, Departure)] == [("e2", 0)]
+        assert not [each for each in log.events if isinstance(each, Reset)]
+        running.end()
+
+
+def test_a_message_that_is_no_page_is_passed_over(plane: PlaneSettings, caplog: pytest.LogCaptureFixture) -> None:
+    """And counted, and told once."""
+    with TalkingEngine() as engine, bridging(plane, engine.watch) as bridge:
+        log = Log(plane)
+        partition = log.layout.partition_of("engine")
+
+        async def meddle(js: JetStreamContext) -> None:
+            for _ in range(3):
+                await js.publish(log.layout.subject(partition), b"hello")
+
+        for _ in range(2):
+            engine.say(10)
+            settled(log, engine)
+            with_js(plane, meddle)
+        engine.say(10)
+        settled(log, engine)
+        until("all of them", lambda: bridge.status().partitions[partition].foreign == 6, SECONDS)
+    assert sum("is no page" in record.message for record in caplog.records) == 1
+
+
+def test_an_engine_that_cannot_be_followed_is_no_reason_to_follow_none(plane: PlaneSettings) -> None:
+    wrong = Watch(Source(f"ipc:///{'long' * 50}", name="wrong"))
+    with TalkingEngine() as engine, bridging(plane, wrong, engine.watch) as bridge:
+        engine.say(10)
+        log = settled(Log(plane), engine)
+        log.until("its trust", lambda log: told_of(log, "wrong"))
+        assert told_of(log, "wrong")["bridge"].trust == "CONNECTING"
+        assert "longlong" in told_of(log, "wrong")["bridge"].reason
+        assert not bridge.status().failure
+
+
+def test_what_the_log_has_no_room_for_is_refused_at_once(plane: PlaneSettings) -> None:
+    settings = BridgeSettings(plane=plane, name="bridge")
+    for source, card in (("x" * 2000, b""), ("\udcff", b""), ("engine", bytes(MAX_CARD_BYTES + 1))):
+        with pytest.raises(ConfigError, match=r"engine|card"):
+            Bridge(settings, [Watch(Source("tcp://127.0.0.1:1", name=source), card)])
+
+
+def test_cards_of_the_largest_size_are_written(tmp_path: Path) -> None:
+    """Into the smallest messages that a plane takes."""
+    card = bytes(MAX_CARD_BYTES)
+    with nats_server(tmp_path, max_payload=24 << 10) as small, TalkingEngine() as engine:
+        watches = [Watch(Source(engine.publisher.endpoint, None, name=f"{at}" * 500), card) for at in range(4)]
+        with bridging(plane_at(small.url), engine.watch, *watches):
+            engine.say(5)
+            log = settled(Log(plane_at(small.url)), engine)
+            log.until("the cards", lambda log: sum(len(ledger.joined()) for ledger in log.ledgers.values()) == 5)
+
+
+# --- its life
+
+
+def test_a_fault_of_its_own_ends_it_with_one_clear_error(plane: PlaneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No group of exceptions, and no traceback of a thread."""
+
+    def fail(self: object) -> None:
+        raise ZeroDivisionError("of the test")
+
+    monkeypatch.setattr("kvevents.plane.listening.Listener._turn", fail)
+    running = Running(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
+    until("its end", lambda: running.error, SECONDS)
+    with pytest.raises(PlaneError, match="ZeroDivisionError"):
+        running.end()
+
+
+def test_it_can_be_stopped_before_it_has_read_its_partitions(plane: PlaneSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("kvevents.plane.reading.PartitionReader.run", never)
+    running = Running(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
+    until("it to begin", lambda: running.what.status().partitions, SECONDS)
+    running.end()
+
+
+def test_servers_that_are_not_there_are_told(tmp_path: Path) -> None:
+    running = Running(Bridge(BridgeSettings(plane=plane_at("nats://127.0.0.1:1"), name="bridge"), []))
+    with pytest.raises(PlaneError, match=r"127\.0\.0\.1:1"):
+        running.end()

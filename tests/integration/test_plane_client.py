@@ -1,0 +1,222 @@
+"""What our client does otherwise than nats-py's, where a server that says what it is told to shows it best."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nats")
+
+from discovery_cases import within
+from kvevents.errors import PlaneError
+from kvevents.plane import voice
+from kvevents.plane.client import NotPermittedError, PlaneClient
+from kvevents.plane.connection import opened, require_jetstream
+from kvevents.plane.faults import told
+from kvevents.plane.settings import PlaneSettings
+
+
+class Script:
+    """A server of NATS that greets, answers pings, and says what a test wants it to."""
+
+    def __init__(self) -> None:
+        self.info: dict[str, Any] = {"server_id": "x", "version": "2.11.0", "max_payload": 1 << 20, "headers": True}
+        self.connections = 0
+        self.nonsense: list[bytes] = []
+        """Said to a connection, one after another, in the place of a greeting."""
+        self.heard = asyncio.Condition()
+        self.lines: list[bytes] = []
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[PlaneSettings]:
+        server = await asyncio.start_server(self._talk, "127.0.0.1")
+        async with server:
+            yield PlaneSettings(servers=(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
+            for task in self._tasks:
+                await within(task)
+
+    def say(self, line: str) -> None:
+        assert self._writer
+        self._writer.write(line.encode() + b"\r\n")
+
+    def greet(self) -> None:
+        self.say("INFO " + json.dumps(self.info))
+
+    async def wait_for(self, start: bytes) -> None:
+        async def heard() -> None:
+            async with self.heard:
+                await self.heard.wait_for(lambda: any(line.startswith(start) for line in self.lines))
+
+        await within(heard())
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        self._tasks.append(task)
+        self._writer = writer
+        self.connections += 1
+        if self.nonsense:
+            writer.write(self.nonsense.pop(0))
+            writer.close()
+            return
+        self.greet()
+        while line := await reader.readline():
+            if line == b"PING\r\n":
+                writer.write(b"PONG\r\n")
+            async with self.heard:
+                self.lines.append(line)
+                self.heard.notify_all()
+        writer.close()
+
+
+class States:
+    """What `on_state` was told."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self.back = asyncio.Event()
+
+    def __call__(self, state: str) -> None:
+        self.all.append(state)
+        if self.all[-2:] == ["reconnecting", "connected"]:
+            self.back.set()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(voice, "RECONNECT_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(voice, "RECONNECT_MOST_SECONDS", 0.02)
+
+
+async def round_trip(client: PlaneClient) -> None:
+    """All that the server has said before is known after."""
+    await within(client.flush())
+
+
+async def test_servers_that_have_left_the_cluster_are_forgotten() -> None:
+    """Those that were configured never are."""
+    script = Script()
+    script.info["connect_urls"] = ["10.0.0.1:4222", "10.0.0.2:4222"]
+    async with script.serving() as settings, opened(settings, name="test") as client:
+        own = [client.servers[0].netloc]
+        assert sorted(url.netloc for url in client.servers[1:]) == ["10.0.0.1:4222", "10.0.0.2:4222"]
+        script.info["connect_urls"] = ["10.0.0.2:4222", "10.0.0.3:4222"]
+        script.greet()
+        await round_trip(client)
+        assert sorted(url.netloc for url in client.servers) == sorted([*own, "10.0.0.2:4222", "10.0.0.3:4222"])
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["Stale Connection", "User Authentication Expired", "Account Authentication Expired", "Secure Connection - TLS Required"],
+)
+async def test_whatever_a_server_says_the_client_comes_back(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    script, states = Script(), States()
+    async with script.serving() as settings, opened(settings, name="test", on_state=states) as client:
+        script.say(f"-ERR '{reason}'")
+        await within(states.back.wait())
+        await round_trip(client)
+        assert script.connections == 2
+    assert states.all == ["connected", "reconnecting", "connected", "closed"]
+    assert sum(record.getMessage().endswith(f"'{reason.lower()}'") for record in caplog.records) == 1
+
+
+async def test_no_answer_ends_the_attempts_to_come_back() -> None:
+    """Neither one that is too long, nor one that cannot be read, nor none."""
+    script, states = Script(), States()
+    script.info["connect_urls"] = []
+    async with script.serving() as settings, opened(settings, name="test", on_state=states) as client:
+        script.nonsense = [b"x" * (1 << 20), b"INFO \xff\r\n", b"INFO []\r\n", b"PING\r\n", b""]
+        script.say("-ERR 'Stale Connection'")
+        await within(states.back.wait())
+        await round_trip(client)
+        assert script.connections == 7
+    assert states.all == ["connected", "reconnecting", "connected", "closed"]
+
+
+async def test_a_permission_that_is_missing_ends_the_requests_that_need_it() -> None:
+    """And no other, nor the connection."""
+    script = Script()
+    async with script.serving() as settings, opened(settings, name="test") as client:
+        refused = [asyncio.create_task(client.request("Lane.1", b"", timeout=60)) for _ in range(2)]
+        other = asyncio.create_task(client.request("lane.10", b"", timeout=60))
+        await script.wait_for(b"PUB lane.10 ")
+        script.say("-ERR 'Permissions Violation for Publish to \"Lane.1\"'")
+        for task in refused:
+            with pytest.raises(NotPermittedError, match=r"this user may not publish to 'Lane.1'"):
+                await within(task)
+        await round_trip(client)
+        assert not other.done()
+        other.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await other
+        with pytest.raises(PlaneError) as caught, told("asking"):
+            await client.request("lane.2", b"", timeout=0.01)
+        assert caught.value.fault == "timeout"
+        assert script.connections == 1
+
+
+def stuck(client: PlaneClient) -> bool:
+    """Whether the system takes no more of what was written."""
+    transport: Any = client._transport
+    return transport._io_writer.transport.get_write_buffer_size() > 1 << 16  # type: ignore[no-any-return]
+
+
+async def test_who_publishes_to_a_server_that_takes_nothing_can_be_cancelled() -> None:
+    """At once, and by a task that goes on to publish otherwise."""
+    taken = asyncio.Event()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"max_payload": 1048576}\r\n')
+        await reader.readuntil(b"PING\r\n")
+        writer.write(b"PONG\r\n")
+        await taken.wait()
+        writer.close()
+
+    async def flood(client: PlaneClient) -> None:
+        while True:
+            await client.publish("a", bytes(1 << 20))
+
+    server = await asyncio.start_server(listen, "127.0.0.1")
+    async with server:
+        settings = PlaneSettings(servers=(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
+        client = PlaneClient()
+        await client.connect([*settings.addresses], pending_size=1 << 20)
+        task = asyncio.create_task(flood(client))
+        while not stuck(client):
+            await asyncio.wait([task], timeout=0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await within(task)
+        client.abandon()
+        await within(client.close())
+        taken.set()
+
+
+async def test_a_server_that_is_too_old_is_refused_with_its_version() -> None:
+    """Before anything is asked of JetStream, in a sentence that says what to do."""
+    script = Script()
+    script.info["version"] = "2.10.29"
+    async with script.serving() as settings, opened(settings, name="test") as client:
+        sentence = r"127\.0\.0\.1:\d+ has version 2\.10\.29; a plane needs nats-server 2\.11 or newer"
+        with pytest.raises(PlaneError, match=sentence) as caught:
+            await require_jetstream(client)
+        assert caught.value.fault == "old"
+        assert not any(b"$JS.API" in line for line in script.lines)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.15.1-RC.1", "3.0.0", "built-here"])
+async def test_newer_servers_and_builds_without_a_number_are_asked(version: str) -> None:
+    script = Script()
+    script.info["version"] = version
+    async with script.serving() as settings, opened(settings, name="test") as client:
+        asking = asyncio.create_task(require_jetstream(client))
+        await script.wait_for(b"PUB $JS.API.INFO")
+        asking.cancel()

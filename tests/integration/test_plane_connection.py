@@ -1,0 +1,523 @@
+"""Connections to real NATS servers: every way in, every way to be refused, and back again after each kind of fault."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from certificate_cases import make_certificates
+from discovery_cases import within
+from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
+from kvevents.plane import connection, voice
+from kvevents.plane.client import PlaneClient
+from kvevents.plane.connection import close, connect, opened, require_jetstream
+from kvevents.plane.faults import told
+from kvevents.plane.settings import PlaneSettings
+from nats_logins import Key, Operator
+from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
+
+pytestmark = needs_nats
+PASSWORD = "p@ss/word%"  # noqa: S105 - of a server of the test's own
+IN_URL = "p%40ss%2Fword%25"
+TOKEN = "t0ken-of-the-test"  # noqa: S105 - as above
+USER = Key.new()
+
+
+class States:
+    """What `on_state` was told."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, state: str) -> None:
+        self.all.append(state)
+        self._changed.set()
+
+    async def wait(self, *states: str) -> None:
+        """Until exactly these have been told."""
+
+        async def told() -> None:
+            while len(self.all) < len(states):
+                self._changed.clear()
+                await self._changed.wait()
+
+        await within(told())
+        assert self.all == list(states)
+
+
+async def until(what: str, look: Callable[[], bool]) -> None:
+    """A look at every turn of the event loop, and every 10 ms."""
+    end = monotonic() + 20
+    while not look():
+        assert monotonic() < end, f"waited for {what}"
+        await asyncio.sleep(0.01)
+
+
+def settings_of(server: NatsServer, **fields: Any) -> PlaneSettings:
+    return PlaneSettings(**({"servers": (server.url,)} | fields))
+
+
+async def refused(settings: PlaneSettings) -> PlaneError:
+    with pytest.raises(PlaneError) as caught:
+        await connect(settings, name="test")
+    return caught.value
+
+
+async def publishes(client: PlaneClient) -> bool:
+    """Whether what is published comes back."""
+    inbox = client.new_inbox()
+    subscription = await client.subscribe(inbox)
+    await client.publish(inbox, b"x")
+    return (await subscription.next_msg(20)).data == b"x"
+
+
+async def flood(client: PlaneClient) -> None:
+    while True:
+        await client.publish("flood", bytes(100_000))
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts follow at once, so that no test waits for a pause."""
+    monkeypatch.setattr(voice, "RECONNECT_FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(voice, "RECONNECT_MOST_SECONDS", 0.02)
+
+
+# --- ways in -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", name="plain")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("plain")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", name="users")
+def server_of_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """Users by password and by NKey; one that may only read; and an account that has no JetStream."""
+    reads = {"publish": {"allow": ["$JS.API.CONSUMER.>"]}, "subscribe": ["_INBOX.>"]}
+    users = [{"user": "a", "password": PASSWORD}, {"nkey": USER.public}]
+    users.append({"user": "reader", "password": PASSWORD, "permissions": reads})  # type: ignore[dict-item]
+    accounts = {
+        "plane": {"jetstream": "enabled", "users": users},
+        "other": {"users": [{"user": "other", "password": PASSWORD}]},
+    }
+    with nats_server(tmp_path_factory.mktemp("users"), accounts=accounts) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", name="tokens")
+def server_of_a_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("token"), authorization={"token": TOKEN}) as server:
+        yield server
+
+
+@pytest.fixture(name="seed")
+def seed_file(tmp_path: Path) -> str:
+    (tmp_path / "seed").write_text(USER.seed + "\n")
+    return str(tmp_path / "seed")
+
+
+async def comes_in(settings: PlaneSettings) -> None:
+    async with opened(settings, name="test") as client:
+        await require_jetstream(client)
+        assert await publishes(client)
+
+
+async def test_a_server_that_asks_for_nothing(plain: NatsServer) -> None:
+    await comes_in(settings_of(plain))
+
+
+async def test_a_password_in_the_url(users: NatsServer) -> None:
+    """With characters that a URL cannot have as they are."""
+    await comes_in(PlaneSettings(servers=(users.url_of(f"a:{IN_URL}"),)))
+
+
+async def test_a_token(tokens: NatsServer) -> None:
+    """Before the host, or as a setting of its own."""
+    await comes_in(PlaneSettings(servers=(tokens.url_of(TOKEN),)))
+    await comes_in(settings_of(tokens, token=TOKEN))
+
+
+async def test_an_nkey(users: NatsServer, seed: str) -> None:
+    await comes_in(settings_of(users, nkey=seed))
+
+
+async def test_a_file_of_credentials(tmp_path: Path) -> None:
+    """Of a user whom an operator's account vouches for; read again for each connection, so that a new one is found."""
+    operator, states = Operator(), States()
+    with nats_server(tmp_path / "nats", **operator.options) as server:
+        path = operator.credentials(tmp_path / "user.creds")
+        async with opened(settings_of(server, credentials=str(path)), name="test", on_state=states) as client:
+            await require_jetstream(client)
+            server.kill()
+            await states.wait("connected", "reconnecting")
+            wrong = path.read_text()
+            path.write_text("nothing of the kind")
+            server.start()
+            await until("five attempts without credentials", lambda: client.server_pool[0].reconnects >= 5)
+            path.write_text(re.sub(r"SU[A-Z2-7]{56}", "SU" + "7" * 56, wrong))
+            await until("five with a seed that is none", lambda: client.server_pool[0].reconnects >= 10)
+            assert states.all == ["connected", "reconnecting"]
+            operator.credentials(path, "the same, renewed")
+            await states.wait("connected", "reconnecting", "connected")
+            assert await publishes(client)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"servers": "a:wrong"}, {"servers": f"b:{IN_URL}"}, {"token": TOKEN}, {"nkey": "wrong"}],
+    ids=["nothing", "password", "user", "token", "nkey"],
+)
+async def test_a_login_that_is_not_taken(
+    users: NatsServer, tmp_path: Path, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Told at once, and once, with the server's name and without the secret."""
+    seed = Key.new().seed
+    (tmp_path / "seed").write_text(seed)
+    fields: dict[str, Any] = {"servers": (users.url_of(given["servers"]),)} if "servers" in given else dict(given)
+    if "nkey" in fields:
+        fields["nkey"] = str(tmp_path / "seed")
+    before = monotonic()
+    error = await refused(settings_of(users, **fields))
+    assert monotonic() - before < connection.CONNECT_SECONDS / 2
+    assert error.fault == "denied"
+    assert f"cannot use the NATS server at {users.url}: 'Authorization Violation'; it does not take this login" in str(error)
+    assert not any(secret in str(error) for secret in ("wrong", IN_URL, PASSWORD, TOKEN, seed))
+    assert not caplog.records
+
+
+async def test_a_login_that_has_expired(tmp_path: Path) -> None:
+    operator = Operator()
+    with nats_server(tmp_path / "nats", **operator.options) as server:
+        path = operator.credentials(tmp_path / "user.creds", exp=1_600_000_000)
+        assert (await refused(settings_of(server, credentials=str(path)))).fault == "denied"
+
+
+async def test_a_seed_that_is_none(tmp_path: Path, plain: NatsServer) -> None:
+    (tmp_path / "seed").write_text("SU" + "7" * 56)
+    with pytest.raises(ConfigError, match="is none: nkeys: invalid"):
+        await connect(settings_of(plain, nkey=str(tmp_path / "seed")), name="test")
+
+
+# --- TLS ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", name="certificates")
+def made_certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def tls_options(folder: Path, **more: Any) -> dict[str, Any]:
+    files = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    return {"tls": {name: str(folder / file) for name, file in files.items()} | more}
+
+
+@pytest.fixture(scope="module", name="secure")
+def server_with_tls(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("tls"), **tls_options(certificates)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", name="mutual")
+def server_with_mutual_tls(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("mutual"), **tls_options(certificates, verify=True)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("scheme", ["nats", "tls"])
+async def test_tls_with_the_right_authority(secure: NatsServer, certificates: Path, scheme: str) -> None:
+    url = secure.url.replace("nats", scheme)
+    await comes_in(PlaneSettings(servers=(url,), tls_ca=str(certificates / "ca.pem")))
+
+
+async def test_tls_with_another_authority(secure: NatsServer) -> None:
+    error = await refused(settings_of(secure))
+    assert error.fault == "tls"
+    assert "its certificate cannot be believed: unable to get local issuer certificate; look at tls_ca" in str(error)
+
+
+async def test_tls_with_another_name(secure: NatsServer, certificates: Path) -> None:
+    error = await refused(settings_of(secure, tls_ca=str(certificates / "ca.pem"), tls_hostname="elsewhere"))
+    assert "not valid for 'elsewhere'" in str(error)
+
+
+async def test_a_certificate_of_our_own(mutual: NatsServer, certificates: Path) -> None:
+    files = {"tls_ca": "ca.pem", "tls_certificate": "client.pem", "tls_key": "client.key"}
+    await comes_in(settings_of(mutual, **{name: str(certificates / file) for name, file in files.items()}))
+
+
+async def test_no_certificate_where_one_is_asked_for(mutual: NatsServer, certificates: Path) -> None:
+    """The server hangs up after a handshake that this end takes for complete."""
+    assert (await refused(settings_of(mutual, tls_ca=str(certificates / "ca.pem")))).fault in {"tls", "away"}
+
+
+async def test_a_key_that_is_not_the_certificates(plain: NatsServer, certificates: Path) -> None:
+    files = {"tls_certificate": str(certificates / "client.pem"), "tls_key": str(certificates / "server.key")}
+    with pytest.raises(ConfigError, match="or they do not belong together"):
+        await connect(settings_of(plain, **files), name="test")
+
+
+async def test_nothing_is_said_to_a_server_without_tls(users: NatsServer) -> None:
+    """Whoever is in between and says that there is none learns no login."""
+    heard = bytearray()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection("127.0.0.1", users.port)
+        writer.write(await theirs.readline())  # INFO, as of a server that takes passwords
+        heard.extend(await reader.read())
+        writer.close()
+        ours.close()
+
+    async with fake_server(listen) as port:
+        error = await refused(PlaneSettings(servers=(f"tls://a:{IN_URL}@127.0.0.1:{port}",)))
+    assert error.fault == "tls"
+    assert "secure connection not available" in str(error)
+    assert not heard
+
+
+# --- no way in ---------------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def fake_server(listen: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[int]:
+    """A port at which each connection is given to `listen`, which has ended when this does."""
+    ended: list[asyncio.Task[None]] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        ended.append(task)
+        await listen(reader, writer)
+
+    server = await asyncio.start_server(accept, "127.0.0.1")
+    async with server:
+        yield int(server.sockets[0].getsockname()[1])
+        for task in ended:
+            await within(task)
+
+
+@pytest.fixture(name="nobody")
+def port_of_nobody() -> Iterator[str]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield f"nats://127.0.0.1:{holder.getsockname()[1]}"
+
+
+async def test_nobody_listens(nobody: str, caplog: pytest.LogCaptureFixture) -> None:
+    error = await refused(PlaneSettings(servers=(nobody.replace("//", "//u:secret@"),)))
+    assert error.fault == "away"
+    assert str(error).startswith(f"cannot use the NATS server at {nobody}: Connect call failed")
+    assert "look whether it runs" in str(error)
+    assert "secret" not in str(error)
+    assert not caplog.records
+
+
+async def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    error = await refused(PlaneSettings(servers=("nats://nats.test",)))
+    assert "nats://nats.test:4222: Name or service not known" in str(error)
+
+
+async def test_a_name_that_nobody_can_have() -> None:
+    assert "nats://a..b:4222: " in str(await refused(PlaneSettings(servers=("nats://a..b",))))
+
+
+@pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"INFO {\r\n"], ids=["silence", "http", "half"])
+async def test_somebody_else_listens(monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
+    """Told within the bound."""
+    monkeypatch.setattr(connection, "CONNECT_SECONDS", 0.3)
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        await reader.read()
+        writer.close()
+
+    async with fake_server(listen) as port:
+        error = await within(refused(PlaneSettings(servers=(f"nats://127.0.0.1:{port}",))))
+    assert error.fault == ("refused" if greeting else "timeout")
+
+
+async def test_one_server_of_several_is_enough(plain: NatsServer, nobody: str) -> None:
+    """And the others are known, should this one go."""
+    async with opened(PlaneSettings(servers=(nobody, plain.url)), name="test") as client:
+        assert {url.geturl() for url in client.servers} >= {nobody, plain.url}
+        assert await publishes(client)
+
+
+async def test_of_several_servers_each_is_told_of(nobody: str) -> None:
+    error = await refused(PlaneSettings(servers=(nobody, "nats://a..b")))
+    assert str(error).startswith("cannot use any of the NATS servers at ")
+    assert nobody in str(error)
+    assert "nats://a..b:4222" in str(error)
+
+
+async def test_a_server_without_jetstream(tmp_path: Path) -> None:
+    with nats_server(tmp_path, jetstream=None) as server:
+        async with opened(settings_of(server), name="test") as client:
+            with pytest.raises(PlaneError, match=rf"no JetStream for this account at 127.0.0.1:{server.port}; a plane needs"):
+                await require_jetstream(client)
+
+
+async def test_an_account_without_jetstream(users: NatsServer) -> None:
+    async with opened(PlaneSettings(servers=(users.url_of(f"other:{IN_URL}"),)), name="test") as client:
+        with pytest.raises(PlaneError, match="no JetStream for this account"):
+            await require_jetstream(client)
+
+
+async def test_a_user_who_may_not_ask_for_jetstream(users: NatsServer) -> None:
+    """Which there may well be."""
+    async with opened(PlaneSettings(servers=(users.url_of(f"reader:{IN_URL}"),)), name="test") as client:
+        with pytest.raises(PlaneError, match=r"asking for JetStream: this user may not publish to '\$JS.API.INFO'; give"):
+            await require_jetstream(client)
+
+
+async def test_what_is_forbidden_is_told_at_once(users: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
+    """By the request itself, not by its timeout; and in the log, once."""
+    async with opened(PlaneSettings(servers=(users.url_of(f"reader:{IN_URL}"),)), name="reader") as client:
+        before = monotonic()
+        for _ in range(3):
+            with (
+                pytest.raises(PlaneError, match=r"^writing: this user may not publish to 'Lane.1'; ") as caught,
+                told("writing"),
+            ):
+                await client.jetstream(timeout=60).publish("Lane.1", b"")
+        assert caught.value.fault == "denied"
+        assert monotonic() - before < 30
+        with pytest.raises(PlaneError) as timed, told("asking"):
+            await client.request("$JS.API.CONSUMER.X", timeout=0.01)
+        assert timed.value.fault in {"timeout", "away"}
+    assert [record.getMessage() for record in caplog.records] == ['reader: permissions violation for publish to "lane.1"']
+
+
+@pytest.mark.parametrize(
+    ("missing", "fields"), [("nats", {}), ("nkeys", {"nkey": "seed"}), ("aiohttp", {"servers": ("ws://x",)})]
+)
+async def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, seed: str, missing: str, fields: dict[str, Any]) -> None:
+    fields = {"servers": ("nats://x",)} | fields | ({"nkey": seed} if "nkey" in fields else {})
+    monkeypatch.setattr(connection, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(MissingDependencyError, match=r"aiohttp" if missing == "aiohttp" else r"'kvevents\[plane\]'"):
+        await connect(PlaneSettings(**fields), name="test")
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_was_killed_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The state is told, each line of the log comes once however many attempts fail, and what was subscribed still is."""
+    caplog.set_level(logging.INFO)
+    states = States()
+    with nats_server(tmp_path) as server:
+        async with opened(settings_of(server), name="bridge", on_state=states) as client:
+            subscription = await client.subscribe("a")
+            server.kill()
+            await until("ten attempts", lambda: client.server_pool[0].reconnects >= 10)
+            server.start()
+            await states.wait("connected", "reconnecting", "connected")
+            await client.publish("a", b"again")
+            assert (await subscription.next_msg(20)).data == b"again"
+    await states.wait("connected", "reconnecting", "connected", "closed")
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith(("kvevents", "nats"))]
+    where = f"127.0.0.1:{server.port}"
+    assert [line for line in lines if "call failed" in line] == [f"bridge: Connect call failed ('127.0.0.1', {server.port})"]
+    assert len(lines) - len(set(lines)) == 1  # `connected`, twice
+    assert lines[0] == f"bridge: connected to {where}"
+    assert lines[-2:] == [f"bridge: connected to {where}", "bridge: closed the connection to its servers"]
+
+
+async def test_a_server_that_stands_still_is_left_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although much that was written to it has not been taken, and although it still takes connections."""
+    monkeypatch.setattr(connection, "PING_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "ATTEMPT_SECONDS", 0.2)
+    states = States()
+    with nats_cluster(tmp_path) as cluster:
+        async with opened(PlaneSettings(servers=cluster.urls), name="test", on_state=states) as client:
+            url = client.connected_url
+            assert url
+            (node,) = (node for node in cluster.nodes.values() if node.port == url.port)
+            node.pause()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(flood(client), 0.1)
+            await states.wait("connected", "reconnecting", "connected")
+            assert client.connected_url != url
+            assert await publishes(client)
+            node.resume()
+
+
+async def test_a_login_that_is_taken_away_and_given_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server ends the connection and says why; the client keeps asking."""
+    states = States()
+    ours = {"users": [{"user": "a", "password": PASSWORD}]}
+    with nats_server(tmp_path, authorization=ours) as server:
+        async with opened(PlaneSettings(servers=(server.url_of(f"a:{IN_URL}"),)), name="test", on_state=states) as client:
+            server.configure(authorization={"users": [{"user": "b", "password": PASSWORD}]})
+            await states.wait("connected", "reconnecting")
+            await until("five attempts", lambda: client.server_pool[0].reconnects >= 5)
+            server.configure(authorization=ours)
+            await states.wait("connected", "reconnecting", "connected")
+            assert await publishes(client)
+    lines = [record.getMessage().lower() for record in caplog.records]
+    assert sum(line == "test: 'authorization violation'" for line in lines) == 1
+    assert not any(PASSWORD in line or IN_URL in line for line in lines)
+
+
+async def test_publishing_to_nobody_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PENDING_BYTES", 1 << 20)
+    states = States()
+    with nats_server(tmp_path) as server:
+        async with opened(settings_of(server), name="test", on_state=states) as client:
+            server.kill()
+            await states.wait("connected", "reconnecting")
+            with pytest.raises(PlaneError) as caught, told("writing"):
+                await within(flood(client))
+            assert caught.value.fault == "backlog"
+            assert client.pending_data_size < 1 << 20
+
+
+# --- the end -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_was_published_before_the_end_arrives(plain: NatsServer) -> None:
+    async with opened(settings_of(plain), name="reader") as reader:
+        await reader.jetstream().add_stream(name="end", subjects=["end"])
+        async with opened(settings_of(plain), name="writer") as writer:
+            for _ in range(1000):
+                await writer.publish("end", b"x" * 1000)
+        async with asyncio.timeout(20):  # a server answers before it has stored what came before
+            while (await reader.jetstream().stream_info("end")).state.messages < 1000:
+                pass
+
+
+@pytest.mark.parametrize("fault", ["pause", "kill"])
+async def test_the_end_is_bounded_whatever_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(connection, "CLOSE_SECONDS", 0.2)
+    states = States()
+    with nats_server(tmp_path) as server:
+        client = await connect(settings_of(server), name="test", on_state=states)
+        subscription = await client.subscribe("a")
+        getattr(server, fault)()
+        for _ in range(5):
+            await client.publish("a", bytes(1 << 20))
+        before = monotonic()
+        await close(client)
+        assert monotonic() - before < 2
+        assert client.is_closed
+        assert states.all[-1] == "closed"
+        await close(client)
+        with pytest.raises(PlaneError) as caught, told("writing"):
+            await client.publish("a", b"")
+        assert caught.value.fault == "closed"
+        assert subscription.pending_msgs == 0

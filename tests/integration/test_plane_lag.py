@@ -1,0 +1,108 @@
+"""A bridge that reads nothing, or cannot write what it has read: its replicas do not claim to know what engines hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvevents.plane.bridge import BridgeSettings
+from kvevents.plane.ledger import Ledger
+from kvevents.plane.records import Batched, Beat, Join, Record, Trusting
+from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.subscriber import LogSubscriber
+from kvevents.plane.writing import Composer
+from kvevents.stream import Trust
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import SECONDS, Running, bridging, plane_at
+from plane_subscriber_cases import pushed, subscriber
+from service_cases import engine, until
+from service_replica_cases import watch_of
+from service_replica_digest_cases import Serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+@needs_nats
+def test_while_a_bridge_reads_nothing_its_streams_are_not_exact(server: NatsServer) -> None:
+    """Its beats go on, and say so, whatever its queue is full of; when there is room again, all is there and EXACT."""
+    plane = plane_at(server.url, name="unread", partitions=1)
+    with ExitStack() as stack:
+        one = stack.enter_context(engine())
+        bridge = stack.enter_context(bridging(plane, watch_of("one", one), late_seconds=0.2))
+        replica = Serving(plane, "replica")
+        stack.callback(Running(replica).end)
+        one.store(range(64))
+
+        def found() -> str | None:
+            replica.confirm()
+            return replica.digest if replica.is_exact else None
+
+        before = until("the truth", found, SECONDS)
+        bridge._handed_over += 1 << 40  # as much as the servers have not taken
+        until("it to read nothing", lambda: bridge._unread_since is not None, SECONDS)
+        one.store(range(64, 128))
+        until("doubt", lambda: trust_of(replica) == Trust.REPLAYING, SECONDS)
+        assert "behind" in trust_of(replica).reason
+        assert replica.digest == before
+        bridge._handed_over -= 1 << 40
+        until("trust", lambda: replica.is_exact, SECONDS)
+        until("the rest", lambda: replica.digest != before, SECONDS)
+
+
+def trust_of(replica: Serving) -> Trust:
+    return next(member.trust for member in list(replica.fleet.members.values()))
+
+
+def records(trust: str, **lags: float) -> list[Record]:
+    said: list[Record] = [Join("engine", 0, b"")]
+    for bridge, lag in lags.items():
+        said += [Beat(bridge, 1.0, 0.0, "", lag), Trusting("engine", 0, bridge, trust, "", {})]
+    return said
+
+
+def trust_after(*said: Record) -> Trust:
+    found: LogSubscriber = subscriber()
+    found.put(0, [pushed(1, *said)])
+    found.receive_many(timeout=0.0)
+    return found.trust("engine")
+
+
+@pytest.mark.parametrize("trust", ["EXACT", "DEGRADED"])
+def test_what_a_bridge_that_is_behind_says_is_not_of_now(trust: str) -> None:
+    """Another bridge, that is up to date, is believed."""
+    assert trust_after(*records(trust, a=0.0)) == Trust(trust)
+    assert trust_after(*records(trust, a=7.0)) == Trust.REPLAYING
+    assert "bridge a is 7 s behind" in trust_after(*records(trust, a=7.0)).reason
+    assert trust_after(*records(trust, a=7.0, b=0.0)) == Trust(trust)
+
+
+def test_a_bridge_that_is_behind_may_be_sure_that_its_engine_is_away() -> None:
+    assert trust_after(*records("STALE", a=7.0)) == Trust.STALE
+
+
+def test_the_oldest_record_that_is_due_is_what_a_partition_is_behind() -> None:
+    """One that is held back on purpose, as by a bridge in reserve, is not late."""
+    composer = Composer(Ledger(), "bridge", 1 << 20, "life")
+    composer.anchor(("engine", 0))
+    assert composer.lag(100.0) == 0.0
+    composer.offer(Batched("engine", 0, 0, 0, False, b"x"), due=103.0)
+    composer.offer(Batched("engine", 0, 0, 1, False, b"x"), due=104.0)
+    assert composer.lag(100.0) == 0.0
+    assert composer.lag(105.0) == 2.0
+
+
+def test_a_bridge_must_be_allowed_some_time() -> None:
+    with pytest.raises(ValueError, match="late_seconds is 0"):
+        BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", late_seconds=0)
+
+
+def test_a_bridge_promises_no_longer_silence_than_others_believe() -> None:
+    """Between two beats it would be taken for dead."""
+    with pytest.raises(ValueError, match="beat is 3600; it must be above 0 and at most 60"):
+        BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", beat=3600)

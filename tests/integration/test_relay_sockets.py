@@ -1,0 +1,180 @@
+"""A relay on real sockets, driven by the test: replay and history, keys, placement snapshots, metrics, its ports."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.request import urlopen
+
+import msgspec
+import pytest
+import zmq
+
+import paths
+from certificate_pairs import make_pair
+from kvevents.config import Curve
+from kvevents.errors import EndpointError, JournalError
+from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch
+from kvevents.relay import Relay, RelaySettings, metrics
+from kvevents.stream import Source
+from kvevents.testing import FaultProxy
+from publisher_cases import ANY, DEADLINE, publishing
+from relay_cases import block
+from relay_socket_cases import Listener, Truth
+
+
+def source_of(ends: Any, **more: Any) -> Source:
+    return Source(ends.endpoint, ends.replay_endpoint, **more)
+
+
+@contextmanager
+def listening(*ends: Any, **more: Any) -> Iterator[list[Listener]]:
+    with ExitStack() as stack:
+        found = [Listener(source_of(each, **more)) for each in ends]
+        for each in found:
+            stack.enter_context(closing(each.subscriber))
+        yield found
+
+
+def until(relay: Relay, look: Callable[[], object], *listeners: Listener) -> None:
+    end = monotonic() + DEADLINE
+    while not look():
+        assert monotonic() < end, [str(each.subscriber.trust()) for each in listeners] + [str(relay)]
+        relay.turn(0.005)
+        for each in listeners:
+            each.take()
+
+
+def settings(publisher: Any, **more: Any) -> RelaySettings:
+    given = {"upstreams": (source_of(publisher),), "endpoint": ANY, "replay_endpoint": ANY, "heartbeat": 0.05}
+    return RelaySettings(**{**given, **more})
+
+
+def test_who_comes_late_has_the_engines_digest(tmp_path: Path) -> None:
+    """And who was there keeps it, through a journal, a connection that is cut, and an end of the relay."""
+    with publishing(replay_endpoint=ANY, buffer_steps=50, heartbeat=0.05) as publisher, FaultProxy(publisher.endpoint) as live:
+        truth = Truth(publisher)
+        upstream = Source(live.endpoint, publisher.replay_endpoint)
+        given = settings(publisher, upstreams=(upstream,), journal=str(tmp_path / "j"), buffer_steps=1_000)
+        with Relay(given) as relay, listening(relay) as (early,):
+            fixed = RelaySettings(
+                **{**{name: getattr(given, name) for name in given.__struct_fields__}, "endpoint": relay.endpoint}
+            )
+            fixed = msgspec.structs.replace(fixed, replay_endpoint=relay.replay_endpoint)
+            for number in range(100):
+                truth.say(block(number))
+                if number % 2:
+                    truth.say(BlockRemoved([number - 1], "GPU"))
+                if number == 50:
+                    live.cut()
+                    live.heal()
+                relay.turn(0.001)
+            with listening(relay) as (late,):
+                until(relay, lambda: early.is_exact(truth.digest) and late.is_exact(truth.digest), early, late)
+                until(relay, lambda: late.agreements, late)
+                assert late.index.stats().blocks == 50
+            status = relay.status()
+            assert (status.trust.name, status.digest, status.divergences) == ("EXACT", truth.digest, 0)
+            assert status.subscribers
+            relay.close()
+            truth.say(block(200))
+            with Relay(fixed) as again:
+                assert again.status().was_resumed
+                assert again.status().incarnation == status.incarnation
+                until(again, lambda: early.is_exact(truth.digest), early)
+                assert early.subscriber.status().counters.resets == 0
+                assert all(early.agreements)
+
+
+def test_keys_on_both_sides(tmp_path: Path) -> None:
+    """The engine lets the relay in, the relay the consumer, and neither of them a stranger."""
+    engine, own, friend = make_pair(), make_pair(), make_pair()
+
+    def server(pair: Any, allowed: Any) -> Curve:
+        return Curve(public_key=pair.public, secret_key=pair.secret, allowed=(allowed.public,))
+
+    def client(pair: Any, of: Any) -> Curve:
+        return Curve(public_key=pair.public, secret_key=pair.secret, server_key=of.public)
+
+    with publishing(replay_endpoint=ANY, curve=server(engine, own)) as publisher:
+        truth = Truth(publisher)
+        truth.say(block(1))
+        upstream = source_of(publisher, curve=client(own, engine))
+        given = settings(publisher, upstreams=(upstream,), curve=server(own, friend), journal=str(tmp_path / "j"))
+        stranger = client(make_pair(), own)
+        with (
+            Relay(given) as relay,
+            listening(relay, curve=client(friend, own)) as (known,),
+            listening(relay, curve=stranger) as (unknown,),
+        ):
+            until(relay, lambda: known.digest == truth.digest and publisher.stats().subscribers, known, unknown)
+            truth.say()
+            until(relay, lambda: known.is_exact(truth.digest) and relay._event_server.connections_refused, known, unknown)
+            assert unknown.subscriber.trust().name == "CONNECTING"
+            assert not unknown.digest
+
+
+def test_the_draft_of_placement_snapshots_is_answered() -> None:
+    with publishing(replay_endpoint=ANY) as publisher, zmq.Context() as context:
+        publisher.publish(EventBatch(1.0, [block(1), block(2)]))
+        with Relay(settings(publisher, snapshot_endpoint=ANY)) as relay, context.socket(zmq.DEALER) as asking:
+            until(relay, lambda: relay.status().blocks == 2)
+            asking.linger = 0
+            assert relay._event_server.snapshot_endpoint is not None
+            asking.connect(relay._event_server.snapshot_endpoint)
+            asking.send_multipart([b"", b"snapshot-v1"])
+            until(relay, lambda: asking.poll(0))
+            _, kind, header = asking.recv_multipart()
+            assert kind == b"header"
+            assert msgspec.msgpack.decode(header)[1] == f"{relay.status().incarnation:016x}"
+
+
+def test_prometheus_is_told_of_everything(tmp_path: Path) -> None:
+    with (
+        publishing(replay_endpoint=ANY) as publisher,
+        Relay(settings(publisher, journal=str(tmp_path / "j"))) as relay,
+        socket.socket() as taken,
+    ):
+        until(relay, lambda: publisher.stats().subscribers)
+        publisher.publish(EventBatch(1.0, [block(1), AllBlocksCleared(), block(2), block(3)]))
+        until(relay, lambda: relay.trust().name == "EXACT" and relay.status().heartbeats)
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(EndpointError, match="choose another port"):
+            metrics.serve(relay.status, port)
+        taken.close()
+        end = metrics.serve(relay.status, port)
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
+            page = answer.read().decode()
+        end()
+    document = (paths.ROOT / "docs" / "relay.md").read_text()
+    exported = set(re.findall(r"^# TYPE (kvevents_\w+) ", page, re.MULTILINE))
+    assert set(re.findall(r"`(kvevents_relay_\w+)", document)) == exported
+    for line in (
+        'kvevents_relay_upstream_state{state="EXACT"} 1.0',
+        'kvevents_relay_journal_state{state="disk"} 1.0',
+        "kvevents_relay_blocks 2.0",
+        "kvevents_relay_forwarded_batches_total 1.0",
+        "kvevents_relay_divergences_total 0.0",
+        "kvevents_relay_history_lost 0.0",
+    ):
+        assert line in page, page
+
+
+def test_a_port_that_is_taken_leaves_nothing_open(tmp_path: Path) -> None:
+    """Not the journal's folder either, in which a relay goes on once it has a port; two at once it does not have."""
+    with publishing(replay_endpoint=ANY) as publisher:
+        given = settings(publisher, journal=str(tmp_path / "j"))
+        with Relay(given) as relay:
+            with pytest.raises(JournalError, match="another process uses it"):
+                Relay(given)
+            relay.turn(0)
+        with pytest.raises(EndpointError):
+            Relay(settings(publisher, journal=str(tmp_path / "j"), endpoint=publisher.endpoint))
+        with Relay(given) as relay:
+            assert relay.status().was_resumed

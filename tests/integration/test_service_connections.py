@@ -1,0 +1,394 @@
+"""`native/server`: whatever clients do, probes are answered, and each connection has bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from certificate_cases import make_certificates
+from service_cases import COMMAND, DEADLINE, Client, Service, serving, until, write
+from service_connection_cases import TRACED
+
+# --- a real service ----------------------------------------------------------------------------------------------------------
+
+LIMITS: Final[dict[str, Any]] = {
+    "max_clients": 12,
+    "reserved_clients": 2,
+    "request_seconds": 1.5,
+    "idle_seconds": 2.0,
+    "unread_seconds": 1.0,
+    "max_body_bytes": 8 << 20,
+    "max_received_bytes": 12 << 20,
+}
+PATIENT: Final[dict[str, Any]] = {**LIMITS, "request_seconds": 60.0, "idle_seconds": 60.0}
+"""For tests of what clients may do all at once."""
+
+
+def config(folder: Path, limits: dict[str, Any], more: str = "") -> Path:
+    fields = ", ".join(f"{name} = {value}" for name, value in limits.items())
+    return write(folder / "service.toml", f"{more}\nlimits = {{ {fields} }}\n")
+
+
+@pytest.fixture(scope="module", name="service", params=["plain", "traced"])
+def impatient_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """With short times. With tracing requests take another way through the service; its bounds are the same."""
+    settings = config(tmp_path_factory.mktemp("limits"), LIMITS)
+    command = COMMAND if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
+    with serving("--config", settings, command=command) as service:
+        yield service
+
+
+@pytest.fixture(scope="module", name="one_patient")
+def patient_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving("--config", config(tmp_path_factory.mktemp("patient"), PATIENT)) as service:
+        yield service
+
+
+@pytest.fixture(name="patient")
+def patient_and_idle_service(one_patient: Service) -> Iterator[Service]:
+    """Each test leaves it without connections."""
+    yield one_patient
+    until("connections to end", lambda: sum(metrics(one_patient, "kvevents_http_connections").values()) == 1)
+
+
+@contextmanager
+def connected(service: Client, sent: bytes = b"") -> Iterator[socket.socket]:
+    with socket.create_connection((service.host, service.port), DEADLINE) as made:
+        made.sendall(sent)
+        yield made
+
+
+def everything(connection: socket.socket) -> bytes:
+    """All that comes until the service ends the connection, which it must before the deadline."""
+    connection.settimeout(DEADLINE)
+    received = bytearray()
+    try:
+        while piece := connection.recv(1 << 16):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return bytes(received)
+
+
+def one_answer(connection: socket.socket) -> bytes:
+    """The head of a whole answer."""
+    received = b""
+    while (length := re.search(rb"content-length: (\d+).*\r\n\r\n", received, re.DOTALL)) is None or (
+        len(received) < length.end() + int(length[1])
+    ):
+        piece = connection.recv(1 << 16)
+        assert piece, received
+        received += piece
+    return received.partition(b"\r\n\r\n")[0]
+
+
+def once(client: Client, path: str) -> int:
+    """Status of one request on a connection of its own."""
+    asking = Client(f"http://{client.host}:{client.port}")
+    try:
+        return asking.get(path).status
+    finally:
+        asking.close()
+
+
+def probe(client: Service, tls: ssl.SSLContext | None = None) -> None:
+    """Ask what orchestrators ask, each on a connection of its own."""
+    for path, field in (("/livez", "status"), ("/health", "status"), ("/readyz", "ready")):
+        asking = Client(client.url, tls=tls)
+        try:
+            answer = asking.get(path)
+            assert (answer.status == 200 or path == "/readyz", field in answer.json) == (True, True), answer
+        finally:
+            asking.close()
+
+
+def metrics(service: Client, name: str) -> dict[str, float]:
+    """A family by its labels, asked for on a new connection: an old one may have made room for others."""
+    service.close()
+    text = service.get("/metrics").body.decode()
+    return {found[1] or "": float(found[2]) for found in re.finditer(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)}
+
+
+def head(body: int, path: str = "/query", *more: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {body}", *more]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+PROBE: Final = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+QUESTION: Final = b'{"model_name": "m", "token_ids": [1]}'
+LONG_HEADER: Final = b"x-long: " + b"y" * 50_000 + b"\r\n"
+"""So that few requests are more than what sockets hold."""
+
+
+def test_idle_connections_never_keep_probes_from_their_answers(patient: Service) -> None:
+    """However many there are, and whether they have asked something before; other clients are served as well."""
+    with ExitStack() as stack:
+        for number in range(4 * PATIENT["max_clients"]):
+            made = stack.enter_context(
+                connected(patient, b"" if number % 2 else b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            )
+            if not number % 2:
+                assert one_answer(made).startswith(b"HTTP/1.1 200 ")
+        probe(patient)
+        assert once(patient, "/v1/stats") == 200
+        assert (
+            sum(metrics(patient, "kvevents_http_connections").values()) <= PATIENT["max_clients"] + PATIENT["reserved_clients"]
+        )
+        assert metrics(patient, "kvevents_http_connections_closed_total")['reason="evicted"'] >= 3 * PATIENT["max_clients"]
+
+
+@pytest.mark.parametrize(
+    ("command", "lowered"),
+    [("ulimit -S -n 256", False), ("ulimit -n 400", True), ("ulimit -n 64", True)],
+    ids=["soft", "hard", "tiny"],
+)
+def test_connections_leave_descriptors_for_probes(command: str, lowered: bool) -> None:
+    """Shells and systemd allow 1,024 open files unless told otherwise: as many as there may be clients."""
+    limited = ("sh", "-c", f'{command} && exec {sys.executable} -W error -m kvevents serve --port 0 "$@"', "sh")
+    with ExitStack() as stack:
+        service = stack.enter_context(serving(command=limited))
+        for _ in range(450):
+            connection = stack.enter_context(socket.create_connection((service.host, service.port), DEADLINE))
+            with suppress(OSError):  # it had to make room already
+                connection.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n")
+        for path in ("/livez", "/readyz"):
+            probe = Client(service.url)
+            assert probe.get(path).status == 200
+            probe.close()
+        probe = Client(service.url)
+        told = [each for each in probe.get("/health").json["warnings"] if each.startswith("limits.max_clients is ")]
+        probe.close()
+        assert len(told) == len(service.told(r"limits\.max_clients is ")) == int(lowered)
+
+
+def test_busy_connections_never_keep_probes_from_their_answers(patient: Service) -> None:
+    """Of which each has a body that never ends; others hear that there is no room, as documented errors are."""
+    with ExitStack() as stack:
+        for number in range(PATIENT["max_clients"]):
+            path = "/query" if number % 2 else "/v1/match_many"
+            stack.enter_context(connected(patient, head(1000, path) + b"{"))
+        until("all to be busy", lambda: once(patient, "/v1/stats") == 503)
+        for _ in range(5):
+            stack.enter_context(connected(patient))  # silent ones of the reserve
+        probe(patient)
+        other = Client(patient.url)
+        refused = other.get("/v1/stats")
+        assert (refused.status, refused.reason) == (503, "too-many-clients")
+        assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
+        assert other.post("/query", model_name="m", token_ids=[1]).status == 503
+        other.close()
+    until("room", lambda: once(patient, "/v1/stats") == 200)
+    assert metrics(patient, "kvevents_http_rejected_requests_total")['reason="too-many-clients"'] >= 3
+    assert metrics(patient, "kvevents_http_requests_total")['path="/v1/stats",status="503"'] >= 2
+
+
+SLOW: Final = {
+    "nothing": (b"", b""),
+    "half a head": (b"GET /v1/stats HTT", b"408"),
+    "half a head of a query": (b"POST /query HTTP/1.1\r\nhost: l", b"408"),
+    "half a body": (head(100) + b"{", b"408"),
+    "half a body of a general request": (head(100, "/register") + b"{", b"408"),
+    "half a chunk": (b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{", b"408"),
+}
+BEFORE: Final = {
+    "fresh": b"",
+    "after a question": head(len(QUESTION)) + QUESTION,
+    "after a probe": PROBE,
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_request_that_never_ends_does(service: Service, before: str) -> None:
+    """With 408 if it had begun, and within its time also on a connection that was kept; all of them at a time."""
+    with ExitStack() as stack:
+        made = {slow: stack.enter_context(connected(service, BEFORE[before])) for slow in SLOW}
+        if before != "fresh":
+            assert all(one_answer(connection).startswith(b"HTTP/1.1 ") for connection in made.values())
+        began = time.monotonic()
+        for slow, (sent, _) in SLOW.items():
+            made[slow].sendall(sent)
+        answers = {slow: everything(connection) for slow, connection in made.items()}
+        assert time.monotonic() - began < DEADLINE / 2
+    assert {slow: answer[9:12] for slow, answer in answers.items()} == {slow: status for slow, (_, status) in SLOW.items()}
+    bodies = [answer.partition(b"\r\n\r\n")[2] for answer in answers.values() if answer]
+    assert [msgspec.json.decode(body)["reason"] for body in bodies] == ["too-slow"] * 5
+
+
+def test_an_empty_line_behind_a_request_keeps_no_connection(service: Service) -> None:
+    with connected(service, PROBE) as connection:
+        assert one_answer(connection).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"\r\n")
+        assert everything(connection)[9:12] in {b"", b"408"}
+
+
+REFUSED: Final = {
+    "no such path": (head(1_000_000, "/nope"), 404),
+    "no such method": (head(1_000_000, "/livez"), 405),
+    "too large": (head(100_000_000), 413),
+    "foreign host": (head(1_000_000).replace(b"localhost", b"evil.example"), 421),
+    "chunked": (b"POST /nope HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n5\r\n", 404),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_body_of_a_refused_request_is_not_waited_for(patient: Service, name: str) -> None:
+    """The answer comes first, says that the connection ends, and arrives though the client is still sending."""
+    sent, status = REFUSED[name]
+    with connected(patient, sent + b"x") as connection:
+        connection.sendall(b"y")
+        answer = everything(connection)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert b"connection: close\r\n" in answer
+    until("it to end", lambda: sum(metrics(patient, "kvevents_http_connections").values()) == 1)
+
+
+UNENDING: Final = {
+    "a body": b"content-length: 10\r\n\r\n",
+    "a part of a body": b"content-length: 10\r\n\r\n{",
+    "chunks": b"transfer-encoding: chunked\r\n\r\n",
+    "a whole body": b"content-length: 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("path", ["/livez", "/health", "/readyz"])
+@pytest.mark.parametrize("what", UNENDING)
+def test_a_probe_is_answered_without_its_body(patient: Service, what: str, path: str) -> None:
+    """What it would be is not looked at; the connection ends, since what comes next cannot be known."""
+    with connected(patient, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n".encode() + UNENDING[what]) as connection:
+        answer = everything(connection)
+    assert answer[9:12] in ({b"200"} if path != "/readyz" else {b"200", b"503"})
+    assert b"connection: close\r\n" in answer
+
+
+def test_probes_without_their_bodies_never_keep_others_from_their_answers(patient: Service) -> None:
+    """With every other connection busy, and as many of them as there may be."""
+    with ExitStack() as stack:
+        for _ in range(PATIENT["max_clients"]):
+            stack.enter_context(connected(patient, head(1000) + b"{"))
+        until("all to be busy", lambda: once(patient, "/v1/stats") == 503)
+        for _ in range(2 * PATIENT["reserved_clients"]):
+            stack.enter_context(connected(patient, b"GET /livez HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n"))
+        probe(patient)
+
+
+def test_a_refused_request_without_a_body_keeps_its_connection(service: Service) -> None:
+    with connected(service, b"GET /nope HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
+        assert b"connection: close" not in one_answer(connection)
+        connection.sendall(PROBE)
+        assert one_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_never_reads_is_cut_off(service: Service) -> None:
+    """It asks for long answers, of the data plane and of the control plane, until the service takes no more."""
+    for question in (b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 4, (head(len(QUESTION)) + QUESTION) * 1000):
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect((service.host, service.port))
+            connection.settimeout(0.05)
+
+            def pushed(connection: socket.socket = connection, question: bytes = question) -> bool:
+                try:
+                    connection.sendall(question)
+                except TimeoutError:
+                    return False
+                except (BrokenPipeError, ConnectionResetError):
+                    return True
+                return False
+
+            until("it to be cut off", pushed)
+    closed = metrics(service, "kvevents_http_connections_closed_total")
+    assert closed['reason="unread"'] >= 1
+
+
+def test_requests_that_wait_for_answers_are_bounded(service: Service) -> None:
+    """On one connection: what it asks without reading does not pile up."""
+    asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
+    with connected(service) as connection:
+        connection.settimeout(1.0)
+        with pytest.raises(OSError):  # noqa: PT011 - it has to wait in vain, or is cut off
+            connection.sendall(asked * 1_000)
+        everything(connection)
+    until("it to be gone", lambda: sum(metrics(service, "kvevents_http_connections").values()) == 1)
+
+
+def test_bodies_have_a_bound_over_all_connections(patient: Service) -> None:
+    """A bound that many large bodies reach: some are refused, in the end there is room again, and the memory shows it."""
+    size = 7 << 20
+    with ExitStack() as stack:
+        made = [stack.enter_context(connected(patient, head(size, path))) for path in ["/query", "/register"] * 2]
+        for connection in made:
+            connection.settimeout(2.0)
+            with suppress(OSError):  # refused
+                connection.sendall(b" " * (size - 1))
+        until(
+            "refusals",
+            lambda: metrics(patient, "kvevents_http_rejected_requests_total").get('reason="too-much-at-once"', 0) >= 2,
+        )
+        assert metrics(patient, "kvevents_http_request_buffer_bytes")[""] <= PATIENT["max_received_bytes"]
+        assert once(patient, "/v1/stats") == 200
+        assert patient.post("/query", model_name="m", token_ids=[1] * 10_000).status == 404  # a small one is always taken
+    until("room", lambda: metrics(patient, "kvevents_http_request_buffer_bytes") == {"": 0})
+
+
+def test_requests_that_wait_for_an_answer_are_not_read() -> None:
+    """Behind one whose answer never ends: the client cannot send on."""
+    queued = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
+    events = b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with serving() as service, connected(service, events) as connection:
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        connection.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            connection.sendall(queued * 1_000)
+        assert metrics(service, "kvevents_http_request_buffer_bytes")[""] < 1 << 20
+        assert once(service, "/v1/stats") == 200
+
+
+def test_what_is_malformed_takes_no_earlier_answer_away(service: Service) -> None:
+    """Behind a request whose answer takes a while: it is refused when that answer is complete."""
+    metrics_and = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with connected(service, metrics_and + b"no http at all\r\n\r\n") as connection:
+        answer = everything(connection)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1 ") == 2
+        assert b"malformed-request" in answer.rpartition(b"HTTP/1.1 400 ")[2]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_handshakes_that_never_end_do(tmp_path: Path, silent: bool) -> None:
+    """They are connections as all others are: they make room for probes, and have the time of a request."""
+    certificates = make_certificates(tmp_path)
+    tls = f'tls = {{ certificate = "{certificates}/server.pem", key = "{certificates}/server.key" }}'
+    context = ssl.create_default_context(cafile=certificates / "ca.pem")
+    with serving("--config", config(tmp_path, LIMITS, tls), tls=context) as service, ExitStack() as stack:
+        hello = b"" if silent else b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 50
+        made = [stack.enter_context(connected(service, hello)) for _ in range(2 * LIMITS["max_clients"])]
+        probe(service, context)
+        for connection in made:
+            everything(connection)
+        counted = metrics(service, "kvevents_http_connections")
+        until("all to be gone", lambda: sum(metrics(service, "kvevents_http_connections").values()) == 1)
+        assert set(counted) == {f'state="{state}"' for state in ("new", "reading", "answering", "idle", "closing")}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux")
+async def test_more_silent_connections_than_the_default_limit(tmp_path: Path) -> None:
+    """1,200 of them, with the limits of production: a probe has its answer within the second that kubelet waits."""
+    with serving() as service:
+        made = [await asyncio.open_connection(service.host, service.port) for _ in range(1_200)]
+        try:
+            await asyncio.to_thread(probe, service)
+        finally:
+            for _, writer in made:
+                writer.transport.abort()

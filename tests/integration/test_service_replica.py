@@ -1,0 +1,269 @@
+"""Replicas of a real service, built from the log of a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+
+from certificate_cases import make_certificates
+from kvevents.plane.layout import Layout
+from kvevents.plane.records import Blank
+from kvevents.plane.snapshots import Snapshots
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import Log, bridging, plane_at
+from service_cases import engine, engines, serving, until
+from service_replica_cases import watch_of
+
+pytestmark = needs_nats
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsServer) -> None:
+    """What it holds, and how far it is to be trusted; engines join, publish and restart."""
+    plane = plane_at(server.url, name="answers")
+    with engines(2) as (one, two), bridging(plane, watch_of("one", one), watch_of("two", two)):
+        one.store(range(64))
+        with serving("--nats", server.url, "--plane", "answers") as service:
+            service.ready()
+            service.exact("one", blocks=4)
+            service.exact("two", blocks=0)
+            two.store(range(32))
+            service.holds("two", range(32))
+            assert service.held(list(range(64))) == {"one": 64, "two": 32}
+
+
+def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(server: NatsServer) -> None:
+    """The second snapshot lets what the first one stands for go; a replica that comes then has all of it."""
+    plane = plane_at(server.url, name="snapshots", partitions=1)
+    flags = ("--nats", server.url, "--plane", "snapshots", "--snapshot-seconds", "0.3")
+    with engine() as one, bridging(plane, watch_of("one", one)):
+        with serving(*flags, "--replica-name", "a") as service:
+            one.store(range(64))
+            service.exact("one", blocks=4)
+            first = until("two snapshots", lambda: first_page(server, "KVEVENTS_snapshots_0") > 3)
+            one.store(range(100, 132))
+            service.exact("one", blocks=6)
+        with serving(*flags, "--replica-name", "b") as service:
+            service.exact("one", blocks=6)
+            service.says("begun with snapshot")
+            assert service.held(list(range(64))) == {"one": 64}
+            assert first
+
+
+def test_a_replica_begins_with_the_snapshot_before_one_that_is_damaged(server: NatsServer) -> None:
+    """It would wait without end for what the servers have lost, and says what it has passed over."""
+    plane = plane_at(server.url, name="damaged", partitions=1)
+    flags = ("--nats", server.url, "--plane", "damaged", "--snapshot-seconds")
+    with engine() as one, bridging(plane, watch_of("one", one)):
+        with serving(*flags, "0.3", "--replica-name", "a") as service:
+            one.store(range(64))
+            service.exact("one", blocks=4)
+            until("two snapshots", lambda: first_page(server, "KVEVENTS_damaged_0") > 3)
+        name = asked(server, lambda js: lose_chunks(js, Layout("damaged", 1)))
+        with serving(*flags, "60", "--replica-name", "b") as service:
+            service.exact("one", blocks=4)
+            service.says("begun with snapshot")
+            assert any(name in warning for warning in service.get("/health").json["warnings"])
+
+
+async def lose_chunks(js: JetStreamContext, layout: Layout) -> str:
+    """The chunks of the newest snapshot's index, whose name is returned."""
+    kept, _ = await Snapshots(js, layout).kept(0)
+    info = await (await js.object_store(layout.snapshots)).get_info(f"{kept.name}.index")
+    await js.purge_stream(f"OBJ_{layout.snapshots}", subject=f"$O.{layout.snapshots}.C.{info.nuid}")
+    return kept.name
+
+
+def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="agree")
+    flags = ("--nats", server.url, "--plane", "agree")
+    with (
+        engines(3) as found,
+        bridging(plane, *(watch_of(f"e{at}", each) for at, each in enumerate(found))),
+        serving(*flags, "--replica-name", "a") as one,
+        serving(*flags, "--replica-name", "b") as two,
+    ):
+        for number in range(20):
+            for each in found:
+                each.store(range(number * 100, number * 100 + 64))
+        for service in (one, two):
+            for at in range(3):
+                service.exact(f"e{at}", blocks=80)
+        assert [one.keys(f"e{at}") for at in range(3)] == [two.keys(f"e{at}") for at in range(3)]
+
+
+def test_a_partition_that_is_deleted_is_built_anew(server: NatsServer) -> None:
+    """The bridge writes it again from the engines' history, and the replica answers from another generation."""
+    plane = plane_at(server.url, name="deleted", partitions=1)
+    with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url, "--plane", "deleted") as service:
+        one.store(range(64))
+        service.exact("one", blocks=4)
+        delete_stream(server, "KVEVENTS_deleted_0")
+        one.store(range(100, 132))
+        service.exact("one", blocks=6)
+        service.says("is built anew")
+
+
+def test_servers_that_are_away_show_and_come_back(tmp_path: Path) -> None:
+    """Before the first connection, and in the middle: nothing is EXACT meanwhile, and all is there afterwards."""
+    with nats_server(tmp_path) as server:
+        plane = plane_at(server.url, partitions=1)
+        with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url) as service:
+            one.store(range(64))
+            service.exact("one", blocks=4)
+            server.kill()
+            until("doubt", lambda: service.trust("one")[0] == "STALE")
+            one.store(range(100, 132))
+            server.start()
+            service.exact("one", blocks=6)
+
+
+def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> None:
+    """As when they are renewed: the process lives, and tries again."""
+    authority = make_certificates(tmp_path) / "ca.pem"
+    right = authority.read_text()
+    with serving("--nats", "tls://127.0.0.1:1", "--tls-ca", authority) as service:
+
+        def why() -> str:
+            assert service.get("/livez").status == 200
+            return str(service.get("/readyz").json["why"])
+
+        until("the servers to be away", lambda: "cannot use the NATS server" in why())
+        authority.write_text("no certificate")
+        until("the file to be wrong", lambda: "is no PEM file" in why())
+        authority.write_text(right)
+        until("the file to be right", lambda: "cannot use the NATS server" in why())
+
+
+def test_nobody_is_exact_when_no_bridge_is_heard(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="silent", partitions=1)
+    with engine() as one, serving("--nats", server.url, "--plane", "silent") as service:
+        assert service.get("/readyz").status == 503
+        with bridging(plane, watch_of("one", one)):
+            one.store(range(64))
+            service.exact("one", blocks=4)
+        until("doubt", lambda: service.trust("one")[0] == "STALE")
+        assert "no bridge" in service.trust("one")[1]
+
+
+def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="restart", partitions=1)
+    with (
+        engine() as one,
+        bridging(plane, watch_of("one", one)) as bridge,
+        serving("--nats", server.url, "--plane", "restart") as service,
+    ):
+        one.store(range(64))
+        service.exact("one", blocks=4)
+        endpoint, replay_endpoint = one.endpoint, one.replay_endpoint
+        one.publisher.shutdown()
+        with engine(endpoint=endpoint, replay_endpoint=replay_endpoint, bind=True, seed=2) as again:
+            again.store(range(32))
+            service.exact("one", blocks=2)
+            assert service.source("one")["incarnation"] == 1
+            assert bridge.status().breaches == 0
+
+
+def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
+    with serving("--nats", server.url, "--plane", "refuses") as service:
+        answer = service.register("one", "tcp://127.0.0.1:5557")
+        assert answer.status == 409
+        assert "bridges" in answer.body.decode()
+
+
+def test_pages_that_are_gone_keep_a_replica_hidden_until_a_bridge_writes_them_anew(server: NatsServer) -> None:
+    """Without a snapshot nobody could say what was in them."""
+    plane = plane_at(server.url, name="hole", partitions=1)
+    with engine() as one:
+        with bridging(plane, watch_of("one", one)):
+            one.store(range(64))
+            until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_hole_0")).state.last_seq > 2)
+        asked(server, lambda js: js.purge_stream("KVEVENTS_hole_0"))
+        with serving("--nats", server.url, "--plane", "hole") as service:
+            until("a reason", lambda: b"are gone" in service.get("/readyz").body)
+            assert service.get("/readyz").status == 503
+            with bridging(plane, watch_of("one", one)):
+                service.exact("one", blocks=4)
+
+
+def test_a_bridge_that_runs_writes_a_partition_again_whose_pages_an_operator_has_purged(server: NatsServer) -> None:
+    """No replica has read them and no snapshot stands for them: a new one knows everything without anybody's help."""
+    plane = plane_at(server.url, name="purged", partitions=1)
+    with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.5) as bridge:
+        one.store(range(64))
+        until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_purged_0")).state.last_seq > 2)
+        asked(server, lambda js: js.purge_stream("KVEVENTS_purged_0"))
+        with serving("--nats", server.url, "--plane", "purged") as service:
+            service.exact("one", blocks=4)
+        assert bridge.status().breaches == 0
+
+
+def test_a_partition_of_which_there_is_a_snapshot_is_not_written_again(server: NatsServer) -> None:
+    """Its pages are gone because the snapshot stands for them."""
+    plane = plane_at(server.url, name="held", partitions=1)
+    flags = ("--nats", server.url, "--plane", "held", "--snapshot-seconds", "0.3")
+    with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.2, beat=0.02):
+        one.store(range(64))
+        with serving(*flags) as service:
+            service.exact("one", blocks=4)
+            until("a snapshot", lambda: first_page(server, "KVEVENTS_held_0") > 1)
+        before = asked(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq
+        until("beats", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq > before + 50)
+        assert not any(isinstance(record, Blank) for page in Log(plane).read().pages for record in page.records)
+
+
+def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="metrics", partitions=1)
+    flags = ("--nats", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")
+    with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
+        one.store(range(64))
+        service.exact("one", blocks=4)
+
+        def told() -> dict[str, float]:
+            lines = [
+                line.rsplit(" ", 1) for line in service.get("/metrics").body.decode().splitlines() if "kvevents_plane" in line
+            ]
+            return {name: float(value) for name, value in lines if not name.startswith("#")}
+
+        until("a snapshot", lambda: 'kvevents_plane_partition_snapshot_timestamp_seconds{partition="0"}' in told())
+        found = told()
+        assert found["kvevents_plane_synced"] == found["kvevents_plane_readable"] == found["kvevents_plane_bridges"] == 1
+        assert found["kvevents_plane_index_builds_total"] == 1
+        assert found["kvevents_plane_divergences_total"] == found["kvevents_plane_invalid_records_total"] == 0
+        assert found["kvevents_plane_snapshot_failed"] == 0
+        assert found['kvevents_plane_partition_position{partition="0"}'] > 0
+        assert found['kvevents_plane_partition_lag_pages{partition="0"}'] >= 0
+
+
+def first_page(server: NatsServer, stream: str) -> int:
+    found: int = asked(server, lambda js: js.stream_info(stream)).state.first_seq
+    return found
+
+
+def delete_stream(server: NatsServer, stream: str) -> None:
+    asked(server, lambda js: js.delete_stream(stream))
+
+
+def asked(server: NatsServer, ask: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """One request to JetStream."""
+
+    async def main() -> T:
+        client = await nats.connect(server.url)
+        try:
+            return await ask(client.jetstream())
+        finally:
+            await client.close()
+
+    return asyncio.run(main())

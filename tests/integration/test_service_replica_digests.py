@@ -1,0 +1,82 @@
+"""Replicas that hold something else than the others, or than the engine: who is in the wrong builds anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from kvevents.plane import subscriber
+from kvevents.plane.settings import PlaneSettings
+from kvevents.service.replica import coordination as comparing
+from kvevents.service.replica import replica as module
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import Running, bridging, plane_at
+from service_cases import engine, until
+from service_replica_cases import watch_of
+from service_replica_digest_cases import Serving
+
+pytestmark = needs_nats
+KEY = ("default\x1fdefault\x1fone", 0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A census several times a second, and no pauses between generations."""
+    monkeypatch.setattr(subscriber, "CENSUS_PAGES", (2, 16))
+    monkeypatch.setattr(module, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(comparing, "TURN_SECONDS", 0.5)
+    monkeypatch.setattr(module, "REBUILD_SECONDS", 0.5)
+
+
+@contextmanager
+def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
+    with ExitStack() as stack:
+        found = [Serving(plane, f"replica-{number}") for number in range(count)]
+        for each in found:
+            stack.callback(Running(each).end)
+
+        def are_exact() -> bool:
+            for each in found:
+                each.confirm()
+            return all(each.is_exact for each in found)
+
+        until("replicas", are_exact)
+        yield found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) -> None:
+    """Outvoted by two others, or in its turn where it is one against one; then all hold the same, which is right."""
+    plane = plane_at(server.url, name=f"digests{count}", partitions=1)
+    with engine() as one, bridging(plane, watch_of("one", one)):
+        one.store(range(64))
+        with replicas(plane, count) as found:
+            right = until("the block", lambda: len({each.digest for each in found}) == 1 and found[0].digest)
+            found[0].spoil()
+            assert found[0].digest != right
+            until("another generation", lambda: found[0].replica.generations > 1)
+            until("agreement", lambda: {each.digest for each in found} == {right})
+            assert found[0].replica.disagreements >= 1
+            if count == 3:
+                assert [each.replica.generations for each in found[1:]] == [1, 1]
+
+
+def test_an_engine_that_says_it_holds_something_else_is_believed(server: NatsServer) -> None:
+    """Its heartbeats have digests; a replica alone in the world finds out by them."""
+    plane = plane_at(server.url, name="heartbeat", partitions=1)
+    with engine(heartbeat=0.1) as one, bridging(plane, watch_of("one", one)):
+        one.store(range(64))
+        with replicas(plane, 1) as (only,):
+            right = until("the block", lambda: only.digest)
+            only.spoil()
+            until("doubt, or another generation", lambda: not only.is_exact or only.replica.generations > 1)
+            until("another generation", lambda: only.replica.generations > 1)
+            until("what the engine holds", lambda: only.digest == right and only.is_exact)

@@ -1,0 +1,380 @@
+"""Replicas that hold a share each: every answer is that of the whole fleet, or says what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import msgspec
+import nats
+import pytest
+
+from kvevents.plane.layout import Layout
+from kvevents.plane.sharding import PREFIX, Announcement, owners
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import bridging, plane_at
+from service_cases import MODEL, Client, Engine, engines, until
+from service_replica_cases import watch_of
+from shard_cases import PACE, Replica
+
+pytestmark = needs_nats
+PARTITIONS: Final = 16
+ENGINES: Final = 6
+PROMPT: Final = list(range(96))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+class Plane:
+    """Engines that a bridge writes about, and replicas of whichever share."""
+
+    def __init__(self, server: NatsServer, name: str, stack: ExitStack) -> None:
+        self.server, self.name = server, name
+        self.engines: list[Engine] = stack.enter_context(engines(ENGINES))
+        watches = [watch_of(f"e{at}", each) for at, each in enumerate(self.engines)]
+        stack.enter_context(bridging(plane_at(server.url, name=name, partitions=PARTITIONS), *watches))
+        self._stack = stack
+        # Each holds another length of the same prompt.
+        for at, each in enumerate(self.engines):
+            each.store(PROMPT[: 16 * (at + 1)])
+
+    def start(self, *names: str, **more: Any) -> list[Replica]:
+        """Replicas, at the same time."""
+        found = [Replica(self.server.url, self.name, name, **more) for name in names]
+        for each in found:
+            self._stack.callback(each.end)
+        for each in found:
+            each.ready()
+        return found
+
+    def whole(self) -> Replica:
+        """One that holds everything."""
+        return self.start("whole", holders=None)[0]
+
+    @staticmethod
+    def is_right(client: Client) -> bool:
+        """Whether all engines are there with what they hold."""
+        return held(client) == {f"e{at}": 16 * (at + 1) for at in range(ENGINES)}
+
+
+@contextmanager
+def planed(server: NatsServer, name: str) -> Iterator[Plane]:
+    with ExitStack() as stack:
+        yield Plane(server, name, stack)
+
+
+def held(client: Client) -> dict[str, int]:
+    answer = client.post("/query", {"model_name": MODEL, "token_ids": PROMPT, "whole_prompt": True})
+    assert answer.status == 200, answer
+    assert "kvevents-missing" not in answer.headers, answer.headers
+    found = answer.json["instances"].items()
+    return {name: each["longest_matched"] for name, each in found if each["longest_matched"]}
+
+
+def settled(replicas: list[Replica], holders: int) -> None:
+    """Wait until each shows what it is to hold, and no more, and all others have heard so."""
+    names = [each.name for each in replicas]
+    wanted = {
+        name: {partition for partition in range(PARTITIONS) if name in owners(partition, names, holders)} for name in names
+    }
+
+    def look() -> bool:
+        return all(each.shown == wanted[each.name] and heard(each) == wanted for each in replicas)
+
+    def heard(replica: Replica) -> dict[str, set[int]]:
+        present = replica.service.replica.present  # type: ignore[union-attr]
+        others = {name: set(present[name].held) for name in names if name in present}
+        return others | {replica.name: wanted[replica.name]}
+
+    until("everybody's share", look)
+
+
+def test_three_that_hold_a_share_answer_as_one_that_holds_all(server: NatsServer) -> None:
+    """In every spelling, and in the listings; and each of them holds a share alone."""
+    with planed(server, "same") as plane:
+        whole = plane.whole()
+        shares = plane.start("a", "b", "c")
+        settled(shares, 1)
+        assert all(0 < len(each.shown) < PARTITIONS for each in shares)
+        assert sum(len(each.shown) for each in shares) == PARTITIONS
+        assert blocks(whole) == sum(range(1, ENGINES + 1))
+        until("what was let go to be forgotten", lambda: sum(map(blocks, shares)) == blocks(whole))
+        until("members", lambda: all(sources(each) == sources(whole) for each in shares))
+        for each in shares:
+            for question in QUESTIONS:
+                # Bridges may be silent for a moment, which not all notice at once.
+                until(f"the same answer to {question}", lambda: asked(each, *question) == asked(whole, *question))  # noqa: B023
+            assert each.post("/query", {"model_name": "unknown", "token_ids": PROMPT}).status == 404
+            assert each.post("/query", {"model_name": MODEL, "token_ids": [-1]}).status == 422
+            assert each.get("/readyz").json["sources"] == ENGINES
+
+
+def blocks(client: Client) -> int:
+    """In its own index."""
+    count: int = client.get("/v1/stats").json["blocks"]
+    return count
+
+
+BODY: Final = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True}
+QUESTIONS: Final[list[tuple[str, dict[str, Any]]]] = [
+    ("/query", {"model_name": MODEL, "token_ids": PROMPT}),
+    ("/query", {"model": MODEL, "token_ids": PROMPT}),
+    ("/query", {"model_name": MODEL, "token_ids": []}),
+    ("/v1/match", BODY),
+    ("/v1/match", {**BODY, "lora": "adapter"}),
+    ("/v1/match", {**BODY, "mm": [{"id": "image", "start": 0, "length": 4}]}),
+    ("/v1/match_many", {"model": MODEL, "prompts": [PROMPT, PROMPT[:32], []]}),
+    ("/v1/select", {**BODY, "explain": True, "tie": "first"}),
+    ("/v1/select", {**BODY, "candidates": [{"instance": "e0"}, {"instance": "e3", "load": 1.0}], "explain": True}),
+]
+
+
+def asked(client: Client, path: str, body: dict[str, Any]) -> Any:
+    """An answer, whose lists and maps have no order between engines."""
+    found = client.post(path, body)
+    assert found.status == 200, (path, found)
+    return ordered(found.json)
+
+
+def ordered(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: ordered(each) for key, each in sorted(value.items())}
+    if isinstance(value, list):
+        return sorted(map(ordered, value), key=repr)
+    return value
+
+
+def sources(client: Client) -> list[tuple[str, str, int]]:
+    return sorted(
+        (each["instance"], each["trust"]["state"], each["blocks"]) for each in client.get("/v1/sources").json["sources"]
+    )
+
+
+def test_every_way_to_list_knows_all_engines(server: NatsServer) -> None:
+    with planed(server, "listings") as plane:
+        whole, shares = plane.whole(), plane.start("a", "b")
+        settled(shares, 1)
+        for path in ("/workers", "/services", "/global_view"):
+            until(path, lambda path=path: ordered(shares[0].get(path).json) == ordered(whole.get(path).json))  # type: ignore[misc]
+        until(
+            "hot prefixes", lambda: asked(shares[0], *QUESTIONS[0]) and shares[0].get(f"/v1/hot?model={MODEL}").json["prefixes"]
+        )
+        hot = shares[0].get(f"/v1/hot?model={MODEL}").json
+        assert (hot["missing"], hot["prefixes"][0]["workers"]) == ("", 1)
+        foreign = next(each["instance"] for each in shares[0].get("/v1/sources").json["sources"] if each["origin"] == "plane")
+        mine, other = shares if foreign in own(shares[0]) else shares[::-1]
+        assert mine.get(f"/v1/blocks?instance={foreign}").json["total"] > 0
+        refused = other.get(f"/v1/blocks?instance={foreign}")
+        assert (refused.status, refused.json["hint"]) == (409, f"ask it: {mine.url}")
+        assert shares[0].get("/dump").status == 409
+        told = [each.get("/dump?own=true").json[f"{MODEL}:default"]["events"] for each in shares]
+        assert sum(map(len, told)) == sum(range(1, ENGINES + 1))
+
+
+def own(share: Replica) -> set[str]:
+    return {member.registration.instance for member in list(share.service.fleet.members.values())}
+
+
+def test_while_replicas_come_and_go_every_answer_is_right(server: NatsServer) -> None:
+    """Asked all the time: partitions move, and no answer lacks an engine, or has what it no longer holds."""
+    with planed(server, "moves") as plane:
+        first, second = plane.start("a", "b")
+        settled([first, second], 1)
+        with asking_always(first) as wrong:
+            (third,) = plane.start("c")
+            settled([first, second, third], 1)
+            assert plane.is_right(third)
+            (fourth,) = plane.start("d")
+            settled([first, second, third, fourth], 1)
+        assert wrong == []
+
+
+@contextmanager
+def asking_always(share: Replica) -> Iterator[list[Any]]:
+    """Collects answers that are not right."""
+    wrong: list[Any] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        client = Client(share.url)
+        while not ended.is_set():
+            answer = client.post("/v1/match", BODY)
+            # A bridge may be slow here, and then nothing is EXACT; but nothing may be missing, or be something else.
+            found = {each["instance"]: each["tokens"] for each in answer.json.get("workers", [])}
+            if answer.json.get("missing") != "" or found != {f"e{at}": 16 * (at + 1) for at in range(ENGINES)}:
+                wrong.append(answer)
+        client.close()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield wrong
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_of_two_holders_one_may_end_and_nobody_notices(server: NatsServer) -> None:
+    with planed(server, "two") as plane:
+        shares = plane.start("a", "b", "c", holders=2, shard={"pace": {**PACE, "present_seconds": 8.0, "dead_seconds": 10.0}})
+        settled(shares, 2)
+        with asking_always(shares[0]) as wrong:
+            shares[2].end()
+            settled(shares[:2], 2)
+        assert wrong == []
+        assert shares[0].shown == shares[1].shown == frozenset(range(PARTITIONS))
+
+
+def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> None:
+    """In the body of /v1, in a header where the field has no place for it, in trust, in readiness and in metrics."""
+    with planed(server, "gone") as plane:
+        shares = plane.start("a", "b", shard={"pace": {**PACE, "present_seconds": 3.0, "dead_seconds": 6.0}})
+        settled(shares, 1)
+        one, two = shares
+        lost = own(two)
+        assert lost
+        until("members", lambda: len(sources(one)) == ENGINES)
+        two.end()
+        answer = until(
+            "an answer that is not whole", lambda: found if (found := one.post("/v1/match", BODY).json)["missing"] else None
+        )
+        assert "no replica answers for partition" in answer["missing"]
+        assert {each["instance"] for each in answer["workers"] if each["tokens"]} == own(one)
+        assert {each["trust"]["state"] for each in answer["workers"] if each["instance"] in lost} == {"STALE"}
+        header = one.post("/query", {"model_name": MODEL, "token_ids": PROMPT})
+        assert (header.status, "no replica answers" in header.headers["kvevents-missing"]) == (200, True)
+        stale = {instance for instance, state, _ in sources(one) if state == "STALE"}
+        assert stale <= lost
+        assert 'kvevents_shard_partitions{state="uncovered"}' in one.get("/metrics").body.decode()
+        until("the other's partitions", lambda: one.shown == frozenset(range(PARTITIONS)))
+        until("a whole answer", lambda: plane.is_right(one))
+        assert {state for _, state, _ in sources(one)} == {"EXACT"}
+
+
+def test_a_replica_that_never_answers_is_passed_over(server: NatsServer) -> None:
+    """It says that it holds everything, and takes connections: others that hold the same are asked in its place."""
+    with planed(server, "mute") as plane, socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
+        # It is to hold partitions too, and says that it does: so nothing may be released to it.
+        pace = {**PACE, "settle_seconds": 3.0, "release_seconds": 600.0}
+        shares = plane.start("a", "b", holders=1, shard={"ask_seconds": 0.2, "pace": pace})
+        settled(shares, 1)
+        ghost = Announcement(f"http://127.0.0.1:{mute.getsockname()[1]}", 1, list(range(PARTITIONS)))
+        ghosts = {f"ghost-{number}" for number in range(3)}  # of those that hold as much, one is asked first
+        for name in ghosts:
+            announce(server, plane.name, name, ghost)
+        until("word of them", lambda: ghosts <= set(shares[0].service.replica.present))  # type: ignore[union-attr]
+        assert plane.is_right(shares[0])
+        assert shares[0].service.shards.peers.failures >= 1  # type: ignore[union-attr]
+
+
+def test_a_replica_at_a_foreign_host_is_not_asked(server: NatsServer) -> None:
+    """Whatever it says that it holds: nothing is sent to it, no partition is left to it, and it shows in log and metrics."""
+    with planed(server, "foreign") as plane, socket.create_server(("", 0), backlog=64) as foreign:
+        (one,) = plane.start("a", shard={"allow": ["127.0.0.9"]})
+        settled([one], 1)
+        url = f"http://127.0.0.1:{foreign.getsockname()[1]}"
+        for number in range(3):
+            announce(server, plane.name, f"evil-{number}", Announcement(url, 1, list(range(PARTITIONS))))
+        until("it to be refused", lambda: "kvevents_shard_denied_replicas 3" in one.get("/metrics").body.decode())
+        for _ in range(20):
+            assert plane.is_right(one)
+        assert one.shown == frozenset(range(PARTITIONS))
+        assert one.service.replica.present == {}  # type: ignore[union-attr]
+        foreign.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            foreign.accept()
+
+
+def announce(server: NatsServer, plane: str, name: str, what: Announcement) -> None:
+    async def put() -> None:
+        client = await nats.connect(server.url)
+        await (await client.jetstream().key_value(Layout(plane, PARTITIONS).leases)).put(PREFIX + name, what.encode())
+        await client.close()
+
+    asyncio.run(put())
+
+
+def holders(client: Client, body: dict[str, Any]) -> list[str]:
+    return [each["instance"] for each in client.post("/v1/match", body).json["workers"] if each["tokens"]]
+
+
+def test_an_expectation_reaches_who_holds_the_engine(server: NatsServer) -> None:
+    with planed(server, "expects") as plane:
+        shares = plane.start("a", "b")
+        settled(shares, 1)
+        one, two = shares
+        until("members", lambda: len(sources(one)) == ENGINES)
+        theirs = min(own(two))
+        new = [9_000 + token for token in range(64)]
+        body = {"model": MODEL, "tokens": new, "candidates": [{"instance": theirs}], "expect_seconds": 30}
+        assert one.post("/v1/select", body).json["instance"] == theirs
+        expected = {"model": MODEL, "tokens": new, "expected": True}
+
+        def believed(client: Client) -> bool:
+            return holders(client, expected) == [theirs]
+
+        until("the expectation", lambda: believed(one) and believed(two))
+        assert holders(one, {**expected, "expected": False}) == []
+
+
+def test_shares_want_the_token_of_each_other(server: NatsServer, tmp_path: Any) -> None:
+    """With it all is as without tokens; with another one nothing of the others is known, and that shows."""
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("0123456789abcdef" * 2)
+    wrong.write_text("fedcba9876543210" * 2)
+    access = {"tokens": [{"role": "read", "token": right.read_text()}], "anonymous": "none"}
+    with planed(server, "tokens") as plane:
+        good = Replica(server.url, plane.name, "good", access=access, shard={"token_file": str(right)})
+        bad = Replica(server.url, plane.name, "bad", access=access, shard={"token_file": str(wrong)})
+        try:
+            for each in (good, bad):
+                each.token = right.read_text()
+            settled([good, bad], 1)
+            until("a whole answer", lambda: good.post("/v1/match", BODY).json["missing"] == "" and plane.is_right(good))
+            assert "no replica answers" in bad.post("/v1/match", BODY).json["missing"]
+        finally:
+            good.end()
+            bad.end()
+
+
+def test_two_of_one_name_do_not_share_it(server: NatsServer) -> None:
+    """The second one has nothing to say until the first has ended."""
+    with planed(server, "names") as plane:
+        (first,) = plane.start("a")
+        second = Replica(server.url, plane.name, "a")
+        try:
+            until("a word about it", lambda: "give each another --replica-name" in second.get("/health").body.decode())
+            assert second.get("/readyz").status == 503
+            assert second.shown == frozenset()
+            first.end()
+            second.ready()
+            assert plane.is_right(second)
+        finally:
+            second.end()
+
+
+def test_questions_of_other_replicas_are_answered_for_what_is_shown(server: NatsServer) -> None:
+    """And for no more: who asks for partitions that are not held here is told for which ones the answer is."""
+    with planed(server, "parts") as plane:
+        shares = plane.start("a", "b")
+        settled(shares, 1)
+        one = shares[0]
+        everything = list(range(PARTITIONS))
+        body = {"model": MODEL, "partitions": everything, "keys": [[1]]}
+        part = one.post("/v1/shard/match", body).json
+        assert (set(part["partitions"]), part["known"], part["found"]) == (set(one.shown), bool(own(one)), [[]])
+        members = one.post("/v1/shard/members", {"partitions": everything}).json
+        assert {each["registration"]["instance"] for each in members["members"]} == own(one)
+        assert members["version"] == part["version"]
+        assert one.post("/v1/shard/members", {"partitions": [min(shares[1].shown)]}).json["members"] == []
+        whole = plane.whole()
+        assert whole.post("/v1/shard/members", {"partitions": everything}).status == 409
+        assert msgspec.json.decode(whole.post("/v1/shard/match", body).body)["reason"] == "no-shard"

@@ -1,0 +1,679 @@
+"""`/v1` over real sockets: prompts in every form, choosing, listings, events, readiness, and errors that are all alike."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Iterator
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cli_cases import refusing
+from discovery_fetch_cases import Engine as Web
+from kvevents.service.event_bus import MAX_QUEUED, Announcer
+from kvevents.service.schemas import LossEvent
+from service_cases import BLOCK, Engine, Service, Stream, engine, engines, hex_keys, prompt, serving, until, write
+
+NUMBERS = count(1)
+RAW = "application/octet-stream"
+MSGPACK = "application/msgpack"
+
+
+@pytest.fixture(scope="module", name="service")
+def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    config = write(tmp_path_factory.mktemp("v1") / "service.toml", "limits = { max_listeners = 3 }\n")
+    with serving("--config", config) as service:
+        yield service
+
+
+@pytest.fixture(name="fresh")
+def fresh_engine(service: Service) -> Iterator[tuple[str, str, Engine]]:
+    """A registered engine with a name and a model of its own; gone afterwards."""
+    number = next(NUMBERS)
+    name, model = f"e{number}", f"v{number}"
+    with engine(seed=number) as made:
+        assert service.register(name, made.publisher, model_name=model).status == 201
+        yield name, model, made
+        service.post("/unregister", instance_id=name)
+
+
+def packed(tokens: list[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+# --- prompts
+
+
+def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    tokens = prompt(1, 3)
+    first = made.store(tokens[:32])
+    made.store(tokens[32:], parent=first, medium="DISK")
+    service.holds(name, tokens, model_name=model)
+    service.exact(name)
+    body = {"model": model, "tokens": [*tokens, 1]}
+    answers = [
+        service.post("/v1/match", body),
+        service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK),
+        service.ask("POST", f"/v1/match?model={model}", packed([*tokens, 1]), content_type=RAW),
+    ]
+    held = {
+        "instance": name,
+        "rank": 0,
+        "tokens": 48,
+        "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
+        "trust": {"state": "EXACT", "reason": "", "reason_codes": []},
+    }
+    assert [answer.json for answer in answers] == [{"prompt_tokens": 49, "workers": [held], "missing": ""}] * 3
+    told = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
+    assert told.headers["content-type"] == MSGPACK
+    assert msgspec.msgpack.decode(told.body) == answers[0].json
+
+
+def test_raw_prompts_name_everything_else_in_the_query_string(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    tokens = prompt(2)
+    made.store(tokens, lora_name="ad")
+    service.holds(name, tokens, model_name=model, lora_name="ad")
+    path = f"/v1/match?model={model}"
+    for query, sent, held in (
+        ("&lora=ad&whole_prompt=true", packed(tokens), 64),
+        ("&lora_name=ad&whole_prompt=1", packed(tokens), 64),
+        ("&lora=ad", packed(tokens), 48),
+        ("", packed(tokens), 0),
+        ("&expected=true", b"", 0),
+    ):
+        found = service.ask("POST", path + query, sent, content_type=RAW).json
+        assert found["prompt_tokens"] == len(sent) // 4
+        assert [worker["tokens"] for worker in found["workers"]] == [held]
+    for wrong, status, reason in (
+        (path, 400, "malformed-body"),
+        ("/v1/match", 422, "missing-model"),
+        (f"{path}&expected=perhaps", 422, "bad-shape"),
+        (f"{path}&mm=x", 400, "unknown-field"),
+        (f"{path}&slat=x", 400, "unknown-field"),
+        (f"{path}&lora_id=x", 422, "bad-shape"),
+        (f"{path}&lora=a&lora_name=b", 400, "contradiction"),
+    ):
+        body = b"123" if reason == "malformed-body" else packed(tokens)
+        answer = service.ask("POST", wrong, body, content_type=RAW)
+        assert (answer.status, answer.reason) == (status, reason)
+
+
+def test_many_prompts_are_answered_in_their_order(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    prompts = [prompt(number, 2) for number in range(3, 8)]
+    for tokens in prompts[:3]:
+        made.store(tokens)
+    service.exact(name, blocks=6)
+    found = service.post("/v1/match_many", model=model, prompts=[*prompts, []], whole_prompt=True).json["matches"]
+    assert [each["prompt_tokens"] for each in found] == [32] * 5 + [0]
+    assert [[holder["tokens"] for holder in each["holders"]] for each in found] == [[32]] * 3 + [[]] * 3
+    body = json.dumps({"model": model, "prompts": [*prompts, []], "whole_prompt": True}).encode()
+    packed_answer = service.ask("POST", "/v1/match_many", body, content_type="application/json", accept=MSGPACK)
+    assert msgspec.msgpack.decode(packed_answer.body)["matches"] == found
+    assert service.post("/v1/match_many", model=model, prompts=[[]] * 1025).status == 422
+    assert service.post("/v1/match_many", model="nobody", prompts=[[]]).status == 404
+    assert service.post("/v1/match_many", model="nobody", prompts=[]).json == {"matches": [], "workers": [], "missing": ""}
+
+
+def test_unknown_fields_are_refused_where_a_misspelling_would_cost(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    assert service.post("/v1/match", model=fresh[1], tokens=[], slat="x").status == 422
+
+
+@settings(max_examples=250)
+@given(st.data())
+def test_token_ids_are_lifted_as_they_are_read(lifted: Service, data: st.DataObject) -> None:
+    """The native path, for `application/json`, and the careful one, for another JSON type, answer alike, whatever the text."""
+    text = data.draw(_texts())
+    quick = lifted.ask("POST", "/query", text, content_type="application/json")
+    careful = lifted.ask("POST", "/query", text, content_type="application/vnd.api+json")
+    assert quick.status == careful.status, (text, quick.body, careful.body)
+    if quick.status != 200:
+        assert quick.reason == careful.reason
+        return
+    assert quick.json == careful.json
+    tokens = json.loads(text)["token_ids"]
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, HELD, strict=False))))
+    same = min(same, max(len(tokens) - 1, 0))  # an engine recomputes the last token
+    if "scores" not in quick.json:  # a fault has made `modelname` of `model_name`, which is Mooncake's
+        assert b'"modelname"' in text
+        return
+    assert quick.json["scores"] == ({"one": {"0": same}} if same else {})
+
+
+def test_of_token_ids_that_are_there_twice_the_last_count(lifted: Service) -> None:
+    """Also where a name is escaped, which the native path does not read; it took the first ones then."""
+    for text, held in (
+        (b'{"model_name":"lift","token_ids":[],"token\\u005fids":[0,1]}', {"one": {"0": 1}}),
+        (b'{"model_name":"lift","token_ids":[0,1],"\\u0074oken_ids":[]}', {}),
+        (b'{"model_name":"lift","token_ids":[0,1],"token_ids":[0,1,2]}', {"one": {"0": 2}}),
+    ):
+        for kind in ("application/json", "application/vnd.api+json"):
+            assert lifted.ask("POST", "/query", text, content_type=kind).json["scores"] == held, text
+
+
+HELD = [0, 1, 2, 3, 2**32 - 1, 10, 100, 7]
+
+
+@pytest.fixture(scope="module", name="lifted")
+def one_that_holds(service: Service) -> Iterator[Service]:
+    """With blocks of one token, so that answers tell of each."""
+    with engine(seed=77) as made:
+        assert service.register("one", made.publisher, model_name="lift", block_size=1).status == 201
+        made.store(HELD, block_size=1)
+        service.holds("one", HELD, model_name="lift")
+        service.exact("one")
+        yield service
+        service.post("/unregister", instance_id="one")
+
+
+_SPACE = st.sampled_from(["", "", "", " ", "\n", "\t\r ", "\f", "\u00a0"])
+_PLAIN = ["0", "1", "2", "3", "4294967295", "10", "100", "7"]
+_NUMBER = st.one_of(
+    st.sampled_from(
+        [*_PLAIN, "-0", "00", "1.0", "1e0", "1E2", "-1", "4294967296", "+1", "0x1", "1_0", "true", "null", '"1"', "[1]"]
+    ),
+    st.integers(0, 2**33).map(str),
+    st.just("9" * 40),
+    st.just(""),
+)
+_KEY = st.sampled_from(['"token_ids"', '"token_ids"', '"token\\u005fids"', '"\\u0074oken_ids"', '"tokens"', '"token_ids "'])
+_OTHER = st.sampled_from(
+    [
+        '"lora_name":null',
+        '"x":{"token_ids":[9,9]}',
+        '"y":"\\"token_ids\\":[1]"',
+        '"z":[{"token_ids":[1]},"]"]',
+        '"e":"\\\\"',
+        '"n":1e999',
+        '"u":"\\ud83d\\ude00\\u0000"',
+        '"bad":"\\ud800"',
+        '"model_name":"lift"',
+        '"instance_id":7',
+        '"lora_name":5',
+    ]
+)
+
+
+@st.composite
+def _arrays(draw: st.DrawFn) -> str:
+    good = draw(st.integers(0, len(_PLAIN)))
+    more = draw(st.lists(_NUMBER, max_size=2)) if draw(st.booleans()) else []
+    space = draw(_SPACE)
+    return f"[{space}{f'{space},{space}'.join(_PLAIN[:good] + more)}{space}]"
+
+
+@st.composite
+def _texts(draw: st.DrawFn) -> bytes:
+    """Mostly good requests: with spaces, escapes, keys that come twice, decoys, and every now and then a fault anywhere."""
+    fields = ['"model_name":"lift"', *draw(st.lists(_OTHER, max_size=2))]
+    for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+        space = draw(_SPACE)
+        fields.append(f"{draw(_KEY)}{space}:{space}{draw(_arrays())}")
+    space = draw(_SPACE)
+    text = f"{space}{{{space}{f'{space},'.join(draw(st.permutations(fields)))}{space}}}{space}".encode()
+    if draw(st.integers(0, 3)) == 0:
+        place = draw(st.integers(0, len(text)))
+        text = (
+            text[:place]
+            + draw(st.sampled_from([b"", b",", b"]", b"}", b'"', b"\\", b"\0", b"\xff", b"1", b"-"]))
+            + text[place + draw(st.integers(0, 2)) :]
+        )
+    return text
+
+
+def test_workers_that_hold_nothing_are_told_with_their_trust(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """So that a client can tell "holds nothing" from "unknown", in every answer about a prompt."""
+    name, model, made = fresh
+    tokens = prompt(30)
+    made.store(tokens)
+    with engine(seed=903) as empty, refusing() as nowhere:
+        assert service.register("empty", empty.publisher, model_name=model).status == 201
+        assert service.register("unknown", nowhere, model_name=model).status == 201
+        service.exact(name, blocks=4)
+        service.exact("empty")
+        nothing = {"gpu": 0, "cpu": 0, "disk": 0}
+        states = {name: "EXACT", "empty": "EXACT", "unknown": "CONNECTING"}
+
+        def trusts(rows: list[Any]) -> dict[str, str]:
+            return {row["instance"]: row["trust"]["state"] for row in rows}
+
+        for tokens_asked in (tokens, prompt(31)):
+            workers = service.post("/v1/match", model=model, tokens=tokens_asked).json["workers"]
+            held = [row for row in workers if row["tokens"]]
+            assert trusts(workers) == states
+            assert [row["instance"] for row in held] == ([name] if tokens_asked is tokens else [])
+            assert workers[: len(held)] == held
+            assert all(row["tiers"] == nothing for row in workers[len(held) :])
+        many = service.post("/v1/match_many", model=model, prompts=[tokens, prompt(31)]).json
+        assert trusts(many["workers"]) == states
+        assert [[row["instance"] for row in each["holders"]] for each in many["matches"]] == [[name], []]
+        assert trusts(service.get(f"/v1/hot?model={model}").json["workers"]) == states
+        # In the answers of others a worker that is absent is EXACT and holds nothing.
+        zero = {"longest_matched": 0, "gpu": 0, "dp": {"0": 0}, "cpu": 0, "disk": 0, "trust": {"0": "CONNECTING"}}
+        found = service.post("/query", model_name=model, token_ids=prompt(31)).json
+        assert found == {"scores": {}, "frequencies": [], "instances": {"unknown": zero}}
+        found = service.post("/query", model=model, token_ids=prompt(31)).json
+        assert {each: row["trust"] for each, row in found["default"].items()} == {"unknown": {"0": "CONNECTING"}}
+        assert service.post("/query_by_hash", model_name=model, block_hashes=[1]).json["instances"] == {"unknown": zero}
+        for gone in ("empty", "unknown"):
+            assert service.post("/unregister", instance_id=gone).status == 200
+
+
+def test_the_block_of_the_last_token_does_not_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """Engines recompute it: of n tokens at most (n - 1) // block size blocks are of use. What is held stays what it is."""
+    name, model, made = fresh
+    tokens = prompt(32)
+    made.store(tokens)
+    service.exact(name, blocks=4)
+    for asked, usable in ((tokens, 48), ([*tokens, 1], 64), (tokens[:63], 48), (tokens[:16], 0), (tokens[:1], 0), ([], 0)):
+        whole = len(asked) // BLOCK * BLOCK
+        for more, expected in (({}, usable), ({"whole_prompt": True}, whole)):
+            body = {"model": model, **more}
+            query = "".join(f"&{field}=true" for field in more)
+            matched = service.post("/v1/match", body | {"tokens": asked}).json
+            raw = service.ask("POST", f"/v1/match?model={model}{query}", packed(asked), content_type=RAW).json
+            many = service.post("/v1/match_many", body | {"prompts": [asked]}).json["matches"][0]
+            chosen = service.post("/v1/select", body | {"tokens": asked, "explain": True}).json["considered"]
+            assert matched == raw
+            assert (matched["prompt_tokens"], many["prompt_tokens"]) == (len(asked), len(asked))
+            assert [row["tokens"] for row in (*matched["workers"], *chosen)] == [expected] * 2
+            assert [row["tokens"] for row in many["holders"]] == ([expected] if expected else [])
+            found = service.post("/query", {"model_name": model, "token_ids": asked, **more}).json["instances"]
+            assert found.get(name, {"longest_matched": 0})["longest_matched"] == expected
+    assert service.keys(name) == {(key, "gpu") for key in hex_keys(tokens)}
+
+
+def test_a_prompt_may_name_an_adapter_that_an_engine_lists() -> None:
+    """As vLLM lists adapters in `/v1/models`: requests name them as their model, and events have the name of the LoRA."""
+    with engine(seed=904) as made, Web() as web:
+        web.pages = {
+            "/kv_event_sources": {"0": {"endpoint": made.endpoint, "replay_endpoint": made.replay_endpoint, "topic": ""}},
+            "/v1/models": {"data": [{"id": "base"}, {"id": "adapter-0", "parent": "base"}]},
+        }
+        base, adapted = prompt(33), prompt(34)
+        made.store(base)
+        made.store(adapted, lora_name="adapter-0")
+        with serving("--engine", web.url) as service:
+            name, _ = until("the engine", lambda: next(iter(service.sources()), None))
+            service.exact(name, blocks=8)
+
+            def held(model: str, tokens: list[int]) -> int:
+                (row,) = service.post("/v1/match", model=model, tokens=[*tokens, 1]).json["workers"]
+                return int(row["tokens"])
+
+            assert (held("adapter-0", adapted), held("base", base)) == (64, 64)
+            assert (held("adapter-0", base), held("base", adapted)) == (0, 0)
+            assert service.post("/v1/select", model="adapter-0", tokens=adapted).json["instance"] == name
+            assert service.post("/v1/match", model="adapter-1", tokens=adapted).status == 404
+
+
+# --- choosing
+
+
+def test_select_takes_who_holds_most_and_says_why(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    tokens = prompt(10)
+    with engine(seed=901) as other:
+        assert service.register("other", other.publisher, model_name=model).status == 201
+        made.store(tokens[:16])
+        other.store(tokens)
+        for each, blocks in ((name, 1), ("other", 4)):
+            service.exact(each, blocks=blocks)
+        told = service.post("/v1/select", model=model, tokens=tokens, explain=True, whole_prompt=True).json
+        assert (told["instance"], told["rank"]) == ("other", 0)
+        assert told["why"].startswith("other rank 0 is EXACT, holds 64 of 64 tokens")
+        assert [(each["instance"], each["tokens"]) for each in told["considered"]] == [("other", 64), (name, 16)]
+        busy = [{"instance": "other", "load": 90.0}, {"instance": name, "load": 10.0}]
+        weighed = service.post("/v1/select", model=model, tokens=tokens, candidates=busy, load_weight=1.0).json
+        assert weighed["instance"] == name
+        alone = service.post("/v1/select", model=model, tokens=tokens, candidates=[{"instance": name}]).json
+        assert (alone["instance"], alone["considered"]) == (name, None)
+        assert service.post("/v1/select", model=model, tokens=tokens, candidates=[]).reason == "no-candidates"
+        assert service.post("/unregister", instance_id="other").status == 200
+
+
+def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """The dead one holds the prompt and has no load, since what is sent there fails at once. The answer has the trust.
+
+    Without any other it is chosen, and the answer says that nothing is connected."""
+    name, model, made = fresh
+    tokens = prompt(24)
+    made.store(prompt(25))
+    with refusing() as nowhere:
+        with engine(seed=902) as other:
+            assert service.register("other", other.publisher, model_name=model).status == 201
+            other.store(tokens)
+            service.exact(name, blocks=4)
+            service.exact("other", blocks=4)
+        until("stale", lambda: service.trust("other")[0] == "STALE")
+        assert service.register("refused", nowhere, model_name=model).status == 201
+        until("refused", lambda: "nothing listens" in service.trust("refused")[1])
+        body = {"model": model, "tokens": tokens, "explain": True}
+        loads = [{"instance": name, "load": 50.0}, {"instance": "other"}, {"instance": "refused"}]
+        every: list[dict[str, Any]] = [
+            {},
+            {"candidates": loads, "load_weight": 1000.0},
+            {"candidates": loads, "trust": {"STALE": 1.0}},
+        ]
+        for more in every:
+            for _ in range(6):
+                told = service.post("/v1/select", body | more).json
+                assert (told["instance"], told["trust"]["state"], len(told["considered"])) == (name, "EXACT", 1)
+                assert {each["instance"]: each["trust"]["state"] for each in told["unreachable"]} == {
+                    "other": "STALE",
+                    "refused": "CONNECTING",
+                }
+                assert told["why"].endswith("2 without a connection were left out.")
+        dead = {"candidates": loads[1:]}
+        told = service.post("/v1/select", body | dead | {"trust": {"STALE": 1.0}}).json
+        assert (told["instance"], told["trust"]["state"]) == ("other", "STALE")
+        assert told["why"].endswith("no candidate is connected.")
+        for gone in ("other", "refused"):
+            assert service.post("/unregister", instance_id=gone).status == 200
+
+
+def test_select_takes_engines_of_the_lora_and_salt_alone(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """An engine that was registered with a LoRA or a salt takes prompts that name it; one that was not may have any."""
+    name, model, _ = fresh
+    with engines(2) as made:
+        assert service.register("adapter", made[0].publisher, model_name=model, lora_name="sql").status == 201
+        assert service.register("salted", made[1].publisher, model_name=model, additionalsalt="s3cret").status == 201
+        for each in ("adapter", "salted"):
+            service.exact(each)
+        service.exact(name)
+
+        def chosen(**scope: Any) -> set[str]:
+            """Equal candidates take turns, so that each comes."""
+            answers = [service.post("/v1/select", model=model, tokens=prompt(26), **scope) for _ in range(6)]
+            return {answer.json["instance"] for answer in answers}
+
+        assert chosen() == {name}
+        assert chosen(lora="sql") == {name, "adapter"}
+        assert chosen(lora="another") == {name}
+        assert chosen(salt="s3cret") == {name, "salted"}
+        assert chosen(salt="guessed") == {name}
+        every = [{"instance": each} for each in (name, "adapter", "salted")]
+        assert chosen(candidates=every) == {name}
+        assert chosen(candidates=every, salt="s3cret") == {name, "salted"}
+        refused = service.post("/v1/select", model=model, tokens=[], candidates=every[1:])
+        assert (refused.status, refused.reason) == (400, "no-candidates")
+        for gone in ("adapter", "salted"):
+            assert service.post("/unregister", instance_id=gone).status == 200
+
+
+def test_what_select_expects_counts_where_it_is_asked_for(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    tokens = prompt(11)
+    service.exact(name)
+    # Of an engine that has sent nothing, events say no block size yet; the one that was registered has to do.
+    made.store(prompt(12, 1))
+    service.exact(name, blocks=1)
+    assert service.post("/v1/select", model=model, tokens=tokens, expect_seconds=60).json["instance"] == name
+    with_it = service.post("/v1/match", model=model, tokens=[*tokens, 1], expected=True).json["workers"]
+    assert [each["tokens"] for each in with_it] == [64]
+    without = service.post("/v1/match", model=model, tokens=[*tokens, 1]).json["workers"]
+    assert [each["tokens"] for each in without] == [0]
+    assert service.held(tokens, model_name=model) == {}
+    assert service.post("/v1/select", model=model, tokens=tokens, expect_seconds=61).status == 422
+
+
+# --- listings
+
+
+def test_sources_say_what_is_known_of_each(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    made.store(prompt(13))
+    service.exact(name, blocks=4)
+    found = until("all its batches", lambda: row if (row := service.source(name))["last_seq"] == made.last_seq else None)
+    assert {part: found[part] for part in ("instance", "rank", "model", "tenant", "group", "endpoint", "origin", "fault")} == {
+        "instance": name,
+        "rank": 0,
+        "model": model,
+        "tenant": "default",
+        "group": "default",
+        "endpoint": made.endpoint,
+        "origin": "http",
+        "fault": None,
+    }
+    assert (found["batches"], found["lost"], found["gaps"], found["rejected"]) == (made.last_seq + 1, 0, [], {})
+    assert (found["block_sizes"], found["declared_block_size"]) == ([BLOCK], BLOCK)
+    for query, there in (
+        (f"instance={name}", True),
+        (f"model={model}&tenant=default&group=default", True),
+        (f"model={model}&tenant=x", False),
+        ("group=x", False),
+    ):
+        rows = service.get(f"/v1/sources?{query}").json["sources"]
+        assert (name in {row["instance"] for row in rows}) == there
+    assert service.get("/v1/sources").json["faults"] == {}
+
+
+def test_stats_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    service.exact(name)
+    until("all its batches", lambda: service.source(name)["last_seq"] == made.last_seq)
+    before = service.get("/v1/stats").json
+    made.store(prompt(14), medium="CPU")
+    service.exact(name, blocks=4)
+    service.post("/v1/match", model=model, tokens=prompt(14))
+    service.post("/v1/match", model=model, tokens=prompt(15))
+    after = service.get("/v1/stats").json
+    assert (after["lookups"] - before["lookups"], after["hits"] - before["hits"]) == (2, 1)
+    assert (after["batches"] - before["batches"], after["blocks"] - before["blocks"]) == (1, 4)
+    assert after["tiers"].get("cpu", 0) - before["tiers"].get("cpu", 0) == 4
+    assert after["uptime_seconds"] > before["uptime_seconds"]
+    assert (after["snapshot_at"], after["snapshot_fault"]) == (None, None)
+
+
+def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    """All pages are of one moment, whatever comes and goes meanwhile, and each block is on one of them."""
+    name, _model, made = fresh
+    exact = {"state": "EXACT", "reason": "", "reason_codes": []}
+    service.exact(name)
+    assert service.get(f"/v1/blocks?instance={name}").json == {"total": 0, "blocks": [], "next": None, "trust": exact}
+    tokens = prompt(16, 25)
+    hashes = made.store(tokens)
+    made.store(tokens, medium="CPU", parent=())
+    service.exact(name)
+    until("both tiers", lambda: service.get(f"/v1/blocks?instance={name}").json["total"] == 50)
+    pages, cursor = [], ""
+    while True:
+        page = service.get(f"/v1/blocks?instance={name}&limit=7&cursor={cursor}").json
+        pages.append(page["blocks"])
+        assert (page["total"], page["trust"]) == (50, exact)
+        if len(pages) == 3:
+            made.remove(hashes)
+            until("less", lambda: service.source(name)["blocks"] == 25)
+        if page["next"] is None:
+            break
+        before, cursor = cursor, page["next"]
+    blocks = [block for page in pages for block in page]
+    assert [len(page) for page in pages] == [7] * 7 + [1]
+    found = [(block["key"], block["tier"]) for block in blocks]
+    assert sorted(found) == sorted((key, tier) for key in hex_keys(tokens) for tier in ("gpu", "cpu"))
+    assert {block["hash"] for block in blocks if block["tier"] == "gpu"} == {f"{each:016x}" for each in hashes}
+    assert {(block["group"], block["copies"]) for block in blocks} == {(0, 1)}
+    assert service.keys(name) == {(key, "cpu") for key in hex_keys(tokens)}
+    ended = service.get(f"/v1/blocks?instance={name}&limit=7&cursor={before}")
+    assert (ended.status, ended.reason) == (404, "no-cursor")
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("", 400),
+        ("instance=nobody", 404),
+        ("instance={name}&rank=1", 404),
+        ("instance={name}&rank=-1", 400),
+        ("instance={name}&rank=x", 400),
+        ("instance={name}&tenant=x", 404),
+        ("instance={name}&limit=0", 400),
+        ("instance={name}&limit=10001", 400),
+        ("instance={name}&limit=" + "9" * 5000, 400),
+        ("instance={name}&cursor=zz", 400),
+        ("instance={name}&cursor=0123456789abcdef.7", 404),
+        ("instance=%ff", 400),
+        ("instance={name}&rank=0&rank=0", 400),
+    ],
+)
+def test_blocks_that_cannot_be_told(service: Service, fresh: tuple[str, str, Engine], query: str, status: int) -> None:
+    answer = service.get(f"/v1/blocks?{query.format(name=fresh[0])}")
+    assert answer.status == status
+    assert answer.reason
+
+
+def test_hot_prefixes_are_a_tree(service: Service, fresh: tuple[str, str, Engine]) -> None:
+    name, model, made = fresh
+    root, *leaves = prompt(17, 2), prompt(18, 1), prompt(19, 1)
+    made.store(root)
+    service.exact(name, blocks=2)
+    for _ in range(3):
+        for leaf in leaves:
+            service.post("/v1/match", model=model, tokens=root + leaf)
+    found = service.get(f"/v1/hot?model={model}").json
+    assert (found["model"], found["sampled"]) == (model, 6)
+    top, *below = found["prefixes"]
+    assert (top["tokens"], top["lookups"], top["workers"], top["parent"]) == (32, 6, 1, None)
+    assert top["key"] == hex_keys(root)[-1]
+    assert {(each["parent"], each["tokens"], each["lookups"], each["workers"]) for each in below} == {(top["key"], 48, 3, 0)}
+    assert len(service.get(f"/v1/hot?model={model}&limit=1").json["prefixes"]) == 1
+    assert service.get("/v1/hot").reason == "missing-model"
+    nothing = {"model": "nobody", "sampled": 0, "prefixes": [], "workers": [], "missing": ""}
+    assert service.get("/v1/hot?model=nobody").json == nothing
+
+
+# --- events
+
+
+def test_events_tell_of_states_batches_and_losses(service: Service) -> None:
+    with Stream(service, "?instance=told") as stream, Stream(service, "?instance=another") as silent:
+        with engine(seed=60) as made:
+            assert service.register("told", made.publisher).status == 201
+            service.exact("told")
+            exact = stream.next("state", lambda told: told["trust"]["state"] == "EXACT")
+            assert (exact["instance"], exact["rank"], exact["model"], exact["type"]) == ("told", 0, "m", "state")
+            made.store(prompt(20))
+            batch = stream.next("batches", lambda told: told["blocks"] == 4)
+            assert batch["last_seq"] == made.last_seq
+            assert batch["batches"] >= 1
+            place = made.publisher.endpoint, made.publisher.replay_endpoint
+        stale = stream.next("state", lambda told: told["trust"]["state"] == "STALE")
+        assert stale["was"] == "EXACT"
+        with engine(seed=61, endpoint=place[0], replay_endpoint=place[1], bind=True) as again:
+            again.store(prompt(21, 2))
+            loss = stream.next("loss")
+            assert (loss["what"], loss["instance"]) == ("reset", "told")
+            assert loss["sentence"].startswith("its blocks are forgotten")
+            service.exact("told", blocks=2)
+            stream.next("state", lambda told: told["trust"]["state"] == "EXACT")
+        assert service.post("/unregister", instance_id="told").status == 200
+        silent.close()
+
+
+def test_compacted_history_is_a_snapshot_and_no_loss(tmp_path: Path) -> None:
+    """An engine with more history than its buffer has: EXACT, and nothing anywhere says that batches are lost."""
+    with engine(seed=80, compact=True, buffer_steps=4) as made, serving() as service, Stream(service) as stream:
+        for number in range(40):
+            made.store(prompt(800 + number, 1))
+        until("all to be sent", lambda: made.publisher.stats().published == 40)
+        assert service.register("old", made.publisher).status == 201
+        snapshot = stream.next("snapshot")
+        assert (snapshot["instance"], snapshot["first"]) == ("old", 0)
+        source = service.exact("old", blocks=40)
+        assert (source["lost"], source["gap_count"], source["gaps"]) == (0, 0, [])
+        assert source["compacted"] == snapshot["last"] + 1 > 0
+        metrics = service.get("/metrics").body.decode()
+        [compacted] = [line for line in metrics.splitlines() if line.startswith("kvevents_source_compacted_batches_total{")]
+        assert compacted.endswith(f" {source['compacted']}")
+        for name in ('kvevents_source_lost_batches_total{engine="old"', 'kvevents_source_gaps_total{engine="old"'):
+            assert all(line.endswith(" 0") for line in metrics.splitlines() if line.startswith(name) and "healed" not in line)
+        assert not service.told("WARNING|lost")
+
+
+def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service) -> None:
+    streams = [Stream(service) for _ in range(3)]
+    refused = Stream(service)
+    assert refused.status == 503
+    assert json.loads(refused.response.read())["reason"] == "too-many-listeners"
+    for stream in [*streams, refused]:
+        stream.close()
+
+    def metric() -> bool:
+        return b"kvevents_event_stream_clients 0\n" in service.get("/metrics").body
+
+    until("the service to notice", metric)
+
+
+def test_a_client_that_is_too_slow_is_told_how_much_it_has_missed() -> None:
+    """Filling the buffers of real sockets would take tens of thousands of events, so this asks the queue itself."""
+
+    def loss(number: int) -> LossEvent:
+        return LossEvent(
+            at=0.0, instance="e", rank=number, model="m", tenant="default", group="default", what="gap", sentence="lost"
+        )
+
+    async def scenario() -> tuple[list[Any], int | None]:
+        announcer = Announcer()
+        with announcer.listening() as slow, announcer.listening() as quick:
+            for number in range(MAX_QUEUED + 5):
+                announcer.announce(loss(number))
+                await asyncio.sleep(0)
+                assert await quick.get(1) == loss(number)
+            got = [await slow.get(1) for _ in range(MAX_QUEUED + 1)]
+            announcer.announce(loss(-1))
+            assert await slow.get(1) == loss(-1)
+            return got[:-1], got[-1] if isinstance(got[-1], int) else None
+
+    got, missed = asyncio.run(scenario())
+    assert got == [loss(number) for number in range(MAX_QUEUED)]
+    assert missed == 5
+
+
+# --- probes
+
+
+def test_readiness_waits_for_the_quorum_and_stays(tmp_path: Path) -> None:
+    with engine(seed=70) as made, refusing() as nowhere:
+        config = write(tmp_path / "service.toml", "ready = { quorum = 0.5, deadline_seconds = 3600 }\n")
+        flags = ("--config", config, "--model", "m", "--worker")
+        with serving(*flags, f"a={made.endpoint},{made.replay_endpoint}", "--worker", f"b={nowhere}") as service:
+            service.exact("a")
+            ready = until("quorum", lambda: answer if (answer := service.get("/readyz")).status == 200 else None).json
+            assert ready["exact"] == 1
+            assert (ready["ready"], ready["sources"], ready["quorum"]) == (True, 2, 0.5)
+            # Later doubts are in the answers' trust: a service that stops answering would be worse.
+            made.publisher.shutdown()
+            until("stale", lambda: service.trust("a")[0] == "STALE")
+            assert service.get("/readyz").status == 200
+
+
+def test_readiness_is_given_at_the_deadline(tmp_path: Path) -> None:
+    """tests/integration/test_service_readiness.py has when it is not given, by a clock of its own."""
+    with refusing() as nowhere:
+        config = write(tmp_path / "service.toml", "ready = { deadline_seconds = 0.5 }\n")
+        with serving("--config", config, "--model", "m", "--worker", f"b={nowhere}") as service:
+            late = until("the deadline", lambda: answer if (answer := service.get("/readyz")).status == 200 else None)
+            assert late.json["why"] == "0 of 1 sources are EXACT; the deadline of 0.5 s has passed"
+
+
+def test_probes_and_pages_are_there(service: Service) -> None:
+    for path, kind in (
+        ("/health", "application/json"),
+        ("/livez", "application/json"),
+        ("/readyz", "application/json"),
+        ("/metrics", "text/plain; version=0.0.4; charset=utf-8"),
+        ("/openapi.json", "application/json"),
+        ("/", "text/html; charset=utf-8"),
+    ):
+        answer = service.get(path)
+        assert (answer.status, answer.headers["content-type"]) == (200, kind)
+    assert service.get("/health").json == {"status": "ok", "warnings": []}

@@ -1,0 +1,392 @@
+"""`kvevents.sim.live`: small fleets over real sockets, through what can go wrong on the way."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pytest
+import zmq
+
+from kvevents import Subscriber
+from kvevents.errors import ConfigError, EndpointError
+from kvevents.index import Applied
+from kvevents.routing import Choice, Policy, Prompt, Worker, policy
+from kvevents.routing.policy_types import Candidate
+from kvevents.sim import faults, live
+from kvevents.sim.live import LiveFleet, WorkerView
+from kvevents.sim.requests import Request
+from kvevents.sim.results import PolicyResult, StreamResult
+from kvevents.stream import RawBatch
+from publisher_cases import wait_until
+from sim_cases import conversations, request
+from sim_live_cases import opened, openings
+
+TENANTS = (None, "one", "two")
+PROMPT = 8.0
+"""Seconds within which a run must be over that waits for nothing; less than what a fleet waits for events in vain."""
+
+
+@pytest.fixture(autouse=True)
+def short_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that come back, and networks that heal, in a fraction of a second."""
+    monkeypatch.setattr(faults, "DOWN_SECONDS", 0.05)
+    monkeypatch.setattr(faults, "STALL_SECONDS", 0.1)
+
+
+class Ran(NamedTuple):
+    """A run that is over."""
+
+    fleet: LiveFleet
+    result: PolicyResult
+    streams: list[StreamResult]
+    seconds: float
+
+
+def ran(requests: Sequence[Request], **given: Any) -> Ran:
+    with opened(**given) as fleet:
+        began = time.monotonic()
+        result = fleet.run(requests)
+        return Ran(fleet, result, fleet.streams(), time.monotonic() - began)
+
+
+def total(streams: Sequence[StreamResult], name: str) -> int:
+    return sum(getattr(stream, name) for stream in streams)
+
+
+def all_right(run: Ran, requests: Sequence[Request]) -> None:
+    """Everything answered, every lookup compared, nothing lost."""
+    result = run.result
+    assert (result.requests, result.finished, result.refused) == (len(requests), len(requests), 0)
+    assert (result.disagreements, result.unproven, result.examples) == (0, 0, [])
+    assert result.checked >= result.finished
+    assert total(run.streams, "lost") == 0
+    assert [stream.trust for stream in run.streams] == ["EXACT"] * len(run.streams)
+    assert run.seconds < PROMPT
+
+
+# --- nothing goes wrong
+
+
+@pytest.mark.parametrize(
+    ("given", "within"),
+    [
+        ({}, (None,)),
+        ({"engines": 2, "ranks": 2, "dialect": "vllm-0.9.1"}, (None,)),
+        ({"dialect": "vllm-0.24", "window": 24, "blocks": 140}, TENANTS),
+        ({"dialect": "sglang-0.5.22"}, TENANTS),
+        ({"engines": 2, "host_blocks": 60}, (None,)),
+    ],
+    ids=str,
+)
+def test_index_and_engines_agree_over_sockets(given: dict[str, Any], within: Sequence[str | None]) -> None:
+    """In several dialects, with ranks, tenants, a window, host memory: every lookup, and every batch was delivered once."""
+    requests = list(conversations(60, rate=60, salts=within))
+    run = ran(requests, **given)
+    all_right(run, requests)
+    result = run.result
+    assert result.checked == result.finished + result.preemptions
+    assert result.cached_tokens > 0
+    assert {(one.source, one.rank): one.batches for one in run.streams} == {
+        worker: station.batches for worker, station in run.fleet.fleet.stations.items()
+    }
+    assert total(run.streams, "batches") == result.batches
+    assert [total(run.streams, name) for name in ("replayed", "healed", "resets", "reconnects")] == [0] * 4
+    assert run.fleet.struck == {}
+
+
+def test_views_tell_what_the_workers_do() -> None:
+    seen: list[list[WorkerView]] = []
+    requests = list(conversations(60, rate=60))
+    with opened(engines=2, ranks=2, pace=2) as fleet:
+        before = fleet.views()
+        result = fleet.run(requests, look=lambda each: seen.append(each.views()))
+        after = fleet.views()
+    assert [view.worker for view in before] == [("engine-0", 0), ("engine-0", 1), ("engine-1", 0), ("engine-1", 1)]
+    assert all(view[2:] == (0, 0, 0, 0, 0.0, 0) for view in before)
+    assert seen
+    assert any(view.running for views in seen for view in views)
+    assert sum(view.batches for view in after) == result.batches
+    assert all((view.trust, view.running, view.waiting, view.restarts) == ("EXACT", 0, 0, 0) for view in after)
+    assert all(0 < view.blocks <= 70 for view in after)
+    assert [view.hit_rate for view in after] == [worker.cached_tokens / worker.prompt_tokens for worker in result.workers]
+
+
+def test_absurd_haste_is_told_and_makes_nothing_wrong() -> None:
+    """The fleet is late by more than all that it was given: results are those of its own time."""
+    requests = list(conversations(60, rate=60))
+    run = ran(requests, pace=10_000)
+    all_right(run, requests)
+    assert run.fleet.behind > run.result.seconds / 10_000
+
+
+@pytest.mark.parametrize("pace", [0, -1, float("inf"), float("nan")])
+def test_a_pace_that_cannot_be_is_refused(pace: float) -> None:
+    with pytest.raises(ConfigError, match=r"^pace is .*; it is a number above 0"), opened(pace=pace):
+        pass
+
+
+def test_a_request_that_the_dialect_cannot_tell_ends_the_run() -> None:
+    with opened(engines=1, dialect="vllm-0.9.1") as fleet, pytest.raises(ConfigError, match="does not tell salts"):
+        fleet.run([request([1], salt="a")])
+
+
+# --- other consumers
+
+
+def test_any_consumer_sees_the_same_batches() -> None:
+    """A bare SUB that was there from the beginning, and a subscriber of ours that comes when the work is half done."""
+    requests = list(conversations(60, rate=60))
+    with opened(dialect="vllm-0.24") as fleet, zmq.Context() as context, context.socket(zmq.SUB) as bare:
+        bare.subscribe(b"")
+        bare.set_hwm(0)
+        for address in fleet.addresses:
+            bare.connect(address.endpoint)
+        wait_until(lambda: fleet.sockets.subscribers() == 2, "the bare socket to be subscribed")
+        late = Late(fleet)
+        result = fleet.run(requests, look=late.look)
+        live_payloads = sorted(bare.recv_multipart()[2] for _ in range(result.batches))
+        assert bare.poll(0) == 0
+        late_payloads = late.all(result.batches)
+    assert late.after > 0
+    assert sorted(late_payloads) == live_payloads
+    assert result.disagreements == 0
+
+
+class Late:
+    """Subscribes in the middle of a run."""
+
+    def __init__(self, fleet: LiveFleet) -> None:
+        self.after = 0
+        """Batches that had been sent before."""
+        self._sources = [address.source for address in fleet.addresses]
+        self._found: list[bytes] = []
+        self._wanted: int | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def look(self, fleet: LiveFleet) -> None:
+        if not self.after and fleet.fleet.progress.finished >= 10:
+            self.after = fleet.fleet.tally.batches
+            self._thread.start()
+
+    def all(self, wanted: int) -> list[bytes]:
+        self._wanted = wanted
+        if not self._thread.ident:
+            self._thread.start()
+        self._thread.join(20)
+        assert not self._thread.is_alive(), f"{len(self._found)} of {wanted} batches"
+        return self._found
+
+    def _run(self) -> None:
+        with Subscriber(self._sources, decode=False) as subscriber:
+            while self._wanted is None or len(self._found) < self._wanted:
+                self._found += [one.payload for one in subscriber.receive_many(None, 0.05) if isinstance(one, RawBatch)]
+
+
+# --- the end
+
+
+def test_it_ends_at_once_when_told_to_from_another_thread() -> None:
+    """The next request is due in three months."""
+    looked = threading.Event()
+    requests = [request([1, 2, 3]), request([1], at=1e7)]
+    stopped: list[float] = []
+    with opened(engines=2, pace=1.0) as fleet:
+
+        def stop() -> None:
+            assert looked.wait(20)
+            stopped.append(time.monotonic())
+            fleet.stop()
+
+        stopping = threading.Thread(target=stop, daemon=True)
+        stopping.start()
+        result = fleet.run(requests, look=lambda _: looked.set())
+        ended = time.monotonic()
+        stopping.join(20)
+    assert ended - stopped[0] < 5
+    assert (result.requests, result.disagreements) == (1, 0)
+
+
+def test_what_was_told_to_end_before_it_began_does_nothing() -> None:
+    with opened(engines=1) as fleet:
+        fleet.stop()
+        result = fleet.run(conversations(5))
+    assert (result.requests, result.finished, result.checked) == (0, 0, 0)
+
+
+class DiedError(Exception):
+    """What an index may raise."""
+
+
+def dying(fleet: LiveFleet, when: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the consumer fail at its next delivery after `when` holds."""
+    apply = fleet.follower.audit.apply
+
+    def failing(*given: Any) -> Applied:
+        if when():
+            raise DiedError("no room left")
+        return apply(*given)
+
+    monkeypatch.setattr(fleet.follower.audit, "apply", failing)
+
+
+@pytest.mark.parametrize("moment", ["at once", "at the end"])
+def test_a_consumer_that_dies_is_told(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when all is answered, and only the last events are waited for, which are late here."""
+    with opened(engines=2, wrong="delay:300ms") as fleet:
+        dying(fleet, lambda: moment == "at once" or fleet.fleet.done, monkeypatch)
+        began = time.monotonic()
+        with pytest.raises(DiedError, match="no room left"):
+            fleet.run(conversations(60, rate=60))
+        assert time.monotonic() - began < PROMPT
+        assert fleet.fleet.done == (moment == "at the end")
+
+
+def stop_soon(fleet: LiveFleet) -> None:
+    """When something was published."""
+    if fleet.fleet.tally.batches:
+        fleet.stop()
+
+
+def test_a_consumer_that_dies_as_the_run_is_stopped_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(engines=1, pace=1.0) as fleet:
+        closing, close = threading.Event(), fleet.follower.close
+        dying(fleet, lambda: closing.wait(20), monkeypatch)
+
+        def close_then() -> None:
+            closing.set()
+            close()
+
+        monkeypatch.setattr(fleet.follower, "close", close_then)
+        with pytest.raises(DiedError):
+            fleet.run([request(range(20)), request([1], at=1e7)], look=stop_soon)
+
+
+@pytest.mark.parametrize("wrong", ["", "drop:1%"])
+def test_nothing_is_left_open(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a run, and after one whose consumer died."""
+    before = openings()
+    ran(list(conversations(10, rate=60)), wrong=wrong, engines=2)
+    wait_until(lambda: openings() == before, "everything to be closed after a run")
+    with opened(wrong=wrong, engines=2) as fleet:
+        dying(fleet, lambda: True, monkeypatch)
+        with suppress(DiedError):
+            fleet.run(conversations(10, rate=60))
+    wait_until(lambda: openings() == before, "everything to be closed after a death")
+
+
+@pytest.mark.parametrize("wrong", ["", "drop:1%"])
+@pytest.mark.parametrize("behind", [0, 1, 3])
+def test_a_port_in_use_is_told_and_nothing_is_left_open(behind: int, wrong: str) -> None:
+    """The first worker's for events, its one for replay, or the second worker's for replay."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        before = openings()
+        with pytest.raises(EndpointError, match=r"127\.0\.0\.1:\d+"), opened(base_port=port - behind, wrong=wrong):
+            pass
+        wait_until(lambda: openings() == before, "everything to be closed")
+
+
+# --- faults
+
+
+FAULTS: dict[str, Callable[[Ran], object]] = {
+    "restart:200ms": lambda run: total(run.streams, "resets") > 0 < run.result.retried,
+    "drop:10%": lambda run: total(run.streams, "healed") > 0,
+    "cut:80ms": lambda run: total(run.streams, "reconnects") > 0,
+    "stall:150ms": lambda run: run.fleet.struck["stall"] > 0,
+    "reset:80ms": lambda run: run.fleet.struck["reset"] > 0 == total(run.streams, "resets"),
+    # Replay, which is asked for the first live batch, may be ahead of the ones that are delayed.
+    "delay:100ms": lambda run: total(run.streams, "resets") == 0,
+    "restart:200ms,drop:10%,cut:100ms": lambda run: total(run.streams, "resets") > 0 < total(run.streams, "healed"),
+}
+"""What goes wrong, and how one sees that it did."""
+
+
+@pytest.mark.parametrize("wrong", FAULTS)
+def test_index_and_engines_agree_whatever_goes_wrong(wrong: str) -> None:
+    """All is answered, all that was lost is made good, no lookup differs, and in the end all streams are EXACT again."""
+    requests = list(conversations(80, rate=60, seed=1))
+    run = ran(requests, wrong=wrong, pace=2.0, blocks=140)
+    result = run.result
+    assert result.finished == result.requests == len(requests)
+    assert (result.disagreements, result.examples) == (0, [])
+    assert FAULTS[wrong](run), run
+    assert total(run.streams, "lost") == 0 or "restart" in wrong
+    assert run.seconds < PROMPT
+    assert {stream.trust for stream in run.streams if has_sent(run, stream)} <= {"EXACT"}
+
+
+def has_sent(run: Ran, stream: StreamResult) -> bool:
+    """Whether it is up, and has published in its present life: of others nobody can know that they are the same process."""
+    station = run.fleet.fleet.stations[stream.source, stream.rank]
+    return station.up and station.batches > 0
+
+
+def test_restarts_keep_the_ports_and_are_seen_as_resets() -> None:
+    requests = list(conversations(60, rate=60, seed=2))
+    with opened(wrong="restart:150ms", pace=2, engines=2) as fleet:
+        before = fleet.addresses
+        result = fleet.run(requests)
+        streams = {(one.source, one.rank): one for one in fleet.streams()}
+        assert fleet.addresses == before
+    restarts = {(one.source, one.rank): one.restarts for one in result.workers}
+    assert sum(restarts.values()) > 2
+    # A life that ended before its first batch, and the last one if it has none, need not be seen.
+    assert all(0 < streams[worker].resets <= restarts[worker] for worker in restarts)
+    assert result.retried > 0
+    assert result.disagreements == 0
+
+
+def test_a_stall_ends_no_other_fault() -> None:
+    """An engine whose network was stalled once goes on losing batches."""
+    dropped_before: list[int] = []
+
+    def look(each: LiveFleet) -> None:
+        if each.struck["stall"] and not dropped_before:
+            dropped_before.append(dropped(each))
+
+    def dropped(each: LiveFleet) -> int:
+        return sum(proxy.counts.down.dropped for proxy, _ in each.sockets.proxies.values())
+
+    with opened(engines=1, wrong="stall:400ms,drop:50%", pace=1.0, blocks=300) as fleet:
+        result = fleet.run(conversations(60, rate=60), look=look)
+        assert dropped_before
+        assert dropped(fleet) > dropped_before[0] + 3
+    assert result.disagreements == 0
+
+
+# --- trust
+
+
+class Watching:
+    """A policy that notes the trust of the candidates that it is given."""
+
+    def __init__(self, chosen: Policy, seen: set[tuple[Worker, str]]) -> None:
+        self.name, self.uses_index = chosen.name, chosen.uses_index
+        self._chosen, self._seen = chosen, seen
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
+        self._seen.update((one.worker, one.trust) for one in candidates)
+        return self._chosen.choose(prompt, candidates)
+
+
+def test_the_router_is_told_the_trust_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose connections are cut for good is no candidate at any choice; the other one comes to be EXACT."""
+    seen: set[tuple[Worker, str]] = set()
+    monkeypatch.setattr(live, "policy", lambda name, seed: Watching(policy(name, seed), seen))
+    first, second = ("engine-0", 0), ("engine-1", 0)
+    with opened(engines=2, wrong="delay:1ms") as fleet:
+        for proxy in fleet.sockets.proxies[first]:
+            proxy.cut(refuse=True)
+        wait_until(lambda: fleet.follower.trust[first] == "STALE", "the stream to be STALE")
+        monkeypatch.setattr(live, "SETTLE_SECONDS", 0.0)
+        fleet.run(conversations(60, rate=60))
+    assert {worker for worker, _ in seen} == {second}
+    assert (second, "EXACT") in seen

@@ -1,0 +1,389 @@
+"""What a comparison is told as: the table, the sentence, and the page, which is also looked at in a real Chromium."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chromium import Chromium, find_chromium
+from kvevents.errors import MissingDependencyError
+from kvevents.sim.report import asked, described, page, rows, seen
+from kvevents.sim.report.figures import DRAWINGS, MAX_DOTS, MAX_POINTS, _thinned, hit_rates
+from kvevents.sim.report.settings import room
+from kvevents.sim.report.table import COLUMNS, cells
+from kvevents.sim.report.words import span
+from kvevents.sim.results import Comparison, Difference, Distribution, PolicyResult, Sample
+from kvevents.sim.settings import FleetSettings
+from sim_report_cases import result
+
+VOID = frozenset({"meta", "link", "br", "hr", "img", "input"})
+SETTINGS = described(FleetSettings(engines=2, blocks=1_000), {"trace": None, "workload": "chat", "requests": 300, "rate": 2.0})
+DIFFERENCE = Difference("engine-1", 0, 0, 17, 3, 4_096, 512, 528)
+
+
+def unanswered(policy: str = "round-robin", **changes: Any) -> PolicyResult:
+    """A policy under which nothing was answered."""
+    nothing: dict[str, Any] = {"finished": 0, "prompt_tokens": 0, "cached_tokens": 0, "hit_rate": 0.0, "checked": 0}
+    return result(policy, **(nothing | {"ttft": None, "latency": None, "tpot": None, "workers": [], "series": []} | changes))
+
+
+def compared(*results: PolicyResult) -> Comparison:
+    return Comparison(settings=SETTINGS, policies=list(results))
+
+
+# --- the sentence
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        (
+            [result(), result("prefix-aware", hit_rate=0.41, p90=0.2, checked=50)],
+            [
+                "prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0%",
+                "its TTFT p90 was 0.20 s against 0.90 s",
+                "routing by cache made the TTFT p90 78% shorter than round-robin, the best policy without events",
+                "index and engines agreed on all 150 lookups",
+            ],
+        ),
+        (
+            [result("random", checked=1)],
+            [
+                "random found 12.0% of prompt tokens in caches",
+                "its TTFT p90 was 0.90 s",
+                "index and engines agreed on its only lookup",
+            ],
+        ),
+        (
+            [result("random", hit_rate=0.5), result("least-loaded", p90=12.34)],
+            [
+                "random found 50.0% of prompt tokens in caches, least-loaded 12.0%",
+                "its TTFT p90 was 0.90 s against 12.3 s",
+                "index and engines agreed on all 200 lookups",
+            ],
+        ),
+        (
+            [result(), result("session-affinity", hit_rate=0.6, p90=0.05), result("prefix-aware", hit_rate=0.41, p90=0.2)],
+            [
+                "prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0% (session-affinity the most, 60.0%)",
+                "its TTFT p90 was 0.20 s against 0.90 s (session-affinity the least, 50 ms)",
+                "routing by cache is worth nothing here: with session-affinity, which needs no events, TTFT is shorter",
+                "index and engines agreed on all 300 lookups",
+            ],
+        ),
+        (
+            [result(disagreements=3, unproven=2)],
+            [
+                "round-robin found 12.0% of prompt tokens in caches",
+                "its TTFT p90 was 0.90 s",
+                "index and engines DISAGREED on 3 of 100 lookups, which is a fault of the chain, 2 could not be compared",
+            ],
+        ),
+        (
+            [result(refused=1, checked=0)],
+            [
+                "round-robin found 12.0% of prompt tokens in caches",
+                "its TTFT p90 was 0.90 s",
+                "1 request was refused, longer than a whole cache",
+                "no lookup was compared with the index",
+            ],
+        ),
+        (
+            [unanswered(refused=100)],
+            [
+                "no request was answered",
+                "100 requests were refused, longer than a whole cache",
+                "no lookup was compared with the index",
+            ],
+        ),
+        ([unanswered(requests=0)], ["nothing was asked"]),
+        ([], ["nothing was asked"]),
+        (
+            [unanswered("prefix-aware"), result()],
+            [
+                "round-robin found 12.0% of prompt tokens in caches",
+                "its TTFT p90 was 0.90 s",
+                "index and engines agreed on all 100 lookups",
+            ],
+        ),
+    ],
+)
+def test_the_sentence_says_what_was_seen(results: list[PolicyResult], said: list[str]) -> None:
+    assert seen(compared(*results)) == "; ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("p90", "said"),
+    [
+        (0.85, "routing by cache made the TTFT p90 6% shorter than least-loaded, the best policy without events"),
+        (0.86, WITHIN := "is worth nothing here: with least-loaded, which needs no events, TTFT is within 5% or shorter"),
+        (0.94, WITHIN),
+        (0.95, "is worth nothing here: with least-loaded, which needs no events, TTFT is shorter"),
+    ],
+)
+def test_events_that_shorten_nothing_are_worth_nothing(p90: float, said: str) -> None:
+    """Figures of the best policy that needs no events decide, whatever round robin, or another hit rate, would say."""
+    aware = result("prefix-aware", hit_rate=0.9, p90=p90)
+    assert said in seen(compared(result(p90=2.0), result("least-loaded"), aware))
+
+
+def test_a_shorter_mean_is_worth_something() -> None:
+    aware = result("prefix-aware", ttft=Distribution(0.3, 0.3, 0.9, 1.0, 1.0))
+    assert "routing by cache made the TTFT mean 33% shorter than least-loaded" in seen(compared(result("least-loaded"), aware))
+
+
+def test_without_a_policy_that_needs_no_events_nothing_is_said_of_their_worth() -> None:
+    assert "routing by cache" not in seen(compared(result("prefix-aware")))
+    assert "routing by cache" not in seen(compared(result("least-loaded"), result("random")))
+
+
+def test_durations_have_the_unit_that_suits_them() -> None:
+    assert [span(seconds) for seconds in (0.0, 0.0042, 0.0999, 0.8, 9.304, 1_234.56)] == [
+        "0 ms",
+        "4.2 ms",
+        "99.9 ms",
+        "0.80 s",
+        "9.30 s",
+        "1,234.6 s",
+    ]
+
+
+# --- the table
+
+
+def marked(comparison: Comparison, title: str) -> list[str]:
+    """The policies that are best in a column."""
+    at = [column.title for column in COLUMNS].index(title)
+    lines = zip(comparison.policies, cells(comparison), strict=True)
+    return [one.policy for one, line in lines if line[at].best]
+
+
+def test_the_best_of_each_column_is_marked_and_only_where_there_is_one() -> None:
+    comparison = compared(
+        result(preemptions=4), result("random", p90=0.5, hit_rate=0.2), result("prefix-aware", p90=0.50001, hit_rate=0.3)
+    )
+    assert marked(comparison, "p90") == ["random", "prefix-aware"]  # they look alike
+    assert marked(comparison, "hit rate") == ["prefix-aware"]
+    assert marked(comparison, "preemptions") == ["random", "prefix-aware"]
+    assert marked(comparison, "imbalance") == []  # all alike
+    assert marked(comparison, "disagreements") == []  # not a contest
+    assert marked(compared(result()), "hit rate") == []
+
+
+def test_what_is_not_known_is_a_dash_and_never_the_best() -> None:
+    comparison = compared(unanswered(), result("random"))
+    assert [cell.text for cell in cells(comparison)[0][:6]] == ["-"] * 6
+    assert marked(comparison, "hit rate") == ["random"]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.001, 5_000)), max_size=6))
+def test_the_table_stands_in_columns(figures: list[tuple[float, float]]) -> None:
+    """Whatever the figures, all lines are of the same length, and a line is what its policy is."""
+    comparison = compared(*(result(f"policy-{number}", hit_rate=hit, p90=p90) for number, (hit, p90) in enumerate(figures)))
+    table = rows(comparison)
+    assert len({len("  ".join(cell.text for cell in line)) for line in table}) == 1
+    assert [line[0].text.strip() for line in table] == ["policy", *(one.policy for one in comparison.policies)]
+    assert table[0][-1].text.strip() == "disagreements"
+
+
+# --- settings
+
+
+def test_settings_tell_what_there_really_is() -> None:
+    """Blocks that the preset decided on are told as a number, and where its figures come from is told too."""
+    found = described(FleetSettings(), {"workload": "trace"})
+    assert found["blocks"] == FleetSettings().size.blocks
+    assert "roofline" in str(found["cost_source"])
+    assert room(found) == 8 * FleetSettings().size.blocks
+    assert room(described(FleetSettings(engines=3, ranks=2, blocks=100, host_blocks=50), {})) == 900
+    assert room({"engines": 8}) is None
+
+
+def test_a_line_says_what_was_asked_of_whom() -> None:
+    assert asked(SETTINGS) == "2 engines, qwen3-32b-2xh100, 300 requests of chat, 2 requests a second, seed 0"
+    one = described(FleetSettings(engines=1, ranks=4, seed=7), {"trace": "t.jsonl", "requests": 1, "speed": 2.0})
+    assert asked(one) == "1 engine of 4 ranks, qwen3-32b-2xh100, 1 request of the trace t.jsonl, 2 times as fast, seed 7"
+
+
+# --- figures
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=300))
+def test_hit_rates_over_time_leave_nothing_out(pairs: list[tuple[int, int]]) -> None:
+    """In few enough points, in the order of time, each between the least and the most of what it stands for."""
+    series = [Sample(float(at), 0, 0, 0, 0, prompt + cached, cached) for at, (prompt, cached) in enumerate(pairs)]
+    times, rates = hit_rates(series)
+    assert len(times) == len(rates) <= MAX_POINTS
+    assert times == sorted(set(times))
+    assert all(0 <= rate <= 1 for rate in rates)
+    assert bool(times) == any(sample.prompt_tokens for sample in series)
+
+
+def test_of_very_many_workers_the_least_and_the_most_are_drawn() -> None:
+    values = [float(number) for number in range(4_096)]
+    thinned = _thinned(values)
+    assert len(thinned) == MAX_DOTS
+    assert (thinned[0], thinned[-1]) == (0.0, 4_095.0)
+    assert _thinned(values[:5]) == values[:5]
+
+
+# --- the page
+
+
+class Reader(HTMLParser):
+    """Reads a page as strictly as XML; knows its elements, ids and visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.open and self.open[-1] != "style" else ""
+
+    def of(self, *names: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.tags if tag in names]
+
+
+@pytest.fixture(scope="module", name="usual")
+def usual_comparison() -> Comparison:
+    return compared(
+        result(), result("prefix-aware", hit_rate=0.41, p90=0.2, promised_tokens=400, broken_promises=7), unanswered("random")
+    )
+
+
+@pytest.fixture(scope="module", name="text")
+def usual_page(usual: Comparison) -> str:
+    return page(usual)
+
+
+def test_the_page_is_whole_and_well_formed(text: str) -> None:
+    read = Reader(text)
+    assert text.startswith("<!doctype html>\n")
+    ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for attributes in read.of("use"):
+        assert str(attributes["xlink:href"]).removeprefix("#") in ids
+    assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
+
+
+def test_the_page_needs_nothing_else(text: str) -> None:
+    """No script, nothing from elsewhere, and the page tells browsers to allow neither."""
+    read = Reader(text)
+    assert read.of("script", "link", "img", "iframe", "image") == []
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "@import" not in text
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    policies = [one["content"] for one in read.of("meta") if one.get("http-equiv") == "Content-Security-Policy"]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_the_same_comparison_gives_the_same_page(usual: Comparison, text: str) -> None:
+    assert page(usual) == text
+
+
+def test_every_figure_is_told_in_words(text: str) -> None:
+    read = Reader(text)
+    labels = [str(one["aria-label"]) for one in read.of("svg")]
+    assert len(labels) == len(read.of("figure")) == len(DRAWINGS)
+    assert all("prefix-aware: " in label for label in labels)
+    assert "p50 66.7 ms, p90 0.20 s, p99 0.80 s" in labels[0]
+    assert all(one["role"] == "img" for one in read.of("svg"))
+    titles = {one.get("id") for one in read.of("h2")}
+    assert all(one["aria-labelledby"] in titles for one in read.of("figure"))
+
+
+def test_figures_have_the_colors_of_the_page(text: str) -> None:
+    """Which are of two kinds; no color of their own is left that one of them would hide."""
+    style, body = text.split("</style>")
+    assert "prefers-color-scheme: dark" in style
+    assert "color-scheme: light dark" in style
+    assert re.findall(r"#[0-9a-f]{6}\b", body) == []
+    for used in set(re.findall(r"var\((--[\w-]+)\)", body)):
+        assert style.count(f"{used}:") == 2
+    assert "currentColor" in body
+
+
+def test_the_page_says_what_was_found_and_how(text: str, usual: Comparison) -> None:
+    read = re.sub(r"\s+", " ", Reader(text).text)
+    assert "Prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0%" in read
+    assert "prefix-aware: 100 compared, 0 differed, 0 could not be compared; 400 cached tokens were promised" in read
+    assert "7 requests found fewer than promised" in read
+    for value in usual.settings.values():
+        assert value is None or str(value) in read
+    for line in cells(usual):
+        assert all(cell.text in read for cell in line)
+
+
+HOSTILE = "<script>alert(1)</script>\"'&$x^$\x1b[2J"
+
+
+def test_names_are_text_and_nothing_else() -> None:
+    """Of policies, settings, traces and engines; in attributes, in figures and in what is read aloud."""
+    settings = SETTINGS | {"trace": HOSTILE, HOSTILE: HOSTILE, "preset": HOSTILE, "cost_source": HOSTILE}
+    wrong = result(HOSTILE, disagreements=1, examples=[Difference(HOSTILE, 0, 0, 1, 1, 1, 1, 1)])
+    text = page(Comparison(settings=settings, policies=[wrong]))
+    read = Reader(text)
+    assert read.of("script") == []
+    assert "\x1b" not in text
+    assert "<script>alert(1)</script>\"'&$x^$\\x1b[2J" in read.text
+    assert "DISAGREED on 1 of 100 lookups" in read.text
+    assert "class=bad" in text
+
+
+@pytest.mark.parametrize("results", [[], [unanswered(), unanswered("random", requests=0)]], ids=["none", "unanswered"])
+def test_a_page_of_nothing_is_a_page(results: list[PolicyResult]) -> None:
+    read = Reader(page(compared(*results)))
+    assert len(read.of("svg")) == len(DRAWINGS)
+
+
+def test_a_page_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=re.escape("pip install 'kvevents[sim]'")):
+        page(compared(result()))
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed; tools/setup installs Debian's")
+def test_a_browser_shows_it_wide_and_narrow_light_and_dark(text: str, tmp_path: Path) -> None:
+    """Nothing is complained about or fetched, nothing stands out of the page, and the ink is not the paper."""
+    file = tmp_path / "report.html"
+    file.write_text(text)
+    papers = set()
+    with Chromium() as browser:
+        for width, dark in ((1_200, False), (400, True)):
+            browser.look(width, 900, dark=dark)
+            browser.open(file.as_uri())
+            assert browser.run("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+            sizes = browser.run("[...document.querySelectorAll('svg')].map(one => one.getBoundingClientRect().width)")
+            assert len(sizes) == len(DRAWINGS)
+            assert all(250 < size < width for size in sizes)
+            paper, ink = browser.run("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
+            assert paper != ink
+            papers.add(paper)
+        assert browser.console == []
+        assert {url.split(":")[0] for url in browser.requested} == {"file"}
+    assert len(papers) == 2

@@ -1,0 +1,772 @@
+"""`kvevents.testing.tape`, with its faults, on real sockets."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+import paths
+from kvevents.errors import ClosedError, ConfigError, EndpointError, UsageError
+from kvevents.recording import LiveBatch, live_batches, read_recording
+from kvevents.testing import Faults, TapePlayer
+from kvevents.testing.deck import MAX_WAITING_REPLIES, Sent
+from kvevents.testing.reel import Reel, restamp
+from kvevents.testing.tape import CATCH_UP_SECONDS, _Play
+from kvevents.wire import END_SEQ, encode_seq, live_frames, replay_batch_frames, replay_end_frames, replay_request_frames
+
+DATA = paths.DATA
+CAPTURE = DATA / "vllm-0.32-captures.jsonl.gz"
+RUN = "bs32-sha256cbor-seed0"
+TOPIC = b"kv-events"
+END = replay_end_frames(with_topic=True)
+SECONDS = 10
+"""Deadline of every wait; nothing waits for it unless it fails."""
+
+
+def stamped(ts: float) -> bytes:
+    """An empty batch, as an engine encodes it."""
+    return b"\x93\xcb" + struct.pack(">d", ts) + b"\x90\x00"
+
+
+def batches(count: int, first: int = 0) -> list[tuple[bytes, int, bytes]]:
+    return [(TOPIC, seq, stamped(1000.0 + seq)) for seq in range(first, first + count)]
+
+
+def replayed(*seqs: int) -> list[list[bytes]]:
+    return [replay_batch_frames(TOPIC, seq, stamped(1000.0 + seq)) for seq in seqs]
+
+
+class Peer:
+    """A plain SUB and a plain DEALER, with deadlines."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], tape: TapePlayer, topic: bytes = b"") -> None:
+        self.sub = context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.RCVHWM, 0)
+        self.sub.subscribe(topic)
+        self.sub.connect(tape.endpoint)
+        self.dealer = context.socket(zmq.DEALER)
+        self.dealer.setsockopt(zmq.RCVHWM, 0)
+        if tape.replay_endpoint is not None:
+            self.dealer.connect(tape.replay_endpoint)
+        self.tape = tape
+
+    def close(self) -> None:
+        self.sub.close(0)
+        self.dealer.close(0)
+
+    def join(self) -> Peer:
+        """Wait until subscribed; a SUB that reconnects subscribes again when it is polled."""
+        deadline = time.monotonic() + SECONDS
+        while not self.tape.wait_for_subscriber(0.01):
+            assert time.monotonic() < deadline
+            self.sub.poll(10)
+        return self
+
+    def live(self, count: int = 1) -> list[list[bytes]]:
+        return [receive(self.sub) for _ in range(count)]
+
+    def seqs(self, count: int) -> list[int]:
+        return [int.from_bytes(frames[1]) for frames in self.live(count)]
+
+    def ask(self, start: int) -> None:
+        self.dealer.send_multipart(replay_request_frames(start))
+
+    def reply(self) -> list[list[bytes]]:
+        """Everything up to the end marker, and it."""
+        reply = [receive(self.dealer)]
+        while reply[-1][-1] != b"":
+            reply.append(receive(self.dealer))
+        return reply
+
+    def ask_and_get(self, start: int) -> list[list[bytes]]:
+        self.ask(start)
+        return self.reply()
+
+
+def receive(source: zmq.Socket[bytes]) -> list[bytes]:
+    assert source.poll(1000 * SECONDS), "nothing came"
+    return source.recv_multipart()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as made:
+        yield made
+
+
+Connect = Callable[..., Peer]
+
+
+@pytest.fixture
+def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
+    """A peer of a tape, subscribed."""
+    peers: list[Peer] = []
+
+    def make(tape: TapePlayer, topic: bytes = b"") -> Peer:
+        peers.append(Peer(context, tape, topic))
+        return peers[-1].join()
+
+    yield make
+    for peer in peers:
+        peer.close()
+
+
+# What an engine does
+
+
+def test_plays_a_recording_as_it_was_recorded(connect: Connect) -> None:
+    """The frames of a real engine come out of the PUB socket to the byte, in their order."""
+    recorded = [list(one.frames) for one in read_recording(CAPTURE) if (one.socket, one.run) == ("pub", RUN)]
+    with TapePlayer(CAPTURE, run=RUN) as tape:
+        peer = connect(tape)
+        assert tape.play() == len(recorded)
+        assert peer.live(len(recorded)) == recorded
+        assert tape.batches() == [(batch.seq, batch.payload) for batch in live_batches(CAPTURE, RUN)]
+
+
+def test_replies_as_the_real_engine_replied(connect: Connect) -> None:
+    """Both replies that the capture holds, asked for at the same point, are the real engine's to the byte."""
+    with TapePlayer(CAPTURE, run=RUN) as tape:
+        peer = connect(tape)
+        for start, reply in recorded_replies():
+            last = int.from_bytes(reply[-2][2])
+            tape.play(last + 1 - tape.counts.published)
+            assert peer.ask_and_get(start) == reply
+
+
+def recorded_replies() -> Iterator[tuple[int, list[list[bytes]]]]:
+    start, reply = 0, list[list[bytes]]()
+    for one in read_recording(CAPTURE):
+        if one.run == RUN and one.socket == "replay-request":
+            start, reply = int.from_bytes(one.frames[1]), []
+        elif one.run == RUN and one.socket == "replay":
+            reply.append(list(one.frames))
+            if reply[-1][-1] == b"":
+                yield start, reply
+
+
+@pytest.mark.parametrize(("release", "shape"), [("0.24.0", "no-topic"), ("0.26.0", "topic")])
+def test_reply_shapes_of_released_engines(connect: Connect, release: str, shape: str) -> None:
+    """Either reply shape is that of the goldens, made with the releases' own classes, as are the live frames."""
+    rows = [json.loads(line) for line in (DATA / "dialects.jsonl").read_text().splitlines()]
+    golden = next(row for row in rows if (row["engine"], row["release"]) == ("vllm", release))
+    topic, seq, payload = [bytes.fromhex(frame) for frame in golden["pub_frames_hex"]]
+    with TapePlayer([(topic, int.from_bytes(seq), payload)], faults=Faults(reply_shape=shape)) as tape:  # type: ignore[arg-type]
+        peer = connect(tape)
+        tape.play()
+        assert peer.live() == [[topic, seq, payload]]
+        reply = [[bytes.fromhex(frame) for frame in golden[name]] for name in ("replay_frames_hex", "replay_end_frames_hex")]
+        assert peer.ask_and_get(0) == reply
+
+
+def test_reply_shape_of_the_very_first_version(connect: Connect) -> None:
+    """Its end marker is bare."""
+    with TapePlayer(batches(1), faults=Faults(reply_shape="bare-end")) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.ask_and_get(0) == [[b"", encode_seq(0), stamped(1000.0)], [b"", b""]]
+
+
+def test_a_start_beyond_the_newest_gets_the_end_only(connect: Connect) -> None:
+    """As in the engines: nothing says whether there is nothing yet or nothing any more."""
+    with TapePlayer(batches(3)) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.ask_and_get(3) == [END]
+        assert peer.ask_and_get((1 << 64) - 1) == [END]
+
+
+def test_only_a_well_formed_request_is_answered(connect: Connect) -> None:
+    """Anything but `["", 8 bytes]` gets no answer, and is counted; the next good request is answered as if nothing had been."""
+    with TapePlayer(batches(2)) as tape:
+        peer = connect(tape)
+        tape.play()
+        bad = [[encode_seq(0)], [b"", b"\0" * 4], [b"", b""], [b"", encode_seq(0), b"more"], [b"x", encode_seq(0)]]
+        for frames in bad:
+            peer.dealer.send_multipart(frames)
+        assert peer.ask_and_get(1) == [*replayed(1), END]
+        assert tape.counts.refused == len(bad)
+        assert tape.requests == [1]
+
+
+def test_a_req_client_receives_one_message(context: zmq.Context[zmq.Socket[bytes]], connect: Connect) -> None:
+    """The fault of the engines' own example subscriber: REQ takes the first message of a reply and loses the rest."""
+    with TapePlayer(batches(3)) as tape:
+        connect(tape)
+        tape.play()
+        with context.socket(zmq.REQ) as req:
+            req.connect(str(tape.replay_endpoint))
+            req.send(encode_seq(0))
+            assert receive(req) == replayed(0)[0][1:]
+            assert tape.wait_until(lambda counts: counts.replayed == 3, SECONDS)
+            assert not req.poll(0)
+
+
+def test_topics_filter_by_prefix(connect: Connect) -> None:
+    """A subscriber of one topic hears that topic only."""
+    tape_batches = [(b"kv@a", 0, b"0"), (b"kv@b", 1, b"1"), (b"kv@a", 2, b"2")]
+    with TapePlayer(tape_batches) as tape:
+        peer = connect(tape, topic=b"kv@a")
+        tape.play()
+        assert peer.seqs(2) == [0, 2]
+
+
+def test_many_consumers(connect: Connect) -> None:
+    """Every subscriber gets everything; concurrent replies do not mix."""
+    with TapePlayer(batches(500)) as tape:
+        peers = [connect(tape) for _ in range(5)]
+        assert tape.wait_for_subscriber(SECONDS, count=5)
+        tape.play()
+        for start, peer in enumerate(peers):
+            peer.ask(start)
+        for start, peer in enumerate(peers):
+            assert peer.seqs(500) == list(range(500))
+            assert peer.reply() == [*replayed(*range(start, 500)), END]
+
+
+def test_a_reply_waits_for_its_consumer(connect: Connect) -> None:
+    """Without a fault a reply is complete, however late the consumer reads and however much longer than any queue it is."""
+    with TapePlayer([(b"", seq, bytes(2000)) for seq in range(8000)]) as tape:
+        peer = connect(tape)
+        tape.play()
+        peer.dealer.setsockopt(zmq.RCVHWM, 1)
+        peer.ask(0)
+        assert tape.wait_for_request(SECONDS) == 0
+        assert peer.live(8000)
+        assert [int.from_bytes(frames[2]) for frames in peer.reply()[:-1]] == list(range(8000))
+
+
+def test_an_engine_without_replay(connect: Connect) -> None:
+    """Only the PUB socket is there."""
+    with TapePlayer(batches(1), replay_endpoint=None) as tape:
+        assert tape.replay_endpoint is None
+        peer = connect(tape)
+        tape.play()
+        assert peer.seqs(1) == [0]
+
+
+def test_ipc_endpoints(connect: Connect, tmp_path: Path) -> None:
+    """A tape plays on any transport, and comes back there."""
+    with TapePlayer(batches(1), endpoint=f"ipc://{tmp_path}/pub", replay_endpoint=f"ipc://{tmp_path}/replay") as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.seqs(1) == [0]
+        assert peer.ask_and_get(0) == [*replayed(0), END]
+        tape.restart()
+        peer.join()
+        assert peer.ask_and_get(0) == [END]
+
+
+# Faults
+
+
+@pytest.mark.parametrize("drop", [{1, 3}, lambda seq: seq in (1, 3)])
+def test_dropped_batches_are_in_the_replay(connect: Connect, drop: set[int] | Callable[[int], bool]) -> None:
+    """What a subscriber missed was published all the same: it is counted, and replay has it."""
+    with TapePlayer(batches(5), faults=Faults(drop=drop)) as tape:
+        peer = connect(tape)
+        assert tape.play() == 5
+        assert peer.seqs(3) == [0, 2, 4]
+        assert peer.ask_and_get(1) == [*replayed(1, 2, 3, 4), END]
+        counts = tape.counts
+        assert (counts.published, counts.live, counts.dropped) == (5, 3, 2)
+        assert tape.log[1] == Sent(0, LiveBatch(*batches(5)[1]), "dropped")
+        assert repr(tape) == f"<TapePlayer {tape.endpoint} open, life 0, 5 published, 2 dropped, 1 requests>"
+
+
+def test_a_share_is_dropped_the_same_way_each_time(connect: Connect) -> None:
+    """Chance comes from the seed alone, so a failing run can be repeated."""
+    runs = []
+    for seed in (1, 1, 2):
+        with TapePlayer(batches(400), faults=Faults(drop=0.25, seed=seed)) as tape:
+            peer = connect(tape)
+            tape.play()
+            runs.append(peer.seqs(tape.counts.live))
+    assert runs[0] == runs[1] != runs[2]
+    assert 200 < len(runs[0]) < 400
+
+
+def test_a_burnt_number_is_nowhere(connect: Connect) -> None:
+    """The engine took a number and could not encode its batch: neither live nor replay has it, and it was not published."""
+    with TapePlayer(batches(4), faults=Faults(burnt={2})) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.seqs(3) == [0, 1, 3]
+        assert peer.ask_and_get(0) == [*replayed(0, 1, 3), END]
+        assert [seq for seq, _ in tape.batches()] == [0, 1, 3]
+        assert (tape.counts.published, tape.counts.burnt) == (3, 1)
+
+
+def test_the_send_limit_cuts_replies_in_silence(connect: Connect) -> None:
+    """Every reply loses what exceeds the limit and still ends as if it were whole; asking again from there makes progress."""
+    with TapePlayer(batches(10), faults=Faults(replay_send_limit=4)) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.ask_and_get(0) == [*replayed(0, 1, 2, 3), END]
+        assert peer.ask_and_get(4) == [*replayed(4, 5, 6, 7), END]
+        assert peer.ask_and_get(8) == [*replayed(8, 9), END]
+        assert tape.counts.withheld == 6 + 2
+
+
+def test_a_lost_end_marker(connect: Connect) -> None:
+    """The reply just stops; what follows is the next reply."""
+    with TapePlayer(batches(5), faults=Faults(replay_send_limit=2, lose_end_marker=True)) as tape:
+        peer = connect(tape)
+        tape.play()
+        peer.ask(0)
+        assert [receive(peer.dealer) for _ in range(2)] == replayed(0, 1)
+        peer.ask(4)
+        assert receive(peer.dealer) == replayed(4)[0]
+        assert tape.wait_until(lambda counts: counts.replayed == 3, SECONDS)
+
+
+def test_the_real_send_limit_loses_what_the_consumer_is_late_for(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """With the limit on the real ROUTER a reader that is late finds holes, as with the released engines."""
+    count = 12_000
+    faults = Faults(replay_sndhwm=1_000, buffer_steps=count)
+    with TapePlayer([(b"", seq, bytes(2000)) for seq in range(count)], faults=faults) as tape:
+        tape.play()
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.RCVHWM, 1)
+            dealer.connect(str(tape.replay_endpoint))
+            dealer.send_multipart(replay_request_frames(0))
+            assert tape.wait_until(lambda counts: counts.replayed == count, SECONDS)
+            got = [int.from_bytes(receive(dealer)[2])]
+            while dealer.poll(200):
+                got.append(int.from_bytes(dealer.recv_multipart()[2]))
+        assert got == sorted(set(got))
+        assert 1_000 <= len(got) < count
+
+
+def test_holes_in_replies(connect: Connect) -> None:
+    """A set of numbers is missing from every reply; the end marker comes nevertheless."""
+    with TapePlayer(batches(4), faults=Faults(replay_holes={1, 2})) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.ask_and_get(0) == peer.ask_and_get(0) == [*replayed(0, 3), END]
+        assert tape.counts.withheld == 4
+
+
+def test_a_share_of_holes_is_drawn_anew_for_each_reply(connect: Connect) -> None:
+    """So that a subscriber that asks again gets on."""
+    with TapePlayer(batches(100), faults=Faults(replay_holes=0.5, seed=5)) as tape:
+        peer = connect(tape)
+        tape.play()
+        first, second = peer.ask_and_get(0), peer.ask_and_get(0)
+        assert first != second
+        assert 1 < len(first) < 101
+
+
+def test_the_first_batch_of_a_reply_is_never_missing(connect: Connect) -> None:
+    """A socket has room for it, whatever it drops behind it: subscribers count on that."""
+    with TapePlayer(batches(4), faults=Faults(replay_holes=1.0)) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.ask_and_get(0) == [*replayed(0), END]
+        assert peer.ask_and_get(2) == [*replayed(2), END]
+
+
+def test_a_truncated_buffer_answers_from_its_oldest(connect: Connect) -> None:
+    """Nothing in the reply says that the start was older."""
+    with TapePlayer(batches(10), faults=Faults(buffer_steps=3)) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.ask_and_get(0) == [*replayed(7, 8, 9), END]
+        assert [batch.seq for batch in tape.kept] == [7, 8, 9]
+
+
+def test_a_mute_engine_never_answers(connect: Connect) -> None:
+    """The request is read, and that is all; what comes after the fault is over answers later requests only."""
+    with TapePlayer(batches(2), faults=Faults(replay_mute=True)) as tape:
+        peer = connect(tape)
+        tape.play()
+        peer.ask(0)
+        assert tape.wait_for_request(SECONDS) == 0
+        tape.faults = Faults()
+        assert peer.ask_and_get(1) == [*replayed(1), END]
+        assert tape.counts.withheld == 2
+
+
+def test_faults_of_the_first_replies_only(connect: Connect) -> None:
+    """An engine that recovers, without the test having to interfere at the right moment."""
+    faults = Faults(replay_holes={1}, replay_junk=[[b"junk"]], lose_end_marker=True, faulty_replies=1)
+    with TapePlayer(batches(2), faults=faults) as tape:
+        peer = connect(tape)
+        tape.play()
+        peer.ask(0)
+        assert [receive(peer.dealer) for _ in range(2)] == [[b"junk"], *replayed(0)]
+        assert peer.ask_and_get(0) == [*replayed(0, 1), END]
+
+
+def test_an_endless_reply(connect: Connect) -> None:
+    """It repeats its batches for ever, while the tape goes on publishing, and takes no more memory than a full queue."""
+    with TapePlayer(batches(3), faults=Faults(replay_endless=True)) as tape:
+        peer = connect(tape)
+        tape.play()
+        peer.ask(1)
+        for _ in range(2_000):
+            assert [receive(peer.dealer) for _ in range(2)] == replayed(1, 2)
+        tape.play(1)
+        assert peer.seqs(4) == [0, 1, 2, 3]
+        peer.dealer.close(0)
+        other = connect(tape)
+        other.ask(9)
+        assert other.reply() == [END]
+
+
+def test_foreign_answers_and_junk(connect: Connect) -> None:
+    """A reply may hold another stream's batches, whatever was asked, and messages without a meaning."""
+    faults = Faults(replay_foreign=[(b"other", 7, b"foreign")], replay_junk=[[b""], [b"a", b"b", b"c", b"d"]])
+    with TapePlayer(batches(2), faults=faults) as tape:
+        peer = connect(tape)
+        tape.play()
+        junk = [[b""], [b"a", b"b", b"c", b"d"]]
+        peer.ask(0)
+        assert [receive(peer.dealer) for _ in range(4)] == [*junk, replay_batch_frames(b"other", 7, b"foreign"), END]
+
+
+@pytest.mark.parametrize("frames", [[b"kv"], [b"", b"\0" * 4, b"x"], [b"kv", END_SEQ, b""], [b"a"] * 9])
+def test_raw_frames(connect: Connect, frames: list[bytes]) -> None:
+    """Anything can be sent from the PUB socket, and is not counted as a batch."""
+    with TapePlayer([]) as tape:
+        peer = connect(tape)
+        tape.send_raw(frames)
+        assert peer.live() == [frames]
+        assert tape.counts.published == 0
+
+
+def test_a_flood_of_requests_is_bounded(connect: Connect) -> None:
+    """A consumer that asks without reading has so many replies waiting and no more; the others are served."""
+    flood = 3 * MAX_WAITING_REPLIES
+    with TapePlayer(batches(1), faults=Faults(replay_endless=True, faulty_replies=1)) as tape:
+        peer = connect(tape)
+        tape.play()
+        for _ in range(flood):
+            peer.ask(0)
+        assert tape.wait_until(lambda counts: counts.requests + counts.refused == flood, SECONDS)
+        assert tape.counts.refused == flood - MAX_WAITING_REPLIES - 1
+        assert connect(tape).ask_and_get(0) == [*replayed(0), END]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"drop": 1.5}, {"replay_holes": -0.1}, {"buffer_steps": -1}, {"replay_send_limit": -1}, {"faulty_replies": -2}]
+)
+def test_impossible_faults(settings: dict[str, float]) -> None:
+    """A share is from 0 to 1 and a limit at least 0."""
+    with pytest.raises(ConfigError):
+        Faults(**settings)  # type: ignore[arg-type]
+
+
+# Lives
+
+
+def test_a_restart_is_a_new_life_on_the_same_ports(connect: Connect) -> None:
+    """Peers reconnect by themselves and find numbers from 0, other bytes under them, and an empty replay buffer."""
+    with TapePlayer(batches(3)) as tape:
+        peer = connect(tape)
+        endpoints = tape.endpoint, tape.replay_endpoint
+        tape.play()
+        assert peer.seqs(3) == [0, 1, 2]
+        tape.restart()
+        assert (tape.endpoint, tape.replay_endpoint) == endpoints
+        peer.join()
+        assert peer.ask_and_get(0) == [END]
+        tape.play()
+        again = peer.live(3)
+        assert [int.from_bytes(frames[1]) for frames in again] == [0, 1, 2]
+        assert again != [live_frames(*batch) for batch in batches(3)]
+        assert tape.batches(1) == [(int.from_bytes(frames[1]), frames[2]) for frames in again]
+        assert tape.counts.lives == 2
+
+
+def test_a_new_life_can_pass_the_old_number_unseen(connect: Connect) -> None:
+    """Nobody hears what is published before the sockets open, yet it is numbered, kept and counted."""
+    with TapePlayer(batches(50)) as tape:
+        peer = connect(tape)
+        tape.play(5)
+        assert peer.seqs(5) == [0, 1, 2, 3, 4]
+        tape.restart(batches(50, first=100), unseen_until=9)
+        peer.join()
+        tape.play(1)
+        assert peer.seqs(1) == [10]
+        assert [frames[2] for frames in peer.ask_and_get(0)[:-1]] == [encode_seq(seq) for seq in range(11)]
+        assert [seq for seq, _ in tape.batches(1)] == list(range(11))
+        assert (tape.counts.unseen, tape.counts.published) == (10, 16)
+
+
+def test_a_restart_with_other_batches_plays_them_as_they_are(connect: Connect) -> None:
+    """Their bytes are the caller's; their numbers begin at 0."""
+    with TapePlayer(batches(1)) as tape:
+        peer = connect(tape)
+        tape.play()
+        tape.restart([(b"new", 7, b"first"), (b"new", 9, b"second")])
+        peer.join()
+        tape.play()
+        assert peer.live(3)[1:] == [[b"new", encode_seq(0), b"first"], [b"new", encode_seq(2), b"second"]]
+
+
+def test_an_orderly_restart_delivers_what_was_sent(connect: Connect) -> None:
+    """A subscriber that is reached gets everything that the old life sent before it died, whatever is queued."""
+    with TapePlayer([(b"", seq, bytes(1000)) for seq in range(5000)]) as tape:
+        peer = connect(tape)
+        tape.play()
+        tape.restart()
+        assert peer.seqs(5000) == list(range(5000))
+
+
+def test_abrupt_restarts_in_quick_succession(connect: Connect) -> None:
+    """The ports stay the tape's, however often it dies; the last life can be heard."""
+    with TapePlayer(batches(3)) as tape:
+        peer = connect(tape)
+        for _ in range(30):
+            tape.restart(abrupt=True)
+        peer.join()
+        tape.play()
+        assert peer.seqs(3) == [0, 1, 2]
+        assert tape.counts.lives == 31
+
+
+def test_a_stopped_engine_refuses_connections(connect: Connect) -> None:
+    """Its ports stay reserved and refuse; playing on is a mistake of the caller's; a restart brings it back."""
+    with TapePlayer(batches(2)) as tape:
+        peer = connect(tape)
+        tape.stop()
+        assert "stopped" in repr(tape)
+        assert refuses(tape.endpoint)
+        for attempt in (tape.play, lambda: tape.send_raw([b"x"])):
+            with pytest.raises(UsageError, match="restart"):
+                attempt()
+        tape.restart()
+        peer.join()
+        tape.play()
+        assert peer.seqs(2) == [0, 1]
+
+
+def refuses(endpoint: str) -> bool:
+    """Whether connections are refused, now or soon: libzmq closes a listener a moment after its socket."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            probe.settimeout(
+                0.1
+            )  # the kernel drops what knocks at a listener that is just closing, and would knock again in 1 s
+            if probe.connect_ex(("127.0.0.1", int(endpoint.rpartition(":")[2]))) == errno.ECONNREFUSED:
+                return True
+    return False
+
+
+def test_a_silent_engine_hangs(connect: Connect) -> None:
+    """It neither publishes nor answers, with all sockets open, and takes both up again where it was."""
+    with TapePlayer(batches(4)) as tape:
+        peer = connect(tape)
+        tape.play(2)
+        tape.silence()
+        assert "silent" in repr(tape)
+        with pytest.raises(UsageError, match="resume"):
+            tape.play()
+        playing = tape.start_playing()
+        peer.ask(0)
+        tape.send_raw([b"still", b"open"])
+        assert peer.live(3) == [live_frames(*batches(4)[0]), live_frames(*batches(4)[1]), [b"still", b"open"]]
+        assert tape.counts.requests == 0
+        assert not playing.done()
+        tape.resume()
+        assert playing.result(SECONDS) == 2
+        assert peer.seqs(2) == [2, 3]
+        assert peer.reply()[:2] == replayed(0, 1)
+
+
+# Playing
+
+
+def test_rounds_go_on_counting(connect: Connect) -> None:
+    """A tape at its end begins anew: numbers go on, timestamps too, and the recorded number of the start is kept."""
+    with TapePlayer(batches(2, first=5)) as tape:
+        peer = connect(tape)
+        assert tape.play(times=3) == 6
+        assert tape.play(3) == 3
+        assert tape.play() == 1
+        messages = peer.live(10)
+        assert [int.from_bytes(frames[1]) for frames in messages] == list(range(5, 15))
+        stamps = [struct.unpack_from(">d", frames[2], 2)[0] for frames in messages]
+        assert stamps == [1005.0 + n // 2 + n % 2 for n in range(10)]
+
+
+def test_a_restart_that_was_recorded_is_played(connect: Connect) -> None:
+    """Numbers that go back on the tape are a new life, with an empty buffer."""
+    with TapePlayer([*batches(3), *batches(2)]) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.seqs(5) == [0, 1, 2, 0, 1]
+        assert peer.ask_and_get(0) == [*replayed(0, 1), END]
+        assert tape.counts.lives == 2
+
+
+def test_recorded_holes_stay(connect: Connect) -> None:
+    """A tape that lacks a number plays without it."""
+    with TapePlayer([batches(3)[0], batches(3)[2]]) as tape:
+        peer = connect(tape)
+        tape.play()
+        assert peer.seqs(2) == [0, 2]
+
+
+def test_paced_playing(connect: Connect) -> None:
+    """At a rate, and in recorded time, everything comes in order; plays follow one another."""
+    timed = [LiveBatch(topic, seq, payload, t=seq / 500) for topic, seq, payload in batches(20)]
+    with TapePlayer(timed) as tape:
+        peer = connect(tape)
+        first, second = tape.start_playing(rate="recorded"), tape.start_playing(10, rate=500.0)
+        assert (first.result(SECONDS), second.result(SECONDS)) == (20, 10)
+        assert peer.seqs(30) == list(range(30))
+
+
+def test_the_schedule_of_paced_playing() -> None:
+    """Each batch is due one period, or one recorded gap, after the one before, whenever that one really went; a tape that is
+    far behind goes on from now."""
+    even, recorded, fast = _Play(9, 4.0, 1), _Play(9, "recorded", 1), _Play(9, None, 1)
+    for play in (even, recorded, fast):
+        play.begin(Reel([]), 100.0)
+        play.step(gap=0.125, now=100.01)
+    assert (even.due, recorded.due, fast.due) == (100.25, 100.125, 100.0)
+    even.step(gap=0.0, now=100.26)
+    assert even.due == 100.5
+    even.step(gap=0.0, now=101.0 + CATCH_UP_SECONDS)
+    assert even.due == 101.0 + CATCH_UP_SECONDS
+
+
+def test_recorded_gaps() -> None:
+    """Gaps are the recorded times between batches: 0 at the tape's ends, where clocks went back, and where nobody knows."""
+    reel = Reel([LiveBatch(b"", n, b"", t) for n, t in enumerate([5.0, 7.5, 6.0, None, 8.0])])
+    gaps = []
+    for _ in range(6):
+        gaps.append(reel.peek_gap())
+        assert reel.take().gap == gaps[-1]
+    assert gaps == [0.0, 2.5, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x93", b"payload of a test", b"\x93\xc0\x90\x00......", b"\x83\xcb12345678"])
+def test_only_timestamps_are_moved(payload: bytes) -> None:
+    """What does not begin with an array and a float is played as it is in every round."""
+    assert restamp(payload, 5.0) == payload
+
+
+def test_timestamps_are_moved() -> None:
+    """By as many seconds as the round began later, and nothing else of the batch."""
+    assert restamp(stamped(1.5), 2.0) == stamped(3.5)
+
+
+def test_stopping_ends_a_play(connect: Connect) -> None:
+    """A play that is interrupted says how far it came."""
+    with TapePlayer(batches(1000)) as tape:
+        connect(tape)
+        playing, waiting = tape.start_playing(rate=0.001), tape.start_playing()
+        assert tape.wait_until(lambda counts: counts.published == 1, SECONDS)
+        tape.stop()
+        assert (playing.result(SECONDS), waiting.result(SECONDS)) == (1, 0)
+
+
+def test_mistakes_of_the_caller(tmp_path: Path) -> None:
+    """Wrong arguments, empty tapes and recordings without the wanted run are told at once."""
+    with TapePlayer([]) as tape:
+        assert tape.play() == 0
+        for arguments in ({"n": -1}, {"times": 0}, {"rate": 0.0}, {"n": 1}):
+            with pytest.raises(ConfigError):
+                tape.play(**arguments)
+    with pytest.raises(ConfigError, match="no run 'other'"):
+        TapePlayer(CAPTURE, run="other")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ConfigError, match="no live batches"):
+        TapePlayer(tmp_path / "empty.jsonl")
+
+
+# Waiting and ending
+
+
+def test_requests_are_returned_in_order_and_once(connect: Connect) -> None:
+    """Every wait gives the next request, also when it came before the wait."""
+    with TapePlayer(batches(1)) as tape:
+        peer = connect(tape)
+        for start in (4, 2, 4):
+            peer.ask_and_get(start)
+        assert [tape.wait_for_request(SECONDS) for _ in range(3)] == [4, 2, 4]
+        assert tape.wait_for_request(0) is None
+        assert tape.requests == [4, 2, 4]
+
+
+def test_waits_have_deadlines() -> None:
+    """Without a peer every wait ends, and says that it was in vain."""
+    with TapePlayer(batches(1)) as tape:
+        assert not tape.wait_for_subscriber(0)
+        assert not tape.wait_until(lambda counts: counts.published > 0, 0)
+
+
+def test_a_subscriber_that_leaves_is_no_longer_counted(connect: Connect) -> None:
+    """The tape knows who is there, not who was."""
+    with TapePlayer(batches(1)) as tape:
+        connect(tape).sub.unsubscribe(b"")
+        deadline = time.monotonic() + SECONDS
+        while tape.wait_for_subscriber(0):
+            assert time.monotonic() < deadline
+
+
+def test_the_log_is_bounded() -> None:
+    """A tape that plays for days remembers the newest."""
+    with TapePlayer(batches(10), log=4) as tape:
+        tape.play()
+        assert [sent.batch.seq for sent in tape.log] == [6, 7, 8, 9]
+        assert tape.counts.published == 10
+
+
+def test_closing_is_idempotent_and_ends_everything(connect: Connect) -> None:
+    """Twice, from two threads, with a play, an endless reply and unread messages under way: it ends, and says so."""
+    tape = TapePlayer(batches(1000), faults=Faults(replay_endless=True))
+    peer = connect(tape)
+    tape.play()
+    peer.ask(0)
+    playing = tape.start_playing(rate=0.001)
+    assert tape.wait_until(lambda counts: counts.replayed > 0, SECONDS)
+    closers = [threading.Thread(target=tape.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(SECONDS)
+    tape.close()
+    assert playing.result(0) <= 1
+    assert "closed" in repr(tape)
+    with pytest.raises(ClosedError):
+        tape.play()
+    assert len(tape.batches()) >= 1000
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_nothing_is_left_behind() -> None:
+    """No thread and no file descriptor outlives a tape, with restarts, and none a tape that could not be opened."""
+    TapePlayer(batches(1)).close()
+    before = threading.active_count(), open_files()
+    for _ in range(3):
+        with TapePlayer(batches(10)) as tape:
+            tape.play()
+            tape.restart()
+            with pytest.raises(EndpointError, match="cannot bind"):
+                TapePlayer(batches(1), endpoint=tape.endpoint)
+            with pytest.raises(EndpointError, match="cannot bind"):
+                TapePlayer(batches(1), replay_endpoint=tape.endpoint)
+    assert (threading.active_count(), open_files()) == before
+
+
+def test_a_bad_endpoint() -> None:
+    """What is not an address is told in our own error."""
+    with pytest.raises(EndpointError, match="cannot bind nonsense"):
+        TapePlayer(batches(1), endpoint="nonsense")

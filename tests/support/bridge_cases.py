@@ -1,0 +1,238 @@
+"""What the bridges' tests share: engines with the truth about themselves, bridges in processes of their own, and one
+partition."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+import nats
+from nats.js import JetStreamContext
+
+from cli_cases import Program
+from kvevents.errors import UnknownSourceError
+from kvevents.events import EventBatch
+from kvevents.index import PrefixIndex
+from kvevents.plane import connection
+from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents.plane.connection import PING_SECONDS
+from kvevents.plane.ledger import Told
+from kvevents.plane.records import name_of
+from kvevents.plane.settings import PlaneSettings
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.stream import RawBatch, Source
+from kvevents.wire.encode import batch_encoder
+from plane_cases import SECONDS, Log
+from publisher_cases import ANY
+from publisher_engine import Engine
+from service_cases import suspend
+
+T = TypeVar("T")
+
+PACE = 0.002
+"""Seconds between two batches of an engine that talks by itself."""
+
+
+class Truth:
+    """What an engine holds, by what it has published in this life."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self._index = PrefixIndex()
+        self._encode = batch_encoder(None)
+
+    def add(self, batch: EventBatch) -> None:
+        delivery = RawBatch(self.name, 0, 0, self.count, False, self._encode(batch))
+        self._index.apply_many([delivery])
+        self.count += 1
+
+    @property
+    def digest(self) -> str:
+        return self._index.digest((self.name, 0))
+
+
+class TalkingEngine:
+    """An engine that stores and removes; a context manager. Options are those of `ZmqEventPublisher`."""
+
+    def __init__(self, name: str = "engine", **options: Any) -> None:
+        self.name = name
+        self.card = b"card"
+        self._options: dict[str, Any] = {"endpoint": ANY, "replay_endpoint": ANY, **options}
+        self._lives = 0
+        self._lock = threading.Lock()
+        self._begin()
+        self._options |= {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint, "bind": True}
+
+    def _begin(self) -> None:
+        self.publisher = ZmqEventPublisher(**self._options)
+        self._engine = Engine(self._lives)
+        self.truth = Truth(self.name)
+        self._lives += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.publisher.shutdown()
+
+    @property
+    def source(self) -> Source:
+        return Source(self.publisher.endpoint, self.publisher.replay_endpoint, name=self.name)
+
+    @property
+    def watch(self) -> Watch:
+        return Watch(self.source, self.card)
+
+    def say(self, count: int = 1) -> None:
+        """Publish so many batches."""
+        for _ in range(count):
+            self.publish(EventBatch(float(self.truth.count), self._engine.events()))
+
+    def publish(self, batch: EventBatch) -> None:
+        with self._lock:
+            self.truth.add(batch)
+            self.publisher.publish(batch)
+
+    def end(self) -> None:
+        """Its process is gone."""
+        self.publisher.shutdown()
+
+    def restart(self) -> None:
+        """Another process at the same place, which holds nothing."""
+        with self._lock:
+            self.publisher.shutdown()
+            self._begin()
+
+    @contextmanager
+    def talking(self, pace: float = PACE) -> Iterator[None]:
+        """Within, it publishes by itself."""
+        over = threading.Event()
+
+        def talk() -> None:
+            while not over.wait(pace):
+                self.say()
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def holds(log: Log, *engines: TalkingEngine) -> bool:
+    """Whether the log says what its engines hold, and ends where they do."""
+    for engine in engines:
+        standing = log.ledgers[log.layout.partition_of(engine.name)].streams.get((engine.name, 0))
+        try:
+            digest = log.index.digest((engine.name, 0))
+        except UnknownSourceError:
+            return False
+        if standing is None or standing.last_seq != engine.truth.count - 1 or digest != engine.truth.digest:
+            return False
+    return True
+
+
+def settled(log: Log, *engines: TalkingEngine) -> Log:
+    """Wait until the log is what the engines hold, each batch of their last lives once and in order."""
+    log.until("the truth in the log", lambda log: holds(log, *engines))
+    for engine in engines:
+        life = numbers_of_last_life(log, engine.name)
+        assert life == list(range(life[0], engine.truth.count)), (life[0], len(life), engine.truth.count)
+    assert log.flaws == (0, 0)
+    return log
+
+
+def numbers_of_last_life(log: Log, name: str) -> list[int]:
+    batches = [each for each in log.events if isinstance(each, RawBatch) and each.source == name]
+    return [each.seq for each in batches if each.incarnation == batches[-1].incarnation]
+
+
+def told_of(log: Log, name: str = "engine") -> dict[str, Told]:
+    """What bridges say of a stream, by name; of one that was begun again, what its last process says."""
+    standing = log.ledgers[log.layout.partition_of(name)].streams.get((name, 0))
+    return {} if standing is None else {name_of(bridge): told for bridge, told in standing.told.items()}
+
+
+def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T]]) -> T:
+    """Something done with JetStream by somebody who is no bridge."""
+
+    async def main() -> T:
+        client = await nats.connect(list(plane.servers))
+        try:
+            return await work(client.jetstream())
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+# --- bridges in processes
+
+
+class BridgeProcess(Program):
+    """A bridge in a process of its own, that may be killed or stopped at any moment; a context manager.
+
+    `command` begins one that is to run on another host; `ping` is how often it asks whether its server is there.
+    """
+
+    def __init__(
+        self,
+        plane: PlaneSettings,
+        *engines: TalkingEngine,
+        name: str = "bridge",
+        command: Sequence[str] = (),
+        ping: float = PING_SECONDS,
+        **more: Any,
+    ) -> None:
+        watches = [[each.name, each.publisher.endpoint, each.publisher.replay_endpoint, each.card.decode()] for each in engines]
+        said = {"servers": plane.servers, "name": plane.name, "partitions": plane.partitions, "copies": plane.copies}
+        told = {
+            "plane": said | {"partition_bytes": plane.partition_bytes},
+            "bridge": {"name": name, "beat": 0.2, **more},
+            "watches": watches,
+            "ping": ping,
+        }
+        super().__init__(json.dumps(told), command=(*command, sys.executable, "-W", "error", __file__))
+
+    def wait_until_ready(self) -> Self:
+        self.out.wait("ready")
+        return self
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+
+    def pause(self) -> None:
+        """It does nothing from when this returns."""
+        suspend(self.process)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+async def _main(told: dict[str, Any]) -> None:
+    plane = PlaneSettings(**{**told["plane"], "servers": tuple(told["plane"]["servers"])})
+    watches = [Watch(Source(endpoint, replay, name=name), card.encode()) for name, endpoint, replay, card in told["watches"]]
+    vars(connection)["PING_SECONDS"] = told["ping"]
+    bridge = Bridge(BridgeSettings(plane=plane, **told["bridge"]), watches)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    running = asyncio.create_task(bridge.run(stop))
+    await asyncio.wait({running, asyncio.create_task(bridge.ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    print("ready", flush=True)
+    await running
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    asyncio.run(_main(json.loads(sys.argv[1])))

@@ -1,0 +1,177 @@
+"""Run the command line, in a process of its own or in this one, and read what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
+
+import paths
+from kvevents.errors import EndpointError
+from kvevents.recording import LiveBatch
+from kvevents.testing import Faults, TapePlayer
+from kvevents.testing.reel import Tape
+from ports import quiet_port
+
+KVEVENTS = (sys.executable, "-m", "kvevents.cli")
+
+
+RECORDING = paths.DATA / "vllm-0.32-captures.jsonl.gz"
+
+
+RUN = "bs32-sha256cbor-seed0"
+
+
+SECONDS = 20.0
+"""Deadline of every wait; nothing waits for it unless it fails."""
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without what changes colors."""
+    return {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR"}} | more
+
+
+def run(*args: object, stdin: bytes = b"") -> Ended:
+    """`kvevents` with these arguments, from beginning to end."""
+    command = [*KVEVENTS, *map(str, args)]
+    done = subprocess.run(command, input=stdin, capture_output=True, timeout=SECONDS, env=environment(), check=False)
+    return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+class Lines:
+    """What a process writes, as it writes it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.all: list[str] = []
+        self._stream = stream
+        self._ended = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for line in self._stream:
+            with self._changed:
+                self.all.append(line.decode().rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait(self, wanted: str | Callable[[list[str]], bool]) -> str:
+        """Wait for a line that matches an expression, or for a condition; the newest matching line."""
+        test = wanted if callable(wanted) else (lambda lines: any(re.search(wanted, line) for line in lines))
+        with self._changed:
+            self._changed.wait_for(lambda: test(self.all) or self._ended, SECONDS)
+            assert test(self.all), f"{wanted} not in {self.all[-20:]}"
+            return next((line for line in reversed(self.all) if not callable(wanted) and re.search(wanted, line)), "")
+
+    def close(self) -> None:
+        self._thread.join(SECONDS)
+        self._stream.close()
+
+
+@contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """For children that are to be interrupted: in the background of a shell, SIGINT is ignored, which children inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Program:
+    """A process under test that goes on until it is told to stop."""
+
+    def __init__(self, *args: object, command: Sequence[str] = KVEVENTS, **env: str) -> None:
+        argv = [*command, *map(str, args)]
+        with heeding_interrupts():
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**env)
+            )
+        assert self.process.stdout
+        assert self.process.stderr
+        self.out = Lines(self.process.stdout)
+        self.err = Lines(self.process.stderr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.process.kill()
+        self.end()
+
+    def write(self, line: bytes) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> Ended:
+        """Send a signal and wait for the end."""
+        self.process.send_signal(number)
+        return self.end()
+
+    def end(self) -> Ended:
+        """Wait for the end."""
+        code = self.process.wait(SECONDS)
+        for stream in (self.out, self.err):
+            stream.close()
+        if self.process.stdin:
+            self.process.stdin.close()
+        return Ended(code, "\n".join(self.out.all), "\n".join(self.err.all))
+
+
+@contextmanager
+def adjacent(tape: Tape | None = None, ranks: int = 1, **kwargs: Any) -> Iterator[list[TapePlayer]]:
+    """Tapes on ports that follow one another, as an engine's ranks, and their replay endpoints behind them."""
+    for _ in range(50):
+        players: list[TapePlayer] = []
+        try:
+            base = quiet_port()
+            for rank in range(ranks):
+                endpoints = [f"tcp://127.0.0.1:{base + rank}", f"tcp://127.0.0.1:{base + ranks + rank}"]
+                source = RECORDING if tape is None else tape
+                run_name = RUN if tape is None else None
+                players.append(TapePlayer(source, run=run_name, endpoint=endpoints[0], replay_endpoint=endpoints[1], **kwargs))
+            break
+        except (EndpointError, OverflowError):
+            close_all(players)
+    try:
+        yield players
+    finally:
+        close_all(players)
+
+
+def close_all(players: list[TapePlayer]) -> None:
+    for player in players:
+        player.close()
+
+
+@contextmanager
+def refusing() -> Iterator[str]:
+    """An endpoint at which nothing listens, and nobody else will."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+
+
+def tape_of(*batches: tuple[bytes, int, bytes] | LiveBatch, **faults: Any) -> TapePlayer:
+    """A tape with these batches and faults, on any ports."""
+    return TapePlayer(batches, faults=Faults(**faults))

@@ -1,0 +1,62 @@
+"""A server that sends given bytes, and the findings of `kvevents doctor`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from cli_cases import SECONDS, Ended
+from kvevents.cli.checkup.findings import Finding
+
+
+def findings(ended: Ended) -> dict[str, dict[str, str]]:
+    """Findings by check, of several the worst; the exit code must agree with them."""
+    assert ended.out, ended
+    report = json.loads(ended.out)
+    order = ["ok", "warn", "fail"]
+    found: dict[str, dict[str, str]] = {}
+    for finding in report["findings"]:
+        if finding["check"] not in found or order.index(finding["verdict"]) > order.index(found[finding["check"]]["verdict"]):
+            found[finding["check"]] = finding
+        assert finding["verdict"] == "ok" or finding["advice"], finding
+    assert report["verdict"] == max((finding["verdict"] for finding in report["findings"]), key=order.index)
+    assert ended.code == (1 if report["verdict"] == "fail" else 0)
+    return found
+
+
+@contextmanager
+def server(reply: bytes | None) -> Iterator[str]:
+    """Something that accepts one connection after another, answers with these bytes, and closes unless there are none."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection = listener.accept()[0]
+                except OSError:
+                    return
+                kept.append(connection)
+                if reply is not None:
+                    with suppress(ConnectionError):  # who has heard enough goes
+                        connection.recv(1 << 16)
+                        connection.sendall(reply)
+                    connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(SECONDS)
+        for connection in kept:
+            connection.close()
+
+
+def one(finding: Finding | None) -> tuple[str, str]:
+    assert finding is not None
+    return finding.verdict.value, finding.text

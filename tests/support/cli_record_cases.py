@@ -1,0 +1,16 @@
+"""Publishers whose events are recorded."""
+
+from __future__ import annotations
+
+import re
+
+from cli_cases import Program
+
+ANYWHERE = "tcp://127.0.0.1:*"
+
+
+def serving(program: Program) -> tuple[str, str]:
+    """Where a `play` or `publish` process stands."""
+    found = re.search(r"(tcp://\S+), replay (tcp://\S+)", program.err.wait("replay tcp://"))
+    assert found
+    return found[1], found[2]

@@ -1,0 +1,58 @@
+"""Deadlines and steps of time for tests of discovery."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from kvevents.backoff import Pace
+
+T = TypeVar("T")
+
+
+DEADLINE = 20.0
+
+
+class Steps:
+    """Time that passes when a test says so: `paused` waits until somebody sleeps, `go` lets that sleep be over."""
+
+    def __init__(self, random: float = 0.0) -> None:
+        self.time = 0.0
+        self.pace = Pace(self._sleep, lambda: self.time, lambda: random)
+        self._asked: asyncio.Queue[tuple[float, asyncio.Future[None]]] = asyncio.Queue()
+        self._held: tuple[float, asyncio.Future[None]] | None = None
+
+    async def _sleep(self, seconds: float) -> None:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait((seconds, over))
+        await over
+
+    async def paused(self) -> float:
+        self._held = await asyncio.wait_for(self._asked.get(), DEADLINE)
+        return self._held[0]
+
+    def go(self) -> None:
+        assert self._held is not None
+        seconds, over = self._held
+        self.time += seconds
+        if not over.done():
+            over.set_result(None)
+
+    async def step(self) -> float:
+        seconds = await self.paused()
+        self.go()
+        return seconds
+
+
+def soon(found: AsyncGenerator[T, None]) -> asyncio.Task[T]:
+    """The next finding, being waited for while the test goes on."""
+
+    async def next_one() -> T:
+        return await asyncio.wait_for(anext(found), DEADLINE)
+
+    return asyncio.create_task(next_one())
+
+
+async def within(what: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
+    return await asyncio.wait_for(what, DEADLINE)

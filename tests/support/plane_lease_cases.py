@@ -1,0 +1,53 @@
+"""A key-value bucket for leases, and a clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvevents.plane.connection import opened
+from kvevents.plane.layout import Layout
+from kvevents.plane.leases import Holder, Lease, lease_key
+from nats_servers import NatsServer
+from plane_cases import plane_at
+
+KEY = lease_key("replica", "node")
+
+
+LONG = 3600.0
+
+
+class Clock:
+    """One that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bucket:
+    """Leases of a plane of their own, which the servers let expire after `ttl`."""
+
+    def __init__(self, js: Any, name: str) -> None:
+        self.js = js
+        self.layout = Layout(name, 1)
+        self.store: Any = None
+
+    def lease(self, host: str = "here", **more: Any) -> Lease:
+        """For somebody of whom nobody knows whether it lives."""
+        return Lease(self.js, self.layout, KEY, Holder(host, 1, os.urandom(8).hex()), **more)
+
+    async def revision(self) -> int:
+        return int((await self.store.get(KEY)).revision)
+
+
+@asynccontextmanager
+async def bucket(*servers: NatsServer, name: str, ttl: float = LONG, copies: int = 1) -> AsyncIterator[Bucket]:
+    async with opened(plane_at(*(server.url for server in servers)), name="tests") as client:
+        made = Bucket(client.jetstream(), name)
+        made.store = await made.js.create_key_value(bucket=made.layout.leases, ttl=ttl, replicas=copies)
+        yield made

@@ -1,0 +1,48 @@
+"""A Prometheus server, and scrapes of our metrics."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import pytest
+
+from cli_cases import SECONDS
+
+PROMETHEUS, PROMTOOL = shutil.which("prometheus") or "", shutil.which("promtool") or ""
+
+
+needs_prometheus = pytest.mark.skipif(
+    not PROMETHEUS or not PROMTOOL,
+    reason="no Prometheus is installed; `tools/setup tests` installs Debian's",
+)
+
+
+class Prometheus:
+    """A server that scrapes one service, and evaluates the rules without patience."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """`data` of an answer of its API."""
+        with urlopen(f"{self._url}/api/v1/{path}?{urlencode(parameters)}", timeout=SECONDS) as answer:  # noqa: S310 - ours
+            told = json.load(answer)
+        assert told["status"] == "success", told
+        return told["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.ask("query", query=expression)["result"]
+        return found
+
+    def firing(self) -> list[dict[str, str]]:
+        """Labels of alerts."""
+        return [alert["labels"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"]
+
+
+def scraped(prometheus: Prometheus) -> int:
+    found = prometheus.query("count_over_time(up[1m]) and up == 1")
+    return int(found[0]["value"][1]) if found else 0

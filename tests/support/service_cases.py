@@ -1,0 +1,448 @@
+"""What the service's tests share: a real `kvevents serve` on any port, a small client, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection, HTTPSConnection
+from pathlib import Path
+from time import monotonic, time
+from typing import Any, NamedTuple, Self, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+
+from cli_cases import Ended, Program
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvevents.index import block_keys
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.service.schemas import Problem
+from kvevents.stream import DegradedReason
+from publisher_cases import ANY, last_endpoint, publishing
+
+T = TypeVar("T")
+
+DEADLINE = 20.0
+"""Seconds after which a test gives up waiting; nothing takes this long unless it is broken."""
+PAUSE = 0.01
+"""Seconds between two looks at a service in another process."""
+BLOCK = 16
+MODEL = "m"
+
+
+def suspend(process: subprocess.Popen[Any]) -> None:
+    """Stop a child: none of its threads does anything from when this returns, and not only when the signal reaches it."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def until(what: str, look: Callable[[], T | None], seconds: float = DEADLINE) -> T:
+    """Look again and again until something true comes, which is returned; fails after the deadline."""
+    end = monotonic() + seconds
+    pause = threading.Event()
+    while not (found := look()):
+        assert monotonic() < end, f"waited {seconds:g} s for {what}"
+        pause.wait(PAUSE)
+    return found
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body, read."""
+        return msgspec.json.decode(self.body)
+
+    @property
+    def reason(self) -> str:
+        """Of an error, which must be one as documented."""
+        told = self.json
+        problem = msgspec.convert(told, Problem)
+        assert all(told.values()), told
+        assert problem == Problem.of(self.status, problem.reason, problem.detail, problem.hint)
+        assert set(told) == set(Problem.__struct_fields__), told
+        assert self.headers["content-type"] == "application/problem+json"
+        return problem.reason
+
+
+class Client:
+    """Asks one server over a connection of its own."""
+
+    def __init__(self, url: str, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname
+        assert parts.port
+        self.host, self.port = parts.hostname, parts.port
+        self.token = token
+        self._asked_at = monotonic()
+        self._connection = (
+            HTTPConnection(self.host, self.port, timeout=DEADLINE)
+            if tls is None
+            else HTTPSConnection(self.host, self.port, timeout=DEADLINE, context=tls)
+        )
+
+    def ask(self, method: str, path: str, body: bytes | None = None, /, **headers: str) -> Answer:
+        """One request; `_` in the names of headers stands for `-`."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if self.token is not None:
+            sent["authorization"] = f"Bearer {self.token}"
+        if monotonic() - self._asked_at > 30:
+            self._connection.close()  # the server closes connections that are idle for longer; the next request opens another
+        self._asked_at = monotonic()
+        self._connection.request(method, path, body, sent)
+        response = self._connection.getresponse()
+        return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.ask("GET", path, **headers)
+
+    def post(self, path: str, body: Any = None, **fields: Any) -> Answer:
+        """A body as JSON, from an object or from fields."""
+        return self.ask("POST", path, msgspec.json.encode(fields if body is None else body), content_type="application/json")
+
+    def confirm(self) -> None:
+        """`confirm` for every source."""
+        for source in self.get("/v1/sources").json["sources"]:
+            confirm(source)
+
+    def ready(self) -> None:
+        """Wait until the service is ready, and engines of `engine` have confirmed what replay has brought."""
+
+        def look() -> bool:
+            self.confirm()
+            is_ready = self.get("/readyz").status == 200
+            return is_ready and not any(map(is_unproven, self.get("/v1/sources").json["sources"]))
+
+        until(f"{self.host}:{self.port} to be ready", look)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Service(Client):
+    """A `kvevents serve` in a process of its own, and a client of it."""
+
+    def __init__(self, program: Program, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        self.program = program
+        found = re.search(r"(https?://[^\s\"]+)", program.err.wait("listening at http"))
+        assert found
+        self.url = found[1]
+        super().__init__(self.url, token, tls)
+
+    @property
+    def log(self) -> list[str]:
+        """What it has written to stderr so far."""
+        return self.program.err.all
+
+    def says(self, pattern: str) -> None:
+        """Wait until a line of the log matches: what is written before an answer may be read behind it."""
+        self.program.err.wait(pattern)
+
+    def told(self, pattern: str) -> list[str]:
+        """Lines of the log so far that match; for what must not be there, or not often."""
+        return [line for line in self.log if re.search(pattern, line)]
+
+    # --- the fleet
+
+    def register(self, instance: int | str, engine: ZmqEventPublisher | str, rank: int = 0, **more: Any) -> Answer:
+        """In Dynamo's spelling."""
+        return self.post("/register", registration(instance, engine, rank, **more))
+
+    def sources(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """Those of all scopes, by instance and rank."""
+        return {(each["instance"], each["rank"]): each for each in self.get("/v1/sources").json["sources"]}
+
+    def source(self, instance: int | str, rank: int = 0) -> dict[str, Any]:
+        return self.sources()[str(instance), rank]
+
+    def trust(self, instance: int | str, rank: int = 0) -> tuple[str, str]:
+        """State and reason."""
+        found = self.source(instance, rank)["trust"]
+        return found["state"], found["reason"]
+
+    def exact(self, instance: int | str, rank: int = 0, *, blocks: int | None = None) -> dict[str, Any]:
+        """Wait until a source is EXACT, and holds so many blocks.
+
+        An engine of `engine` publishes an empty batch if no live batch has confirmed yet what replay has brought.
+        """
+
+        def look() -> dict[str, Any] | None:
+            found = self.sources().get((str(instance), rank))
+            if found is None:
+                return None
+            confirm(found)
+            fits = found["trust"]["state"] == "EXACT" and blocks in {None, found["blocks"]}
+            return found if fits else None
+
+        return until(f"{instance} to be EXACT" + ("" if blocks is None else f" with {blocks} blocks"), look)
+
+    def query(self, tokens: Sequence[int], **more: Any) -> Any:
+        """The answer in Dynamo's spelling about all that caches hold, the block of the last token included."""
+        answer = self.post("/query", {"model_name": MODEL, "token_ids": list(tokens), "whole_prompt": True, **more})
+        assert answer.status == 200, answer
+        return answer.json
+
+    def held(self, tokens: Sequence[int], **more: Any) -> dict[str, int]:
+        """Longest prefix by instance, of those that hold something."""
+        found = self.query(tokens, **more)["instances"].items()
+        return {name: each["longest_matched"] for name, each in found if each["longest_matched"]}
+
+    def holds(self, instance: int | str, tokens: Sequence[int], length: int | None = None, **more: Any) -> None:
+        """Wait until an instance holds so much of a prompt: all of it when not told."""
+        wanted = len(tokens) if length is None else length
+        until(f"{instance} to hold {wanted} tokens", lambda: self.held(tokens, **more).get(str(instance)) == wanted)
+
+    def keys(self, instance: int | str, rank: int = 0) -> set[tuple[str, str]]:
+        """Key and tier of every block that it holds, page by page."""
+        found: set[tuple[str, str]] = set()
+        cursor = ""
+        while True:
+            page = self.get(f"/v1/blocks?instance={instance}&rank={rank}&limit=500&cursor={cursor}").json
+            found |= {(block["key"], block["tier"]) for block in page["blocks"]}
+            if page["next"] is None:
+                return found
+            cursor = page["next"]
+
+    # --- its end
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> Ended:
+        """Ask it to end, and wait for it."""
+        self.close()
+        return self.program.interrupt(number)
+
+    def kill(self) -> None:
+        """End it as a machine without power does."""
+        self.close()
+        self.program.process.kill()
+        self.program.end()
+
+
+COMMAND = (sys.executable, "-W", "error", "-m", "kvevents", "serve", "--port", "0")
+
+
+@contextmanager
+def serving(
+    *args: object, token: str | None = None, tls: ssl.SSLContext | None = None, command: Sequence[str] = COMMAND, **env: str
+) -> Iterator[Service]:
+    """A service, ended without mercy afterwards. Nothing that it has written may be a traceback or a warning of Python's."""
+    with Program(*args, command=command, **env) as program:
+        service = Service(program, token, tls)
+        try:
+            yield service
+        finally:
+            service.close()
+    assert not service.told("Traceback|Warning:|has failed"), "\n".join(service.log)
+
+
+def registration(instance: int | str, engine: ZmqEventPublisher | str, rank: int = 0, **more: Any) -> dict[str, Any]:
+    """A body for `/register` in Dynamo's spelling."""
+    endpoint, replay = (engine, None) if isinstance(engine, str) else (engine.endpoint, engine.replay_endpoint)
+    body = {"instance_id": instance, "endpoint": endpoint, "replay_endpoint": replay, "model_name": MODEL, "block_size": BLOCK}
+    return {**body, "dp_rank": rank, **more}
+
+
+class Engine:
+    """A publisher with replay that keeps count of what it holds: the truth that a service must know."""
+
+    def __init__(self, publisher: ZmqEventPublisher, seed: int = 1) -> None:
+        self.publisher = publisher
+        self.endpoint = publisher.endpoint
+        self.replay_endpoint = publisher.replay_endpoint
+        self._seed = seed
+        self._next = seed << 32
+
+    def store(
+        self, tokens: Sequence[int], *, parent: Sequence[int] = (), block_size: int = BLOCK, medium: str = "GPU", **more: Any
+    ) -> list[int]:
+        """Announce the blocks of a prompt, which may go on behind those of another; returns the hashes so far."""
+        before = list(parent)
+        hashes = [self._next + number for number in range(len(tokens) // block_size)]
+        self._next += len(hashes)
+        event = BlockStored(hashes, before[-1] if before else None, list(tokens), block_size, medium=medium, **more)
+        self.publish(event)
+        return before + hashes
+
+    def publish(self, *events: Any, at: float | None = None) -> None:
+        self.publisher.publish(EventBatch(time() if at is None else at, list(events)))
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest batch; -1 before the first."""
+        return self.publisher.stats().published - 1
+
+    def remove(self, hashes: Sequence[int], medium: str = "GPU") -> None:
+        self.publish(BlockRemoved(list(hashes), medium=medium))
+
+    def clear(self) -> None:
+        self.publish(AllBlocksCleared())
+
+
+@contextmanager
+def engine(*, seed: int = 1, **options: Any) -> Iterator[Engine]:
+    """One rank of an engine on real sockets, with replay unless told otherwise."""
+    options.setdefault("replay_endpoint", ANY)
+    with publishing(**options) as publisher:
+        made = _ENGINES[publisher.endpoint] = Engine(publisher, seed)
+        yield made
+        if _ENGINES.get(publisher.endpoint) is made:  # another one may have come back at its place
+            del _ENGINES[publisher.endpoint]
+
+
+_ENGINES: dict[str, Engine] = {}
+"""Those that run, by endpoint."""
+
+
+def is_unproven(source: Mapping[str, Any]) -> bool:
+    """Whether no live batch has confirmed yet what replay has brought. Replicas of a log have the sentence, and no code."""
+    return DegradedReason.REPLAY_UNPROVEN.value in source["trust"]["reason"]
+
+
+def confirm(source: Mapping[str, Any]) -> None:
+    """Have an engine of `engine` publish an empty batch if no live batch has confirmed yet what replay has brought.
+
+    `source` is as `/v1/sources` lists it. Nothing is published while something that was published before has not arrived, so
+    that it is one batch in most cases, however often this is called.
+    """
+    made = _ENGINES.get(source["endpoint"])
+    if made is not None and is_unproven(source) and source["last_seq"] >= made.last_seq:
+        made.publish()
+
+
+@contextmanager
+def engines(count: int, **options: Any) -> Iterator[list[Engine]]:
+    """Several of them."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(engine(seed=number + 1, **options)) for number in range(count)]
+
+
+def prompt(first: int, blocks: int = 4, block_size: int = BLOCK) -> list[int]:
+    """Token ids that no other `first` has."""
+    return [first * 100_000 + place for place in range(blocks * block_size)]
+
+
+def hex_keys(tokens: Sequence[int], block_size: int = BLOCK) -> list[str]:
+    """Keys of a prompt's blocks as `/v1` writes them."""
+    return [f"{key:016x}" for key in block_keys(list(tokens), block_size)]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+class Stream:
+    """A client of `/v1/events`, connected and listened to by the service when this is made."""
+
+    def __init__(self, service: Client, query: str = "") -> None:
+        self._connection = HTTPConnection(service.host, service.port, timeout=DEADLINE)
+        headers = {} if service.token is None else {"authorization": f"Bearer {service.token}"}
+        self._connection.request("GET", f"/v1/events{query}", headers=headers)
+        self.response = self._connection.getresponse()
+        self.status = self.response.status
+        if self.status == 200:
+            assert self.response.headers["content-type"] == "text/event-stream"
+            assert self._block() == ["retry: 2000"]
+
+    def _block(self) -> list[str] | None:
+        """Lines up to an empty one; None at the end."""
+        lines: list[str] = []
+        while line := self.response.readline():
+            if line == b"\n":
+                return lines
+            lines.append(line.decode().rstrip("\n"))
+        return None
+
+    def next(self, kind: str, fits: Callable[[Any], object] = lambda _: True) -> Any:
+        """The next event of a kind that fits; others before it are passed over."""
+        end = monotonic() + DEADLINE
+        while True:
+            assert monotonic() < end, f"no {kind}"
+            block = self._block()
+            assert block is not None, f"the stream ended without {kind}"
+            if block[0] == f"event: {kind}":
+                told = msgspec.json.decode(block[1].removeprefix("data: "))
+                if fits(told):
+                    return told
+
+    def ended(self) -> bool:
+        """Read on until the end, which must come within the deadline."""
+        while self._block() is not None:
+            pass
+        return True
+
+    def close(self) -> None:
+        self.response.close()
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Wire:
+    """An engine that sends whatever it is told, byte by byte, and answers no replay."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self._socket = context.socket(zmq.XPUB)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.rcvtimeo = int(DEADLINE * 1000)
+        self._socket.bind(ANY)
+        self.endpoint = last_endpoint(self._socket)
+        self._seq = 0
+
+    def wait(self) -> None:
+        """Until somebody subscribes."""
+        assert self._socket.recv()[:1] == b"\x01"
+
+    def send(self, payload: bytes, *, skip: int = 0) -> None:
+        """One batch; `skip` numbers before it are lost."""
+        self._seq += skip
+        self._socket.send_multipart([b"", self._seq.to_bytes(8, "big"), payload])
+        self._seq += 1
+
+    def send_frames(self, *frames: bytes) -> None:
+        """A message that need not be a batch."""
+        self._socket.send_multipart(frames)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def wire() -> Iterator[Wire]:
+    """Bytes on a real socket."""
+    with zmq.Context() as context:
+        made = Wire(context)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def exchange(client: Client, sent: bytes, *, half: bool = False) -> bytes:
+    """Bytes to a server and everything that comes back until it closes; with `half` our side is closed after sending."""
+    with socket.create_connection((client.host, client.port), DEADLINE) as connection:
+        connection.sendall(sent)
+        if half:
+            connection.shutdown(socket.SHUT_WR)
+        received = bytearray()
+        while piece := connection.recv(65_536):
+            received += piece
+        return bytes(received)

@@ -1,0 +1,19 @@
+"""The state that a replica reports."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvevents.plane.bridge import Watch
+from kvevents.service.registration import Registration
+from service_cases import MODEL, Engine
+
+
+def watch_of(instance: str, found: Engine) -> Watch:
+    registration = Registration(
+        instance=instance,
+        endpoint=found.publisher.endpoint,
+        replay_endpoint=found.publisher.replay_endpoint,
+        model=MODEL,
+    )
+    return Watch(registration.source(), msgspec.json.encode(registration))

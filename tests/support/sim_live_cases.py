@@ -1,0 +1,28 @@
+"""Simulated engines over sockets."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvevents.sim.faults import parse_faults
+from kvevents.sim.live import LiveFleet
+from kvevents.sim.settings import FleetSettings
+
+SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}
+"""So little memory that blocks are evicted and sequences preempted all the time."""
+
+
+@contextmanager
+def opened(*, name: str = "prefix-aware", pace: float = 4.0, wrong: str = "", **given: Any) -> Iterator[LiveFleet]:
+    options = {key: given.pop(key) for key in ("host", "base_port") if key in given}
+    with LiveFleet(FleetSettings(**(SMALL | given)), name, pace=pace, wishes=parse_faults(wrong), **options) as fleet:
+        yield fleet
+
+
+def openings() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208 - names are all that is wanted

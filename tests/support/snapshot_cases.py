@@ -1,0 +1,81 @@
+"""Index snapshots: written, read back, and changed byte by byte."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+from typing import Any
+
+from xxhash import xxh3_64_intdigest as xxh3
+
+from index_cases import (
+    Admit,
+    Adversary,
+    Choices,
+    Label,
+    Remove,
+    Step,
+    blocks_of,
+)
+from kvevents.index import PrefixIndex
+
+FRAME = 1 << 20
+
+
+def take(index: PrefixIndex, step: Step) -> None:
+    if isinstance(step, Remove):
+        index.remove_worker(step.worker)
+    elif isinstance(step, Admit):
+        index.admit(step.worker)
+    elif isinstance(step, Label):
+        index.label(step.source, step.model)
+    else:
+        index.apply(step)
+
+
+def saved(index: PrefixIndex) -> bytes:
+    file = io.BytesIO()
+    index.snapshot(file)
+    return file.getvalue()
+
+
+def restored(content: bytes, index: PrefixIndex | None = None) -> PrefixIndex:
+    index = index or PrefixIndex()
+    index.restore(io.BytesIO(content))
+    return index
+
+
+def state(index: PrefixIndex) -> list[Any]:
+    infos = sorted(
+        (info.source, info.rank, info.model, info.incarnation, info.last_seq, info.orphans) for info in index.workers()
+    )
+    return [(info, blocks_of(index, info[:2]), index.digest(info[:2])) for info in infos]
+
+
+def unframed(content: bytes) -> bytes:
+    at, payloads = 12, []
+    while length := struct.unpack_from("<I", content, at)[0]:
+        payloads.append(content[at + 12 : at + 12 + length])
+        at += 12 + length
+    return b"".join(payloads)
+
+
+def framed(content: bytes, head: bytes) -> bytes:
+    total, found = xxh3(head), [head]
+    for piece in [content[at : at + FRAME] for at in range(0, len(content), FRAME)] + [b""]:
+        total = xxh3(piece, (total + len(piece)) & (1 << 64) - 1)
+        found.append(struct.pack("<IQ", len(piece), total) + piece)
+    return b"".join(found)
+
+
+def furnished() -> bytes:
+    """The longest of some snapshots, so that every kind of item is in it."""
+    found = []
+    for seed in range(40):
+        index = PrefixIndex()
+        for step in Adversary(Choices(random.Random(seed).randbytes(800))).steps():
+            take(index, step)
+        if index.stats().orphans and index.stats().copies:
+            found.append(saved(index))
+    return max(found, key=len)

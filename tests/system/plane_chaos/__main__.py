@@ -1,0 +1,100 @@
+"""`python -m tests.system.plane_chaos`: replicas, bridges, engines and NATS servers under faults, round after round."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.system.chaos.jobs import outcomes
+from tests.system.plane_chaos import report
+from tests.system.plane_chaos.judging import Outcome
+from tests.system.plane_chaos.plan import draw_plan, known
+from tests.system.plane_chaos.stage import play
+
+ROUNDS: Final = 20
+JOBS: Final = 2
+"""Rounds side by side: much of each is waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is played: all that a round depends on, besides its number."""
+
+    seed: str
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    logs: str = ""
+
+    def play(self, number: int) -> Outcome:
+        return play(draw_plan(self.seed, number, self.only, self.without), self.logs)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 when every round ended right, 1 when something was wrong, 2 when a stage fell over or a doubt remained."""
+    options = _options(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: stages are taken down
+    if options.logs:
+        Path(options.logs).mkdir(parents=True, exist_ok=True)
+    run = Run(options.seed, tuple(options.only), tuple(options.without), options.logs)
+    numbers = range(options.first, options.first + options.rounds)
+    if options.round is not None:
+        numbers = range(options.round, options.round + 1)
+        print(draw_plan(run.seed, options.round, run.only, run.without).schedule(), flush=True)
+    print(f"seed {run.seed}; `--seed {run.seed} --round N` plays one round again", flush=True)
+    began = time.monotonic()
+    found: list[Outcome] = []
+    for outcome in outcomes(run, iter(numbers), options.jobs, lambda: True):
+        found.append(outcome)
+        print(_line(outcome), flush=True)
+        if not outcome.right:
+            _accuse(run, outcome)
+    print("\n".join(["", report.by_fault(found), "", report.totals(found)]))
+    if options.write:
+        played = f"Seed `{run.seed}`, {(time.monotonic() - began) / 60:.0f} minutes"
+        report.DOCUMENT.write_text(report.document(found, played), encoding="utf-8")
+    return 1 if any(each.wrong for each in found) else 2 if not all(each.right for each in found) else 0
+
+
+def _line(outcome: Outcome) -> str:
+    kinds = [verdict.kind for verdict in outcome.verdicts]
+    told = f"{kinds.count('right')} of {len(kinds)} right, settled in {outcome.settled:.1f} s" if kinds else outcome.error
+    return (
+        f"{outcome.number}: {outcome.batches} batches, {outcome.seconds:.1f} s: {told}, {outcome.lost} lost, "
+        f"[{', '.join(outcome.faults)}]"
+    )
+
+
+def _accuse(run: Run, outcome: Outcome) -> None:
+    print(f"\n{'WRONG' if outcome.wrong else 'FELL OVER' if outcome.error else 'DOUBTED'}: {outcome.error}", file=sys.stderr)
+    told = [f"{each.replica} {each.engine} {each.kind}: {each.detail}" for each in outcome.verdicts if each.kind != "right"]
+    told += [*outcome.flaws, f"told: {outcome.told}", f"counted: {dict(outcome.counted)}"]
+    told.append(draw_plan(run.seed, outcome.number, run.only, run.without).schedule())
+    print("\n".join(told), file=sys.stderr, flush=True)
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.system.plane_chaos", description=__doc__)
+    parser.add_argument("--seed", default=secrets.token_hex(4), help="what rounds are drawn from; a new one unless told")
+    parser.add_argument("--round", type=int, metavar="N", help="play this round alone, and print it")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"play so many ({ROUNDS})")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first one (0)")
+    parser.add_argument("--only", action="append", default=[], metavar="FAULT", help="rounds with this; may be repeated")
+    parser.add_argument("--without", action="append", default=[], metavar="FAULT", help="rounds without; may be repeated")
+    parser.add_argument("--jobs", type=int, default=JOBS, help=f"rounds side by side ({JOBS})")
+    parser.add_argument("--logs", default="", metavar="FOLDER", help="where bridges and replicas write what they do")
+    parser.add_argument("--write", action="store_true", help="write docs/plane-chaos.md from what was seen")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in (*options.only, *options.without) if name not in known()]
+    if unknown:
+        parser.error(f"nothing is called {unknown[0]!r}; there are {', '.join(known())}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

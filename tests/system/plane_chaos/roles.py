@@ -1,0 +1,290 @@
+"""Bridges and replicas, each in a process of its own that answers how it stands, and may be killed at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvevents.errors import PlaneError, UnknownSourceError
+from kvevents.index import PrefixIndex
+from kvevents.plane import listening, reading, subscriber
+from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.sharding import SharePace
+from kvevents.service.config import ShardSettings
+from kvevents.service.fleet import Fleet
+from kvevents.service.replica import coordination as comparing
+from kvevents.service.replica import replica as replicas
+from kvevents.service.replica.index_build import Generation
+from kvevents.service.replica.replica import Replica
+from kvevents.stream import Trust
+from kvevents.subscriber import Subscriber, ZmqTransport
+from tests.system.chaos.consumer import BRISK, BRISK_SOCKETS
+from tests.system.chaos.truth import EMPTY, Claim, Diary
+
+CLAIM_EVERY: Final = 0.01
+"""Seconds between two claims of a replica."""
+AGAIN_SECONDS: Final = 0.2
+"""After which who runs a bridge starts it again."""
+PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
+    (replicas, "AGAIN_SECONDS", 0.3),
+    (replicas, "TELL_SECONDS", 0.5),
+    (comparing, "TURN_SECONDS", 3.0),
+    (replicas, "REBUILD_SECONDS", 5.0),
+    (reading, "CHECK_SECONDS", 1.0),
+    (subscriber, "CENSUS_PAGES", (4, 32)),
+)
+BRIDGE_PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
+    (reading, "HEARTBEAT_SECONDS", 0.3),
+    (reading, "CHECK_SECONDS", 1.0),
+    (reading, "FEW_LOOKS", 1),
+)
+"""A round shall not last as long as a production network's patience."""
+SHARE_PACE: Final = SharePace(
+    announce_seconds=0.2, settle_seconds=0.6, present_seconds=0.7, dead_seconds=2.0, release_seconds=0.5
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeRole:
+    """One bridge."""
+
+    settings: BridgeSettings
+    watches: tuple[Watch, ...]
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRole:
+    """One replica, and the engines that its diary is about."""
+
+    plane: PlaneSettings
+    name: str
+    engines: tuple[str, ...]
+    """Their names in the index; a claim's key is the place here."""
+    diary: Path
+    snapshot_seconds: float
+    holders: int | None = None
+    """Replicas that hold each partition; None where each holds all."""
+    log: str = ""
+    clock_ahead: float = 0.0
+    """Seconds by which its wall clock is wrong."""
+
+
+class Held(NamedTuple):
+    """What a replica says of one engine."""
+
+    trust: str
+    reason: str
+    digest: bytes
+    seq: int
+    incarnation: int
+
+
+class Told(NamedTuple):
+    """What a replica or a bridge says when asked."""
+
+    held: dict[str, Held]
+    counted: dict[str, int]
+    fault: str
+    begun: str = ""
+    """With what a replica began."""
+    shown: frozenset[str] = frozenset()
+    """The engines that a replica answers for."""
+
+
+def bridge(pipe: Connection, role: BridgeRole) -> None:
+    """The process of a bridge; it ends with the pipe."""
+    _begin(role.log)
+    _set(listening, "Subscriber", _brisk)
+    _keep_pace(BRIDGE_PACE)
+    with suppress(EOFError, BrokenPipeError):
+        asyncio.run(_bridge(pipe, role))
+
+
+def replica(pipe: Connection, role: ReplicaRole) -> None:
+    """The process of a replica; it ends with the pipe."""
+    _begin(role.log)
+    _keep_pace(PACE)
+    right = time.time
+    time.time = lambda: right() + role.clock_ahead
+    with suppress(EOFError, BrokenPipeError):
+        asyncio.run(_replica(pipe, role))
+
+
+def _keep_pace(paces: Sequence[tuple[Any, str, Any]]) -> None:
+    for module, name, value in paces:
+        _set(module, name, value)
+
+
+def _brisk(*, decode: bool, transport: Any) -> Subscriber[Any]:
+    return Subscriber(decode=decode, limits=BRISK, transport=ZmqTransport(options=BRISK_SOCKETS))
+
+
+def _begin(log: str) -> None:
+    if log:
+        logging.disable(logging.NOTSET)
+        logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s.%(msecs)03d %(process)d %(name)s %(message)s")
+
+
+def _set(module: Any, name: str, value: Any) -> None:
+    """Raises `AttributeError` where there is no such name any more."""
+    getattr(module, name)
+    setattr(module, name, value)
+
+
+# --- bridges -----------------------------------------------------------------------------------------------------------------
+
+
+async def _bridge(pipe: Connection, role: BridgeRole) -> None:
+    """As a supervisor runs it: started again when it cannot reach its servers."""
+    fell: list[str] = []
+    now: list[Bridge] = []
+    answering = asyncio.create_task(_answer(pipe, lambda: _of_bridge(now, fell)))
+    while not answering.done():
+        found = Bridge(role.settings, role.watches)
+        now[:] = [found]
+        stop = asyncio.Event()
+        running = asyncio.create_task(found.run(stop))
+        await asyncio.wait({running, answering}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            os._exit(0)  # nobody asks any more: the round is over
+        error = running.exception()
+        if not isinstance(error, PlaneError):
+            fell.append(repr(error))
+            logging.getLogger(__name__).error("the bridge fell", exc_info=error)
+        await asyncio.sleep(AGAIN_SECONDS)
+
+
+def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> Told:
+    counted, fault = {"fell": len(fell)}, "; ".join(fell[-2:])
+    for each in now:
+        status = each.status()
+        ledgers = [partition.composer.ledger for partition in each._partitions]
+        counted |= {
+            "written": status.written,
+            "conflicts": status.conflicts,
+            "adrift": status.adrift,
+            "breaches": status.breaches,
+            "doubled": sum(ledger.doubled for ledger in ledgers),
+            "strays": sum(ledger.strays for ledger in ledgers),
+            "waiting": sum(partition.waiting for partition in status.partitions),
+        }
+        fault = "; ".join(filter(None, [fault, status.failure, *(partition.fault for partition in status.partitions)]))
+    return Told({}, counted, fault)
+
+
+# --- replicas ----------------------------------------------------------------------------------------------------------------
+
+
+async def _replica(pipe: Connection, role: ReplicaRole) -> None:
+    fleet = Fleet(PrefixIndex(), max_sources=100)
+    fleet.follower.start()
+    shard = None if role.holders is None else ShardSettings(url="http://127.0.0.1:1", holders=role.holders, pace=SHARE_PACE)
+    found = Replica(role.plane, role.name, fleet, snapshot_seconds=role.snapshot_seconds, memory_limit=None, shard=shard)
+    diarist = _Diarist(role, found)
+    running = asyncio.create_task(found.run())
+    claiming = asyncio.create_task(diarist.keep())
+    answering = asyncio.create_task(_answer(pipe, diarist.told))
+    await asyncio.wait({running, claiming, answering}, return_when=asyncio.FIRST_COMPLETED)
+    if not answering.done():
+        error = running.exception() if running.done() else claiming.exception()
+        logging.getLogger(__name__).error("the replica fell", exc_info=error)
+        pipe.send(error and repr(error))
+    os._exit(0)
+
+
+class _Diarist:
+    """Writes down what a replica holds whenever it says that this is exact."""
+
+    def __init__(self, role: ReplicaRole, replica: Replica) -> None:
+        self._role: Final = role
+        self._replica: Final = replica
+        self._diary: Final = Diary(role.diary)
+        self._claims = 0
+
+    async def keep(self) -> None:
+        while True:
+            await asyncio.sleep(CLAIM_EVERY)
+            generation = self._replica.generation
+            if generation is None or not generation.follower.is_alive():
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await asyncio.wrap_future(generation.follower.submit(partial(self._claim, generation)))
+
+    def _claim(self, generation: Generation) -> None:
+        """By the thread that applies, between two deliveries."""
+        for place, name in enumerate(self._role.engines):
+            found = _held(generation, name) if self._shows(generation, name) else None
+            if found is not None and found.trust == Trust.EXACT.name:
+                self._diary.write(Claim(place, found.digest, found.seq))
+                self._claims += 1
+
+    def _shows(self, generation: Generation, name: str) -> bool:
+        layout = self._replica.layout
+        return layout is not None and layout.partition_of(name) in generation.shown
+
+    def told(self) -> Told:
+        replica, generation = self._replica, self._replica.generation
+        counted = {"claims": self._claims, "generations": replica.generations, "disagreements": replica.disagreements}
+        if generation is None or not replica.is_complete:
+            return Told({}, counted, replica.why_hidden, shown=frozenset(self._role.engines))
+        ledgers = generation.subscriber.ledgers.values()
+        counted |= {
+            "breaches": sum(ledger.breaches for ledger in ledgers),
+            "doubled": sum(ledger.doubled for ledger in ledgers),
+            "foreign": sum(ledger.foreign for ledger in ledgers),
+            "diverged": generation.subscriber.diverged,
+            "snapshots": len(generation.newest),
+        }
+        order = generation.follower.submit(
+            lambda: {name: found for name in self._role.engines if (found := _held(generation, name)) is not None}
+        )
+        faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))
+        shown = frozenset(name for name in self._role.engines if self._shows(generation, name))
+        return Told(order.result(2.0), counted, faults, ", ".join(generation.began_with.values()) or "the log alone", shown)
+
+
+def _held(generation: Generation, name: str) -> Held | None:
+    try:
+        status = generation.subscriber.status(name)
+    except UnknownSourceError:
+        return None
+    known = any(info.source == name for info in generation.index.workers())
+    digest = bytes.fromhex(generation.index.digest(name)) if known else EMPTY
+    return Held(status.trust.name, status.trust.reason, digest, status.last_seq, status.incarnation)
+
+
+# --- both --------------------------------------------------------------------------------------------------------------------
+
+
+async def _answer(pipe: Connection, answer: Callable[[], Told]) -> None:
+    """Until nobody asks any more."""
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(pipe.fileno(), asked.set)
+    try:
+        while True:
+            await asked.wait()
+            asked.clear()
+            while pipe.poll():
+                pipe.recv()
+                try:
+                    told = answer()
+                except TimeoutError:
+                    told = Told({}, {}, "the thread that applies does not answer")
+                pipe.send(told)
+    except (EOFError, OSError):
+        return
+    finally:
+        loop.remove_reader(pipe.fileno())

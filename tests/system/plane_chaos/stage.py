@@ -1,0 +1,532 @@
+"""The stage of one round: its processes, the network between them, what is done to them, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+import nats
+
+from kvevents.plane.bridge import BridgeSettings, Watch
+from kvevents.plane.layout import Layout
+from kvevents.plane.settings import PlaneSettings
+from kvevents.service.registration import Registration
+from kvevents.stream import Trust
+from kvevents.testing.ports import hold_port
+from tests.system.chaos import engine, truth
+from tests.system.chaos.engine import Life
+from tests.system.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent, preload
+from tests.system.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS
+from tests.system.plane_chaos import roles
+from tests.system.plane_chaos.audit import Audit, read_log
+from tests.system.plane_chaos.judging import NEVER, Claimed, Outcome, Verdict, check_claims, judge
+from tests.system.plane_chaos.plan import BRIDGES, LEAST_PARTITION_BYTES, REPLICAS, SECONDS, TAIL, Plan, Strike
+from tests.system.plane_chaos.roles import BridgeRole, Held, ReplicaRole, Told
+from tools.nats_process import Server, Servers
+
+REACH_SECONDS: Final = 90.0
+"""Until an engine must have published what it was told to."""
+READY_SECONDS: Final = 60.0
+SETTLE_SECONDS: Final = 60.0
+"""Until every replica must be right, when every fault is over."""
+ASK_SECONDS: Final = 10.0
+LOOK: Final = 0.05
+READ_AT_ONCE: Final = 200
+"""Pages, when the log is read at the end."""
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
+SMALL_PAYLOAD: Final = 24 << 10
+SMALL_PENDING: Final = 1 << 20
+DEAD_SECONDS: Final = 4.0
+"""After which an engine leaves the log; longer than a fault lasts, as a rule."""
+SNAPSHOT_SECONDS: Final = 0.5
+
+
+@dataclass(slots=True)
+class Publishing:
+    """One engine, over its lives."""
+
+    made: engine.Engine
+    facts: Path
+    legs: list[Leg]
+    life: int = 0
+    part: Part | None = None
+    confirmations: int = 0
+    """Batches that it has published to confirm what replay has brought."""
+    confirm_at: float = 0.0
+    batches: int = 0
+    """Of the lives before this one, those that are known to have been published."""
+    at: int = 0
+
+    def publish(self, until: int) -> None:
+        """Publish up to so many batches, and have them sent."""
+        assert self.part is not None
+        self.part.tell(("publish", until, 1e9))
+        self.hear("published", REACH_SECONDS)
+        self.part.tell(("drain",))
+        self.hear("drained", REACH_SECONDS)
+
+    def confirm(self) -> None:
+        """Publish one more batch, unless the last one was a moment ago or none is left."""
+        now = time.monotonic()
+        if self.confirmations < CONFIRMATIONS and now >= self.confirm_at:
+            self.confirmations += 1
+            self.confirm_at = now + CONFIRM_SECONDS
+            self.publish(self.at + 1)
+
+    def hear(self, word: str, seconds: float) -> None:
+        """What it says, until it says this."""
+        assert self.part is not None
+        end = time.monotonic() + seconds
+        while True:
+            said, self.at = self.part.hear(max(0.01, end - time.monotonic()))
+            if said == word:
+                return
+
+
+class Stage:
+    """Plays one plan. A context manager: nothing that it started stays behind."""
+
+    def __init__(self, plan: Plan, logs: str = "") -> None:
+        self.plan: Final = plan
+        self.counted: Counter[str] = Counter()
+        self.faults: list[str] = []
+        """What bridges and replicas said last of what is wrong."""
+        self._logs: Final = logs
+        self._undo = ExitStack()
+        self._parts: list[Part] = []
+        self._engines: list[Publishing] = []
+        self._bridges: dict[int, Part] = {}
+        self._replicas: dict[int, Part] = {}
+        self._copies: list[Mapping[str, Path]] = []
+        """What servers have kept at earlier moments, by server."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._set()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for part in self._parts:
+            part.kill()
+        self._undo.close()
+
+    # --- who is on it
+
+    def _set(self) -> None:
+        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        self._folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
+        self._undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        traits = self.plan.traits
+        options: dict[str, Any] = {}
+        if "small max_payload" in traits:
+            options["max_payload"] = SMALL_PAYLOAD
+        if "small max_pending" in traits:
+            options["max_pending"] = SMALL_PENDING
+        self._servers = self._undo.enter_context(Servers(self._folder / "nats", 3 if "cluster" in traits else 1, **options))
+        self.plane = PlaneSettings(
+            servers=self._servers.urls,
+            name="chaos",
+            partitions=self.plan.partitions,
+            copies=3 if "cluster" in traits else 1,
+            partition_bytes=LEAST_PARTITION_BYTES if "small partitions" in traits else 256 << 20,
+        )
+        self.layout = Layout("chaos", self.plan.partitions)
+        self._engines = [self._engine(number, made) for number, made in enumerate(self.plan.engines)]
+        for number in range(BRIDGES):
+            self._start_bridge(number)
+        for number in range(REPLICAS):
+            self._start_replica(number)
+
+    def _engine(self, number: int, made: engine.Engine) -> Publishing:
+        ports = []
+        for _ in range(2):
+            held = hold_port("tcp://127.0.0.1:0")
+            if held.holder is not None:
+                self._undo.callback(held.holder.close)
+            ports.append(held.endpoint)
+        legs = [Leg(ports[0], ports[1]) for _ in range(BRIDGES)]
+        for leg in legs:
+            self._undo.callback(leg.close)
+        found = Publishing(replace(made, endpoint=ports[0], replay_endpoint=ports[1]), self._folder / f"facts-{number}", legs)
+        self._bear(found, number)
+        return found
+
+    def _bear(self, each: Publishing, number: int) -> None:
+        """Another life, which publishes from the begin."""
+        each.life += 1
+        each.at = 0
+        seed = f"{self.plan.seed}/{self.plan.number}/{number}/life/{each.life}"
+        life = Life(each.life, seed, self.plan.batches(number) + CONFIRMATIONS)
+        each.part = self._part(f"life {each.life} of engine {number}", engine.run, each.made, life, each.facts)
+        each.hear("open", START_SECONDS)
+        self._publish(each, number)
+
+    def _publish(self, each: Publishing, number: int) -> None:
+        assert each.part is not None
+        each.part.tell(("publish", self.plan.batches(number) - TAIL, self.plan.rates[number]))
+
+    def _part(self, name: str, target: Callable[..., None], *arguments: Any) -> Part:
+        part = Part(name, target, *arguments)
+        self._parts.append(part)
+        return part
+
+    def registration(self, number: int) -> Registration:
+        made = self._engines[number].made
+        return Registration(
+            instance=f"e{number}", endpoint=made.endpoint, replay_endpoint=made.replay_endpoint, model="m", topic=made.topic
+        )
+
+    def _start_bridge(self, number: int) -> None:
+        watches = []
+        for place, each in enumerate(self._engines):
+            leg, registration = each.legs[number], self.registration(place)
+            source = replace(registration.source(), endpoint=leg.endpoint, replay_endpoint=leg.replay_endpoint)
+            watches.append(Watch(source, msgspec.json.encode(registration)))
+        reserve = number == 1 and "bridge in reserve" in self.plan.traits
+        settings = BridgeSettings(
+            plane=self.plane, name=f"b{number}", hold_back=0.4 if reserve else 0.0, dead_seconds=DEAD_SECONDS, beat=0.3
+        )
+        self._bridges[number] = self._part(
+            f"bridge {number}", roles.bridge, BridgeRole(settings, tuple(watches), self._log(f"b{number}"))
+        )
+
+    def _start_replica(self, number: int) -> None:
+        names = tuple(self.registration(place).key[0] for place in range(len(self._engines)))
+        seconds = 1e6 if "no snapshots" in self.plan.traits else SNAPSHOT_SECONDS
+        role = ReplicaRole(
+            self.plane,
+            f"r{number}",
+            names,
+            self._diary(number),
+            seconds,
+            self.plan.holders,
+            self._log(f"r{number}"),
+            clock_ahead=3600.0 if number == 0 and "replica with a clock ahead" in self.plan.traits else 0.0,
+        )
+        self._replicas[number] = self._part(f"replica {number}", roles.replica, role)
+
+    def _diary(self, number: int) -> Path:
+        return self._folder / f"replica-{number}.claims"
+
+    def _log(self, name: str) -> str:
+        return f"{self._logs}/{name}.log" if self._logs else ""
+
+    # --- the round
+
+    def play(self) -> Outcome:
+        """Everything in its time, and what came of it."""
+        began = time.monotonic()
+        deeds: list[tuple[float, Callable[[], None]]] = []
+        for strike in self.plan.strikes:
+            deeds.append((strike.at, lambda strike=strike: self._strike(strike)))  # type: ignore[misc]
+            if strike.until is not None:
+                deeds.append((strike.until, lambda strike=strike: self._heal(strike)))  # type: ignore[misc]
+        for at, deed in sorted(deeds, key=lambda each: each[0]):
+            time.sleep(max(0.0, began + at - time.monotonic()))
+            deed()
+        time.sleep(max(0.0, began + SECONDS - time.monotonic()))
+        self._calm()
+        self._tail()
+        quiet = time.monotonic()
+        verdicts = self._settle()
+        settled = time.monotonic() - quiet
+        audit = self._audit()
+        claims = self._check_claims()
+        return Outcome(
+            self.plan.seed,
+            self.plan.number,
+            self.plan.faults,
+            sum(each.batches + each.at for each in self._engines),
+            tuple(verdicts),
+            audit.batches,
+            audit.lost,
+            (*audit.flaws[:3], *self._forgotten(audit), *claims.wrong),
+            dict(self.counted) | {"claims": claims.count, "pages": audit.pages},
+            time.monotonic() - began,
+            settled,
+            told="; ".join(self.faults),
+        )
+
+    def _strike(self, strike: Strike) -> None:
+        STRIKES[strike.name](self, strike.target)
+
+    def _heal(self, strike: Strike) -> None:
+        HEALS[strike.name](self, strike.target)
+
+    def _calm(self) -> None:
+        """Every fault is over."""
+        self._servers.start()
+        for each in self._engines:
+            for leg in each.legs:
+                leg.heal()
+            assert each.part is not None
+            each.part.go_on()
+        for number in range(BRIDGES):
+            self.bring_back_bridge(number)
+        for number in range(REPLICAS):
+            self.bring_back_replica(number)
+
+    def _tail(self) -> None:
+        """The last batches of every engine."""
+        for number, each in enumerate(self._engines):
+            each.hear("published", REACH_SECONDS)
+            each.publish(self.plan.batches(number))
+
+    # --- what is done
+
+    def bring_back_bridge(self, number: int) -> None:
+        self._bridges[number].go_on()
+        if not self._bridges[number].is_alive:
+            self._start_bridge(number)
+
+    def bring_back_replica(self, number: int) -> None:
+        self._replicas[number].go_on()
+        if not self._replicas[number].is_alive:
+            self._start_replica(number)
+
+    def bridge(self, number: int) -> Part:
+        return self._bridges[number]
+
+    def replica(self, number: int) -> Part:
+        return self._replicas[number]
+
+    def server(self, number: int) -> Server:
+        return self._servers.nodes[number]
+
+    def engine(self, number: int) -> Part:
+        part = self._engines[number].part
+        assert part is not None
+        return part
+
+    def copy_servers(self, _: int) -> None:
+        """What all servers keep now, for `lose_pages`. They are started again for that, so that each copy is whole."""
+        copies = {node.name: self._folder / f"{node.name}-{self.counted['copies of servers']}" for node in self._servers.nodes}
+        self.counted["copies of servers"] += 1
+        for node in self._servers.nodes:
+            node.end()
+        for node in self._servers.nodes:
+            node.copy(copies[node.name])
+            node.launch()
+        self._copies.append(copies)
+
+    def lose_pages(self, _: int) -> None:
+        """All servers lose at once what they have acknowledged since their oldest copy."""
+        copies = self._copies.pop(0)
+        for node in self._servers.nodes:
+            node.fall_back(copies[node.name])
+        for node in self._servers.nodes:
+            node.launch()
+
+    def miss_life(self, number: int) -> None:
+        """A bridge is stopped before an engine begins another life."""
+        _stop(self.bridge(number))
+        self.next_life(self._missed_by(number), orderly=False)
+
+    def end_missed_life(self, number: int) -> None:
+        """That life ends, and with it the bridge that has written it, before the other one goes on."""
+        self.next_life(self._missed_by(number), orderly=False)
+        self.bridge((number + 1) % BRIDGES).kill()
+        self.bring_back_bridge(number)
+
+    def _missed_by(self, bridge: int) -> int:
+        return (self.plan.number + bridge) % len(self._engines)
+
+    def leg(self, number: int) -> Leg:
+        return self._engines[number // BRIDGES].legs[number % BRIDGES]
+
+    def next_life(self, number: int, *, orderly: bool) -> None:
+        """The engine ends, with all it has been told to publish or at once, and another one is there in its place."""
+        each = self._engines[number]
+        assert each.part is not None
+        each.part.go_on()
+        if orderly:
+            each.hear("published", REACH_SECONDS)
+            each.part.tell(("close",))
+            each.hear("closed", REACH_SECONDS)
+        each.batches += each.at
+        each.part.kill()
+        self._bear(each, number)
+
+    def to_partition(self, work: Callable[[Any, str, str], Coroutine[Any, Any, Any]], partition: int) -> None:
+        """Something done to a partition by somebody else; not done where the servers do not do it."""
+        name, subject = self.layout.stream(partition), self.layout.subject(partition)
+
+        async def main() -> None:
+            async with asyncio.timeout(2.0):
+                client = await nats.connect(list(self.plane.servers), allow_reconnect=False)
+                try:
+                    await work(client.jetstream(timeout=1.0), name, subject)
+                finally:
+                    await client.close()
+
+        with suppress(Exception):
+            asyncio.run(main())
+            self.counted["done to partitions"] += 1
+
+    # --- what came of it
+
+    def _settle(self) -> list[Verdict]:
+        """Ask every replica until it is right, or the time is up."""
+        facts = [truth.read_facts(each.facts) for each in self._engines]
+        names = [self.registration(place).key[0] for place in range(len(self._engines))]
+        end = time.monotonic() + SETTLE_SECONDS
+        while True:
+            due = {
+                name: fact[truth.Key(each.life, each.at - 1).packed]
+                for name, fact, each in zip(names, facts, self._engines, strict=True)
+            }
+            told = {number: self._ask(part) for number, part in self._replicas.items()}
+            verdicts = [judge(f"r{number}", name, told[number], due[name]) for number in told for name in told[number].shown]
+            verdicts += self._uncovered(names, told)
+            if all(verdict.kind == "right" for verdict in verdicts) or time.monotonic() > end:
+                self._count(told)
+                return verdicts
+            for name, each in zip(names, self._engines, strict=True):
+                if any(_is_unproven(one.held.get(name), due[name]) for one in told.values()):
+                    each.confirm()
+            time.sleep(LOOK)
+
+    def _uncovered(self, names: Sequence[str], told: Mapping[int, Told]) -> list[Verdict]:
+        """Engines that fewer replicas hold than are to, or more."""
+        holders = min(self.plan.holders or REPLICAS, REPLICAS)
+        found = []
+        for name in names:
+            count = sum(name in each.shown for each in told.values())
+            if count != holders:
+                found.append(
+                    Verdict("all", name.rpartition("\x1f")[2], "doubted", f"{count} replicas hold it, and not {holders}")
+                )
+        return found
+
+    def _ask(self, part: Part) -> Told:
+        try:
+            told = part.ask(seconds=ASK_SECONDS)
+        except Silent as error:
+            raise Broken(str(error)) from error
+        if not isinstance(told, Told):
+            raise Broken(f"{part.name} fell: {told}")
+        return told
+
+    def _count(self, told: dict[int, Told]) -> None:
+        """What all say of themselves, and those that bridges and replicas call wrong."""
+        bridges = {number: self._ask(part) for number, part in self._bridges.items()}
+        for kind, found in (("b", bridges), ("r", told)):
+            for number, each in found.items():
+                self.counted.update({name: value for name, value in each.counted.items() if name != "claims"})
+                bad = [f"{value} {name}" for name in NEVER if (value := each.counted.get(name))]
+                if each.fault or bad:
+                    self.faults.append(f"{kind}{number}: {' '.join([*bad, each.fault])}")
+
+    def _audit(self) -> Audit:
+        try:
+            at_once = 1 if "small max_pending" in self.plan.traits else READ_AT_ONCE
+            return asyncio.run(read_log(self.plane.servers, self.layout, at_once))
+        except Exception as error:
+            raise Broken(f"the log cannot be read: {error!r}") from error
+
+    def _forgotten(self, audit: Audit) -> list[str]:
+        """Nothing may be lost that its engine could still have told."""
+        if not audit.lost or "short replay" in self.plan.traits:
+            return []
+        return [f"{audit.lost} batches are lost, though every engine had all of them"]
+
+    def _check_claims(self) -> Claimed:
+        facts = [truth.read_facts(each.facts) for each in self._engines]
+        exact = [not dict(each.made.options).get("heartbeat") for each in self._engines]
+        found = Claimed(0, ())
+        for number in range(REPLICAS):
+            found = found.also(check_claims(f"r{number}", truth.read_claims(self._diary(number)), facts, exact))
+        return found
+
+
+async def _delete(js: Any, name: str, _: str) -> None:
+    await js.delete_stream(name)
+
+
+async def _purge(js: Any, name: str, _: str) -> None:
+    await js.purge_stream(name, seq=(await js.stream_info(name)).state.last_seq)
+
+
+async def _disturb(js: Any, _: str, subject: str) -> None:
+    await js.publish(subject, Random(subject).randbytes(100))
+
+
+def _is_unproven(held: Held | None, truth: bytes) -> bool:
+    """Whether a replica has everything that an engine holds and does not say EXACT: a live batch may have to confirm it."""
+    return held is not None and held.trust != Trust.EXACT.name and held.digest == truth
+
+
+def _stop(part: Part) -> None:
+    if part.is_alive:
+        part.stop()
+
+
+def _drop(stage: Stage, number: int) -> None:
+    for proxy in stage.leg(number).proxies[:1]:
+        proxy.drop(0.2, seed=stage.plan.number)
+
+
+def _proxies(stage: Stage, number: int, act: Callable[[Any], None]) -> None:
+    for proxy in stage.leg(number).proxies:
+        act(proxy)
+
+
+Deed = Callable[[Stage, int], None]
+STRIKES: Final[dict[str, Deed]] = {
+    "kill bridge": lambda stage, number: stage.bridge(number).kill(),
+    "stop bridge": lambda stage, number: _stop(stage.bridge(number)),
+    "bridge misses a life": Stage.miss_life,
+    "servers lose pages": Stage.copy_servers,
+    "kill replica": lambda stage, number: stage.replica(number).kill(),
+    "stop replica": lambda stage, number: _stop(stage.replica(number)),
+    "kill server": lambda stage, number: stage.server(number).kill(),
+    "stop server": lambda stage, number: stage.server(number).stop(),
+    "kill engine": lambda stage, number: stage.next_life(number, orderly=False),
+    "end engine": lambda stage, number: stage.next_life(number, orderly=True),
+    "stop engine": lambda stage, number: stage.engine(number).stop(),
+    "delete partition": lambda stage, partition: stage.to_partition(_delete, partition),
+    "purge partition": lambda stage, partition: stage.to_partition(_purge, partition),
+    "stranger's message": lambda stage, partition: stage.to_partition(_disturb, partition),
+    "cut engine off": lambda stage, number: _proxies(stage, number, lambda proxy: proxy.cut(refuse=True)),
+    "half-open engine": lambda stage, number: _proxies(stage, number, lambda proxy: proxy.half_open()),
+    "drop live batches": _drop,
+}
+HEALS: Final[dict[str, Deed]] = {
+    "kill bridge": Stage.bring_back_bridge,
+    "stop bridge": lambda stage, number: stage.bridge(number).go_on(),
+    "bridge misses a life": Stage.end_missed_life,
+    "servers lose pages": Stage.lose_pages,
+    "kill replica": Stage.bring_back_replica,
+    "stop replica": lambda stage, number: stage.replica(number).go_on(),
+    "kill server": lambda stage, number: stage.server(number).launch(),
+    "stop server": lambda stage, number: stage.server(number).go_on(),
+    "stop engine": lambda stage, number: stage.engine(number).go_on(),
+    "cut engine off": lambda stage, number: stage.leg(number).heal(),
+    "half-open engine": lambda stage, number: stage.leg(number).heal(),
+    "drop live batches": lambda stage, number: stage.leg(number).heal(),
+}
+
+
+def play(plan: Plan, logs: str = "") -> Outcome:
+    """One round. What breaks the stage is told in the outcome, too."""
+    began = time.monotonic()
+    preload("tests.system.plane_chaos.roles")
+    try:
+        with Stage(plan, logs) as stage:
+            return stage.play()
+    except (Broken, Silent, TimeoutError) as error:
+        return Outcome.broken(plan.seed, plan.number, plan.faults, f"{type(error).__name__}: {error}", time.monotonic() - began)

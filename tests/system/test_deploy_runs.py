@@ -1,0 +1,261 @@
+"""What `deploy/` holds works: the same commands, as processes with real sockets, carry an engine's events to clients.
+
+Only what a cluster would give is replaced: names of Services and pods, folders of volumes, and ports, all by the same distance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from cli_cases import SECONDS, Program
+from helm_cases import CHART, OPEN, ROOT, SCHEMAS, VERSIONS, Object, faults_of, needs_helm, needs_schemas, rendered
+from kvevents import Batch, BlockStored, KVEventBatch, Source, Subscriber
+from kvevents.compat.vllm import EventPublisherFactory, KVEventsConfig
+from kvevents.publisher import EventPublisher
+from nats_servers import nats_server, needs_nats
+from ports import quiet_port
+
+DEPLOY: Final = ROOT / "deploy"
+EXAMPLE: Final = CHART / "examples" / "engine-with-relay.yaml"
+PLAIN: Final = DEPLOY / "kubernetes"
+PROMPT: Final = list(range(16))
+PORTS: Final[tuple[int, ...]] = (*range(5557, 5570), *range(6557, 6570), 8090, *range(9464, 9467))
+"""Those that the examples and the tests below name."""
+
+
+class Cluster:
+    """This machine in place of a cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._distance = _free_distance()
+
+    def port(self, number: int) -> int:
+        """Where a port of a manifest is on this machine."""
+        return number + self._distance
+
+    def local(self, text: str, **names: str) -> str:
+        """An argument or a file with ports of this machine, and with these names in place of the cluster's."""
+        for name, value in names.items():
+            text = text.replace(name, value)
+        text = text.replace("$(POD_NAME)", "pod-0")
+        text = re.sub(r"\b[\w.-]*engines(?:\.[\w-]+\.svc)?:", "127.0.0.1:", text)
+        text = re.sub(r"/(etc|var/lib)/kvevents", f"{self.folder}/\\1/kvevents", text)
+        pattern = r"(?<=[:=])(\d{4})(?=[\"',]|$)|(?<=^port = )(\d{4})$"
+        return re.sub(pattern, lambda found: self._port_in(found[0]), text, flags=re.MULTILINE)
+
+    def _port_in(self, text: str) -> str:
+        return str(self.port(int(text))) if int(text) in PORTS else text
+
+    def write(self, place: str, text: str, **names: str) -> None:
+        """A file of a ConfigMap where its volume is mounted."""
+        path = Path(self.local(place))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.local(text, **names))
+
+    def run(self, container: Object, **names: str) -> Program:
+        """The container's command."""
+        return Program(*(self.local(arg, **names) for arg in container["args"]))
+
+    def get(self, port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        """Ask over HTTP; status 0 where nothing listens yet."""
+        connection = HTTPConnection("127.0.0.1", self.port(port), timeout=SECONDS)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except OSError:
+            return 0, b""
+        finally:
+            connection.close()
+
+
+def _free_distance() -> int:
+    for _ in range(200):
+        distance = quiet_port() - PORTS[0]
+        if all(_is_free(port + distance) for port in PORTS):
+            return distance
+    raise AssertionError("no room for so many ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError):
+            return False
+    return True
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    """Ports and folders of this test alone."""
+    for folder in ("etc", "var/lib"):
+        (tmp_path / folder / "kvevents").mkdir(parents=True)
+    return Cluster(tmp_path)
+
+
+def documents(path: Path) -> list[Object]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def containers(each: Object) -> dict[str, Object]:
+    return {container["name"]: container for container in each["spec"]["template"]["spec"]["containers"]}
+
+
+@contextmanager
+def vllm(cluster: Cluster, container: Object, rank: int = 0) -> Iterator[EventPublisher]:
+    """vLLM's publisher, with the configuration of the container: it listens only at endpoints with a `*`."""
+    [config] = [arg.partition("=")[2] for arg in container["args"] if arg.startswith("--kv-events-config=")]
+    told = KVEventsConfig(**json.loads(cluster.local(config)))
+    publisher = EventPublisherFactory.create(told, rank)
+    try:
+        stored = BlockStored([rank + 1], None, PROMPT, len(PROMPT), medium="GPU")
+        publisher.publish(KVEventBatch(time.time(), [stored], rank))
+        yield publisher
+    finally:
+        publisher.shutdown()
+
+
+def until(done: Callable[[], object], *programs: Program) -> None:
+    """Ask until it is so, as long as all programs run."""
+    end = time.monotonic() + SECONDS
+    while not done():
+        for program in programs:
+            assert program.process.poll() is None, program.err.all
+        assert time.monotonic() < end, [program.err.all for program in programs]
+        time.sleep(0.05)
+
+
+def first_stored(cluster: Cluster, port: int, replay_port: int) -> BlockStored:
+    """The first block that a consumer hears of at these ports."""
+    source = Source(f"tcp://127.0.0.1:{cluster.port(port)}", f"tcp://127.0.0.1:{cluster.port(replay_port)}")
+    with Subscriber(source) as subscriber:
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            delivery = subscriber.receive(timeout=0.5)
+            events = delivery.events if isinstance(delivery, Batch) else []
+            for event in events:
+                if isinstance(event, BlockStored):
+                    return event
+    raise AssertionError(f"nothing came within {SECONDS} s: {subscriber!r}")
+
+
+def found_workers(cluster: Cluster, model: str) -> list[str]:
+    """The workers that hold the whole prompt."""
+    status, body = cluster.get(8090, "/v1/match", {"model": model, "tokens": [*PROMPT, 99]})  # engines recompute the last token
+    if status != 200:
+        return []
+    return [
+        f"{worker['instance']}/{worker['rank']}" for worker in json.loads(body)["workers"] if worker["tokens"] == len(PROMPT)
+    ]
+
+
+def check_probes(cluster: Cluster, container: Object, *programs: Program) -> None:
+    """What the kubelet asks is answered with 200."""
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        if name in container:
+            asked = container[name]["httpGet"]
+            until(lambda asked=asked: cluster.get(ports[asked["port"]], asked["path"])[0] == 200, *programs)  # type: ignore[misc]
+
+
+def test_the_relay_of_the_example_carries_what_the_engine_beside_it_publishes(cluster: Cluster) -> None:
+    """The engine listens, the relay connects to it, and a consumer hears the events at the relay's ports."""
+    [pod] = documents(EXAMPLE)
+    found = containers(pod)
+    with vllm(cluster, found["engine"]), cluster.run(found["kvevents-relay"]) as relay:
+        assert first_stored(cluster, 6557, 6558).token_ids == PROMPT
+        check_probes(cluster, found["kvevents-relay"], relay)
+
+
+@needs_helm
+@needs_nats
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: Cluster, ranks: int) -> None:
+    """Relays, bridges and a replica with the arguments that the chart renders; ranks are followed one by one."""
+    settings = ["engines.model=llama", "plane.copies=1", "plane.partitions=2", "plane.partitionSize=16MiB", OPEN]
+    if ranks > 1:
+        settings += [f"engines.ranks={ranks}", "engines.replayPort=6567", "relay.engineReplayPort=5567"]
+    objects = rendered(*settings)
+    relays = relays_of(settings, cluster.folder)
+    bridge = workload(objects, "plane-kvevents-bridge-active")["bridge"]
+    replica = workload(objects, "plane-kvevents-replica")["replica"]
+    [config] = [each["data"]["bridge.toml"] for each in objects if each["kind"] == "ConfigMap"]
+    cluster.write("/etc/kvevents/config/bridge.toml", config)
+    replay = 5558 if ranks == 1 else 5567
+    kv_events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": f"tcp://*:{replay}"}
+    engine = {"args": [f"--kv-events-config={json.dumps(kv_events)}"]}
+    with nats_server(cluster.folder / "nats") as nats, ExitStack() as stack:
+        publishers = [stack.enter_context(vllm(cluster, engine, rank)) for rank in range(ranks)]
+        names = {"nats://nats:4222": nats.url}
+        programs = [stack.enter_context(cluster.run(each, **names)) for each in (*relays, bridge, replica)]
+        until(lambda: len(found_workers(cluster, "llama")) == ranks, *programs)
+        for rank, publisher in enumerate(publishers):
+            publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what replay has brought
+        check_probes(cluster, replica, *programs)
+        check_probes(cluster, bridge, *programs)
+        assert sorted(name.rpartition("/")[2] for name in found_workers(cluster, "llama")) == [
+            str(rank) for rank in range(ranks)
+        ]
+
+
+def relays_of(settings: Sequence[str], folder: Path) -> list[Object]:
+    """The containers of the named template, as a chart includes them that depends on this one."""
+    chart = folder / "engines"
+    (chart / "templates").mkdir(parents=True)
+    (chart / "Chart.yaml").write_text("apiVersion: v1\nname: engines\nversion: 1.0.0\n")
+    shutil.copytree(CHART, chart / "charts" / "kvevents")
+    (chart / "templates" / "engine.yaml").write_text(
+        "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: engine}\nspec:\n  template:\n    spec:\n      containers:\n"
+        '        {{- include "kvevents.relay.container" (dict "root" .Subcharts.kvevents) | nindent 8 }}\n'
+    )
+    objects = rendered(*(f"kvevents.{setting}" for setting in settings), chart=chart)
+    return list(workload(objects, "engine").values())
+
+
+def workload(objects: list[Object], name: str) -> dict[str, Object]:
+    [found] = [each for each in objects if each["kind"] in {"Deployment", "StatefulSet"} and each["metadata"]["name"] == name]
+    return containers(found)
+
+
+def test_a_plain_service_finds_engines_behind_a_headless_service(cluster: Cluster) -> None:
+    """deploy/kubernetes: no NATS, no relay; the service finds what the engine holds, and its stream is EXACT."""
+    [engine] = documents(PLAIN / "engine.yaml")
+    config, headless, service, deployment = documents(PLAIN / "serve.yaml")
+    serve = containers(deployment)["serve"]
+    cluster.write("/etc/kvevents/kvevents.toml", config["data"]["kvevents.toml"])
+    labels = engine["spec"]["template"]["metadata"]["labels"]
+    assert headless["spec"]["selector"].items() <= labels.items()
+    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    ports = {port["containerPort"] for port in containers(engine)["engine"]["ports"]}
+    assert {port["port"] for port in headless["spec"]["ports"]} <= ports
+    [model] = [arg.partition("=")[2] for arg in containers(engine)["engine"]["args"] if arg.startswith("--model=")]
+    with vllm(cluster, containers(engine)["engine"]) as publisher, cluster.run(serve) as program:
+        until(lambda: found_workers(cluster, model), program)
+        publisher.publish(KVEventBatch(time.time(), [BlockStored([7], None, [7] * 16, 16, medium="GPU")], 0))
+        until(lambda: b'"state":"EXACT"' in cluster.get(8090, "/v1/sources")[1], program)
+        check_probes(cluster, serve, program)
+
+
+@needs_schemas
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("path", [EXAMPLE, *sorted(PLAIN.glob("*.yaml"))], ids=lambda path: path.name)
+def test_manifests_are_what_kubernetes_takes(path: Path, version: str) -> None:
+    """Each object of each manifest, by Kubernetes' own schemas."""
+    assert SCHEMAS.is_dir()
+    for each in documents(path):
+        assert faults_of(each, version) == [], each["metadata"]["name"]

@@ -1,0 +1,250 @@
+"""Documents say what the code says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import sys
+import textwrap
+import tomllib
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import paths
+from cli_cases import Program
+from kvevents import KVEventBatch, RawBatch, Source, Subscriber
+from kvevents.cli.program import _parser
+from kvevents.compat import sglang, vllm
+from kvevents.endpoints import should_bind
+from kvevents.index import PrefixIndex
+from kvevents.stream import TRANSITIONS, Checkpoint
+from kvevents.wire import encode_batch
+from ports import quiet_port
+from service_cases import engine, prompt
+
+DOCS = paths.ROOT / "docs"
+README = (DOCS.parent / "README.md").read_text()
+
+
+def test_the_picture_of_the_phases_is_the_table() -> None:
+    """docs/stream.md shows exactly the transitions that the machine allows."""
+    text = (DOCS / "stream.md").read_text()
+    picture = text.split("```")[1].strip()
+    table = "\n".join(
+        f"{phase.name:<12} -> {after.name:<12} {why}" for phase, ways in TRANSITIONS.items() for after, why in ways.items()
+    )
+    assert picture == table
+
+
+def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of docs/testing.md does what it says, one after the other."""
+    monkeypatch.chdir(DOCS.parent)
+    names: dict[str, object] = {}
+    for block in python_blocks(DOCS / "testing.md"):
+        exec(block, names)  # noqa: S102 - our own document
+
+
+@pytest.mark.parametrize("name", ["simulation", "workloads"])
+def test_the_examples_about_traffic_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = python_blocks(DOCS / f"{name}.md")
+    exec(block, {})  # noqa: S102 - our own document
+    assert re.match(r"[1-9]\d*% of ", capsys.readouterr().out)
+
+
+def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Following an engine until its first batch; one more rank is there for the last of them."""
+    following, matching, moving = python_blocks(DOCS / "index.md")
+    tokens = prompt(1)
+    with engine() as made:
+        made.store(tokens, lora_name="adapter-a", extra_keys=[("tenant-1",), None, None, None])
+        following = following.replace("tcp://10.0.0.7:5557", made.endpoint)
+        following = following.replace("tcp://10.0.0.7:5558", made.replay_endpoint or "")
+        names: dict[str, Any] = {"token_ids": tokens, "path": tmp_path / "index", "other": PrefixIndex()}
+        exec(f"{following}        break\n", names)  # noqa: S102 - our own document
+        exec(matching, names)  # noqa: S102 - as above
+        assert capsys.readouterr().out.startswith("engine-7 0 64 ")
+        names["index"].apply(RawBatch("engine-7", 1, 0, 0, False, encode_batch(KVEventBatch(0.0, []))))
+        exec(moving, names)  # noqa: S102 - as above
+        assert [(each.source, each.rank) for each in names["other"].workers()] == names["came"]
+        assert names["came"] == [("engine-7", 0), ("engine-7", 1)]
+
+
+def test_the_examples_of_streams_run() -> None:
+    """Following an engine until its first batch, and going on with what was saved in another process."""
+    following, saving = python_blocks(DOCS / "stream.md")
+    with engine() as made:
+        made.store(prompt(1))
+        names: dict[str, Any] = {
+            "Checkpoint": Checkpoint,
+            "Subscriber": Subscriber,
+            "index": PrefixIndex(),
+            "msgspec": msgspec,
+            "source": Source(made.endpoint, made.replay_endpoint, name="e"),
+        }
+        before, _, after = saving.partition("...\n")
+        indented = textwrap.indent(before, "    ")
+        exec(f"{following}        break\n{indented}", names)  # noqa: S102 - our own document
+        with Subscriber(decode=False) as subscriber:
+            exec(after, {**names, "subscriber": subscriber})  # noqa: S102 - as above
+            assert subscriber.status("e").last_seq == 0
+
+
+def snippet(heading: str, *replaced: tuple[str, str]) -> list[str]:
+    """The command that runs README's Python below a heading, with each of these texts replaced where it stands."""
+    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    [block] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    for old, new in replaced:
+        assert old in block
+        block = block.replace(old, new)
+    return [sys.executable, "-c", block]
+
+
+@pytest.fixture
+def ports() -> tuple[tuple[str, str], ...]:
+    """The ports that README names, and quiet ones in their place."""
+    return tuple((f":{port}", f":{quiet_port()}") for port in (5557, 5558))
+
+
+def test_the_snippets_of_the_readme_work_with_each_other(ports: tuple[tuple[str, str], ...]) -> None:
+    """What one publishes another reads, and in a third the prompt is found; all as README has them, but faster."""
+    faster = (("range(60)", "range(5000)"), ("sleep(1)", "sleep(0.02)"))
+    with Program(command=snippet("Publish one", *ports, *faster)) as publisher:
+        with Program(command=snippet("Read a stream", *ports)) as reader:
+            reader.out.wait(r"^0 \[BlockStored\(block_hashes=\[0\], .* token_ids=\[1, 2, 3, 0\]")
+            reader.out.wait(r"^\d+ \[BlockStored.* EXACT$")
+        with Program(command=snippet("Find a prefix", *ports)) as finder:
+            finder.out.wait(r"rank 0: 4 tokens, gpu 4.* EXACT$")
+        assert publisher.process.poll() is None, publisher.err.all
+
+
+def test_what_the_readme_publishes_ends_with_a_report(ports: tuple[tuple[str, str], ...]) -> None:
+    """The last lines of that snippet, too."""
+    with Program(command=snippet("Publish one", *ports, ("range(60)", "range(3)"), ("sleep(1)", "sleep(0.01)"))) as publisher:
+        ended = publisher.end()
+    assert (ended.code, ended.err) == (0, "")
+    assert "accepted=3" in ended.out
+
+
+def test_engines_with_the_options_of_the_readme_listen() -> None:
+    """vLLM and SGLang take the JSON, and publish at the ports of the snippets; neither connects instead."""
+    section = README.partition("\n## Turn events on\n")[2].partition("\n## ")[0]
+    vllm_json, sglang_json = re.findall(r"^  '(\{.*\})'$", section, re.MULTILINE)
+    configs: tuple[Any, ...] = (vllm.KVEventsConfig(**json.loads(vllm_json)), sglang.KVEventsConfig.from_cli(sglang_json))
+    for config in configs:
+        assert config.publisher == "zmq"
+        assert (config.endpoint, config.replay_endpoint) == ("tcp://*:5557", "tcp://*:5558")
+        assert should_bind(config.endpoint)
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+# --- every document
+
+
+def documents() -> list[Path]:
+    """Those for readers; the changelog tells of what there was."""
+    root = DOCS.parent
+    return [
+        *(
+            root / name
+            for name in (
+                "README.md",
+                "CONTRIBUTING.md",
+                "benchmarks/README.md",
+                "deploy/README.md",
+                "tests/README.md",
+                "native/index/README.md",
+            )
+        ),
+        *sorted(DOCS.rglob("*.md")),
+    ]
+
+
+every_document = pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(DOCS.parent)))
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    """Fenced blocks of these languages; of none where the language is empty."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in found if language in languages]
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Arguments of each `kvevents` in a block, up to a pipe or a comment."""
+    found = []
+    for block in blocks(path, "sh", "console", ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            told = re.fullmatch(r"(?:\$ )?(?:\w+=\S+ )*kvevents (.*)", line.strip())
+            if told:
+                # Some examples have their comment in a column rather than behind a `#`.
+                words = shlex.split(re.split(r"\s{3,}|\s#", told[1])[0])
+                found.append([*takewhile(lambda word: word not in {"|", ">", "&", "&&", "2>"}, words)])
+    return found
+
+
+@every_document
+def test_commands_of_documents_are_those_of_the_program(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is parsed, and nothing runs: commands, options, and what values look like."""
+    for words in commands(path):
+        code: object = 0
+        try:
+            _parser().parse_args(words)
+        except SystemExit as ended:
+            code = ended.code
+        assert code == 0, (words, capsys.readouterr().err)
+
+
+def test_there_are_commands_to_look_at() -> None:
+    assert sum(len(commands(path)) for path in documents()) > 50
+
+
+@every_document
+def test_documents_link_to_what_there_is(path: Path) -> None:
+    """Files, headings, targets of make, modules to run, and files of the repository that are named."""
+    text, root = path.read_text(), DOCS.parent
+    for place, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)(?:#([^)]*))?\)", text):
+        target = path.parent / place if place else path
+        assert target.exists(), place
+        assert not anchor or anchor in headings(target), (place, anchor)
+    made = (root / "Makefile").read_text()
+    targets = re.findall(r"^([\w/.-]+):|^NATIVE := (\S+)", made, re.MULTILINE)
+    for target in re.findall(r"(?:`|^\$ |^)make ([\w/.-]+)", text, re.MULTILINE):
+        assert any(target in each for each in targets), target
+    for module in re.findall(r"python -m ((?:kvevents|benchmarks)[\w.]*)", text):
+        assert find_spec(module), module
+    for name in re.findall(r"`((?:src|tests|native|deploy|examples|benchmarks|docs|tools|observability)/[\w./-]+)`", text):
+        assert (root / name).exists() or (path.parent / name).exists(), name
+
+
+def headings(path: Path) -> set[str]:
+    """What links to them say."""
+    plain = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@every_document
+def test_blocks_of_documents_are_what_they_say_they_are(path: Path) -> None:
+    """JSON, perhaps a document a line, TOML, and Python whose imports there are."""
+    for text in blocks(path, "json"):
+        try:
+            json.loads(text)
+        except ValueError:
+            assert all(json.loads(line) for line in text.splitlines())
+    for text in blocks(path, "toml"):
+        tomllib.loads(text)
+    for text in blocks(path, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                module = import_module(node.module)
+                assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)

@@ -1,0 +1,354 @@
+"""The Helm chart: what it renders is what Kubernetes' schemas allow, what `kvevents` takes, and what clusters want of pods."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema_rs
+import pytest
+import yaml
+
+from cli_cases import run
+from helm_cases import CHART, OPEN, ROOT, VERSIONS, Object, faults_of, helm, needs_helm, needs_schemas, rendered
+from kvevents.cli.options import engine
+from kvevents.cli.program import _parser as parser
+from kvevents.service.access import Access
+from kvevents.service.config import ServiceConfig
+from kvevents.settings import convert
+
+MODEL: Final = "engines.model=llama"
+EVERYTHING: Final = (
+    MODEL,
+    "engines.blockSize=16",
+    "bridge.reserve=1",
+    "bridge.login.secretName=bridge",
+    "bridge.login.nkey=bridge.nk",
+    "bridge.login.inboxPrefix=_INBOX_bridge",
+    "replica.login.secretName=replica",
+    "replica.login.credentials=replica.creds",
+    "replica.config.secretName=replica-config",
+    "replica.shard.enabled=true",
+    "replica.antiAffinity=hard",
+    "plane.tls.secretName=plane-tls",
+    "plane.tls.certificate=tls.crt",
+    "plane.tls.key=tls.key",
+    "plane.servers={tls://nats-0:4222,tls://nats-1:4222}",
+    "imagePullSecrets[0].name=registry",
+    "bridge.nodeSelector.zone=a",
+    "replica.tolerations[0].key=gpu",
+    "replica.podAnnotations.note=x",
+    "bridge.podLabels.team=x",
+    "replica.service.annotations.note=x",
+    "monitoring.podMonitor.enabled=true",
+    "monitoring.podMonitor.labels.release=prometheus",
+    "monitoring.prometheusRule.enabled=true",
+    "monitoring.prometheusRule.labels.release=prometheus",
+)
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object:
+    return next(each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name))
+
+
+def pods(objects: list[Object]) -> list[Object]:
+    return [each["spec"]["template"] for each in objects if each["kind"] in {"Deployment", "StatefulSet"}]
+
+
+# --- Kubernetes' schemas -----------------------------------------------------------------------------------------------------
+
+
+@needs_helm
+@needs_schemas
+@pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_rendered_is_what_kubernetes_takes(settings: tuple[str, ...], version: str) -> None:
+    """Of the Prometheus operator's kinds there are no schemas."""
+    objects = [each for each in rendered(*settings, version=version) if not each["apiVersion"].startswith("monitoring.")]
+    kinds = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
+    assert {each["kind"] for each in objects} == kinds | ({"StatefulSet"} if settings is EVERYTHING else set())
+    for each in objects:
+        assert faults_of(each, version) == [], each["metadata"]["name"]
+
+
+@needs_helm
+@needs_schemas
+def test_a_wrong_field_is_seen_by_the_schemas() -> None:
+    """So that the test above can fail."""
+    wrong = json.loads(json.dumps(named(rendered(MODEL), "Deployment", "plane-kvevents-replica")))
+    wrong["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
+    assert "redinessProbe" in str(faults_of(wrong, "1.30"))
+
+
+@needs_helm
+def test_the_commands_of_the_guide_install_a_plane(tmp_path: Path) -> None:
+    """`helm install` of deploy/README.md is rendered as it stands; its Secrets have the files that arguments name."""
+    text = (ROOT / "deploy" / "README.md").read_text().replace("\\\n", " ")
+    [line] = re.findall(r"^helm install .*$", text, re.MULTILINE)
+    _, _, release, chart, *settings = shlex.split(line)
+    done = helm("template", release, ROOT / chart, *settings)
+    assert done.returncode == 0, done.stderr
+    objects = [found for found in yaml.safe_load_all(done.stdout) if found]
+    secrets = dict(re.findall(r"^kubectl create secret generic (\S+) --from-file=(\S+)", text, re.MULTILINE))
+    named_secrets = set[str]()
+    for pod in pods(objects):
+        [container] = pod["spec"]["containers"]
+        places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        for volume in pod["spec"]["volumes"]:
+            if "secret" in volume:
+                name = volume["secret"]["secretName"]
+                named_secrets.add(name)
+                assert any(arg.endswith(f"={places[volume['name']]}/{secrets[name]}") for arg in container["args"]), name
+    assert named_secrets == secrets.keys()
+    [script] = re.findall(r"^printf .*$", text, re.MULTILINE)
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)  # noqa: S607 - our own document
+    Access(convert(tomllib.loads((tmp_path / secrets["kv-config"]).read_text()), ServiceConfig, "guide").access)
+
+
+@needs_helm
+def test_helm_has_nothing_against_it() -> None:
+    done = helm("lint", "--strict", CHART, "--set", MODEL, "--set", OPEN, "--kube-version", "1.30")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- what kvevents takes -----------------------------------------------------------------------------------------------------
+
+
+def containers(objects: list[Object]) -> list[Object]:
+    return [each for pod in pods(objects) for each in pod["spec"]["containers"]]
+
+
+@needs_helm
+@pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
+def test_arguments_are_those_of_the_program(settings: tuple[str, ...]) -> None:
+    """Each command line is parsed by the program itself, as the container's command, with the port and the name of the pod."""
+    for each in containers(rendered(*settings)):
+        args = parser().parse_args([arg.replace("$(POD_NAME)", "pod-1") for arg in each["args"]])
+        command, port, name = {
+            "bridge": ("bridge", "bridge.metrics_port", "bridge.name"),
+            "replica": ("serve", "port", "replica"),
+        }[each["name"]]
+        assert args.command.name == command
+        assert [port["containerPort"] for port in each["ports"]] == [getattr(args, port)]
+        assert getattr(args, name) == "pod-1"
+
+
+@needs_helm
+def test_a_share_with_tokens_is_what_the_service_takes(tmp_path: Path) -> None:
+    """The command line of a replica, with files where the Secrets are mounted; other replicas reach it by its pod's name."""
+    objects = rendered(MODEL, "replica.shard.enabled=true", "replica.config.secretName=replica-config")
+    replica = named(objects, "StatefulSet", "plane-kvevents-replica")["spec"]
+    [each] = replica["template"]["spec"]["containers"]
+    [place] = [mount["mountPath"] for mount in each["volumeMounts"] if mount["name"] == "config"]
+    peer = tmp_path / "peer"
+    peer.write_text("0123456789abcdef" * 2)
+    config = tmp_path / "config.toml"
+    access = f'[access]\nanonymous = "none"\ntokens = [{{role = "read", token_file = "{peer}"}}]\n'
+    args = [arg.replace("$(POD_NAME)", "replica-1").replace(f"{place}/", f"{tmp_path}/") for arg in each["args"]]
+    for tables, said in ((f'{access}[shard]\ntoken_file = "{peer}"\n', ""), (access, "the other replicas want a token too")):
+        config.write_text(tables)
+        done = run(*args, "--port", 0, "--check")
+        assert (done.code, said in done.err) == (1 if said else 0, True), done.err
+    [url] = [arg.partition("=")[2] for arg in each["args"] if arg.startswith("--shard-url=")]
+    peers = named(objects, "Service", replica["serviceName"])["spec"]
+    assert url == f"http://$(POD_NAME).{replica['serviceName']}.kv.svc:{peers['ports'][0]['port']}"
+    assert (peers["clusterIP"], peers["publishNotReadyAddresses"]) == ("None", True)
+    assert peers["selector"].items() <= replica["template"]["metadata"]["labels"].items()
+    assert replica["podManagementPolicy"] == "Parallel"
+
+
+@needs_helm
+def test_bridges_find_engines_behind_the_headless_service() -> None:
+    objects = rendered(*EVERYTHING)
+    service = named(objects, "Service", "plane-kvevents-engines")
+    assert service["spec"]["clusterIP"] == "None"
+    tables = named(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
+    config = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml")
+    [dns] = config.dns
+    assert dns.target == f"plane-kvevents-engines.kv.svc:{service['spec']['ports'][0]['port']}"
+    assert (dns.model, dns.block_size, dns.replay_endpoint) == ("llama", 16, "tcp://*:6558")
+
+
+@needs_helm
+def test_one_bridge_may_be_in_reserve() -> None:
+    objects = rendered(*EVERYTHING)
+    args = {
+        kind: named(objects, "Deployment", f"plane-kvevents-bridge-{kind}")["spec"]["template"]["spec"]["containers"][0]["args"]
+        for kind in ("active", "reserve")
+    }
+    assert [arg for arg in args["reserve"] if arg not in args["active"]] == ["--standby-delay=2"]
+    assert "--bridge-name=$(POD_NAME)" in args["active"]
+
+
+# --- what a cluster wants of pods --------------------------------------------------------------------------------------------
+
+
+@needs_helm
+@pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
+def test_pods_keep_to_the_restricted_standard(settings: tuple[str, ...]) -> None:
+    """Kubernetes' Pod Security Standard `restricted`, a root file system that is read only, no token, and limits."""
+    for pod in pods(rendered(*settings)):
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for each in spec["containers"]:
+            context = each["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert each["resources"]["requests"]
+            assert "memory" in each["resources"]["limits"]
+        assert {mount["name"] for each in spec["containers"] for mount in each["volumeMounts"]} == {
+            volume["name"] for volume in spec["volumes"]
+        }
+        assert all(volume.keys() & {"secret", "configMap", "emptyDir"} for volume in spec["volumes"])
+
+
+@needs_helm
+def test_secrets_are_files_that_arguments_name() -> None:
+    for pod in pods(rendered(*EVERYTHING)):
+        [each] = pod["spec"]["containers"]
+        places = [mount["mountPath"] for mount in each["volumeMounts"]]
+        files = [arg.partition("=")[2] for arg in each["args"] if re.match(r"--(creds|nkey|tls-\w+|config)=", arg)]
+        assert len(files) == 5
+        assert all(any(file.startswith(f"{place}/") for place in places) for file in files)
+
+
+@needs_helm
+def test_replicas_are_ready_when_they_say_so_and_go_one_at_a_time() -> None:
+    """Whether they hold everything or a share."""
+    check_replicas(rendered(*EVERYTHING), "StatefulSet")
+    check_replicas(rendered(*EVERYTHING, "replica.shard.enabled=false"), "Deployment")
+
+
+def check_replicas(objects: list[Object], kind: str) -> None:
+    replica = named(objects, kind, "plane-kvevents-replica")["spec"]["template"]
+    [each] = replica["spec"]["containers"]
+    assert each["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert each["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert "requiredDuringSchedulingIgnoredDuringExecution" in replica["spec"]["affinity"]["podAntiAffinity"]
+    for part in ("bridge", "replica"):
+        budget = named(objects, "PodDisruptionBudget", f"plane-kvevents-{part}")["spec"]
+        assert budget["maxUnavailable"] == 1
+        matching = [
+            pod for pod in pods(objects) if budget["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        ]
+        assert len(matching) == {"bridge": 2, "replica": 1}[part]
+    service = named(objects, "Service", "plane-kvevents-replica")["spec"]
+    assert service["selector"].items() <= replica["metadata"]["labels"].items()
+
+
+@needs_helm
+def test_monitors_and_rules_are_those_of_the_kit() -> None:
+    objects = rendered(*EVERYTHING)
+    [rules] = [each for each in objects if each["kind"] == "PrometheusRule"]
+    kit = [yaml.safe_load(path.read_text())["groups"] for path in sorted((ROOT / "observability").glob("*-rules.yaml"))]
+    assert sorted(rules["spec"]["groups"], key=str) == sorted([group for groups in kit for group in groups], key=str)
+    monitors = [each for each in objects if each["kind"] == "PodMonitor"]
+    for monitor in monitors:
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        found = [pod for pod in pods(objects) if wanted <= pod["metadata"]["labels"].items()]
+        assert found
+        for pod in found:
+            ports = {port["name"] for each in pod["spec"]["containers"] for port in each["ports"]}
+            assert {end["port"] for end in monitor["spec"]["podMetricsEndpoints"]} <= ports
+    assert len(monitors) == 2
+
+
+# --- the relay ---------------------------------------------------------------------------------------------------------------
+
+
+@needs_helm
+def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> None:
+    """By the named template; the example for who has no chart says the same."""
+    chart = tmp_path / "engines"
+    (chart / "templates").mkdir(parents=True)
+    (chart / "Chart.yaml").write_text("apiVersion: v2\nname: engines\nversion: 1.0.0\n")
+    shutil.copytree(CHART, chart / "charts" / "kvevents")
+    pod = '{{- include "kvevents.relay.container" (dict "root" .Subcharts.kvevents) | nindent 8 }}'
+    (chart / "templates" / "engine.yaml").write_text(
+        "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: engine}\nspec:\n  template:\n    spec:\n      containers:\n"
+        + pod.replace("{{-", "        {{-", 1)
+    )
+    objects = rendered("kvevents.engines.model=llama", f"kvevents.{OPEN}", chart=chart)
+    [relay] = named(objects, "Deployment", "engine")["spec"]["template"]["spec"]["containers"]
+    example = yaml.safe_load((CHART / "examples" / "engine-with-relay.yaml").read_text())
+    assert relay == example["spec"]["template"]["spec"]["containers"][1]
+    args = parser().parse_args(relay["args"])
+    assert (args.command.name, args.endpoint, args.replay_endpoint) == ("relay", "tcp://0.0.0.0:6557", "tcp://0.0.0.0:6558")
+    assert [engine(each).endpoint for each in args.upstreams] == ["tcp://127.0.0.1:5557"]
+    service = named(objects, "Service", "plane-kvevents-engines")["spec"]
+    assert service["selector"].items() <= example["spec"]["template"]["metadata"]["labels"].items()
+    assert {port["port"] for port in service["ports"]} <= {port["containerPort"] for port in relay["ports"]}
+
+
+# --- wrong values ------------------------------------------------------------------------------------------------------------
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("plane.copies=2", "copies"),
+        ("plane.servers={nats://user:secret@nats:4222}", "servers"),
+        ("replica.replicsa=2", "replicsa"),
+        ("replica.memoryLimit=lots", "memoryLimit"),
+        ("engines.model=", "engines.model: what model the engines serve"),
+        ("bridge.login.secretName=x", "name the key in it as well"),
+        ("relay.tokens=burn", "tokens"),
+        ("replica.shard.holders=0", "holders"),
+        ("engines.ranks=2", "engines.port and engines.replayPort must be 2 or more apart: they are 6557 and 6558"),
+        ("replica.insecure=false", "name a Secret with tokens in [access], or set replica.insecure"),
+    ],
+)
+def test_wrong_values_are_named(wrong: str, said: str) -> None:
+    done = helm("template", "plane", CHART, "--kube-version", "1.30", "--set", MODEL, "--set", OPEN, "--set", wrong)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_the_schema_knows_each_value() -> None:
+    """And no other."""
+
+    def places(values: Any, schema: Any, at: str = "") -> list[str]:
+        if schema.get("additionalProperties") is not False:
+            return []
+        here = [f"{at}{name}" for name in values.keys() ^ (schema["properties"].keys() - {"global"})]
+        return here + [
+            place
+            for name, value in values.items()
+            if isinstance(value, dict)
+            for place in places(value, schema["properties"][name], f"{at}{name}.")
+        ]
+
+    values, schema = yaml.safe_load((CHART / "values.yaml").read_text()), json.loads((CHART / "values.schema.json").read_text())
+    assert places(values, schema) == []
+    assert jsonschema_rs.validator_for(schema).is_valid(values)
+
+
+def test_the_image_has_what_the_chart_runs() -> None:
+    """The user, the extras, and what is copied; the ignore file lets just that in."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    user = values["podSecurityContext"]["runAsUser"]
+    assert f"--uid {user}" in dockerfile
+    assert f"USER {user}:" in dockerfile
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [extras] = re.findall(r"\{wheel\}\[([\w,]+)\]", dockerfile)
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    copied = [name for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE) for name in line.split()[:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    let_in = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sorted(let_in) == sorted(copied)
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == project["version"]
+    exposed = set(map(int, re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0].split()))
+    ports = {values["replica"]["port"], values["engines"]["port"], values["engines"]["replayPort"]}
+    assert exposed == ports | {values["bridge"]["metricsPort"], values["relay"]["metricsPort"]}

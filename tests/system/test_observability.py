@@ -1,0 +1,342 @@
+"""The dashboard, the alerts and the runbook against what a real service exports, and against a real Prometheus.
+
+The service follows engines that do everything worth a metric: one loses a batch for good, one has it healed by replay, one
+restarts, one sends what cannot be read, one says that it holds something else, and one is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from time import time
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+import paths
+from cli_cases import RECORDING, RUN, SECONDS, Program
+from cli_record_cases import serving as publishing_at
+from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat
+from kvevents.index import PrefixIndex
+from kvevents.service.exposition import STATES
+from kvevents.service.http.routes import ROUTES
+from kvevents.stream import Batch
+from kvevents.testing import Faults, TapePlayer
+from kvevents.wire import encode_batch
+from ports import quiet_port
+from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, needs_prometheus, scraped
+from publisher_cases import ANY
+from service_cases import Service, serving, until
+
+ROOT = paths.ROOT
+KIT = ROOT / "observability"
+RULES, RULES_TEST = KIT / "prometheus-rules.yaml", KIT / "prometheus-rules-test.yaml"
+DASHBOARD: dict[str, Any] = json.loads((KIT / "grafana-dashboard.json").read_text())
+ALERTS: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+MODEL = "tiny"
+TOKENS = list(range(48))
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> list[tuple[str, str]]:
+    """Title and PromQL of each target, with the dashboard's variables as Grafana fills them in for All."""
+    found = [(panel["title"], target["expr"]) for panel in panels() for target in panel["targets"]]
+    found += [(each["name"], each["expr"]) for each in DASHBOARD["annotations"]["list"]]
+    chosen = dict.fromkeys(("instance", "model", "engine"), ".*") | {"__rate_interval": "30s"}
+    return [(title, re.sub(r"\$(\w+)", lambda variable: chosen[variable[1]], expression)) for title, expression in found]
+
+
+def metrics_in(expression: str) -> set[str]:
+    return set(re.findall(r"\b(?:kvevents|process)_\w+", expression))
+
+
+class Fleet(NamedTuple):
+    """A service and its engines."""
+
+    service: Service
+    killed: Program
+    """An engine as a process of its own."""
+
+    def exported(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """Samples by name."""
+        answer = self.service.get("/metrics")
+        assert (answer.status, answer.headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in text_string_to_metric_families(answer.body.decode()):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return found
+
+    def value(self, name: str, **labels: str) -> float:
+        """Sum of the samples with these labels."""
+        return sum(value for found, value in self.exported().get(name, []) if labels.items() <= found.items())
+
+
+def odd_tape() -> list[tuple[bytes, int, bytes]]:
+    """A prompt, an event that nobody knows, and one whose tokens are too few for its blocks."""
+    batches: list[bytes] = [
+        encode_batch(EventBatch(time(), [BlockStored([1, 2], None, TOKENS[:32], 16, medium="GPU")])),
+        msgspec.msgpack.encode([time(), [["BlockMoved", [1]]], 0]),
+        encode_batch(EventBatch(time(), [BlockStored([7, 8], None, TOKENS[:16], 16, medium="PMEM")])),
+    ]
+    return [(b"", number, payload) for number, payload in enumerate(batches)]
+
+
+def diverging_tape() -> list[tuple[bytes, int, bytes]]:
+    """A prompt, a digest that is right and one that is not."""
+    index, stored = PrefixIndex(), BlockStored([1, 2], None, TOKENS[:32], 16, medium="GPU")
+    index.apply(Batch("a", 0, 0, 0, 0.0, [stored], False))
+    beats = [BlockRemoved([], heartbeat=Heartbeat(digest, 3_600.0)) for digest in (index.digest("a"), "0" * 32)]
+    return [(b"", number, encode_batch(EventBatch(time(), [event]))) for number, event in enumerate([stored, *beats])]
+
+
+LENGTHS = {"odd": 3, "diverging": 3}
+
+
+@pytest.fixture(scope="module", name="fleet")
+def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A service whose engines have had their faults."""
+    home = tmp_path_factory.mktemp("kvevents")
+    config = home / "fleet.toml"
+    config.write_text(f"""
+        state_dir = "{home}/state"
+        snapshot_seconds = 0.5
+        memory_limit = {1 << 30}
+        [[dns]]
+        target = "engines.invalid:5557"
+        model = "m"
+    """)
+    with ExitStack() as stack:
+        service = stack.enter_context(serving("--config", config))
+        fleet = Fleet(service, stack.enter_context(Program("play", RECORDING, "--run", RUN, *PLAYED)))
+        tapes = {
+            "healing": TapePlayer(RECORDING, run=RUN, faults=Faults(drop={3, 4})),
+            "losing": TapePlayer(RECORDING, run=RUN, faults=Faults(burnt={5})),
+            "restarting": TapePlayer(RECORDING, run=RUN),
+            "odd": TapePlayer(odd_tape()),
+            "diverging": TapePlayer(diverging_tape()),
+        }
+        for name, tape in tapes.items():
+            stack.enter_context(tape)
+            register(service, name, tape.endpoint, tape.replay_endpoint)
+        register(service, "killed", *publishing_at(fleet.killed))
+        for name, tape in tapes.items():
+            until(f"{name} to be followed", lambda name=name: unproven(service, name))  # type: ignore[misc]
+            assert tape.wait_for_subscriber(SECONDS)
+            tape.play(LENGTHS.get(name, 10))
+        until("all that was played", lambda: service.source("restarting")["last_seq"] == 9)
+        tapes["restarting"].restart(unseen_until=2)
+        until("a hit", lambda: service.query(TOKENS, model_name=MODEL)["instances"])
+        assert service.post("/v1/match", model=MODEL, tokens=TOKENS).status == 200
+        assert service.post("/v1/select", model=MODEL, tokens=TOKENS).status == 200
+        assert service.post("/query", {"model_name": "nobody's", "token_ids": TOKENS}).status == 404
+        yield fleet
+
+
+def unproven(service: Service, name: str) -> bool:
+    """Whether an engine is followed from which nothing live has come yet."""
+    codes: list[str] = service.source(name)["trust"]["reason_codes"]
+    return codes == ["replay-unproven"]
+
+
+PLAYED = ("--endpoint", ANY, "--replay-endpoint", ANY, "--wait-for-subscriber", "--speed", "max", "--linger")
+
+
+def register(service: Service, name: str, endpoint: str, replay: str | None) -> None:
+    answer = service.register(name, endpoint, replay_endpoint=replay, model_name=MODEL, block_size=None)
+    assert answer.status == 201, answer
+
+
+# --- what is exported --------------------------------------------------------------------------------------------------------
+
+
+def test_faults_are_counted_as_what_they_are(fleet: Fleet) -> None:
+    wanted = [
+        ("kvevents_source_gaps_total", {"engine": "healing", "outcome": "recovered"}, 1),
+        ("kvevents_source_gaps_total", {"engine": "losing", "outcome": "lost"}, 1),
+        ("kvevents_source_lost_batches_total", {"engine": "losing"}, 1),
+        ("kvevents_source_resets_total", {"engine": "restarting"}, 1),
+        ("kvevents_source_rejected_events_total", {"engine": "odd"}, 1),
+        ("kvevents_rejected_events_total", {"reason": "unknown-tag"}, 1),
+        ("kvevents_index_rejected_stores_total", {"reason": "length-mismatch"}, 1),
+        ("kvevents_source_reason", {"engine": "losing", "state": "DEGRADED", "reason": "lost"}, 1),
+        ("kvevents_source_reason", {"engine": "odd", "reason": "rejected"}, 1),
+        ("kvevents_source_reason", {"engine": "odd", "reason": "set-aside"}, 1),
+        ("kvevents_source_state", {"engine": "healing", "state": "EXACT"}, 1),
+        ("kvevents_source_heartbeats_total", {"engine": "diverging"}, 6),
+        ("kvevents_source_digest_matches_total", {"engine": "diverging"}, 3),
+        ("kvevents_source_divergences_total", {"engine": "diverging"}, 3),
+        ("kvevents_source_resets_total", {"engine": "diverging"}, 2),
+        ("kvevents_source_reason", {"engine": "diverging", "state": "DEGRADED", "reason": "diverged"}, 1),
+        ("kvevents_sources", {}, 6),
+        ("kvevents_discovery_faults", {}, 1),
+        ("kvevents_snapshot_failed", {}, 0),
+    ]
+    for name, labels, value in wanted:
+        until(f"{name}{labels} to be {value}", lambda: fleet.value(name, **labels) == value)  # noqa: B023 - called at once
+    for outcome in ("complete", "truncated"):
+        until(f"replays {outcome}", lambda: fleet.value("kvevents_source_replays_total", outcome=outcome) > 0)  # noqa: B023
+    until("a snapshot", lambda: 0 <= time() - fleet.value("kvevents_snapshot_timestamp_seconds") < 5)
+    assert fleet.value("kvevents_http_requests_total", path="/query", status="404") == 1
+    assert fleet.value("kvevents_lookup_match_ratio_count") >= 3
+    assert fleet.value("kvevents_lookup_hits_total") >= 3
+    assert fleet.value("kvevents_index_limit_bytes") == 1 << 30
+    assert 0 <= time() - fleet.value("kvevents_source_last_batch_timestamp_seconds", engine="healing") < SECONDS
+
+
+def test_every_metric_that_is_used_is_exported(fleet: Fleet) -> None:
+    """With a sample, so that neither a dashboard nor an alert looks at nothing."""
+    used = {name: expression for _, expression in expressions() for name in metrics_in(expression)}
+    used |= {name: rule["expr"] for rule in ALERTS for name in metrics_in(rule["expr"])}
+    assert len(used) > 40
+    exported = fleet.exported()
+    assert {name: expression for name, expression in used.items() if name not in exported} == {}
+
+
+def test_labels_that_are_used_are_those_of_the_metric(fleet: Fleet) -> None:
+    """Of selectors; what sums up by a label that is not there is seen by looking."""
+    exported = fleet.exported()
+    for _, expression in [*expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
+        for name, selector in re.findall(r"\b(kvevents_\w+)\{([^}]*)\}", expression):
+            labels = set(re.findall(r"(\w+)\s*=", selector)) - {"instance", "job"}
+            assert labels <= set(exported[name][0][0]), f"{name} in {expression}"
+
+
+def test_labels_have_few_values_and_none_is_a_peers_word(fleet: Fleet) -> None:
+    """An engine has sent an unknown medium and an unknown type of event, a client an unknown model."""
+    fleet.service.get("/no/such/path")
+    exported = fleet.exported()
+    samples = [(name, labels) for name, found in exported.items() for labels, _ in found]
+    text = json.dumps(samples)
+    assert not [word for word in ("PMEM", "BlockMoved", "nobody", "such") if word in text]
+    assert {labels["tier"] for labels, _ in exported["kvevents_index_tier_blocks"]} == {"gpu", "cpu", "disk", "other"}
+    assert {labels["path"] for labels, _ in exported["kvevents_http_requests_total"]} <= ROUTES.keys()
+    assert {labels["state"] for labels, _ in exported["kvevents_source_state"]} == set(STATES)
+    assert not {"instance", "job"} & {label for _, labels in samples for label in labels}, "Prometheus sets these itself"
+
+
+@needs_prometheus
+def test_names_keep_to_the_conventions(fleet: Fleet) -> None:
+    """By Prometheus' own linter."""
+    done = subprocess.run(
+        [PROMTOOL, "check", "metrics"],
+        input=fleet.service.get("/metrics").body,
+        capture_output=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+# --- the kit itself ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_dashboard_can_be_imported_anywhere() -> None:
+    """It names no data source of its own, panels lie side by side, and every variable exists."""
+    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
+    assert variables == {"datasource", "instance", "model", "engine"}
+    text = json.dumps(DASHBOARD)
+    assert set(re.findall(r"\$\{?(\w+)", text)) <= variables | {"__rate_interval", "__all"}
+    assert DASHBOARD.get("id") is None
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in panels():
+        assert {target["datasource"]["uid"] for target in panel["targets"]} | {panel["datasource"]["uid"]} == {"${datasource}"}
+        assert panel["title"]
+        assert panel["description"]
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    cells = [(x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+
+
+def test_every_alert_has_its_words_and_its_page() -> None:
+    anchors = {heading.lower() for heading in re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE)}
+    assert {rule["alert"].lower() for rule in ALERTS} == anchors
+    for rule in ALERTS:
+        assert rule["labels"].keys() == {"severity", "component"}
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{rule['alert'].lower()}"
+    tested = {case["name"].split(" of ")[0] for case in yaml.safe_load(RULES_TEST.read_text())["tests"]}
+    assert tested == {rule["alert"] for rule in ALERTS}
+
+
+def test_the_runbook_lists_what_is_exported(fleet: Fleet) -> None:
+    listed = set(re.findall(r"^\| `(kvevents_\w+)` \|", RUNBOOK, re.MULTILINE))
+    text = fleet.service.get("/metrics").body.decode()
+    assert listed == set(re.findall(r"^# TYPE (kvevents_\w+) ", text, re.MULTILINE))
+    links = set(re.findall(r"\]\(#([\w-]+)\)", RUNBOOK))
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)}
+    assert links <= headings
+
+
+@needs_prometheus
+@pytest.mark.parametrize("check", [("check", "rules", RULES), ("test", "rules", RULES_TEST)], ids=["check", "test"])
+def test_the_rules_are_right(check: tuple[object, ...]) -> None:
+    """They can be loaded; and each fires when it should, and not before."""
+    done = subprocess.run([PROMTOOL, *map(str, check)], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- a real Prometheus -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", name="prometheus")
+def scraping_prometheus(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    home = tmp_path_factory.mktemp("prometheus")
+    (home / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 0s", RULES.read_text()))
+    target = f"{fleet.service.host}:{fleet.service.port}"
+    settings = {
+        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "250ms"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": [target]}]}],
+    }
+    (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
+    address = f"127.0.0.1:{quiet_port()}"
+    command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
+    with Program(command=(*command, f"--web.listen-address={address}")) as program:
+        program.err.wait("Server is ready to receive web requests")
+        prometheus = Prometheus(f"http://{address}")
+        until("scrapes enough for a rate", lambda: scraped(prometheus) >= 3)
+        yield prometheus
+
+
+@needs_prometheus
+def test_every_panel_shows_something(fleet: Fleet, prometheus: Prometheus) -> None:
+    fleet.service.query(TOKENS, model_name=MODEL)
+    until("another scrape", lambda: prometheus.query(f"kvevents_lookups_total >= {fleet.value('kvevents_lookups_total')}"))
+    results = {(title, expression): prometheus.query(expression) for title, expression in expressions()}
+    assert len(results) > 40
+    empty = {title for (title, _), found in results.items() if not found}
+    assert empty <= {"Resets"}, "an annotation is of the moment"
+
+
+@needs_prometheus
+def test_alerts_fire_when_an_engine_is_killed(fleet: Fleet, prometheus: Prometheus) -> None:
+    """And those of faults that were there before; each with the engine that it is about."""
+
+    def fires(alert: str, **labels: str) -> bool:
+        return any({"alertname": alert, **labels}.items() <= found.items() for found in prometheus.firing())
+
+    until("KveventsSourceDegraded", lambda: fires("KveventsSourceDegraded", engine="losing", model=MODEL, severity="warning"))
+    until(
+        "KveventsDiscoveryFaults",
+        lambda: fires("KveventsDiscoveryFaults", instance=f"{fleet.service.host}:{fleet.service.port}"),
+    )
+    assert fleet.service.trust("killed")[0] == "EXACT"
+    assert not fires("KveventsSourceStale", engine="killed")
+    fleet.killed.process.kill()
+    until("KveventsSourceStale", lambda: fires("KveventsSourceStale", engine="killed", rank="0", state="STALE"))
+    assert not fires("KveventsSourceStale", engine="healing")
+    assert not fires("KveventsIngestFailed")

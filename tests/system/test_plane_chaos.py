@@ -1,0 +1,88 @@
+"""The chaos of a plane: what it calls wrong is wrong, and a round of it ends right."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvevents.events import KVEventBatch
+from kvevents.plane.records import VERSION, Batched, Lost, Page, Record, Renewed
+from kvevents.wire import encode_batch
+from nats_servers import needs_nats
+from tests.system.chaos.truth import EMPTY, Claim, Key, stamp
+from tests.system.plane_chaos.audit import Audit
+from tests.system.plane_chaos.judging import check_claims, judge
+from tests.system.plane_chaos.plan import FAULTS, TRAITS, draw_plan
+from tests.system.plane_chaos.roles import Held, Told
+from tests.system.plane_chaos.stage import HEALS, STRIKES, play
+
+DIGEST = bytes(range(16))
+
+
+def batched(seq: int, life: int = 1, incarnation: int = 0) -> Batched:
+    payload = encode_batch(KVEventBatch(stamp(Key(life, seq), 1_000), []))
+    return Batched("engine", 0, incarnation, seq, False, payload)
+
+
+def audited(*pages: tuple[int, Record]) -> Audit:
+    audit = Audit()
+    for position, record in pages:
+        audit.take(position, Page(VERSION, "bridge", 0.0, [record]))
+    return audit
+
+
+def test_an_audit_finds_what_is_there_twice_left_out_or_of_another_life() -> None:
+    assert audited((1, batched(0)), (2, batched(1)), (3, Renewed("engine", 0, 1, "")), (4, batched(0, 2, 1))).flaws == []
+    assert "again" in audited((1, batched(0)), (2, batched(0))).flaws[0]
+    assert "too soon" in audited((1, batched(0)), (2, batched(2))).flaws[0]
+    assert "life 2" in audited((1, batched(0)), (2, batched(1, life=2))).flaws[0]
+    assert "begins again" in audited((1, batched(0)), (2, Renewed("engine", 0, 0, ""))).flaws[0]
+    assert audited((1, batched(0)), (2, Lost("engine", 0, 0, 1, 3)), (3, batched(4))).lost == 3
+
+
+def test_an_audit_begins_anew_where_pages_were_purged_meanwhile() -> None:
+    assert audited((1, batched(0)), (5, batched(7)), (6, batched(8))).flaws == []
+
+
+def test_who_is_exact_and_holds_something_else_is_wrong() -> None:
+    def of(trust: str, digest: bytes) -> str:
+        told = Told({"engine": Held(trust, "why", digest, 1, 0)}, {}, "", "the log alone")
+        return judge("r0", "engine", told, DIGEST).kind
+
+    assert [of("EXACT", DIGEST), of("EXACT", EMPTY), of("STALE", EMPTY)] == ["right", "wrong", "doubted"]
+    assert judge("r0", "engine", Told({}, {}, "the log is being read"), DIGEST).kind == "doubted"
+
+
+def test_claims_are_held_against_the_truth_of_their_number() -> None:
+    facts = [{Key(1, 0).packed: DIGEST, Key(2, 1).packed: bytes(reversed(DIGEST))}]
+    claims = [Claim(0, DIGEST, 0), Claim(0, DIGEST, 1), Claim(0, EMPTY, -1)]
+    found = check_claims("r0", claims, facts, [True])
+    assert found.count == 3
+    assert found.wrong[-1] == "1 wrong claims of 3"
+    assert not check_claims("r0", claims[:2], facts, [False]).wrong
+
+
+def test_a_round_is_the_same_for_the_same_seed_and_every_fault_can_be_done() -> None:
+    assert draw_plan("s", 3) == draw_plan("s", 3)
+    assert draw_plan("s", 3) != draw_plan("s", 4)
+    everything = draw_plan("s", 1, only=tuple(FAULTS), without=tuple(TRAITS))
+    assert set(FAULTS) <= set(everything.faults)
+    assert not set(TRAITS) & set(everything.traits)
+    assert set(STRIKES) == set(FAULTS)
+    assert set(HEALS) == {name for name, fault in FAULTS.items() if fault.seconds is not None}
+
+
+@needs_nats
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("kill bridge", "kill replica", "kill server"),
+        ("servers lose pages", "bridge misses a life", "replica with a clock ahead"),
+    ],
+    ids=["killed", "lied to"],
+)
+def test_a_round_ends_right(faults: tuple[str, ...]) -> None:
+    plan = draw_plan("tests", 1, only=faults, without=("cluster", "no snapshots"))
+    outcome = play(plan)
+    assert outcome.error == ""
+    assert outcome.right, (outcome.verdicts, outcome.flaws, outcome.told, outcome.counted)
+    assert outcome.batches > 0

@@ -1,0 +1,229 @@
+"""The plane's dashboard, alerts and runbook against what a real replica and a real bridge export, and a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import time
+from typing import Any, Final, NamedTuple
+from urllib.request import urlopen
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+import paths
+from cli_cases import SECONDS, Program
+from nats_servers import nats_server, needs_nats
+from ports import quiet_port
+from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, needs_prometheus, scraped
+from service_cases import MODEL, Service, engine, serving, until
+
+pytestmark = needs_nats
+ROOT: Final = paths.ROOT
+KIT: Final = ROOT / "observability"
+RULES, RULES_TEST = KIT / "plane-rules.yaml", KIT / "plane-rules-test.yaml"
+DASHBOARD: dict[str, Any] = json.loads((KIT / "grafana-plane.json").read_text())
+ALERTS: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+RUNBOOK: Final = (ROOT / "docs" / "plane-runbook.md").read_text()
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def expressions() -> list[tuple[str, str]]:
+    """Title and PromQL of each target, with the dashboard's variables as Grafana fills them in for All."""
+    chosen = {"instance": ".*", "__rate_interval": "30s"}
+    found = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    return [(title, re.sub(r"\$(\w+)", lambda variable: chosen[variable[1]], expression)) for title, expression in found]
+
+
+def metrics_in(expression: str) -> set[str]:
+    return set(re.findall(r"\bkvevents_\w+", expression))
+
+
+class Plane(NamedTuple):
+    """A replica, and the bridge that it hears."""
+
+    replica: Service
+    bridge: Program
+    metrics_port: int
+
+    def exported(self) -> Samples:
+        """Samples of both by name."""
+        with urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=SECONDS) as answer:
+            pages = [answer.read(), self.replica.get("/metrics").body]
+        found: Samples = {}
+        for page in pages:
+            for family in text_string_to_metric_families(page.decode()):
+                for sample in family.samples:
+                    found.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return found
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Plane]:
+    with ExitStack() as stack:
+        server = stack.enter_context(nats_server(folder))
+        one = stack.enter_context(engine())
+        port = quiet_port()
+        worker = f"one={one.publisher.endpoint},{one.publisher.replay_endpoint}"
+        limits = ("--partitions", 2, "--partition-size", "64MiB")
+        followed = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--bridge-name", "bridge")
+        bridge = stack.enter_context(Program("bridge", "--nats", server.url, *limits, *followed))
+        # One that holds a share exports what every replica does, and more.
+        own = quiet_port()
+        shard = ("--port", own, "--replica-name", "a", "--shard-url", f"http://127.0.0.1:{own}", "--replication-factor", 1)
+        replica = stack.enter_context(serving("--nats", server.url, "--snapshot-seconds", "0.5", *shard))
+        one.store(range(64))
+        replica.exact("one", blocks=4)
+        plane = Plane(replica, bridge, port)
+        until("a snapshot", lambda: "kvevents_plane_partition_snapshot_timestamp_seconds" in plane.exported())
+        yield plane
+
+
+@pytest.fixture(scope="module", name="plane")
+def running_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    with running(tmp_path_factory.mktemp("nats")) as plane:
+        yield plane
+
+
+# --- what is exported --------------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_that_is_used_is_exported_with_the_labels_that_are_used(plane: Plane) -> None:
+    """So that neither a dashboard nor an alert looks at nothing."""
+    exported = plane.exported()
+    for title, expression in [*expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
+        assert metrics_in(expression) <= exported.keys(), title
+        grouped = re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
+        wanted = {label.strip() for labels in grouped for label in labels.split(",")} - {"instance", "job"}
+        labels = {label for name in metrics_in(expression) for label in exported[name][0][0]}
+        assert wanted <= labels, title
+
+
+def test_all_is_well_where_all_is_well(plane: Plane) -> None:
+    """Values, not only names: those that alerts are about are as the alerts want them."""
+    found = {name: [value for _, value in samples] for name, samples in plane.exported().items()}
+    wanted = {
+        "kvevents_plane_synced": [1],
+        "kvevents_plane_readable": [1],
+        "kvevents_plane_bridges": [1],
+        "kvevents_plane_snapshot_failed": [0],
+        "kvevents_plane_index_builds_total": [1],
+        "kvevents_plane_divergences_total": [0],
+        "kvevents_plane_invalid_records_total": [0],
+        "kvevents_plane_duplicate_records_total": [0],
+        "kvevents_plane_discarded_pages_total": [0],
+        "kvevents_plane_partition_lag_pages": [0, 0],
+        "kvevents_shard_partitions": [2, 2, 0],
+        "kvevents_shard_replicas": [0],
+        "kvevents_shard_denied_replicas": [0],
+        "kvevents_shard_request_failures_total": [0],
+        "kvevents_shard_incomplete_answers_total": [0],
+        "kvevents_bridge_connected": [1],
+        "kvevents_bridge_name_shared": [0],
+        "kvevents_bridge_partition_blocked": [0, 0],
+        "kvevents_bridge_network_failure_suspected": [0],
+        "kvevents_bridge_invalid_records_total": [0],
+    }
+    assert {name: found[name] for name in wanted} == wanted
+    assert time() - min(found["kvevents_plane_partition_last_page_timestamp_seconds"]) < 10
+
+
+def test_the_runbook_lists_what_a_replica_exports(plane: Plane) -> None:
+    listed = set(re.findall(r"^\| `(kvevents_(?:plane|shard)_\w+)` \|", RUNBOOK, re.MULTILINE))
+    assert listed == {name for name in plane.exported() if name.startswith(("kvevents_plane", "kvevents_shard"))}
+
+
+# --- the kit itself ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_alert_has_its_words_and_its_page() -> None:
+    anchors = {heading.lower() for heading in re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE)}
+    assert {rule["alert"].lower() for rule in ALERTS} == anchors
+    for rule in ALERTS:
+        assert rule["labels"].keys() == {"severity", "component"}
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+        assert rule["annotations"]["runbook_url"] == f"docs/plane-runbook.md#{rule['alert'].lower()}"
+    assert {case["name"] for case in yaml.safe_load(RULES_TEST.read_text())["tests"]} == {rule["alert"] for rule in ALERTS}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", RUNBOOK)) <= anchors
+
+
+def test_the_dashboard_can_be_imported_anywhere() -> None:
+    """It names no data source of its own, panels lie side by side, and every variable exists."""
+    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) <= variables | {"__rate_interval", "__all"}
+    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+    for panel in panels:
+        assert {target["datasource"]["uid"] for target in panel["targets"]} | {panel["datasource"]["uid"]} == {"${datasource}"}
+        assert panel["description"]
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    cells = [(x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+
+
+@needs_prometheus
+@pytest.mark.parametrize("check", [("check", "rules", RULES), ("test", "rules", RULES_TEST)], ids=["check", "test"])
+def test_the_rules_are_right(check: tuple[object, ...]) -> None:
+    """They can be loaded; and each fires when it should, and not before."""
+    done = subprocess.run([PROMTOOL, *map(str, check)], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- a real Prometheus -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def scraping(plane: Plane, home: Path) -> Iterator[Prometheus]:
+    (home / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 0s", RULES.read_text()))
+    targets = [f"{plane.replica.host}:{plane.replica.port}", f"127.0.0.1:{plane.metrics_port}"]
+    settings = {
+        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "250ms"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [{"job_name": "kvevents", "static_configs": [{"targets": targets}]}],
+    }
+    (home / "prometheus.yml").write_text(yaml.safe_dump(settings))
+    address = f"127.0.0.1:{quiet_port()}"
+    command = (PROMETHEUS, f"--config.file={home}/prometheus.yml", f"--storage.tsdb.path={home}/data")
+    with Program(command=(*command, f"--web.listen-address={address}")) as program:
+        program.err.wait("Server is ready to receive web requests")
+        prometheus = Prometheus(f"http://{address}")
+        until("scrapes enough for a rate", lambda: scraped(prometheus) >= 3)
+        yield prometheus
+
+
+@pytest.fixture(scope="module", name="prometheus")
+def scraping_prometheus(plane: Plane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    with scraping(plane, tmp_path_factory.mktemp("prometheus")) as prometheus:
+        yield prometheus
+
+
+@needs_prometheus
+def test_every_panel_shows_something(plane: Plane, prometheus: Prometheus) -> None:
+    for title, expression in expressions():
+        until(f"{title} to show something", lambda: prometheus.query(expression))  # noqa: B023 - called at once
+
+
+@needs_prometheus
+def test_an_alert_fires_when_the_bridge_is_killed(tmp_path: Path) -> None:
+    """In a plane of its own, which the other tests do not need."""
+    with running(tmp_path) as plane, scraping(plane, tmp_path) as prometheus:
+
+        def firing() -> set[str]:
+            return {labels["alertname"] for labels in prometheus.firing()}
+
+        until("nothing to fire", lambda: not firing())
+        plane.bridge.process.kill()
+        until("KveventsBridgeAbsent", lambda: "KveventsBridgeAbsent" in firing())
+        assert not firing() & {
+            "KveventsPlaneUnreadable",
+            "KveventsReplicaNotSynced",
+            "KveventsReplicasDiverged",
+            "KveventsLogInvalid",
+        }

@@ -1,0 +1,65 @@
+"""A process that appends is killed, again and again; the next one goes on where it was."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import paths
+from relay_journal_cases import TINY, crash, open_journal, payload_of
+
+KILLS = 8
+LIFE = 5
+CHILD = """
+import sys
+from dataclasses import replace
+from kvevents.relay.journal import Batches, Journal
+from relay_journal_cases import TINY, payload_of
+journal = Journal(sys.argv[1], replace(TINY, max_log_bytes=1 << 30))  # a disk may be slow: more must not make it give up
+found = journal.recover()
+assert not found.incomplete, found.incomplete
+journal.resume(found) if found.is_resumable else journal.begin(5)
+first = found.next_number
+while True:
+    numbers = range(first, first + first % 4 + 1)
+    payloads = [payload_of(number, number % 300) for number in numbers]
+    journal.append(Batches(first, [0] * len(numbers), [1] * len(numbers), list(numbers), payloads))
+    first = numbers[-1] + 1
+    print(numbers[-1], flush=True)
+    journal.tick()
+    if journal.wants_snapshot:
+        number = max(0, first - 20)
+        tail = [(each, payload_of(each, each % 300)) for each in range(number + 1, first)]
+        journal.snapshot(number, [payload_of(number, 400)] * 3, tail, 9)
+"""
+
+
+def test_a_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    """Numbers go on without a gap through every life, and each payload is that of its number."""
+    dice = random.Random(11)
+    path, acknowledged, compacted = tmp_path / "journal", -1, 0
+    for _ in range(KILLS):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, cwd=paths.TESTS / "support")
+        assert child.stdout is not None
+        for _ in range(dice.randint(1, 600)):
+            acknowledged = int(child.stdout.readline())
+        child.kill()
+        rest = child.stdout.read().splitlines(keepends=True)
+        child.wait()
+        child.stdout.close()
+        acknowledged = max([acknowledged, *(int(line) for line in rest if line.endswith(b"\n"))])
+        journal = open_journal(path, TINY)
+        found = journal.recover()
+        assert found.is_resumable, found.incomplete
+        assert acknowledged < found.next_number <= acknowledged + 1 + 4
+        number = found.snapshot_number
+        assert list(found.parts()) == ([] if number < 0 else [payload_of(number, 400)] * 3)
+        wanted = [(each, payload_of(each, each % 300)) for each in range(number + 1, found.next_number)]
+        assert [(each.number, each.payload) for each in found.batches()] == wanted
+        assert found.positions == {0: (1, found.next_number - 1)}
+        assert found.incarnation == LIFE
+        compacted += number >= 0
+        crash(journal)
+    assert compacted > 1

@@ -1,0 +1,113 @@
+"""docs/service.md is true: its settings are those of the code, its files can be read, and its requests work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+import paths
+from certificate_cases import make_certificates
+from cli_cases import run
+from kvevents.service.access import AccessConfig
+from kvevents.service.config import DnsTable, Limits, Probing, Readiness, ServiceConfig, Tls
+from kvevents.service.discovery.source_config import SourceTable
+from service_cases import engine, serving
+
+GUIDE = paths.ROOT / "docs" / "service.md"
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+
+
+def settings(kind: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting with its default."""
+    for field in msgspec.structs.fields(kind):
+        inner = next((each for each in _kinds(field.type) if each in {Limits, Probing, Readiness, AccessConfig, Tls}), None)
+        if inner is None:
+            yield before + field.name, field.default
+        else:
+            yield from settings(inner, f"{field.name}.")
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
+
+
+def test_every_setting_is_in_the_table_with_its_default() -> None:
+    rows = [line.split("|") for line in GUIDE.read_text().split("## Settings")[1].split("```")[0].splitlines() if "|" in line]
+    told = {name: row[2] for row in rows for name in re.findall(r"`([\w.]+)`", row[1])}
+    known = dict(settings(ServiceConfig))
+    assert told.keys() == known.keys()
+    for name, default in known.items():
+        if isinstance(default, int | float) and not isinstance(default, bool) and name != "port":
+            number, _, unit = told[name].strip().partition(" ")
+            assert float(number.replace(",", "")) * {"": 1, "MiB": 1 << 20}[unit] == default, name
+    assert (known["port"], known["host"]) == (8090, "127.0.0.1")
+
+
+def test_every_field_of_an_engine_is_named() -> None:
+    """Those of `[[sources]]` and `[[dns]]`: in the example, or in the sentence below it."""
+    text = GUIDE.read_text().split("## Settings")[1].split("\n## ")[0]
+    for field in {*SourceTable.__struct_fields__, *DnsTable.__struct_fields__}:
+        assert f"`{field}`" in text or f"\n{field} = " in text, field
+    assert re.search(r'\[\[dns\]\].*\n(.+\n)*replay_endpoint = "tcp://\*:\d+"', text), "without it nothing is ever EXACT"
+
+
+def test_the_files_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are checked as they stand, with the files that they name."""
+    folder = make_certificates(tmp_path)
+    (tmp_path / "read").write_text("a" * 20)
+    monkeypatch.setenv("KVEVENTS_REGISTER", "b" * 20)
+    files = {
+        "/run/secrets/read": tmp_path / "read",
+        "server.pem": folder / "server.pem",
+        "server.key": folder / "server.key",
+        "clients.pem": folder / "ca.pem",
+        "/var/lib/kvevents": tmp_path / "state",
+    }
+    for number, text in enumerate(blocks("toml")):
+        path = tmp_path / f"{number}.toml"
+        for name, file in files.items():
+            assert name in GUIDE.read_text()
+            text = text.replace(name, str(file))  # noqa: PLW2901 - one replacement after the other
+        path.write_text(text)
+        ended = run("serve", "--config", path, "--port", 0, "--check")
+        assert (ended.code, ended.err.strip()) == (0, "these settings can be used")
+
+
+def test_the_requests_work(tmp_path: Path) -> None:
+    tokens = list(range(16))
+    (tmp_path / "prompt.u32").write_bytes(array("I", tokens).tobytes())
+    with engine(seed=1) as made, serving() as service:
+        made.store(tokens)
+        answers = []
+        for block in blocks("sh"):
+            script = block.replace("http://127.0.0.1:8090", service.url)
+            script = script.replace("tcp://127.0.0.1:5557", made.endpoint).replace(
+                "tcp://127.0.0.1:5558", made.replay_endpoint or ""
+            )
+            for command in re.split(r"\n(?=curl)", script.strip()):
+                done = subprocess.run(
+                    ["sh", "-c", f"{command} -w '\\n%{{http_code}}'"],  # noqa: S607 - our own document
+                    cwd=tmp_path,
+                    check=True,
+                    capture_output=True,
+                    timeout=20,
+                )
+                body, _, status = done.stdout.decode().rpartition("\n")
+                assert status in {"200", "201"}, (command, body)
+                answers.append(body)
+                if "/register" in command:
+                    service.holds(7, tokens, model_name="llama")
+                    service.exact(7, blocks=1)
+        assert answers[1:3] == blocks("json")[0].splitlines()
+        assert "curl -N" in GUIDE.read_text()

@@ -1,0 +1,81 @@
+"""Many sources in one service: all of them exact, and those that cannot be reached named at once."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import Counter
+
+from cli_cases import refusing
+from service_cases import BLOCK, engines, prompt, serving, until
+
+SOURCES = 200
+ROUNDS = 10
+
+
+def test_two_hundred_sources_are_exact() -> None:
+    with engines(SOURCES, replay_endpoint="tcp://127.0.0.1:*") as made, serving() as service:
+        for number, each in enumerate(made):
+            assert service.register(f"node-{number // 8}", each.publisher, number % 8).status == 201
+        sent = {(f"node-{number // 8}", number % 8): each for number, each in enumerate(made)}
+        for step in range(ROUNDS):
+            for number, each in enumerate(made):
+                hashes = each.store(prompt(number * 100 + step, 2))
+                if step % 3 == 2:
+                    each.remove(hashes[1:])
+        blocks = ROUNDS * 2 - ROUNDS // 3
+
+        def all_there() -> bool:
+            service.confirm()
+            found = service.sources()
+            return len(found) == SOURCES and all(
+                each["trust"]["state"] == "EXACT" and each["blocks"] == blocks and each["last_seq"] == sent[key].last_seq
+                for key, each in found.items()
+            )
+
+        until("all of them", all_there, 40)
+        assert {key: each["batches"] for key, each in service.sources().items()} == {
+            key: each.last_seq + 1 for key, each in sent.items()
+        }
+        found = service.sources().values()
+        assert [(each["lost"], each["resets"], each["gaps"], each["rejected"]) for each in found] == [(0, 0, [], {})] * SOURCES
+        for number in range(0, SOURCES, 17):
+            name, rank = f"node-{number // 8}", str(number % 8)
+            assert service.query(prompt(number * 100, 2))["scores"] == {name: {rank: 2 * BLOCK}}
+        stats = service.get("/v1/stats").json
+        assert stats["sources"] == {"EXACT": SOURCES}
+        assert stats["blocks"] == SOURCES * blocks
+        # Each source is told of when its state changes, and of nothing else.
+        changes = Counter(named[1] for line in service.log if (named := re.search(r"(node-\d+ rank \d): [A-Z]+", line)))
+        assert len(changes) == SOURCES
+        assert max(changes.values()) <= 4  # REPLAYING, DEGRADED where a live batch has to confirm what replay brought, EXACT
+        assert not service.told("WARNING|ERROR")
+        metrics = service.get("/metrics").body.decode()
+        assert len(re.findall(r'^kvevents_source_state\{.*state="EXACT".*\} 1', metrics, re.MULTILINE)) == SOURCES
+
+
+def test_what_cannot_be_reached_is_named_at_once_and_only_once() -> None:
+    with refusing() as nowhere, serving() as service:
+        for number in range(20):
+            assert service.register(f"dead-{number}", nowhere).status == 201
+        assert service.register("lost", "tcp://no-such-host.invalid:5557").status == 201
+
+        def reasons() -> Counter[str]:
+            return Counter(each["trust"]["reason"] for each in service.sources().values())
+
+        found = until("reasons", lambda: told if sum((told := reasons()).values()) == 21 and "" not in told else None, 5)
+        assert sum(count for reason, count in found.items() if reason.startswith(f"nothing listens at {nowhere}")) == 20
+        assert sum(count for reason, count in found.items() if "no-such-host.invalid does not resolve" in reason) == 1
+        assert {each["trust"]["state"] for each in service.sources().values()} == {"CONNECTING"}
+        assert all(each["fault"] for each in service.sources().values())
+        # Attempts go on, with pauses that grow; the log is told of the first one.
+        until("later attempts", lambda: service.get("/v1/stats").json["uptime_seconds"] > 4)
+        assert len(service.told("dead-7 rank 0: nothing listens")) == 1
+        assert len(service.told("lost rank 0: the name")) == 1
+
+
+def test_a_port_of_something_else_is_told() -> None:
+    """Something accepts connections there, and does not begin as ZeroMQ does; libzmq would wait, and say nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, serving() as service:
+        assert service.register("web", f"tcp://127.0.0.1:{listener.getsockname()[1]}").status == 201
+        until("a reason", lambda: "accepts connections and sends nothing" in service.source("web")["trust"]["reason"])

@@ -1,0 +1,105 @@
+"""The simulated cache and engine do what vLLM's own block manager and scheduler do; a short form of `benchmarks.simulation`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvevents.sim.cache import PrefixCache
+from kvevents.sim.sequence import Sequence
+from tests.system.vllm_oracle import __main__ as against_vllm
+from tests.system.vllm_oracle import lookups as foretelling
+from tests.system.vllm_oracle.comparing import Counts
+from tests.system.vllm_oracle.histories import CASES, Case
+from tests.system.vllm_oracle.vllm_blocks import FOREIGN, RealCache, modules, request
+from tools.released import VLLM, at_hand
+from wire_cases import DATA
+
+pytestmark = pytest.mark.skipif(
+    at_hand(VLLM) is None, reason=f"the wheel of {VLLM.title} is not at hand; `python -m {against_vllm.__name__}` downloads it"
+)
+
+SEEDS = range(16)
+STEPS = 150
+
+
+@pytest.mark.parametrize("kind", against_vllm.KINDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_random_histories_leave_no_difference(kind: str, case: Case) -> None:
+    """Events, cached tokens, admissions, preemptions and free blocks are equal after each step, and each of them occurred."""
+    counts = Counts()
+    for seed in SEEDS:
+        against_vllm.run(kind, case, seed, STEPS, counts)
+    assert counts.histories == len(SEEDS)
+    assert all((counts.hits, counts.refusals, counts.preemptions, counts.stored, counts.twins, counts.removed))
+
+
+def test_a_difference_is_told_with_all_that_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cache that frees the beginning of a sequence before its end is found out."""
+
+    def release(self: PrefixCache, sequence: Sequence) -> None:
+        for table in sequence.tables:
+            self.pool.give_back(table)
+        sequence.tables, sequence.placed, sequence.computed = (), [], 0
+
+    monkeypatch.setattr(PrefixCache, "release", release)
+    assert against_vllm.main(["--kind", "cache", "--only", "full", "--histories", "20"]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith("cache, full attention, seed ")
+    assert ", step " in told
+    assert told.endswith("differences: 1\n")
+
+
+def test_agreement_is_said_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert against_vllm.main(["--kind", "cache", "--only", "full", "--histories", "2", "--steps", "50"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("cache, full attention: 2 histories, 100 steps, ")
+    assert told.endswith("no difference\n")
+
+
+def test_no_stand_in_stays_where_others_would_import_it() -> None:
+    before = foreign_modules()
+    modules()
+    assert foreign_modules() == before
+
+
+def foreign_modules() -> set[str]:
+    """Those of the libraries that have stand-ins; other tests may have imported the libraries themselves."""
+    return {name for name in sys.modules if name.partition(".")[0] in FOREIGN}
+
+
+def _sha256(what: Any) -> bytes:
+    return hashlib.sha256(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+
+
+def test_the_real_cache_is_the_real_one() -> None:
+    """Its hashes are vLLM's: 64 bits of SHA-256 over a chain that no stand-in could know."""
+    cache = RealCache(4, 2)
+    prompt = request("r", [1, 2, 3], 2, salt="s")
+    assert cache.lookup(prompt) == 0
+    assert cache.admit(prompt, 3)
+    (stored,) = cache.take_events()
+    root = _sha256(os.environ.get("PYTHONHASHSEED", "vllm-none-hash"))
+    digest = _sha256((root, (1, 2), (("cache_salt", "s"),)))
+    assert (type(stored).__module__, stored.block_hashes) == (VLLM.module, [int.from_bytes(digest[-8:])])
+
+
+def test_the_recorded_histories_are_what_vllm_does(tmp_path: Path) -> None:
+    """`test_index_captures.py` foretells them without a wheel."""
+    foretelling.record(tmp_path / "again")
+    assert foretelling.recorded(tmp_path / "again") == foretelling.recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
+
+
+def test_every_request_is_foretold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert foretelling.main(["--histories", "2", "--seed", "1"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == len(foretelling.SHAPES)
+    assert all(", 0 foretold wrongly; " in line for line in told)

@@ -1,0 +1,230 @@
+"""Requests of vLLM's own block manager, foretold from its events: `python -m tests.system.vllm_oracle.lookups`.
+
+The manager out of vLLM's released wheel serves random requests, mostly of models with sliding windows. Before each of its
+lookups the index has the events so far, as vLLM encodes them, and is asked for the prompt. Told is how often it said another
+number of cached tokens than vLLM then found, and how often an index did that was told of full attention only. `--record FILE`
+writes the first history of each shape with a window, for tests that have no wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvevents.events import KVEvent
+from kvevents.index import Namespace, PrefixIndex
+from kvevents.wire import decode_batch, encode_batch
+from tests.system.vllm_oracle.vllm_blocks import RealCache, modules, request
+
+VOCABULARY: Final = 1 << 10
+AT_ONCE: Final = 3
+"""Requests that hold blocks at the same time, at most."""
+REMEMBERED: Final = 12
+"""Texts that a prompt may begin like."""
+REQUESTS: Final = 200
+"""Of a history."""
+
+
+class Shape(NamedTuple):
+    """A model's cache."""
+
+    name: str
+    windows: tuple[float | None, ...]
+    """By group, blocks that its window reaches over, about; None for full attention."""
+    retention: int | None = 0
+    """`prefix_cache_retention_interval`: with 0, vLLM's default, few of a window's blocks stay; with None all."""
+
+
+SHAPES: Final = (
+    Shape("full attention", (None,)),
+    Shape("one window", (2.5, None)),
+    Shape("one window, all blocks kept", (2.5, None), retention=None),
+    Shape("two windows", (None, 2.5, 4)),
+    Shape("a window, full attention twice", (None, 3, None)),
+)
+WINDOWED: Final = tuple(shape for shape in SHAPES if shape.windows != (None,))
+
+
+class Step(msgspec.Struct, omit_defaults=True):
+    """What happened next: events, or a request."""
+
+    payload: bytes = b""
+    """What vLLM published."""
+    prompt: list[int] = []
+    lora: str | None = None
+    salt: str | None = None
+    cached: int = 0
+    """Tokens of the prompt that vLLM found."""
+
+
+class History(msgspec.Struct):
+    """One of them, as it is recorded."""
+
+    shape: str
+    steps: list[Step]
+
+
+class Manager:
+    """vLLM's block manager, and who asks it."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self._random = draw = Random(f"{shape.name} {seed}")
+        self._size = size = draw.choice((2, 4, 8))
+        blocks = draw.randint(60, 100) * len(shape.windows)
+        windows = [None if each is None else int(each * size) for each in shape.windows]
+        self._cache: Final = RealCache(blocks, size, windows, retention=shape.retention)
+        self._longest: Final = 20 * size
+        self._texts = [self._words(self._longest)]
+        self._running: list[tuple[Any, list[int]]] = []
+        """Requests, and what is left of their answers."""
+        self._encode: Final = msgspec.msgpack.Encoder().encode
+        self._batch: Final = modules()["vllm.distributed.kv_events"].KVEventBatch
+
+    def serve(self, count: int = REQUESTS) -> Iterator[Step]:
+        """So many requests, each behind the events of all that went before."""
+        for number in range(count):
+            while self._running and (len(self._running) >= AT_ONCE or self._random.random() < 0.8):
+                self._answer()
+            if number % 90 == 89:
+                self._reset()
+            prompt, answer = self._prompt(), self._words(self._random.randint(1, 3 * self._size))
+            lora, salt = self._one_of("sql"), self._one_of("tenant")
+            theirs = request(f"r{number}", prompt, self._size, output=len(answer), lora=lora, salt=salt)
+            if events := self._cache.take_events():
+                yield Step(payload=self._encode(self._batch(ts=float(number), events=events)))
+            cached = self._cache.lookup(theirs)
+            yield Step(prompt=prompt, lora=lora, salt=salt, cached=cached)
+            self._admit(theirs, answer, len(prompt) - cached)
+
+    def _prompt(self) -> list[int]:
+        """Begins like a text of before, and goes on."""
+        text = self._random.choice(self._texts)
+        fresh = self._words(self._random.randint(1, 4 * self._size))
+        prompt = (text[: self._random.randint(0, len(text))] + fresh)[: self._longest]
+        self._texts = [*self._texts, prompt][-REMEMBERED:]
+        return prompt
+
+    def _words(self, count: int) -> list[int]:
+        return [self._random.randrange(VOCABULARY) for _ in range(count)]
+
+    def _one_of(self, rare: str) -> str | None:
+        return rare if self._random.random() < 0.1 else None
+
+    def _admit(self, theirs: Any, answer: list[int], left: int) -> None:
+        """Compute the rest of a prompt; whoever came last makes room."""
+        while not self._cache.admit(theirs, left):
+            self._cache.release(self._running.pop()[0])
+            left = theirs.num_prompt_tokens - self._cache.lookup(theirs)
+        self._running.append((theirs, answer))
+
+    def _answer(self) -> None:
+        """One token more of somebody's answer; who has all of it, or no room for more, leaves."""
+        one = self._random.choice(self._running)
+        theirs, left = one
+        theirs.append_output_token_ids(left.pop())
+        if not self._cache.extend(theirs, 1) or not left:
+            self._leave(one)
+
+    def _reset(self) -> None:
+        for one in list(self._running):
+            self._leave(one)
+        self._cache.reset()
+
+    def _leave(self, one: tuple[Any, list[int]]) -> None:
+        self._running.remove(one)
+        self._cache.release(one[0])
+
+
+class Foreteller:
+    """What an index says before each request of a history, and one that is told of full attention only."""
+
+    def __init__(self) -> None:
+        self.index: Final = PrefixIndex()
+        self.requests = self.hits = self.wrong = self.wrong_if_dense = 0
+        self._dense: Final = PrefixIndex()
+        self._windowed: set[int | None] = set()
+        """Groups."""
+        self._seq = 0
+
+    def take(self, step: Step) -> None:
+        """The next step."""
+        if step.payload:
+            self._apply(step.payload)
+            return
+        namespace = Namespace(lora=step.lora, salt=step.salt)
+        prompt = step.prompt[:-1]  # vLLM always computes the last token anew
+        self.requests += 1
+        self.hits += step.cached > 0
+        self.wrong += _tokens(self.index, prompt, namespace) != step.cached
+        self.wrong_if_dense += _tokens(self._dense, prompt, namespace) != step.cached
+
+    def _apply(self, payload: bytes) -> None:
+        self.index.apply_payload("vllm", 0, self._seq, payload)
+        batch = decode_batch(payload).batch
+        batch.events = [event for event in batch.events if not self._is_windowed(event)]
+        self._dense.apply_payload("vllm", 0, self._seq, encode_batch(batch))
+        self._seq += 1
+
+    def _is_windowed(self, event: KVEvent) -> bool:
+        group: int | None = getattr(event, "group_idx", None)
+        if getattr(event, "kv_cache_spec_kind", None) == "sliding_window":
+            self._windowed.add(group)
+        return group in self._windowed
+
+
+def _tokens(index: PrefixIndex, prompt: Sequence[int], namespace: Namespace) -> int:
+    return next((worker.tokens for worker in index.match(prompt, namespace)), 0)
+
+
+def recorded(path: Path) -> list[History]:
+    """What `--record` wrote."""
+    with gzip.open(path) as file:
+        return [msgspec.json.decode(line, type=History) for line in file]
+
+
+def record(path: Path) -> None:
+    """Write the first history of each shape with a window, always the same bytes."""
+    with path.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
+        for shape in WINDOWED:
+            packed.write(msgspec.json.encode(History(shape.name, list(Manager(shape, 0).serve()))) + b"\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Foretell. Returns 0 when every request was foretold, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.system.vllm_oracle.lookups", description=__doc__)
+    parser.add_argument("--histories", type=int, default=50, help="of each shape")
+    parser.add_argument("--seed", type=int, default=0, help="of the first history; the next has the next number")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write histories to a file, and do nothing else")
+    options = parser.parse_args(arguments)
+    if options.record is not None:
+        record(options.record)
+        return 0
+    wrong = 0
+    for shape in SHAPES:
+        began, told = time.monotonic(), [0, 0, 0, 0]
+        for seed in range(options.seed, options.seed + options.histories):
+            foreteller = Foreteller()
+            for step in Manager(shape, seed).serve():
+                foreteller.take(step)
+            if foreteller.wrong:
+                print(f"{shape.name}, seed {seed}: {foreteller.wrong} of {foreteller.requests} foretold wrongly")
+            counts = (foreteller.requests, foreteller.hits, foreteller.wrong, foreteller.wrong_if_dense)
+            told = [sum(pair) for pair in zip(told, counts, strict=True)]
+        print(
+            f"{shape.name}: {told[0]:,} requests, {told[1]:,} with cached tokens, {told[2]:,} foretold wrongly; "
+            f"{told[3]:,} by full attention alone; {time.monotonic() - began:.1f} s"
+        )
+        wrong += told[2]
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

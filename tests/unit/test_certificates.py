@@ -1,0 +1,217 @@
+"""Key files: ZeroMQ's own format both ways, who may read them, and allow-lists that follow their files."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zmq.auth import create_certificates, load_certificate
+from zmq.utils import z85
+
+from certificate_pairs import make_pair, put
+from kvevents import certificates
+from kvevents.certificates import AllowList, KeyPair, key_bytes, key_text, read_pair, read_public_keys, write_pair
+from kvevents.config import Curve
+from kvevents.errors import ConfigError
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_keys_are_spelt_as_zeromq_spells_them(key: bytes) -> None:
+    assert key_text(key) == z85.encode(key).decode()
+    assert key_bytes(key_text(key)) == key
+
+
+@pytest.mark.parametrize("text", ["", "x" * 39, "x" * 41, "x" * 39 + '"', "x" * 39 + "é", "#" * 40])
+def test_what_is_no_key(text: str) -> None:
+    """Too short, too long, of other characters, or more than 32 bytes can hold."""
+    assert key_bytes(text) is None
+
+
+def test_files_are_zeromqs_own(tmp_path: Path) -> None:
+    """pyzmq reads ours, and we read pyzmq's, whose secret is secret once its mode is."""
+    pair = make_pair()
+    public, secret = write_pair(tmp_path / "ours", pair, "A test's.", replace=False)
+    assert load_certificate(public) == (pair.public.encode(), None)
+    assert load_certificate(secret) == (pair.public.encode(), pair.secret.encode())
+    assert (read_public_keys(public), read_pair(secret)) == ([pair.public], pair)
+    theirs, hidden = map(Path, create_certificates(tmp_path, "theirs"))
+    hidden.chmod(0o600)
+    known, kept = (key.decode() for key in load_certificate(hidden) if key)
+    assert (read_public_keys(theirs), read_pair(hidden)) == ([known], KeyPair(known, kept))
+    assert pair.secret not in f"{pair!r} {pair}"
+
+
+def test_modes_whatever_the_umask_says(tmp_path: Path) -> None:
+    """The public file is for everybody, the secret one for its owner, also when it replaces one that was open."""
+    (tmp_path / "e.key_secret").touch(0o666)
+    before = os.umask(0)
+    try:
+        public, secret = write_pair(tmp_path / "e", make_pair(), "", replace=True)
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (public, secret)] == [0o644, 0o600]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e.key", "e.key_secret"]
+
+
+@pytest.mark.parametrize("existing", ["e.key", "e.key_secret"])
+def test_nothing_is_replaced_unasked(tmp_path: Path, existing: str) -> None:
+    (tmp_path / existing).write_text("precious")
+    with pytest.raises(ConfigError, match=r"exists.*--force"):
+        write_pair(tmp_path / "e", make_pair(), "", replace=False)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .*No such file"):
+        write_pair(tmp_path / "no" / "e", make_pair(), "", replace=False)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644])
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    """With what to do; wherever it is named."""
+    put(tmp_path, "e")
+    path = tmp_path / "e.key_secret"
+    path.chmod(mode)
+    for read in (read_pair, lambda each: Curve(key_file=str(each))):
+        with pytest.raises(ConfigError, match=f"mode {mode:04o}.*chmod 600 {path}"):
+            read(path)
+
+
+def test_a_secret_of_another_owner_may_be_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret that is mounted into a container belongs to root, and its group is how it can be read at all."""
+    pair = put(tmp_path, "e")
+    path = tmp_path / "e.key_secret"
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    path.chmod(0o440)
+    assert read_pair(path) == pair
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match="mode 0444"):
+        read_pair(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no pair"),
+        ('public-key = "short"\nsecret-key = "short"\n', "no pair"),
+        (f'public-key = "{"k" * 40}"\n', "no pair"),
+        ("x" * (certificates.MAX_FILE_BYTES + 1), "longer than"),
+    ],
+)
+def test_files_that_hold_no_pair(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "e.key_secret"
+    path.touch(0o600)
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_pair(path)
+    with pytest.raises(ConfigError, match=r"cannot read keys from .*No such file"):
+        read_pair(tmp_path / "none")
+
+
+def test_files_that_hold_no_public_key(tmp_path: Path) -> None:
+    path = tmp_path / "e.key"
+    path.write_text("# public-key = 'x'\n")
+    with pytest.raises(ConfigError, match="holds no public key"):
+        read_public_keys(path)
+    path.write_text("public-key = 'x'\n")
+    with pytest.raises(ConfigError, match="'x' is not a public key"):
+        read_public_keys(path)
+
+
+def test_a_list_of_keys_in_code() -> None:
+    pair = make_pair()
+    allowed = AllowList((pair.public,))
+    allowed.refresh()
+    assert allowed.keys == {key_bytes(pair.public)}
+    assert not allowed.faults
+
+
+def test_a_folder_is_followed_as_it_changes(tmp_path: Path) -> None:
+    """Files that come, change in place and go; hidden files, secrets and other files do not count."""
+    one, other = put(tmp_path, "one"), make_pair()
+    put(tmp_path, ".hidden")
+    (tmp_path / "README").write_text("public-key = nothing")
+    allowed = AllowList(str(tmp_path))
+    allowed.refresh()
+    assert allowed.keys == {key_bytes(one.public)}
+    path = tmp_path / "one.key"
+    path.write_text(path.read_text().replace(one.public, other.public))
+    allowed.refresh()
+    assert allowed.keys == {key_bytes(other.public)}
+    two = put(tmp_path, "two")
+    allowed.refresh()
+    assert allowed.keys == {key_bytes(other.public), key_bytes(two.public)}
+    path.unlink()
+    allowed.refresh()
+    assert allowed.keys == {key_bytes(two.public)}
+    assert not allowed.faults
+
+
+def test_a_file_may_hold_several(tmp_path: Path) -> None:
+    pairs = [put(tmp_path, name) for name in ("a", "b")]
+    path = tmp_path / "all"
+    path.write_text("".join((tmp_path / f"{name}.key").read_text() for name in ("a", "b")))
+    allowed = AllowList(str(path))
+    allowed.refresh()
+    assert allowed.keys == {key_bytes(pair.public) for pair in pairs}
+
+
+def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its files have been as they are for a while: strangers must not make a server read for each knock."""
+    put(tmp_path, "one")
+    long_ago = time.time() - 10
+    os.utime(tmp_path / "one.key", (long_ago, long_ago))
+    monkeypatch.setattr(certificates, "UNSETTLED_SECONDS", -1.0)  # as if its ctime, which cannot be set, were long ago too
+    reads: list[Path] = []
+
+    def read(path: Path) -> list[str]:
+        reads.append(path)
+        return []
+
+    monkeypatch.setattr(certificates, "read_public_keys", read)
+    allowed = AllowList(str(tmp_path))
+    for _ in range(3):
+        allowed.refresh()
+    assert reads == [tmp_path / "one.key"]
+
+
+def test_what_cannot_be_read_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torn file loses its own key only; a folder that is gone, or too full, loses all."""
+    folder = tmp_path / "clients"
+    folder.mkdir()
+    one = put(folder, "one")
+    (folder / "torn.key").write_text("public-key")
+    allowed = AllowList(str(folder))
+    allowed.refresh()
+    assert allowed.keys == {key_bytes(one.public)}
+    assert len(allowed.faults) == 1
+    assert "torn.key" in allowed.faults[0]
+    monkeypatch.setattr(certificates, "MAX_ALLOWED_KEYS", 1)
+    allowed.refresh()
+    assert (allowed.keys, "2 files of keys, more than 1" in allowed.faults[0]) == (frozenset(), True)
+    monkeypatch.setattr(certificates, "MAX_ALLOWED_KEYS", 4)
+    (folder / "torn.key").unlink()
+    allowed.refresh()
+    assert allowed.keys == {key_bytes(one.public)}
+    assert not allowed.faults
+    folder.rename(tmp_path / "away")
+    allowed.refresh()
+    assert (allowed.keys, "No such file" in allowed.faults[0]) == (frozenset(), True)
+
+
+def test_the_other_ends_key_may_be_in_a_file(tmp_path: Path) -> None:
+    """In settings as on the command line: the key itself, or the path of `NAME.key`."""
+    own, other = make_pair(), make_pair()
+    for name, pair in (("own", own), ("other", other)):
+        write_pair(tmp_path / name, pair, "A test's.", replace=True)
+    own_file = str(tmp_path / "own.key_secret")
+    for given_key in (str(tmp_path / "other.key"), other.public):
+        assert Curve(key_file=own_file, server_key=given_key).server_key == other.public
+    (tmp_path / "two.key").write_text((tmp_path / "own.key").read_text() + (tmp_path / "other.key").read_text())
+    for wrong, words in (("two.key", "holds 2 keys"), ("own.key_secret/x", "40 characters"), ("x\0" * 200, "40 characters")):
+        with pytest.raises(ConfigError, match=words):
+            Curve(key_file=own_file, server_key=str(tmp_path / wrong))

@@ -1,0 +1,697 @@
+"""The decoder: every form an engine sends, and whatever else arrives."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import time
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from decode_cases import BAD_EVENTS
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Decoded, Dialect, WireLimits, decode_batch, dialect_for, dialects, encode_batch
+from kvevents.wire.decode import decode_fast
+from kvevents.wire.tolerant import decode_tolerant
+from wire_cases import (
+    CAPTURES,
+    GOLDENS,
+    GOOD,
+    Golden,
+    batch_of,
+    batches_of,
+    events_of,
+    msgpack_values,
+    pack,
+    stored,
+)
+
+ROWS = dialects()
+
+
+def one(payload: bytes) -> Any:
+    """The only event of a payload of which nothing was rejected."""
+    decoded = decode_batch(payload)
+    assert decoded.rejected == ()
+    (event,) = decoded.batch.events
+    return event
+
+
+def reasons(decoded: Decoded) -> list[tuple[int | None, str]]:
+    return [(entry.index, entry.reason) for entry in decoded.rejected]
+
+
+# --- two paths, one meaning ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=str)
+def test_both_paths_read_a_golden_payload_alike(golden: Golden) -> None:
+    """The tolerant decoder reads all of them, the fast one all but byte hashes, map batches, and extra keys with digests."""
+    quick = decode_fast(golden.payload, DEFAULT_WIRE_LIMITS)
+    assert decode_tolerant(golden.payload, DEFAULT_WIRE_LIMITS) == (golden.batch(), ())
+    slow_only = "bytes" in golden.case or "map_batch" in golden.case or "embeds" in golden.case
+    assert quick == (None if slow_only else golden.batch())
+
+
+@given(st.sampled_from(ROWS).flatmap(lambda row: st.tuples(st.just(row), batches_of(row))))
+def test_every_dialect_reads_back_what_it_wrote_on_both_paths(case: tuple[Any, KVEventBatch]) -> None:
+    row, batch = case
+    payload = encode_batch(batch, row)
+    assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (batch, ())
+    assert decode_fast(payload, DEFAULT_WIRE_LIMITS) in (batch, None)
+    decoded = decode_batch(payload)
+    assert decoded.batch == batch
+    assert encode_batch(decoded.batch, row) == payload
+    assert decoded.dialect is not None
+    assert encode_batch(decoded.batch, decoded.dialect) == payload
+
+
+@pytest.mark.parametrize("release", ["0.9.0", "0.9.1", "0.17.0", "0.23.0", "0.24.0", "0.32.0", "0.33.0"])
+def test_every_vllm_release_takes_the_fast_path(release: str) -> None:
+    event = BlockStored([2**64 - 1, 5], 2**63, [1, 2, 3, 4], 2, None, "GPU", None)
+    payload = encode_batch(
+        KVEventBatch(1.0, [event, BlockRemoved([5], "GPU"), AllBlocksCleared()], 3), dialect_for("vllm", release)
+    )
+    assert decode_fast(payload, DEFAULT_WIRE_LIMITS) is not None
+
+
+# --- captures --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not CAPTURES.exists(), reason="the recorded vLLM run, tests/data/vllm-0.32-captures.jsonl.gz, is not here")
+def test_every_batch_of_a_real_engine_is_read_whole_and_written_back() -> None:
+    """vLLM 0.32.0 under load; int and byte hashes, salts, prompt embeddings."""
+    row, read = dialect_for("vllm", "0.32.0"), 0
+    for line in gzip.decompress(CAPTURES.read_bytes()).splitlines():
+        frames = json.loads(line)
+        if frames["socket"] != "pub":
+            continue
+        payload = base64.b64decode(frames["frames"][2])
+        decoded = decode_batch(payload)
+        assert decoded.rejected == ()
+        assert decoded.batch.events
+        assert encode_batch(decoded.batch, row) == payload
+        read += 1
+    assert read > 50
+
+
+# --- forms of a batch ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [None, 0, 7])
+@pytest.mark.parametrize("spelled", ["data_parallel_rank", "attn_dp_rank"])
+def test_a_batch_as_a_map_keeps_its_rank(spelled: str, rank: int | None) -> None:
+    """Rank 0 is a rank."""
+    decoded = decode_batch(pack({"ts": 1.5, "events": [stored()], spelled: rank}))
+    assert decoded.batch == KVEventBatch(1.5, [GOOD], rank)
+    assert decoded.rejected == ()
+
+
+def test_of_two_ranks_the_one_that_is_not_nil_counts() -> None:
+    both = pack({"ts": 1.5, "events": [], "data_parallel_rank": None, "attn_dp_rank": 0})
+    assert decode_batch(both).batch.data_parallel_rank == 0
+
+
+@pytest.mark.parametrize("form", [stored(), ["BlockStored", [11], None, [1, 2], 2, None, "GPU", None]], ids=["map", "array"])
+@pytest.mark.parametrize("more", [[], [0], [0, "more"], [0, {"x": [1]}, 2, 3]])
+def test_a_batch_has_two_elements_or_more(form: Any, more: list[Any]) -> None:
+    decoded = decode_batch(pack([1.5, [form], *more]))
+    assert decoded.batch == KVEventBatch(1.5, [GOOD], 0 if more else None)
+    assert decoded.rejected == ()
+
+
+@pytest.mark.parametrize("payload", [pack([1.5, []]), pack([1.5, [], 0]), pack({"ts": 1.5, "events": []})])
+def test_an_empty_batch_is_a_batch(payload: bytes) -> None:
+    decoded = decode_batch(payload)
+    assert decoded.batch.events == []
+    assert decoded.batch.ts == 1.5
+    assert decoded.rejected == ()
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"), [(1.7e9, 1.7e9), (0, 0.0), (1700000000, 1.7e9), (1700000000123, 1700000000.123), (1.7e12, 1.7e9)]
+)
+def test_a_timestamp_is_in_seconds_whatever_its_unit_was(sent: float, seconds: float) -> None:
+    assert decode_batch(pack([sent, [], 0])).batch.ts == seconds
+
+
+@pytest.mark.parametrize("sent", [math.nan, math.inf, -math.inf, -1.0, 1e300, 2**64 - 1, "now", None, True, [1], b"1"])
+def test_a_timestamp_that_is_none_costs_the_timestamp_and_not_the_events(sent: Any) -> None:
+    decoded = decode_batch(pack([sent, [stored()], 3]))
+    assert decoded.batch == KVEventBatch(0.0, [GOOD], 3)
+    assert reasons(decoded) == [(None, "bad-timestamp")]
+    assert not any(rejected.loses_events for rejected in decoded.rejected)
+
+
+@pytest.mark.parametrize("rank", ["0", 0.0, True, [0], b"\0"])
+def test_a_rank_that_is_none_costs_the_rank_and_not_the_events(rank: Any) -> None:
+    decoded = decode_batch(pack([1.5, [stored()], rank]))
+    assert decoded.batch == KVEventBatch(1.5, [GOOD])
+    assert reasons(decoded) == [(None, "bad-rank")]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        1,
+        "batch",
+        b"batch",
+        [],
+        [1.5],
+        {},
+        {"ts": 1.5},
+        {"events": []},
+        [1.5, {}],
+        [1.5, "x"],
+        [1.5, None],
+        {"ts": 1, "events": 5},
+    ],
+)
+def test_what_is_no_batch_is_said_to_be_none(value: Any) -> None:
+    decoded = decode_batch(pack(value))
+    assert decoded.batch == KVEventBatch(0.0, [])
+    assert reasons(decoded) == [(None, "not-a-batch")]
+    assert decoded.rejected[0].raw == pack(value)
+    assert decoded.dialect is None
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\x93", b"\xc1", b"\x92\xcb\x00", batch_of(stored())[:-3], batch_of(stored()) + b"\0"]
+)
+def test_a_payload_that_is_cut_or_garbled_is_set_aside_whole(payload: bytes) -> None:
+    decoded = decode_batch(payload)
+    assert decoded.batch.events == []
+    assert len(decoded.rejected) == 1
+    assert decoded.rejected[0].reason in {"malformed", "not-a-batch"}
+
+
+# --- forms of an event -----------------------------------------------------------------------------------------------------
+
+
+def test_fields_of_tomorrow_are_kept_by_name() -> None:
+    event = one(batch_of(stored(tier="L5", detail={"a": [1, "x", b"\1"], "b": None})))
+    assert event.unrecognised == {"tier": "L5", "detail": {"a": [1, "x", b"\1"], "b": None}}
+    event.unrecognised = None
+    assert event == GOOD
+
+
+def test_elements_of_tomorrow_are_kept_by_position() -> None:
+    known = [[11], None, [1, 2], 2, None, "GPU", None, None, 0, "full_attention", None]
+    assert one(batch_of(["BlockStored", *known, "new", [5]])).unrecognised == {"12": "new", "13": [5]}
+    assert one(batch_of(["BlockRemoved", [11], "GPU", 0, None, "LOCAL"])).unrecognised == {"5": "LOCAL"}
+    assert one(batch_of(["AllBlocksCleared", 1])).unrecognised == {"1": 1}
+
+
+HEARTBEAT = Heartbeat("0123456789abcdef" * 2, 5.0, "STALE", "engine-0: disconnected", 7)
+
+
+@pytest.mark.parametrize("dialect", [None, *dialects()], ids=str)
+def test_a_heartbeat_is_read_in_every_dialect_as_it_was_sent(dialect: Dialect | None) -> None:
+    beat = BlockRemoved([], heartbeat=HEARTBEAT)
+    decoded = decode_batch(encode_batch(KVEventBatch(1.5, [beat], 0), dialect))
+    assert decoded.batch.events == [beat]
+    assert decoded.rejected == ()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["?", {}, {"digest": "x", "every": 1.0}, {"digest": "0" * 32, "every": 0}, {"digest": "0" * 32, "every": 1, "trust": 3}],
+)
+def test_a_heartbeat_that_is_none_costs_nothing(damaged: object) -> None:
+    event = one(batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": damaged}))
+    assert (event.block_hashes, event.heartbeat, event.unrecognised) == ([1], None, {"heartbeat": damaged})
+
+
+def test_a_heartbeat_of_tomorrow_is_one() -> None:
+    told = {"digest": "0" * 32, "every": 2, "more": [1]}
+    assert one(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": told})).heartbeat == Heartbeat("0" * 32, 2.0)
+
+
+def test_keys_in_the_place_of_tokens_are_unsigned_and_few_enough() -> None:
+    limit = WireLimits().max_hashes
+    assert one(batch_of(stored(token_ids=[], block_keys=[-1]))).block_keys == [(1 << 64) - 1]
+    (rejected,) = decode_batch(batch_of(stored(token_ids=[], block_keys=[1] * (limit + 1)))).rejected
+    assert rejected.reason == "too-many-hashes"
+
+
+def test_what_was_not_recognised_goes_out_again_in_map_events() -> None:
+    payload = batch_of(stored(tier="L5"), {"type": "AllBlocksCleared", "scope": [1]})
+    assert encode_batch(decode_batch(payload).batch, dialect_for("vllm")) == payload
+    assert encode_batch(decode_batch(payload).batch) == payload
+
+
+def test_names_that_only_a_decoder_sets_are_not_a_peers_to_set() -> None:
+    event = one(batch_of(stored(unrecognised={"a": 1}, block_digests=[b"x" * 32], parent_block_digest=b"y" * 32)))
+    assert event.block_digests is event.parent_block_digest is None
+    assert event.unrecognised == {
+        "unrecognised": {"a": 1},
+        "block_digests": [b"x" * 32],
+        "parent_block_digest": b"y" * 32,
+    }
+
+
+def test_tags_of_tomorrow_are_set_aside_and_named() -> None:
+    decoded = decode_batch(batch_of(stored(), {"type": "BlockTransferred", "x": 1}, ["BlockTransferred", 1], stored()))
+    assert decoded.batch.events == [GOOD, GOOD]
+    assert reasons(decoded) == [(1, "unknown-tag"), (2, "unknown-tag")]
+    assert "BlockTransferred" in decoded.rejected[0].detail
+
+
+@pytest.mark.parametrize(
+    ("sent", "canonical"), [(5, 5), (-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1), (0, 0), (2**40, 2**40)]
+)
+@pytest.mark.parametrize("more", [{}, {"unknown": 1}], ids=["fast", "tolerant"])
+def test_hashes_are_canonical(sent: int, canonical: int, more: dict[str, Any]) -> None:
+    event = one(batch_of(stored(block_hashes=[sent, 7], parent_block_hash=sent, **more)))
+    assert event.block_hashes == [canonical, 7]
+    assert event.parent_block_hash == canonical
+    removed = one(batch_of({"type": "BlockRemoved", "block_hashes": [sent], "medium": "GPU"} | more))
+    assert removed.block_hashes == [canonical]
+
+
+def test_byte_hashes_are_shortened_as_vllm_does_and_kept_beside() -> None:
+    digest, parent = bytes(range(32)), bytes(range(100, 132))
+    event = one(batch_of(stored(block_hashes=[digest], parent_block_hash=parent)))
+    assert event.block_hashes == [int.from_bytes(digest[-8:], "big")]
+    assert event.block_digests == [digest]
+    assert event.parent_block_hash == int.from_bytes(parent[-8:], "big")
+    assert event.parent_block_digest == parent
+
+
+def test_hashes_of_both_kinds_in_one_event_are_read_without_digests() -> None:
+    event = one(batch_of(stored(block_hashes=[3, b"\0" * 8])))
+    assert event.block_hashes == [3, 0]
+    assert event.block_digests is None
+
+
+def test_a_parent_of_zero_is_a_hash() -> None:
+    assert one(batch_of(stored(parent_block_hash=0))).parent_block_hash == 0
+    assert one(batch_of(stored(parent_block_hash=0, unknown=1))).parent_block_hash == 0
+
+
+def test_llm_d_wraps_events_in_a_bin_and_means_none_by_a_parent_of_zero() -> None:
+    arrays = ["BlockStored", [11], 0, [1, 2], 2, None, "GPU", None]
+    decoded = decode_batch(pack([1.5, [pack(stored(parent_block_hash=0)), pack(arrays), pack(["BlockRemoved", [11], "GPU"])]]))
+    assert decoded.rejected == ()
+    assert decoded.batch == KVEventBatch(1.5, [GOOD, GOOD, BlockRemoved([11], "GPU")])
+
+
+@pytest.mark.parametrize("event", [pack(pack(stored())), b"", b"\xc1", pack(5), pack(stored())[:-1], pack(stored()) + b"\0"])
+def test_a_bin_that_holds_no_event_costs_only_itself(event: bytes) -> None:
+    decoded = decode_batch(batch_of(stored(), event, pack(stored())))
+    assert decoded.batch.events == [GOOD, GOOD]
+    assert [entry.index for entry in decoded.rejected] == [1]
+
+
+def test_sglang_sends_pairs_under_eagle() -> None:
+    expected = [(100, 101), (101, 102)]
+    assert one(batch_of(stored(token_ids=[[100, 101], [101, 102]]))).token_ids == expected
+    assert one(batch_of(stored(token_ids=[[100, 101], [101, 102]], unknown=1))).token_ids == expected
+
+
+def test_tensorrt_llm_may_send_token_ids_as_strings() -> None:
+    event = one(batch_of(stored(token_ids=["100", 7, "0"], mm_keys=[{"type": "mm_key", "hash": "ab", "start_offset": 3}])))
+    assert event.token_ids == [100, 7, 0]
+    assert event.unrecognised == {"mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 3}]}
+
+
+@pytest.mark.parametrize(
+    "token", ["", "-1", "1.5", "१२", "9" * 21, "9" * 20, "9" * 100_000, [1], [1, 2, 3], [1, "2"], None, 1.0]
+)
+def test_a_token_id_that_is_none_costs_its_event(token: Any) -> None:
+    decoded = decode_batch(batch_of(stored(), stored(token_ids=[token]), stored()))
+    assert decoded.batch.events == [GOOD, GOOD]
+    assert reasons(decoded) == [(1, "bad-field")]
+
+
+def test_extra_keys_of_every_kind_that_vllm_sends() -> None:
+    sent = [["lora", ["image", -3], "salt", b"\1" * 32], None, []]
+    assert one(batch_of(stored(extra_keys=sent))).extra_keys == [("lora", ["image", -3], "salt", b"\1" * 32), None, ()]
+    assert one(batch_of(stored(extra_keys=[["lora", ["image", 3]]]))).extra_keys == [("lora", ["image", 3])]
+
+
+# --- Mooncake RFC #1527 ----------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "event_type": "stored",
+    "event_id": 7,
+    "model_name": "m",
+    "block_size": 64,
+    "additional_salt": "tenant",
+    "lora_name": None,
+    "medium": "cpu",
+    "seq_hashes": [2**64 - 1],
+    "parent_hash": None,
+    "token_ids": None,
+    "object_key": "0xff",
+}
+COMPAT = PLAIN | {"type": "BlockStored", "block_hashes": [-1], "parent_block_hash": None}
+MOONCAKE_STORED = BlockStored(
+    [2**64 - 1],
+    None,
+    [],
+    64,
+    medium="cpu",
+    cache_salt="tenant",
+    unrecognised={"event_id": 7, "model_name": "m", "object_key": "0xff"},
+)
+
+
+@pytest.mark.parametrize("form", [PLAIN, COMPAT], ids=["plain", "compat"])
+def test_mooncake_stores(form: dict[str, Any]) -> None:
+    decoded = decode_batch(pack([1700000000123, [form], 0]))
+    assert decoded.rejected == ()
+    assert decoded.batch == KVEventBatch(1700000000.123, [MOONCAKE_STORED], 0)
+
+
+def test_mooncake_stores_without_knowing_the_block_size() -> None:
+    event = one(pack([1700000000123, [{"event_type": "stored", "seq_hashes": [3], "block_size": None, "parent_hash": 0}], 0]))
+    assert event == BlockStored([3], 0, [], 0)
+
+
+@pytest.mark.parametrize("more", [{}, {"type": "BlockRemoved", "block_hashes": [-1]}], ids=["plain", "compat"])
+def test_mooncake_removes(more: dict[str, Any]) -> None:
+    removed = {"event_type": "removed", "seq_hashes": [2**64 - 1], "medium": "disk", "block_size": None, "token_ids": None}
+    assert one(pack([1700000000123, [removed | more], 0])) == BlockRemoved([2**64 - 1], "disk")
+
+
+@pytest.mark.parametrize("more", [{}, {"type": "AllBlocksCleared", "seq_hashes": None}], ids=["plain", "compat"])
+def test_mooncake_clears(more: dict[str, Any]) -> None:
+    assert one(pack([1700000000123, [{"event_type": "cleared"} | more], 0])) == AllBlocksCleared()
+
+
+def test_a_field_called_event_type_is_not_always_mooncakes() -> None:
+    event = one(batch_of(stored(event_type="prefill")))
+    assert event.unrecognised == {"event_type": "prefill"}
+
+
+# --- bad neighbours --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD_EVENTS.values(), ids=BAD_EVENTS)
+def test_a_bad_event_costs_only_itself(bad: bytes, reason: str) -> None:
+    payload = (
+        b"\x93\xcb"
+        + b"\0" * 8
+        + b"\x95"
+        + pack(stored())
+        + bad
+        + pack(["BlockRemoved", [5], "GPU"])
+        + bad
+        + pack(stored())
+        + b"\x03"
+    )
+    decoded = decode_batch(payload)
+    assert decoded.batch == KVEventBatch(0.0, [GOOD, BlockRemoved([5], "GPU"), GOOD], 3)
+    assert reasons(decoded) == [(1, reason), (3, reason)]
+    assert decoded.rejected[0].raw == bad[:256]
+    assert len(decoded.rejected[0].detail) <= 256
+
+
+def test_a_nested_bomb_costs_only_itself_in_a_batch_that_is_a_map() -> None:
+    bomb = pack({"type": "AllBlocksCleared", "x": 0})[:-1] + b"\x91" * 5_000 + b"\x01"
+    payload = b"\x82\xa2ts\x01\xa6events\x93" + pack(stored()) + bomb + pack(stored())
+    decoded = decode_batch(payload)
+    assert decoded.batch == KVEventBatch(1.0, [GOOD, GOOD])
+    assert reasons(decoded) == [(1, "too-deep")]
+
+
+def test_of_equal_keys_the_last_counts_on_both_paths() -> None:
+    twice = b"\x89" + pack(stored())[1:] + pack("medium") + pack("CPU")
+    decoded = decode_batch(batch_of()[:10] + b"\x91" + twice + b"\x00")
+    assert decoded.batch.events[0].medium == "CPU"  # type: ignore[union-attr]
+    assert decode_tolerant(batch_of()[:10] + b"\x91" + twice + b"\x00", DEFAULT_WIRE_LIMITS)[0] == decoded.batch
+
+
+@pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"])
+def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
+    huge = head + b"\xff\xff\xff\xff\x01"
+    tracemalloc.start()
+    try:
+        for payload in (huge, b"\x93\x01" + huge + b"\x00", b"\x93\x01\x91" + huge, b"\x93\x01\x91\x92\xacBlockRemoved" + huge):
+            assert decode_batch(payload).rejected
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------------
+
+
+def test_limit_of_payload_bytes() -> None:
+    payload = batch_of(stored())
+    refused = decode_batch(payload, WireLimits(max_payload_bytes=len(payload) - 1))
+    assert reasons(refused) == [(None, "oversized")]
+    assert refused.dialect is None
+    assert decode_batch(payload, WireLimits(max_payload_bytes=len(payload))).batch.events == [GOOD]
+
+
+def test_limit_of_events() -> None:
+    payload = batch_of(stored(), stored(), stored())
+    assert reasons(decode_batch(payload, WireLimits(max_events=2))) == [(None, "too-many-events")]
+    assert len(decode_batch(payload, WireLimits(max_events=3)).batch.events) == 3
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(block_hashes=[1, 2, 3]),
+        ["BlockRemoved", [1, 2, 3]],
+        stored(extra_keys=[None] * 3),
+        stored(lookahead_token_ids=[[]] * 3),
+    ],
+)
+def test_limit_of_hashes(event: Any) -> None:
+    """It bounds what has one entry per block too, where the tolerant decoder reads it."""
+    bound = WireLimits(max_hashes=2)
+    decoded = decode_batch(batch_of(stored(unknown=1), event, b""), bound)
+    assert reasons(decoded)[0] == (1, "too-many-hashes")
+    assert len(decode_batch(batch_of(event), WireLimits(max_hashes=3)).batch.events) == 1
+
+
+def test_limit_of_fields() -> None:
+    decoded = decode_batch(batch_of(stored(), stored(a=1, b=2), ["AllBlocksCleared"] + [1] * 10), WireLimits(max_fields=9))
+    assert decoded.batch.events == [GOOD]
+    assert reasons(decoded) == [(1, "too-many-fields"), (2, "too-many-fields")]
+    assert reasons(decode_batch(pack([1.5, [stored(x=1)], *range(8)]), WireLimits(max_fields=9))) == [(None, "not-a-batch")]
+
+
+def test_limit_of_free_bytes_is_that_of_the_batch() -> None:
+    decoded = decode_batch(batch_of(stored(a="x" * 30), stored(a="x" * 30), stored(a="x")), WireLimits(max_free_bytes=50))
+    assert len(decoded.batch.events) == 2
+    assert reasons(decoded) == [(1, "oversized")]
+    keys = stored(extra_keys=[["x" * 60]], more=1)
+    assert reasons(decode_batch(batch_of(keys), WireLimits(max_free_bytes=50))) == [(0, "oversized")]
+
+
+def test_limit_of_nesting() -> None:
+    nested = stored(a=[[["x"]]], extra_keys=[[["m", [b"5"]]]])
+    assert len(decode_batch(batch_of(nested), WireLimits(max_nesting=5)).batch.events) == 1
+    assert reasons(decode_batch(batch_of(nested), WireLimits(max_nesting=3))) == [(0, "too-deep")]
+
+
+def test_limit_of_kept_rejections() -> None:
+    decoded = decode_batch(batch_of(*[None] * 10, stored()), WireLimits(max_rejected=4))
+    assert decoded.batch.events == [GOOD]
+    assert [entry.reason for entry in decoded.rejected] == ["malformed"] * 4 + ["more"]
+    assert sum(entry.count for entry in decoded.rejected) == 10
+
+
+def test_a_large_payload_is_read_as_a_small_one() -> None:
+    """Above 1 MiB every length is checked before it is believed."""
+    tokens = list(range(400_000))
+    payload = batch_of(stored(token_ids=tokens), stored())
+    assert decode_fast(payload, DEFAULT_WIRE_LIMITS) is None
+    decoded = decode_batch(payload)
+    assert decoded.rejected == ()
+    assert decoded.batch.events == [BlockStored([11], None, tokens, 2, None, "GPU", None), GOOD]
+
+
+# --- hostile peers ---------------------------------------------------------------------------------------------------------
+
+
+def colliding_keys(count: int, step: int = 0) -> bytes:
+    """A msgpack map whose keys are arrays of two integers that all have one hash in CPython, or, with a `step`, different ones.
+
+    The hash of a tuple is xxHash's rounds over its items' hashes, each of which can be inverted: choose the first item and
+    solve for the second.
+    """
+    p1, p2, p5, mask = 11400714785074694791, 14029467366897019727, 2870177450012600261, 2**64 - 1
+    inverse = pow(p2, -1, 2**64)
+    pairs: list[bytes] = []
+    target, first = 0x123456789ABCDEF, 1
+    while len(pairs) < count:
+        acc = (p5 + first * p2) & mask
+        acc = ((acc << 31 | acc >> 33) & mask) * p1 & mask
+        second = (target + step * first - acc) * inverse & mask
+        if second < 2**61 - 1:
+            pairs.append(b"\x92" + pack(first) + pack(second) + b"\xc0")
+        first += 1
+    return b"\xdf" + count.to_bytes(4, "big") + b"".join(pairs)
+
+
+def test_the_keys_of_the_next_test_have_one_hash() -> None:
+    keys = msgspec.msgpack.decode(colliding_keys(5))
+    assert len(keys) == 5
+    assert len({hash(key) for key in keys}) == 1
+    assert len({hash(key) for key in msgspec.msgpack.decode(colliding_keys(5, step=1))}) == 5
+
+
+HOSTILE = {
+    "unknown field": lambda bomb: pack(stored(new=0))[:-1] + bomb,
+    "extra keys": lambda bomb: pack(stored(extra_keys=0))[:-1] + b"\x91\x91" + bomb,
+    "our own name": lambda bomb: pack(stored(unrecognised=0))[:-1] + bomb,
+    "event": lambda bomb: bomb,
+    "tag": lambda bomb: b"\x91" + bomb,
+}
+
+
+@pytest.mark.parametrize("place", HOSTILE.values(), ids=HOSTILE)
+def test_keys_with_one_hash_do_not_take_quadratic_time(place: Any) -> None:
+    """Decoded into a dict, 20,000 such keys take a hundred times as long as keys with different hashes, and more of them even
+    longer. CPU time of this thread alone, the least of three."""
+
+    def seconds(keys: bytes) -> float:
+        payload = batch_of()[:10] + b"\x92" + pack(stored()) + place(keys) + b"\x00"
+        taken = []
+        for _ in range(3):
+            began = time.thread_time()
+            decoded = decode_batch(payload)
+            assert isinstance(repr(decoded), str)  # the dialect is asked for too
+            taken.append(time.thread_time() - began)
+            assert decoded.batch.events == [GOOD]
+        return min(taken)
+
+    assert seconds(colliding_keys(20_000)) < 10 * seconds(colliding_keys(20_000, step=1))
+
+
+@pytest.mark.parametrize("field", ["extra_keys", "lookahead_token_ids", "new"])
+def test_a_few_megabytes_of_empty_lists_do_not_become_gigabytes(field: str) -> None:
+    count = 6_000_000
+    lists = b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
+    tracemalloc.start()
+    try:
+        decoded = decode_batch(batch_of()[:10] + b"\x91" + pack(stored(**{field: 0}))[:-1] + lists + b"\x00")
+        assert tracemalloc.get_traced_memory()[1] < 4 * count
+    finally:
+        tracemalloc.stop()
+    assert decoded.batch.events == []
+    assert decoded.rejected[0].reason in {"oversized", "too-many-hashes"}
+
+
+def test_a_flood_of_bad_events_is_counted_and_not_kept() -> None:
+    count = 200_000
+    payload = b"\x93\x01\xdd" + count.to_bytes(4, "big") + b"\xc0" * count + b"\x00"
+    decoded = decode_batch(payload)
+    assert len(decoded.rejected) == 1_001
+    assert sum(entry.count for entry in decoded.rejected) == count
+    assert decoded.dialect is None
+
+
+# --- anything at all -------------------------------------------------------------------------------------------------------
+
+
+def is_sound(decoded: Decoded) -> None:
+    """What every result has in common, whatever was sent."""
+    batch = decoded.batch
+    assert 0.0 <= batch.ts <= 1e11
+    for event in batch.events:
+        if isinstance(event, BlockStored):
+            assert event.parent_block_hash is None or 0 <= event.parent_block_hash < 2**64
+        if not isinstance(event, AllBlocksCleared):
+            assert all(0 <= value < 2**64 for value in event.block_hashes)
+        hash(event)
+    assert decoded.dialect is None or decoded.dialect in ROWS
+    for entry in decoded.rejected:
+        assert entry.reason
+        assert entry.detail
+    assert isinstance(repr(decoded), str)
+    for row in (None, ROWS[0], dialect_for("vllm"), dialect_for("sglang")):
+        encode_batch(batch, row)
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_never_raise(payload: bytes) -> None:
+    is_sound(decode_batch(payload))
+
+
+@given(msgpack_values)
+@example({"ts": 1.0, "events": [{"type": "AllBlocksCleared", "unrecognised": {"a": 1}}]})
+def test_arbitrary_msgpack_never_raises(value: Any) -> None:
+    for payload in (
+        pack(value),
+        pack([1.5, value]),
+        pack([1.5, [value], 0]),
+        pack([value, [stored()], value]),
+        pack({"ts": value, "events": [value]}),
+    ):
+        is_sound(decode_batch(payload))
+
+
+@given(st.sampled_from(GOLDENS), st.data())
+def test_damaged_goldens_never_raise(golden: Golden, data: st.DataObject) -> None:
+    payload = bytearray(golden.payload)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(len(payload) - 1, 0)))
+        kind = data.draw(st.sampled_from(["flip", "cut", "insert", "drop"]))
+        if kind == "flip" and payload:
+            payload[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif kind == "cut":
+            del payload[at:]
+        elif kind == "insert":
+            payload[at:at] = data.draw(st.binary(min_size=1, max_size=4))
+        else:
+            del payload[at : at + data.draw(st.integers(1, 4))]
+    is_sound(decode_batch(bytes(payload)))
+
+
+good_events = st.sampled_from(ROWS).flatmap(lambda row: st.tuples(st.just(row), events_of(row)))
+FIELD_NAMES = st.sampled_from(
+    [*dialect_for("vllm").stored, "cache_salt", "unrecognised", "block_digests", "type", "event_type", "seq_hashes"]
+)
+
+
+def spelled(row: Any, event: KVEvent) -> Any:
+    """One event as `row` spells it, undecoded."""
+    batch = msgspec.msgpack.decode(encode_batch(KVEventBatch(0.0, [event]), row))
+    return (batch["events"] if isinstance(batch, dict) else batch[1])[0]
+
+
+@given(st.lists(good_events | st.tuples(st.none(), msgpack_values), max_size=6))
+def test_good_events_survive_any_neighbour_in_order(items: list[tuple[Any, Any]]) -> None:
+    """A batch is what its events are one by one."""
+    sent = [value if row is None else spelled(row, value) for row, value in items]
+    decoded = decode_batch(batch_of(*sent))
+    alone = [decode_batch(batch_of(value)).batch.events for value in sent]
+    assert decoded.batch.events == [event for events in alone for event in events]
+    assert all(events == [item[1]] for item, events in zip(items, alone, strict=True) if item[0] is not None)
+    assert [entry.index for entry in decoded.rejected] == [at for at, events in enumerate(alone) if not events]
+
+
+@given(st.dictionaries(FIELD_NAMES, msgpack_values, max_size=4))
+def test_any_value_in_any_field_costs_at_most_its_event(fields: dict[str, Any]) -> None:
+    decoded = decode_batch(batch_of(stored(), stored(**fields), stored()))
+    assert decoded.batch.events[0] == decoded.batch.events[-1] == GOOD
+    assert len(decoded.batch.events) + len(decoded.rejected) == 3
+    is_sound(decoded)
+
+
+@given(st.dictionaries(FIELD_NAMES, msgpack_values, max_size=3))
+def test_what_the_fast_path_accepts_the_careful_path_reads_alike(fields: dict[str, Any]) -> None:
+    payload = batch_of(stored(**fields))
+    quick = decode_fast(payload, DEFAULT_WIRE_LIMITS)
+    if quick is not None:
+        assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (quick, ())
+
+
+def test_a_result_says_what_it_is_in_one_line() -> None:
+    assert repr(decode_batch(batch_of(stored(), None))) == "<Decoded 1 events, 1 rejected, dialect None>"
+    assert repr(decode_batch(batch_of(stored()))) == "<Decoded 1 events, 0 rejected, dialect vllm-0.24.0>"

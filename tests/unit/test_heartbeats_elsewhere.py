@@ -1,0 +1,56 @@
+"""A heartbeat read by decoders as each release declares them: a removal of no blocks, and what stands beside it is untouched.
+
+`python -m tests.system.faults.heartbeats` asks the released decoders themselves, and Dynamo's indexer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvevents.events import BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.wire import decode_batch, encode_batch
+from kvevents.wire.dialects import Dialect, dialects
+
+BEAT = BlockRemoved([], heartbeat=Heartbeat("0123456789abcdef" * 2, 5.0, "DEGRADED", "its engine is gone", 7))
+STORED = BlockStored([1], None, [1, 2], 2, medium="GPU")
+
+
+def decoder_of(dialect: Dialect) -> msgspec.msgpack.Decoder[Any]:
+    """Structs as vLLM and SGLang declare them: what a release does not know it passes over."""
+    arrays = dialect.events == "array"
+    required = {"block_hashes": list[int], "token_ids": list[int], "block_size": int}
+
+    def event(tag: str, names: tuple[str, ...]) -> type[msgspec.Struct]:
+        fields: list[Any] = [(name, required[name]) if name in required else (name, Any, None) for name in names]
+        return msgspec.defstruct(tag, fields, array_like=arrays, tag=True, kw_only=True)
+
+    kinds = [event("BlockStored", dialect.stored), event("BlockRemoved", dialect.removed), event("AllBlocksCleared", ())]
+    union: Any = kinds[0] | kinds[1] | kinds[2]
+    rank = [("data_parallel_rank", int | None, None)] if dialect.rank else []
+    batch = msgspec.defstruct(
+        "KVEventBatch",
+        [("ts", float), ("events", list[union]), *rank],
+        array_like=dialect.batch == "array",
+    )
+    return msgspec.msgpack.Decoder(batch)
+
+
+@pytest.mark.parametrize("dialect", dialects(), ids=str)
+@pytest.mark.parametrize("events", [[BEAT], [STORED, BEAT], [BEAT, STORED]], ids=["alone", "behind", "before"])
+def test_others_take_a_heartbeat_for_nothing(dialect: Dialect, events: list[KVEvent]) -> None:
+    payload = encode_batch(KVEventBatch(1.0, events, 0), dialect)
+    found: list[Any] = decoder_of(dialect).decode(payload).events
+    assert [type(event).__name__ for event in found] == [type(event).__name__ for event in events]
+    for event in found:
+        assert list(event.block_hashes) == ([1] if type(event).__name__ == "BlockStored" else [])
+
+
+@pytest.mark.parametrize("dialect", dialects(), ids=str)
+def test_ours_reads_it_in_every_spelling(dialect: Dialect) -> None:
+    events: list[KVEvent] = [STORED, BEAT]
+    decoded = decode_batch(encode_batch(KVEventBatch(1.0, events, 0), dialect))
+    assert decoded.rejected == ()
+    assert decoded.batch.events[1] == BEAT

@@ -1,0 +1,201 @@
+"""The prefix index on what engines really sent, and on an engine whose own answer is known for every request."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from index_cases import Choices, Engine, Feed, Traffic, answer, blocks_of, count_of, namespace, tokens_of, waiting_of
+from index_keys import Scope, Worker
+from index_model import Oracle
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.index import PrefixIndex
+from kvevents.recording import Stream, live_batches, recorded_streams
+from kvevents.stream import Batch, inspect_events
+from kvevents.wire import decode_batch
+from tests.system.vllm_oracle.lookups import WINDOWED, Foreteller, History, recorded
+from wire_cases import CAPTURES, DATA, GOLDENS, Golden, batch_of, stored
+
+WORKER: Worker = ("vllm", 0)
+STREAMS = recorded_streams(CAPTURES)
+
+
+class Mirrors:
+    """The same stream in an index that is given events, in one that is given payloads, and in the oracle."""
+
+    def __init__(self) -> None:
+        self.by_event, self.by_payload, self.oracle = PrefixIndex(), PrefixIndex(), Oracle()
+        self.prompts: dict[tuple[int, ...], Scope] = {}
+
+    def take(self, seq: int, payload: bytes) -> None:
+        decoded = decode_batch(payload)
+        batch = Batch(*WORKER, 0, seq, decoded.batch.ts, decoded.batch.events, False, payload)
+        assert self.oracle.apply(batch) == self.by_event.apply(batch).status == "applied"
+        applied = self.by_payload.apply_payload(WORKER, 0, seq, payload)
+        assert (applied.status, applied.report) == ("applied", inspect_events(decoded.batch.events, decoded.rejected))
+
+    def check(self) -> None:
+        expected = self.oracle.blocks(WORKER)
+        assert blocks_of(self.by_event, WORKER) == blocks_of(self.by_payload, WORKER) == expected
+        assert self.by_event.digest(WORKER) == self.by_payload.digest(WORKER)
+        waiting = len(self.oracle.streams[WORKER].waiting)
+        for index in (self.by_event, self.by_payload):
+            assert index.stats().blocks == count_of(self.oracle, WORKER)
+            assert waiting_of(index) == waiting
+        for tokens, scope in list(self.prompts.items())[-6:]:
+            found = self.oracle.match(tokens, scope)
+            for index in (self.by_event, self.by_payload):
+                assert answer(index.match(list(tokens), namespace(scope))) == found
+
+
+class Prompts:
+    """Whole prompts put together again from the stores of a stream."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[Any, ...], Scope]] = {}
+
+    def of(self, event: KVEvent) -> tuple[tuple[Any, ...], Scope] | None:
+        """Everything from the root to the last block of `event`, where that is known."""
+        if not isinstance(event, BlockStored) or len(event.token_ids) != event.block_size * len(event.block_hashes):
+            return None
+        start: tuple[Any, ...] = ()
+        salts = [key for key in (event.extra_keys or [None])[0] or () if isinstance(key, str)]
+        scope = Scope(salt=salts[-1] if salts and event.parent_block_hash is None else None)
+        if event.parent_block_hash is not None:
+            if event.parent_block_hash not in self._known:
+                return None
+            start, scope = self._known[event.parent_block_hash]
+        for at, value in enumerate(event.block_hashes):
+            self._known[value] = (start + tuple(event.token_ids[: (at + 1) * event.block_size]), scope)
+        return self._known[event.block_hashes[-1]] if event.block_hashes else None
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.run)
+def test_a_real_engine_is_mirrored_batch_by_batch(stream: Stream) -> None:
+    """Two runs of vLLM under load, with evictions, resets and salts: after every batch each block, each copy and each prompt of
+    the run is what the model says, by events and by payloads."""
+    mirrors, prompts, hits = Mirrors(), Prompts(), 0
+    for live in live_batches(CAPTURES, stream.run, stream.endpoint):
+        mirrors.take(live.seq, live.payload)
+        for event in decode_batch(live.payload).batch.events:
+            found = prompts.of(event)
+            if found is not None:
+                mirrors.prompts[found[0]] = found[1]
+        mirrors.check()
+        hits += any(mirrors.oracle.match(tokens, scope) for tokens, scope in list(mirrors.prompts.items())[-1:])
+    assert hits > 20
+    assert mirrors.oracle.streams[WORKER].counts.total() == 0, "a healthy engine leaves nothing unknown and nothing refused"
+
+
+def test_two_runs_with_other_hash_seeds_and_block_sizes_are_matched_together() -> None:
+    """Both runs in one index: a prompt finds each of them in blocks of its own size, and never by the other's hashes."""
+    index, oracle = PrefixIndex(), Oracle()
+    prompts: dict[tuple[Any, ...], Scope] = {}
+    for stream in STREAMS:
+        known = Prompts()
+        for live in list(live_batches(CAPTURES, stream.run, stream.endpoint))[:30]:
+            batch = decode_batch(live.payload).batch
+            oracle.apply(Batch(stream.run, 0, 0, live.seq, batch.ts, batch.events, False))
+            index.apply_payload((stream.run, 0), 0, live.seq, live.payload)
+            prompts |= dict(found for found in map(known.of, batch.events) if found is not None)
+    for tokens, scope in prompts.items():
+        assert answer(index.match(list(tokens), namespace(scope))) == oracle.match(tokens, scope)
+        assert answer(index.match(list(tokens))) == oracle.match(tokens, Scope())
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=str)
+def test_a_golden_payload_leaves_the_same_by_event_by_payload_and_in_the_model(golden: Golden) -> None:
+    """Alone, where children of unknown parents wait, and behind blocks that those parents are."""
+    for first in (None, b"root"):
+        mirrors = Mirrors()
+        if first is not None:
+            parents = [getattr(event, "parent_block_hash", None) for event in golden.batch().events]
+            known = [stored(block_hashes=[value], token_ids=[1, value % 5]) for value in parents if value is not None]
+            mirrors.take(0, batch_of(*known))
+        mirrors.take(1, golden.payload)
+        mirrors.prompts = {tuple(range(100, 112)): Scope(), tuple(range(100, 108)): Scope(salt="tenant-1", lora="adapter-1")}
+        mirrors.check()
+
+
+# --- a hybrid model ---------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """200 requests at an engine, two at a time, each foretold from the events before it and then run."""
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.engine = Engine(7, 4, 60 * len(windows), windows)
+        self.index, self.oracle = PrefixIndex(), Oracle()
+        self.all, self.dense = Feed(self.index), Feed(PrefixIndex())
+        traffic = Traffic(self.engine, Choices(random.Random(11).randbytes(4000)), salts=(None, None, "t"), longest=56)
+        self.hits = self.wrong = self.wrong_if_dense = 0
+        for number in range(200):
+            if number % 70 == 69:
+                traffic.drain()
+                self.engine.reset()
+            while len(traffic.running) >= 2:
+                traffic.step()
+            tokens, salt = traffic.arrive()
+            self.foretell(tokens, Scope(salt=salt))
+            traffic.admit(tokens, salt)
+
+    def foretell(self, tokens: list[int], scope: Scope) -> None:
+        batch = self.all.batch(*self.engine.take_events())
+        self.index.apply(batch)
+        self.oracle.apply(batch)
+        self.dense(*(event for event in batch.events if getattr(event, "group_idx", 0) == 0))
+        cached = self.engine.cached(tokens, scope.salt) * 4
+        self.hits += cached > 0
+        self.wrong += tokens_of(self.index, tokens[:-1], scope) != cached
+        self.wrong_if_dense += tokens_of(self.dense.index, tokens[:-1], scope) != cached
+
+
+@pytest.mark.parametrize("windows", [(None, 9), (None, 6, 17), (None, None, 9)], ids=repr)
+def test_every_request_of_a_hybrid_model_is_foretold(windows: tuple[int | None, ...]) -> None:
+    """An engine with full attention and sliding windows frees blocks as windows pass them and evicts in LRU order; each of 200
+    requests is foretold to the block, where the dense group alone would promise too much of many."""
+    run = Run(windows)
+    assert run.hits > 80
+    assert run.wrong == 0
+    assert run.wrong_if_dense > 10
+    assert blocks_of(run.index, ("a", 0)) == run.oracle.blocks(("a", 0))
+    assert {group for *_, group, _ in run.oracle.blocks(("a", 0))} == set(range(len(windows)))
+
+
+def test_every_request_of_a_dense_model_is_foretold() -> None:
+    run = Run((None,))
+    assert run.hits > 100
+    assert run.wrong == run.wrong_if_dense == 0
+
+
+# --- vLLM's own block manager with sliding windows --------------------------------------------------------------------------
+
+
+HISTORIES = recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.shape)
+def test_every_request_at_vllm_with_sliding_windows_is_foretold(history: History) -> None:
+    """What vLLM 0.32.0's block manager published and then found of 200 prompts, while it evicted and was reset: each is
+    foretold to the token, where full attention alone promises too much of some."""
+    foreteller, oracle = Foreteller(), Oracle()
+    removed = cleared = 0
+    for seq, step in enumerate(history.steps):
+        foreteller.take(step)
+        if step.payload:
+            batch = decode_batch(step.payload).batch
+            oracle.apply(Batch(*WORKER, 0, seq, batch.ts, batch.events, False))
+            removed += sum(isinstance(event, BlockRemoved) for event in batch.events)
+            cleared += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
+    assert (foreteller.requests, foreteller.wrong) == (200, 0)
+    assert foreteller.hits > 80
+    assert foreteller.wrong_if_dense > 0
+    assert removed > 100
+    assert cleared > 0
+    assert blocks_of(foreteller.index, WORKER) == oracle.blocks(WORKER) != []
+
+
+def test_all_shapes_with_windows_are_recorded() -> None:
+    assert [history.shape for history in HISTORIES] == [shape.name for shape in WINDOWED]

@@ -1,0 +1,300 @@
+"""The tolerant decoder in Rust against `decode_batch`: whatever a peer sends, both read the same, and set aside the same.
+
+What they leave to an index is the same too: events in the one form that the native scanner reads.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import struct
+from dataclasses import astuple, replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from decode_cases import BAD_EVENTS
+from index_cases import scanned
+from kvevents import _native
+from kvevents.events import BlockRemoved, BlockStored, KVEvent
+from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batch, dialects, encode_batch
+from kvevents.wire.canonical import encode_canonical
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+from scan_cases import MUTATIONS, NUMBERS, loose_clears, loose_removals, loose_stores, mutated
+from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
+
+EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+
+
+def plain(value: Any) -> Any:
+    """A value of free form as the native decoder returns it."""
+    match value:
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case dict():
+            return {name: plain(item) for name, item in value.items()}
+        case msgspec.msgpack.Ext():
+            return ("ext", value.code, bytes(value.data))
+        case dt.datetime():
+            past = value - EPOCH
+            return ("time", past.days * 86_400 + past.seconds, past.microseconds)
+        case _:
+            return value
+
+
+def fields_of(event: KVEvent) -> dict[str, Any]:
+    fields = {name: getattr(event, name) for name in event.__struct_fields__}
+    if isinstance(event, BlockStored):
+        fields["extra_keys"] = plain(event.extra_keys)
+    if isinstance(event, BlockRemoved) and event.heartbeat is not None:
+        fields["heartbeat"] = msgspec.structs.astuple(event.heartbeat)
+    rest = event.unrecognised
+    return fields | {"type": type(event).__name__, "unrecognised": plain(rest)}
+
+
+def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> None:
+    ts, rank, events, rejected, normalised = _native.decoded(astuple(limits)[:6], limits.max_rejected, payload)
+    expected = decode_batch(payload, limits)
+    set_aside = tuple(Rejected(*one) for one in rejected)
+    assert set_aside == worded_as(set_aside, expected.rejected)
+    batch = expected.batch
+    assert repr([ts, rank]) == repr([batch.ts, batch.data_parallel_rank])
+    # By their texts: of floats that are no numbers none equals another.
+    ours, theirs = ([sorted(event.items()) for event in found] for found in (events, map(fields_of, batch.events)))
+    assert repr(ours) == repr(theirs)
+    state = scanned(normalised)
+    assert state is not None
+    assert state == scanned(encode_canonical(batch.events))
+
+
+def spelled(*values: Any) -> bytes:
+    """A batch of these events as they are."""
+    return b"\x93" + pack(1.5) + b"\xdc" + struct.pack(">H", len(values)) + b"".join(values) + b"\x03"
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=str)
+def test_every_golden_payload_is_read_alike(golden: Golden) -> None:
+    check(golden.payload)
+
+
+@given(st.data())
+def test_events_of_every_dialect_are_read_alike(data: st.DataObject) -> None:
+    row = data.draw(st.sampled_from(dialects()))
+    check(encode_batch(data.draw(batches_of(row)), row))
+
+
+@given(st.sampled_from(GOLDENS).map(lambda golden: golden.payload), MUTATIONS)
+def test_damaged_payloads_are_read_alike(payload: bytes, mutations: list[tuple[str, int, int]]) -> None:
+    check(mutated(payload, mutations))
+
+
+@pytest.mark.parametrize("golden", [GOLDENS[0], GOLDENS[-1]], ids=str)
+def test_any_byte_at_any_place_is_read_alike(golden: Golden) -> None:
+    """All values that msgpack distinguishes."""
+    heads = (0x00, 0x7F, 0x80, 0x8F, 0x90, 0x91, 0x9F, 0xA0, 0xA3, 0xBF, *range(0xC0, 0xE1), 0xFF)
+    for at in range(len(golden.payload)):
+        check(golden.payload[:at])
+        for head in heads:
+            check(golden.payload[:at] + bytes([head]) + golden.payload[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("new", "is_read"),
+    [
+        ([[]] * 49_999, True),
+        ([[]] * 50_000, False),
+        ([{}] * 50_000, False),
+        ([[[7]]] * 25_000, False),
+        ([[[7]]] * 24_999, True),
+    ],
+    ids=["lists", "one more", "maps", "nested", "one less"],
+)
+def test_lists_and_maps_of_free_form_are_bounded_alike(new: list[Any], is_read: bool) -> None:
+    """Of a batch together, and without extra keys as engines send them."""
+    usual = stored(extra_keys=[[("a", 1)] * 60_000])
+    for payload in (
+        batch_of(usual, stored(new=new)),
+        batch_of(stored(extra_keys=[[*new, 1.5]])),
+        batch_of(stored(new=new), stored(new=[])),
+    ):
+        check(payload)
+    assert [one.reason for one in decode_batch(batch_of(usual, stored(new=new))).rejected] == ([] if is_read else ["oversized"])
+
+
+def test_extra_keys_behind_the_last_block_say_nothing() -> None:
+    payload = batch_of(stored(extra_keys=[None] * 10, new=1))
+    check(payload)
+    assert encode_canonical(decode_batch(payload).batch.events) == encode_canonical(
+        decode_batch(batch_of(stored(extra_keys=[None, None]))).batch.events
+    )
+
+
+extensions = st.builds(
+    lambda code, data: b"\xc7" + struct.pack(">Bb", len(data), code) + data,
+    st.sampled_from([-1, 0, 5, 127, -128]),
+    st.binary(max_size=16),
+)
+times = st.builds(
+    lambda nanos, seconds: b"\xc7\x0c\xff" + struct.pack(">Iq", nanos, seconds),
+    st.integers(0, 2**32 - 1) | st.integers(0, 10**9),
+    st.sampled_from([0, -1, 253_402_300_799, 253_402_300_800, -62_135_596_800, -62_135_596_801])
+    | st.integers(-(2**63), 2**63 - 1),
+)
+floats = st.floats(width=32).map(lambda value: b"\xca" + struct.pack(">f", value))
+texts = st.binary(max_size=3).map(lambda data: bytes([0xA0 | len(data)]) + data)
+raw_values = st.recursive(
+    msgpack_values.map(pack) | extensions | times | floats | texts,
+    lambda inner: (
+        st.lists(inner, max_size=4).map(lambda items: bytes([0x90 | len(items)]) + b"".join(items))
+        | st.lists(st.tuples(texts | st.just(b"\xa4hash") | inner, inner), max_size=3).map(
+            lambda items: bytes([0x80 | len(items)]) + b"".join(key + value for key, value in items)
+        )
+    ),
+    max_leaves=8,
+)
+"""MessagePack, with what Python's own types cannot be encoded to."""
+
+NAMES = sorted(
+    {
+        *ARRAY_STORED,
+        *BlockStored.__struct_fields__,
+        *BlockRemoved.__struct_fields__,
+        "type",
+        "event_type",
+        "seq_hashes",
+        "parent_hash",
+        "additional_salt",
+        "mm_keys",
+        "tomorrow",
+        "12",
+    }
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), raw_values), max_size=3), st.sampled_from([{}, {"event_type": "stored"}]))
+@example([("mm_keys", pack([{"hash": "a", "start_offset": 1}]))], {})
+@example([("mm_keys", pack([[{"hash": b"a"}, ("b", 3), 7]])), ("extra_keys", pack([None, [1.5]]))], {})
+@example([("heartbeat", b"\xc0"), ("block_digests", b"\xc0")], {})
+@example(
+    [("seq_hashes", pack([9])), ("block_hashes", pack([8])), ("token_ids", b"\xc0"), ("block_size", b"\xc0")],
+    {"event_type": "stored"},
+)
+def test_any_value_of_any_field_is_read_alike(fields: list[tuple[str, bytes]], more: dict[str, Any]) -> None:
+    """Stores, removals and clears as maps, with fields in addition and twice."""
+    bodies = (stored(**more), {"type": "BlockRemoved", "block_hashes": [1]}, {"type": "AllBlocksCleared"})
+    events = []
+    for body in bodies:
+        pairs = [(name, pack(value)) for name, value in body.items()] + fields
+        events.append(bytes([0xDE, 0, len(pairs)]) + b"".join(pack(name) + value for name, value in pairs))
+    check(spelled(*events))
+    check(spelled(*(pack(event) for event in events)))  # wrapped in a bin
+
+
+@given(
+    st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Tomorrow"]),
+    st.lists(raw_values, max_size=13),
+    st.data(),
+)
+def test_any_element_of_an_array_event_is_read_alike(tag: str, values: list[bytes], data: st.DataObject) -> None:
+    names = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED}.get(tag, ())
+    good = {**stored(), "heartbeat": {"digest": "0" * 32, "every": 5.0}}
+    for at, name in enumerate(names[: len(values)]):
+        if name in good and data.draw(st.integers(0, 3)):
+            values[at] = pack(good[name])
+    check(spelled(bytes([0xDC, 0, len(values) + 1]) + pack(tag) + b"".join(values)))
+
+
+@given(raw_values, raw_values)
+def test_any_envelope_is_read_alike(one: bytes, other: bytes) -> None:
+    event = pack(stored())
+    events = b"\x91" + event
+    check(one)
+    check(b"\x92" + one + other)
+    check(b"\x93" + pack(1.0) + events + one)
+    check(b"\x92" + one + events)
+    check(b"\x93" + pack(1.0) + b"\x93" + one + event + other + b"\xc0")
+    check(
+        b"\x84" + pack("ts") + one + pack("events") + events + pack("data_parallel_rank") + other + pack("attn_dp_rank") + one
+    )
+
+
+@given(st.lists(st.lists(loose_stores | loose_removals | loose_clears, min_size=1, max_size=3), min_size=1, max_size=5))
+def test_events_at_the_edge_of_what_can_be_read_are_read_alike(batches: list[list[Any]]) -> None:
+    for events in batches:
+        check(batch_of(*events))
+        check(batch_of(*(pack(event) for event in events)))
+
+
+@given(st.binary(max_size=60))
+@example(b"\xdd\x01\x01")
+def test_any_bytes_are_read_alike(payload: bytes) -> None:
+    check(payload)
+    check(b"\x93\xcb\x3f\xf0\0\0\0\0\0\0" + payload)
+
+
+@pytest.mark.parametrize("bad", [raw for raw, _ in BAD_EVENTS.values()], ids=BAD_EVENTS)
+def test_a_bad_event_is_set_aside_alike(bad: bytes) -> None:
+    check(spelled(pack(stored()), bad, pack(["BlockRemoved", [5], "GPU"]), bad))
+
+
+HEARTBEATS: list[dict[Any, Any]] = [
+    {},
+    {"every": 1},
+    {"every": 0},
+    {"every": 86_400.5},
+    {"every": float("nan")},
+    {"every": True},
+    {"digest": "0" * 31 + "A"},
+    {"digest": "0" * 33},
+    {"digest": None},
+    {"trust": "DEGRADED", "reason": "\u00e4" * 1_000, "incarnation": 2**64 - 1},
+    {"reason": "a" * 1_001},
+    {"trust": "a" * 33},
+    {"incarnation": -1},
+    {"tomorrow": [1]},
+    {5: 1},
+]
+
+
+@pytest.mark.parametrize("changes", HEARTBEATS, ids=repr)
+def test_heartbeats_are_read_alike(changes: dict[Any, Any]) -> None:
+    beat = {"digest": "0123456789abcdef" * 2, "every": 5.0} | changes
+    check(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": beat}))
+    check(batch_of(["BlockRemoved", [], None, None, beat]))
+    check(batch_of(stored(heartbeat=beat)))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_every_width_are_read_alike(number: int) -> None:
+    check(batch_of(stored(block_hashes=[number], parent_block_hash=number, block_size=number)))
+    check(batch_of(stored(group_idx=number, lora_id=number), {"type": "AllBlocksCleared", "group_idx": number}))
+    check(batch_of(stored(token_ids=[number, str(number)]), stored(token_ids=[[number, 1], [1, number]])))
+    check(batch_of(stored(kv_cache_spec_sliding_window=number, block_keys=[number], tomorrow=number)))
+    check(batch_of(stored(extra_keys=[[number, ["a", number], [number, number, number]]])))
+    check(pack([number, [stored()], number]))
+
+
+LIMITS = (
+    {"max_payload_bytes": 100},
+    {"max_events": 2},
+    {"max_hashes": 2},
+    {"max_fields": 9},
+    {"max_free_bytes": 12},
+    {"max_nesting": 5},
+    {"max_rejected": 1},
+    {"max_rejected": 0},
+)
+
+
+@pytest.mark.parametrize("changes", LIMITS, ids=repr)
+def test_limits_are_kept_alike(changes: dict[str, int]) -> None:
+    limits = replace(DEFAULT_WIRE_LIMITS, **changes)
+    check(batch_of(stored()), limits)
+    check(batch_of(stored(), stored(), 5, stored(), 6, 7), limits)
+    check(batch_of(stored(block_hashes=[1, 2, 3])), limits)
+    check(batch_of(stored(extra_keys=[None, None, None]), stored(block_keys=[1, 2, 3])), limits)
+    check(batch_of(stored(lookahead_token_ids=[[], [], []], tomorrow=1)), limits)
+    check(batch_of(stored(one=1), stored(one=1, two=2), ["BlockRemoved", [1], *range(8)]), limits)
+    check(batch_of(stored(one=[[[[1]]]], two="0123456789"), stored(one="0123456789"), stored(extra_keys=[["a" * 9]])), limits)

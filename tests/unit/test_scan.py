@@ -1,0 +1,243 @@
+"""The native scanner against `decode_batch`: it reads a payload exactly as Python does, or says that it is not its business.
+
+An index that is given payloads and one that is given their events hold the same, and nothing that a peer sends raises.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from index_cases import blocks_of, scanned
+from kvevents.events import AllBlocksCleared, BlockStored, KVEvent
+from kvevents.index import Applied, PrefixIndex
+from kvevents.stream import RawBatch
+from kvevents.wire import decode_batch, dialects, encode_batch
+from kvevents.wire.wire_limits import DEFAULT_WIRE_LIMITS
+from scan_cases import MUTATIONS, NUMBERS, loose_clears, loose_removals, loose_stores, mutated
+from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
+
+# --- the one place that knows how the scanner spells an event ---------------------------------------------------------------
+
+STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "unkeyable",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+    "ownership",
+    "cache_salt",
+    "block_keys",
+)
+"""What the index needs of a store; other fields change nothing."""
+REMOVED = ("block_hashes", "medium", "group_idx", "locality", "ownership")
+CLEARED = ("medium", "group_idx")
+NAMES = {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": CLEARED}
+
+
+def events_of(payload: bytes) -> list[dict[str, Any]] | None:
+    """Events as the scanner sees them: extra keys in one list, of tokens out of range the lowest 32 bits."""
+    found = scanned(payload)
+    if found is None:
+        return None
+    return [{"type": event["type"]} | {name: event[name] for name in NAMES[event["type"]]} for event in found]
+
+
+def decoded(event: KVEvent) -> dict[str, Any]:
+    """The same of an event that Python decoded."""
+    kind = type(event).__name__
+    if isinstance(event, AllBlocksCleared):
+        return {"type": kind} | {name: (event.unrecognised or {}).get(name) for name in CLEARED}
+    fields = {name: getattr(event, name, None) for name in NAMES[kind]}
+    if isinstance(event, BlockStored):
+        tokens = [token if isinstance(token, tuple) else (token,) for token in event.token_ids]
+        fields["unkeyable"] = any(not 0 <= part < 2**32 for token in tokens for part in token)
+        low = [tuple(part % 2**32 for part in token) for token in tokens]
+        fields["token_ids"] = [token if len(token) == 2 else token[0] for token in low]
+        if event.extra_keys is not None:
+            pairs = [(at, key) for at, keys in enumerate(event.extra_keys) for key in keys or ()]
+            fields["extra_keys"] = [(at, tuple(key) if isinstance(key, list) else key) for at, key in pairs]
+    return {"type": kind} | fields
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+
+
+KNOWN = batch_of(
+    stored(), stored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], medium=None), stored(block_hashes=[3], group_idx=1)
+)
+"""What is there before: parents and hashes that the payloads below name."""
+
+
+def check(payload: bytes) -> bool:
+    """Whether the scanner took the payload. What it takes, Python reads whole and in the same way."""
+    agree(KNOWN, payload, payload)
+    found = events_of(payload)
+    if found is None:
+        return False
+    python = decode_batch(payload)
+    assert python.rejected == ()
+    assert found == [decoded(event) for event in python.batch.events]
+    return True
+
+
+def agree(*payloads: bytes) -> None:
+    """Payloads and their events lead to the same state, and to the same report."""
+    by_payload, by_event = PrefixIndex(), PrefixIndex()
+    for seq, payload in enumerate(payloads):
+        raw = RawBatch("a", 0, 0, seq, False, payload)
+        found, expected = by_payload.apply(raw), by_event.apply(raw.decode())
+        if found.report is not None and expected.report is not None:
+            rejected = worded_as(found.report.rejected, expected.report.rejected)
+            expected = Applied(expected.status, replace(expected.report, rejected=rejected))
+        assert found == expected
+    assert by_payload.digest("a") == by_event.digest("a")
+    assert blocks_of(by_payload, ("a", 0)) == blocks_of(by_event, ("a", 0))
+    assert by_payload.workers() == by_event.workers()
+    assert by_payload.stats().wire_rejected == by_event.stats().wire_rejected
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=str)
+def test_every_golden_payload_is_read_as_python_reads_it(golden: Golden) -> None:
+    """All but the batch that is a map, of one commit between releases: that one is left to Python."""
+    assert check(golden.payload) is (golden.case != "map_batch")
+
+
+@given(st.data())
+def test_events_of_every_dialect_are_read_as_python_reads_them(data: st.DataObject) -> None:
+    row = data.draw(st.sampled_from(dialects()))
+    check(encode_batch(data.draw(batches_of(row)), row))
+
+
+@given(st.sampled_from(GOLDENS).map(lambda golden: golden.payload), MUTATIONS)
+def test_damaged_payloads_are_read_as_python_reads_them_or_left_to_it(
+    payload: bytes, mutations: list[tuple[str, int, int]]
+) -> None:
+    check(mutated(payload, mutations))
+
+
+@pytest.mark.parametrize("golden", [GOLDENS[0], GOLDENS[-1]], ids=str)
+def test_every_byte_of_a_payload_may_be_any_byte(golden: Golden) -> None:
+    """All values that msgpack distinguishes, at every place."""
+    heads = (0x00, 0x7F, 0x80, 0x8F, 0x90, 0x91, 0x9F, 0xA0, 0xA3, 0xBF, *range(0xC0, 0xE1), 0xFF)
+    for at in range(len(golden.payload)):
+        check(golden.payload[:at])
+        for head in heads:
+            check(golden.payload[:at] + bytes([head]) + golden.payload[at + 1 :])
+
+
+@given(msgpack_values)
+@example([1.0, [["AllBlocksCleared", 1]]])
+@example([1.0, [["AllBlocksCleared"]], 0, "more"])
+@example({"ts": 1.0, "events": [{"type": "AllBlocksCleared", "medium": "CPU", "group_idx": None}]})
+def test_any_msgpack_is_read_as_python_reads_it_or_left_to_it(value: Any) -> None:
+    check(pack(value))
+    check(pack([1.0, value, 0]))
+    check(pack([1.0, [value], None]))
+
+
+@given(
+    st.sampled_from(
+        [*stored(), "group_idx", "extra_keys", "cache_salt", "locality", "block_keys", "heartbeat", "unrecognised", "tomorrow"]
+    ),
+    msgpack_values,
+)
+def test_any_value_of_any_field_is_read_as_python_reads_it_or_left_to_it(name: str, value: Any) -> None:
+    check(batch_of(stored(**{name: value})))
+    check(batch_of(stored(), {"type": "BlockRemoved", "block_hashes": [1], name: value}))
+    check(batch_of({"type": "AllBlocksCleared", name: value}))
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_no_reason_to_fall(payload: bytes) -> None:
+    check(payload)
+    check(b"\x93\xcb\x3f\xf0\0\0\0\0\0\0" + payload)
+
+
+@given(st.lists(st.lists(loose_stores | loose_removals | loose_clears, min_size=1, max_size=3), min_size=1, max_size=5))
+def test_events_at_the_edge_of_what_can_be_read_lead_to_one_state(batches: list[list[Any]]) -> None:
+    """Numbers of any width, media and keys of any kind, in each place where a decoder lets them through."""
+    agree(KNOWN, *(batch_of(*events) for events in batches))
+
+
+def test_what_is_within_the_limits_in_one_spelling_only_is_applied() -> None:
+    """Hashes and free bytes are bounded as a peer sends them; what Python makes of them may be larger."""
+    nils = b"\xdd" + struct.pack(">I", 1_000_001) + b"\xc0" * 1_000_001
+    event = pack(stored())
+    with_nils = bytes([event[0] + 1]) + event[1:] + pack("extra_keys") + nils
+    floats = pack(stored(extra_keys=[[1.5] * (DEFAULT_WIRE_LIMITS.max_free_bytes // 9 - 10)]))
+    for body in (with_nils, floats):
+        agree(b"\x93" + pack(1.0) + b"\x91" + body + b"\x00")
+
+
+def doubled() -> bytes:
+    """An event with a key twice, as no engine sends it."""
+    event = pack(stored())
+    return b"\x93" + pack(1.0) + b"\x91" + bytes([event[0] + 1]) + event[1:] + pack("medium") + pack("CPU") + b"\x00"
+
+
+BEAT = {"digest": "0" * 32, "every": 5.0}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *(batch_of(stored(block_hashes=[number], parent_block_hash=number)) for number in NUMBERS),
+        *(batch_of(stored(token_ids=[number, 1])) for number in NUMBERS),
+        *(batch_of(stored(token_ids=[[number, 1], [1, number]])) for number in NUMBERS),
+        *(batch_of(stored(block_size=number, group_idx=number, lora_id=number)) for number in NUMBERS),
+        batch_of(stored(token_ids=[[1, 2], 3])),
+        batch_of(stored(token_ids=["7", "8"])),
+        batch_of(stored(token_ids=[1.0, 2.0])),
+        batch_of(stored(token_ids=[True, False])),
+        *(batch_of(stored(token_ids=[], block_keys=[number])) for number in NUMBERS),
+        batch_of(stored(token_ids=[], block_keys=[b"x" * 32])),
+        batch_of(stored(token_ids=[], block_keys=[1, 2])),
+        batch_of(stored(token_ids=[], block_keys=[])),
+        batch_of(stored(block_keys=[1])),
+        batch_of(stored(block_keys=None)),
+        batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": None}),
+        batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": BEAT}),
+        batch_of(["BlockRemoved", [1], None, None, BEAT]),
+        batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": 7}),
+        batch_of(stored(medium=b"GPU")),
+        batch_of(stored(block_hashes=[b"x" * 32])),
+        batch_of(pack(stored())),
+        batch_of(),
+        pack([1700000000250, [stored()], 0]),
+        pack([-1.0, [stored()], 0]),
+        pack([float("nan"), [stored()], 0]),
+        pack([1.0, [stored()], "0"]),
+        pack([1.0, [stored()], -1]),
+        pack([1.0, [stored()], 2**40]),
+        pack({"ts": 1.0, "events": [stored()]}),
+        batch_of(stored()) + b"\x00",
+        doubled(),
+        batch_of({"block_hashes": [1], "type": "BlockRemoved", "medium": None}),
+    ],
+    ids=repr,
+)
+def test_corners_are_read_as_python_reads_them_or_left_to_it(payload: bytes) -> None:
+    check(payload)
+
+
+def test_heartbeats_are_left_to_python_and_keys_are_not() -> None:
+    """A heartbeat is compared at its very batch, which the native index cannot do; keys are as common as tokens."""
+    removed = {"type": "BlockRemoved", "block_hashes": []}
+    assert not check(batch_of(stored(), {**removed, "heartbeat": BEAT}))
+    assert check(batch_of(stored(), {**removed, "heartbeat": None}))
+    assert check(batch_of(stored(token_ids=[], block_keys=[2**64 - 1]), stored(block_keys=None)))
+    assert scanned(batch_of(stored(token_ids=[], block_keys=[7])))[0]["block_keys"] == [7]  # type: ignore[index]

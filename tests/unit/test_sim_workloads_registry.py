@@ -1,0 +1,87 @@
+"""`kvevents.sim.workloads.registry`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import FrozenInstanceError
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import paths
+from kvevents.errors import ConfigError
+from kvevents.sim.workloads import WORKLOADS, read_trace, settings_of, workload
+
+DOCUMENT = paths.ROOT / "docs" / "workloads.md"
+GENERATED = [name for name in WORKLOADS if name != "trace"]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_same_seed_gives_the_same_requests(name: str) -> None:
+    """In the order of their times, with a prompt, an answer and a session each."""
+    requests = list(workload(name, requests=300, seed=5))
+    assert requests == list(workload(name, requests=300, seed=5))
+    assert (requests == list(workload(name, requests=300, seed=6))) == (name == "trace")
+    assert len(requests) == 300
+    assert all(before.at <= after.at for before, after in pairwise(requests))
+    assert all(request.prompt and request.output and request.session for request in requests)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_rate_is_what_was_asked_for_from_the_first_second_on(name: str) -> None:
+    """Multi-turn workloads too: they need no time to come to their rate."""
+    requests = list(workload(name, requests=1_000, rate=40.0))
+    assert requests[-1].at == pytest.approx(1_000 / 40, rel=0.1)
+    if name in GENERATED:
+        assert requests[249].at == pytest.approx(250 / 40, rel=0.2)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_is_asked_depends_on_the_seed_alone_not_on_other_seeds_numbers(name: str) -> None:
+    """Two seeds share no text, so that two workloads can run side by side."""
+    one, other = (
+        {piece for request in workload(name, requests=50, seed=seed) for piece in request.prompt.pieces} for seed in (1, 2)
+    )
+    assert not {piece[0] for piece in one} & {piece[0] for piece in other}
+
+
+def test_an_end_and_nothing() -> None:
+    assert len(list(workload("trace", requests=10**6))) == 1_000
+    assert list(workload("chat", requests=0)) == []
+
+
+def test_settings_are_the_fields_of_a_frozen_class() -> None:
+    assert {"rate", "arrivals", "lora_share", "turns"} <= set(settings_of("chat"))
+    assert {request.lora for request in workload("chat", requests=50, lora_share=1.0, loras=1)} == {"lora-0"}
+    with pytest.raises(FrozenInstanceError):
+        WORKLOADS["chat"]().rate = 3  # type: ignore[attr-defined]
+
+
+def test_the_guide_is_true(tmp_path: Path) -> None:
+    """docs/workloads.md: its example runs, its lines are read, its table has every workload with every setting of its own."""
+    text = DOCUMENT.read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, {})  # noqa: S102 - our own document
+    lines = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "trace.jsonl").write_text("".join(lines))
+    assert len(list(read_trace(tmp_path / "trace.jsonl"))) == 3
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| .* \| (.*) \|$", text.split("## Names")[1].split("## ")[0], re.MULTILINE))
+    common = set(settings_of("chat")) & set(settings_of("agents")) & set(settings_of("llm-d"))
+    told = {name: set(re.findall(r"`([a-z_]+)`", settings)) for name, settings in rows.items()}
+    assert told == {name: set(settings_of(name)) - (common if name in GENERATED else set()) for name in WORKLOADS}
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ({"name": "chatter"}, "no workload 'chatter'; there are trace, chat, agents, shared-prompts, llm-d"),
+        ({"name": "chat", "requests": -1}, "requests is -1"),
+        ({"name": "chat", "turn": 3}, "has no setting turn; it has rate, arrivals"),
+        ({"name": "chat", "rate": 0}, "rate is 0"),
+        ({"name": "trace", "rate": 0}, "rate is 0"),
+    ],
+)
+def test_what_is_wrong_is_told(call: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        workload(**call)  # type: ignore[arg-type]

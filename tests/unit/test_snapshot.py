@@ -1,0 +1,283 @@
+"""Snapshots: a restored index goes on as the other would have, whatever is in it, goes on meanwhile, or is in the way."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from index_cases import (
+    Adversary,
+    Choices,
+    Feed,
+    answer,
+    namespace,
+    removal,
+    store,
+    tokens_of,
+)
+from kvevents.errors import SnapshotError, UsageError
+from kvevents.index import IndexLimits, PrefixIndex
+from snapshot_cases import framed, furnished, restored, saved, state, take, unframed
+
+# --- what is in it ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(st.binary(min_size=200, max_size=1500), st.integers(0, 60))
+def test_whatever_has_happened_the_restored_index_goes_on_like_the_other(data: bytes, moment: int) -> None:
+    choices = Choices(data)
+    adversary = Adversary(choices)
+    index, twin = PrefixIndex(limits=IndexLimits(max_orphans=6)), PrefixIndex(limits=IndexLimits(max_orphans=6))
+    for at, step in enumerate(adversary.steps()):
+        if at == moment:
+            restored(saved(index), twin)
+            assert state(twin) == state(index)
+        take(index, step)
+        if at >= moment:
+            take(twin, step)
+            assert state(twin) == state(index)
+            tokens, scope = adversary.prompt()
+            assert answer(twin.match(tokens, namespace(scope))) == answer(index.match(tokens, namespace(scope)))
+
+
+def test_many_blocks_under_one_hash_keep_their_order() -> None:
+    """A removal takes the oldest, a store behind the hash continues the newest: the same before and after."""
+    index = PrefixIndex()
+    feed = Feed(index)
+    for at in range(300):
+        feed(store([at + 1], [at, at], 2), store([999], [7, 7], 2, at + 1))
+    feed(store([999], [7, 7], 2, 17))  # it becomes the newest, with two copies
+    twin = restored(saved(index))
+    for one in (index, twin):
+        other = Feed(one)
+        other.seq = feed.seq
+        other(store([1000], [8, 8], 2, 999))
+        assert tokens_of(one, [16, 16, 7, 7, 8, 8]) == 6
+        other(*[removal(999) for _ in range(298)])
+        assert [tokens_of(one, [at, at, 7, 7]) for at in (0, 15, 16, 297, 298, 299)] == [2, 2, 4, 2, 2, 4]
+    assert state(index) == state(twin)
+
+
+def test_streams_with_hashes_of_their_own_share_their_blocks_again() -> None:
+    index = PrefixIndex()
+    for worker in range(8):
+        tokens = [token for at in range(2000) for token in (at, worker // 4)]
+        Feed(index, f"w{worker}")(store([worker * 10_000 + at for at in range(2000)], tokens, 2))
+    twin = restored(saved(index))
+    assert state(twin) == state(index)
+    assert twin.stats().unique_blocks == index.stats().unique_blocks == 4000
+
+
+def test_a_snapshot_takes_about_16_bytes_for_a_block() -> None:
+    index = PrefixIndex()
+    Feed(index)(store(range(5000), range(10_000), 2))
+    assert len(saved(index)) < 5000 * 16 + 500
+
+
+def test_the_memory_limit_holds_after_restoring() -> None:
+    index = PrefixIndex()
+    for worker in range(4):
+        Feed(index, f"w{worker}")(store(range(20_000), [worker, *range(39_999)], 2))
+    limit = index.stats().bytes // 2
+    small = restored(saved(index), PrefixIndex(memory_limit=limit))
+    stats = small.stats()
+    assert stats.bytes <= limit
+    assert 0 < stats.blocks == 80_000 - stats.evicted < 80_000
+
+
+# --- what is wrong with it ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_in_a_snapshot_with_right_checksums_does_more_than_be_refused() -> None:
+    """Every byte of the items is changed in turn, and left out, and made the last: refused, or an index that works."""
+    whole = furnished()
+    content, head = unframed(whole), whole[:12]
+    assert framed(content, head) == whole
+    refused = 0
+    for at in range(len(content)):
+        before, after = content[:at], content[at + 1 :]
+        others = {content[at] ^ 1, content[at] ^ 0x80, 0, 255} - {content[at]}
+        for changed in [before, before + after, *(before + bytes([other]) + after for other in others)]:
+            try:
+                used = restored(framed(changed, head), PrefixIndex(memory_limit=1 << 20))
+            except SnapshotError:
+                refused += 1
+                continue
+            used.match([1, 2, 3])
+            for info in used.workers():
+                used.remove_worker(info.source, info.rank)
+            assert used.stats().unique_blocks == 0
+    assert refused > 2 * len(content)
+
+
+@pytest.mark.parametrize("size", [2**32, 2**40, 2**63])
+def test_a_length_that_is_not_there_costs_nothing(size: int) -> None:
+    head = furnished()[:12]
+    count = bytearray()
+    while size:
+        count.append(size & 0x7F | (0x80 if size > 0x7F else 0))
+        size >>= 7
+    with pytest.raises(SnapshotError):
+        restored(framed(b"\x02" + bytes(count) + b"abc", head))
+    with pytest.raises(SnapshotError):
+        restored(head + struct.pack("<IQ", 0xFFFF_FFFF, 0))
+
+
+# --- where it is --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def index() -> PrefixIndex:
+    index = PrefixIndex()
+    Feed(index)(store([1, 2], [1, 1, 2, 2], 2))
+    return index
+
+
+def test_a_snapshot_that_fails_leaves_the_old_file_and_nothing_else(index: PrefixIndex, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "pipe").touch()
+    (tmp_path / "pipe").unlink()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe", "missing/file", "pipe/file", "\0", "x" * 300):
+        with pytest.raises(SnapshotError, match="cannot write the snapshot"):
+            index.snapshot(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "pipe"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has the device that is always full")
+def test_a_full_disk_is_told(index: PrefixIndex) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(SnapshotError, match=r"/dev/full: No space left"):
+        index.snapshot(full)
+
+
+def test_a_file_keeps_its_mode_and_a_link_leads_where_it_led(index: PrefixIndex, tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    index.snapshot(file)
+    file.chmod(0o640)
+    link.symlink_to(file)
+    Feed(index, "b")(store([1], [1, 1], 2))
+    index.snapshot(str(link))
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o640
+    twin = PrefixIndex()
+    twin.restore(file)
+    assert len(twin.workers()) == 2
+
+
+class Crumbs(io.RawIOBase):
+    """A raw file that takes and gives a few bytes at a time."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def write(self, piece: Any) -> int:
+        self.content += bytes(piece[:7])
+        return min(len(piece), 7)
+
+    def read(self, size: int = -1) -> bytes:
+        piece = bytes(self.content[: min(size, 5)])
+        del self.content[:5]
+        return piece
+
+
+def test_file_objects_may_take_and_give_as_little_as_they_like(index: PrefixIndex) -> None:
+    file = cast("BinaryIO", Crumbs())
+    index.snapshot(file)
+    twin = PrefixIndex()
+    twin.restore(file)
+    assert state(twin) == state(index)
+
+
+def test_a_file_of_text_is_the_callers_mistake(index: PrefixIndex) -> None:
+    with pytest.raises(UsageError, match="binary"):
+        index.snapshot(cast("BinaryIO", io.StringIO()))
+    with pytest.raises(UsageError, match="binary"):
+        index.restore(cast("BinaryIO", io.StringIO("text")))
+
+
+def test_a_closed_file_is_told(index: PrefixIndex, tmp_path: Path) -> None:
+    file = (tmp_path / "file").open("w+b")
+    file.close()
+    with pytest.raises(SnapshotError, match="file"):
+        index.snapshot(file)
+    with pytest.raises(SnapshotError, match="file"):
+        index.restore(file)
+
+
+# --- what goes on meanwhile ---------------------------------------------------------------------------------------------------
+
+
+def test_each_stream_is_what_it_was_after_its_last_number_while_others_write(tmp_path: Path) -> None:
+    """Four streams are written to, and the index is asked, during twenty snapshots."""
+    index, path, stop = PrefixIndex(), tmp_path / "file", threading.Event()
+    digests: list[list[str]] = [[] for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def write(at: int) -> None:
+        feed = Feed(index, f"w{at}")
+        try:
+            while not stop.is_set() and feed.seq < 2000:
+                seq, base = feed.seq, feed.seq % 50 * 20
+                gone = [removal(*range(base, base + 20))] if seq >= 50 else []
+                feed(*gone, store(range(base, base + 20), [at // 2, *range(seq, seq + 39)], 2))
+                digests[at].append(index.digest(feed.worker))
+                index.match([at // 2, *range(seq, seq + 39)])
+        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    while not all(digests):
+        assert not failures
+    snapshots = []
+    for _ in range(20):
+        index.snapshot(path)
+        snapshots.append(path.read_bytes())
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for content in snapshots:
+        twin = restored(content)
+        for info in twin.workers():
+            assert twin.digest((info.source, info.rank)) == digests[int(info.source[1:])][info.last_seq]
+
+
+def test_an_index_may_be_restored_while_it_is_written_to_and_asked() -> None:
+    index, stop = PrefixIndex(), threading.Event()
+    for at in range(4):
+        Feed(index, f"w{at}")(store(range(500), [at, *range(999)], 2))
+    content, failures = saved(index), []
+
+    def work(at: int) -> None:
+        feed = Feed(index, f"w{at}", incarnation=at % 2)
+        feed.seq = 1
+        try:
+            while not stop.is_set():
+                feed(store([1000 + feed.seq % 7], [5, 5], 2), removal(1000 + (feed.seq + 3) % 7))
+                assert index.match([at, *range(999)]).get(f"w{at}") is not None or at % 2, "all or nothing"
+                list(index.blocks(f"w{at}"))
+                index.stats()
+        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        restored(content, index)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    restored(content, index)
+    assert state(index) == state(restored(content))
