@@ -1,7 +1,7 @@
 """KV cache events of LLM inference engines: publish, subscribe and replay them, losing nothing."""
 
 from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
-from kvevents.config import Curve, KVEventsConfig
+from kvevents.config import KVEventsConfig
 from kvevents.errors import KVEventsError
 from kvevents.events import (
     MEDIUM_CPU,
@@ -18,6 +18,7 @@ from kvevents.events import (
     KVEventBatch,
 )
 from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher
+from kvevents.security import Curve
 from kvevents.stream import Batch, Checkpoint, Delivery, Gap, RawBatch, RawDelivery, Reset, Source, StreamLimits, Trust
 from kvevents.subscriber import AsyncSubscriber, StreamStatus, Subscriber
 from kvevents.wire import Decoded, Dialect, decode_batch, dialect_for, encode_batch

@@ -6,17 +6,14 @@ Fields, names and defaults are those of vLLM 0.33 (`vllm/config/kv_events.py`) a
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
 
-from kvevents.certificates import KEY_CHARACTERS, key_bytes, read_pair, read_public_keys
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
-from kvevents.settings import FilePath, PublicKey, Secret, convert
+from kvevents.security import Curve
+from kvevents.settings import convert
 from kvevents.structs import prepared
 from kvevents.wire.dialects import Dialect, dialect_for
 
@@ -41,94 +38,6 @@ def check_heartbeat(every: float | None) -> None:
     """Raise `ConfigError` for what is no number of seconds between heartbeats."""
     if every is not None and not 0 < every <= MAX_HEARTBEAT:
         raise ConfigError(f"heartbeat is {every}; it is a number of seconds above 0, at most {MAX_HEARTBEAT}, or None for none")
-
-
-class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """CURVE keys of one end, each 40 characters of Z85 (`zmq.curve_keypair`).
-
-    Without `server_key` this end is the CURVE server: peers must know its public key. With it, this end is a client of the
-    server that owns that key. Which end binds does not matter.
-
-    Raises `ConfigError` for what is no key, and for a `key_file` that cannot be read or that others can read.
-    """
-
-    public_key: str = ""
-    """Own public key, instead of a file of both."""
-    secret_key: Secret = ""
-    """Own secret key, instead of a file of both."""
-    server_key: PublicKey | None = None
-    """Public key of the other end, or a file of it (NAME.key), if that is the CURVE server, as engines are."""
-    key_file: FilePath | None = None
-    """File of both own CURVE keys: a NAME.key_secret of `kvevents keys`."""
-    allowed: tuple[str, ...] | FilePath | None = None
-    """Public keys that may connect, or a file or folder of them, if this end is the CURVE server. It is looked at again for
-    every connection. None lets in every client that knows this end's public key."""
-
-    def __post_init__(self) -> None:
-        if self.key_file is not None:
-            self._read(Path(self.key_file))
-        elif not self.public_key and not self.secret_key:
-            raise ConfigError("curve needs key_file, your own keys, a file made by `kvevents keys NAME`; or both of its keys")
-        if self.server_key is not None and key_bytes(self.server_key) is None:
-            self._read_server_key(self.server_key)
-        for name, key in self._keys():
-            if key_bytes(key) is None:
-                raise ConfigError(
-                    f"curve.{name} must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
-                )
-        if self.allowed is not None and self.server_key is not None:
-            raise ConfigError(
-                "curve.allowed is for a CURVE server; with server_key this end is a client, and that key its check"
-            )
-
-    def _read(self, path: Path) -> None:
-        pair = read_pair(path)
-        for name, found in (("public_key", pair.public), ("secret_key", pair.secret)):
-            if getattr(self, name) not in {"", found}:
-                raise ConfigError(f"curve.{name} is not that of curve.key_file ({path}); leave it out")
-            msgspec.structs.force_setattr(self, name, found)
-
-    def _read_server_key(self, text: str) -> None:
-        """Take the key out of a file; what names none stays, and is no key."""
-        if not os.path.isfile(text):  # noqa: PTH113 - unlike Path.is_file, it raises for no text
-            return
-        found = read_public_keys(Path(text))
-        if len(found) > 1:
-            raise ConfigError(f"curve.server_key: {text} holds {len(found)} keys; the other end has one")
-        msgspec.structs.force_setattr(self, "server_key", found[0])
-
-    def _keys(self) -> Iterator[tuple[str, str]]:
-        yield "public_key", self.public_key
-        yield "secret_key", self.secret_key
-        if self.server_key is not None:
-            yield "server_key", self.server_key
-        if isinstance(self.allowed, tuple):
-            yield from (("allowed", key) for key in self.allowed)
-
-    def apply(self, socket: Any) -> None:
-        """Set the keys on a ZeroMQ socket; to be called before it binds or connects.
-
-        With `allowed` nobody can connect then, until `kvevents.admission` says who.
-        """
-        if self.server_key is None:
-            socket.curve_server = True
-        else:
-            socket.curve_serverkey = self.server_key.encode()
-        socket.curve_publickey = self.public_key.encode()
-        socket.curve_secretkey = self.secret_key.encode()
-        if self.allowed is not None:
-            socket.zap_domain = b"kvevents"
-            socket.zap_enforce_domain = True
-
-    def __repr__(self) -> str:
-        role = "server" if self.server_key is None else f"client of {self.server_key!r}"
-        return f"<Curve {role}, public key {self.public_key!r}>"
-
-    def __rich_repr__(self) -> Any:
-        """Never the secret key, however this is printed."""
-        yield "public_key", self.public_key
-        yield "server_key", self.server_key
-        yield "allowed", self.allowed
 
 
 @prepared

@@ -6,31 +6,33 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+import publisher_cases
 from certificate_pairs import make_pair, put
-from kvevents import admission
-from kvevents.admission import ZAP_ENDPOINT, admit
-from kvevents.certificates import write_pair
-from kvevents.config import Curve, KVEventsConfig
+from kvevents.config import KVEventsConfig
 from kvevents.errors import ConfigError
 from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
+from kvevents.security import Curve, zap
+from kvevents.security.keys import write_pair
+from kvevents.security.zap import ZAP_ENDPOINT, SecuritySettings, secure_sockets
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import Subscriber
 from publisher_cases import (  # noqa: F401 - the fixtures, used by being here
     ANY,
+    QUICK,
     Socket,
     ask,
     batch,
     consumers_context,
     numbers,
     open_consumer,
-    publishing,
     read_reply,
     receive,
     wait_until,
@@ -49,18 +51,18 @@ def server(allowed: tuple[str, ...] | str | None) -> Curve:
     return Curve(public_key=SERVER.public, secret_key=SERVER.secret, allowed=allowed)
 
 
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was refused tries again soon."""
-    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 0.1)
+def publishing(**kwargs: Any) -> AbstractContextManager[ZmqEventPublisher]:
+    """A publisher that closes refused connections soon, so that their clients retry soon."""
+    settings = replace(QUICK, security=SecuritySettings(handshake_timeout=0.1))
+    return publisher_cases.publishing(settings=settings, **kwargs)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No desk, and no thread of one, outlives what it was for."""
     yield
-    assert not admission._state.desks
-    assert not [thread for thread in threading.enumerate() if thread.name == "zmq-admission"]
+    assert not zap._registry.handlers
+    assert not [thread for thread in threading.enumerate() if thread.name == "zmq-zap"]
 
 
 def connect(context: Context, kind: int, endpoint: str | None, curve: Curve | None) -> Socket:
@@ -142,7 +144,7 @@ def test_who_cannot_even_ask_is_hung_up_on(context: Context, keys: Curve | None,
 def test_without_a_list_whoever_knows_the_key_may_come(context: Context) -> None:
     with publishing(replay_endpoint=ANY, curve=server(None)) as publisher:
         gets_everything(context, publisher, client(STRANGER))
-        assert not admission._state.desks
+        assert not zap._registry.handlers
 
 
 def test_an_empty_folder_lets_nobody_in_until_a_key_is_there(context: Context, tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_a_consumer_that_listens_has_a_list_as_well(engine: Any, caplog: pytest.
     publisher = ZmqEventPublisher(0, endpoint, ANY, bind=False, curve=keys)
     publisher.publish(batch(0))
     source = Source(endpoint, publisher.replay_endpoint, name="e", bind=True, curve=server((FRIEND.public,)))
-    with Subscriber(source) as subscriber, caplog.at_level(logging.WARNING, "kvevents.admission"):
+    with Subscriber(source) as subscriber, caplog.at_level(logging.WARNING, "kvevents.security.zap"):
         if engine is FRIEND:
             wait_until(lambda: subscriber.receive(timeout=0.01) or publisher.stats().subscribers == 1, "the subscription")
             publisher.publish(batch(1))
@@ -200,7 +202,7 @@ def test_a_consumer_that_listens_has_a_list_as_well(engine: Any, caplog: pytest.
 
 def test_refusals_are_told_once_and_counted(context: Context, caplog: pytest.LogCaptureFixture) -> None:
     """One line names the stranger's key; the others are told as a number, at the latest in the end."""
-    with caplog.at_level(logging.WARNING, "kvevents.admission"), publishing(curve=server((FRIEND.public,))) as publisher:
+    with caplog.at_level(logging.WARNING, "kvevents.security.zap"), publishing(curve=server((FRIEND.public,))) as publisher:
         connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
         wait_until(lambda: publisher.connections_refused >= 3, "three attempts")
         (line,) = [record.getMessage() for record in caplog.records]
@@ -215,14 +217,14 @@ def test_refusals_are_told_once_and_counted(context: Context, caplog: pytest.Log
 def test_a_torn_key_is_told_and_the_others_hold(context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pair = put(tmp_path, "friend")
     with (
-        caplog.at_level(logging.WARNING, "kvevents.admission"),
+        caplog.at_level(logging.WARNING, "kvevents.security.zap"),
         publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher,
     ):
         (tmp_path / "torn.key").write_text("public-")
         gets_everything(context, publisher, client(pair))
         gets_everything(context, publisher, client(pair))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "1 of the allowed keys cannot be used" in line
+    assert "1 files of curve.allowed cannot be used" in line
     assert "torn.key" in line
 
 
@@ -245,14 +247,14 @@ def test_lists_in_one_context_are_kept_apart(context: Context) -> None:
             publishing(replay_endpoint=ANY, context=shared, curve=server(None)) as free,
         ):
             with publishing(replay_endpoint=ANY, context=shared, curve=server((other.public,))) as two:
-                assert len(admission._state.desks) == 1
+                assert len(zap._registry.handlers) == 1
                 gets_everything(context, two, client(other))
                 connect(context, zmq.SUB, two.endpoint, client(FRIEND))
                 wait_until(lambda: two.connections_refused, "a refusal")
             gets_everything(context, one, client(FRIEND))
             gets_everything(context, free, client(STRANGER))
             assert one.connections_refused == free.connections_refused == 0
-        assert not admission._state.desks
+        assert not zap._registry.handlers
         with publishing(replay_endpoint=ANY, context=shared, curve=server((FRIEND.public,))) as again:
             gets_everything(context, again, client(FRIEND))
 
@@ -261,12 +263,12 @@ def test_there_can_be_one_who_decides_in_a_context() -> None:
     """Where the application decides about its context itself, a list of ours is refused instead of ignored."""
     with zmq.Context() as shared, shared.socket(zmq.REP) as own:
         own.bind(ZAP_ENDPOINT)
-        with pytest.raises(ConfigError, match=r"something else decides.*context of its own"):
+        with pytest.raises(ConfigError, match=r"another ZAP handler.*pass another context"):
             ZmqEventPublisher(0, ANY, context=shared, curve=server((FRIEND.public,)))
 
 
 def test_keys_alone_let_nobody_in_where_there_is_a_list(context: Context) -> None:
-    """`Curve.apply` without an admission fails closed."""
+    """`Curve.apply` without `secure_sockets` fails closed."""
     with zmq.Context() as serving, serving.socket(zmq.PUB) as socket:
         server((FRIEND.public,)).apply(socket)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -282,10 +284,10 @@ def test_keys_alone_let_nobody_in_where_there_is_a_list(context: Context) -> Non
 def test_a_context_that_is_ended_by_others(context: Context) -> None:
     """The desk gives its socket back, so that the end does not hang, and leaves no entry that another context could find."""
     shared: Context = zmq.Context()
-    kept = admit(shared, server((FRIEND.public,)), "e")
+    kept = secure_sockets(shared, server((FRIEND.public,)), "e")
     assert kept is not None
     shared.term()
-    assert not admission._state.desks
+    assert not zap._registry.handlers
     kept.close()
     kept.close()
 
@@ -294,13 +296,13 @@ def test_a_context_that_is_ended_by_others(context: Context) -> None:
 def test_a_forked_child_leaves_its_parents_desk_alone(context: Context) -> None:
     """What it closes there does not stop the thread here."""
     with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
-        kept = publisher._server.admission
+        kept = publisher._server.security
         assert kept is not None
         child = os.fork()
         if child == 0:
             with suppress(BaseException):
                 kept.close()
-                os._exit(len(admission._state.desks))
+                os._exit(len(zap._registry.handlers))
             os._exit(99)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         gets_everything(context, publisher, client(FRIEND))

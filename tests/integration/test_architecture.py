@@ -14,10 +14,10 @@ ROOT = Path(kvevents.__file__).parent
 # Each part may import those before it; parts in one row know nothing of each other. `__init__`, which re-exports, and
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "version", "certificates", "backoff", "scraping", "structs", "weights", "settings"),
-    ("wire",),
+    ("events", "endpoints", "version", "backoff", "scraping", "structs", "weights", "settings"),
+    ("wire", "security"),
     ("config",),
-    ("stream", "admission"),
+    ("stream",),
     ("_native",),
     ("bulk",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),

@@ -21,10 +21,10 @@ from cli_cases import Ended, Program, run
 from kvevents.cli import bridge as cli
 from kvevents.cli.bridging import Teller, card_of
 from kvevents.cli.parser import CommandParser
-from kvevents.config import Curve
 from kvevents.plane import metrics
 from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.security import Curve
 from kvevents.service.registration import Registration
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import Log, plane_at

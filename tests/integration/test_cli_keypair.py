@@ -13,12 +13,12 @@ import zmq
 
 from certificate_pairs import put
 from cli_cases import Program, run
-from kvevents.certificates import read_pair, read_public_keys
 from kvevents.cli.asking import ask
 from kvevents.cli.unlocking import unlock
-from kvevents.config import Curve
 from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.security import Curve
+from kvevents.security.keys import read_pair, read_public_keys
 
 ANY = "tcp://127.0.0.1:*"
 CLEARED = b'{"type": "AllBlocksCleared"}\n'

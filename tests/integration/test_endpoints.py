@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvevents.config import Curve
 from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind, validate_endpoint
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.security import Curve
 from ports import quiet_port
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,

@@ -17,10 +17,10 @@ import zmq
 
 import paths
 from certificate_pairs import make_pair
-from kvevents.config import Curve
 from kvevents.errors import EndpointError, JournalError
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch
 from kvevents.relay import Relay, RelaySettings, metrics
+from kvevents.security import Curve
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
 from publisher_cases import ANY, DEADLINE, publishing

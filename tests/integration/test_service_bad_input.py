@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from certificate_cases import make_certificates
 from cli_cases import refusing, run
-from kvevents.config import Curve
 from kvevents.events import BlockStored, EventBatch
+from kvevents.security import Curve
 from kvevents.service.schemas import Problem
 from kvevents.wire import encode_batch
 from service_cases import (

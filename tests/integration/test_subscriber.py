@@ -18,11 +18,11 @@ import msgspec
 import pytest
 import zmq
 
-from kvevents.config import Curve
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSourceError
 from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent
 from kvevents.index import Applied, PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.security import Curve
 from kvevents.stream import (
     Batch,
     BatchReport,

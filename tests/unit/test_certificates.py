@@ -13,22 +13,22 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.utils import z85
 
 from certificate_pairs import make_pair, put
-from kvevents import certificates
-from kvevents.certificates import AllowList, KeyPair, key_bytes, key_text, read_pair, read_public_keys, write_pair
-from kvevents.config import Curve
 from kvevents.errors import ConfigError
+from kvevents.security import Curve, zap
+from kvevents.security.keys import MAX_FILE_BYTES, KeyPair, read_pair, read_public_keys, write_pair, z85_decode, z85_encode
+from kvevents.security.zap import AllowList, SecuritySettings
 
 
 @given(st.binary(min_size=32, max_size=32))
 def test_keys_are_spelt_as_zeromq_spells_them(key: bytes) -> None:
-    assert key_text(key) == z85.encode(key).decode()
-    assert key_bytes(key_text(key)) == key
+    assert z85_encode(key) == z85.encode(key).decode()
+    assert z85_decode(z85_encode(key)) == key
 
 
 @pytest.mark.parametrize("text", ["", "x" * 39, "x" * 41, "x" * 39 + '"', "x" * 39 + "é", "#" * 40])
 def test_what_is_no_key(text: str) -> None:
     """Too short, too long, of other characters, or more than 32 bytes can hold."""
-    assert key_bytes(text) is None
+    assert z85_decode(text) is None
 
 
 def test_files_are_zeromqs_own(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_secret_of_another_owner_may_be_the_groups(tmp_path: Path, monkeypatch
         ("", "no pair"),
         ('public-key = "short"\nsecret-key = "short"\n', "no pair"),
         (f'public-key = "{"k" * 40}"\n', "no pair"),
-        ("x" * (certificates.MAX_FILE_BYTES + 1), "longer than"),
+        ("x" * (MAX_FILE_BYTES + 1), "longer than"),
     ],
 )
 def test_files_that_hold_no_pair(tmp_path: Path, text: str, said: str) -> None:
@@ -126,8 +126,8 @@ def test_a_list_of_keys_in_code() -> None:
     pair = make_pair()
     allowed = AllowList((pair.public,))
     allowed.refresh()
-    assert allowed.keys == {key_bytes(pair.public)}
-    assert not allowed.faults
+    assert allowed.keys == {z85_decode(pair.public)}
+    assert not allowed.errors
 
 
 def test_a_folder_is_followed_as_it_changes(tmp_path: Path) -> None:
@@ -137,18 +137,18 @@ def test_a_folder_is_followed_as_it_changes(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("public-key = nothing")
     allowed = AllowList(str(tmp_path))
     allowed.refresh()
-    assert allowed.keys == {key_bytes(one.public)}
+    assert allowed.keys == {z85_decode(one.public)}
     path = tmp_path / "one.key"
     path.write_text(path.read_text().replace(one.public, other.public))
     allowed.refresh()
-    assert allowed.keys == {key_bytes(other.public)}
+    assert allowed.keys == {z85_decode(other.public)}
     two = put(tmp_path, "two")
     allowed.refresh()
-    assert allowed.keys == {key_bytes(other.public), key_bytes(two.public)}
+    assert allowed.keys == {z85_decode(other.public), z85_decode(two.public)}
     path.unlink()
     allowed.refresh()
-    assert allowed.keys == {key_bytes(two.public)}
-    assert not allowed.faults
+    assert allowed.keys == {z85_decode(two.public)}
+    assert not allowed.errors
 
 
 def test_a_file_may_hold_several(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_file_may_hold_several(tmp_path: Path) -> None:
     path.write_text("".join((tmp_path / f"{name}.key").read_text() for name in ("a", "b")))
     allowed = AllowList(str(path))
     allowed.refresh()
-    assert allowed.keys == {key_bytes(pair.public) for pair in pairs}
+    assert allowed.keys == {z85_decode(pair.public) for pair in pairs}
 
 
 def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,21 +165,21 @@ def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pyte
     put(tmp_path, "one")
     long_ago = time.time() - 10
     os.utime(tmp_path / "one.key", (long_ago, long_ago))
-    monkeypatch.setattr(certificates, "UNSETTLED_SECONDS", -1.0)  # as if its ctime, which cannot be set, were long ago too
+    settled = SecuritySettings(mtime_granularity=-1.0)  # as if the ctime, which cannot be set, were long ago too
     reads: list[Path] = []
 
     def read(path: Path) -> list[str]:
         reads.append(path)
         return []
 
-    monkeypatch.setattr(certificates, "read_public_keys", read)
-    allowed = AllowList(str(tmp_path))
+    monkeypatch.setattr(zap, "read_public_keys", read)
+    allowed = AllowList(str(tmp_path), settled)
     for _ in range(3):
         allowed.refresh()
     assert reads == [tmp_path / "one.key"]
 
 
-def test_what_cannot_be_read_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
     """A torn file loses its own key only; a folder that is gone, or too full, loses all."""
     folder = tmp_path / "clients"
     folder.mkdir()
@@ -187,20 +187,19 @@ def test_what_cannot_be_read_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.
     (folder / "torn.key").write_text("public-key")
     allowed = AllowList(str(folder))
     allowed.refresh()
-    assert allowed.keys == {key_bytes(one.public)}
-    assert len(allowed.faults) == 1
-    assert "torn.key" in allowed.faults[0]
-    monkeypatch.setattr(certificates, "MAX_ALLOWED_KEYS", 1)
-    allowed.refresh()
-    assert (allowed.keys, "2 files of keys, more than 1" in allowed.faults[0]) == (frozenset(), True)
-    monkeypatch.setattr(certificates, "MAX_ALLOWED_KEYS", 4)
+    assert allowed.keys == {z85_decode(one.public)}
+    assert len(allowed.errors) == 1
+    assert "torn.key" in allowed.errors[0]
+    full = AllowList(str(folder), SecuritySettings(max_allowed_keys=1))
+    full.refresh()
+    assert (full.keys, "2 files of keys, more than 1" in full.errors[0]) == (frozenset(), True)
     (folder / "torn.key").unlink()
     allowed.refresh()
-    assert allowed.keys == {key_bytes(one.public)}
-    assert not allowed.faults
+    assert allowed.keys == {z85_decode(one.public)}
+    assert not allowed.errors
     folder.rename(tmp_path / "away")
     allowed.refresh()
-    assert (allowed.keys, "No such file" in allowed.faults[0]) == (frozenset(), True)
+    assert (allowed.keys, "No such file" in allowed.errors[0]) == (frozenset(), True)
 
 
 def test_the_other_ends_key_may_be_in_a_file(tmp_path: Path) -> None:

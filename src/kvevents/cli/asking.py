@@ -11,9 +11,9 @@ from typing import Final
 
 import zmq
 
-from kvevents.config import Curve
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
+from kvevents.security import Curve
 from kvevents.wire import ReplayBatch, ReplayEnd, parse_replay_reply, replay_request_frames
 
 MAX_REPLY_MESSAGES: Final = 200_000

@@ -18,11 +18,11 @@ from kvevents.cli.allocator import giving_back
 from kvevents.cli.bridge_config import BridgeConfig
 from kvevents.cli.responsive import be_responsive
 from kvevents.cli.stopping import Stop
-from kvevents.config import Curve
 from kvevents.errors import KVEventsError
 from kvevents.plane.bridge import Bridge, Watch
 from kvevents.plane.connection import check_connection
 from kvevents.plane.metrics import BridgeCollector, Scraped
+from kvevents.security import Curve
 from kvevents.service.discovery.runner import Finder
 from kvevents.service.errors import ConflictError
 from kvevents.service.registration import Key, Registration, check_alike

@@ -9,11 +9,11 @@ from typing import Final
 import msgspec
 import zmq
 
-from kvevents.certificates import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, read_pair, read_public_keys, write_pair
 from kvevents.cli import options
 from kvevents.cli.command import OK, Command
 from kvevents.cli.console import Console, Span
 from kvevents.errors import UsageError
+from kvevents.security.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, read_pair, read_public_keys, write_pair
 from kvevents.version import version
 
 

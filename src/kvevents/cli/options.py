@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
-from kvevents.certificates import key_bytes, read_public_keys
 from kvevents.cli.command import CommandLineError
-from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp, validate_endpoint
 from kvevents.errors import ConfigError
+from kvevents.security import Curve
+from kvevents.security.keys import read_public_keys, z85_decode
 from kvevents.stream import Source
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
@@ -210,7 +210,7 @@ def curve_of(args: argparse.Namespace) -> Curve | None:
 
 
 def _server_key(text: str) -> str:
-    if key_bytes(text) is not None:
+    if z85_decode(text) is not None:
         return text
     found = read_public_keys(Path(text))
     if len(found) > 1:

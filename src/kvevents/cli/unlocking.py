@@ -10,8 +10,8 @@ from typing import Final, Literal, TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.config import Curve
 from kvevents.endpoints import needs_ipv6
+from kvevents.security import Curve
 
 TIMEOUT: Final = 3.0
 """Seconds for connecting and for the handshake, which takes milliseconds."""
@@ -32,7 +32,7 @@ _OUTCOMES: Final[dict[int, Unlocking]] = {
 def unlock(endpoint: str, curve: Curve, kind: int, timeout: float = TIMEOUT) -> Unlocking:
     """Connect a socket of `kind`: what becomes of the first connection.
 
-    Servers of ours refuse a key in such a way that it is tried again (see `kvevents.admission`): `silent` or `dropped`.
+    Servers of ours refuse a key in such a way that it is tried again (see `kvevents.security.zap`): `silent` or `dropped`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

@@ -19,9 +19,7 @@ from typing import Any, Final, cast
 import zmq
 import zmq.backend
 
-from kvevents.admission import Admission, admit
 from kvevents.bulk import FRAMES, bulk
-from kvevents.config import Curve
 from kvevents.endpoints import connectable
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.replay_buffer import ReplayBuffer
@@ -30,6 +28,8 @@ from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSet
 from kvevents.publisher.snapshot_server import SnapshotServer, live_topic
 from kvevents.publisher.stats import FailureLog, ReplayStats
 from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Reconnector, Socket, bind, close_socket, open_socket
+from kvevents.security import Curve
+from kvevents.security.zap import SocketSecurity, secure_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class EventSocket:
         *,
         hwm: int,
         is_bound: bool,
-        admission: Admission | None,
+        security: SocketSecurity | None,
         affinity: int,
         reconnect_delay: float,
     ) -> None:
@@ -58,7 +58,7 @@ class EventSocket:
         self.subscriptions = 0
         """Subscriptions as of the last `poll`; a consumer with two topics counts twice."""
         # To subscribers XPUB is the same as PUB; it also reports subscriptions.
-        with open_socket(context, zmq.XPUB, admission, endpoint) as socket:
+        with open_socket(context, zmq.XPUB, security, endpoint) as socket:
             socket.set_hwm(hwm)
             socket.affinity = affinity
             socket.xpub_verboser = True
@@ -114,7 +114,8 @@ class EventServer:
     the incarnation, by which consumers of the draft distinguish the lives of a sender. `rank` is part of these answers.
     context: a context to use, which the caller terminates; by default the server creates one, and `close` terminates it.
 
-    Raises `EndpointError` when a socket cannot be bound, and what `kvevents.admission.admit` raises. No socket stays open then.
+    Raises `EndpointError` when a socket cannot be bound, and what `kvevents.security.zap.secure_sockets` raises. No socket
+    stays open then.
     """
 
     def __init__(  # noqa: PLR0913 - the options of three sockets
@@ -180,15 +181,15 @@ class EventServer:
         settings = self._settings
         if self._owns_context:
             undo.callback(self._context.term)
-        self.admission = admit(self._context, self._curve, self._endpoint)
-        if self.admission is not None:
-            undo.callback(self.admission.close)
+        self.security = secure_sockets(self._context, self._curve, self._endpoint, settings.security)
+        if self.security is not None:
+            undo.callback(self.security.close)
         self._events = EventSocket(
             self._context,
             self._endpoint,
             hwm=self._hwm,
             is_bound=self._binds,
-            admission=self.admission,
+            security=self.security,
             affinity=_EVENT_AFFINITY if self._owns_context else 0,
             reconnect_delay=settings.reconnect_delay,
         )
@@ -203,7 +204,7 @@ class EventServer:
             self._snapshots = SnapshotServer(socket, self._buffer, epoch, rank, settings.snapshots, settings.log_interval)
 
     def _open_router(self, endpoint: str, what: str, settings: RouterSettings) -> tuple[Socket, str]:
-        with open_socket(self._context, zmq.ROUTER, self.admission, endpoint) as socket:
+        with open_socket(self._context, zmq.ROUTER, self.security, endpoint) as socket:
             socket.sndhwm = settings.send_limit
             socket.tcp_maxrt = int(settings.unread_timeout * 1000)
             socket.affinity = _REPLY_AFFINITY if self._owns_context else 0
@@ -242,7 +243,7 @@ class EventServer:
     @property
     def connections_refused(self) -> int:
         """Connections to any socket by clients that know the server key but are not in `curve.allowed`."""
-        return 0 if self.admission is None else self.admission.refused
+        return 0 if self.security is None else self.security.refused
 
     @property
     def replays_unfinished(self) -> int:
@@ -324,8 +325,8 @@ class EventServer:
             self.close_events(deadline)
         for thread in self._threads:
             thread.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE)
-        if self.admission is not None:
-            self.admission.close()
+        if self.security is not None:
+            self.security.close()
         if is_sending or any(thread.is_alive() for thread in self._threads):
             return False
         servers = self._servers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvevents.security.zap import DEFAULT_SECURITY_SETTINGS, SecuritySettings
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 
 
@@ -134,6 +135,7 @@ class PublisherSettings:
     buffer: ReplayBufferSettings = ReplayBufferSettings()
     replay: ReplayServerSettings = ReplayServerSettings()
     snapshots: SnapshotServerSettings = SnapshotServerSettings()
+    security: SecuritySettings = DEFAULT_SECURITY_SETTINGS
 
 
 DEFAULT_PUBLISHER_SETTINGS = PublisherSettings()

@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from kvevents.config import Curve, KVEventsConfig, check_heartbeat, resolve_dialect
+from kvevents.config import KVEventsConfig, check_heartbeat, resolve_dialect
 from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, split_tcp
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.events import BlockRemoved, KVEventBatch
@@ -34,6 +34,7 @@ from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, LossLogger, PublisherStats, ShutdownReport, is_context_terminated
 from kvevents.publisher.zmq_sockets import FLUSH_GRACE
+from kvevents.security import Curve
 from kvevents.wire.dialects import Dialect
 from kvevents.wire.encode import batch_encoder
 from kvevents.wire.framing import END_SEQ

@@ -11,9 +11,9 @@ from typing import Any, Final, cast
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.admission import Admission
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
+from kvevents.security.zap import SocketSecurity
 
 Socket = zmq.Socket[bytes]
 
@@ -44,7 +44,7 @@ class SocketError(EndpointError, zmq.ZMQError):  # type: ignore[misc]  # pyright
 
 
 @contextmanager
-def open_socket(context: zmq.Context[Any], kind: int, admission: Admission | None, endpoint: str) -> Iterator[Socket]:
+def open_socket(context: zmq.Context[Any], kind: int, security: SocketSecurity | None, endpoint: str) -> Iterator[Socket]:
     """Yield a socket of `kind` with all options set, ready to bind or connect to `endpoint`. Closes it if the block raises."""
     socket: Socket = context.socket(kind)
     try:
@@ -53,8 +53,8 @@ def open_socket(context: zmq.Context[Any], kind: int, admission: Admission | Non
         socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = KEEPALIVE
         if needs_ipv6(endpoint):
             socket.ipv6 = True
-        if admission is not None:
-            admission.apply(socket)
+        if security is not None:
+            security.apply(socket)
         yield socket
     except BaseException:
         socket.close(linger=0)

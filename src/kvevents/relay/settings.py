@@ -7,9 +7,10 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from kvevents.config import Curve, check_heartbeat, resolve_dialect
+from kvevents.config import check_heartbeat, resolve_dialect
 from kvevents.errors import ConfigError
 from kvevents.relay.journal import JournalLimits
+from kvevents.security import Curve
 from kvevents.settings import Endpoint, FolderPath, Name, Positive, Seconds, Settings
 from kvevents.stream import DEFAULT_STREAM_LIMITS, Source, StreamLimits
 from kvevents.wire import DEFAULT_WIRE_LIMITS

@@ -7,10 +7,10 @@ from typing import Annotated, Final
 
 from msgspec import Struct, field
 
-from kvevents.config import Curve
 from kvevents.errors import ConfigError
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.sharding import MAX_HOLDERS, SharePace, is_url
+from kvevents.security import Curve
 from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.source_config import SourceTable, Template
 from kvevents.service.hosts import HostPatterns, is_loopback

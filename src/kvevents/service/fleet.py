@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
-from kvevents.config import Curve
 from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
+from kvevents.security import Curve
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import Announcer
 from kvevents.service.follower import Follower, IndexSink, Listener, timestamp_of

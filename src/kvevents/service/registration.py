@@ -7,8 +7,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvevents.config import Curve
 from kvevents.errors import ConfigError
+from kvevents.security import Curve
 from kvevents.service.errors import ConflictError
 from kvevents.stream import Source
 from kvevents.structs import prepared

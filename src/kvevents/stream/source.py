@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from kvevents.config import Curve
 from kvevents.endpoints import offset_endpoint_port, validate_endpoint
 from kvevents.errors import ConfigError
+from kvevents.security import Curve
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Final
 
 import zmq
 
-from kvevents.admission import Admission
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
+from kvevents.security.zap import SocketSecurity
 
 DESCRIPTORS_PER_SOURCE: Final = 8
 """A source needs up to 6: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""
@@ -68,13 +68,13 @@ class SocketFactory:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         options: SocketOptions,
-        admission: Admission | None,
+        security: SocketSecurity | None,
         *,
         is_private: bool,
     ) -> None:
         self.options = options
         self._context = context
-        self._admission = admission
+        self._security = security
         self._is_private = is_private
 
     def open(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
@@ -95,8 +95,8 @@ class SocketFactory:
         socket.set(zmq.TCP_KEEPALIVE_IDLE, options.keepalive_idle_s)
         if needs_ipv6(endpoint):
             socket.set(zmq.IPV6, 1)
-        if self._admission is not None:
-            self._admission.apply(socket)
+        if self._security is not None:
+            self._security.apply(socket)
         return socket
 
 

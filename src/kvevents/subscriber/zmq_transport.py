@@ -20,8 +20,8 @@ import zmq
 import zmq.backend
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.admission import admit
 from kvevents.bulk import Bulk, bulk
+from kvevents.security.zap import secure_sockets
 from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.subscriber.zmq_sockets import (
     DEFAULT_SOCKET_OPTIONS,
@@ -172,12 +172,12 @@ class ZmqConnection:
         self._read_ahead = 0
         """Live messages that were read while a replay answer was waiting."""
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
-        self._admission = admit(transport.context, source.curve, source.endpoint)
-        self._sockets = SocketFactory(transport.context, transport.options, self._admission, is_private=transport.owns_context)
+        self._security = secure_sockets(transport.context, source.curve, source.endpoint)
+        self._sockets = SocketFactory(transport.context, transport.options, self._security, is_private=transport.owns_context)
         try:
             self._live = LiveSocket(source, self._sockets, transport, self)
         except BaseException:
-            self._close_admission()
+            self._close_security()
             raise
 
     @property
@@ -242,12 +242,12 @@ class ZmqConnection:
         """Close all sockets. Idempotent."""
         self.end_replay()
         self._live.close()
-        self._close_admission()
+        self._close_security()
         self._transport.discard(self)
 
-    def _close_admission(self) -> None:
-        if self._admission is not None:
-            self._admission.close()
+    def _close_security(self) -> None:
+        if self._security is not None:
+            self._security.close()
 
 
 class LiveSocket:

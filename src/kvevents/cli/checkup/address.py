@@ -9,8 +9,8 @@ import zmq
 
 from kvevents.cli.checkup.findings import Finding, fail, ok
 from kvevents.cli.unlocking import Unlocking, unlock
-from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
+from kvevents.security import Curve
 from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake
 
 MAX_RANKS_LOOKED_FOR: Final = 64

@@ -10,8 +10,8 @@ from kvevents.cli.checkup.comparing import compare
 from kvevents.cli.checkup.findings import Finding, ok, warn
 from kvevents.cli.checkup.numbers import Numbers
 from kvevents.cli.checkup.replay import NAME_IT
-from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, split_tcp
+from kvevents.security import Curve
 from kvevents.subscriber.handshake import perform_handshake
 
 

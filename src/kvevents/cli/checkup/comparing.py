@@ -9,7 +9,7 @@ from kvevents.cli.asking import Reply, ask
 from kvevents.cli.checkup.findings import Finding, fail, ok, warn
 from kvevents.cli.checkup.numbers import Numbers
 from kvevents.cli.lines import number_range, plural
-from kvevents.config import Curve
+from kvevents.security import Curve
 
 SILENCE: Final = 1.0
 """Seconds without a message after which an answer has ended. Engines pause 0.2 s at most."""

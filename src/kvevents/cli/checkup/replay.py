@@ -10,8 +10,8 @@ from kvevents.cli.checkup.address import check_replay_address
 from kvevents.cli.checkup.findings import Finding, fail, ok, warn
 from kvevents.cli.checkup.sample import Contents
 from kvevents.cli.lines import number_ranges, plural
-from kvevents.config import Curve
 from kvevents.events import AllBlocksCleared
+from kvevents.security import Curve
 from kvevents.wire import ReplayBatch, decode_batch
 
 SILENCE: Final = 2.0

@@ -11,11 +11,11 @@ from typing import Final, Self
 import msgspec
 import zmq
 
-from kvevents.admission import admit
 from kvevents.cli.checkup.numbers import Numbers
-from kvevents.config import Curve
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
+from kvevents.security import Curve
+from kvevents.security.zap import secure_sockets
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
 
 MAX_DECODED: Final = 20_000
@@ -104,14 +104,14 @@ class Sample:
         self.contents = Contents()
         self.numbers = Numbers(topic)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._admission = admit(self._context, curve, endpoint)
+        self._security = secure_sockets(self._context, curve, endpoint)
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, RECEIVE_HWM)
         if needs_ipv6(endpoint):
             self._socket.set(zmq.IPV6, 1)
         self._socket.subscribe(b"")
-        if self._admission is not None:
-            self._admission.apply(self._socket)
+        if self._security is not None:
+            self._security.apply(self._socket)
         try:
             (self._socket.bind if bind else self._socket.connect)(endpoint)
         except zmq.ZMQError as error:
@@ -128,8 +128,8 @@ class Sample:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close(linger=0)
-        if self._admission is not None:
-            self._admission.close()
+        if self._security is not None:
+            self._security.close()
         self._context.term()
 
     def take(self, timeout: float) -> None:

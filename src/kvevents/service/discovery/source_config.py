@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from kvevents.config import Curve
 from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp
 from kvevents.errors import ConfigError, PeerError
+from kvevents.security import Curve
 from kvevents.service.registration import DEFAULT_GROUP, Registration
 from kvevents.settings import Range, Settings, convert
 from kvevents.structs import prepared

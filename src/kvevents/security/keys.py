@@ -1,0 +1,258 @@
+"""CURVE keys: their Z85 text, their files, and the `Curve` setting that sets them on a socket.
+
+A key pair has two files in ZeroMQ's certificate format, which czmq and pyzmq read and write too: `NAME.key` has the public key
+and is given to others; `NAME.key_secret` has both keys and stays secret. Keys are written in Z85: 40 characters for 32 bytes.
+The alphabet contains `#`, so a key is quoted in a file. This module imports no zmq.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvevents.errors import ConfigError
+from kvevents.settings import FilePath, PublicKey, Secret
+
+PUBLIC_SUFFIX: Final = ".key"
+SECRET_SUFFIX: Final = ".key_secret"  # noqa: S105 - the end of a file name
+KEY_CHARACTERS: Final = 40
+MAX_FILE_BYTES: Final = 1 << 20
+"""A certificate has some hundred bytes. A file may hold ten thousand of them."""
+
+_Z85_ALPHABET: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_Z85_VALUES: Final = {character: value for value, character in enumerate(_Z85_ALPHABET)}
+_OTHERS_MODE: Final = stat.S_IROTH | stat.S_IWOTH
+_GROUP_OR_OTHERS_MODE: Final = _OTHERS_MODE | stat.S_IRGRP | stat.S_IWGRP
+
+
+class KeyPair(NamedTuple):
+    """A public key and the secret key that belongs to it, in Z85."""
+
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"<KeyPair {self.public!r}>"
+
+
+def z85_decode(text: str) -> bytes | None:
+    """Return the 32 bytes of a key in Z85; None if the text is not a key."""
+    if len(text) != KEY_CHARACTERS or not _Z85_VALUES.keys() >= set(text):
+        return None
+    words: list[int] = []
+    for start in range(0, KEY_CHARACTERS, 5):
+        word = 0
+        for character in text[start : start + 5]:
+            word = word * 85 + _Z85_VALUES[character]
+        words.append(word)
+    return struct.pack(">8I", *words) if max(words) < 1 << 32 else None
+
+
+def z85_encode(key: bytes) -> str:
+    """Return the 32 bytes of a key in Z85."""
+    characters: list[str] = []
+    for word in struct.unpack(">8I", key):
+        characters += [_Z85_ALPHABET[word // 85**place % 85] for place in (4, 3, 2, 1, 0)]
+    return "".join(characters)
+
+
+# --- key files ---------------------------------------------------------------------------------------------------------------
+
+
+def read_pair(path: Path) -> KeyPair:
+    """Return the keys of a `.key_secret` file.
+
+    Raises `ConfigError` if it cannot be read, holds no pair, or can be read by others. A file of this user must be readable by
+    the user only. A file of another user, such as a mounted secret, may be readable by the group.
+    """
+    text, status = _read(path)
+    public, secret = (next(_values_of(text, name), "") for name in ("public-key", "secret-key"))
+    if z85_decode(public) is None or z85_decode(secret) is None:
+        raise ConfigError(f"{path} holds no pair of CURVE keys; `kvevents keys NAME` creates NAME{SECRET_SUFFIX}")
+    _check_mode(path, status)
+    return KeyPair(public, secret)
+
+
+def read_public_keys(path: Path) -> list[str]:
+    """Return the public keys of a file with one or more certificates.
+
+    Raises `ConfigError` if it cannot be read or holds no public key.
+    """
+    keys = list(_values_of(_read(path)[0], "public-key"))
+    if not keys:
+        raise ConfigError(f'{path} holds no public key; expected a line such as public-key = "..."')
+    for key in keys:
+        if z85_decode(key) is None:
+            raise ConfigError(f"{path}: {key!r} is not a public key; expected {KEY_CHARACTERS} characters of Z85")
+    return keys
+
+
+def write_pair(base: Path, pair: KeyPair, comment: str, *, replace: bool) -> tuple[Path, Path]:
+    """Write `BASE.key` and `BASE.key_secret`; return both paths, the public one first.
+
+    `comment` is one line for people. Raises `ConfigError` if either exists, unless `replace`, and if it cannot be written.
+    """
+    public, secret = (base.with_name(base.name + suffix) for suffix in (PUBLIC_SUFFIX, SECRET_SUFFIX))
+    for path in (public, secret):
+        if path.exists() and not replace:
+            raise ConfigError(f"{path} exists, and a replaced key is lost; choose another name, or give --force to replace it")
+    # The secret first: a public key is useless without it.
+    _write(secret, _PAIR_FILE.format(comment=comment, name=base.name, pair=pair), 0o600, replace=replace)
+    _write(public, _PUBLIC_FILE.format(comment=comment, name=base.name, pair=pair), 0o644, replace=replace)
+    return public, secret
+
+
+_PUBLIC_FILE: Final = """\
+#   CURVE public key of {name}. {comment}
+#   Give it to those who let {name} connect, or who connect to {name}, in a way that protects it from being exchanged.
+
+metadata
+    name = "{name}"
+curve
+    public-key = "{pair.public}"
+"""
+_PAIR_FILE: Final = """\
+#   CURVE secret key of {name}. {comment}
+#   Everyone who can read this file can impersonate {name}: keep it where it is used, and readable by its owner only.
+
+metadata
+    name = "{name}"
+curve
+    public-key = "{pair.public}"
+    secret-key = "{pair.secret}"
+"""
+
+
+def _values_of(text: str, name: str) -> Iterator[str]:
+    for line in text.splitlines():
+        found, separator, value = line.strip().partition("=")
+        if separator and found.rstrip() == name:
+            yield value.strip(" \t'\"")
+
+
+def _read(path: Path) -> tuple[str, os.stat_result]:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read keys from {path}: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is not a key file: it is longer than {MAX_FILE_BYTES} bytes")
+    return content.decode(errors="replace"), status
+
+
+def _check_mode(path: Path, status: os.stat_result) -> None:
+    forbidden = _GROUP_OR_OTHERS_MODE if status.st_uid == os.geteuid() else _OTHERS_MODE
+    if status.st_mode & forbidden:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(f"{path} holds a secret key and others may read or change it (mode {mode:04o}): chmod 600 {path}")
+
+
+def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
+    """Write the file completely or not at all. Others cannot read it at any time, not even while it is written."""
+    target = path.with_name(path.name + ".new") if replace else path
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if replace else os.O_EXCL)
+    try:
+        with os.fdopen(os.open(target, flags, 0o600), "w") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(text)
+        if replace:
+            target.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+# --- the setting -------------------------------------------------------------------------------------------------------------
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """CURVE keys of one end, each 40 characters of Z85 (`zmq.curve_keypair`).
+
+    Without `server_key` this end is the CURVE server: peers must know its public key. With it, this end is a client of the
+    server that owns that key. It does not matter which end binds.
+
+    Raises `ConfigError` for an invalid key, and for a `key_file` that cannot be read or that others can read.
+    """
+
+    public_key: str = ""
+    """Own public key, instead of a file of both."""
+    secret_key: Secret = ""
+    """Own secret key, instead of a file of both."""
+    server_key: PublicKey | None = None
+    """Public key of the other end, or a file of it (NAME.key), if that is the CURVE server, as engines are."""
+    key_file: FilePath | None = None
+    """File of both own CURVE keys: a NAME.key_secret of `kvevents keys`."""
+    allowed: tuple[str, ...] | FilePath | None = None
+    """Public keys that may connect, or a file or folder of them, if this end is the CURVE server. It is read again for every
+    connection if it has changed. None lets in every client that knows this end's public key."""
+
+    def __post_init__(self) -> None:
+        if self.key_file is not None:
+            self._load_key_file(Path(self.key_file))
+        elif not self.public_key and not self.secret_key:
+            raise ConfigError("curve needs key_file, your own keys, a file made by `kvevents keys NAME`; or both of its keys")
+        if self.server_key is not None and z85_decode(self.server_key) is None:
+            self._load_server_key(self.server_key)
+        for name, key in self._keys():
+            if z85_decode(key) is None:
+                raise ConfigError(
+                    f"curve.{name} must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
+                )
+        if self.allowed is not None and self.server_key is not None:
+            raise ConfigError("curve.allowed is for a CURVE server; with curve.server_key this end is a client; leave one out")
+
+    def _load_key_file(self, path: Path) -> None:
+        pair = read_pair(path)
+        for name, found in (("public_key", pair.public), ("secret_key", pair.secret)):
+            if getattr(self, name) not in {"", found}:
+                raise ConfigError(f"curve.{name} is not that of curve.key_file ({path}); leave it out")
+            msgspec.structs.force_setattr(self, name, found)
+
+    def _load_server_key(self, text: str) -> None:
+        """Read the key from the file `text`. Other text stays as it is, and fails the check of keys."""
+        if not os.path.isfile(text):  # noqa: PTH113 - unlike Path.is_file, it raises for no text
+            return
+        found = read_public_keys(Path(text))
+        if len(found) > 1:
+            raise ConfigError(f"curve.server_key: {text} holds {len(found)} keys; expected the one key of the other end")
+        msgspec.structs.force_setattr(self, "server_key", found[0])
+
+    def _keys(self) -> Iterator[tuple[str, str]]:
+        yield "public_key", self.public_key
+        yield "secret_key", self.secret_key
+        if self.server_key is not None:
+            yield "server_key", self.server_key
+        if isinstance(self.allowed, tuple):
+            yield from (("allowed", key) for key in self.allowed)
+
+    def apply(self, socket: Any) -> None:
+        """Set the keys on a ZeroMQ socket; call it before the socket binds or connects.
+
+        With `allowed`, no client can connect unless `kvevents.security.zap.secure_sockets` handles the list.
+        """
+        if self.server_key is None:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = self.server_key.encode()
+        socket.curve_publickey = self.public_key.encode()
+        socket.curve_secretkey = self.secret_key.encode()
+        if self.allowed is not None:
+            socket.zap_domain = b"kvevents"
+            socket.zap_enforce_domain = True
+
+    def __repr__(self) -> str:
+        role = "server" if self.server_key is None else f"client of {self.server_key!r}"
+        return f"<Curve {role}, public key {self.public_key!r}>"
+
+    def __rich_repr__(self) -> Any:
+        """Yield the fields without the secret key."""
+        yield "public_key", self.public_key
+        yield "server_key", self.server_key
+        yield "allowed", self.allowed

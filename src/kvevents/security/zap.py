@@ -1,0 +1,291 @@
+"""Decides which keys may connect to CURVE servers: the handler side of ZAP, ZeroMQ's authentication protocol (RFC 27).
+
+Theory of operation. For each peer that has proven to own a key, libzmq sends a request to the socket bound to
+`inproc://zeromq.zap.01` in its context. There can be one such handler, so all allow-lists of a context share a thread,
+`zmq-zap`, which distinguishes them by ZAP's "domain". A socket with an allow-list is set up so that it rejects every peer if
+there is no handler (`ZAP_ENFORCE_DOMAIN`).
+
+The handler answers 300 for a peer that is not allowed, not 400. On 400 libzmq's client never connects again, so a consumer
+whose key is added later would need a restart. On 300 the connection ends, at once or after `handshake_timeout`, and the client
+retries at its own pace until its key is added.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from kvevents.errors import ConfigError
+from kvevents.security.keys import PUBLIC_SUFFIX, Curve, read_public_keys, z85_decode, z85_encode
+
+logger = logging.getLogger(__name__)
+
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+
+_ACCEPTED: Final = (b"200", b"OK")
+_REFUSED: Final = (b"300", b"unknown key")
+
+Context = zmq.Context[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecuritySettings:
+    """Limits and timers of CURVE servers."""
+
+    handshake_timeout: float = 10.0
+    """Seconds in which a connection must complete its handshake, and for which a refused one may stay open."""
+    log_interval: float = 60.0
+    """Seconds between two log records about refused connections of one end. The second one has the number of those between."""
+    max_allowed_keys: int = 4_096
+    """Keys of one allow-list, and files of its folder. Each new connection reads the state of all files, about 10 us each."""
+    mtime_granularity: float = 1.0
+    """Seconds within which a file may change twice with the same modification time, unnoticed. A file that has changed more
+    recently is read again."""
+
+
+DEFAULT_SECURITY_SETTINGS: Final = SecuritySettings()
+
+
+class AllowList:
+    """The public keys that may connect: given keys, or the keys of a file, or of all `*.key` files of a folder."""
+
+    def __init__(self, allowed: tuple[str, ...] | str, settings: SecuritySettings = DEFAULT_SECURITY_SETTINGS) -> None:
+        """`allowed` is keys in Z85, or a path."""
+        self.keys: frozenset[bytes] = frozenset()
+        self.errors: list[str] = []
+        """Problems of the files as of the last `refresh`. Keys of these files are not allowed."""
+        self._settings = settings
+        self._path: Path | None = Path(allowed) if isinstance(allowed, str) else None
+        self._signature: object = None
+        if isinstance(allowed, tuple):
+            self.keys = frozenset(found for key in allowed if (found := z85_decode(key)) is not None)
+
+    def refresh(self) -> None:
+        """Read the files again if they have changed. Does not raise: a file that cannot be read allows no key."""
+        if self._path is None:
+            return
+        try:
+            paths = self._key_files(self._path)
+            signature, is_settled = self._sign(paths)
+        except (OSError, ConfigError) as error:
+            text = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            self.keys, self.errors, self._signature = frozenset(), [text], None
+            return
+        if signature != self._signature:
+            self._load(self._path, paths)
+            self._signature = signature if is_settled else None
+
+    def _load(self, folder: Path, paths: list[Path]) -> None:
+        keys: set[bytes] = set()
+        self.errors = []
+        for path in paths:
+            try:
+                keys |= {found for key in read_public_keys(path) if (found := z85_decode(key)) is not None}
+            except ConfigError as error:
+                self.errors.append(str(error))
+        limit = self._settings.max_allowed_keys
+        if len(keys) > limit:
+            self.errors.append(f"{folder} holds {len(keys)} keys, more than {limit}; no client may connect")
+            keys.clear()
+        self.keys = frozenset(keys)
+
+    def _key_files(self, path: Path) -> list[Path]:
+        if not path.is_dir():
+            return [path]
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.endswith(PUBLIC_SUFFIX) and entry.name[0] != ".")
+        limit = self._settings.max_allowed_keys
+        if len(names) > limit:
+            raise ConfigError(f"{path} holds {len(names)} files of keys, more than {limit}; no client may connect")
+        return [path / name for name in names]
+
+    def _sign(self, paths: list[Path]) -> tuple[list[tuple[str, int, int, int, int]], bool]:
+        """Return what changes when a file changes, and whether no file has changed recently."""
+        found = [(path.name, path.stat()) for path in paths]
+        newest = max((max(each.st_mtime, each.st_ctime) for _, each in found), default=0.0)
+        parts = [(name, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for name, each in found]
+        return parts, time.time() - newest > self._settings.mtime_granularity
+
+
+class SocketSecurity:
+    """The keys of one end, and its allow-list if it has one. Close it after its sockets."""
+
+    def __init__(self, curve: Curve, label: str, settings: SecuritySettings) -> None:
+        """Raises `ConfigError` if the allow-list cannot be used."""
+        self.refused = 0
+        """Connections refused because their key is not allowed."""
+        self.domain = f"kvevents-{next(_domain_numbers)}"
+        self.allow_list = None if curve.allowed is None else AllowList(curve.allowed, settings)
+        self._settings = settings
+        self._curve = curve
+        self._label = label
+        self._handler: _ZapHandler | None = None
+        self._logged_refusals, self._logged_at = 0, float("-inf")
+        self._logged_errors: list[str] = []
+        if self.allow_list is not None:
+            self.allow_list.refresh()
+            if self.allow_list.errors:
+                raise ConfigError(f"curve.allowed: {self.allow_list.errors[0]}")
+
+    def apply(self, socket: Any) -> None:
+        """Set keys and allow-list on a socket, before it binds or connects."""
+        self._curve.apply(socket)
+        if self.allow_list is not None:
+            socket.zap_domain = self.domain.encode()
+            socket.handshake_ivl = int(1000 * self._settings.handshake_timeout)
+
+    def attach(self, handler: _ZapHandler) -> None:
+        """Remember the handler that answers for this end."""
+        self._handler = handler
+
+    def is_allowed(self, key: bytes, address: str) -> bool:
+        """Whether the owner of `key` (32 bytes) may connect; counts and logs a refusal."""
+        if self.allow_list is None:
+            return True
+        self.allow_list.refresh()
+        self._log_errors(self.allow_list.errors)
+        if key in self.allow_list.keys:
+            return True
+        self.refused += 1
+        if time.monotonic() - self._logged_at >= self._settings.log_interval:
+            self._log_refusals(f", the last one from {address} with the key {z85_encode(key)}")
+        return False
+
+    def close(self) -> None:
+        """Refuse all further connections. A second call does nothing."""
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            _detach(handler, self)
+        if self.refused > self._logged_refusals:
+            self._log_refusals("")
+
+    def _log_refusals(self, detail: str) -> None:
+        new = self.refused - self._logged_refusals
+        self._logged_refusals, self._logged_at = self.refused, time.monotonic()
+        noun = "connection" if new == 1 else "connections"
+        logger.warning(
+            "%s: refused %d %s of unknown keys%s; add the key to curve.allowed to accept it", self._label, new, noun, detail
+        )
+
+    def _log_errors(self, errors: list[str]) -> None:
+        if errors != self._logged_errors:
+            self._logged_errors = errors
+            if errors:
+                logger.warning("%s: %d files of curve.allowed cannot be used: %s", self._label, len(errors), errors[0])
+
+
+def secure_sockets(
+    context: Context, curve: Curve | None, label: str, settings: SecuritySettings = DEFAULT_SECURITY_SETTINGS
+) -> SocketSecurity | None:
+    """Return what to apply to the sockets of one end in `context`; None without keys. `label` is for the log.
+
+    Raises `ConfigError` for an allow-list that cannot be used, and if `context` has another ZAP handler.
+    """
+    if curve is None:
+        return None
+    security = SocketSecurity(curve, label, settings)
+    if security.allow_list is not None:
+        with _registry.lock:
+            handler = _registry.handlers.get(context.underlying)
+            if handler is None:
+                handler = _registry.handlers[context.underlying] = _ZapHandler(context)
+            handler.domains[security.domain.encode()] = security
+        security.attach(handler)
+    return security
+
+
+class _ZapHandler:
+    """Answers the ZAP requests of one context in a thread of its own, as long as the context has an allow-list."""
+
+    def __init__(self, context: Context) -> None:
+        self.domains: dict[bytes, SocketSecurity] = {}
+        self.context_id = context.underlying
+        self.process = os.getpid()
+        # Not context.socket(): an asyncio context has other sockets, and destroy() would close this one under its thread.
+        self._socket: zmq.Socket[bytes] = zmq.Socket(context, zmq.REP)
+        self._socket.linger = 0
+        try:
+            self._socket.bind(ZAP_ENDPOINT)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            text = f"cannot use curve.allowed: this ZeroMQ context has another ZAP handler ({ZAP_ENDPOINT}: {error})"
+            raise ConfigError(f"{text}; pass another context, or leave allowed out and check keys in that handler") from error
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="zmq-zap", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close the socket; returns when that is done."""
+        os.write(self._wake_write, b"\0")
+        self._thread.join()
+        os.close(self._wake_write)
+        os.close(self._wake_read)
+
+    def _run(self) -> None:
+        with suppress(zmq.ContextTerminated):
+            while self._wait_for_request():
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        # Before the socket is closed, which lets the context end: a new context may then have the same id.
+        if _registry.handlers.get(self.context_id) is self:
+            del _registry.handlers[self.context_id]
+        with suppress(zmq.ZMQError):  # close() alone frees the name some time later
+            self._socket.unbind(ZAP_ENDPOINT)
+        self._socket.close()
+
+    def _wait_for_request(self) -> bool:
+        """Wait for a request; return False after `stop`."""
+        ready = dict(zmq.zmq_poll([(self._wake_read, zmq.POLLIN), (self._socket, zmq.POLLIN)], -1))
+        return self._wake_read not in ready
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        version, request_id, domain, address, _, mechanism, *credentials = request
+        is_accepted = mechanism == b"CURVE" and self._is_allowed(domain, address, credentials[0])
+        return [version, request_id, *(_ACCEPTED if is_accepted else _REFUSED), b"", b""]
+
+    def _is_allowed(self, domain: bytes, address: bytes, key: bytes) -> bool:
+        if not domain:
+            # A CURVE server without an allow-list in the same context accepts every client that knows its key.
+            return True
+        security = self.domains.get(domain)
+        return security is not None and security.is_allowed(key, address.decode(errors="replace"))
+
+
+class _Registry:
+    """The handlers of this process, by the id of their context."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.handlers: dict[int, _ZapHandler] = {}
+
+
+_domain_numbers = count()
+_registry = _Registry()
+
+
+def _detach(handler: _ZapHandler, security: SocketSecurity) -> None:
+    if handler.process != os.getpid():
+        return
+    with _registry.lock:
+        handler.domains.pop(security.domain.encode(), None)
+        if not handler.domains:
+            if _registry.handlers.get(handler.context_id) is handler:
+                del _registry.handlers[handler.context_id]
+            handler.stop()
+
+
+def _reset_after_fork() -> None:
+    """In a forked child neither the threads nor the holder of the lock exist."""
+    _registry.lock = threading.RLock()
+    _registry.handlers = {}
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
