@@ -14,7 +14,7 @@ from discovery_fetch_cases import Engine
 from kvevents.compat.sglang import KVEventsConfig as SGLangConfig
 from kvevents.compat.vllm import KVEventsConfig as VLLMConfig
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.engines import EngineProvider, HttpClient
+from kvevents.service.discovery.engines import EngineHttpClient, EngineProvider
 from kvevents.service.discovery.provider import Finding
 from kvevents.service.discovery.source_config import SourceTable, Template
 from kvevents.service.registration import Scope
@@ -287,7 +287,7 @@ async def test_cancelling_ends_it_in_the_middle_of_a_question(engine: Engine) ->
         engine.hold.wait(20)
 
     engine.pages["/kv_event_sources"] = slow
-    following = soon(EngineProvider(engine.url, http=HttpClient(read_seconds=20)).watch())
+    following = soon(EngineProvider(engine.url, http=EngineHttpClient(read_seconds=20)).watch())
     assert await asyncio.to_thread(engine.reached.wait, 20)
     following.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -17,8 +17,8 @@ import pytest
 from discovery_cases import DEADLINE, within
 from discovery_fetch_cases import Engine
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.engines import HttpClient
-from kvevents.service.discovery.source_config import AskError, BaseUrl
+from kvevents.service.discovery.engines import EngineHttpClient
+from kvevents.service.discovery.source_config import BaseUrl, EngineQueryError
 from ports import quiet_port
 
 
@@ -37,13 +37,13 @@ def to(location: str) -> Any:
     return page
 
 
-async def get(engine: Engine, path: str, client: HttpClient | None = None) -> tuple[int, bytes]:
-    answer = await within((client or HttpClient()).get(BaseUrl.parse(engine.url).join(path)))
+async def get(engine: Engine, path: str, client: EngineHttpClient | None = None) -> tuple[int, bytes]:
+    answer = await within((client or EngineHttpClient()).get(BaseUrl.parse(engine.url).join(path)))
     return answer.status, answer.body
 
 
-async def refused(engine: Engine, path: str, client: HttpClient | None = None) -> str:
-    with pytest.raises(AskError) as caught:
+async def refused(engine: Engine, path: str, client: EngineHttpClient | None = None) -> str:
+    with pytest.raises(EngineQueryError) as caught:
         await get(engine, path, client)
     return str(caught.value)
 
@@ -80,7 +80,7 @@ async def test_what_is_no_whole_answer_is_told(engine: Engine, page: bytes) -> N
 
 async def test_a_large_answer_is_given_up(engine: Engine) -> None:
     """Neither a body above the limit, nor one that never ends, is kept in memory."""
-    client = HttpClient(max_bytes=1_000)
+    client = EngineHttpClient(max_bytes=1_000)
     engine.pages["/x"] = "x" * 2_000
     assert "more than 1000 bytes" in await refused(engine, "/x", client)
 
@@ -95,14 +95,14 @@ async def test_a_large_answer_is_given_up(engine: Engine) -> None:
 async def test_a_slow_answer_is_given_up_however_many_bytes_come(engine: Engine) -> None:
     """The time is that of the whole answer: a byte now and then does not prolong it."""
     engine.pages["/x"] = lambda handler: (handler.wfile.write(b"HTTP/1.1 200"), engine.hold.wait(DEADLINE))
-    assert "in time" in await refused(engine, "/x", HttpClient(read_seconds=0.05))
+    assert "in time" in await refused(engine, "/x", EngineHttpClient(read_seconds=0.05))
 
 
 async def test_nobody_listens() -> None:
     """Refused, and a name that cannot be: sentences, not tracebacks."""
     for host in (f"127.0.0.1:{quiet_port()}", "a" * 64 + ":80"):
-        with pytest.raises(AskError, match="cannot be reached"):
-            await within(HttpClient().get(BaseUrl.parse(f"http://{host}")))
+        with pytest.raises(EngineQueryError, match="cannot be reached"):
+            await within(EngineHttpClient().get(BaseUrl.parse(f"http://{host}")))
 
 
 async def test_redirects_stay_on_the_host(engine: Engine) -> None:
@@ -148,7 +148,7 @@ async def test_cancelling_hangs_up_at_once(engine: Engine) -> None:
             gone.set()
 
     engine.pages["/x"] = silent
-    task = asyncio.create_task(HttpClient(read_seconds=DEADLINE).get(BaseUrl.parse(engine.url).join("/x")))
+    task = asyncio.create_task(EngineHttpClient(read_seconds=DEADLINE).get(BaseUrl.parse(engine.url).join("/x")))
     assert await asyncio.to_thread(engine.reached.wait, DEADLINE)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -177,10 +177,10 @@ async def test_https_checks_whom_it_talks_to(certificate: tuple[Path, Path]) -> 
     theirs.load_cert_chain(*certificate)
     ours = ssl.create_default_context(cafile=str(certificate[0]))
     with Engine({"/x": 1}, theirs) as engine:
-        assert await get(engine, "/x", HttpClient(tls=ours, server_name="engines.test")) == (200, b"1")
+        assert await get(engine, "/x", EngineHttpClient(tls=ours, server_name="engines.test")) == (200, b"1")
         assert engine.hosts == [f"engines.test:{engine.port}"]
-        assert "certificate" in await refused(engine, "/x", HttpClient(tls=ours))
-        assert "certificate" in await refused(engine, "/x", HttpClient(server_name="engines.test"))
+        assert "certificate" in await refused(engine, "/x", EngineHttpClient(tls=ours))
+        assert "certificate" in await refused(engine, "/x", EngineHttpClient(server_name="engines.test"))
 
 
 @pytest.mark.parametrize(

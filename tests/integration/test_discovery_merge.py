@@ -16,8 +16,8 @@ from discovery_cases import Steps, within
 from discovery_fetch_cases import Engine
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider
-from kvevents.service.discovery.provider import Fault, Finding, Provider
-from kvevents.service.discovery.runner import Discovered, Discovery, merge
+from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider
+from kvevents.service.discovery.runner import MergedFindings, ProviderRunner, merge_findings
 from kvevents.service.discovery.source_config import SourceTable
 from kvevents.service.registration import Registration
 
@@ -53,9 +53,9 @@ class Told:
     """What was told, one after the other."""
 
     def __init__(self) -> None:
-        self.queue: asyncio.Queue[Discovered] = asyncio.Queue()
+        self.queue: asyncio.Queue[MergedFindings] = asyncio.Queue()
 
-    async def until(self, labels: set[str], faults: int | None = None) -> Discovered:
+    async def until(self, labels: set[str], faults: int | None = None) -> MergedFindings:
         """The first picture with exactly these ranks, and so many faults."""
         while True:
             found = await within(self.queue.get())
@@ -67,7 +67,7 @@ class Told:
 @asynccontextmanager
 async def running(*providers: Provider, max_sources: int = 4_096) -> AsyncIterator[Told]:
     told = Told()
-    task = asyncio.create_task(Discovery(providers, told.queue.put_nowait, max_sources=max_sources, settle=0).run())
+    task = asyncio.create_task(ProviderRunner(providers, told.queue.put_nowait, max_sources=max_sources, settle=0).run())
     yield told
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -76,41 +76,43 @@ async def running(*providers: Provider, max_sources: int = 4_096) -> AsyncIterat
 
 def test_the_first_of_two_that_differ_counts_and_the_other_is_told() -> None:
     """By order of the providers, not of arrival; the sentence says in what they differ, and never prints keys."""
-    found = merge([("config", Finding((registration("a", 1),))), ("dns x", Finding((registration("a", 2), registration("b"))))])
+    found = merge_findings(
+        [("config", Finding((registration("a", 1),))), ("dns x", Finding((registration("a", 2), registration("b"))))]
+    )
     assert {each.label: each.endpoint for each in found.registrations.values()} == {
         "a rank 0": "tcp://h:1",
         "b rank 0": "tcp://h:1",
     }
     (fault,) = found.faults["dns x"]
-    assert fault == Fault(
+    assert fault == DiscoveryFault(
         "a rank 0", "a rank 0 is named twice, with another endpoint: what config says first counts, this does not"
     )
 
 
 def test_the_same_said_twice_is_no_conflict() -> None:
     """A file beside flags may well say the same; and another tenant's engine of that name is another one."""
-    found = merge([("config", finding("a")), ("file", finding("a"))])
+    found = merge_findings([("config", finding("a")), ("file", finding("a"))])
     assert (len(found.registrations), found.faults) == (1, {})
-    found = merge([("config", Finding((registration("a"), registration("a", 2, tenant="t"))))])
+    found = merge_findings([("config", Finding((registration("a"), registration("a", 2, tenant="t"))))])
     assert (len(found.registrations), found.faults) == (2, {})
 
 
 def test_two_entries_of_one_provider_conflict_too() -> None:
     """A table that was copied and not finished."""
-    found = merge([("file", Finding((registration("a", 1), registration("a", 2, topic="x"))))])
+    found = merge_findings([("file", Finding((registration("a", 1), registration("a", 2, topic="x"))))])
     assert "another endpoint, topic" in found.faults["file"][0].sentence
 
 
 def test_sources_are_bounded() -> None:
     """The rest is ignored, counted, and told by whom it was named; who is known already is not the rest."""
-    found = merge([("config", finding("a", "b")), ("dns x", finding("b", "c", "d", "e"))], max_sources=3)
+    found = merge_findings([("config", finding("a", "b")), ("dns x", finding("b", "c", "d", "e"))], max_sources=3)
     assert sorted(each.instance for each in found.registrations.values()) == ["a", "b", "c"]
-    assert found.faults == {"dns x": (Fault("max_sources", "2 ranks are ignored: max_sources allows 3"),)}
+    assert found.faults == {"dns x": (DiscoveryFault("max_sources", "2 ranks are ignored: max_sources allows 3"),)}
 
 
 def test_who_has_said_nothing_yet_is_known() -> None:
     """So that what was known before a restart is not dropped before the providers had a chance to name it."""
-    assert merge([("config", finding("a")), ("dns x", None)]).waiting == ("dns x",)
+    assert merge_findings([("config", finding("a")), ("dns x", None)]).waiting == ("dns x",)
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 3)), max_size=6), max_size=5), st.integers(0, 6))
@@ -121,7 +123,7 @@ def test_merging_agrees_with_reading_all_in_order(named: list[list[tuple[str, in
         if instance in model or len(model) < most:
             model.setdefault(instance, port)
     findings = [(str(n), Finding(tuple(registration(*each) for each in names))) for n, names in enumerate(named)]
-    found = merge(findings, most)
+    found = merge_findings(findings, most)
     assert {each.instance: each.endpoint for each in found.registrations.values()} == {
         k: f"tcp://h:{v}" for k, v in model.items()
     }
@@ -134,9 +136,9 @@ async def test_changes_of_all_providers_arrive() -> None:
         assert (await told.until(set())).waiting == ("one", "two")
         one.find(finding("a"))
         assert (await told.until({"a rank 0"})).waiting == ("two",)
-        two.find(Finding(finding("b").registrations, (Fault("x", "is not there"),)))
+        two.find(Finding(finding("b").registrations, (DiscoveryFault("x", "is not there"),)))
         found = await told.until({"a rank 0", "b rank 0"})
-        assert (found.faults, found.waiting) == ({"two": (Fault("x", "is not there"),)}, ())
+        assert (found.faults, found.waiting) == ({"two": (DiscoveryFault("x", "is not there"),)}, ())
         one.find(finding())
         await told.until({"b rank 0"})
     assert one.ended.is_set()
@@ -177,7 +179,7 @@ async def test_providers_are_bounded_too() -> None:
     async with running(top, max_sources=3) as told:
         top.find(Finding(providers=tuple(Scripted(str(each)) for each in range(10))))
         found = await told.until(set(), faults=1)
-        assert found.faults["top"] == (Fault("max_sources", "8 providers are ignored: max_sources allows 3"),)
+        assert found.faults["top"] == (DiscoveryFault("max_sources", "8 providers are ignored: max_sources allows 3"),)
         assert found.waiting == ("0", "1")
 
 
@@ -187,7 +189,7 @@ async def test_many_changes_at_once_are_told_once() -> None:
     providers = [Scripted(str(each)) for each in range(100)]
     for each in providers:
         each.find(finding(each.name))
-    task = asyncio.create_task(Discovery(providers, told.queue.put_nowait, settle=0.05, pace=steps.pace).run())
+    task = asyncio.create_task(ProviderRunner(providers, told.queue.put_nowait, settle=0.05, pace=steps.pace).run())
     assert await steps.step() == 0.05
     assert len((await within(told.queue.get())).registrations) == 100
     providers[0].find(finding("0"))
@@ -212,13 +214,13 @@ async def test_a_provider_that_breaks_its_word_is_not_hidden() -> None:
             raise ZeroDivisionError
 
     other = Scripted("other")
-    discovery = Discovery([other, Broken()], lambda _: None, settle=0)
+    discovery = ProviderRunner([other, Broken()], lambda _: None, settle=0)
     with pytest.raises(ExceptionGroup) as caught:
         await within(discovery.run())
     assert caught.group_contains(ZeroDivisionError)
     assert other.ended.is_set()
     await asyncio.sleep(0)
-    assert repr(discovery) == "<Discovery 2 providers, 0 running>"
+    assert repr(discovery) == "<ProviderRunner 2 providers, 0 running>"
 
 
 async def test_a_fleet_of_flags_a_file_and_engines(tmp_path: Path) -> None:

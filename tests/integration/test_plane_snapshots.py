@@ -22,8 +22,8 @@ from kvevents.plane.ledger import Ledger, Standing
 from kvevents.plane.records import Key
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import SWEEP_SECONDS, VERSION, Kept, Snapshots, Taken, take
-from kvevents.service.replica.coordination import Comparing
-from kvevents.service.replica.index_build import Taking
+from kvevents.service.replica.coordination import ConsistencyCheck
+from kvevents.service.replica.index_build import Snapshotter
 from kvevents.stream import Batch, DegradedReason
 from nats_servers import nats_server, needs_nats
 from plane_cases import plane_at
@@ -203,7 +203,7 @@ def test_a_taker_whose_clock_is_ahead_does_not_keep_others_from_taking(tmp_path:
             layout = await make(js, plane_at(server.url, partitions=1))
             made = (await state_of(js, layout, 0)).made
             clock, path = Clock(), tmp_path / "index"
-            ours, taking = Snapshots(js, layout, clock), Taking("good", Comparing("good"), 60.0)
+            ours, taking = Snapshots(js, layout, clock), Snapshotter("good", ConsistencyCheck("good"), 60.0)
             generation: Any = SimpleNamespace(know=id)
             assert not await taking._is_fresh(0, ours, generation)
             filled(1).snapshot(path)

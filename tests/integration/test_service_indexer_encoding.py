@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.service.http.indexer_api import dynamo, mooncake
-from kvevents.service.member import Member, Row
+from kvevents.service.member import Member, MemberMatch
 from kvevents.service.registration import Registration
 from kvevents.stream import Trust
 
@@ -27,7 +27,7 @@ def member(instance: str, rank: int, trust: Trust = Trust.EXACT) -> Member:
 @given(st.lists(st.tuples(NAMES, st.integers(0, 3), COUNTS, COUNTS, COUNTS, COUNTS), unique_by=lambda row: row[:2], max_size=6))
 def test_both_spellings_say_the_same_of_any_names_and_ranks(rows: list[tuple[str, int, int, int, int, int]]) -> None:
     """Several ranks of an instance together; scores only of those that hold something on the device."""
-    told = [Row(member(name, rank), *counts) for name, rank, *counts in rows]
+    told = [MemberMatch(member(name, rank), *counts) for name, rank, *counts in rows]
     one, other = json.loads(dynamo(told)), json.loads(mooncake("t%d", told))["t%d"]
     assert one["instances"].keys() == other.keys() == {name for name, *_ in rows}
     for name, held in one["instances"].items():
@@ -56,4 +56,4 @@ def test_both_spellings_say_the_same_of_any_names_and_ranks(rows: list[tuple[str
 def test_an_answer_has_the_trust_of_its_moment() -> None:
     one = member("a", 0)
     one.judge(Trust.STALE, 2.0)
-    assert json.loads(dynamo([Row(one, 1, 1, 1, 1)]))["instances"]["a"]["trust"] == {"0": "STALE"}
+    assert json.loads(dynamo([MemberMatch(one, 1, 1, 1, 1)]))["instances"]["a"]["trust"] == {"0": "STALE"}

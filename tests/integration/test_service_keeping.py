@@ -11,7 +11,7 @@ from stat import S_IMODE
 
 from kvevents.index import PrefixIndex
 from kvevents.service.registration import Registration
-from kvevents.service.state_store import Keeper
+from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint
 from service_cases import DEADLINE, Client, engine, serving, until
 from service_cases import registration as registration_body
@@ -25,19 +25,19 @@ def registration(number: int) -> Registration:
 
 def test_registrations_that_threads_write_at_once_are_all_kept(tmp_path: Path) -> None:
     """No write fails, the file is whole after each round, and it has the newest list."""
-    keeper = Keeper(tmp_path)
+    state_store = StateStore(tmp_path)
     for _ in range(20):
         known: list[Registration] = []
         together = threading.Barrier(THREADS)
 
-        def remember(number: int, known: list[Registration] = known, together: threading.Barrier = together) -> None:
+        def save_registrations(number: int, known: list[Registration] = known, together: threading.Barrier = together) -> None:
             together.wait(DEADLINE)
             known.append(registration(number))
-            keeper.remember(lambda: list(known))
+            state_store.save_registrations(lambda: list(known))
 
         with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(remember, range(THREADS)))
-        assert sorted(keeper.remembered(), key=str) == sorted(known, key=str)
+            list(threads.map(save_registrations, range(THREADS)))
+        assert sorted(state_store.load_registrations(), key=str) == sorted(known, key=str)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -59,41 +59,41 @@ class Standing:
 
 def test_a_save_waits_for_the_one_under_way_and_removes_no_file_of_it(tmp_path: Path) -> None:
     """The last snapshot at SIGTERM beside a periodic one: whichever ends last, `current` names a snapshot that is there."""
-    keeper = Keeper(tmp_path)
+    state_store = StateStore(tmp_path)
     first, second = Standing(), Standing()
     with ThreadPoolExecutor(2) as threads:
-        periodic = threads.submit(keeper.save, PrefixIndex(), first)
+        periodic = threads.submit(state_store.save, PrefixIndex(), first)
         assert first.asked.wait(DEADLINE)
-        last = threads.submit(keeper.save, PrefixIndex(), second)
+        last = threads.submit(state_store.save, PrefixIndex(), second)
         assert not second.asked.wait(0.05)
         first.go_on.set()
         periodic.result(DEADLINE)
         second.go_on.set()
         last.result(DEADLINE)
-    assert keeper.restore(PrefixIndex()) == {}
+    assert state_store.restore(PrefixIndex()) == {}
     assert (tmp_path / "current").exists()
 
 
 def test_the_folder_is_left_to_the_next_process_when_all_is_written(tmp_path: Path) -> None:
     """`close` waits for a save under way."""
-    keeper, standing = Keeper(tmp_path), Standing()
+    state_store, standing = StateStore(tmp_path), Standing()
     with ThreadPoolExecutor(2) as threads:
-        saving = threads.submit(keeper.save, PrefixIndex(), standing)
+        saving = threads.submit(state_store.save, PrefixIndex(), standing)
         assert standing.asked.wait(DEADLINE)
-        closing = threads.submit(keeper.close)
+        closing = threads.submit(state_store.close)
         standing.go_on.set()
         closing.result(DEADLINE)
         assert saving.done()
-    Keeper(tmp_path).close()
+    StateStore(tmp_path).close()
 
 
 def test_every_file_is_for_its_owner_only(tmp_path: Path) -> None:
     """In a folder that others may read, too: snapshots can hold token ids, registrations hold salts."""
     tmp_path.chmod(0o755)
-    keeper = Keeper(tmp_path)
+    state_store = StateStore(tmp_path)
     nothing: Callable[[], list[Checkpoint]] = list
-    keeper.save(PrefixIndex(), nothing)
-    keeper.remember(lambda: [registration(0)])
+    state_store.save(PrefixIndex(), nothing)
+    state_store.save_registrations(lambda: [registration(0)])
     modes = {path.name.split("-")[0]: S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys(("current", "index", "streams", "registered.json", "lock"), 0o600)
 

@@ -19,7 +19,7 @@ from kvevents.service.config import ServiceConfig
 from kvevents.service.exposition import STATES, exposition, labels
 from kvevents.service.member import Member
 from kvevents.service.metrics import Tally
-from kvevents.service.reasons import Fault, Reason
+from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
 from kvevents.stream import DegradedReason, RawBatch, Trust
@@ -124,10 +124,10 @@ def test_each_complaint_has_a_word(service: Service) -> None:
     assert member.status
     info = replace(member.info, evicted=5, orphans_dropped=1, rejected={("full_attention", "length-mismatch"): 1})
     member.look(member.status, info, hidden_before=0.0)
-    assert len(member.blamed) == 4
+    assert len(member.index_faults) == 4
     member.judge(Trust.EXACT, 0.0)
-    assert member.trusted.state == "DEGRADED"
-    assert sorted(member.trusted.reason_codes) == ["block-size", "evicted", "orphans-dropped", "set-aside"]
+    assert member.trust_status.state == "DEGRADED"
+    assert sorted(member.trust_status.reason_codes) == ["block-size", "evicted", "orphans-dropped", "set-aside"]
 
 
 def test_each_doubt_has_a_word(service: Service) -> None:
@@ -136,7 +136,7 @@ def test_each_doubt_has_a_word(service: Service) -> None:
     assert member.status
     member.status = replace(member.status, degraded_reasons=frozenset(DegradedReason))
     member.judge(Trust.DEGRADED.with_reason("..."), 0.0)
-    assert list(member.trusted.reason_codes) == sorted(doubt.name.lower().replace("_", "-") for doubt in DegradedReason)
+    assert list(member.trust_status.reason_codes) == sorted(doubt.name.lower().replace("_", "-") for doubt in DegradedReason)
 
 
 @pytest.mark.parametrize(
@@ -146,19 +146,19 @@ def test_each_doubt_has_a_word(service: Service) -> None:
         (Trust.CONNECTING, None, ["connecting"]),
         (Trust.REPLAYING, None, ["replaying"]),
         (Trust.STALE, None, ["disconnected"]),
-        (Trust.STALE, Fault(Reason.REFUSED, "nothing listens at tcp://10.0.0.1:1"), ["refused"]),
-        (Trust.CONNECTING, Fault(Reason.WRONG_SOCKET, "it is a ROUTER socket"), ["wrong-socket"]),
-        (Trust.EXACT, Fault(Reason.REFUSED, "nothing listens at tcp://10.0.0.1:1"), []),
+        (Trust.STALE, SourceFault(Reason.REFUSED, "nothing listens at tcp://10.0.0.1:1"), ["refused"]),
+        (Trust.CONNECTING, SourceFault(Reason.WRONG_SOCKET, "it is a ROUTER socket"), ["wrong-socket"]),
+        (Trust.EXACT, SourceFault(Reason.REFUSED, "nothing listens at tcp://10.0.0.1:1"), []),
         (Trust.DEGRADED.with_reason("?"), None, ["other"]),
     ],
 )
 def test_every_source_that_is_not_exact_has_a_reason(
-    service: Service, trust: Trust, fault: Fault | None, reasons: list[str]
+    service: Service, trust: Trust, fault: SourceFault | None, reasons: list[str]
 ) -> None:
     member = register(service, replay_endpoint="tcp://127.0.0.1:2")
     member.faults = {} if fault is None else {"endpoint": fault}
     member.judge(trust, 0.0)
-    assert list(member.trusted.reason_codes) == reasons
+    assert list(member.trust_status.reason_codes) == reasons
     found = {dict(told)["reason"] for name, told in samples(service) if name == "kvevents_source_reason"}
     assert found == set(reasons)
 

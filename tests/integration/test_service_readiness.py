@@ -16,7 +16,7 @@ from kvevents.service.exposition import exposition
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
-from kvevents.service.state_store import Keeper
+from kvevents.service.state_store import StateStore
 from kvevents.settings import convert
 from kvevents.stream import Trust
 from service_cases import Client, engine, prompt, serving, until, write
@@ -40,8 +40,8 @@ def service_of(clock: Clock, watched: Path | None = None, **tables: Any) -> Iter
         yield service
     finally:
         service.fleet.follower.subscriber.close()
-        if service.keeper is not None:
-            service.keeper.close()
+        if service.state_store is not None:
+            service.state_store.close()
 
 
 def register(service: Service, name: str = "a", trust: Trust = Trust.CONNECTING) -> None:
@@ -92,9 +92,9 @@ def test_it_is_not_ready_without_a_single_engine_where_some_are_expected(case: s
 
 def test_registrations_from_before_a_restart_are_expected(tmp_path: Path) -> None:
     """Though the first of them is refused now, and no engine is left."""
-    keeper = Keeper(tmp_path / "state")
-    keeper.remember(lambda: [Registration(instance="a", endpoint="tcp://8.8.8.8:1", model="m")])
-    keeper.close()
+    state_store = StateStore(tmp_path / "state")
+    state_store.save_registrations(lambda: [Registration(instance="a", endpoint="tcp://8.8.8.8:1", model="m")])
+    state_store.close()
     clock = Clock()
     with service_of(clock, state_dir=str(tmp_path / "state")) as service:
         service._register_remembered()

@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A census several times a second, and no pauses between generations."""
+    """A census several times a second, and no pauses between builds."""
     monkeypatch.setattr(subscriber, "CENSUS_PAGES", (2, 16))
     monkeypatch.setattr(module, "TELL_SECONDS", 0.05)
     monkeypatch.setattr(comparing, "TURN_SECONDS", 0.5)
@@ -62,11 +62,11 @@ def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) ->
             right = until("the block", lambda: len({each.digest for each in found}) == 1 and found[0].digest)
             found[0].spoil()
             assert found[0].digest != right
-            until("another generation", lambda: found[0].replica.generations > 1)
+            until("another generation", lambda: found[0].replica.builds > 1)
             until("agreement", lambda: {each.digest for each in found} == {right})
             assert found[0].replica.disagreements >= 1
             if count == 3:
-                assert [each.replica.generations for each in found[1:]] == [1, 1]
+                assert [each.replica.builds for each in found[1:]] == [1, 1]
 
 
 def test_an_engine_that_says_it_holds_something_else_is_believed(server: NatsServer) -> None:
@@ -77,6 +77,6 @@ def test_an_engine_that_says_it_holds_something_else_is_believed(server: NatsSer
         with replicas(plane, 1) as (only,):
             right = until("the block", lambda: only.digest)
             only.spoil()
-            until("doubt, or another generation", lambda: not only.is_exact or only.replica.generations > 1)
-            until("another generation", lambda: only.replica.generations > 1)
+            until("doubt, or another generation", lambda: not only.is_exact or only.replica.builds > 1)
+            until("another generation", lambda: only.replica.builds > 1)
             until("what the engine holds", lambda: only.digest == right and only.is_exact)

@@ -13,8 +13,8 @@ import pytest
 from certificate_cases import make_certificates
 from kvevents.errors import ConfigError
 from kvevents.service.config import ServiceConfig, ShardSettings
-from kvevents.service.shards.peers import AwayError, PeerPolicy, Peers
-from kvevents.service.shards.shard_server import Noted, Partitions
+from kvevents.service.shards.peers import PeerPolicy, Peers, PeerUnavailableError
+from kvevents.service.shards.shard_server import ExpectationAnswer, PartitionQuery
 from kvevents.settings import convert
 
 POD = "http://kv-0.kv-peers.ns.svc:8090"
@@ -97,7 +97,7 @@ async def test_replicas_prove_who_they_are_to_each_other(tmp_path: Path) -> None
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heard.append(await reader.readuntil(b"\r\n\r\n"))
-        body = msgspec.msgpack.encode(Noted(known=True))
+        body = msgspec.msgpack.encode(ExpectationAnswer(known=True))
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         await reader.read()
         writer.close()
@@ -105,8 +105,8 @@ async def test_replicas_prove_who_they_are_to_each_other(tmp_path: Path) -> None
     async def ask(**more: Any) -> bool:
         peers = Peers(ShardSettings(url=url, ask_seconds=10.0, **more))
         try:
-            return (await peers.ask("other", url, "/v1/shard/expect", Partitions(partitions=[]), Noted)).known
-        except AwayError:
+            return (await peers.ask("other", url, "/v1/shard/expect", PartitionQuery(partitions=[]), ExpectationAnswer)).known
+        except PeerUnavailableError:
             return False
         finally:
             await peers.close()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cli_cases import refusing
 from discovery_fetch_cases import Engine as Web
-from kvevents.service.event_bus import MAX_QUEUED, Announcer
+from kvevents.service.event_bus import MAX_QUEUED, EventBus
 from kvevents.service.schemas import LossEvent
 from service_cases import BLOCK, Engine, Service, Stream, engine, engines, hex_keys, prompt, serving, until, write
 
@@ -622,14 +622,14 @@ def test_a_client_that_is_too_slow_is_told_how_much_it_has_missed() -> None:
         )
 
     async def scenario() -> tuple[list[Any], int | None]:
-        announcer = Announcer()
-        with announcer.listening() as slow, announcer.listening() as quick:
+        event_bus = EventBus()
+        with event_bus.listening() as slow, event_bus.listening() as quick:
             for number in range(MAX_QUEUED + 5):
-                announcer.announce(loss(number))
+                event_bus.announce(loss(number))
                 await asyncio.sleep(0)
                 assert await quick.get(1) == loss(number)
             got = [await slow.get(1) for _ in range(MAX_QUEUED + 1)]
-            announcer.announce(loss(-1))
+            event_bus.announce(loss(-1))
             assert await slow.get(1) == loss(-1)
             return got[:-1], got[-1] if isinstance(got[-1], int) else None
 

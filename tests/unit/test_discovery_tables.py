@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.source_config import MAX_RANKS, SourceTable, Template, to_table
+from kvevents.service.discovery.source_config import MAX_RANKS, SourceTable, Template, parse_table
 from kvevents.stream import Source
 
 
@@ -29,7 +29,7 @@ def test_every_field_arrives_in_the_registration() -> None:
         "tenant": "t", "group": "g", "topic": "kv", "bind": True, "lora_name": "l", "salt": "s",
         "curve": {"public_key": "p" * 40, "secret_key": "s" * 40, "server_key": "k" * 40},
     }  # fmt: skip
-    (found,) = to_table(1, fields).listed()
+    (found,) = parse_table(1, fields).listed()
     assert msgspec.to_builtins(found) == fields
 
 
@@ -74,6 +74,6 @@ def test_a_wildcard_replay_host_is_the_engines_own() -> None:
 def test_what_is_wrong_is_named_with_its_table_and_field(fields: object, words: list[str]) -> None:
     """An operator finds the place from the sentence alone."""
     with pytest.raises(ConfigError) as caught:
-        to_table(3, fields)
+        parse_table(3, fields)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert str(caught.value).startswith("[[sources]] 3")

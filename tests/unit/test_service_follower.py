@@ -52,7 +52,7 @@ def test_trust_is_lowered_before_the_index_has_the_batch_that_lowers_it() -> Non
         """The index. It records the trust that answers would give when deliveries arrive."""
 
         def apply_many(self, deliveries: Sequence[RawDelivery]) -> list[Applied]:
-            states.append(fleet.members[registration.key].trusted.state)
+            states.append(fleet.members[registration.key].trust_status.state)
             return index.apply_many(deliveries)
 
     sink = IndexSink(cast("PrefixIndex", Watched()), fleet)
@@ -83,6 +83,6 @@ def test_trust_is_lowered_before_the_index_has_the_batch_that_lowers_it() -> Non
     for _ in range(2):
         engine.publish(BlockRemoved([3]))
         turn()
-    assert fleet.members[registration.key].trusted.state == "EXACT"
+    assert fleet.members[registration.key].trust_status.state == "EXACT"
     subscriber.remove(*registration.key)
     fleet.on_received([registration.key])  # as if a log said that the stream left after its last batch

@@ -15,7 +15,7 @@ from kvevents.plane.layout import Layout, PartitionInfo
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.snapshots import Kept, Snapshots
 from kvevents.service.replica import index_build as generation
-from kvevents.service.replica.index_build import Generation
+from kvevents.service.replica.index_build import IndexBuild
 
 pytest.importorskip("nats")
 LATE = PlaneError("snapshot newest was not read within 300 s", fault="timeout")
@@ -53,10 +53,10 @@ async def begun(
     async def read(*_: object) -> None: ...
 
     monkeypatch.setattr(generation, "state_of", state_of)
-    monkeypatch.setattr(Generation, "_read", read)
+    monkeypatch.setattr(IndexBuild, "_read", read)
     client: Any = SimpleNamespace(jetstream=lambda: None)
     answering: Snapshots = snapshots  # type: ignore[assignment]
-    made = Generation(client, Layout("default", 1), answering, PrefixIndex())
+    made = IndexBuild(client, Layout("default", 1), answering, PrefixIndex())
     try:
         await made.adjust(partitions, ())
     finally:

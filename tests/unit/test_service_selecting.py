@@ -24,7 +24,7 @@ PROMPT = list(range(100))
 STATES: list[State] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
 EXACT = Standing.of(TrustStatus("EXACT"))
 CONNECTED: list[State] = ["EXACT", "REPLAYING", "DEGRADED"]
-Row = tuple[float, State, tuple[int, int, int, int]]
+MemberMatch = tuple[float, State, tuple[int, int, int, int]]
 """Load, state, and how much longer each tier reaches than the one before: gpu, cpu, disk, and one that nobody knows."""
 
 
@@ -167,7 +167,7 @@ shares = st.floats(0, 1)
 weights = st.fixed_dictionaries({}, optional={"gpu": shares, "cpu": shares, "disk": shares, "other": shares})
 
 
-def ask(fleet: list[Row], order: list[int] | None = None, **changes: Any) -> Selection:
+def ask(fleet: list[MemberMatch], order: list[int] | None = None, **changes: Any) -> Selection:
     names = range(len(fleet)) if order is None else order
     candidates = [Candidate(instance=f"w{place}", load=fleet[place][0]) for place in names]
     held = {}
@@ -176,12 +176,14 @@ def ask(fleet: list[Row], order: list[int] | None = None, **changes: Any) -> Sel
     return choose(candidates, held, {place: row[1] for place, row in enumerate(fleet)}, **changes)
 
 
-def replaced(fleet: list[Row], place: int, row: Row) -> list[Row]:
+def replaced(fleet: list[MemberMatch], place: int, row: MemberMatch) -> list[MemberMatch]:
     return [*fleet[:place], row, *fleet[place + 1 :]]
 
 
 @given(fleets, weights, st.data())
-def test_more_cached_tokens_never_worsen_a_score(fleet: list[Row], tiers: dict[str, float], data: st.DataObject) -> None:
+def test_more_cached_tokens_never_worsen_a_score(
+    fleet: list[MemberMatch], tiers: dict[str, float], data: st.DataObject
+) -> None:
     """On whatever tier and with whatever weights; nobody else's score changes."""
     place = data.draw(st.integers(0, len(fleet) - 1))
     load, state, old = fleet[place]
@@ -198,7 +200,7 @@ def test_more_cached_tokens_never_worsen_a_score(fleet: list[Row], tiers: dict[s
 
 
 @given(fleets, st.floats(0, 1e6), st.data())
-def test_more_load_never_improves_a_score(fleet: list[Row], more: float, data: st.DataObject) -> None:
+def test_more_load_never_improves_a_score(fleet: list[MemberMatch], more: float, data: st.DataObject) -> None:
     """And never worsens the others', so that who is not chosen is not chosen with more load either."""
     place = data.draw(st.integers(0, len(fleet) - 1))
     load, state, tiers = fleet[place]
@@ -210,7 +212,7 @@ def test_more_load_never_improves_a_score(fleet: list[Row], more: float, data: s
 
 
 @given(fleets, st.randoms(use_true_random=False))
-def test_the_order_of_candidates_does_not_matter(fleet: list[Row], random: Random) -> None:
+def test_the_order_of_candidates_does_not_matter(fleet: list[MemberMatch], random: Random) -> None:
     """Every score is the same, and so is the choice where there is one best."""
     order = list(range(len(fleet)))
     random.shuffle(order)
@@ -223,10 +225,10 @@ def test_the_order_of_candidates_does_not_matter(fleet: list[Row], random: Rando
 
 
 @given(fleets, fleets)
-def test_weights_of_zero_remove_the_influence(fleet: list[Row], other: list[Row]) -> None:
+def test_weights_of_zero_remove_the_influence(fleet: list[MemberMatch], other: list[MemberMatch]) -> None:
     """Without a weight of load only caches count; without weights of tiers, or without trust, only load does."""
     count = min(len(fleet), len(other))
-    mixed: list[Row] = [(other[place][0], *fleet[place][1:]) for place in range(count)]
+    mixed: list[MemberMatch] = [(other[place][0], *fleet[place][1:]) for place in range(count)]
     idle = ask(fleet[:count], load_weight=0), ask(mixed, load_weight=0)
     assert scores(idle[0]) == scores(idle[1])
     mixed = [(fleet[place][0], other[place][1], other[place][2]) for place in range(count)]
@@ -242,7 +244,7 @@ def test_weights_of_zero_remove_the_influence(fleet: list[Row], other: list[Row]
 
 
 @given(fleets, weights, st.floats(0, 1000))
-def test_scores_have_their_range(fleet: list[Row], tiers: dict[str, float], load_weight: float) -> None:
+def test_scores_have_their_range(fleet: list[MemberMatch], tiers: dict[str, float], load_weight: float) -> None:
     """The uncached share is from 0 to 1, loads add up to their weight for each candidate, and the best comes first."""
     found = ask(fleet, tiers=tiers, load_weight=load_weight)
     all_of = list(scores(found).values())
@@ -255,7 +257,9 @@ def test_scores_have_their_range(fleet: list[Row], tiers: dict[str, float], load
 
 
 @given(fleets, weights, st.floats(0, 1000), st.sampled_from([50, 100]))
-def test_a_router_has_the_same_scores(fleet: list[Row], tiers: dict[str, float], load_weight: float, length: int) -> None:
+def test_a_router_has_the_same_scores(
+    fleet: list[MemberMatch], tiers: dict[str, float], load_weight: float, length: int
+) -> None:
     """To the last bit, and the same choice, if it weighs loads alike: work over the mean, without a guard."""
     found = ask(fleet, tiers=tiers, load_weight=load_weight, tokens=list(range(length)))
     settings: dict[str, Any] = {"load_weight": load_weight, "wait_weight": 0.0, "guard": math.inf, "tie": "first"}
@@ -278,7 +282,7 @@ def test_a_router_has_the_same_scores(fleet: list[Row], tiers: dict[str, float],
 @settings(max_examples=300)
 @given(any_fleets, st.sampled_from(["rotate", "random", "first"]), st.integers(0, 99), st.data())
 def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
-    fleet: list[Row], tie: str, seed: int, data: st.DataObject
+    fleet: list[MemberMatch], tie: str, seed: int, data: st.DataObject
 ) -> None:
     """Whatever loads, caches, weights and ties are: the connected go first, then those not heard of yet, then the lost ones."""
     trust = {state: data.draw(shares) for state in STATES}

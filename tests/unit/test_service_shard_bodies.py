@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,31 +15,31 @@ from kvevents.service.http import shard
 from kvevents.service.http.messages import Body, Headers, Request
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import MATCHING, ThreadPools
-from kvevents.service.member import Row
+from kvevents.service.member import Member, MemberMatch
 from kvevents.service.schemas import MAX_MEDIA, MatchRequest
-from kvevents.service.shards.scatter_gather import MAX_INLINE_TOKENS, Shards
-from kvevents.service.shards.shard_server import Expectation, Noted, Partitions, Question
+from kvevents.service.shards.scatter_gather import MAX_INLINE_TOKENS, ScatterGather
+from kvevents.service.shards.shard_server import Expectation, ExpectationAnswer, PartitionQuery, ShardQuery
 
 LIMIT = 10_000
 LIMITS = Limits(max_json_bytes=LIMIT)
 
 
-class Answering:
+class ShardServer:
     """Takes whatever it is asked."""
 
-    def part(self, asked: Question) -> Any:
+    def part(self, asked: ShardQuery) -> Any:
         return len(asked.prompts)
 
-    def members(self, asked: Partitions) -> Any:
+    def members(self, asked: PartitionQuery) -> Any:
         return len(asked.partitions)
 
-    def expect(self, _asked: Expectation) -> Noted:
-        return Noted(known=True)
+    def expect(self, _asked: Expectation) -> ExpectationAnswer:
+        return ExpectationAnswer(known=True)
 
 
 def service(*, shards: bool = True) -> Any:
     return SimpleNamespace(
-        shards=SimpleNamespace(answering=Answering()) if shards else None,
+        shards=SimpleNamespace(answering=ShardServer()) if shards else None,
         config=ServiceConfig(limits=LIMITS),
         check_tokens=lambda _count: None,
     )
@@ -94,7 +94,7 @@ def test_a_long_prompt_that_is_expected_takes_a_thread() -> None:
 
 
 class Share:
-    """Partitions 0 and 1 of a plane of two partitions; `on_rows` is called while prompts are looked up."""
+    """PartitionQuery 0 and 1 of a plane of two partitions; `on_rows` is called while prompts are looked up."""
 
     def __init__(self, on_rows: Any) -> None:
         self.partitions = frozenset({0, 1})
@@ -110,9 +110,12 @@ class Share:
     def partition_of(self, member: Any) -> int:
         return int(member.partition)
 
-    def rows(self, _question: Question, partitions: Any, prompts: list[Any]) -> Any:
+    def rows(self, _question: ShardQuery, partitions: Any, prompts: list[Any]) -> Any:
         self.threads.append(threading.current_thread().name)
-        found = [[Row(SimpleNamespace(partition=partition), 16, 0, 0, 16) for partition in sorted(partitions)] for _ in prompts]  # type: ignore[arg-type]
+        found = [
+            [MemberMatch(cast("Member", SimpleNamespace(partition=number)), 16, 0, 0, 16) for number in sorted(partitions)]
+            for _ in prompts
+        ]
         self._on_rows(self)
         return found
 
@@ -129,8 +132,8 @@ async def test_long_prompts_are_looked_up_in_a_thread(tokens: int, thread: str) 
     for on_rows, partitions, missing in ((lambda _: None, [0, 1], ""), (release, [0], "no replica answers for partition 1")):
         share = Share(on_rows)
         peers: Any = SimpleNamespace(is_away=lambda _: False)
-        asking = Shards("a", "http://a", share, peers, dict, ThreadPools(1)[MATCHING].run)  # type: ignore[arg-type]
-        found = await asking.find(Question(model="m"), [[1] * tokens])
+        asking = ScatterGather("a", "http://a", share, peers, dict, ThreadPools(1)[MATCHING].run)  # type: ignore[arg-type]
+        found = await asking.find(ShardQuery(model="m"), [[1] * tokens])
         assert share.threads == [thread]
         assert [row.member.partition for row in found.rows[0]] == partitions  # type: ignore[attr-defined]
         assert found.missing.startswith(missing)

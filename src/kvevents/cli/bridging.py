@@ -23,9 +23,9 @@ from kvevents.plane.bridge import Bridge, Watch
 from kvevents.plane.connection import check_connection
 from kvevents.plane.metrics import BridgeCollector, Scraped
 from kvevents.security import Curve
-from kvevents.service.discovery.runner import Finder
+from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.errors import ConflictError
-from kvevents.service.registration import Key, Registration, check_alike
+from kvevents.service.registration import Key, Registration, check_same_engine
 from kvevents.stream import Checkpoint, DegradedReason
 
 log = logging.getLogger("kvevents.bridge")
@@ -65,7 +65,7 @@ class Following:
         faults: list[str] = []
         for registration in registrations:
             try:
-                check_alike(registration, firsts.setdefault(registration.key[0], registration))
+                check_same_engine(registration, firsts.setdefault(registration.key[0], registration))
             except ConflictError as error:
                 faults.append(f"{error}; {error.hint}")
             else:
@@ -126,7 +126,7 @@ class Process:
         self.bridge = Bridge(config.settings())
         self._config: Final = config
         self._following = Following(self.bridge, config.curve)
-        self._finder = Finder(config, watched, self._following, lambda _: None)
+        self._discovery = EngineDiscovery(config, watched, self._following, lambda _: None)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, and at most `END_SECONDS` longer."""
@@ -148,7 +148,7 @@ class Process:
     async def look(self) -> Scraped:
         """As it is now; in the event loop."""
         trusts = Counter("CONNECTING" if said is None else said.trust for said in self.bridge.trusts().values())
-        faults = sum(len(sentences) for sentences in self._finder.faults().values())
+        faults = sum(len(sentences) for sentences in self._discovery.faults().values())
         return Scraped(self.bridge.status(), trusts, self._config.bridge.max_queued_bytes, faults)
 
     async def _work(self, stop: asyncio.Event) -> None:
@@ -168,7 +168,7 @@ class Process:
         log.info(
             "bridge %r writes to the %d partitions of plane %r%s", settings.name, partitions, self._config.plane.name, kind
         )
-        await self._finder.run()
+        await self._discovery.run()
 
     async def _tell(self) -> None:
         teller, every = Teller(), self._config.bridge.status_seconds
@@ -177,7 +177,7 @@ class Process:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             teller.tell(self._words())
-            teller.tell_faults(sentence for sentences in self._finder.faults().values() for sentence in sentences)
+            teller.tell_faults(sentence for sentences in self._discovery.faults().values() for sentence in sentences)
             if every is not None and loop.time() >= figures_at:
                 figures_at = loop.time() + every
                 log.info("%s", _figures(await self.look()))

@@ -231,8 +231,8 @@ def _worker(member: Member) -> Mapping[str, Any]:
         "instance": registration.instance,
         "scope": scope._asdict(),
         "label": scope.name,
-        "trust": member.trusted,
-        "is_hidden": member.hidden,
+        "trust": member.trust_status,
+        "is_hidden": member.is_hidden,
         "distance": member.distance,
         "block_size": registration.block_size,
     }

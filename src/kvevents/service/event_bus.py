@@ -14,7 +14,7 @@ MAX_QUEUED: Final = 1_024
 """Events that wait for one slow client; beyond, it is told how many it has missed."""
 
 
-class Announcer:
+class EventBus:
     """Hands events of other threads to clients in the event loop."""
 
     def __init__(self) -> None:

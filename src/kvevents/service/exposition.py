@@ -251,7 +251,7 @@ _OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]
 def _write_fleet(page: _Page, service: Service) -> None:
     sources = {_named(member): member for member in list(service.fleet.members.values())}
     counted = {told: member.status.counters for told, member in sources.items() if member.status is not None}
-    states = Counter(member.trusted.state for member in sources.values())
+    states = Counter(member.trust_status.state for member in sources.values())
     page.gauge("kvevents_sources", "Sources by trust state.", {labels(state=state): states[state] for state in STATES})
     page.gauge("kvevents_source_state", "1 for the current trust state of the source, 0 for the others.", _states(sources))
     page.gauge("kvevents_source_reason", "1 for each reason why the source is not EXACT.", _reasons(sources))
@@ -287,16 +287,16 @@ def _states(sources: dict[str, Member]) -> Samples:
     return {
         f'{told},state="{state}"': int(state == now)
         for told, member in sources.items()
-        for now in (member.trusted.state,)
+        for now in (member.trust_status.state,)
         for state in STATES
     }
 
 
 def _reasons(sources: dict[str, Member]) -> Samples:
     return {
-        f'{told},state="{member.trusted.state}",reason="{reason}"': 1
+        f'{told},state="{member.trust_status.state}",reason="{reason}"': 1
         for told, member in sources.items()
-        for reason in member.trusted.reason_codes
+        for reason in member.trust_status.reason_codes
     }
 
 
@@ -333,7 +333,7 @@ def _numbers(service: Service, stats: StatsAnswer) -> Iterable[tuple[str, str, f
         "1 after the ingest thread failed; restart the service.",
         int(service.fleet.failure is not None),
     )
-    yield "kvevents_event_stream_clients", "Clients connected to /v1/events.", len(service.fleet.announcer)
+    yield "kvevents_event_stream_clients", "Clients connected to /v1/events.", len(service.fleet.event_bus)
     yield "kvevents_index_bytes", "Memory that the index uses.", stats.index_bytes
     yield "kvevents_index_limit_bytes", "Memory limit of the index; absent without a limit.", stats.memory_limit
     yield (
@@ -341,7 +341,7 @@ def _numbers(service: Service, stats: StatsAnswer) -> Iterable[tuple[str, str, f
         "Distinct blocks in the index; a block that several workers hold counts once.",
         stats.unique_blocks,
     )
-    if service.keeper is not None:
+    if service.state_store is not None:
         yield (
             "kvevents_snapshot_timestamp_seconds",
             "Unix time at which this process last wrote a snapshot; absent before the first.",

@@ -16,11 +16,11 @@ from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
 from kvevents.security import Curve
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
-from kvevents.service.event_bus import Announcer
+from kvevents.service.event_bus import EventBus
 from kvevents.service.follower import Follower, IndexSink, Listener, timestamp_of
-from kvevents.service.member import Member, Revision, Row
+from kvevents.service.member import Member, MemberMatch, Revision
 from kvevents.service.reasons import Reason
-from kvevents.service.registration import Key, Registration, Scope, check_alike
+from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.schemas import BatchesEvent, GapView, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.scopes import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
@@ -62,7 +62,7 @@ class Fleet(Listener):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
-        self.announcer = Announcer()
+        self.event_bus = EventBus()
         self.members: dict[Key, Member] = {}
         self.counts: dict[tuple[str, str], int] = {}
         """Of `kvevents_rejected_events`: rejected events by dialect and reason."""
@@ -147,7 +147,7 @@ class Fleet(Listener):
             )
         name = registration.key[0]
         for other in [member.registration for key, member in self.members.items() if key[0] == name]:
-            check_alike(registration, other)
+            check_same_engine(registration, other)
 
     def _follow(self, member: Member, resume: Checkpoint | None) -> None:
         registration = member.registration
@@ -227,19 +227,19 @@ class Fleet(Listener):
 
     # --- answers
 
-    def match(self, scope: Scope, tokens: Any, *, mm: Sequence[Media] = (), expected: bool = False) -> list[Row]:
+    def match(self, scope: Scope, tokens: Any, *, mm: Sequence[Media] = (), expected: bool = False) -> list[MemberMatch]:
         """Members in a scope that hold a beginning of a prompt. Raises `NotFoundError` for a model that nobody serves."""
-        found: list[Row] = []
+        found: list[MemberMatch] = []
         media = tuple(MultiModal(id=each.id, start=each.start, length=each.length) for each in mm) if mm else ()
         for namespace in self.namespaces(scope):
             within = replace(namespace, mm=media) if media else namespace
             found += self._rows(self.index.match(tokens, within, overlay=expected))
         return found
 
-    def match_keys(self, scope: Scope, keys: list[int], *, local: bool = False) -> list[Row]:
+    def match_keys(self, scope: Scope, keys: list[int], *, local: bool = False) -> list[MemberMatch]:
         """The same for keys that the client has computed: rolling ones, or the hash of each block alone."""
         rolling = chain_hashes(keys) if local else keys
-        found: list[Row] = []
+        found: list[MemberMatch] = []
         sizes = self.block_sizes(scope)
         for namespace in self.namespaces(scope):
             for size in sizes:
@@ -279,10 +279,10 @@ class Fleet(Listener):
             self._sizes = ordered
             self.revision.advance()
 
-    def _rows(self, match: Match) -> list[Row]:
+    def _rows(self, match: Match) -> list[MemberMatch]:
         members = self.members
         return [
-            Row(member, gpu, cpu, disk, tokens)
+            MemberMatch(member, gpu, cpu, disk, tokens)
             for source, rank, gpu, cpu, disk, tokens in match.rows()
             if (member := members.get((source, rank))) is not None
         ]
@@ -347,12 +347,12 @@ class Fleet(Listener):
         self._announce(LossEvent, member, now, what=what, sentence=sentence)
 
     def _warn(self, member: Member, sentence: str) -> None:
-        if time.monotonic() < member.silent_until:
-            member.untold += 1
+        if time.monotonic() < member.log_muted_until:
+            member.suppressed_losses += 1
             return
-        more = f" ({member.untold} more losses were not told one by one)" if member.untold else ""
+        more = f" ({member.suppressed_losses} more losses were not told one by one)" if member.suppressed_losses else ""
         log.warning("%s: %s%s", member.registration.label, sentence, more)
-        member.silent_until, member.untold = time.monotonic() + LOSS_SECONDS, 0
+        member.log_muted_until, member.suppressed_losses = time.monotonic() + LOSS_SECONDS, 0
 
     def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
         """See `Listener`."""
@@ -403,7 +403,7 @@ class Fleet(Listener):
                 member.status = self.follower.subscriber.status(*registration.key)  # the doubts that belong to it
         except LookupError:  # its order is on its way
             return
-        codes = member.trusted.reason_codes
+        codes = member.trust_status.reason_codes
         former = member.judge(trust, now)
         if former is not None:
             self.state_version += 1
@@ -411,8 +411,8 @@ class Fleet(Listener):
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up
             level = logging.WARNING if is_wrong else logging.INFO
             log.log(level, "%s: %s, was %s", registration.label, member.trust, former)
-        if former is not None or codes != member.trusted.reason_codes:
-            self._announce(SourceEvent, member, now, trust=member.trusted, was=former or member.trusted.state)
+        if former is not None or codes != member.trust_status.reason_codes:
+            self._announce(SourceEvent, member, now, trust=member.trust_status, was=former or member.trust_status.state)
 
     def _look_around(self, now: float) -> None:
         if not self._unseen:
@@ -440,14 +440,14 @@ class Fleet(Listener):
         member.look(status, info, hidden_before=now - self._hide_stale_seconds)
         if member.block_sizes != sizes:
             self._measure()
-        if self._told.get(key) != status.counters.delivered and len(self.announcer):
+        if self._told.get(key) != status.counters.delivered and len(self.event_bus):
             self._told[key] = status.counters.delivered
             told = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
             self._announce(BatchesEvent, member, now, **told)
 
     def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **more: object) -> None:
         registration = member.registration
-        self.announcer.announce(
+        self.event_bus.announce(
             kind(
                 at=now,
                 instance=registration.instance,

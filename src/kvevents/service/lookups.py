@@ -13,12 +13,12 @@ from kvevents.service.errors import UnavailableError
 from kvevents.service.fleet import Fleet
 from kvevents.service.hot_prefixes import HotNode, HotPrefixes
 from kvevents.service.http.thread_pools import Run
-from kvevents.service.member import Row
+from kvevents.service.member import MemberMatch
 from kvevents.service.metrics import Metrics
 from kvevents.service.registration import Scope
 from kvevents.service.schemas import HotPrefix, Media, SelectRequest
-from kvevents.service.shards.scatter_gather import Shards, packed
-from kvevents.service.shards.shard_server import Expectation, Question, fields_of
+from kvevents.service.shards.scatter_gather import ScatterGather, packed
+from kvevents.service.shards.shard_server import Expectation, ShardQuery, fields_of
 
 MAX_UNCOUNTED: Final = 64
 """Lookups that are not counted yet, above which who looks something up counts them."""
@@ -30,7 +30,7 @@ _ALONE: Final = Namespace()
 class Found(NamedTuple):
     """Who holds how much of a prompt."""
 
-    rows: list[Row]
+    rows: list[MemberMatch]
     missing: str
     """Why this is not of the whole fleet; empty if it is."""
 
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 class FoundMany(NamedTuple):
     """The same of several prompts, in their order."""
 
-    rows: list[list[Row]]
+    rows: list[list[MemberMatch]]
     missing: str
 
 
@@ -60,13 +60,15 @@ class Lookups:
     Lookups are counted, and their prompts looked at, behind their answers: by `count`.
     """
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, shards: Shards | None, data_plane: DataPlane | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, metrics: Metrics, shards: ScatterGather | None, data_plane: DataPlane | None = None
+    ) -> None:
         self.hot: Final = HotPrefixes(clock=time.monotonic)
         self._fleet: Final = fleet
         self._metrics: Final = metrics
         self._shards: Final = shards
         self._data_plane: Final = data_plane
-        self._uncounted: Final[deque[tuple[Scope, Any, list[Row]]]] = deque()
+        self._uncounted: Final[deque[tuple[Scope, Any, list[MemberMatch]]]] = deque()
 
     async def find(
         self,
@@ -97,14 +99,14 @@ class Lookups:
             return FoundMany(await run(self._match, scope, prompts, mm, expected, whole_prompt), "")
         self._check_works()
         looked_up = prompts if whole_prompt else [usable(tokens) for tokens in prompts]
-        found, missing = await self._shards.find(Question(**fields_of(scope), mm=list(mm), expected=expected), looked_up)
+        found, missing = await self._shards.find(ShardQuery(**fields_of(scope), mm=list(mm), expected=expected), looked_up)
         for tokens, rows in zip(prompts, found, strict=True):
             self._note(scope, tokens, rows)
         return FoundMany(found, missing)
 
     def _match(
         self, scope: Scope, prompts: Sequence[Any], mm: Sequence[Media], expected: bool, whole_prompt: bool
-    ) -> list[list[Row]]:
+    ) -> list[list[MemberMatch]]:
         found = []
         for tokens in prompts:
             found.append(self._fleet.match(scope, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected))
@@ -115,7 +117,7 @@ class Lookups:
         if self._fleet.failure is not None:
             raise UnavailableError(f"nothing is followed any more: {self._fleet.failure}", "failed", "restart the service")
 
-    def _note(self, scope: Scope, tokens: Any, found: list[Row]) -> None:
+    def _note(self, scope: Scope, tokens: Any, found: list[MemberMatch]) -> None:
         self._uncounted.append((scope, tokens, found))
         if len(self._uncounted) > MAX_UNCOUNTED:
             self.count()
@@ -139,7 +141,7 @@ class Lookups:
             rows, missing = await run(lambda: self._fleet.match_keys(scope, keys, local=local)), ""
         else:
             self._check_works()
-            (rows,), missing = await self._shards.find(Question(**fields_of(scope), keys=[keys], local=local), [])
+            (rows,), missing = await self._shards.find(ShardQuery(**fields_of(scope), keys=[keys], local=local), [])
         self._note(scope, (), rows)
         return Found(rows, missing)
 
@@ -167,7 +169,7 @@ class Lookups:
         if self._shards is None or not nodes:
             found, missing = await run(lambda: [self._fleet.match_keys(scope, path) for path in paths]), ""
         else:
-            found, missing = await self._shards.find(Question(**fields_of(scope), keys=paths), [])
+            found, missing = await self._shards.find(ShardQuery(**fields_of(scope), keys=paths), [])
         return Hottest(sampled, _prefixes(nodes, found), missing)
 
     def _sampled(self, scope: Scope, limit: int) -> tuple[list[HotNode], int]:
@@ -184,7 +186,7 @@ def usable(tokens: Any) -> Any:
     return tokens[: len(tokens) - 1] if len(tokens) else tokens
 
 
-def _prefixes(nodes: list[HotNode], found: list[list[Row]]) -> list[HotPrefix]:
+def _prefixes(nodes: list[HotNode], found: list[list[MemberMatch]]) -> list[HotPrefix]:
     return [
         HotPrefix(
             key=f"{node.key:016x}",

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Final, NamedTuple, cast
 
 from kvevents.index import WorkerInfo
-from kvevents.service.reasons import ENDPOINT_FAULTS, Fault, Reason, reasons_of
+from kvevents.service.reasons import ENDPOINT_FAULTS, Reason, SourceFault, reasons_of
 from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import GapView, SourceView, TrustStatus, WorkerMatch
 from kvevents.stream import Trust
@@ -16,7 +16,7 @@ from kvevents.subscriber import StreamStatus
 from kvevents.weights import LOST, State, distance_of
 
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
-MAX_LEDGER: Final = 64
+MAX_GAPS: Final = 64
 """Gaps of one stream that are told one by one; all of them are counted."""
 
 
@@ -38,25 +38,25 @@ class Member:
     """One registered rank. Written by the follower's thread, read by all; every field is replaced as a whole."""
 
     __slots__ = (
-        "blamed",
         "evicted",
         "faults",
         "gaps",
-        "hidden",
+        "index_faults",
         "info",
         "instance",
+        "is_hidden",
         "lag",
         "last_event",
+        "log_muted_until",
         "origin",
         "registration",
         "reported",
         "revision",
-        "silent_until",
         "since",
         "status",
+        "suppressed_losses",
         "trust",
-        "trusted",
-        "untold",
+        "trust_status",
         "worker",
     )
 
@@ -67,51 +67,53 @@ class Member:
         self.instance = registration.instance
         self.worker = registration.instance, registration.rank
         """What clients call it, which is unique within a tenant and group."""
-        self.hidden = False
+        self.is_hidden = False
         """Whether it has had no connection for so long that clients who may not look at trust are not told of it."""
         self.origin = origin
         """Who named it: `http`, or a provider."""
         self.since = now
         """When it came into its present state."""
         self.trust = Trust.CONNECTING
-        self.trusted = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
+        self.trust_status = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
         """The same for answers, with the reason."""
         self.reported: tuple[str, str] = ("", "")
         """State and sentence as the subscriber reported them last."""
-        self.faults: Mapping[str, Fault] = {}
+        self.faults: Mapping[str, SourceFault] = {}
         """What the prober has found wrong with `endpoint` and `replay_endpoint`."""
         self.status: StreamStatus | None = None
         self.info: WorkerInfo | None = None
-        self.gaps: deque[GapView] = deque(maxlen=MAX_LEDGER)
+        self.gaps: deque[GapView] = deque(maxlen=MAX_GAPS)
         self.last_event: float | None = None
         self.lag: float | None = None
         self.evicted = 0
         """Blocks that the memory limit had cost it when its present life began, or it was last cleared."""
-        self.blamed: tuple[Fault, ...] = ()
+        self.index_faults: tuple[SourceFault, ...] = ()
         """What the index says against it."""
-        self.silent_until = 0.0
+        self.log_muted_until = 0.0
         """Until when, by the clock that never goes back, the log is not told of losses."""
-        self.untold = 0
+        self.suppressed_losses = 0
         """Losses since then."""
 
     @property
-    def holds_nothing(self) -> WorkerMatch:
+    def empty_match(self) -> WorkerMatch:
         """What answers say of it if it holds nothing of a prompt."""
-        return WorkerMatch(instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trusted)
+        return WorkerMatch(
+            instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trust_status
+        )
 
     def judge(self, trust: Trust, now: float) -> State | None:
         """Take over what the subscriber says, and what else is known against it. Returns the former state if it has changed."""
         sentences = [trust.reason] if trust.reason else []
-        if trust == Trust.EXACT and self.blamed:
-            trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.blamed]
+        if trust == Trust.EXACT and self.index_faults:
+            trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
         faults = self._faults_in(trust)
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
             sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         doubts = self.status.degraded_reasons if self.status is not None else ()
-        reasons = reasons_of(trust.name, doubts, faults, self.blamed)
+        reasons = reasons_of(trust.name, doubts, faults, self.index_faults)
         return self.take(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
 
-    def _faults_in(self, trust: Trust) -> list[Fault]:
+    def _faults_in(self, trust: Trust) -> list[SourceFault]:
         """Those faults of its endpoints that explain the state."""
         which = "endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint"
         fault = self.faults.get(which)
@@ -119,12 +121,12 @@ class Member:
 
     def take(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> State | None:
         """Be in a state for some reasons from now on. Returns the former state if it has changed."""
-        former = self.trusted
+        former = self.trust_status
         if (trust.name, trust.reason, reasons) == (former.state, former.reason, former.reason_codes):
             return None
         self.revision.advance()
         self.trust = trust
-        self.trusted = TrustStatus(cast("State", trust.name), trust.reason, reasons)
+        self.trust_status = TrustStatus(cast("State", trust.name), trust.reason, reasons)
         self.revision.advance()
         if trust.name == former.state:
             return None
@@ -134,29 +136,29 @@ class Member:
     def look(self, status: StreamStatus, info: WorkerInfo | None, *, hidden_before: float) -> None:
         """Take over what subscriber and index say."""
         self.status, self.info = status, info
-        self.blamed = self.complaints()
+        self.index_faults = self.complaints()
         is_hidden = self.trust == Trust.STALE and self.since < hidden_before
-        if is_hidden != self.hidden:
-            self.hidden = is_hidden
+        if is_hidden != self.is_hidden:
+            self.is_hidden = is_hidden
             self.revision.advance()
 
-    def complaints(self) -> tuple[Fault, ...]:
+    def complaints(self) -> tuple[SourceFault, ...]:
         """What the index has to say against this stream."""
         if self.info is None:
             return ()
-        found: list[Fault] = []
+        found: list[SourceFault] = []
         declared, seen = self.registration.block_size, self.block_sizes
         if declared is not None and any(size != declared for size in seen):
             sizes = ", ".join(map(str, seen))
             found.append(
-                Fault(Reason.BLOCK_SIZE, f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
+                SourceFault(Reason.BLOCK_SIZE, f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
             )
         if self.info.evicted > self.evicted:
-            found.append(Fault(Reason.EVICTED, "the index has given up some of its blocks for the memory limit"))
+            found.append(SourceFault(Reason.EVICTED, "the index refused some of its blocks at the memory limit"))
         if self.info.orphans_dropped:
-            found.append(Fault(Reason.ORPHANS_DROPPED, "more of its blocks waited for their parents than the index keeps"))
+            found.append(SourceFault(Reason.ORPHANS_DROPPED, "more of its blocks wait for their parents than the index stores"))
         found += [
-            Fault(Reason.SET_ASIDE, f"blocks of kind {kind} were set aside: {reason}")
+            SourceFault(Reason.SET_ASIDE, f"blocks of kind {kind} were set aside: {reason}")
             for kind, reason in sorted(self.info.rejected)
             if reason in _LOSING
         ]
@@ -169,13 +171,13 @@ class Member:
     @property
     def is_caught_up(self) -> bool:
         """Whether nothing is known to be missing: it is EXACT, or only waits for a live batch that confirms its replay."""
-        return self.trust == Trust.EXACT or self.trusted.reason_codes == (Reason.REPLAY_UNPROVEN,)
+        return self.trust == Trust.EXACT or self.trust_status.reason_codes == (Reason.REPLAY_UNPROVEN,)
 
     @property
     def distance(self) -> int:
         """How far it is from taking a request, as `kvevents.weights` counts."""
-        state = self.trusted.state
-        is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trusted.reason_codes)
+        state = self.trust_status.state
+        is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trust_status.reason_codes)
         return LOST if is_known_dead else distance_of(state)
 
     @property
@@ -209,7 +211,7 @@ class Member:
             endpoint=registration.endpoint,
             replay_endpoint=registration.replay_endpoint,
             origin=self.origin,
-            trust=self.trusted,
+            trust=self.trust_status,
             since=self.since,
             fault="; ".join(fault.sentence for fault in self.faults.values()) or None,
             incarnation=status.incarnation if status is not None else 0,
@@ -234,7 +236,7 @@ class Member:
         )
 
 
-class Row(NamedTuple):
+class MemberMatch(NamedTuple):
     """What one member holds of a prompt, in tokens; each tier with those before it."""
 
     member: Member

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from kvevents.plane.ledger import Ledger
 from kvevents.plane.subscriber import Partition
 from kvevents.service.replica.replica import Replica
-from kvevents.service.shards.scatter_gather import Shards
+from kvevents.service.shards.scatter_gather import ScatterGather
 
 
 class Page(Protocol):
@@ -53,7 +53,7 @@ def write_plane(page: Page, replica: Replica, now: float) -> None:
     ):
         page.gauge(name, text, {"": int(value)})
     page.counter(
-        "kvevents_plane_index_builds_total", "Times that the replica built its index from the log.", {"": replica.generations}
+        "kvevents_plane_index_builds_total", "Times that the replica built its index from the log.", {"": replica.builds}
     )
     page.counter(
         "kvevents_plane_divergences_total",
@@ -94,7 +94,7 @@ def _by_partition(partitions: Mapping[int, Partition], value: Callable[[Partitio
     return {f'partition="{number}"': value(partition) for number, partition in partitions.items()}
 
 
-def write_shards(page: Page, replica: Replica, shards: Shards) -> None:
+def write_shards(page: Page, replica: Replica, shards: ScatterGather) -> None:
     """Write what a replica that holds a shard knows about it and about the other replicas."""
     partitions = {
         'state="serving"': len(replica.shown),

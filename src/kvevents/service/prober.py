@@ -21,7 +21,7 @@ from kvevents.service.allow_list import AllowList, EndpointRefusedError
 from kvevents.service.config import Probing
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.member import Member
-from kvevents.service.reasons import Fault, Reason
+from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake_async
@@ -126,7 +126,7 @@ class Prober:
             if (member, which) in self._probes:  # it may have been connected meanwhile
                 self._note(member, which, fault)
 
-    async def _fault_of(self, member: Member, which: Which, *, is_patient: bool) -> Fault | None:
+    async def _fault_of(self, member: Member, which: Which, *, is_patient: bool) -> SourceFault | None:
         registration = member.registration
         if which == "replay_endpoint":
             return await fault_of_replay(registration, self._settings.connect_seconds, has_keys=self._has_keys(registration))
@@ -134,9 +134,11 @@ class Prober:
         if fault is not None or is_patient or member.trust != Trust.CONNECTING:
             return fault
         if registration.bind:
-            return Fault(Reason.NO_PEER, f"no engine has connected to {registration.endpoint} so far")
+            return SourceFault(Reason.NO_PEER, f"no engine has connected to {registration.endpoint} so far")
         if self._has_keys(registration):
-            return Fault(Reason.KEYS, f"{registration.endpoint} does not accept the CURVE keys that are set for this source")
+            return SourceFault(
+                Reason.KEYS, f"{registration.endpoint} does not accept the CURVE keys that are set for this source"
+            )
         return None
 
     def _has_keys(self, registration: Registration) -> bool:
@@ -160,7 +162,7 @@ class Prober:
             return False
         return True
 
-    def _note(self, member: Member, which: Which, fault: Fault | None) -> None:
+    def _note(self, member: Member, which: Which, fault: SourceFault | None) -> None:
         former = member.faults.get(which)
         if fault == former:
             return
@@ -206,7 +208,7 @@ _MEANINGS: Final[dict[HandshakeOutcome, _Meaning]] = {
 """Of handshakes that found no ZeroMQ socket."""
 
 
-async def fault_of(registration: Registration, seconds: float, *, has_keys: bool) -> Fault | None:
+async def fault_of(registration: Registration, seconds: float, *, has_keys: bool) -> SourceFault | None:
     """Why there is no connection to the endpoint; None where nothing speaks against one."""
     endpoint = registration.endpoint
     if registration.bind:
@@ -219,10 +221,10 @@ async def fault_of(registration: Registration, seconds: float, *, has_keys: bool
     sentence = f"{endpoint} is a {handshake.detail} socket, not a publisher"
     if handshake.detail == "ROUTER":
         sentence += ": a replay port; are endpoint and replay_endpoint swapped?"
-    return Fault(Reason.WRONG_SOCKET, sentence)
+    return SourceFault(Reason.WRONG_SOCKET, sentence)
 
 
-async def fault_of_replay(registration: Registration, seconds: float, *, has_keys: bool) -> Fault | None:
+async def fault_of_replay(registration: Registration, seconds: float, *, has_keys: bool) -> SourceFault | None:
     """Why the replay endpoint answers nothing; None where nothing is wrong with the socket there."""
     endpoint = registration.replay_endpoint
     if endpoint is None:
@@ -232,13 +234,13 @@ async def fault_of_replay(registration: Registration, seconds: float, *, has_key
         handshake, endpoint, Reason.REPLAY_KEYS, has_keys=has_keys
     )
     if fault is not None:
-        return Fault(fault.reason, f"replay_endpoint: {fault.sentence}")
+        return SourceFault(fault.reason, f"replay_endpoint: {fault.sentence}")
     if handshake.outcome == "curve" or handshake.detail == "ROUTER":
         return None
     sentence = f"replay_endpoint: {endpoint} is a {handshake.detail} socket, which answers no replay requests"
     if handshake.is_publisher:
         sentence += "; name the port that the engine was given as replay_endpoint"
-    return Fault(Reason.REPLAY_WRONG_SOCKET, sentence)
+    return SourceFault(Reason.REPLAY_WRONG_SOCKET, sentence)
 
 
 async def _perform_handshake(endpoint: str, seconds: float) -> Handshake:
@@ -248,16 +250,16 @@ async def _perform_handshake(endpoint: str, seconds: float) -> Handshake:
         return Handshake("unknown-host", str(error))
 
 
-def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, replay: bool = False) -> Fault | None:
+def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, replay: bool = False) -> SourceFault | None:
     found = _MEANINGS.get(handshake.outcome)
     if found is None:
         return None
     host = (split_tcp(endpoint) or ("",))[0]
     sentence = found.sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds)
-    return Fault(found.of_replay if replay else found.of_endpoint, sentence)
+    return SourceFault(found.of_replay if replay else found.of_endpoint, sentence)
 
 
-def _fault_of_keys(handshake: Handshake, endpoint: str, reason: Reason, *, has_keys: bool) -> Fault | None:
+def _fault_of_keys(handshake: Handshake, endpoint: str, reason: Reason, *, has_keys: bool) -> SourceFault | None:
     if (handshake.outcome == "curve") == has_keys:
         return None
     sentence = (
@@ -265,4 +267,4 @@ def _fault_of_keys(handshake: Handshake, endpoint: str, reason: Reason, *, has_k
         if has_keys
         else f"{endpoint} demands CURVE keys, and none are set for this source"
     )
-    return Fault(reason, sentence)
+    return SourceFault(reason, sentence)

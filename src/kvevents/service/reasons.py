@@ -94,7 +94,7 @@ _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
 
 
-class Fault(NamedTuple):
+class SourceFault(NamedTuple):
     """What is wrong with a source: a code, and the sentence for people."""
 
     reason: Reason
@@ -102,16 +102,16 @@ class Fault(NamedTuple):
 
 
 def reasons_of(
-    state: str, doubts: Iterable[DegradedReason], faults: Collection[Fault], blamed: Collection[Fault]
+    state: str, doubts: Iterable[DegradedReason], faults: Collection[SourceFault], index_faults: Collection[SourceFault]
 ) -> tuple[Reason, ...]:
     """Every cause for which a source is in a state; at least one unless it is EXACT.
 
-    `doubts` are those of the stream, `faults` what is wrong with its endpoints, `blamed` what the index says against it.
+    `doubts` are those of the stream, `faults` what is wrong with its endpoints, `index_faults` what the index says against it.
     """
     if state == "EXACT":
         return ()
     found = sorted(REASON_OF_DOUBT[doubt] for doubt in doubts)
-    found += sorted(fault.reason for fault in (*faults, *blamed))
+    found += sorted(fault.reason for fault in (*faults, *index_faults))
     explained = bool(faults) or (state == "STALE" and not _STALE_WHILE_CONNECTED.isdisjoint(found))
     if state in _REASON_OF_STATE and not explained:
         found.append(_REASON_OF_STATE[state])

@@ -132,7 +132,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
 
-def check_alike(registration: Registration, other: Registration) -> None:
+def check_same_engine(registration: Registration, other: Registration) -> None:
     """Raise `ConflictError` where two ranks of one instance cannot be of one engine."""
     label = registration.label
     if other.scope != registration.scope:

@@ -19,7 +19,7 @@ from kvevents.service.member import Member
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Scope
 from kvevents.service.schemas import Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
-from kvevents.service.shards.scatter_gather import Shards
+from kvevents.service.shards.scatter_gather import ScatterGather
 from kvevents.weights import TIERS, distance_of
 
 MAX_REMEMBERED: Final = 256
@@ -40,7 +40,7 @@ class CandidateCache:
     `adapters` returns the LoRA adapters that engines list as models of their own. Any thread may call every method.
     """
 
-    def __init__(self, fleet: Fleet, shards: Shards | None, adapters: Callable[[], frozenset[Scope]]) -> None:
+    def __init__(self, fleet: Fleet, shards: ScatterGather | None, adapters: Callable[[], frozenset[Scope]]) -> None:
         self._fleet: Final = fleet
         self._shards: Final = shards
         self._adapters: Final = adapters
@@ -54,7 +54,7 @@ class CandidateCache:
             if len(view.known) >= MAX_REMEMBERED:
                 view.known.clear()
             members = tuple(member for member in view.members if member.admits(scope))
-            found = Candidates(members, tuple(member for member in members if member.trusted.state != "EXACT"))
+            found = Candidates(members, tuple(member for member in members if member.trust_status.state != "EXACT"))
             view.known[scope] = found
         return found
 

@@ -165,7 +165,7 @@ class _Server(uvicorn.Server):
     def _end(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-        self._service.fleet.announcer.close()
+        self._service.fleet.event_bus.close()
         if self.force_exit:
             self._service.data_plane.abort()
 

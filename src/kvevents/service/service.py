@@ -23,7 +23,7 @@ from kvevents.service.audit import AuditLog
 from kvevents.service.config import ServiceConfig
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
-from kvevents.service.discovery.runner import Finder
+from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.http.block_listings import BlockListings
@@ -37,9 +37,9 @@ from kvevents.service.replica.replica import Replica
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.selection import CandidateCache
 from kvevents.service.shards.peers import Peers
-from kvevents.service.shards.scatter_gather import Shards
-from kvevents.service.shards.shard_server import Answering
-from kvevents.service.state_store import Keeper
+from kvevents.service.shards.scatter_gather import ScatterGather
+from kvevents.service.shards.shard_server import ShardServer
+from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint, Trust
 from kvevents.version import version
 
@@ -63,7 +63,7 @@ class Service:
         self.access = Access(config.access)
         self.audit = AuditLog()
         self.allowed = AllowList(config.allow)
-        self.keeper = Keeper(Path(config.state_dir)) if config.state_dir is not None else None
+        self.state_store = StateStore(Path(config.state_dir)) if config.state_dir is not None else None
         self.fleet = Fleet(
             PrefixIndex(memory_limit=config.memory_limit),
             max_sources=config.limits.max_sources,
@@ -94,7 +94,7 @@ class Service:
         self._remembered = 0
         """Of those, how many the file of registrations has."""
         self._checkpoints: dict[Key, Checkpoint] = {}
-        self._finder = Finder(config, watched, self.fleet, self._resume, config.limits.max_sources)
+        self._discovery = EngineDiscovery(config, watched, self.fleet, self._resume, config.limits.max_sources)
         self._prober = Prober(self.fleet, self.allowed, config.probe)
         self._tasks: list[asyncio.Task[None]] = []
         self._clock = clock
@@ -107,7 +107,7 @@ class Service:
     @property
     def adapters(self) -> frozenset[Scope]:
         """LoRA adapters that engines list as models of their own."""
-        return self._finder.adapters
+        return self._discovery.adapters
 
     @property
     def index(self) -> PrefixIndex:
@@ -121,11 +121,11 @@ class Service:
         self._restore()
         self.fleet.follower.start()
         self._register_remembered()
-        work = [self._prober.run(), self._finder.run()] if self.replica is None else [self.replica.run()]
+        work = [self._prober.run(), self._discovery.run()] if self.replica is None else [self.replica.run()]
         work.append(self._refresh_data_plane())
         if self.shards is not None:
             work.append(self.shards.run())
-        if self.keeper is not None:
+        if self.state_store is not None:
             work += [self._save_often(), self._forget_unclaimed()]
         self._tasks = [asyncio.create_task(each) for each in work]
         for task in self._tasks:
@@ -154,19 +154,19 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.keeper is not None:
+        if self.state_store is not None:
             await asyncio.to_thread(self.save)
             if not self._is_remembered:
                 await self._remember()
         await asyncio.to_thread(self.fleet.follower.stop)
-        if self.keeper is not None:
-            self.keeper.close()
+        if self.state_store is not None:
+            self.state_store.close()
 
     def _restore(self) -> None:
-        if self.keeper is None:
+        if self.state_store is None:
             return
         try:
-            self._checkpoints = self.keeper.restore(self.index)
+            self._checkpoints = self.state_store.restore(self.index)
         except SnapshotError as error:
             self._tell_lost(f"{error}; started from the streams alone")
         # A stream without a place to go on from is followed from its beginning.
@@ -177,10 +177,10 @@ class Service:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
 
     def _register_remembered(self) -> None:
-        if self.keeper is None:
+        if self.state_store is None:
             return
         try:
-            remembered = self.keeper.remembered()
+            remembered = self.state_store.load_registrations()
         except SnapshotError as error:
             self._tell_lost(str(error))
             return
@@ -213,10 +213,10 @@ class Service:
 
     def save(self) -> None:
         """Write a snapshot; a disk that refuses it is a state, not an end."""
-        if self.keeper is None:
+        if self.state_store is None:
             return
         try:
-            self.keeper.save(self.index, self._standing)
+            self.state_store.save(self.index, self._standing)
         except (SnapshotError, TimeoutError) as error:
             self._tell_fault(str(error) or "where the streams stand could not be asked in time")
         else:
@@ -261,7 +261,7 @@ class Service:
 
     async def _remember(self) -> None:
         """Write down what clients have registered. Changes that come during a write are together in the next one."""
-        if self.keeper is None:
+        if self.state_store is None:
             return
         self._changes += 1
         change = self._changes
@@ -270,7 +270,7 @@ class Service:
                 return
             written = self._changes
             try:
-                await asyncio.to_thread(self.keeper.remember, self._registered)
+                await asyncio.to_thread(self.state_store.save_registrations, self._registered)
             except SnapshotError as error:
                 self._is_remembered = False  # the next snapshot tries again
                 self._tell_fault(str(error))
@@ -309,7 +309,7 @@ class Service:
 
     def faults(self) -> dict[str, list[str]]:
         """What ways of discovery could not find out."""
-        return self._finder.faults()
+        return self._discovery.faults()
 
     def warnings(self) -> list[str]:
         """What an operator should know."""
@@ -375,7 +375,7 @@ class Service:
 
     def _shortfall(self, members: int, exact: int, caught_up: int) -> str:
         """What is missing that does not count any more after the deadline; empty if nothing is."""
-        if self.replica is None and not self._finder.has_looked:
+        if self.replica is None and not self._discovery.has_completed:
             return "not every way of discovery has answered"
         if members < (expected := self.config.ready.expected):
             return f"{members} of {expected} expected sources are registered"
@@ -404,7 +404,7 @@ class Service:
         return StatsAnswer(
             version=version(),
             uptime_seconds=self._clock() - self._began,
-            sources=dict(Counter(member.trusted.state for member in members)),
+            sources=dict(Counter(member.trust_status.state for member in members)),
             workers=stats.workers,
             blocks=blocks,
             unique_blocks=stats.unique_blocks,
@@ -417,7 +417,7 @@ class Service:
             hits=self.metrics.hits + answers.hits,
             batches=self.fleet.follower.batches,
             batches_per_second=self.fleet.follower.rate,
-            snapshot_seconds=None if self.keeper is None else self.config.snapshot_seconds,
+            snapshot_seconds=None if self.state_store is None else self.config.snapshot_seconds,
             snapshot_at=self.snapshot_at,
             snapshot_fault=self.snapshot_fault,
         )
@@ -449,8 +449,8 @@ def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
     )
 
 
-def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None, worker: ThreadPool) -> Shards | None:
+def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None, worker: ThreadPool) -> ScatterGather | None:
     if config.shard is None or replica is None:
         return None
-    answering = Answering(fleet, lambda: replica.layout, lambda: replica.shown)
-    return Shards(replica.name, config.shard.url, answering, Peers(config.shard), lambda: replica.present, worker.run)
+    answering = ShardServer(fleet, lambda: replica.layout, lambda: replica.shown)
+    return ScatterGather(replica.name, config.shard.url, answering, Peers(config.shard), lambda: replica.present, worker.run)

@@ -38,7 +38,7 @@ _KEPT: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 _REGISTRATIONS: Final = msgspec.json.Decoder(list[Registration])
 
 
-class Keeper:
+class StateStore:
     """One state folder, which one process at a time may use.
 
     Any thread may call any method: snapshots are written one after the other, and so are registrations. Methods raise
@@ -92,7 +92,7 @@ class Keeper:
             raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason}") from error
         return {(each.source, each.rank): each for each in kept}
 
-    def remember(self, registrations: Callable[[], list[Registration]]) -> None:
+    def save_registrations(self, registrations: Callable[[], list[Registration]]) -> None:
         """Keep what clients have registered. `registrations` is called when the writer's turn comes: the newest list wins."""
         try:
             with self._remembering:
@@ -100,7 +100,7 @@ class Keeper:
         except OSError as error:
             raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
 
-    def remembered(self) -> list[Registration]:
+    def load_registrations(self) -> list[Registration]:
         """What clients had registered."""
         path = self.folder / _REGISTERED
         if not path.exists():

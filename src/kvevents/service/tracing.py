@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import Run
 from kvevents.service.lookups import Found, FoundMany, Lookups
-from kvevents.service.member import Row
+from kvevents.service.member import MemberMatch
 from kvevents.service.registration import Scope
 from kvevents.service.service import Service
 
@@ -179,7 +179,7 @@ class _NotingLookups:
         return found
 
 
-def _note(scope: Scope, tokens: int, found: list[Row]) -> None:
+def _note(scope: Scope, tokens: int, found: list[MemberMatch]) -> None:
     if (noted := _noted.get()) is not None:
         noted.model = scope.model
         noted.tokens += tokens

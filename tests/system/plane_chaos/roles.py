@@ -24,7 +24,7 @@ from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.replica import coordination as comparing
 from kvevents.service.replica import replica as replicas
-from kvevents.service.replica.index_build import Generation
+from kvevents.service.replica.index_build import IndexBuild
 from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
@@ -222,7 +222,7 @@ class _Diarist:
                 async with asyncio.timeout(1.0):
                     await asyncio.wrap_future(generation.follower.submit(partial(self._claim, generation)))
 
-    def _claim(self, generation: Generation) -> None:
+    def _claim(self, generation: IndexBuild) -> None:
         """By the thread that applies, between two deliveries."""
         for place, name in enumerate(self._role.engines):
             found = _held(generation, name) if self._shows(generation, name) else None
@@ -230,13 +230,13 @@ class _Diarist:
                 self._diary.write(Claim(place, found.digest, found.seq))
                 self._claims += 1
 
-    def _shows(self, generation: Generation, name: str) -> bool:
+    def _shows(self, generation: IndexBuild, name: str) -> bool:
         layout = self._replica.layout
         return layout is not None and layout.partition_of(name) in generation.shown
 
     def told(self) -> Told:
         replica, generation = self._replica, self._replica.generation
-        counted = {"claims": self._claims, "generations": replica.generations, "disagreements": replica.disagreements}
+        counted = {"claims": self._claims, "generations": replica.builds, "disagreements": replica.disagreements}
         if generation is None or not replica.is_complete:
             return Told({}, counted, replica.why_hidden, shown=frozenset(self._role.engines))
         ledgers = generation.subscriber.ledgers.values()
@@ -255,7 +255,7 @@ class _Diarist:
         return Told(order.result(2.0), counted, faults, ", ".join(generation.began_with.values()) or "the log alone", shown)
 
 
-def _held(generation: Generation, name: str) -> Held | None:
+def _held(generation: IndexBuild, name: str) -> Held | None:
     try:
         status = generation.subscriber.status(name)
     except UnknownSourceError:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 from kvevents.backoff import REAL_PACE, Backoff, Pace, jittered
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError, MissingDependencyError, PeerError
-from kvevents.service.discovery.engines import DEFAULT_HTTP, EngineProvider, HttpClient
-from kvevents.service.discovery.provider import Fault, Finding
-from kvevents.service.discovery.source_config import ANY, Template, bracketed
+from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
+from kvevents.service.discovery.provider import DiscoveryFault, Finding
+from kvevents.service.discovery.source_config import DEFAULT_TEMPLATE, Template, bracket_host
 
 if TYPE_CHECKING:
     import dns.resolver
@@ -185,12 +185,12 @@ class DnsProvider:
     """
 
     target: str
-    template: Template = ANY
+    template: Template = DEFAULT_TEMPLATE
     resolver: Resolver = field(default_factory=DnsResolver)
     min_seconds: float = MIN_SECONDS
     max_seconds: float = MAX_SECONDS
     max_stale: float = MAX_STALE_SECONDS
-    http: HttpClient = DEFAULT_HTTP
+    http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     pace: Pace = field(default=REAL_PACE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -231,14 +231,14 @@ class DnsProvider:
         _, host, port = Target.parse(self.target)
         return await (self.resolver.services(host) if port is None else self.resolver.addresses(host))
 
-    def _fault(self, error: ResolveError, kept: Finding) -> Fault:
+    def _fault(self, error: ResolveError, kept: Finding) -> DiscoveryFault:
         known = len(kept.registrations) + len(kept.providers)
         stay = f"; the {known} that it named stay for at most {self.max_stale:g} s" if known else ""
-        return Fault(Target.parse(self.target).host, f"{error}{stay}")
+        return DiscoveryFault(Target.parse(self.target).host, f"{error}{stay}")
 
     def _finding(self, resolved: Resolved) -> Finding:
         scheme, name, port = Target.parse(self.target)
-        addresses = [f"{bracketed(host)}:{own or port}" for host, own in resolved.hosts]
+        addresses = [f"{bracket_host(host)}:{own or port}" for host, own in resolved.hosts]
         if scheme == "tcp":
             found = [self.template.registrations(address, f"tcp://{address}") for address in addresses]
             return Finding(registrations=tuple(each for ranks in found for each in ranks))

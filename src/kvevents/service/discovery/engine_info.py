@@ -30,7 +30,14 @@ from msgspec import UNSET, Struct, UnsetType
 from kvevents.config import KVEventsConfig
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.source_config import MAX_RANKS, AskError, Place, at_host, bracketed, check_endpoint
+from kvevents.service.discovery.source_config import (
+    MAX_RANKS,
+    EngineQueryError,
+    RankEndpoint,
+    bracket_host,
+    check_endpoint,
+    replace_wildcard_host,
+)
 from kvevents.structs import prepared
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
@@ -40,10 +47,10 @@ _START_SGLANG: Final = f"start SGLang with --kv-events-config '{{{_SOCKETS}}}'"
 
 
 @dataclass(slots=True)
-class Description:
+class EngineInfo:
     """Where the ranks of one engine publish; what is left out of it the engine did not say."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[RankEndpoint] = field(default_factory=list)
     missing: dict[int, str] = field(default_factory=dict)
     """Ranks that it has and that cannot be followed, with the reason: `rank 3 REASON`."""
     model: str | None = None
@@ -84,14 +91,14 @@ class _ServerInfo(Struct):
     served_model_name: str | None = None
 
 
-def read_kv_event_sources(answer: Any, host: str) -> Description:
-    """What vLLM answers to who reaches it at `host`. Raises `AskError` for another shape."""
+def read_kv_event_sources(answer: Any, host: str) -> EngineInfo:
+    """What vLLM answers to who reaches it at `host`. Raises `EngineQueryError` for another shape."""
     if not isinstance(answer, dict):
-        raise AskError("/kv_event_sources is no JSON object of ranks, as vLLM's is")
-    found = Description()
+        raise EngineQueryError("/kv_event_sources is no JSON object of ranks, as vLLM's is")
+    found = EngineInfo()
     for key, raw in answer.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise AskError(f"/kv_event_sources has {key!r} where vLLM has the number of a rank")
+            raise EngineQueryError(f"/kv_event_sources has {key!r} where vLLM has the number of a rank")
         _read_vllm_rank(found, int(key), raw, host)
     ranks = found.missing.keys() | {place.rank for place in found.places}
     if not ranks:
@@ -102,28 +109,28 @@ def read_kv_event_sources(answer: Any, host: str) -> Description:
     return found
 
 
-def _read_vllm_rank(found: Description, rank: int, raw: Any, host: str) -> None:
+def _read_vllm_rank(found: EngineInfo, rank: int, raw: Any, host: str) -> None:
     try:
         source = msgspec.convert(raw, _VllmSource)
         if source.publisher == "null" or source.endpoint is None:
             raise ConfigError("it has no endpoint")
         replay = source.replay_endpoint
-        replay = None if replay is None else at_host(replay, host)
-        place = Place(rank, at_host(source.endpoint, host), replay, topic=source.topic or "")
+        replay = None if replay is None else replace_wildcard_host(replay, host)
+        place = RankEndpoint(rank, replace_wildcard_host(source.endpoint, host), replay, topic=source.topic or "")
     except ValueError as error:  # of msgspec and ours
         found.missing[rank] = f"cannot be followed: {error}"
     else:
         _add(found, place)
 
 
-def read_server_info(answer: Any, host: str) -> Description:
-    """What SGLang answers to who reaches it at `host`. Raises `AskError` for another shape."""
+def read_server_info(answer: Any, host: str) -> EngineInfo:
+    """What SGLang answers to who reaches it at `host`. Raises `EngineQueryError` for another shape."""
     try:
         info = msgspec.convert(answer, _ServerInfo)
         descriptor = _configured(info) if info.kv_events is UNSET else info.kv_events
     except ValueError as error:
-        raise AskError(f"/server_info is not as SGLang's: {error}") from error
-    found = Description(model=info.served_model_name or None)
+        raise EngineQueryError(f"/server_info is not as SGLang's: {error}") from error
+    found = EngineInfo(model=info.served_model_name or None)
     if descriptor is None:
         found.silence = f"publishes no KV events: {_START_SGLANG}"
         return found
@@ -166,16 +173,16 @@ def _ranks_here(info: _ServerInfo, count: int) -> set[int]:
     return {rank for rank in range(count) if rank * nodes // count == (info.node_rank or 0)}
 
 
-def _read_sglang_rank(found: Description, rank: int, descriptor: _Descriptor, host: str) -> None:
-    own = bracketed(descriptor.endpoint_host or "*")
+def _read_sglang_rank(found: EngineInfo, rank: int, descriptor: _Descriptor, host: str) -> None:
+    own = bracket_host(descriptor.endpoint_host or "*")
     replay_port = descriptor.replay_endpoint_port_base
-    endpoint = at_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
+    endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
     # Replay is bound always, on the host whose HTTP server answers, wherever events are sent to.
-    replay = None if replay_port is None else at_host(f"tcp://*:{replay_port + rank}", host)
-    _add(found, Place(rank, endpoint, replay, topic=descriptor.topic or "", block_size=descriptor.block_size or None))
+    replay = None if replay_port is None else replace_wildcard_host(f"tcp://*:{replay_port + rank}", host)
+    _add(found, RankEndpoint(rank, endpoint, replay, topic=descriptor.topic or "", block_size=descriptor.block_size or None))
 
 
-def _add(found: Description, place: Place) -> None:
+def _add(found: EngineInfo, place: RankEndpoint) -> None:
     """To the places when it can be connected to, else to the missing."""
     try:
         check_endpoint("endpoint", place.endpoint)
@@ -189,7 +196,7 @@ def _add(found: Description, place: Place) -> None:
 
 def _check_count(count: int) -> None:
     if not 0 < count <= MAX_RANKS:
-        raise AskError(f"it claims {count} data-parallel ranks; 1 to {MAX_RANKS} can be followed")
+        raise EngineQueryError(f"it claims {count} data-parallel ranks; 1 to {MAX_RANKS} can be followed")
 
 
 class _Model(Struct):
@@ -202,7 +209,7 @@ class _Models(Struct):
     data: list[_Model]
 
 
-class Models(NamedTuple):
+class ServedModels(NamedTuple):
     """The names that an engine serves."""
 
     base: str | None
@@ -211,26 +218,31 @@ class Models(NamedTuple):
     """Those of the LoRA adapters of it, which requests name as their model."""
 
 
-def read_models(answer: Any) -> Models:
-    """What `/v1/models` lists: the first model that has no parent, and its adapters. Raises `AskError` for another shape."""
+def read_models(answer: Any) -> ServedModels:
+    """Return the first model of `/v1/models` that has no parent, and its adapters.
+
+    Raises `EngineQueryError` for an answer of another shape.
+    """
     try:
         models = msgspec.convert(answer, _Models).data
     except msgspec.ValidationError as error:
-        raise AskError(f"/v1/models is not as OpenAI's: {error}") from error
+        raise EngineQueryError(f"/v1/models is not as OpenAI's: {error}") from error
     base = next((model.id for model in models if model.parent is None and model.id), None)
-    return Models(base, tuple(model.id for model in models if model.parent is not None and model.parent == base and model.id))
+    return ServedModels(
+        base, tuple(model.id for model in models if model.parent is not None and model.parent == base and model.id)
+    )
 
 
-class Question(NamedTuple):
+class InfoPath(NamedTuple):
     """A path to ask an engine at, and who reads the answer."""
 
     path: str
-    read: Callable[[Any, str], Description]
+    read: Callable[[Any, str], EngineInfo]
 
 
-QUESTIONS: Final = (
-    Question("/kv_event_sources", read_kv_event_sources),
-    Question("/server_info", read_server_info),
-    Question("/get_server_info", read_server_info),
+INFO_PATHS: Final = (
+    InfoPath("/kv_event_sources", read_kv_event_sources),
+    InfoPath("/server_info", read_server_info),
+    InfoPath("/get_server_info", read_server_info),
 )
 """In the order in which they are asked until one is not answered with 404."""

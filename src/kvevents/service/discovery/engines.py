@@ -14,9 +14,16 @@ import msgspec
 
 from kvevents.backoff import REAL_PACE, Backoff, Pace, jittered
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.engine_info import QUESTIONS, Description, Models, read_models
-from kvevents.service.discovery.provider import Fault, Finding
-from kvevents.service.discovery.source_config import ANY, AskError, BaseUrl, Place, Template, bracketed
+from kvevents.service.discovery.engine_info import INFO_PATHS, EngineInfo, ServedModels, read_models
+from kvevents.service.discovery.provider import DiscoveryFault, Finding
+from kvevents.service.discovery.source_config import (
+    DEFAULT_TEMPLATE,
+    BaseUrl,
+    EngineQueryError,
+    RankEndpoint,
+    Template,
+    bracket_host,
+)
 from kvevents.service.http_client import Answer, Bounds, HttpConnections, HttpError
 from kvevents.service.registration import Scope
 
@@ -31,7 +38,7 @@ _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity", 
 
 
 @dataclass(frozen=True, slots=True)
-class HttpClient:
+class EngineHttpClient:
     """Asks with these bounds."""
 
     connect_seconds: float = 2.0
@@ -45,26 +52,26 @@ class HttpClient:
     """Whom the certificate must name; the URL's host when not given."""
 
     async def get(self, url: BaseUrl) -> Answer:
-        """The answer, after redirects on the same host. Raises `AskError` when there is none."""
+        """The answer, after redirects on the same host. Raises `EngineQueryError` when there is none."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
             if answer.status not in _REDIRECTS or not answer.location:
                 return answer
             url = url.redirected(answer.location)
-        raise AskError(f"{url} redirects more than {MAX_REDIRECTS} times")
+        raise EngineQueryError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: BaseUrl) -> Answer:
         bounds = Bounds(self.read_seconds, self.max_bytes, self.connect_seconds)
-        host = bracketed(self.server_name or url.host)
+        host = bracket_host(self.server_name or url.host)
         headers = {**_HEADERS, "Host": f"{host}:{url.port}"}
         try:
             async with _turns(), HttpConnections(bounds, tls=self.tls or _default_tls()) as connections:
                 return await connections.get(str(url), headers, server_name=self.server_name)
         except HttpError as error:
-            raise AskError(_sentence(url, error, self.max_bytes)) from error
+            raise EngineQueryError(_sentence(url, error, self.max_bytes)) from error
 
 
-DEFAULT_HTTP: Final = HttpClient()
+DEFAULT_HTTP_CLIENT: Final = EngineHttpClient()
 
 
 def _sentence(url: BaseUrl, error: HttpError, max_bytes: int) -> str:
@@ -105,11 +112,11 @@ class EngineProvider:
     """
 
     base_url: str
-    template: Template = ANY
+    template: Template = DEFAULT_TEMPLATE
     instance: str | None = None
     """Its name for routers; host and port of the URL when not given."""
     interval: float = ASK_SECONDS
-    http: HttpClient = DEFAULT_HTTP
+    http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     pace: Pace = field(default=REAL_PACE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -132,8 +139,8 @@ class EngineProvider:
         while True:
             try:
                 found = last = await self._ask()
-            except AskError as error:
-                found = replace(last, faults=(Fault(self.label, str(error)),))
+            except EngineQueryError as error:
+                found = replace(last, faults=(DiscoveryFault(self.label, str(error)),))
                 pause = backoff.pause()
             else:
                 backoff.reset()
@@ -145,11 +152,11 @@ class EngineProvider:
 
     async def _ask(self) -> Finding:
         url = BaseUrl.parse(self.base_url)
-        for question in QUESTIONS:
+        for question in INFO_PATHS:
             answer = await self._get(url.join(question.path))
             if answer is not None:
                 return await self._finding(url, question.read(answer, url.host))
-        raise AskError(
+        raise EngineQueryError(
             f"{url} has neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang): name its endpoint instead"
         )
 
@@ -159,21 +166,23 @@ class EngineProvider:
         if answer.status in _ABSENT:
             return None
         if answer.status in _LOCKED:
-            raise AskError(f"{url} wants a key (status {answer.status}): write what it would tell into a [[sources]] table")
+            raise EngineQueryError(
+                f"{url} wants a key (status {answer.status}): write what it would tell into a [[sources]] table"
+            )
         if answer.status != 200:
-            raise AskError(f"{url} answers with status {answer.status}")
+            raise EngineQueryError(f"{url} answers with status {answer.status}")
         try:
             return msgspec.json.decode(answer.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise AskError(f"{url} does not answer in JSON: {error}") from error
+            raise EngineQueryError(f"{url} does not answer in JSON: {error}") from error
 
-    async def _finding(self, url: BaseUrl, found: Description) -> Finding:
+    async def _finding(self, url: BaseUrl, found: EngineInfo) -> Finding:
         if found.silence is not None:
-            return Finding(faults=(Fault(self.label, f"{self.label} {found.silence}"),))
+            return Finding(faults=(DiscoveryFault(self.label, f"{self.label} {found.silence}"),))
         models = await self._models(url, needed=not (self.template.model or found.model))
         model = self.template.model or found.model or models.base
         if model is None:
-            raise AskError(f"{url.join('/v1/models')} does not tell its model: name it with model")
+            raise EngineQueryError(f"{url.join('/v1/models')} does not tell its model: name it with model")
         self._add_claims(found)
         registrations = []
         for place in found.places:
@@ -184,31 +193,31 @@ class EngineProvider:
         adapters = [Scope(model, self.template.tenant, self.template.group, name) for name in models.adapters]
         return Finding(tuple(registrations), self._faults(found), adapters=tuple(adapters))
 
-    async def _models(self, url: BaseUrl, *, needed: bool) -> Models:
-        """The names that it serves; none if it does not list them and they are not needed. Raises `AskError`."""
+    async def _models(self, url: BaseUrl, *, needed: bool) -> ServedModels:
+        """The names that it serves; none if it does not list them and they are not needed. Raises `EngineQueryError`."""
         try:
             answer = await self._get(url.join("/v1/models"))
-            return Models(None) if answer is None else read_models(answer)
-        except AskError:
+            return ServedModels(None) if answer is None else read_models(answer)
+        except EngineQueryError:
             if needed:
                 raise
-            return Models(None)
+            return ServedModels(None)
 
-    def _placed(self, place: Place) -> Place:
+    def _placed(self, place: RankEndpoint) -> RankEndpoint:
         if self.template.replay_endpoint is None:
             return place
         index = place.rank - self.template.rank
         return replace(place, replay_endpoint=self.template.replay_of(index, place.endpoint))
 
-    def _add_claims(self, found: Description) -> None:
+    def _add_claims(self, found: EngineInfo) -> None:
         """Ranks that the operator says there are, when they say so."""
         told = found.missing.keys() | {place.rank for place in found.places}
         first, count = self.template.rank, self.template.ranks
         if count > 1:
             found.missing |= {rank: "is not told by it" for rank in range(first, first + count) if rank not in told}
 
-    def _faults(self, found: Description) -> tuple[Fault, ...]:
+    def _faults(self, found: EngineInfo) -> tuple[DiscoveryFault, ...]:
         return tuple(
-            Fault(f"{self.label} rank {rank}", f"rank {rank} of {self.label} {reason}")
+            DiscoveryFault(f"{self.label} rank {rank}", f"rank {rank} of {self.label} {reason}")
             for rank, reason in sorted(found.missing.items())
         )

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeAlias
 from kvevents.backoff import REAL_PACE, Pace, jittered
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.provider import Fault, Finding
-from kvevents.service.discovery.source_config import SourceTable, to_table
+from kvevents.service.discovery.provider import DiscoveryFault, Finding
+from kvevents.service.discovery.source_config import SourceTable, parse_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class StaticProvider:
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
         """One finding, and the end."""
-        yield finding_of(self.tables)
+        yield build_finding(self.tables)
 
 
-def finding_of(tables: Iterable[SourceTable]) -> Finding:
+def build_finding(tables: Iterable[SourceTable]) -> Finding:
     """What tables name: registrations, and providers for those engines that are to be asked."""
     told = tuple(tables)
     return Finding(
@@ -82,10 +82,10 @@ class FileProvider:
 
     def _load(self, known: Finding) -> Finding:
         try:
-            return finding_of(read_sources(self.path, alone=self.alone))
+            return build_finding(read_sources(self.path, alone=self.alone))
         except ExceptionGroup as errors:
             kept = "; the sources that it named before stay" if known.registrations or known.providers else ""
-            faults = tuple(Fault(str(self.path), f"{error}{kept}") for error in errors.exceptions[:MAX_FAULTS])
+            faults = tuple(DiscoveryFault(str(self.path), f"{error}{kept}") for error in errors.exceptions[:MAX_FAULTS])
             return replace(known, faults=faults)
 
 
@@ -104,7 +104,7 @@ def read_sources(path: Path, *, alone: bool = True) -> list[SourceTable]:
     errors: list[ConfigError] = []
     for number, fields in enumerate(raw, 1):
         try:
-            tables.append(to_table(number, fields))
+            tables.append(parse_table(number, fields))
         except ConfigError as error:
             errors.append(ConfigError(f"{path}: {error}"))
     if errors:

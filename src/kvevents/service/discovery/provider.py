@@ -2,7 +2,7 @@
 
 A new way, such as Kubernetes' EndpointSlices, is one more module with one class: it has a name and a `watch()` that yields
 findings. It names engines by registrations (`Template.registrations` makes those of all ranks), or by further providers, such
-as an `EngineProvider` for each address that describes itself, which whoever runs providers (`merge.Discovery`) runs too.
+as an `EngineProvider` for each address that describes itself, which whoever runs providers (`merge.ProviderRunner`) runs too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvevents.service.registration import Registration, Scope
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class DiscoveryFault:
     """Something that a provider could not find out: a name that does not resolve, a rank that is missing, a bad file."""
 
     subject: str
@@ -29,7 +29,7 @@ class Finding:
     """All that one provider knows now. What it no longer names is unregistered."""
 
     registrations: tuple[Registration, ...] = ()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[DiscoveryFault, ...] = ()
     providers: tuple[Provider, ...] = ()
     """Further ways that it named, such as engines to be asked themselves: each runs for as long as one equal to it is named."""
     adapters: tuple[Scope, ...] = ()

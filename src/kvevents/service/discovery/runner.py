@@ -15,10 +15,10 @@ from kvevents.errors import ConfigError
 from kvevents.service.config import DnsTable, EngineSources, Limits
 from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
-from kvevents.service.discovery.provider import Fault, Finding, Provider
+from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider
 from kvevents.service.discovery.source_config import SourceTable, Template
 from kvevents.service.errors import ConflictError
-from kvevents.service.registration import Key, Registration, Scope, check_alike
+from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.stream import Checkpoint
 
 MAX_SOURCES: Final = 4_096
@@ -28,11 +28,11 @@ SETTLE_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Discovered:
+class MergedFindings:
     """What all providers know together."""
 
     registrations: dict[Key, Registration] = field(default_factory=dict)
-    faults: dict[str, tuple[Fault, ...]] = field(default_factory=dict)
+    faults: dict[str, tuple[DiscoveryFault, ...]] = field(default_factory=dict)
     """By the name of the provider; one without faults is not among them."""
     waiting: tuple[str, ...] = ()
     """Names of providers that have not said anything yet: what they will name is missing from the registrations."""
@@ -40,14 +40,14 @@ class Discovered:
     """LoRA adapters that requests name as their model."""
 
 
-def merge(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX_SOURCES) -> Discovered:
+def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX_SOURCES) -> MergedFindings:
     """The findings of providers, named, the most important first; None of one that has none yet.
 
     Of two that name the same rank of the same engine differently the first counts, and the other gets a fault.
     """
     registrations: dict[Key, Registration] = {}
     origins: dict[Key, str] = {}
-    faults: dict[str, tuple[Fault, ...]] = {}
+    faults: dict[str, tuple[DiscoveryFault, ...]] = {}
     waiting: list[str] = []
     adapters: set[Scope] = set()
     for name, finding in findings:
@@ -69,19 +69,19 @@ def merge(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX
             told.append(_too_many(ignored, "ranks", max_sources))
         if told:
             faults[name] = faults.get(name, ()) + tuple(told)
-    return Discovered(registrations, faults, tuple(waiting), frozenset(adapters))
+    return MergedFindings(registrations, faults, tuple(waiting), frozenset(adapters))
 
 
-def _conflict(first: Registration, origin: str, other: Registration) -> Fault:
+def _conflict(first: Registration, origin: str, other: Registration) -> DiscoveryFault:
     differing = [name for name in other.__struct_fields__ if getattr(first, name) != getattr(other, name)]
-    return Fault(
+    return DiscoveryFault(
         other.label,
         f"{other.label} is named twice, with another {', '.join(differing)}: what {origin} says first counts, this does not",
     )
 
 
-def _too_many(ignored: int, what: str, most: int) -> Fault:
-    return Fault("max_sources", f"{ignored} {what} are ignored: max_sources allows {most}")
+def _too_many(ignored: int, what: str, most: int) -> DiscoveryFault:
+    return DiscoveryFault("max_sources", f"{ignored} {what} are ignored: max_sources allows {most}")
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class _Branch:
     finding: Finding | None = None
     children: dict[Provider, _Branch] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
-    refused: tuple[Fault, ...] = ()
+    refused: tuple[DiscoveryFault, ...] = ()
     """Why not all of them run."""
 
     def findings(self) -> Iterator[tuple[str, Finding | None]]:
@@ -110,7 +110,7 @@ class _Branch:
             child.cut()
 
 
-class Discovery:
+class ProviderRunner:
     """Runs providers, and those that they name, and tells `tell` what they know whenever that has changed.
 
     `tell` is called in the event loop and must not block. Of several providers the first ones go before the later.
@@ -119,7 +119,7 @@ class Discovery:
     def __init__(
         self,
         providers: Sequence[Provider],
-        tell: Callable[[Discovered], None],
+        tell: Callable[[MergedFindings], None],
         *,
         max_sources: int = MAX_SOURCES,
         settle: float = SETTLE_SECONDS,
@@ -135,7 +135,7 @@ class Discovery:
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<Discovery {len(self._providers)} providers, {self._running} running>"
+        return f"<ProviderRunner {len(self._providers)} providers, {self._running} running>"
 
     async def run(self) -> None:
         """Until cancelled, which ends all providers. Raises what a provider or `tell` raises, as an `ExceptionGroup`."""
@@ -156,8 +156,8 @@ class Discovery:
                 self._tell(found)
             last = found
 
-    def _discovered(self) -> Discovered:
-        return merge((each for branch in self._branches for each in branch.findings()), self._max_sources)
+    def _discovered(self) -> MergedFindings:
+        return merge_findings((each for branch in self._branches for each in branch.findings()), self._max_sources)
 
     def _grown(self, group: asyncio.TaskGroup, provider: Provider) -> _Branch:
         branch = _Branch(provider)
@@ -202,7 +202,7 @@ FLEET = "fleet"
 """Under which name it is told what the fleet cannot follow of it."""
 
 
-class Followers(Protocol):
+class RegistrationTarget(Protocol):
     """Who follows what is found: the service's fleet, or a bridge."""
 
     @property
@@ -217,22 +217,22 @@ class Followers(Protocol):
         ...
 
 
-class Finder:
+class EngineDiscovery:
     """Runs what the configuration names, and keeps the fleet to it."""
 
     def __init__(
         self,
         config: EngineSources,
         watched: Path | None,
-        fleet: Followers,
+        fleet: RegistrationTarget,
         resume: Callable[[Key], Checkpoint | None],
         max_sources: int = Limits().max_sources,
     ) -> None:
         self._max_sources = max_sources
         self._fleet = fleet
         self._resume = resume
-        self._providers = providers_of(config, watched)
-        self._found = Discovered(waiting=tuple(provider.name for provider in self._providers))
+        self._providers = build_providers(config, watched)
+        self._found = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
         self._refused: list[str] = []
         self._told: set[str] = set()
         """What the log was told is wrong with what was found."""
@@ -240,11 +240,11 @@ class Finder:
     async def run(self) -> None:
         """Until cancelled."""
         if self._providers:
-            await Discovery(self._providers, self._tell, max_sources=self._max_sources).run()
+            await ProviderRunner(self._providers, self._tell, max_sources=self._max_sources).run()
         else:
             await asyncio.Event().wait()
 
-    def _tell(self, found: Discovered) -> None:
+    def _tell(self, found: MergedFindings) -> None:
         self._found = found
         self._refused = self._fleet.replace(DISCOVERED, found.registrations.values(), self._resume)
         faults = {fault.sentence for each in found.faults.values() for fault in each}
@@ -255,7 +255,7 @@ class Finder:
         self._told = faults
 
     @property
-    def has_looked(self) -> bool:
+    def has_completed(self) -> bool:
         """Whether every provider has said something."""
         return not self._found.waiting
 
@@ -272,7 +272,7 @@ class Finder:
         return found
 
 
-def providers_of(config: EngineSources, watched: Path | None) -> list[Provider]:
+def build_providers(config: EngineSources, watched: Path | None) -> list[Provider]:
     """Those of a configuration, the most important first; `watched` is a file with other settings beside its sources."""
     found: list[Provider] = []
     if watched is not None:
@@ -294,7 +294,7 @@ def _dns(table: DnsTable) -> DnsProvider:
 
 def check_engines(config: EngineSources, watched: Path | None) -> None:
     """Raise `ConfigError` for engines that cannot be followed as they are named; `watched` is a file with more of them."""
-    providers_of(config, watched)
+    build_providers(config, watched)
     named: dict[Key, tuple[Registration, str]] = {}
     for registration, origin in _named(config, watched):
         first, where = named.setdefault(registration.key, (registration, origin))
@@ -327,7 +327,7 @@ def _check_ranks(registrations: Sequence[Registration]) -> None:
     sockets: dict[tuple[str, str, str], tuple[Registration, str]] = {}
     for registration in registrations:
         try:
-            check_alike(registration, firsts.setdefault(registration.key[0], registration))
+            check_same_engine(registration, firsts.setdefault(registration.key[0], registration))
         except ConflictError as error:
             raise ConfigError(f"{error}; {error.hint}") from error
         for name, endpoint in (("endpoint", registration.endpoint), ("replay_endpoint", registration.replay_endpoint)):

@@ -20,7 +20,7 @@ _TRANSPORTS: Final = ("tcp", "ipc")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankEndpoint:
     """Where one rank publishes, and what is known of it there."""
 
     rank: int
@@ -30,17 +30,17 @@ class Place:
     block_size: int | None = None
 
 
-def bracketed(host: str) -> str:
+def bracket_host(host: str) -> str:
     """A host as it stands in front of `:port`: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def at_host(endpoint: str, host: str) -> str:
+def replace_wildcard_host(endpoint: str, host: str) -> str:
     """The endpoint as seen from elsewhere: a wildcard host becomes `host`; any other endpoint stays."""
     found = split_tcp(endpoint)
     if found is None or found[0] not in WILDCARDS:
         return endpoint
-    return f"tcp://{bracketed(host)}:{found[1]}"
+    return f"tcp://{bracket_host(host)}:{found[1]}"
 
 
 def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
@@ -60,7 +60,7 @@ def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
 _PORTS: Final = {"http": 80, "https": 443}
 
 
-class AskError(PeerError):
+class EngineQueryError(PeerError):
     """An engine could not be asked, or its answer cannot be used; the message is a sentence for people."""
 
 
@@ -101,21 +101,21 @@ class BaseUrl:
     @property
     def address(self) -> str:
         """Host and port."""
-        return f"{bracketed(self.host)}:{self.port}"
+        return f"{bracket_host(self.host)}:{self.port}"
 
     def join(self, path: str) -> Self:
         """The URL of what stands at `path` below it."""
         return replace(self, path=self.path + path)
 
     def redirected(self, location: str) -> Self:
-        """Where an answer points to. Raises `AskError` when that is another host, or no longer encrypted."""
+        """Where an answer points to. Raises `EngineQueryError` when that is another host, or no longer encrypted."""
         try:
             parts = urlsplit(urljoin(str(self), location))
             found = self._of(parts, parts.port)
         except ValueError as error:
-            raise AskError(f"{self} redirects to {location!r}, which is no URL") from error
+            raise EngineQueryError(f"{self} redirects to {location!r}, which is no URL") from error
         if found.host != self.host or found.scheme not in {self.scheme, "https"}:
-            raise AskError(f"{self} redirects to {location!r}, which is another server: name that one as base_url")
+            raise EngineQueryError(f"{self} redirects to {location!r}, which is another server: name that one as base_url")
         return found
 
 
@@ -152,7 +152,7 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(collision)
         return tuple(self.registration(instance, self.model, place) for place in self._places(endpoint))
 
-    def registration(self, instance: str, model: str, place: Place) -> Registration:
+    def registration(self, instance: str, model: str, place: RankEndpoint) -> Registration:
         """One rank, at a place that somebody told; what this template says goes before what the place says."""
         replay = place.replay_endpoint
         check_endpoint("endpoint", place.endpoint, bind=self.bind)
@@ -178,15 +178,15 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Where the rank that comes `index` after the first answers replay requests, given where it publishes."""
         replay = offset_endpoint_port(self.replay_endpoint, index)
         found = split_tcp(endpoint)
-        return replay if replay is None or found is None else at_host(replay, found[0])
+        return replay if replay is None or found is None else replace_wildcard_host(replay, found[0])
 
-    def _places(self, endpoint: str) -> Iterator[Place]:
+    def _places(self, endpoint: str) -> Iterator[RankEndpoint]:
         for index in range(self.ranks):
             its = offset_endpoint_port(endpoint, index) or endpoint
-            yield Place(self.rank + index, its, self.replay_of(index, its))
+            yield RankEndpoint(self.rank + index, its, self.replay_of(index, its))
 
 
-ANY: Final = Template()
+DEFAULT_TEMPLATE: Final = Template()
 """Nothing is said beside where it is."""
 
 
@@ -219,7 +219,7 @@ class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.registrations(self.instance or self.endpoint.removeprefix("tcp://"), self.endpoint)
 
 
-def to_table(number: int, fields: Any) -> SourceTable:
+def parse_table(number: int, fields: Any) -> SourceTable:
     """A parsed table, the `number`th of its kind. Raises `ConfigError` that names the table and the field."""
     name = fields.get("instance") if isinstance(fields, dict) else None
     label = f"[[sources]] {number}" + (f" ({name})" if isinstance(name, str) and name else "")

@@ -20,7 +20,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.lookups import Found
-from kvevents.service.member import Row
+from kvevents.service.member import MemberMatch
 from kvevents.service.registration import DEFAULT_GROUP, Registration, Scope
 from kvevents.service.schemas import LoraId
 from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick, scope_of
@@ -280,8 +280,8 @@ def _answered(service: Service, asked: IndexerRequest, scope: Scope, found: Foun
     rows, missing = found
     if doubtful := service.candidates.of(scope).doubtful:  # they may hold more than is known, and their trust says so
         holders = {row.member.worker for row in rows}
-        rows = rows + [Row(member, 0, 0, 0, 0) for member in doubtful if member.worker not in holders]
-    rows = [each for each in rows if not each.member.hidden]
+        rows = rows + [MemberMatch(member, 0, 0, 0, 0) for member in doubtful if member.worker not in holders]
+    rows = [each for each in rows if not each.member.is_hidden]
     if asked.instance_id is not None and asked.model_name is None:
         rows = [each for each in rows if each.member.registration.instance == str(asked.instance_id)]
     if asked.block_size is not None:
@@ -308,8 +308,8 @@ def _unsigned(given: int | str) -> int:
 _encode = msgspec.json.Encoder().encode
 
 
-def _by_instance(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def _by_instance(rows: Iterable[MemberMatch]) -> dict[str, list[MemberMatch]]:
+    found: dict[str, list[MemberMatch]] = {}
     for each in rows:
         instance = each.member.instance
         if instance in found:
@@ -319,7 +319,7 @@ def _by_instance(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def dynamo(rows: Iterable[Row]) -> bytes:
+def dynamo(rows: Iterable[MemberMatch]) -> bytes:
     """As Dynamo's standalone indexer answers, with the trust of each rank."""
     scores: list[bytes] = []
     instances: list[bytes] = []
@@ -336,7 +336,7 @@ def dynamo(rows: Iterable[Row]) -> bytes:
     return b'{"scores":{%b},"frequencies":[],"instances":{%b}}' % (b",".join(scores), b",".join(instances))
 
 
-def mooncake(tenant: str, rows: Iterable[Row]) -> bytes:
+def mooncake(tenant: str, rows: Iterable[MemberMatch]) -> bytes:
     """As Mooncake Conductor answers, with the trust of each rank."""
     instances = [
         b'%b:{"longest_matched":%d,"GPU":%d,"DP":{%b},"CPU":%d,"DISK":%d,"trust":{%b}}'
@@ -353,10 +353,10 @@ def mooncake(tenant: str, rows: Iterable[Row]) -> bytes:
     return b"{%b:{%b}}" % (_encode(tenant), b",".join(instances))
 
 
-def _longest(ranks: list[Row]) -> tuple[int, int]:
+def _longest(ranks: list[MemberMatch]) -> tuple[int, int]:
     """On any tier, and on the device."""
     return max(each.tokens for each in ranks), max(each.gpu for each in ranks)
 
 
-def _trust(ranks: list[Row]) -> bytes:
-    return b",".join([b'"%d":%b' % (each.member.registration.rank, _encode(each.member.trusted.state)) for each in ranks])
+def _trust(ranks: list[MemberMatch]) -> bytes:
+    return b",".join([b'"%d":%b' % (each.member.registration.rank, _encode(each.member.trust_status.state)) for each in ranks])

@@ -41,7 +41,7 @@ def _members(service: Service, request: Request) -> Iterator[Member]:
 
 def _instance(members: list[Member]) -> dict[str, Any]:
     first = members[0].registration
-    states = [_STATUS[member.trusted.state] for member in members]
+    states = [_STATUS[member.trust_status.state] for member in members]
     return {
         "instance_id": id_of(first.instance),
         "source": "zmq",
@@ -59,12 +59,12 @@ def _listener(member: Member) -> dict[str, Any]:
     told = {
         "endpoint": member.registration.endpoint,
         "replay_endpoint": member.registration.replay_endpoint,
-        "status": _STATUS[member.trusted.state],
-        "trust": member.trusted,
+        "status": _STATUS[member.trust_status.state],
+        "trust": member.trust_status,
         "blocks": member.blocks,
     }
-    if member.trusted.reason:
-        told["last_error"] = member.trusted.reason
+    if member.trust_status.reason:
+        told["last_error"] = member.trust_status.reason
     return told
 
 
@@ -91,8 +91,8 @@ def _service(member: Member) -> dict[str, Any]:
         "instance_id": registration.instance,
         "block_size": registration.block_size,
         "dp_rank": registration.rank,
-        "status": _STATUS[member.trusted.state],
-        "trust": member.trusted,
+        "status": _STATUS[member.trust_status.state],
+        "trust": member.trust_status,
     }
 
 
@@ -124,7 +124,7 @@ def _ranks(members: list[Member]) -> dict[str, dict[str, Any]]:
         ranks[str(member.registration.rank)] = {
             "endpoint": member.registration.endpoint,
             "blocks": member.blocks,
-            "trust": member.trusted,
+            "trust": member.trust_status,
         }
     return found
 
@@ -192,8 +192,8 @@ def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
     Of workers that have one name in several tenants, the one that can be trusted least counts.
     """
     found: dict[str, dict[str, TrustStatus]] = {}
-    for member in sorted(members, key=lambda each: trust_order(each.trusted.state), reverse=True):
-        found.setdefault(member.instance, {})[str(member.registration.rank)] = member.trusted
+    for member in sorted(members, key=lambda each: trust_order(each.trust_status.state), reverse=True):
+        found.setdefault(member.instance, {})[str(member.registration.rank)] = member.trust_status
     return found
 
 

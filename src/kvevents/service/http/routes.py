@@ -267,8 +267,8 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         shard.match,
         Role.READ,
         "shard",
-        shard_schemas.Question,
-        shard_schemas.Part,
+        shard_schemas.ShardQuery,
+        shard_schemas.ShardAnswer,
         inline_bytes=_INLINE_OBJECT_BYTES,
     ),
     Endpoint(
@@ -277,8 +277,8 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         shard.members,
         Role.READ,
         "shard",
-        shard_schemas.Partitions,
-        shard_schemas.Members,
+        shard_schemas.PartitionQuery,
+        shard_schemas.MemberList,
         pool=FLEET,
     ),
     Endpoint(
@@ -288,7 +288,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         Role.READ,
         "shard",
         shard_schemas.Expectation,
-        shard_schemas.Noted,
+        shard_schemas.ExpectationAnswer,
         pool=MATCHING,
     ),
     # Probes, metrics, documentation and the page

@@ -10,10 +10,10 @@ import msgspec
 from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.http.messages import MSGPACK, Body, Request, Response, answer
 from kvevents.service.service import Service
-from kvevents.service.shards.shard_server import Answering, Expectation, Partitions, Question
+from kvevents.service.shards.shard_server import Expectation, PartitionQuery, ShardQuery, ShardServer
 
-QUESTION: Final = Body.of(Question)
-PARTITIONS: Final = Body.of(Partitions)
+QUESTION: Final = Body.of(ShardQuery)
+PARTITIONS: Final = Body.of(PartitionQuery)
 EXPECTATION: Final = Body.of(Expectation)
 
 
@@ -33,7 +33,7 @@ _PROMPTS: Final[dict[bytes, Any]] = {
 def match(service: Service, request: Request) -> Response:
     """Who in some partitions holds how much of some prompts, as far as this replica shows them."""
     answering = _answering(service)
-    asked: Question = _read(QUESTION, service, request)
+    asked: ShardQuery = _read(QUESTION, service, request)
     service.check_tokens(sum(len(prompt) // 4 for prompt in asked.prompts) + sum(map(len, asked.keys)))
     if any(max(keys, default=0) >> 64 for keys in asked.keys):
         raise ServiceError("a key has more than 64 bits", "bad-hash", "send rolling keys or hashes of blocks", status=422)
@@ -43,7 +43,7 @@ def match(service: Service, request: Request) -> Response:
 def members(service: Service, request: Request) -> Response:
     """The engines of some partitions, as far as this replica shows them."""
     answering = _answering(service)
-    asked: Partitions = PARTITIONS.read(request, service.config.limits)
+    asked: PartitionQuery = PARTITIONS.read(request, service.config.limits)
     return answer(answering.members(asked), request)
 
 
@@ -66,7 +66,7 @@ def _read(body: Body, service: Service, request: Request) -> Any:
     return body.read(request, limits, apart=apart)
 
 
-def _answering(service: Service) -> Answering:
+def _answering(service: Service) -> ShardServer:
     if service.shards is None:
         raise ConflictError("this service holds no share of a plane", "no-shard", "ask it /v1/match, for all it knows")
     return service.shards.answering

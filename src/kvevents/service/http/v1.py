@@ -12,7 +12,7 @@ from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.http.messages import RAW, Body, Request, Response, StreamingResponse, answer, encoded
 from kvevents.service.lookups import Found, FoundMany, Hottest
-from kvevents.service.member import Member, Row
+from kvevents.service.member import Member, MemberMatch
 from kvevents.service.registration import DEFAULT_GROUP, Scope
 from kvevents.service.schemas import (
     Candidate,
@@ -54,14 +54,14 @@ HEARTBEAT_SECONDS: Final = 15.0
 """A comment on an idle `/v1/events`, so that proxies keep it open and a dead client is noticed."""
 
 
-def _held(found: list[Row]) -> list[WorkerMatch]:
+def _held(found: list[MemberMatch]) -> list[WorkerMatch]:
     return [
         WorkerMatch(
             instance=row.member.registration.instance,
             rank=row.member.registration.rank,
             tokens=row.tokens,
             tiers=row.tiers,
-            trust=row.member.trusted,
+            trust=row.member.trust_status,
         )
         for row in found
     ]
@@ -70,7 +70,7 @@ def _held(found: list[Row]) -> list[WorkerMatch]:
 def _trusts(service: Service, scope: Scope) -> list[WorkerTrust]:
     """How far each worker that may hold blocks of a prompt is trusted."""
     return [
-        WorkerTrust(instance=member.instance, rank=member.registration.rank, trust=member.trusted)
+        WorkerTrust(instance=member.instance, rank=member.registration.rank, trust=member.trust_status)
         for member in service.candidates.of(scope).members
     ]
 
@@ -104,7 +104,7 @@ def _prompt(service: Service, request: Request) -> tuple[ScopedRequest, Any]:
 
 def _matched(service: Service, request: Request, scope: Scope, length: int, found: Found) -> Response:
     holders = {row.member.worker for row in found.rows}
-    others = [member.holds_nothing for member in service.candidates.of(scope).members if member.worker not in holders]
+    others = [member.empty_match for member in service.candidates.of(scope).members if member.worker not in holders]
     return answer(MatchAnswer(prompt_tokens=length, workers=_held(found.rows) + others, missing=found.missing), request)
 
 
@@ -170,8 +170,10 @@ async def select(service: Service, request: Request) -> Response:
     return answer(chosen, request)
 
 
-def _selected(service: Service, scope: Scope, asked: SelectRequest, found: list[Row], missing: str) -> Selection:
-    standings = {member.worker: Standing(member.trusted, member.distance) for member in service.candidates.of(scope).members}
+def _selected(service: Service, scope: Scope, asked: SelectRequest, found: list[MemberMatch], missing: str) -> Selection:
+    standings = {
+        member.worker: Standing(member.trust_status, member.distance) for member in service.candidates.of(scope).members
+    }
     candidates = asked.candidates
     if candidates is None:
         candidates = [Candidate(instance=instance, rank=rank) for instance, rank in standings]
@@ -260,7 +262,7 @@ def blocks(service: Service, request: Request) -> Response:
         held: Iterable[Block] = service.fleet.index.blocks(key)
     except LookupError:  # no event has come yet
         held = ()
-    return answer(service.block_listings.first(key, held, limit, lambda: member.trusted), request)
+    return answer(service.block_listings.first(key, held, limit, lambda: member.trust_status), request)
 
 
 def _member(service: Service, wanted: Any) -> Member:
@@ -291,7 +293,7 @@ def _rank(text: str) -> int:
 
 def events(service: Service, request: Request) -> StreamingResponse:
     """Server-sent events: changes of state, losses, and at most four times a second what came from each source."""
-    if len(service.fleet.announcer) >= service.config.limits.max_listeners:
+    if len(service.fleet.event_bus) >= service.config.limits.max_listeners:
         raise UnavailableError(
             f"{service.config.limits.max_listeners} clients listen, which is the limit",
             "too-many-listeners",
@@ -301,7 +303,7 @@ def events(service: Service, request: Request) -> StreamingResponse:
 
 
 async def _events(service: Service, wanted: Mapping[str, str]) -> AsyncIterator[bytes]:
-    with service.fleet.announcer.listening() as queue:
+    with service.fleet.event_bus.listening() as queue:
         yield b"retry: 2000\n\n"
         while not queue.closed:
             event = await queue.get(HEARTBEAT_SECONDS)

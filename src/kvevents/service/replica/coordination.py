@@ -34,7 +34,7 @@ AGAIN_SECONDS: Final = 0.5
 _ANSWER_SECONDS: Final = 5.0
 
 
-class Holding:
+class Assignment:
     """One replica's share of a plane. `shown` says which partitions it answers for now."""
 
     def __init__(self, name: str, settings: ShardSettings | None, shown: Callable[[], frozenset[int]]) -> None:
@@ -190,7 +190,7 @@ TURN_SECONDS: Final = 20.0
 """That replicas of different opinions, none of them a majority, leave each other to build anew."""
 
 
-class Comparing:
+class ConsistencyCheck:
     """One replica's side of it."""
 
     def __init__(self, name: str) -> None:

@@ -22,7 +22,7 @@ from kvevents.plane.records import Key, Tail
 from kvevents.plane.snapshots import Kept, Snapshots, Taken, take
 from kvevents.plane.subscriber import LogSubscriber
 from kvevents.service.follower import Follower, IndexSink
-from kvevents.service.replica.coordination import Comparing
+from kvevents.service.replica.coordination import ConsistencyCheck
 from kvevents.stream import DegradedReason
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ HOLE_SECONDS: Final = 2.0
 """Between two attempts to begin a partition of which pages are gone."""
 
 
-class Generation:
+class IndexBuild:
     """An index of some partitions. Each is *held* from when it is begun, and *shown* once it was read to its end.
 
     To be used in one event loop.
@@ -266,10 +266,10 @@ LOOKS: Final = 50
 """In the time between two snapshots of a partition."""
 
 
-class Taking:
+class Snapshotter:
     """Takes the snapshots of one replica."""
 
-    def __init__(self, name: str, comparing: Comparing, seconds: float) -> None:
+    def __init__(self, name: str, comparing: ConsistencyCheck, seconds: float) -> None:
         self._name: Final = name
         self._comparing: Final = comparing
         self._seconds: Final = seconds
@@ -281,7 +281,7 @@ class Taking:
         """Why a partition's last snapshot that was due was not taken; empty where all were."""
         return next(iter(self._faults.values()), "")
 
-    async def run(self, js: JetStreamContext, layout: Layout, snapshots: Snapshots, generation: Generation) -> None:
+    async def run(self, js: JetStreamContext, layout: Layout, snapshots: Snapshots, generation: IndexBuild) -> None:
         """As long as a generation answers. Partitions have different times, so that the work of one is never that of all."""
         self._due, self._faults = {}, {}
         while True:
@@ -297,7 +297,7 @@ class Taking:
                 if not self._comparing.differs and partition in generation.shown:
                     await self._take(Lease(js, layout, f"{LEASE}.{partition}", Holder.here()), partition, snapshots, generation)
 
-    async def _take(self, lease: Lease, partition: int, snapshots: Snapshots, generation: Generation) -> None:
+    async def _take(self, lease: Lease, partition: int, snapshots: Snapshots, generation: IndexBuild) -> None:
         """Write a snapshot, unless another replica does. What the servers do not take shows, and is tried again."""
         try:
             # Asked for again with the lease, for who had it before may just have taken one.
@@ -314,7 +314,7 @@ class Taking:
         finally:
             await lease.release()
 
-    async def _is_fresh(self, partition: int, snapshots: Snapshots, generation: Generation) -> bool:
+    async def _is_fresh(self, partition: int, snapshots: Snapshots, generation: IndexBuild) -> bool:
         """Whether the newest one that counts, whoever took it, is new enough."""
         kept = await snapshots.kept(partition)
         if kept:
@@ -330,7 +330,7 @@ class Taking:
             log.warning("no snapshot was taken: %s", fault)
         self._faults[partition] = fault
 
-    async def _take_within(self, lease: Lease, partition: int, snapshots: Snapshots, generation: Generation) -> Kept:
+    async def _take_within(self, lease: Lease, partition: int, snapshots: Snapshots, generation: IndexBuild) -> Kept:
         made = generation.made.get(partition, "")  # nothing comes of one that was let go meanwhile
         keeping = asyncio.create_task(lease.keep())
         try:

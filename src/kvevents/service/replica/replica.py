@@ -32,8 +32,8 @@ from kvevents.plane.snapshots import Snapshots
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.registration import Registration
-from kvevents.service.replica.coordination import Comparing, Holding
-from kvevents.service.replica.index_build import Generation, Taking
+from kvevents.service.replica.coordination import Assignment, ConsistencyCheck
+from kvevents.service.replica.index_build import IndexBuild, Snapshotter
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ TELL_SECONDS: Final = 2.0
 AGAIN_SECONDS: Final = 2.0
 """Between two attempts to reach the servers, or to build."""
 REBUILD_SECONDS: Final = 60.0
-"""Between two generations at least, when it is the content that is doubted."""
+"""Between two builds at least, when it is the content that is doubted."""
 
 
 class Replica:
@@ -72,11 +72,11 @@ class Replica:
         """Whether there was ever a generation that had read the log to its end."""
         self.layout: Layout | None = None
         """Of the plane; None before it was found."""
-        self.generations = 0
+        self.builds = 0
         self._fault = ""
         self._fleet: Final = fleet
         self._memory_limit: Final = memory_limit
-        self._generation: Generation | None = None
+        self._generation: IndexBuild | None = None
         self._told: tuple[Mapping[Key, bytes], frozenset[int]] | None = None
         """Cards and partitions of which the fleet was told last."""
         self._settled = set[int]()
@@ -84,9 +84,9 @@ class Replica:
         self._answers = frozenset[int]()
         """Partitions of which the fleet knows the engines."""
         self._built_at = float("-inf")
-        self._holding: Final = Holding(name, shard, lambda: self.shown)
-        self._comparing: Final = Comparing(name)
-        self._taking: Final = Taking(name, self._comparing, snapshot_seconds)
+        self._holding: Final = Assignment(name, shard, lambda: self.shown)
+        self._comparing: Final = ConsistencyCheck(name)
+        self._taking: Final = Snapshotter(name, self._comparing, snapshot_seconds)
 
     # --- what may be read
 
@@ -116,7 +116,7 @@ class Replica:
         return self._comparing.disagreements
 
     @property
-    def generation(self) -> Generation | None:
+    def generation(self) -> IndexBuild | None:
         """The one that answers."""
         return self._generation
 
@@ -183,13 +183,13 @@ class Replica:
 
     # --- a generation
 
-    async def _build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> Generation:
+    async def _build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> IndexBuild:
         """One that is complete. Raises `PlaneError` where the log cannot be read."""
         while not self._holding.is_settled:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(LOOK_SECONDS)
         while True:
             index = PrefixIndex(memory_limit=self._memory_limit)
-            generation = Generation(client, layout, snapshots, index, self._settled)
+            generation = IndexBuild(client, layout, snapshots, index, self._settled)
             try:
                 # One that takes the place of another one shows at least what that does.
                 while not generation.broken and not generation.shown.issuperset(wanted := self._holding.wanted | self.shown):
@@ -206,13 +206,13 @@ class Replica:
             await generation.end()
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _adopt(self, generation: Generation) -> None:
+    async def _adopt(self, generation: IndexBuild) -> None:
         """Have the fleet answer from it."""
         registrations, shown = self._registrations(generation)
         before, self._generation = self._generation, generation
         former = self._fleet.switch(generation.follower, generation.index)
         await self._register(generation, registrations, shown)
-        self.generations += 1
+        self.builds += 1
         self._built_at = time.monotonic()
         self._comparing.forget()
         self.is_complete = True
@@ -225,7 +225,7 @@ class Replica:
 
     # --- members
 
-    def _registrations(self, generation: Generation) -> tuple[list[Registration], frozenset[int]]:
+    def _registrations(self, generation: IndexBuild) -> tuple[list[Registration], frozenset[int]]:
         """Of the engines in the partitions that are shown, and these partitions."""
         found = []
         cards, shown = self._told = generation.subscriber.cards, generation.shown
@@ -242,7 +242,7 @@ class Replica:
                 found.append(registration)
         return found, shown
 
-    async def _register(self, generation: Generation, registrations: list[Registration], shown: frozenset[int]) -> None:
+    async def _register(self, generation: IndexBuild, registrations: list[Registration], shown: frozenset[int]) -> None:
         known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
         if any(known.get(each.key, each) != each for each in registrations):
             # Another model behind the same name: the index would forget what it holds of it, and could not learn it again.
@@ -254,7 +254,7 @@ class Replica:
 
     # --- as long as it goes well
 
-    async def _adjust(self, generation: Generation) -> None:
+    async def _adjust(self, generation: IndexBuild) -> None:
         """Hold what is to be held."""
         while True:
             try:
@@ -264,7 +264,7 @@ class Replica:
                 await asyncio.sleep(AGAIN_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _keep(self, client: PlaneClient, layout: Layout, generation: Generation) -> None:
+    async def _keep(self, client: PlaneClient, layout: Layout, generation: IndexBuild) -> None:
         """Until it must be built anew."""
         tell_at = 0.0
         while not generation.broken:
@@ -279,7 +279,7 @@ class Replica:
         self._settled |= generation.settled
         log.warning("the index is built anew: %s", generation.broken)
 
-    async def _watch(self, generation: Generation) -> None:
+    async def _watch(self, generation: IndexBuild) -> None:
         if self._told is None or self._told[0] is not generation.subscriber.cards or self._told[1] is not generation.shown:
             await self._register(generation, *self._registrations(generation))
         if generation.subscriber.diverged and time.monotonic() - self._built_at > REBUILD_SECONDS:
@@ -311,14 +311,14 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _fault_of(generation: Generation) -> str:
+def _fault_of(generation: IndexBuild) -> str:
     hole = generation.hole
     return generation.fault or (
         hole and f"an index could not be completed: {hole}; a bridge that is started writes the partition anew"
     )
 
 
-def _begun_with(generation: Generation) -> str:
+def _begun_with(generation: IndexBuild) -> str:
     names = list(generation.began_with.values())
     if not names:
         return "the log alone"

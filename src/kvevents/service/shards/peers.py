@@ -68,7 +68,7 @@ MAX_SHOWN: Final = 200
 """Bytes of an answer that is an error."""
 
 
-class AwayError(PeerError):
+class PeerUnavailableError(PeerError):
     """Another replica did not answer, or what it answered cannot be used."""
 
 
@@ -96,7 +96,7 @@ class Peers:
         return time.monotonic() - self._failed.get(name, float("-inf")) < self.settings.pace.away_seconds
 
     async def ask(self, name: str, url: str, path: str, question: msgspec.Struct, kind: type[T]) -> T:
-        """What replica `name` answers at `url`. Raises `AwayError`."""
+        """What replica `name` answers at `url`. Raises `PeerUnavailableError`."""
         if self._connections is None:
             self._connections = HttpConnections(self._bounds, tls=self._tls, kept=IDLE_SECONDS, most=MAX_CONNECTIONS)
         try:
@@ -114,8 +114,8 @@ class Peers:
             log.info("replica %s answers again", name)
         return found
 
-    def _away(self, name: str, why: str) -> AwayError:
-        error = AwayError(f"replica {name}: {why}")
+    def _away(self, name: str, why: str) -> PeerUnavailableError:
+        error = PeerUnavailableError(f"replica {name}: {why}")
         if name not in self._failed:
             log.warning("%s; another one that holds the same is asked in its place, as far as there is one", error)
         self.failures += 1

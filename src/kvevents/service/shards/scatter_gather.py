@@ -23,21 +23,21 @@ import msgspec
 
 from kvevents.plane.sharding import Announcement, plan
 from kvevents.service.errors import NotFoundError
-from kvevents.service.member import Member, Row
+from kvevents.service.member import Member, MemberMatch
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Scope
 from kvevents.service.scope_fields import scope_of
-from kvevents.service.shards.peers import AwayError, Peers
+from kvevents.service.shards.peers import Peers, PeerUnavailableError
 from kvevents.service.shards.shard_server import (
-    Answering,
-    Described,
     Expectation,
-    Members,
-    Noted,
-    Part,
-    Partitions,
-    Question,
+    ExpectationAnswer,
+    MemberDescription,
+    MemberList,
+    PartitionQuery,
     Rows,
+    ShardAnswer,
+    ShardQuery,
+    ShardServer,
 )
 from kvevents.stream import Trust
 from kvevents.weights import State
@@ -54,10 +54,10 @@ ORIGIN: Final = "shard"
 """Who named an engine of another replica, as far as this one knows."""
 
 
-class Merged(NamedTuple):
+class MergedMatches(NamedTuple):
     """The answer of all."""
 
-    rows: list[list[Row]]
+    rows: list[list[MemberMatch]]
     """By prompt."""
     missing: str
     """Why it is not of the whole fleet; empty where it is."""
@@ -76,7 +76,7 @@ class _Asking:
     def __init__(self, count: int, partitions: set[int]) -> None:
         self.rows: Rows = [[] for _ in range(count)]
         self.left: Final = partitions
-        """Partitions that nobody has answered for."""
+        """PartitionQuery that nobody has answered for."""
         self.refused: Final[dict[str, set[int]]] = {}
         """By replica partitions that it was asked about and has not answered for."""
         self.known = False
@@ -91,20 +91,20 @@ class _Asking:
         self.left.difference_update(partitions)
 
 
-class Remote(Member):
+class RemoteMember(Member):
     """An engine of another replica, as that tells of it."""
 
     __slots__ = ("partition", "told")
 
-    def __init__(self, told: Described, partition: int, now: float) -> None:
+    def __init__(self, told: MemberDescription, partition: int, now: float) -> None:
         super().__init__(told.registration, ORIGIN, now)
         self.partition = partition
         self.refresh(told, now)
 
-    def refresh(self, told: Described, now: float) -> None:
+    def refresh(self, told: MemberDescription, now: float) -> None:
         """What was told of it last."""
         self.told = told
-        self.hidden = told.hidden
+        self.is_hidden = told.is_hidden
         self.trusts(told.view.trust.state, told.view.trust.reason, told.view.trust.reason_codes, now)
 
     def admits(self, scope: Scope) -> bool:
@@ -132,10 +132,10 @@ class Remote(Member):
 
     def view(self) -> Any:
         """Of `Member`."""
-        return msgspec.structs.replace(self.told.view, trust=self.trusted, since=self.since)
+        return msgspec.structs.replace(self.told.view, trust=self.trust_status, since=self.since)
 
 
-class Shards:
+class ScatterGather:
     """Asks for the whole. `present` are the other replicas that are heard of. To be used in one event loop.
 
     `in_thread` calls a function in another thread, for prompts that are long.
@@ -145,7 +145,7 @@ class Shards:
         self,
         name: str,
         url: str,
-        answering: Answering,
+        answering: ShardServer,
         peers: Peers,
         present: Callable[[], Mapping[str, Announcement]],
         in_thread: Callable[..., Awaitable[Any]],
@@ -160,7 +160,7 @@ class Shards:
         self._url: Final = url
         self._present: Final = present
         self._in_thread: Final = in_thread
-        self._members: dict[Key, Remote] = {}
+        self._members: dict[Key, RemoteMember] = {}
         self._known: dict[str, _Known] = {}
         """By replica."""
         self._refreshing: dict[str, asyncio.Task[set[int]]] = {}
@@ -169,14 +169,14 @@ class Shards:
     # --- what is known
 
     @property
-    def members(self) -> dict[Key, Remote]:
+    def members(self) -> dict[Key, RemoteMember]:
         """The engines that other replicas answer for."""
         shown = self.answering.shown()
         return {key: member for key, member in list(self._members.items()) if member.partition not in shown}
 
     @property
     def uncovered(self) -> list[int]:
-        """Partitions that no replica says it holds."""
+        """PartitionQuery that no replica says it holds."""
         layout = self.answering.layout()
         held = set(self.answering.shown()).union(*(each.held for each in self._present().values()))
         return [partition for partition in range(layout.partitions if layout is not None else 0) if partition not in held]
@@ -242,9 +242,9 @@ class Shards:
             return set()
         try:
             told = await self.peers.ask(
-                name, announced.url, "/v1/shard/members", Partitions(partitions=sorted(partitions)), Members
+                name, announced.url, "/v1/shard/members", PartitionQuery(partitions=sorted(partitions)), MemberList
             )
-        except AwayError as error:
+        except PeerUnavailableError as error:
             log.debug("%s", error)
             return set()
         now = time.time()
@@ -256,7 +256,7 @@ class Shards:
             if known is not None and known.registration == each.registration:
                 known.refresh(each, now)
             else:
-                self._members[key] = Remote(each, self._partition_of(key), now)
+                self._members[key] = RemoteMember(each, self._partition_of(key), now)
         for key in [key for key, member in self._members.items() if member.partition in told.partitions and key not in came]:
             del self._members[key]
         before = self._known.get(name)
@@ -273,7 +273,7 @@ class Shards:
 
     # --- questions
 
-    async def find(self, question: Question, prompts: Sequence[Any]) -> Merged:
+    async def find(self, question: ShardQuery, prompts: Sequence[Any]) -> MergedMatches:
         """Who in all partitions holds how much of some prompts, and of the keys of the question.
 
         Raises `NotFoundError` for a model that nobody serves.
@@ -281,7 +281,7 @@ class Shards:
         layout = self.answering.layout()
         if layout is None:
             self.incomplete += 1
-            return Merged([[] for _ in range(len(prompts) + len(question.keys))], "the plane was not found yet")
+            return MergedMatches([[] for _ in range(len(prompts) + len(question.keys))], "the plane was not found yet")
         run = self._in_thread if sum(map(len, prompts)) > MAX_INLINE_TOKENS else _at_once
         whole = msgspec.structs.replace(question, prompts=await run(_packed, prompts))
         asking = _Asking(len(prompts) + len(question.keys), set(range(layout.partitions)))
@@ -303,9 +303,9 @@ class Shards:
             self._lose(asking.left)
         elif not asking.known and asking.unknown is not None:
             raise asking.unknown
-        return Merged(asking.rows, _told(sorted(asking.left)))
+        return MergedMatches(asking.rows, _told(sorted(asking.left)))
 
-    async def _ask_others(self, question: Question, asking: _Asking) -> bool:
+    async def _ask_others(self, question: ShardQuery, asking: _Asking) -> bool:
         """Ask for what is left, each partition of one replica; False where there is nobody to ask."""
         present = self._present()
         asked, nobody = plan(self._name, asking.left, self._holding(present, asking.refused, away=False))
@@ -333,17 +333,17 @@ class Shards:
             if self.peers.is_away(name) is away and name not in but
         }
 
-    async def _ask(self, name: str, url: str, question: Question, partitions: list[int]) -> Part | None:
+    async def _ask(self, name: str, url: str, question: ShardQuery, partitions: list[int]) -> ShardAnswer | None:
         try:
             part = await self.peers.ask(
-                name, url, "/v1/shard/match", msgspec.structs.replace(question, partitions=partitions), Part
+                name, url, "/v1/shard/match", msgspec.structs.replace(question, partitions=partitions), ShardAnswer
             )
-        except AwayError as error:
+        except PeerUnavailableError as error:
             log.debug("%s", error)
             return None
         return part if len(part.found) == len(question.prompts) + len(question.keys) else None
 
-    async def _known_of(self, name: str, part: Part, partitions: Iterable[int]) -> set[int]:
+    async def _known_of(self, name: str, part: ShardAnswer, partitions: Iterable[int]) -> set[int]:
         """Return the partitions of an answer whose engines are as new as it; ask for the engines where they are not."""
         answered = set(part.partitions).intersection(partitions)
         if self._knows(name, part):
@@ -359,11 +359,11 @@ class Shards:
         # One that was let go in between is asked of who has it now.
         return answered & await asyncio.shield(task)
 
-    def _knows(self, name: str, part: Part) -> bool:
+    def _knows(self, name: str, part: ShardAnswer) -> bool:
         known = self._known.get(name)
         return known is not None and known.version == part.version and known.partitions.issuperset(part.partitions)
 
-    def _merge(self, rows: Rows, part: Part, answered: set[int]) -> None:
+    def _merge(self, rows: Rows, part: ShardAnswer, answered: set[int]) -> None:
         now = time.time()
         for merged, found in zip(rows, part.found, strict=True):
             for each in found:
@@ -371,7 +371,7 @@ class Shards:
                 if member is not None and member.partition in answered:  # else it has left meanwhile
                     if member.trusts(each.state, each.reason, each.reason_codes, now) is not None:
                         self.version += 1
-                    merged.append(Row(member, each.gpu, each.cpu, each.disk, each.tokens))
+                    merged.append(MemberMatch(member, each.gpu, each.cpu, each.disk, each.tokens))
 
     # --- expectations
 
@@ -396,8 +396,8 @@ class Shards:
 
     async def _expect(self, name: str, url: str, asked: Expectation) -> None:
         try:
-            await self.peers.ask(name, url, "/v1/shard/expect", asked, Noted)
-        except AwayError as error:
+            await self.peers.ask(name, url, "/v1/shard/expect", asked, ExpectationAnswer)
+        except PeerUnavailableError as error:
             log.debug("an expectation was not told: %s", error)
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, field
 from kvevents.plane.layout import Layout
 from kvevents.service.errors import NotFoundError, RefusedError
 from kvevents.service.fleet import Fleet
-from kvevents.service.member import Member, Row
+from kvevents.service.member import Member, MemberMatch
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import Name, Rank, ScopedRequest, SourceView
@@ -29,7 +29,7 @@ Prompt: TypeAlias = Annotated[bytes, Meta(extra_json_schema={"pattern": "^([A-Za
 """Token ids as 32-bit little-endian numbers; in JSON their base64."""
 
 
-class Question(ScopedRequest, frozen=True, kw_only=True):
+class ShardQuery(ScopedRequest, frozen=True, kw_only=True):
     """Who in some partitions holds how much of some prompts, which come as tokens or as keys."""
 
     partitions: PartitionList = field(default_factory=list)
@@ -39,7 +39,7 @@ class Question(ScopedRequest, frozen=True, kw_only=True):
     """Whether keys are of each block alone; else they are rolling."""
 
 
-class Found(Struct, frozen=True, array_like=True):
+class ShardMatch(Struct, frozen=True, array_like=True):
     """One rank that holds a beginning of a prompt: tokens on each tier with those before it, and on whatever tiers."""
 
     name: str
@@ -55,7 +55,7 @@ class Found(Struct, frozen=True, array_like=True):
 
 
 @prepared
-class Part(Struct, frozen=True, kw_only=True):
+class ShardAnswer(Struct, frozen=True, kw_only=True):
     """The answer to a question, of the partitions that the replica shows."""
 
     partitions: list[Partition]
@@ -64,34 +64,34 @@ class Part(Struct, frozen=True, kw_only=True):
     """Whether anybody in them serves the model."""
     version: str
     """Of the replica's members."""
-    found: list[list[Found]]
+    found: list[list[ShardMatch]]
     """By prompt."""
 
 
-class Partitions(Struct, frozen=True, kw_only=True):
+class PartitionQuery(Struct, frozen=True, kw_only=True):
     """Which partitions are asked about."""
 
     partitions: PartitionList = []
 
 
-class Described(Struct, frozen=True, kw_only=True):
+class MemberDescription(Struct, frozen=True, kw_only=True):
     """One rank that a replica knows, without what is secret of it."""
 
     registration: Registration
     view: SourceView
-    hidden: bool
+    is_hidden: bool
     salt_digest: str | None = None
     """Of the salt that the registration leaves out: prompts must have it to find this rank."""
 
 
 @prepared
-class Members(Struct, frozen=True, kw_only=True):
+class MemberList(Struct, frozen=True, kw_only=True):
     """The ranks of some partitions."""
 
     partitions: list[Partition]
     """Those that were asked about and that the replica shows."""
     version: str
-    members: list[Described]
+    members: list[MemberDescription]
 
 
 class Expectation(ScopedRequest, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ class Expectation(ScopedRequest, frozen=True, kw_only=True):
 
 
 @prepared
-class Noted(Struct, frozen=True, kw_only=True):
+class ExpectationAnswer(Struct, frozen=True, kw_only=True):
     """What became of an expectation."""
 
     known: bool
@@ -112,7 +112,7 @@ class Noted(Struct, frozen=True, kw_only=True):
 
 
 def within(partitions: Collection[int], shown: Collection[int]) -> list[int]:
-    """Partitions that are asked about and shown."""
+    """PartitionQuery that are asked about and shown."""
     return sorted(set(partitions).intersection(shown))
 
 
@@ -122,11 +122,11 @@ def fields_of(scope: Scope) -> dict[str, Any]:
     return {"model": scope.model, "tenant": scope.tenant, "group": scope.group, lora: scope.lora, "salt": scope.salt}
 
 
-Rows: TypeAlias = list[list[Row]]
+Rows: TypeAlias = list[list[MemberMatch]]
 """By prompt."""
 
 
-class Answering:
+class ShardServer:
     """Answers for a fleet. `layout` is that of its plane, once it is known, and `shown` the partitions that may be told of."""
 
     def __init__(self, fleet: Fleet, layout: Callable[[], Layout | None], shown: Callable[[], frozenset[int]]) -> None:
@@ -140,7 +140,7 @@ class Answering:
         """Of the members: another one where others have come or gone."""
         return f"{self._life}.{self.fleet.version}"
 
-    def rows(self, question: Question, partitions: Collection[int], prompts: list[Any]) -> Rows:
+    def rows(self, question: ShardQuery, partitions: Collection[int], prompts: list[Any]) -> Rows:
         """Who in some partitions holds how much. Raises `NotFoundError` for a model that nobody serves here."""
         scope = scope_of(question)
         found = [self.fleet.match(scope, tokens, mm=question.mm, expected=question.expected) for tokens in prompts]
@@ -154,27 +154,27 @@ class Answering:
 
     # --- to others
 
-    def part(self, question: Question) -> Part:
+    def part(self, question: ShardQuery) -> ShardAnswer:
         """The answer to another replica."""
         partitions = within(question.partitions, self.shown())
         count = len(question.prompts) + len(question.keys)
         try:
             rows = self.rows(question, partitions, [_tokens(prompt) for prompt in question.prompts])
         except NotFoundError:
-            return Part(partitions=partitions, known=False, version=self.version, found=[[] for _ in range(count)])
+            return ShardAnswer(partitions=partitions, known=False, version=self.version, found=[[] for _ in range(count)])
         found = [[_found(row) for row in each] for each in rows]
-        return Part(partitions=partitions, known=True, version=self.version, found=found)
+        return ShardAnswer(partitions=partitions, known=True, version=self.version, found=found)
 
-    def members(self, asked: Partitions) -> Members:
+    def members(self, asked: PartitionQuery) -> MemberList:
         """The engines of some partitions."""
         partitions = within(asked.partitions, self.shown())
         members = [member for member in list(self.fleet.members.values()) if self.partition_of(member) in partitions]
-        return Members(partitions=partitions, version=self.version, members=[_described(member) for member in members])
+        return MemberList(partitions=partitions, version=self.version, members=[_described(member) for member in members])
 
-    def expect(self, asked: Expectation) -> Noted:
+    def expect(self, asked: Expectation) -> ExpectationAnswer:
         """Believe for a while that an engine will hold a prompt, if it is one of this replica's."""
         known = self.fleet.expect(scope_of(asked), (asked.instance, asked.rank), _tokens(asked.prompt), asked.seconds)
-        return Noted(known=known)
+        return ExpectationAnswer(known=known)
 
 
 def _tokens(prompt: bytes) -> array[int]:
@@ -188,14 +188,14 @@ def _tokens(prompt: bytes) -> array[int]:
     return numbers
 
 
-def _found(row: Row) -> Found:
+def _found(row: MemberMatch) -> ShardMatch:
     name, rank = row.member.registration.key
-    trusted = row.member.trusted
-    return Found(name, rank, row.gpu, row.cpu, row.disk, row.tokens, trusted.state, trusted.reason, trusted.reason_codes)
+    trusted = row.member.trust_status
+    return ShardMatch(name, rank, row.gpu, row.cpu, row.disk, row.tokens, trusted.state, trusted.reason, trusted.reason_codes)
 
 
-def _described(member: Member) -> Described:
+def _described(member: Member) -> MemberDescription:
     # Nobody but the engine's own replica needs its secrets.
     registration = msgspec.structs.replace(member.registration, salt=None, curve=None)
     digest = member.registration.scope.salt_digest
-    return Described(registration=registration, view=member.view(), hidden=member.hidden, salt_digest=digest)
+    return MemberDescription(registration=registration, view=member.view(), is_hidden=member.is_hidden, salt_digest=digest)
