@@ -193,7 +193,7 @@ def _measured(sample: Sample) -> tuple[Sizes, float, float]:
         path = Path(folder, "index")
         sample.index.snapshot(path)
         saved, blocks = path.stat().st_size, sample.index.stats().blocks
-        restore = _cpu(lambda: PrefixIndex().absorb(path))
+        restore = _cpu(lambda: PrefixIndex().merge(path))
     payload = sum(len(record.payload) for each in found for record in each)
     record = sum(map(len, pages))
     bytes_of = Sizes(payload / SAMPLE_BATCHES, record / SAMPLE_BATCHES, stats.bytes / stats.blocks, saved / blocks)

@@ -53,9 +53,9 @@ def _snapshot() -> Iterator[Figure]:
     yield Figure("bytes per block in it", "index-snapshot", "size", "B", None)
     yield Figure("restore of 4 M blocks", "index-snapshot", "restore_seconds", "s", 3.0, "below")
     yield Figure("memory on top meanwhile", "index-snapshot", "restore_extra", "%", 10.0, "below")
-    yield Figure("absorb of 4 M blocks", "index-snapshot", "absorb_seconds", "s", 3.0, "below")
-    yield Figure("memory on top meanwhile", "index-snapshot", "absorb_extra", "%", 10.0, "below")
-    yield Figure("match p99 meanwhile, 8,192 tokens", "index-snapshot", "absorb_match", "us", None)
+    yield Figure("merge of 4 M blocks", "index-snapshot", "merge_seconds", "s", 3.0, "below")
+    yield Figure("memory on top meanwhile", "index-snapshot", "merge_extra", "%", 10.0, "below")
+    yield Figure("match p99 meanwhile, 8,192 tokens", "index-snapshot", "merge_match", "us", None)
 
 
 FIGURES: Final = (*_ingest(), *_match(), *_churn(), *_snapshot())

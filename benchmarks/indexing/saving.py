@@ -1,4 +1,4 @@
-"""Snapshot, restore and absorb: `python -m benchmarks.indexing.saving save ours BLOCKS`."""
+"""Snapshot, restore and merge: `python -m benchmarks.indexing.saving save ours BLOCKS`."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def restore(file: str) -> dict[str, Any]:
     return _read(lambda index: index.restore(file))
 
 
-def absorb(file: str) -> dict[str, Any]:
+def merge(file: str) -> dict[str, Any]:
     """The same for an index that takes it in as it is; and again for one that is asked meanwhile: how long that takes."""
-    found = _read(lambda index: index.absorb(file))
+    found = _read(lambda index: index.merge(file))
     return {**found, "match": _match_p99(file)}
 
 
@@ -76,9 +76,9 @@ def _match_p99(file: str) -> float:
 
     index, tokens, took = PrefixIndex(), array("I", range(16 * 512)), list[float]()
     index.apply(Batch("other", 0, 0, 0, 0.0, [BlockStored(list(range(512)), None, list(tokens), 16)], False))
-    absorbing = Thread(target=index.absorb, args=(file,))
-    absorbing.start()
-    while absorbing.is_alive():
+    merging = Thread(target=index.merge, args=(file,))
+    merging.start()
+    while merging.is_alive():
         began = time.monotonic()
         assert len(index.match(tokens)) == 1
         took.append(time.monotonic() - began)
@@ -86,7 +86,7 @@ def _match_p99(file: str) -> float:
     return sorted(took)[len(took) * 99 // 100] * 1e6
 
 
-READERS: Final[dict[str, Callable[[str], dict[str, Any]]]] = {"restore": restore, "absorb": absorb}
+READERS: Final[dict[str, Callable[[str], dict[str, Any]]]] = {"restore": restore, "merge": merge}
 
 if __name__ == "__main__":
     if sys.argv[1] in READERS:

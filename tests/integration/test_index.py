@@ -373,13 +373,13 @@ def test_model_labels_are_walls(index: PrefixIndex, feed: Feed) -> None:
     rank, other = Feed(index, "a", 1), Feed(index, "b")
     for each in (feed, rank, other):
         each(chain(1))
-    index.label("a", "llama")
-    index.label("c", "llama")
+    index.set_model("a", "llama")
+    index.set_model("c", "llama")
     assert answer(index.match(PROMPT, Namespace(model="llama"))).keys() == {("a", 0), ("a", 1)}
     assert answer(index.match(PROMPT)).keys() == {("b", 0)}
     assert len(index.match(PROMPT, Namespace(model="qwen"))) == 0
     Feed(index, "c")(chain(1))
-    index.label("a", None)
+    index.set_model("a", None)
     assert answer(index.match(PROMPT, Namespace(model="llama"))).keys() == {("c", 0)}
 
 
@@ -525,7 +525,7 @@ def test_a_removed_worker_stays_removed_until_it_is_admitted(index: PrefixIndex,
     assert index.apply(Reset("a", 0, 0, "late")).status == "void"
     assert workers_of(index) == set()
     assert index.remove_worker("a", 0) == 0, "once more does no harm"
-    index.admit("a")
+    index.readmit("a")
     assert feed(chain(1)).status == "applied"
     index.remove_worker(("a", 0))
     assert feed(chain(1)).status == "void"
@@ -550,7 +550,7 @@ def test_streams_come_and_go_by_dozens(index: PrefixIndex) -> None:
         index.remove_worker(f"engine-{gone}")
     Feed(index, "late")(chain(1, 2))
     assert len(index.match(PROMPT)) == 64
-    index.label("late", "llama")
+    index.set_model("late", "llama")
     assert [hit.source for hit in index.match(PROMPT, Namespace(model="llama"))] == ["late"]
     assert len(index.match(PROMPT)) == 63
 
@@ -999,7 +999,7 @@ def furnished() -> PrefixIndex:
     )
     a(store([9], [9, 9], 2, 8), announced(Scope(lora="x", salt="t"), sglang=True), store([4], PROMPT[6:], 2, 3, **DENSE))
     b(store([1, 2], list(pairwise(PROMPT))[:4], 2, medium="tape", locality="REMOTE", ownership="fs"))
-    index.label("b", "llama")
+    index.set_model("b", "llama")
     Feed(index, "gone")(chain(1))
     index.remove_worker("gone")
     return index

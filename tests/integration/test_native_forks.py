@@ -84,9 +84,9 @@ def test_an_index_is_refused_in_a_forked_child_and_works_on_in_its_parent() -> N
         "apply": lambda: feed(removal(1)),
         "apply_payload": lambda: index.apply_payload("a", 0, 9, b"\x93"),
         "apply_payloads": lambda: index.apply_payloads("a", 0, 9, [b"\x93"]),
-        "label": lambda: index.label("a", "m"),
+        "label": lambda: index.set_model("a", "m"),
         "remove_worker": lambda: index.remove_worker("a"),
-        "admit": lambda: index.admit("a"),
+        "admit": lambda: index.readmit("a"),
         "workers": index.workers,
         "worker": lambda: index.worker("a"),
         "stats": index.stats,
@@ -95,7 +95,7 @@ def test_an_index_is_refused_in_a_forked_child_and_works_on_in_its_parent() -> N
         "digest": lambda: index.digest("a"),
         "snapshot": lambda: index.snapshot(BytesIO()),
         "restore": lambda: index.restore(BytesIO()),
-        "absorb": lambda: index.absorb(BytesIO()),
+        "merge": lambda: index.merge(BytesIO()),
         "speculate": lambda: index.speculate("a", [1]),
     }
 

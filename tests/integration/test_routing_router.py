@@ -257,7 +257,7 @@ def test_caches_of_other_namespaces_do_not_count() -> None:
     index = PrefixIndex()
     hold(index, A, 4)
     hold(index, B, 2, extra_keys=[["tenant-1"], None])
-    index.label("a", "llama")
+    index.set_model("a", "llama")
     router = router_of(A, B, C, index=index)
     scopes: dict[Namespace | None, int] = {
         Namespace(salt="tenant-1"): 4,

@@ -136,7 +136,7 @@ class Log:
         elif isinstance(event, Departure):
             self.index.remove_worker(event.key)
         elif isinstance(event, Arrival):
-            self.index.admit(event.key)
+            self.index.readmit(event.key)
 
     def numbers(self, source: str = "engine", rank: int = 0) -> list[int]:
         return [each.seq for each in self.events if isinstance(each, RawBatch) and (each.source, each.rank) == (source, rank)]

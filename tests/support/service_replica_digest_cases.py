@@ -54,4 +54,4 @@ class Serving:
         """Have the index forget what it holds, as a fault of ours or of the memory would."""
         index = self.fleet.index
         index.remove_worker(self.key)
-        index.admit(self.key)
+        index.readmit(self.key)

@@ -27,9 +27,9 @@ def take(index: PrefixIndex, step: Step) -> None:
     if isinstance(step, Remove):
         index.remove_worker(step.worker)
     elif isinstance(step, Admit):
-        index.admit(step.worker)
+        index.readmit(step.worker)
     elif isinstance(step, Label):
-        index.label(step.source, step.model)
+        index.set_model(step.source, step.model)
     else:
         index.apply(step)
 

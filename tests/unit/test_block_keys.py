@@ -21,7 +21,7 @@ from kvevents.index import (
     PrefixIndex,
     StoredKeys,
     block_keys,
-    chain_hashes,
+    keys_from_local_hashes,
     local_hashes,
     stored_keys,
     tier_of,
@@ -52,7 +52,7 @@ def test_keys_are_those_that_the_crates_of_other_routers_compute(name: str) -> N
     for crate in filter(case.__contains__, CRATES):
         assert local_hashes(prompt, size, scope, eagle=case["eagle"]) == case[crate]["local"]
         assert block_keys(prompt, size, scope, eagle=case["eagle"]) == case[crate]["rolling"]
-        assert chain_hashes(case[crate]["local"]) == case[crate]["rolling"]
+        assert keys_from_local_hashes(case[crate]["local"]) == case[crate]["rolling"]
 
 
 @pytest.mark.parametrize("name", ["plain", "lora and salt", "chain", "blocks of 64"])

@@ -220,7 +220,7 @@ def test_a_removed_worker_leaves_no_excuse_behind() -> None:
     sides = crowded()
     assert sides.beats() is None
     sides.consumer.remove_worker(WORKER)
-    sides.consumer.admit(*WORKER)
+    sides.consumer.readmit(*WORKER)
     sides.send(stored(0))
     assert sides.beats() is False
 

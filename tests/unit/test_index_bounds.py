@@ -149,7 +149,7 @@ def test_one_life_may_cut_prompts_in_few_ways() -> None:
     assert index.worker("bad").block_sizes == list(range(100, 116))
     assert index.worker("bad").rejected == {("none", "too-many-block-sizes"): 24}
     assert tokens_of(index, prompt, worker=("good", 0)) == 4_096
-    index.label("bad", "other")
+    index.set_model("bad", "other")
     assert answer(index.match_keys(block_keys(prompt, 16))) == {("good", 0): (4_096,) * 4}, "of one model blocks have one size"
     index.apply(Reset("bad", 0, 1, "restart"))
     Feed(index, "bad", incarnation=1)(store([1], [7] * 200, 200))
@@ -416,7 +416,7 @@ def test_an_index_that_a_panic_left_changed_by_half_says_so_until_it_is_restored
         lambda: index.blocks("a"),
         lambda: index.digest("a"),
         lambda: index.snapshot(BytesIO()),
-        lambda: index.absorb(BytesIO()),
+        lambda: index.merge(BytesIO()),
     ]
     for call in calls:
         with pytest.raises(DamagedIndexError, match="restore a snapshot"):

@@ -115,7 +115,7 @@ def used(index: PrefixIndex, feed: Feed) -> None:
     feed(store([feed.seq + 1], [1, 2], 2))
     assert index.match([1, 2])
     assert index.remove_worker(feed.source) > 0
-    index.admit(feed.source)
+    index.readmit(feed.source)
 
 
 def ends(work: Callable[[], object]) -> Any:

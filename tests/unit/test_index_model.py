@@ -67,11 +67,11 @@ class Trio:
         elif isinstance(step, Admit):
             self.oracle.fences.pop(step.worker, None)
             for index in self.indexes:
-                index.admit(*step.worker)
+                index.readmit(*step.worker)
         elif isinstance(step, Label):
             self.oracle.labels[step.source] = step.model
             for index in self.indexes:
-                index.label(step.source, step.model)
+                index.set_model(step.source, step.model)
         else:
             status = self.oracle.apply(step)
             assert self.by_event.apply(step).status == status

@@ -72,7 +72,7 @@ def test_speculation_keeps_to_its_namespace_its_model_and_its_worker(index: Pref
     index.speculate(("a", 0), PROMPT, Namespace(salt="t"))
     assert expected(index) == {("a", 0): 2, ("b", 0): 2}
     assert expected(index, scope=Namespace(salt="t")) == {("a", 0): 8}
-    index.label("a", "llama")
+    index.set_model("a", "llama")
     assert expected(index, scope=Namespace(salt="t")) == {}
     assert expected(index, scope=Namespace(model="llama", salt="t")) == {("a", 0): 8}
 

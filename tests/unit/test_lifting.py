@@ -1,4 +1,4 @@
-"""`kvevents.index.lift_tokens`: token ids out of a request, as `json` would read them, or not at all."""
+"""`kvevents.index.extract_token_array`: token ids out of a request, as `json` would read them, or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.index import block_keys, chain_hashes, lift_tokens, local_hashes
+from kvevents.index import block_keys, extract_token_array, keys_from_local_hashes, local_hashes
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 200_000), max_size=40)
 VALUES = st.recursive(
@@ -41,7 +41,7 @@ def test_what_is_lifted_is_what_json_reads(
     tokens: list[int], others: dict[str, Any], indent: int | None, ascii_only: bool
 ) -> None:
     text = json.dumps({**others, "token_ids": tokens}, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
-    lifted = lift_tokens(text, "token_ids")
+    lifted = extract_token_array(text, "token_ids")
     assert lifted is not None
     rest, buffer = lifted
     assert buffer.tolist() == tokens
@@ -56,7 +56,7 @@ def _is_usual(value: Any) -> bool:
 
 def _check(text: bytes) -> None:
     """What is lifted is what `json` reads, and whatever `json` reads as token ids is lifted."""
-    lifted = lift_tokens(text, "token_ids")
+    lifted = extract_token_array(text, "token_ids")
     try:
         value = json.loads(text)
     except ValueError:
@@ -95,7 +95,7 @@ def test_one_thing_that_is_odd_among_many_that_are_not(numbers: list[str], separ
 def test_a_text_that_ends_anywhere_is_left(separator: str) -> None:
     tokens = [10 ** (at % 7) * (1 + at % 9) for at in range(900)]
     text = json.dumps({"token_ids": tokens}, separators=(separator, ": ")).encode()
-    assert all(lift_tokens(text[:end], "token_ids") is None for end in range(len(text)))
+    assert all(extract_token_array(text[:end], "token_ids") is None for end in range(len(text)))
     _check(text)
 
 
@@ -109,7 +109,7 @@ def test_as_many_as_there_may_be(separator: str) -> None:
 
 @given(VALUES)
 def test_what_is_no_list_of_token_ids_is_left(value: Any) -> None:
-    lifted = lift_tokens(json.dumps({"token_ids": value}).encode(), "token_ids")
+    lifted = extract_token_array(json.dumps({"token_ids": value}).encode(), "token_ids")
     if lifted is not None:
         assert lifted[1].tolist() == value
 
@@ -118,9 +118,9 @@ def test_what_is_no_list_of_token_ids_is_left(value: Any) -> None:
     "text", [b"", b"[]", b"null", b"{", b'{"token_ids":[1]', b'{"token_ids":[1]} x', b'{"token_ids":[1],"token_ids":[2]}']
 )
 def test_what_is_no_object_or_says_it_twice_is_left(text: bytes) -> None:
-    assert lift_tokens(text, "token_ids") is None
+    assert extract_token_array(text, "token_ids") is None
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
 def test_chained_hashes_are_the_keys_of_the_blocks(tokens: list[int]) -> None:
-    assert chain_hashes(local_hashes(tokens, 4)) == block_keys(tokens, 4)
+    assert keys_from_local_hashes(local_hashes(tokens, 4)) == block_keys(tokens, 4)

@@ -359,7 +359,7 @@ class LogReader:
         ledger, doubts = Ledger.restore(self.log.ledgers[0].save()), self.log.doubts()
         self.index.snapshot(folder / "index", workers=[KEY] if self.index.workers() else [])
         self.index = PrefixIndex()
-        self.index.absorb(folder / "index")
+        self.index.merge(folder / "index")
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
         self.log.add_partition(0, ledger, doubts)
 

@@ -1,4 +1,4 @@
-"""Snapshots of some workers, and those that an index absorbs: as if it had heard their streams itself, whole or not at all."""
+"""Snapshots of some workers, and snapshots merged into an index: as if it had received their streams, or without effect."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def part(index: PrefixIndex, *workers: Worker) -> bytes:
     return file.getvalue()
 
 
-def absorbed(content: bytes, index: PrefixIndex | None = None) -> PrefixIndex:
+def merged(content: bytes, index: PrefixIndex | None = None) -> PrefixIndex:
     index = index or PrefixIndex()
-    index.absorb(io.BytesIO(content))
+    index.merge(io.BytesIO(content))
     return index
 
 
@@ -107,7 +107,7 @@ def test_whatever_has_happened_an_index_put_together_from_parts_goes_on_like_the
         if at == moment:
             for one in order:
                 if one:
-                    absorbed(part(index, *parts[one]), twin)
+                    merged(part(index, *parts[one]), twin)
             assert state(twin) == state(index)
         take(index, step)
         learn(model, step)
@@ -123,7 +123,7 @@ def test_whatever_has_happened_an_index_put_together_from_parts_goes_on_like_the
 
 @settings(max_examples=100)
 @given(st.binary(min_size=200, max_size=1500), st.integers(0, 60), st.sampled_from(WORKERS))
-def test_a_worker_that_is_removed_and_absorbed_again_has_missed_nothing(data: bytes, moment: int, worker: Worker) -> None:
+def test_a_worker_that_is_removed_and_merged_again_has_missed_nothing(data: bytes, moment: int, worker: Worker) -> None:
     """Its fence is lifted, and blocks that it shares with others are shared again."""
     choices = Choices(data)
     adversary = Adversary(choices)
@@ -132,7 +132,7 @@ def test_a_worker_that_is_removed_and_absorbed_again_has_missed_nothing(data: by
         if at == moment and worker in {(info.source, info.rank) for info in index.workers()}:
             blocks, content = index.stats().unique_blocks, part(index, worker)
             index.remove_worker(worker)
-            absorbed(content, index)
+            merged(content, index)
             assert index.stats().unique_blocks <= blocks, "less where others can use a record that was its own"
         take(index, step)
         take(twin, step)
@@ -148,7 +148,7 @@ def test_streams_share_their_blocks_with_those_that_are_there() -> None:
         Feed(index, f"w{worker}")(store([worker * 10_000 + at for at in range(2000)], tokens, 2))
     twin = PrefixIndex()
     for one in range(4):
-        absorbed(part(index, (f"w{one}", 0), (f"w{7 - one}", 0)), twin)
+        merged(part(index, (f"w{one}", 0), (f"w{7 - one}", 0)), twin)
     assert state(twin) == state(index)
     assert twin.stats().unique_blocks == index.stats().unique_blocks == 4000
 
@@ -160,7 +160,7 @@ def test_blocks_whose_parents_their_worker_has_removed_are_those_of_a_chain_that
     late = Feed(index, "late")
     late(store(hashes, tokens, 2), removal(*hashes[:50], *hashes[100:120]))
     Feed(twin, "early")(store(hashes, tokens, 2))
-    absorbed(part(index, ("late", 0)), twin)
+    merged(part(index, ("late", 0)), twin)
     assert twin.stats().unique_blocks == 200
     assert twin.digest("late") == index.digest("late")
     late.index = twin
@@ -177,7 +177,7 @@ def test_planes_have_other_numbers_in_another_index() -> None:
         Feed(index, f"w{at}")(store([at + 1, 9], [1, 1, at, at], 2, medium=tier))
         Feed(twin, f"x{3 - at}")(store([at + 1, 9], [1, 1, at, at], 2, medium=("tape", "DISK", "other", "GPU")[at]))
     before = state(twin)
-    absorbed(part(index, *[(f"w{at}", 0) for at in range(4)]), twin)
+    merged(part(index, *[(f"w{at}", 0) for at in range(4)]), twin)
     assert state(twin) == sorted(before + state(index))
     assert [info.tiers for info in twin.workers()[:4]] == [{"gpu": 2}, {"cpu": 2}, {"disk": 2}, {"TAPE": 2}]
 
@@ -190,7 +190,7 @@ def index() -> PrefixIndex:
     """Three workers with a model each, and two that were removed."""
     index = PrefixIndex()
     for at, worker in enumerate((("a", 0), ("a", 1), ("b", 0), ("gone", 0), ("gone", 1))):
-        index.label(worker[0], worker[0].upper())
+        index.set_model(worker[0], worker[0].upper())
         Feed(index, *worker)(store([1, 2], [1, 1, at, at], 2))
     index.remove_worker(("gone", 0))
     index.remove_worker(("gone", 1))
@@ -199,15 +199,15 @@ def index() -> PrefixIndex:
 
 def test_a_part_has_the_workers_that_were_asked_for_and_comes_in_their_order(index: PrefixIndex) -> None:
     twin = PrefixIndex()
-    assert twin.absorb(io.BytesIO(part(index, ("b", 0), ("nobody", 0), ("a", 7), ("a", 1), ("b", 0)))) == [("a", 1), ("b", 0)]
+    assert twin.merge(io.BytesIO(part(index, ("b", 0), ("nobody", 0), ("a", 7), ("a", 1), ("b", 0)))) == [("a", 1), ("b", 0)]
     assert state(twin) == [one for one in state(index) if one[0][:2] != ("a", 0)]
 
 
 def test_a_part_of_nobody_is_empty_and_no_part_is_everything(index: PrefixIndex) -> None:
     twin = PrefixIndex()
-    assert twin.absorb(io.BytesIO(part(index))) == []
+    assert twin.merge(io.BytesIO(part(index))) == []
     assert twin.workers() == []
-    assert twin.absorb(io.BytesIO(saved(index))) == [("a", 0), ("a", 1), ("b", 0)]
+    assert twin.merge(io.BytesIO(saved(index))) == [("a", 0), ("a", 1), ("b", 0)]
     assert state(twin) == state(index)
 
 
@@ -219,7 +219,7 @@ def test_a_part_is_restored_too_and_replaces_everything(index: PrefixIndex) -> N
 
 def test_workers_are_any_iterable_of_pairs(index: PrefixIndex, tmp_path: Path) -> None:
     index.snapshot(tmp_path / "file", (worker for worker in [("a", 1)]))
-    assert PrefixIndex().absorb(tmp_path / "file") == [("a", 1)]
+    assert PrefixIndex().merge(tmp_path / "file") == [("a", 1)]
     with pytest.raises(TypeError):
         index.snapshot(tmp_path / "other", cast("Any", "ab"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -227,7 +227,7 @@ def test_workers_are_any_iterable_of_pairs(index: PrefixIndex, tmp_path: Path) -
 
 def test_fences_come_with_their_workers_and_only_these(index: PrefixIndex) -> None:
     content = part(index, ("gone", 0), ("a", 0))
-    twin = absorbed(content)
+    twin = merged(content)
     assert Feed(twin, "gone", 0)(store([3], [1, 1], 2)).status == "void"
     assert Feed(twin, "gone", 1)(store([3], [1, 1], 2)).status == "applied"
 
@@ -237,7 +237,7 @@ def test_a_fence_against_who_comes_is_lifted(index: PrefixIndex) -> None:
     index.remove_worker("a", 0)
     feed = Feed(index)
     assert feed(store([3], [1, 1], 2)).status == "void"
-    absorbed(content, index)
+    merged(content, index)
     assert feed(store([3], [1, 1], 2)).status == "applied"
 
 
@@ -248,7 +248,7 @@ def test_the_newer_of_two_fences_stands() -> None:
         index.remove_worker("a", 0)
     contents = part(old, ("a", 0)), part(new, ("a", 0))
     for index, content in ((new, contents[0]), (old, contents[1])):
-        absorbed(content, index)
+        merged(content, index)
         assert Feed(index, incarnation=2)(store([1], [1, 1], 2)).status == "void"
         assert Feed(index, incarnation=3)(store([1], [1, 1], 2)).status == "applied"
 
@@ -258,15 +258,15 @@ def test_a_fence_does_not_concern_a_worker_that_is_there(index: PrefixIndex) -> 
     twin = PrefixIndex()
     feed = Feed(twin, "gone")
     feed(store([1], [1, 1], 2))
-    absorbed(part(index, ("gone", 0), ("b", 0)), twin)
+    merged(part(index, ("gone", 0), ("b", 0)), twin)
     assert feed(store([2], [2, 2], 2)).status == "applied"
 
 
 def test_a_label_is_taken_where_there_is_none_and_holds_for_all_ranks(index: PrefixIndex) -> None:
     twin = PrefixIndex()
     Feed(twin, "a", 3)(store([1, 2], [1, 1, 0, 0], 2))
-    twin.label("b", "other")
-    absorbed(part(index, ("a", 0), ("b", 0)), twin)
+    twin.set_model("b", "other")
+    merged(part(index, ("a", 0), ("b", 0)), twin)
     assert {(info.source, info.rank): info.model for info in twin.workers()} == {
         ("a", 0): "A",
         ("a", 3): "A",
@@ -286,12 +286,12 @@ def test_a_worker_that_is_there_is_told_and_nothing_else_comes(index: PrefixInde
     index.remove_worker("a", 0)
     middle = visible(index)
     with pytest.raises(SnapshotError, match=r'the worker "a" with rank 1 already; call remove_worker for it first'):
-        index.absorb(io.BytesIO(content))
+        index.merge(io.BytesIO(content))
     assert visible(index) == middle
     assert Feed(index)(store([3], [1, 1], 2)).status == "void", "its fence stands"
     for worker in (("a", 1), ("b", 0)):
         index.remove_worker(worker)
-    absorbed(content, index)
+    merged(content, index)
     assert visible(index) == before
 
 
@@ -313,7 +313,7 @@ def test_a_worker_that_comes_by_itself_meanwhile_stays_and_the_file_does_not() -
         Feed(index, f"w{at}")(store(range(2000), [at, *range(3999)], 2))
     feed = Feed(twin, "w1")
     with pytest.raises(SnapshotError, match="w1"):
-        twin.absorb(cast("BinaryIO", Told(saved(index), lambda: feed(store([1], [1, 1], 2)), 30_000)))
+        twin.merge(cast("BinaryIO", Told(saved(index), lambda: feed(store([1], [1, 1], 2)), 30_000)))
     assert [(info.source, info.blocks) for info in twin.workers()] == [("w1", 1)]
     assert twin.stats().unique_blocks == 1
     assert tokens_of(twin, [0, *range(3999)], worker=("w0", 0)) == 0
@@ -328,7 +328,7 @@ def test_nothing_in_a_file_with_right_checksums_leaves_anything_when_it_is_refus
         if not isinstance(step, Label) and worker_of(step) == ("a", 0):
             take(index, step)
     index.remove_worker("a", 0)
-    index.admit("a", 0)
+    index.readmit("a", 0)
     Feed(index, "mine")(store(range(50), [1, 1, 2, 2, *range(96)], 2))
     before, refused = visible(index), 0
     for at in range(len(content)):
@@ -336,12 +336,12 @@ def test_nothing_in_a_file_with_right_checksums_leaves_anything_when_it_is_refus
         others = {content[at] ^ 1, content[at] ^ 0x80, 0, 255} - {content[at]}
         for changed in [start, start + end, *(start + bytes([other]) + end for other in others)]:
             try:
-                came = index.absorb(io.BytesIO(framed(changed, head)))
+                came = index.merge(io.BytesIO(framed(changed, head)))
             except SnapshotError:
                 refused += 1
             else:
                 for worker in came:
-                    index.label(worker[0], None)
+                    index.set_model(worker[0], None)
                     index.remove_worker(worker)
             assert visible(index) == before
     assert refused > 2 * len(content)
@@ -358,21 +358,21 @@ def test_a_file_that_ends_early_or_is_damaged_leaves_no_blocks_and_no_bytes() ->
         broken = bytearray(content)
         broken[at] ^= 1
         for bad in (content[:at], bytes(broken)):
-            with pytest.raises(SnapshotError, match="nothing of it was absorbed, and the index is as it was"):
-                twin.absorb(io.BytesIO(bad))
+            with pytest.raises(SnapshotError, match="the index was not changed"):
+                twin.merge(io.BytesIO(bad))
             assert visible(twin) == before
             assert tokens_of(twin, [0, *range(39_999)], worker=("w0", 0)) == 0
         sizes.append(twin.stats().bytes)
     assert sizes[-1] < sizes[3] * 1.01, "of what comes and goes nothing adds up"
-    absorbed(content, twin)
+    merged(content, twin)
     assert state(twin) == sorted(before[0] + state(index))
 
 
 def test_a_file_that_cannot_be_read_is_told_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match=r"cannot absorb the snapshot .*missing: No such file"):
-        PrefixIndex().absorb(tmp_path / "missing")
+    with pytest.raises(SnapshotError, match=r"cannot merge the snapshot .*missing: No such file"):
+        PrefixIndex().merge(tmp_path / "missing")
     with pytest.raises(UsageError, match="binary"):
-        PrefixIndex().absorb(cast("BinaryIO", io.StringIO("text")))
+        PrefixIndex().merge(cast("BinaryIO", io.StringIO("text")))
 
 
 def test_a_file_that_raises_in_the_middle_leaves_nothing() -> None:
@@ -383,7 +383,7 @@ def test_a_file_that_raises_in_the_middle_leaves_nothing() -> None:
         raise KeyError("no more")
 
     with pytest.raises(KeyError):
-        twin.absorb(cast("BinaryIO", Told(saved(index), fail, 30_000)))
+        twin.merge(cast("BinaryIO", Told(saved(index), fail, 30_000)))
     assert visible(twin) == visible(PrefixIndex())
 
 
@@ -399,9 +399,9 @@ def test_an_index_with_all_planes_takes_blocks_on_those_alone() -> None:
     Feed(index, "new")(store([1], [6, 6], 2, group_idx=MAX_PLANES))
     before = visible(full)
     with pytest.raises(SnapshotError, match=f"more than {MAX_PLANES} planes"):
-        full.absorb(io.BytesIO(saved(index)))
+        full.merge(io.BytesIO(saved(index)))
     assert visible(full) == before
-    absorbed(part(index, ("known", 0)), full)
+    merged(part(index, ("known", 0)), full)
     assert full.digest("known") == index.digest("known")
 
 
@@ -410,11 +410,11 @@ def test_the_memory_limit_holds_afterwards_and_those_who_were_there_keep_what_th
     for at, one in enumerate((index, twin)):
         for worker in range(2):
             Feed(one, f"w{at}{worker}")(store(range(20_000), [at, worker, *range(39_998)], 2))
-    limit = absorbed(saved(index), absorbed(saved(twin))).stats().bytes * 2 // 3
+    limit = merged(saved(index), merged(saved(twin))).stats().bytes * 2 // 3
     small = PrefixIndex(memory_limit=limit)
-    absorbed(saved(twin), small)
+    merged(saved(twin), small)
     assert small.stats().evicted == 0
-    absorbed(saved(index), small)
+    merged(saved(index), small)
     stats = small.stats()
     assert stats.bytes <= limit
     assert 0 < stats.blocks == 80_000 - stats.evicted < 80_000
@@ -432,14 +432,14 @@ def test_a_refused_file_has_cost_nothing_under_a_memory_limit() -> None:
     Feed(small, "mine")(store(range(20_000), [7, *range(39_999)], 2))
     before = visible(small)
     with pytest.raises(SnapshotError):
-        small.absorb(io.BytesIO(saved(index)[:-1]))
+        small.merge(io.BytesIO(saved(index)[:-1]))
     assert visible(small) == before
 
 
 def test_what_may_wait_is_bounded_as_ever() -> None:
     index = PrefixIndex()
     Feed(index)(*[store([at], [at, at], 2, parent=at + 1000) for at in range(1, 21)])
-    small = absorbed(saved(index), PrefixIndex(limits=IndexLimits(max_orphans=8)))
+    small = merged(saved(index), PrefixIndex(limits=IndexLimits(max_orphans=8)))
     assert (small.stats().orphans, small.stats().orphans_dropped) == (8, 12)
 
 
@@ -459,17 +459,17 @@ def test_while_a_file_is_read_the_index_answers_and_hears_others_and_shows_nothi
         seen.append(answer(twin.match(prompt)))
         assert [info.source for info in twin.workers()] == ["mine"]
         feed(store([30_000 + feed.seq], [5, feed.seq], 2))
-        absorbed(part(twin), twin)
-        absorbed(saved(twin))
+        merged(part(twin), twin)
+        merged(saved(twin))
 
-    twin.absorb(cast("BinaryIO", Told(saved(index), look, 30_000)))
+    twin.merge(cast("BinaryIO", Told(saved(index), look, 30_000)))
     assert len(seen) > 30
     assert {frozenset(one) for one in seen} == {frozenset({("mine", 0)})}
     assert len(answer(twin.match(prompt))) == 4
     assert state(twin)[1:] == state(index)
 
 
-def test_several_files_at_once_may_be_absorbed_but_each_worker_once() -> None:
+def test_several_files_can_be_merged_at_once_but_each_worker_only_once() -> None:
     index = PrefixIndex()
     for at in range(2):
         Feed(index, f"w{at}")(store(range(20_000), [at, *range(39_999)], 2))
@@ -480,7 +480,7 @@ def test_several_files_at_once_may_be_absorbed_but_each_worker_once() -> None:
     def work(content: bytes) -> None:
         barrier.wait()
         try:
-            outcomes.append(twin.absorb(io.BytesIO(content)))
+            outcomes.append(twin.merge(io.BytesIO(content)))
         except SnapshotError as error:
             outcomes.append(error)
 
@@ -497,14 +497,14 @@ def test_several_files_at_once_may_be_absorbed_but_each_worker_once() -> None:
     assert len(came) == len(set(came)) > 0
 
 
-def test_a_restore_waits_for_what_is_absorbed_and_replaces_that_too() -> None:
+def test_a_restore_waits_for_a_merge_and_replaces_its_workers_too() -> None:
     index, other = PrefixIndex(), PrefixIndex()
     Feed(index)(store(range(5000), range(10_000), 2))
     Feed(other, "b")(store(range(5000), [3, *range(9999)], 2))
     twin, begun, content = PrefixIndex(), threading.Event(), saved(other)
     thread = threading.Thread(target=lambda: (begun.wait(), restored(content, twin)))
     thread.start()
-    assert twin.absorb(cast("BinaryIO", Told(saved(index), begun.set, 30_000))) == [("a", 0)]
+    assert twin.merge(cast("BinaryIO", Told(saved(index), begun.set, 30_000))) == [("a", 0)]
     thread.join()
     assert state(twin) == state(other)
     assert twin.stats().unique_blocks == 5000
@@ -541,10 +541,10 @@ def go_on(feed: Feed) -> None:
 
 def come_and_go(index: PrefixIndex, contents: list[bytes]) -> None:
     for content in contents:
-        absorbed(content, index)
+        merged(content, index)
     for content in contents:
         with pytest.raises(SnapshotError):
-            index.absorb(io.BytesIO(content[:-1]))
+            index.merge(io.BytesIO(content[:-1]))
     for at in range(3):
         index.remove_worker(f"w{at}")
 
@@ -566,7 +566,7 @@ def test_workers_come_and_go_while_others_are_written_to_and_asked() -> None:
         for _ in range(30):
             come_and_go(index, contents)
     for content in contents:
-        absorbed(content, index)
+        merged(content, index)
     assert all(index.digest(f"w{at}") == source.digest(f"w{at}") for at in range(3))
     for feed in feeds:
         twin = Feed(PrefixIndex(), feed.source)

@@ -254,7 +254,7 @@ class Snapshots:
                 with told(f"reading snapshot {kept.name}"), path.open("wb") as file:
                     await self._get(f"{kept.name}.index", file)
             ledger, doubts = taken.restored()
-            await asyncio.to_thread(_absorb, index, path, taken, kept.name)
+            await asyncio.to_thread(_merge, index, path, taken, kept.name)
         except TimeoutError as error:
             raise PlaneError(f"snapshot {kept.name} was not read within {TRANSFER_SECONDS:g} s", fault="timeout") from error
         finally:
@@ -399,10 +399,10 @@ def _damaged(name: str, why: str) -> SnapshotError:
     return SnapshotError(f"snapshot object {name} is damaged: {why}; another snapshot is taken instead")
 
 
-def _absorb(index: PrefixIndex, path: Path, taken: Taken, name: str) -> None:
-    came = index.absorb(path)
+def _merge(index: PrefixIndex, path: Path, taken: Taken, name: str) -> None:
+    came = index.merge(path)
     if sorted(taken.digests) != digests_of(index, came):
         for key in came:
             index.remove_worker(key)
-            index.admit(key)
+            index.readmit(key)
         raise SnapshotError(f"snapshot {name} does not hold what it says; another one is taken instead")

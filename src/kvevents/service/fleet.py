@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.errors import UnknownSourceError
-from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, chain_hashes
+from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
 from kvevents.security import Curve
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import EventBus
@@ -105,7 +105,7 @@ class Fleet(Listener):
         """
         before = self.follower
         for member in list(self.members.values()):
-            index.label(member.registration.key[0], member.registration.scope.name)
+            index.set_model(member.registration.key[0], member.registration.scope.name)
         before.sink.listener = Listener()
         self.index, self.follower = index, follower
         follower.sink.listener = self
@@ -157,9 +157,9 @@ class Fleet(Listener):
             source = replace(source, curve=self.curve)
         if resume is None:
             self.index.remove_worker((name, rank))
-            self.index.admit((name, rank))
+            self.index.readmit((name, rank))
         self.follower.subscriber.add(source, resume)
-        self.index.label(name, registration.scope.name)
+        self.index.set_model(name, registration.scope.name)
         log.info("%s: following %s", registration.label, registration.endpoint)
 
     def unregister(self, key: Key) -> Future[int]:
@@ -197,7 +197,7 @@ class Fleet(Listener):
             return 0
         blocks = self.index.remove_worker((name, rank))
         if not any(key[0] == name for key in list(self.members)):
-            self.index.label(name, None)
+            self.index.set_model(name, None)
         log.info("%s: no longer followed; it held %d blocks", member.registration.label, blocks)
         return blocks
 
@@ -238,7 +238,7 @@ class Fleet(Listener):
 
     def match_keys(self, scope: Scope, keys: list[int], *, local: bool = False) -> list[MemberMatch]:
         """The same for keys that the client has computed: rolling ones, or the hash of each block alone."""
-        rolling = chain_hashes(keys) if local else keys
+        rolling = keys_from_local_hashes(keys) if local else keys
         found: list[MemberMatch] = []
         sizes = self.block_sizes(scope)
         for namespace in self.namespaces(scope):

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from kvevents.index import lift_tokens
+from kvevents.index import extract_token_array
 from kvevents.service.config import Limits
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.thread_pools import Run, run_inline
@@ -187,7 +187,7 @@ class Body(msgspec.Struct, frozen=True):
 
     def read_tokens(self, request: Request, name: str, limits: Limits) -> tuple[Any, Any]:
         """The body, and apart from it its token ids under `name`, in a buffer where that can be. Raises `ServiceError`."""
-        lifted = lift_tokens(request.body, name) if request.kind == JSON else None
+        lifted = extract_token_array(request.body, name) if request.kind == JSON else None
         if lifted is not None and ESCAPED.search(lifted[0]) is None:
             _check_size(len(lifted[0]), limits)
             return self._decode(request, self.json, lifted[0]), lifted[1]

@@ -179,7 +179,7 @@ class IndexBuild:
     def _forget(self, keys: Collection[Key]) -> None:
         for key in keys:
             self.index.remove_worker(key)
-            self.index.admit(key)
+            self.index.readmit(key)
 
     def _order(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(self.follower.submit(work))

@@ -238,7 +238,7 @@ class Replica:
                 log.warning("%s rank %d has a card that cannot be read, and is left out: %s", *key, error)
                 continue
             if registration.key == key:
-                generation.index.label(key[0], registration.scope.name)
+                generation.index.set_model(key[0], registration.scope.name)
                 found.append(registration)
         return found, shown
 

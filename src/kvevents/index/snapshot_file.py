@@ -1,4 +1,4 @@
-"""Snapshots in files; their format is in native/index/src/snapshot.rs."""
+"""Snapshots of an index in files. native/index/src/snapshot.rs has the format."""
 
 from __future__ import annotations
 
@@ -20,40 +20,38 @@ File: TypeAlias = str | os.PathLike[str] | BinaryIO
 Workers: TypeAlias = list[tuple[str, int]]
 
 _PIECE: Final = 1 << 20
-"""Bytes for which a file object is asked, or which it is given, at once."""
-_UNREADABLE: Final = "nothing was restored, and the index is as it was: restore another file, or start from the streams alone"
-_UNABSORBED: Final = "nothing of it was absorbed, and the index is as it was: mend that, or absorb another file"
-_HALF: Final = "what is in it now is no snapshot: take it again, elsewhere"
-_UNWRITTEN: Final = (
-    "a file that was there before is as it was: free some space or name another place, and take the snapshot again"
-)
+"""Bytes read from or written to a file object at once."""
+_NOT_RESTORED: Final = "the index was not changed: restore another file, or start without a snapshot"
+_NOT_MERGED: Final = "the index was not changed: correct the cause, or merge another file"
+_INCOMPLETE: Final = "its content is not a valid snapshot: write the snapshot again to another place"
+_NOT_WRITTEN: Final = "an existing file was not changed: free some space or choose another place, and write the snapshot again"
 
 
-def snapshot(index: NativeIndex, file: File, workers: Workers | None) -> None:
+def write_snapshot(index: NativeIndex, file: File, workers: Workers | None) -> None:
     """See `PrefixIndex.snapshot`."""
     if isinstance(file, str | os.PathLike):
-        with _told("write", os.fspath(file), _UNWRITTEN):
+        with _as_snapshot_error("write", os.fspath(file), _NOT_WRITTEN):
             _write(index, Path(os.path.realpath(file)), workers)
         return
-    # A stream of the index is locked while it is written out, which must not take as long as somebody's file object likes.
-    with _told("write", _name_of(file), _HALF), TemporaryDirectory(prefix="kvevents-") as folder:
+    # The index locks a stream while it writes it, which must not depend on the speed of a file object.
+    with _as_snapshot_error("write", _name_of(file), _INCOMPLETE), TemporaryDirectory(prefix="kvevents-") as folder:
         spool = Path(folder, "snapshot")
-        with _told("write", f"{_name_of(file)} by way of {spool}", _UNWRITTEN):
-            index._snapshot(spool, workers)  # noqa: SLF001 - this module is a part of the index
+        with _as_snapshot_error("write", f"{_name_of(file)} by way of {spool}", _NOT_WRITTEN):
+            index._snapshot(spool, workers)  # noqa: SLF001 - this module is part of the index
         with spool.open("rb") as saved:
             while piece := saved.read(_PIECE):
-                _put(file, piece)
+                _write_all(file, piece)
 
 
-def restore(index: NativeIndex, file: File) -> None:
+def read_snapshot(index: NativeIndex, file: File) -> None:
     """See `PrefixIndex.restore`."""
-    with _told("read", _name_of(file), _UNREADABLE), _reading(file) as read:
+    with _as_snapshot_error("read", _name_of(file), _NOT_RESTORED), _reading(file) as read:
         index._restore(read)  # noqa: SLF001 - as above
 
 
-def absorb(index: NativeIndex, file: File) -> Workers:
-    """See `PrefixIndex.absorb`."""
-    with _told("absorb", _name_of(file), _UNABSORBED), _reading(file) as read:
+def merge_snapshot(index: NativeIndex, file: File) -> Workers:
+    """See `PrefixIndex.merge`."""
+    with _as_snapshot_error("merge", _name_of(file), _NOT_MERGED), _reading(file) as read:
         return index._absorb(read)  # noqa: SLF001 - as above
 
 
@@ -67,7 +65,7 @@ def _reading(file: File) -> Iterator[Callable[[int], bytes]]:
 
 
 @contextmanager
-def _told(verb: str, name: str, advice: str) -> Iterator[None]:
+def _as_snapshot_error(verb: str, name: str, advice: str) -> Iterator[None]:
     try:
         yield
     except SnapshotError:
@@ -78,25 +76,25 @@ def _told(verb: str, name: str, advice: str) -> Iterator[None]:
 
 
 def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
-    """Write to a file beside `path`, which takes its place when all of it is on the disk."""
+    """Write to a temporary file beside `path`, and rename it when all of it is on the disk."""
     existed = path.exists()
     if existed and not path.is_file():
-        raise ValueError("it is there, and no regular file")
-    fresh = path.with_name(f".kvevents-{secrets.token_hex(8)}.tmp")
+        raise ValueError("the path exists and is not a regular file")
+    temporary = path.with_name(f".kvevents-{secrets.token_hex(8)}.tmp")
     try:
-        index._snapshot(fresh, workers)  # noqa: SLF001 - as above
+        index._snapshot(temporary, workers)  # noqa: SLF001 - as above
         if existed:
-            shutil.copymode(path, fresh)
-        fresh.replace(path)
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            fresh.unlink()
+            temporary.unlink()
         raise
-    _settle(path.parent)
+    _fsync_directory(path.parent)
 
 
-def _settle(folder: Path) -> None:
-    """Have the disk keep the new name too, where folders can be asked to."""
+def _fsync_directory(folder: Path) -> None:
+    """Wait until the new name is on the disk, if the platform can sync folders."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     with suppress(OSError):
@@ -114,16 +112,16 @@ def _name_of(file: File) -> str:
     return name if isinstance(name, str) else repr(file)
 
 
-def _put(file: BinaryIO, piece: bytes) -> None:
-    """A raw file may take less than it is given, and then says how much."""
+def _write_all(file: BinaryIO, piece: bytes) -> None:
+    """Write all of a piece: an unbuffered file can accept a part, and returns how much."""
     left = memoryview(piece)
     while left:
         try:
             count = cast("int | None", file.write(left))
         except TypeError as error:
-            raise UsageError(f"a snapshot is bytes, which {_name_of(file)} does not take; open it in binary mode") from error
+            raise UsageError(f"{_name_of(file)} does not accept bytes: open it in binary mode") from error
         if count is None and isinstance(cast("object", file), io.RawIOBase):
-            raise BlockingIOError("it would have to be waited for")
+            raise BlockingIOError("the file object is in non-blocking mode")
         left = left[len(left) if count is None else count :]
 
 
@@ -131,9 +129,9 @@ def _reader(file: BinaryIO) -> Callable[[int], bytes]:
     def read(size: int) -> bytes:
         piece: object = file.read(size)
         if piece is None:
-            raise BlockingIOError("it would have to be waited for")
+            raise BlockingIOError("the file object is in non-blocking mode")
         if isinstance(piece, str):
-            raise UsageError(f"a snapshot is bytes, but {_name_of(file)} reads text; open it in binary mode")
+            raise UsageError(f"{_name_of(file)} returns text: open it in binary mode")
         return bytes(cast("bytes", piece))
 
     return read

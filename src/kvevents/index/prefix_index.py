@@ -13,34 +13,34 @@ from typing import Any, BinaryIO, Final, Self, TypeAlias
 from kvevents import _native
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.events import Heartbeat
+from kvevents.index.data_types import Applied, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.namespace import Namespace
-from kvevents.index.reports import Applied, Block, IndexLimits, IndexStats, WorkerInfo
-from kvevents.index.saving import absorb, restore, snapshot
+from kvevents.index.snapshot_file import merge_snapshot, read_snapshot, write_snapshot
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
 from kvevents.wire.canonical import encode_canonical
 
 Worker: TypeAlias = tuple[str, int] | str
-"""A stream: source and rank, or the source alone for rank 0."""
+"""Source and rank, or the source alone for rank 0."""
 
 MAX_PAYLOAD_EXPANSION: Final = 100
-"""Bytes of memory that one payload can cost for each of its own, at most: while it is read, or as blocks, orphans and names
-that stay. Blocks of one token in arrays of one-byte integers come to about 30, many small events in rare forms to about 80."""
+"""Most bytes of memory that one byte of a payload can need, while it is decoded or as blocks, orphans and names that stay.
+Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
 
 _APPLIED: Final = Applied("applied")
 _CLEARED: Final = Applied("applied", BatchReport(cleared=True))
 _DUPLICATE: Final = Applied("duplicate")
 _VOID: Final = Applied("void")
-_LISTED_AT_ONCE: Final = 1_000
-"""Blocks that are made into Python's objects before other threads may run: about 0.2 ms."""
+_BLOCKS_PER_PAGE: Final = 1_000
+"""Blocks converted to Python objects before other threads can run: about 0.2 ms."""
 
 
 class PrefixIndex(_native.NativeIndex):
-    """Which worker holds how long a prefix of a prompt, on which tier: exactly what the streams said.
+    """Finds which worker holds how long a prefix of a prompt, on which tier: exactly what the streams announced.
 
-    Any number of threads may ask while others apply; deliveries of one stream must be applied in order, as a subscriber hands
-    them out. `memory_limit` is in bytes: at the limit, new blocks are refused and counted as `evicted`, first those of workers
-    with at least the average number of blocks; what is held stays. `clock` is for the overlay.
+    Thread-safe. Deliveries of one stream must be applied in the order in which a subscriber returns them. `memory_limit` is in
+    bytes. At the limit new blocks are rejected and counted as `evicted`, first those of workers with at least the average
+    number of blocks; blocks that are held stay. `clock` times the overlay.
     """
 
     def __new__(
@@ -52,7 +52,7 @@ class PrefixIndex(_native.NativeIndex):
     ) -> Self:
         """See the class. Raises `ConfigError`."""
         if memory_limit is not None and memory_limit < 1:
-            raise ConfigError(f"memory_limit is {memory_limit}; it is a number of bytes above 0, or None for no limit")
+            raise ConfigError(f"invalid memory_limit {memory_limit}: expected a number of bytes above 0, or None for no limit")
         wire = DEFAULT_WIRE_LIMITS
         bounds = (
             wire.max_payload_bytes,
@@ -81,13 +81,13 @@ class PrefixIndex(_native.NativeIndex):
     # --- deliveries
 
     def apply(self, delivery: Batch | RawBatch | Reset | Gap) -> Applied:
-        """Apply what a subscriber delivered. A batch leads where its events lead, a raw one where its payload does.
+        """Apply a delivery of a subscriber.
 
-        A gap forgets nothing: what it lost may have been removals, so its stream is no longer exact. A compacted one changes
-        nothing: the snapshot that follows has all that it left out. What a peer sent never raises; `UsageError` where events
-        are not as `kvevents.events` declares them.
+        A gap removes nothing: the lost batches can have been removals, so its stream is not exact any more. A compacted gap
+        changes nothing: the snapshot that follows it contains all that was skipped. Content that a peer sent never raises.
+        Raises `UsageError` for events whose fields do not have the types that `kvevents.events` declares.
 
-        After a batch with a heartbeat, its digest is compared with this index's of the stream: they are of the same moment.
+        After a batch with a heartbeat the heartbeat's digest is compared with that of the stream in this index.
         """
         if isinstance(delivery, RawBatch):
             stream = (delivery.source, delivery.rank)
@@ -101,7 +101,7 @@ class PrefixIndex(_native.NativeIndex):
         return self._reset(delivery.source, delivery.rank, delivery.incarnation)
 
     def apply_many(self, deliveries: Iterable[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
-        """As `apply` for each. Raw batches in a row are applied without Python's lock, so that other threads run meanwhile."""
+        """Apply several deliveries in order. Consecutive raw batches are applied without the interpreter lock."""
         found: list[Applied] = []
         raw: list[RawBatch] = []
         for delivery in deliveries:
@@ -115,9 +115,9 @@ class PrefixIndex(_native.NativeIndex):
         return found
 
     def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, Applied]:
-        """As `apply` for a raw batch with each of them, numbered from `first` on: by their place those not simply applied.
+        """Apply payloads as raw batches numbered from `first` on, without the interpreter lock.
 
-        Other threads run meanwhile.
+        Returns the outcome of each that was not simply applied, by its position.
         """
         return self._apply_run(*_parts(stream), incarnation, first, payloads)
 
@@ -125,17 +125,17 @@ class PrefixIndex(_native.NativeIndex):
         try:
             payload = encode_canonical(batch.events)
         except (TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"events are not as kvevents.events declares them: {error}") from error
+            raise UsageError(f"events do not have the types that kvevents.events declares: {error}") from error
         applied = self._apply(batch.source, batch.rank, batch.incarnation, batch.seq, payload)
         if applied is None:
-            raise UsageError("events are not as kvevents.events declares them: a field has a value of another type")
+            raise UsageError("events do not have the types that kvevents.events declares: a field has a value of another type")
         found = inspect_events(batch.events, batch.rejected)
         if found is None:
             return applied
         heartbeat, agrees = found.heartbeat, None
         if heartbeat is not None and applied.status == "applied":
             agrees = self._agrees(batch.source, batch.rank, heartbeat.digest)
-        return self._told(applied, found.rejected, heartbeat, agrees)
+        return self._with_report(applied, found.rejected, heartbeat, agrees)
 
     def _found(
         self,
@@ -144,14 +144,14 @@ class PrefixIndex(_native.NativeIndex):
         heartbeat: tuple[str, float, str, str, int] | None,
         agrees: bool | None,
     ) -> Applied:
-        """With what the native decoder has found in a payload, in the order of the fields of `Rejected` and `Heartbeat`."""
-        beat = None if heartbeat is None else Heartbeat(*heartbeat)
-        return self._told(applied, tuple(Rejected(*one) for one in rejected), beat, agrees)
+        """Called by the native decoder, with findings in the order of the fields of `Rejected` and `Heartbeat`."""
+        sent = None if heartbeat is None else Heartbeat(*heartbeat)
+        return self._with_report(applied, tuple(Rejected(*one) for one in rejected), sent, agrees)
 
-    def _told(
+    def _with_report(
         self, applied: Applied, rejected: tuple[Rejected, ...], heartbeat: Heartbeat | None, agrees: bool | None
     ) -> Applied:
-        """With report. Of a batch that is not applied the heartbeat still says something of the sender."""
+        """Add a report. The heartbeat of a batch that is not applied is reported too, since it describes the sender."""
         if applied.status != "applied":
             return applied if heartbeat is None else Applied(applied.status, BatchReport(heartbeat=heartbeat))
         with self._counting:
@@ -161,29 +161,29 @@ class PrefixIndex(_native.NativeIndex):
 
     # --- workers
 
-    def label(self, source: str, model: str | None) -> None:
-        """Name the model that all ranks of `source` serve, now and later. Prompts find it with `Namespace(model=...)` only."""
+    def set_model(self, source: str, model: str | None) -> None:
+        """Set the model of all present and future ranks of `source`. Prompts match them with `Namespace(model=...)` only."""
         self._label(source, model)
 
     def remove_worker(self, source: Worker, rank: int | None = None) -> int:
-        """Forget a worker, or all ranks of a source when no rank is given. Returns how many blocks it held.
+        """Remove a worker, or all ranks of a source if no rank is given. Returns the number of blocks that it held.
 
-        What is still delivered of its present life is void; a new life, or `admit`, lets it in again.
+        Further deliveries of its current incarnation are void. A new incarnation is accepted again, or any after `readmit`.
         """
         if isinstance(source, tuple):
             source, rank = source
         return self._remove(source, rank)
 
-    def admit(self, source: Worker, rank: int = 0) -> None:
-        """Let a removed worker in again, though its life be the same."""
+    def readmit(self, source: Worker, rank: int = 0) -> None:
+        """Accept deliveries of a removed worker again, even those of the same incarnation."""
         self._admit(*((source, rank) if isinstance(source, str) else source))
 
     def workers(self) -> list[WorkerInfo]:
-        """Every worker, by source and rank."""
+        """Return all workers, sorted by source and rank."""
         return [WorkerInfo(**info) for info in self._workers()]
 
     def worker(self, worker: Worker) -> WorkerInfo:
-        """One of them. Raises `UnknownSourceError`."""
+        """Return one worker. Raises `UnknownSourceError`."""
         source, rank = _parts(worker)
         info = self._worker(source, rank)
         if info is None:
@@ -191,32 +191,32 @@ class PrefixIndex(_native.NativeIndex):
         return WorkerInfo(**info)
 
     def stats(self) -> IndexStats:
-        """The index in numbers. Asks every stream in turn, so it waits for those that are being written to."""
+        """Return statistics. Reads one stream after the other, and waits for those that are being written to."""
         totals = self._totals()
         rejected: Counter[tuple[str, str]] = Counter(totals.pop("rejected"))
         sums: Counter[str] = Counter()
         infos = self._workers()
         for info in infos:
             rejected.update(info["rejected"])
-            sums.update({name: info[name] for name in ("blocks", "orphans", "copies", *_ADDED)})
-        sums.update({name: totals.pop(name) for name in _ADDED})
-        counted = {name: sums[name] for name in ("blocks", "orphans", "copies", *_ADDED)}
+            sums.update({name: info[name] for name in ("blocks", "orphans", "copies", *_SUMMED)})
+        sums.update({name: totals.pop(name) for name in _SUMMED})
+        counted = {name: sums[name] for name in ("blocks", "orphans", "copies", *_SUMMED)}
         return IndexStats(
             **counted, rejected=dict(rejected), workers=len(infos), wire_rejected=dict(self._wire_rejected), **totals
         )
 
     def blocks(self, worker: Worker) -> Iterator[Block]:
-        """Every block that a worker holds now, once for each tier and group, in no order. Raises `UnknownSourceError`."""
+        """Return the blocks that a worker holds now, once for each tier and group, unordered. Raises `UnknownSourceError`."""
         source, rank = _parts(worker)
         found = self._blocks(source, rank)
         if found is None:
             raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}")
-        return (Block(*block) for page in iter(lambda: found.take(_LISTED_AT_ONCE), []) for block in page)
+        return (Block(*block) for page in iter(lambda: found.take(_BLOCKS_PER_PAGE), []) for block in page)
 
     def digest(self, stream: Worker) -> str:
-        """32 hex digits that are equal where the same blocks are held, with the same hashes, tiers, groups and copies.
+        """Return 32 hex digits that are equal for equal blocks, with the same hashes, tiers, groups and copies.
 
-        Order and numbers do not count, nor does what waits. Raises `UnknownSourceError`.
+        The order of events, sequence numbers and orphans do not count. Raises `UnknownSourceError`.
         """
         source, rank = _parts(stream)
         found = self._digest(source, rank)
@@ -227,37 +227,39 @@ class PrefixIndex(_native.NativeIndex):
     # --- snapshots
 
     def snapshot(self, file: str | os.PathLike[str] | BinaryIO, workers: Iterable[tuple[str, int]] | None = None) -> None:
-        """Write everything but the overlay. A path is replaced when all is written. Raises `SnapshotError`.
+        """Write everything except the overlay. A path is replaced when everything is written. Raises `SnapshotError`.
 
-        Of `workers`, each a source and a rank, only their streams are written, their fences, and the labels of their sources;
-        those that the index does not know are passed over.
+        With `workers` (sources and ranks) only their streams are written, with the models of their sources and records of
+        their removal. Unknown workers are skipped.
         """
-        snapshot(self, file, None if workers is None else list(workers))
+        write_snapshot(self, file, None if workers is None else list(workers))
 
     def restore(self, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Replace everything with what `snapshot` wrote; on `SnapshotError` nothing has changed."""
-        restore(self, file)
+        """Replace everything with a snapshot. Raises `SnapshotError`, and has changed nothing then."""
+        read_snapshot(self, file)
 
-    def absorb(self, file: str | os.PathLike[str] | BinaryIO) -> list[tuple[str, int]]:
-        """Add what `snapshot` wrote, of an index or some of its workers. Returns the workers that came, by source and rank.
+    def merge(self, file: str | os.PathLike[str] | BinaryIO) -> list[tuple[str, int]]:
+        """Add the workers of a snapshot of an index. Returns them, sorted by source and rank.
 
-        Others may ask and apply meanwhile; they find each of these workers with all of its blocks, or not at all. Their streams
-        go on behind the numbers that the snapshot has: deliver nothing of them before. Fences against them are lifted, and
-        labels are taken for sources that have none here. What a memory limit has no room for is refused (`evicted`).
+        Other threads can query and apply meanwhile; they find each of these workers with all of its blocks or not at all. Their
+        streams continue after the sequence numbers in the snapshot: deliver nothing of them before. They are accepted even if
+        they were removed here. Models are set for sources that have none here. Blocks above a memory limit are rejected
+        (`evicted`).
 
-        On `SnapshotError` nothing of it has come, as when the index holds one of the workers: remove that one first.
+        Raises `SnapshotError`, and has added nothing then, for example if the index already has one of the workers: remove that
+        one first.
         """
-        return absorb(self, file)
+        return merge_snapshot(self, file)
 
     # --- the overlay
 
     def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
-        """Expect a worker to hold a prompt soon, because it was sent there; for `ttl` seconds.
+        """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was sent there.
 
-        Counts in `match(..., overlay=True)` only, as the longer of what is held and what is expected.
+        It counts in `match(..., overlay=True)` only, if it is longer than what the worker holds.
         """
         if not ttl > 0:
-            raise ConfigError(f"ttl is {ttl}; it is a number of seconds above 0")
+            raise ConfigError(f"invalid ttl {ttl}: expected a number of seconds above 0")
         self._speculate(*_parts(worker), tokens, namespace, self._now(), ttl)
 
     def _now(self) -> float:
@@ -268,7 +270,7 @@ class PrefixIndex(_native.NativeIndex):
         return f"<PrefixIndex {stats.workers} workers, {stats.blocks} blocks, {stats.bytes} bytes>"
 
 
-_ADDED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps")
+_SUMMED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps")
 
 
 def _parts(worker: Worker) -> tuple[str, int]:
