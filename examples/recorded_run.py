@@ -145,7 +145,7 @@ def conclude(tape: TapePlayer, demo: Demo, console: Console) -> bool:
         replayed = sum(batch.replayed for batch in delivered)
         counts = f"life {life}: {len(published):3} published, {len(delivered):3} delivered, {replayed:3} of them by replay: "
         console.line(counts, Span("equal, in order, byte for byte", "good") if equal else Span("NOT EQUAL", "bad"))
-    return lossless and not demo.gaps and tape.counts.lives == len(demo.delivered)
+    return lossless and not demo.gaps and tape.counts.incarnations == len(demo.delivered)
 
 
 def tell(tape: TapePlayer, demo: Demo, lossless: bool, console: Console) -> None:

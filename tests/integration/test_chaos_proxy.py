@@ -137,5 +137,5 @@ def test_a_message_is_injected_between_others(line: Line) -> None:
 def test_impossible_orders_are_refused(line: Line) -> None:
     with pytest.raises(ConfigError, match="share"):
         line.proxy.reorder(1.5)
-    with pytest.raises(ConfigError, match="at least one frame"):
+    with pytest.raises(ConfigError, match="without frames"):
         line.proxy.inject([])

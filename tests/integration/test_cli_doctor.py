@@ -106,7 +106,7 @@ def test_the_event_port_given_as_the_replay_endpoint() -> None:
 
 
 def test_a_mute_replay_endpoint() -> None:
-    with playing(replay_mute=True) as tape:
+    with playing(replay_silent=True) as tape:
         found = doctor(tape)
     assert found["replay"]["verdict"] == "fail"
     assert "does not answer within" in found["replay"]["text"]

@@ -73,13 +73,13 @@ CASES: dict[str, Case] = {
         never_said=("replay holds 0 of",),
     ),
     "lossy, and no replay": Case(
-        lambda: engine(drop=0.3, replay_mute=True),
+        lambda: engine(drop=0.3, replay_silent=True),
         named=False,
         verdicts={"losses": "warn", "replay": "warn", "trust": "warn"},
         said=("live batches did not arrive (#",),
     ),
     "burnt numbers": Case(
-        lambda: engine(tape=stores(300), burnt=range(3, 10_000, 7)),
+        lambda: engine(tape=stores(300), skipped=range(3, 10_000, 7)),
         verdicts={"losses": "warn", "replay": "warn", "trust": "warn"},
         said=("replay holds 0 of these", "these numbers are lost"),
     ),
@@ -91,12 +91,12 @@ CASES: dict[str, Case] = {
         never_said=("nothing can bring them back", "complete since", "these numbers are lost"),
     ),
     "mute replay": Case(
-        lambda: engine(replay_mute=True),
+        lambda: engine(replay_silent=True),
         verdicts={"replay": "fail", "trust": "warn"},
         said=("does not answer within", "the engine may hang"),
     ),
     "mute replay, not named": Case(
-        lambda: engine(replay_mute=True),
+        lambda: engine(replay_silent=True),
         named=False,
         verdicts={"replay": "warn", "trust": "warn"},
         said=("is open and does not answer replay requests", "the engine may hang or be busy"),

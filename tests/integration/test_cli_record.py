@@ -64,7 +64,7 @@ def wait_until_written(path: Path, count: int) -> None:
 
 def test_each_life_is_a_run_and_gaps_and_resets_are_told(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with TapePlayer(RECORDING, run=RUN, faults=Faults(burnt={2})) as tape, Program(*record(path, tape)) as program:
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={2})) as tape, Program(*record(path, tape)) as program:
         assert tape.wait_for_subscriber(SECONDS)
         tape.play(5)
         wait_until_written(path, 4)

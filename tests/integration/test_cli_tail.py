@@ -121,7 +121,7 @@ def test_filters_by_kind_and_medium() -> None:
 
 
 def test_gaps_and_resets_stand_out_even_when_quiet() -> None:
-    with TapePlayer(RECORDING, run=RUN, faults=Faults(burnt={3, 4})) as tape, Program(*tail(tape, "--quiet")) as program:
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={3, 4})) as tape, Program(*tail(tape, "--quiet")) as program:
         assert tape.wait_for_subscriber(SECONDS)
         tape.play(8)
         program.out.wait(r"GAP +#3 to #4: 2 batches lost for good")

@@ -225,7 +225,7 @@ def test_a_restart_is_recognised(desk: Callable[..., Desk], unseen: int | None) 
 
 def test_truncated_history_and_burnt_numbers_are_gaps(desk: Callable[..., Desk]) -> None:
     """What nobody holds any more is named, what is held is delivered, and trust is DEGRADED."""
-    with TapePlayer(frames(100), faults=Faults(buffer_steps=30, burnt={90})) as tape:
+    with TapePlayer(frames(100), faults=Faults(buffer_steps=30, skipped={90})) as tape:
         tape.play()
         at = desk(source_of(tape))
         at.until(lambda: len(at.taken) >= 32)
@@ -234,7 +234,7 @@ def test_truncated_history_and_burnt_numbers_are_gaps(desk: Callable[..., Desk])
         at.trusted(Trust.DEGRADED)
 
 
-@pytest.mark.parametrize("faults", [Faults(replay_mute=True), Faults(replay_endless=True, replay_foreign=frames(1, life=7))])
+@pytest.mark.parametrize("faults", [Faults(replay_silent=True), Faults(replay_endless=True, replay_foreign=frames(1, life=7))])
 def test_a_replay_endpoint_that_never_helps_delays_but_does_not_stop_the_stream(
     desk: Callable[..., Desk], faults: Faults
 ) -> None:
@@ -242,7 +242,7 @@ def test_a_replay_endpoint_that_never_helps_delays_but_does_not_stop_the_stream(
     with TapePlayer(frames(60), faults=faults) as tape:
         at = desk(source_of(tape), limits=IMPATIENT)
         at.joined(tape)
-        tape.faults = Faults(replay_mute=faults.replay_mute, replay_endless=faults.replay_endless, drop={5})
+        tape.faults = Faults(replay_silent=faults.replay_silent, replay_endless=faults.replay_endless, drop={5})
         if faults.replay_foreign:
             tape.faults = faults
         tape.play(30)

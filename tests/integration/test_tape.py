@@ -18,9 +18,9 @@ import paths
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UsageError
 from kvevents.recording import LiveBatch, live_batches, read_recording
 from kvevents.testing import Faults, TapePlayer
-from kvevents.testing.deck import MAX_WAITING_REPLIES, Sent
-from kvevents.testing.reel import Reel, restamp
+from kvevents.testing.playlist import Playlist, restamp
 from kvevents.testing.tape import CATCH_UP_SECONDS, _Play
+from kvevents.testing.tape_sockets import MAX_WAITING_REPLIES, Sent
 from kvevents.wire import END_SEQ, encode_seq, live_frames, replay_batch_frames, replay_end_frames, replay_request_frames
 
 DATA = paths.DATA
@@ -280,7 +280,7 @@ def test_dropped_batches_are_in_the_replay(connect: Connect, drop: set[int] | Ca
         counts = tape.counts
         assert (counts.published, counts.live, counts.dropped) == (5, 3, 2)
         assert tape.log[1] == Sent(0, LiveBatch(*batches(5)[1]), "dropped")
-        assert repr(tape) == f"<TapePlayer {tape.endpoint} open, life 0, 5 published, 2 dropped, 1 requests>"
+        assert repr(tape) == f"<TapePlayer {tape.endpoint} open, incarnation 0, 5 published, 2 dropped, 1 requests>"
 
 
 def test_a_share_is_dropped_the_same_way_each_time(connect: Connect) -> None:
@@ -297,13 +297,13 @@ def test_a_share_is_dropped_the_same_way_each_time(connect: Connect) -> None:
 
 def test_a_burnt_number_is_nowhere(connect: Connect) -> None:
     """The engine took a number and could not encode its batch: neither live nor replay has it, and it was not published."""
-    with TapePlayer(batches(4), faults=Faults(burnt={2})) as tape:
+    with TapePlayer(batches(4), faults=Faults(skipped={2})) as tape:
         peer = connect(tape)
         tape.play()
         assert peer.seqs(3) == [0, 1, 3]
         assert peer.ask_and_get(0) == [*replayed(0, 1, 3), END]
         assert [seq for seq, _ in tape.batches()] == [0, 1, 3]
-        assert (tape.counts.published, tape.counts.burnt) == (3, 1)
+        assert (tape.counts.published, tape.counts.skipped) == (3, 1)
 
 
 def test_the_send_limit_cuts_replies_in_silence(connect: Connect) -> None:
@@ -381,12 +381,12 @@ def test_a_truncated_buffer_answers_from_its_oldest(connect: Connect) -> None:
         peer = connect(tape)
         tape.play()
         assert peer.ask_and_get(0) == [*replayed(7, 8, 9), END]
-        assert [batch.seq for batch in tape.kept] == [7, 8, 9]
+        assert [batch.seq for batch in tape.replay_buffer] == [7, 8, 9]
 
 
 def test_a_mute_engine_never_answers(connect: Connect) -> None:
     """The request is read, and that is all; what comes after the fault is over answers later requests only."""
-    with TapePlayer(batches(2), faults=Faults(replay_mute=True)) as tape:
+    with TapePlayer(batches(2), faults=Faults(replay_silent=True)) as tape:
         peer = connect(tape)
         tape.play()
         peer.ask(0)
@@ -485,7 +485,7 @@ def test_a_restart_is_a_new_life_on_the_same_ports(connect: Connect) -> None:
         assert [int.from_bytes(frames[1]) for frames in again] == [0, 1, 2]
         assert again != [live_frames(*batch) for batch in batches(3)]
         assert tape.batches(1) == [(int.from_bytes(frames[1]), frames[2]) for frames in again]
-        assert tape.counts.lives == 2
+        assert tape.counts.incarnations == 2
 
 
 def test_a_new_life_can_pass_the_old_number_unseen(connect: Connect) -> None:
@@ -532,7 +532,7 @@ def test_abrupt_restarts_in_quick_succession(connect: Connect) -> None:
         peer.join()
         tape.play()
         assert peer.seqs(3) == [0, 1, 2]
-        assert tape.counts.lives == 31
+        assert tape.counts.incarnations == 31
 
 
 def test_a_stopped_engine_refuses_connections(connect: Connect) -> None:
@@ -564,13 +564,13 @@ def refuses(endpoint: str) -> bool:
     return False
 
 
-def test_a_silent_engine_hangs(connect: Connect) -> None:
+def test_a_paused_engine_hangs(connect: Connect) -> None:
     """It neither publishes nor answers, with all sockets open, and takes both up again where it was."""
     with TapePlayer(batches(4)) as tape:
         peer = connect(tape)
         tape.play(2)
-        tape.silence()
-        assert "silent" in repr(tape)
+        tape.pause()
+        assert "paused" in repr(tape)
         with pytest.raises(UsageError, match="resume"):
             tape.play()
         playing = tape.start_playing()
@@ -608,7 +608,7 @@ def test_a_restart_that_was_recorded_is_played(connect: Connect) -> None:
         tape.play()
         assert peer.seqs(5) == [0, 1, 2, 0, 1]
         assert peer.ask_and_get(0) == [*replayed(0, 1), END]
-        assert tape.counts.lives == 2
+        assert tape.counts.incarnations == 2
 
 
 def test_recorded_holes_stay(connect: Connect) -> None:
@@ -634,7 +634,7 @@ def test_the_schedule_of_paced_playing() -> None:
     far behind goes on from now."""
     even, recorded, fast = _Play(9, 4.0, 1), _Play(9, "recorded", 1), _Play(9, None, 1)
     for play in (even, recorded, fast):
-        play.begin(Reel([]), 100.0)
+        play.begin(Playlist([]), 100.0)
         play.step(gap=0.125, now=100.01)
     assert (even.due, recorded.due, fast.due) == (100.25, 100.125, 100.0)
     even.step(gap=0.0, now=100.26)
@@ -645,11 +645,11 @@ def test_the_schedule_of_paced_playing() -> None:
 
 def test_recorded_gaps() -> None:
     """Gaps are the recorded times between batches: 0 at the tape's ends, where clocks went back, and where nobody knows."""
-    reel = Reel([LiveBatch(b"", n, b"", t) for n, t in enumerate([5.0, 7.5, 6.0, None, 8.0])])
+    playlist = Playlist([LiveBatch(b"", n, b"", t) for n, t in enumerate([5.0, 7.5, 6.0, None, 8.0])])
     gaps = []
     for _ in range(6):
-        gaps.append(reel.peek_gap())
-        assert reel.take().gap == gaps[-1]
+        gaps.append(playlist.next_gap())
+        assert playlist.take().gap == gaps[-1]
     assert gaps == [0.0, 2.5, 0.0, 0.0, 0.0, 0.0]
 
 

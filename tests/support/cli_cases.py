@@ -18,7 +18,7 @@ import paths
 from kvevents.errors import EndpointError
 from kvevents.recording import LiveBatch
 from kvevents.testing import Faults, TapePlayer
-from kvevents.testing.reel import Tape
+from kvevents.testing.playlist import Tape
 from ports import quiet_port
 
 KVEVENTS = (sys.executable, "-m", "kvevents.cli")

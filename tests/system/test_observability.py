@@ -121,7 +121,7 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet = Fleet(service, stack.enter_context(Program("play", RECORDING, "--run", RUN, *PLAYED)))
         tapes = {
             "healing": TapePlayer(RECORDING, run=RUN, faults=Faults(drop={3, 4})),
-            "losing": TapePlayer(RECORDING, run=RUN, faults=Faults(burnt={5})),
+            "losing": TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={5})),
             "restarting": TapePlayer(RECORDING, run=RUN),
             "odd": TapePlayer(odd_tape()),
             "diverging": TapePlayer(diverging_tape()),

@@ -1,20 +1,21 @@
-"""For testing whatever reads KV events, against the engines' real behaviour and without an engine."""
+"""Tools to test consumers of KV events without an engine: fake engines, recorded tapes, faults and a virtual clock."""
 
 from kvevents.testing.clock import VirtualClock
-from kvevents.testing.deck import Sent, TapeCounts
 from kvevents.testing.fake_transport import FakeEngine, FakeTransport
 from kvevents.testing.faults import Faults
-from kvevents.testing.lanes import LaneCounts
-from kvevents.testing.proxy import FaultProxy, ProxyCounts
+from kvevents.testing.proxy import FaultProxy, ProxyCounts, ProxyLimits
+from kvevents.testing.proxy_pipe import DirectionCounts
 from kvevents.testing.tape import TapePlayer
+from kvevents.testing.tape_sockets import Sent, TapeCounts
 
 __all__ = [
+    "DirectionCounts",
     "FakeEngine",
     "FakeTransport",
     "FaultProxy",
     "Faults",
-    "LaneCounts",
     "ProxyCounts",
+    "ProxyLimits",
     "Sent",
     "TapeCounts",
     "TapePlayer",

@@ -1,4 +1,4 @@
-"""A clock that stands still until a test moves it."""
+"""A clock that a test advances."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from kvevents.errors import ConfigError
 
 
 class VirtualClock:
-    """Seconds that pass when told to; a drop-in for `time.monotonic` wherever a clock is passed in.
+    """A replacement for `time.monotonic` that advances only when `advance` or `set` is called.
 
-    Calling it gives the time in seconds as a float. It never goes back, as no monotonic clock does, and may be read and moved
-    from any thread.
+    Call it for the time in seconds, as a float. It never goes back. Any thread may read and advance it.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -26,23 +25,23 @@ class VirtualClock:
         return f"<VirtualClock at {self._now:g} s>"
 
     def advance(self, seconds: float) -> float:
-        """Let `seconds` (0 or more) pass and return the new time. Raises `ConfigError` for a negative or infinite number."""
+        """Advance by `seconds` (0 or more) and return the new time. Raise `ConfigError` for a negative or infinite number."""
         if _finite(seconds) < 0:
-            raise ConfigError(f"time does not go back: cannot advance by {seconds} s")
+            raise ConfigError(f"cannot advance the clock by {seconds} s: expected 0 or more")
         with self._lock:
             self._now += seconds
             return self._now
 
     def set(self, now: float) -> float:
-        """Jump to the time `now` and return it. Raises `ConfigError` when that is in the past or infinite."""
+        """Set the time to `now` and return it. Raise `ConfigError` if it is before the current time or infinite."""
         with self._lock:
             if _finite(now) < self._now:
-                raise ConfigError(f"time does not go back: it is {self._now} s, cannot set {now} s")
+                raise ConfigError(f"cannot set the clock to {now} s: it is at {self._now} s and does not go back")
             self._now = float(now)
             return self._now
 
 
 def _finite(seconds: float) -> float:
     if not math.isfinite(seconds):
-        raise ConfigError(f"a time is a finite number of seconds, not {seconds}")
+        raise ConfigError(f"invalid time {seconds}: expected a finite number of seconds")
     return float(seconds)

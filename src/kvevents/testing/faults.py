@@ -1,4 +1,4 @@
-"""What a tape does wrong, as released engines do it, and how it answers a replay request."""
+"""Faults of a tape, as released engines have them, and the replies to replay requests under these faults."""
 
 from __future__ import annotations
 
@@ -10,81 +10,81 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvevents.errors import ConfigError
 from kvevents.recording import LiveBatch
-from kvevents.testing.reel import as_batch
+from kvevents.testing.playlist import as_batch
 from kvevents.wire import replay_batch_frames, replay_end_frames
 
 ENGINE_BUFFER_STEPS: Final = 10_000
-"""Batches that vLLM and SGLang keep for replay by default (`buffer_steps`)."""
+"""Default size in batches of the replay buffer of vLLM and SGLang (`buffer_steps`)."""
 
 Loss: TypeAlias = Collection[int] | float | Callable[[int], bool]
-"""What is lost: these sequence numbers, a share of all from 0.0 to 1.0, or every number for which a function is true."""
+"""Which batches are lost: these sequence numbers, a share from 0.0 to 1.0, or every number for which a function is true."""
 
 ReplyShape: TypeAlias = Literal["topic", "no-topic", "bare-end"]
-"""`topic`: vLLM from 0.26, SGLang from 0.5.22, TensorRT-LLM. `no-topic`: before. `bare-end`: the very first version, whose
-end marker has no number."""
+"""`topic`: vLLM from 0.26, SGLang from 0.5.22, TensorRT-LLM. `no-topic`: earlier releases. `bare-end`: the first version, whose
+end marker has no sequence number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """The faults of a tape; none by default. Numbers are those of each life, from 0.
+    """The faults of a tape; none by default. Sequence numbers are those of each incarnation, from 0.
 
-    A share draws for each number from `seed`, so a run can be repeated exactly; replies draw anew each time, so that asking
-    again helps. Raises `ConfigError` for a share outside 0.0 to 1.0 or a negative limit.
+    A share is drawn for each number from `seed`, so a run can be repeated exactly. Each reply draws again, so that a repeated
+    request can succeed. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative limit.
     """
 
     drop: Loss = ()
-    """Kept for replay, but not sent live: what a slow or late subscriber misses."""
-    burnt: Collection[int] = ()
-    """Neither sent nor kept: the engine could not encode the batch after it had taken a number."""
+    """Batches that are stored for replay but not sent live, as a slow or late subscriber misses them."""
+    skipped: Collection[int] = ()
+    """Numbers without a batch: the engine used the number and then could not encode the batch."""
     seed: int = 0
     buffer_steps: int = ENGINE_BUFFER_STEPS
-    """Batches kept; a request for an older start is answered from the oldest kept, with nothing to say so."""
+    """Batches in the replay buffer. A request for an older start is answered from the oldest batch on without notice."""
     reply_shape: ReplyShape = "topic"
     replay_send_limit: int | None = None
-    """Batches of one reply that get through; the rest is dropped silently, as the engines' ROUTER does at 1,000 queued."""
+    """Batches of one reply that are sent. The rest is dropped silently, as by the engines' ROUTER at 1,000 queued messages."""
     replay_sndhwm: int | None = None
-    """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33: drops what the consumer is too slow for.
-    Read when the sockets open, by the constructor and `restart`. None: a reply waits for its consumer and loses nothing."""
+    """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33. It drops what a slow consumer does not take.
+    It takes effect when the sockets open. None: replies wait for the consumer and lose nothing."""
     replay_holes: Loss = ()
-    """Missing inside replies, behind their first batch, for which a socket always has room; a set is missing from every one."""
+    """Batches missing in replies, except the first of a reply, for which a socket always has room."""
     lose_end_marker: bool = False
-    replay_mute: bool = False
-    """Requests are read and never answered."""
+    replay_silent: bool = False
+    """Whether requests are read and never answered."""
     replay_endless: bool = False
-    """A reply repeats its batches and never ends."""
+    """Whether a reply repeats its batches and never ends."""
     replay_foreign: Sequence[tuple[bytes, int, bytes] | LiveBatch] | None = None
-    """Replies come from these batches of another stream."""
+    """Batches of another stream, which replies contain instead of those of this one."""
     replay_junk: Sequence[Sequence[bytes]] = ()
-    """Messages sent before each reply, as they are, after the identity."""
+    """Messages sent unchanged before each reply, after the identity."""
     faulty_replies: int | None = None
-    """The replay faults hold for the first so many requests of a tape; after that it answers honestly. None: for all."""
+    """Number of requests, from the first on, to which the replay faults apply. None: all."""
 
     def __post_init__(self) -> None:
         for name in ("drop", "replay_holes"):
             loss = getattr(self, name)
             if isinstance(loss, int | float) and not 0.0 <= loss <= 1.0:
-                raise ConfigError(f"{name} is a share from 0.0 to 1.0, a set of numbers or a function, not {loss}")
+                raise ConfigError(f"invalid {name} {loss}: expected a share from 0.0 to 1.0, a set of numbers or a function")
         for name in ("buffer_steps", "replay_send_limit", "replay_sndhwm", "faulty_replies"):
             limit = getattr(self, name)
             if limit is not None and limit < 0:
-                raise ConfigError(f"{name} is 0 or more, not {limit}")
+                raise ConfigError(f"invalid {name} {limit}: expected 0 or more")
 
     def drops(self, seq: int) -> bool:
-        """Whether the live message of this number is lost."""
-        return _strikes(self.drop, seq, f"{self.seed}/live/{seq}")
+        """Return whether the live message of this number is dropped."""
+        return _is_selected(self.drop, seq, f"{self.seed}/live/{seq}")
 
-    def reply(self, kept: Iterable[LiveBatch], start: int, nth: int) -> Reply:
-        """What is sent for the `nth` request (from 0) of a tape: everything kept from number `start` on, with the faults."""
+    def reply(self, replay_buffer: Iterable[LiveBatch], start: int, nth: int) -> Reply:
+        """Return the reply to the `nth` request (from 0) of a tape: stored batches from `start` on, subject to the faults."""
         if self.faulty_replies is not None and nth >= self.faulty_replies:
-            return _honest(self).reply(kept, start, 0)
-        wanted = [batch for batch in kept if batch.seq >= start]
-        if self.replay_mute:
-            return Reply(iter(()), len(wanted))
-        chosen = wanted if self.replay_foreign is None else [as_batch(batch) for batch in self.replay_foreign]
+            return _without_replay_faults(self).reply(replay_buffer, start, 0)
+        requested = [batch for batch in replay_buffer if batch.seq >= start]
+        if self.replay_silent:
+            return Reply(iter(()), len(requested))
+        chosen = requested if self.replay_foreign is None else [as_batch(batch) for batch in self.replay_foreign]
         holes = self.replay_holes
-        inside = (batch for batch in chosen[1:] if not _strikes(holes, batch.seq, f"{self.seed}/{nth}/{batch.seq}"))
+        inside = (batch for batch in chosen[1:] if not _is_selected(holes, batch.seq, f"{self.seed}/{nth}/{batch.seq}"))
         sent = [*chosen[:1], *inside][: self.replay_send_limit]
-        withheld = len(wanted) if self.replay_foreign is not None else len(wanted) - len(sent)
+        withheld = len(requested) if self.replay_foreign is not None else len(requested) - len(sent)
         return Reply(self._frames(sent), withheld)
 
     def _frames(self, sent: list[LiveBatch]) -> Iterator[list[bytes]]:
@@ -98,19 +98,21 @@ class Faults:
 
 
 class Reply(NamedTuple):
-    """Messages without the identity frame, and how many batches that were asked for are not among them."""
+    """A reply to a replay request."""
 
     messages: Iterator[list[bytes]]
+    """Frames of each message, without the identity."""
     withheld: int
+    """Requested batches that are not among the messages."""
 
 
-def _honest(faults: Faults) -> Faults:
+def _without_replay_faults(faults: Faults) -> Faults:
     return replace(
         faults,
         replay_send_limit=None,
         replay_holes=(),
         lose_end_marker=False,
-        replay_mute=False,
+        replay_silent=False,
         replay_endless=False,
         replay_foreign=None,
         replay_junk=(),
@@ -118,7 +120,7 @@ def _honest(faults: Faults) -> Faults:
     )
 
 
-def _strikes(loss: Loss, seq: int, draw: str) -> bool:
+def _is_selected(loss: Loss, seq: int, draw: str) -> bool:
     if callable(loss):
         return loss(seq)
     if isinstance(loss, int | float):

@@ -1,4 +1,4 @@
-"""A TCP proxy between real ZeroMQ peers that drops, delays, stalls and cuts on demand.
+"""A TCP proxy between real ZeroMQ peers that drops, delays and reorders messages and stalls or cuts connections on demand.
 
 Put one in front of each socket of an engine, or of a `TapePlayer`::
 
@@ -6,12 +6,12 @@ Put one in front of each socket of an engine, or of a `TapePlayer`::
         subscriber.connect(live.endpoint, tape.replay_endpoint)
         live.drop(0.05, seed=7)     # one message in twenty
         tape.play()
-        live.cut()                  # and now the connection goes
+        live.cut()                  # end the connection
         live.heal()
 
-Bytes pass unchanged. Only whole messages are dropped, swapped, held or injected, so that the peers' connection stays valid;
-handshakes, subscriptions and heartbeats always pass, except while stalled. Messages can be told apart in ZMTP 3 with the NULL
-mechanism; anything else, CURVE too, can be stalled and cut, but not dropped or held.
+Bytes pass unchanged. Only whole messages are dropped, swapped, held or injected, so that the peers' connection stays valid.
+Handshakes, subscriptions and heartbeats always pass, except during a stall. Messages can be recognised in ZMTP 3 with the NULL
+mechanism. Any other connection, also one with CURVE, can be stalled and cut, but its messages cannot be dropped or held.
 """
 
 from __future__ import annotations
@@ -27,52 +27,69 @@ from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 
 from kvevents.endpoints import connectable
 from kvevents.errors import ClosedError, ConfigError, EndpointError
-from kvevents.testing.lanes import Lane, LaneCounts, Rule, Way
-from kvevents.testing.ports import HeldPort, hold_port
+from kvevents.testing.ports import ReservedPort, reserve_port
+from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, Rule
 from kvevents.testing.zmtp import message
 
-MAX_CONNECTIONS: Final = 1_024
-"""Open at once; each is two file descriptors. Further ones are closed as soon as they are accepted."""
 LINGER_SECONDS: Final = 1.0
-"""How long the last bytes of a peer that has closed may take to reach the other one."""
-
-TURNS_TO_CONNECT: Final = 4
-"""Of the event loop, in which what a listener has accepted becomes a connection; asyncio needs two."""
+"""How long the last bytes of a peer that has closed may take to reach the other peer."""
+LOOP_ROUNDS_TO_CONNECT: Final = 4
+"""Rounds of the event loop in which an accepted socket becomes a connection. asyncio needs two."""
 
 Direction: TypeAlias = Literal["down", "up"]
-"""`down`: from the upstream endpoint to those who connected to the proxy. `up`: the other way."""
+"""`down`: from the upstream endpoint to the clients of the proxy. `up`: from the clients to upstream."""
 
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    """Limits of a `FaultProxy`."""
+
+    max_connections: int = 1_024
+    """Open connections; each takes two file descriptors. Further ones are closed as soon as they are accepted."""
+    max_queued_bytes: int = 64 * 1024 * 1024
+    """Bytes that are held, or wait for a slow reader, per direction of a connection. At the limit the proxy stops reading, as
+    if the network were congested."""
+
+
+DEFAULT_PROXY_LIMITS: Final = ProxyLimits()
+
+
 @dataclass(slots=True)
 class ProxyCounts:
-    """What a proxy saw since it was opened."""
+    """What a proxy did since it was opened."""
 
     connections: int = 0
-    """Accepted, and connected to upstream."""
+    """Connections that were accepted and connected to upstream."""
     open: int = 0
+    """Connections that are open now."""
     refused: int = 0
-    """Accepted and closed again: upstream could not be reached, or there were too many."""
-    down: LaneCounts = field(default_factory=LaneCounts)
-    up: LaneCounts = field(default_factory=LaneCounts)
+    """Connections that were accepted and closed again, because upstream was unreachable or the limit was reached."""
+    down: DirectionCounts = field(default_factory=DirectionCounts)
+    up: DirectionCounts = field(default_factory=DirectionCounts)
 
 
 class FaultProxy:
-    """Listens at `listen` and connects each client to `upstream`, both TCP endpoints; a port of `*` is wherever the OS likes.
+    """Listens at `listen` and connects each client to `upstream`. Both are TCP endpoints; for a port of `*` the OS chooses.
 
-    A context manager, to be driven from any thread; what a method did has happened when it returns. Raises `EndpointError` when
-    it cannot listen, `ConfigError` for an endpoint that is not TCP.
+    It is a context manager. Any thread may call its methods; each method returns when its effect is complete. Raise
+    `EndpointError` if it cannot listen, `ConfigError` for an endpoint that is not TCP.
     """
 
-    def __init__(self, upstream: str, listen: str = "tcp://127.0.0.1:*") -> None:
-        self._own_upstream = self._upstream = _address(connectable(upstream))
-        self._port = hold_port(listen)
-        self._books = threading.Condition()
+    def __init__(self, upstream: str, listen: str = "tcp://127.0.0.1:*", *, limits: ProxyLimits = DEFAULT_PROXY_LIMITS) -> None:
+        self._original_upstream = self._upstream = _address(connectable(upstream))
+        self._limits = limits
+        self._port = reserve_port(listen)
+        self._condition = threading.Condition()
+        """Guards the counters."""
         self._counts = ProxyCounts()
-        self._lanes = {"down": Lane(self._counts.down, self._books), "up": Lane(self._counts.up, self._books)}
-        self._links: set[asyncio.Task[None]] = set()
-        self._gate = threading.Lock()
+        self._directions = {
+            "down": DirectionFaults(self._counts.down, self._condition, limits.max_queued_bytes),
+            "up": DirectionFaults(self._counts.up, self._condition, limits.max_queued_bytes),
+        }
+        self._connections: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()
         self._closed = False
         self._failure: Exception | None = None
         self._server: asyncio.Server | None = None
@@ -80,29 +97,29 @@ class FaultProxy:
         self._flow = asyncio.Event()
         self._flow.set()
         listener = self._listener()
-        self._port = HeldPort(f"tcp://{listener.getsockname()[0]}:{listener.getsockname()[1]}", self._port.holder)
+        self._port = ReservedPort(f"tcp://{listener.getsockname()[0]}:{listener.getsockname()[1]}", self._port.holder)
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(listener, ready), name="kvevents-proxy", daemon=True)
         self._thread.start()
         ready.result()
 
-    # What is where, and what was done
+    # --- state
 
     @property
     def endpoint(self) -> str:
-        """Where clients connect; the same after every cut."""
+        """Endpoint for clients. It does not change when connections are cut."""
         return connectable(self._port.endpoint)
 
     @property
     def counts(self) -> ProxyCounts:
         """A copy of the counters."""
-        with self._books:
+        with self._condition:
             return replace(self._counts, down=replace(self._counts.down), up=replace(self._counts.up))
 
     def wait_until(self, reached: Callable[[ProxyCounts], bool], timeout: float) -> bool:
-        """Wait until a condition holds, `lambda counts: counts.down.held == 3` say; False after `timeout` seconds."""
-        with self._books:
-            return self._books.wait_for(lambda: reached(self._counts), timeout)
+        """Wait for a condition such as `lambda counts: counts.down.held == 3`. Return False after `timeout` seconds."""
+        with self._condition:
+            return self._condition.wait_for(lambda: reached(self._counts), timeout)
 
     def __repr__(self) -> str:
         counts = self.counts
@@ -113,146 +130,147 @@ class FaultProxy:
             f" up {counts.up.messages} ({counts.up.dropped} dropped)>"
         )
 
-    # What it can be told to do
+    # --- faults
 
     def drop(self, rule: Rule, *, direction: Direction = "down", seed: int = 0) -> None:
-        """Drop messages by `rule` from now on, in place of the rule before; None drops nothing.
+        """Drop messages by `rule` from now on, instead of by the previous rule; None drops nothing.
 
-        A share draws from `seed`. A rule that raises ends the connection and comes out of `close`. Raises `ConfigError` for a
-        share outside 0.0 to 1.0 or a negative count.
+        A share is drawn from `seed`. If a rule raises, its connection ends and `close` raises the same exception. Raise
+        `ConfigError` for a share outside 0.0 to 1.0 or a negative count.
         """
         if isinstance(rule, int | float) and not (0 <= rule <= 1 or (isinstance(rule, int) and rule >= 0)):
-            raise ConfigError(f"drop takes a count of 0 or more or a share from 0.0 to 1.0, not {rule}")
+            raise ConfigError(f"invalid drop rule {rule}: expected a count of 0 or more or a share from 0.0 to 1.0")
 
-        async def act() -> None:
-            lane = self._lanes[direction]
-            lane.rule = rule
-            lane.random.seed(seed)
+        async def apply() -> None:
+            faults = self._directions[direction]
+            faults.rule = rule
+            faults.random.seed(seed)
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def reorder(self, share: float, *, direction: Direction = "down", seed: int = 0) -> None:
-        """Let a share of the messages, from 0.0 to 1.0, change places with the one behind it, where both arrive together.
+        """Swap a share of the messages with the message behind them, if both arrive together.
 
-        TCP never does, but what stands between two sockets may. Draws from `seed`; raises `ConfigError` for another share.
+        TCP never reorders, but a device between two sockets may. The share is drawn from `seed`. Raise `ConfigError` for a
+        share outside 0.0 to 1.0.
         """
         if not 0.0 <= share <= 1.0:
-            raise ConfigError(f"reorder takes a share from 0.0 to 1.0, not {share}")
+            raise ConfigError(f"invalid reorder share {share}: expected 0.0 to 1.0")
 
-        async def act() -> None:
-            lane = self._lanes[direction]
-            lane.swap = float(share)
-            lane.random.seed(seed)
+        async def apply() -> None:
+            faults = self._directions[direction]
+            faults.swap_share = float(share)
+            faults.random.seed(seed)
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def inject(self, frames: Sequence[bytes], *, direction: Direction = "down") -> None:
-        """Send a message of these frames, whatever they are, on every connection that has carried one that way before.
+        """Send a message of any frames on every connection that has carried a message in this direction.
 
-        Raises `ConfigError` for a message without frames.
+        Raise `ConfigError` for a message without frames.
         """
         if not frames:
-            raise ConfigError("a message has at least one frame")
+            raise ConfigError("cannot inject a message without frames")
         raw = message(frames)
 
-        async def act() -> None:
-            self._lanes[direction].inject(raw)
+        async def apply() -> None:
+            self._directions[direction].inject(raw)
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
-        """Hold every message for some seconds, or until `release`; they stay in order. 0 ends it for the messages to come."""
+        """Hold every message for some seconds, or until `release` if None, in order. 0 ends it for messages to come."""
         if seconds is not None and seconds < 0:
-            raise ConfigError(f"delay takes seconds of 0 or more, or None, not {seconds}")
+            raise ConfigError(f"invalid delay {seconds}: expected 0 or more seconds, or None")
 
-        async def act() -> None:
-            lane = self._lanes[direction]
-            lane.hold, lane.delay = seconds is None, seconds or 0.0
+        async def apply() -> None:
+            faults = self._directions[direction]
+            faults.holds_all, faults.delay = seconds is None, seconds or 0.0
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def release(self, n: int | None = None, *, direction: Direction = "down") -> None:
-        """Let the `n` messages go that were held the longest, or all; those that arrive later are held again."""
+        """Release the `n` messages that were held longest, or all of them. Messages that arrive later are held again."""
 
-        async def act() -> None:
-            self._lanes[direction].release(n)
+        async def apply() -> None:
+            self._directions[direction].release(n)
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def stall(self) -> None:
-        """Read and write nothing, keep everything open: a network that swallows packets. New connections get no answer."""
+        """Read and write nothing, with all connections open, as a network that loses packets. New connections stall too."""
 
-        async def act() -> None:
+        async def apply() -> None:
             self._flow.clear()
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def half_open(self) -> None:
-        """Carry nothing any more on the connections there are, and keep them open; new ones work.
+        """Stall the connections that are open now; new ones work. It is as if a peer had been replaced without closing.
 
-        As when a peer, or what stands between, was replaced without a word. `heal` does not bring them back; `cut` ends them.
+        `heal` does not resume these connections; `cut` ends them.
         """
 
-        async def act() -> None:
-            stalled = not self._flow.is_set()
+        async def apply() -> None:
+            is_stalled = not self._flow.is_set()
             self._flow.clear()
             self._flow = asyncio.Event()
-            if not stalled:
+            if not is_stalled:
                 self._flow.set()
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def resume(self) -> None:
-        """End a stall, and nothing else."""
+        """End a stall but no other fault."""
 
-        async def act() -> None:
+        async def apply() -> None:
             self._flow.set()
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def cut(self, *, refuse: bool = False) -> None:
-        """Close every connection at once; what was held is lost. With `refuse` nobody can connect until `heal`."""
+        """Close every connection at once; held messages are lost. With `refuse`, refuse new connections until `heal`."""
 
-        async def act() -> None:
+        async def apply() -> None:
             if refuse:
-                await self._refuse()
-            await self._end_links()
+                await self._stop_listening()
+            await self._close_connections()
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def redirect(self, upstream: str) -> None:
-        """Close every connection, and connect clients to another TCP endpoint until `heal`. Raises `ConfigError`."""
+        """Close every connection, and connect clients to another TCP endpoint until `heal`. Raise `ConfigError`."""
         address = _address(connectable(upstream))
 
-        async def act() -> None:
+        async def apply() -> None:
             self._upstream = address
-            await self._end_links()
+            await self._close_connections()
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
     def heal(self) -> None:
-        """End every fault: nothing is dropped, what is held goes out, stalled connections go on, clients can connect.
+        """End every fault: drop nothing, release what is held, resume stalled connections, accept clients again.
 
-        But those that `half_open` has left stay as they are. Connections that were redirected are closed.
+        Connections that `half_open` has stalled stay stalled. Connections that were redirected are closed.
         """
 
-        async def act() -> None:
-            if self._upstream != self._own_upstream:
-                self._upstream = self._own_upstream
-                await self._end_links()
-            for lane in self._lanes.values():
-                lane.heal()
+        async def apply() -> None:
+            if self._upstream != self._original_upstream:
+                self._upstream = self._original_upstream
+                await self._close_connections()
+            for faults in self._directions.values():
+                faults.heal()
             self._flow.set()
             if self._server is None:
-                await self._serve(self._listener())
+                await self._listen(self._listener())
 
-        self._ask(act)
+        self._run_in_loop(apply)
 
-    # Its end
+    # --- closing
 
     def close(self) -> None:
-        """Close every connection and the listener; idempotent, from any thread. Raises what a `drop` rule raised."""
-        with self._gate:
+        """Close every connection and the listener. Idempotent; any thread may call it. Raise what a `drop` rule raised."""
+        with self._lock:
             if not self._closed:
                 self._closed = True
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -267,13 +285,13 @@ class FaultProxy:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # The thread
+    # --- the thread
 
-    def _ask(self, act: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        with self._gate:
+    def _run_in_loop(self, apply: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        with self._lock:
             if self._closed:
                 raise ClosedError("the proxy is closed")
-            return asyncio.run_coroutine_threadsafe(act(), self._loop).result()
+            return asyncio.run_coroutine_threadsafe(apply(), self._loop).result()
 
     def _run(self, listener: socket.socket, ready: Future[None]) -> None:
         try:
@@ -284,32 +302,32 @@ class FaultProxy:
 
     async def _main(self, listener: socket.socket, ready: Future[None]) -> None:
         self._loop = asyncio.get_running_loop()
-        await self._serve(listener)
+        await self._listen(listener)
         ready.set_result(None)
         await self._stop.wait()
-        await self._refuse()
-        await self._end_links()
-        await asyncio.sleep(0)  # in which the last connections are closed
+        await self._stop_listening()
+        await self._close_connections()
+        await asyncio.sleep(0)  # one more round, in which the last connections are closed
 
-    async def _refuse(self) -> None:
-        """Close the listener, once what it has accepted is a connection: asyncio loses one whose server is closed meanwhile."""
+    async def _stop_listening(self) -> None:
+        """Close the listener after every accepted socket is a connection. asyncio loses one if its server closes before."""
         server, self._server = self._server, None
         if server is None:
             return
         for listener in server.sockets:
             self._loop.remove_reader(listener.fileno())
-        for _ in range(TURNS_TO_CONNECT):
+        for _ in range(LOOP_ROUNDS_TO_CONNECT):
             await asyncio.sleep(0)
         server.close()
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _listen(self, listener: socket.socket) -> None:
         self._server = await asyncio.start_server(self._accept, sock=listener)
 
-    async def _end_links(self) -> None:
-        links = list(self._links)
-        for link in links:
-            link.cancel()
-        await asyncio.gather(*links, return_exceptions=True)
+    async def _close_connections(self) -> None:
+        connections = list(self._connections)
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
 
     def _listener(self) -> socket.socket:
         host, port = _address(self._port.endpoint)
@@ -325,72 +343,73 @@ class FaultProxy:
             raise EndpointError(error.errno, f"cannot listen at {self._port.endpoint}: {error.strerror}") from error
         return listener
 
-    # One connection
+    # --- one connection
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._links) >= MAX_CONNECTIONS:
+        if len(self._connections) >= self._limits.max_connections:
             self._count(refused=1)
             writer.transport.abort()
             return
-        link = asyncio.ensure_future(self._link(reader, writer))
-        self._links.add(link)
-        link.add_done_callback(self._links.discard)
-        # A link that is cut before its first step never reaches its own clean-up.
-        link.add_done_callback(lambda _: writer.transport.abort())
+        connection = asyncio.ensure_future(self._serve_client(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+        # A task that is cancelled before its first step does not run its own clean-up.
+        connection.add_done_callback(lambda _: writer.transport.abort())
 
-    async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         linger = 0.0
         try:
             await self._flow.wait()
-            await self._join(reader, writer)
+            await self._connect_upstream(reader, writer)
             linger = LINGER_SECONDS
         except OSError:
             self._count(refused=1)
         finally:
-            await _hang_up(writer, linger)
+            await _close_writer(writer, linger)
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect a client to upstream and carry both ways until one of the two has left."""
+    async def _connect_upstream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Connect to upstream and forward in both directions until one of the peers closes."""
         up_reader, up_writer = await asyncio.open_connection(*self._upstream)
         self._count(connections=1, open=1)
         linger = 0.0
         try:
-            await self._carry(
-                Way(self._lanes["down"], self._flow, up_reader, writer), Way(self._lanes["up"], self._flow, reader, up_writer)
+            await self._run_pipes(
+                Pipe(self._directions["down"], self._flow, up_reader, writer),
+                Pipe(self._directions["up"], self._flow, reader, up_writer),
             )
             linger = LINGER_SECONDS
         finally:
             self._count(open=-1)
-            await _hang_up(up_writer, linger)
+            await _close_writer(up_writer, linger)
 
-    async def _carry(self, *ways: Way) -> None:
-        tasks = [asyncio.ensure_future(way.run()) for way in ways]
+    async def _run_pipes(self, *pipes: Pipe) -> None:
+        tasks = [asyncio.ensure_future(pipe.run()) for pipe in pipes]
         try:
-            # When one has ended, all that its sender sent was passed on, and what is sent to that peer has no reader any more.
+            # When one pipe ends, everything that its sender sent is forwarded, and nothing reads what is sent to that peer.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                # Not the network: a caller's rule raised, which close() tells.
+                # The exception of a drop rule, not of the network. close() raises it.
                 if isinstance(result, Exception) and not isinstance(result, OSError):
                     self._failure = self._failure or result
 
     def _count(self, **changes: int) -> None:
-        with self._books:
+        with self._condition:
             for name, change in changes.items():
                 setattr(self._counts, name, getattr(self._counts, name) + change)
-            self._books.notify_all()
+            self._condition.notify_all()
 
 
-async def _hang_up(writer: asyncio.StreamWriter, linger: float) -> None:
-    """Close a connection; what was written to it may still leave for `linger` seconds."""
+async def _close_writer(writer: asyncio.StreamWriter, linger: float) -> None:
+    """Close a connection. Bytes already written may still be sent for `linger` seconds."""
     if linger:
         writer.close()
     else:
         writer.transport.abort()
     closed = asyncio.ensure_future(writer.wait_closed())
-    # Whatever it ends with is the network's; this may be cancelled before anybody looks.
+    # Its exception is an error of the network. Retrieve it here, because this task may be cancelled before it is awaited.
     closed.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait([closed], timeout=linger or None)
@@ -403,5 +422,5 @@ def _address(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     port = "0" if port == "*" else port
     if not endpoint.startswith("tcp://") or not port.isdecimal():
-        raise ConfigError(f"a proxy needs an endpoint such as tcp://127.0.0.1:5557, not {endpoint}")
+        raise ConfigError(f"invalid proxy endpoint {endpoint}: expected tcp://HOST:PORT")
     return ("0.0.0.0" if host == "*" else host), int(port)  # noqa: S104  asked for

@@ -1,4 +1,4 @@
-"""The bytes of ZMTP 3.0 and 3.1 (RFC 23 and 37): frames to send, and where messages begin and end in a TCP stream.
+"""ZMTP 3.0 and 3.1 (RFC 23 and 37): encodes frames, and splits a TCP stream into messages and commands.
 
 A connection opens with a greeting of 64 bytes: signature (10), version (2), mechanism (20), role and padding. Frames follow:
 a flags byte (bit 0: more frames follow, bit 1: 8-byte size, bit 2: command), the size in 1 or 8 bytes, big-endian, the body.
@@ -10,46 +10,48 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 MORE: Final = 0x01
-"""Flags of a frame: more frames of the message follow, its size takes eight bytes, it is a command."""
+"""Flag: more frames of the message follow."""
 LONG: Final = 0x02
+"""Flag: the size of the frame takes 8 bytes."""
 COMMAND: Final = 0x04
+"""Flag: the frame is a command."""
 GREETING_BYTES: Final = 64
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-"""Signature, version 3.1, mechanism, not a server, filler."""
+"""Signature, version 3.1, mechanism NULL, client role, padding."""
 MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
-"""Longest message that is kept together, twice the wire's own limit for a payload. A connection that sends a longer one is
-passed on unread from there, so memory stays bounded and the bytes arrive all the same."""
+"""Longest message that is recognised, four times the limit of a payload. If a connection sends a longer one, the rest of the
+stream is forwarded without splitting it, so that memory is bounded and no bytes are lost."""
 
 _SIGNATURE: Final = 0xFF
 _MAJOR_AT: Final = 10
 _MECHANISM: Final = slice(12, 32)
 _NULL: Final = b"NULL".ljust(20, b"\0")
 
-_MOST_SHORT: Final = 255
+_MAX_SHORT_SIZE: Final = 255
 
 Kind: TypeAlias = Literal["message", "command", "raw"]
-"""`raw` is the greeting, or anything of a connection that is not ZMTP 3 with the NULL mechanism: only NULL has messages that
-can be told apart, under CURVE they are encrypted and numbered."""
+"""`raw` is the greeting, or any part of a stream that is not ZMTP 3 with the NULL mechanism. Only NULL has messages that can be
+recognised; with CURVE they are encrypted and numbered."""
 
 
 def message(frames: Sequence[bytes]) -> bytes:
-    """The bytes of a message of these frames, of which there is at least one."""
+    """Encode a message of at least one frame."""
     return b"".join([*(_frame(MORE, frame) for frame in frames[:-1]), _frame(0, frames[-1])])
 
 
 def command(name: bytes, data: bytes = b"") -> bytes:
-    """A command as a frame of its own."""
+    """Encode a command."""
     return _frame(COMMAND, bytes((len(name),)) + name + data)
 
 
 def _frame(flags: int, body: bytes) -> bytes:
-    if len(body) <= _MOST_SHORT:
+    if len(body) <= _MAX_SHORT_SIZE:
         return bytes((flags, len(body))) + body
     return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
 
 
-class Piece(NamedTuple):
-    """A part of the stream, as it was. The `raw` of all pieces, and of `rest` at the end, is the stream."""
+class Segment(NamedTuple):
+    """A part of the stream. The `raw` bytes of all segments, followed by `ZmtpSplitter.remainder`, are the stream."""
 
     kind: Kind
     raw: bytes
@@ -58,7 +60,7 @@ class Piece(NamedTuple):
 
 
 class ZmtpSplitter:
-    """One direction of one connection: `feed` it what arrived, pass on the pieces, and `rest` when the stream has ended."""
+    """Splits one direction of one connection: `feed` it bytes, forward the segments, and at the end the `remainder`."""
 
     def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max = max_message_bytes
@@ -66,31 +68,31 @@ class ZmtpSplitter:
         self._buffer = bytearray()
         self._scanned = 0
         self._frames: list[bytes] = []
-        self._opaque = False
+        self._is_opaque = False
 
-    def feed(self, data: bytes) -> list[Piece]:
-        """Take in some bytes; return what is complete. The greeting is passed on as it comes, since peers negotiate in it."""
-        pieces: list[Piece] = []
+    def feed(self, data: bytes) -> list[Segment]:
+        """Add bytes and return what is complete. Parts of the greeting are returned at once, because peers negotiate in it."""
+        segments: list[Segment] = []
         missing = GREETING_BYTES - len(self._greeting)
-        if missing and not self._opaque:
+        if missing and not self._is_opaque:
             greeting, data = data[:missing], data[missing:]
             self._greeting += greeting
-            self._opaque = not self._speaks_null()
-            pieces.append(Piece("raw", greeting))
-        if self._opaque:
-            return [*pieces, Piece("raw", data)] if data else pieces
+            self._is_opaque = not self._is_null_greeting()
+            segments.append(Segment("raw", greeting))
+        if self._is_opaque:
+            return [*segments, Segment("raw", data)] if data else segments
         self._buffer += data
-        pieces.extend(self._pieces())
-        return pieces
+        segments.extend(self._segments())
+        return segments
 
-    def rest(self) -> bytes:
-        """What arrived of a message that never became complete."""
-        rest = bytes(self._buffer)
+    def remainder(self) -> bytes:
+        """Remove and return the bytes of an incomplete message."""
+        remainder = bytes(self._buffer)
         self._buffer.clear()
-        return rest
+        return remainder
 
-    def _speaks_null(self) -> bool:
-        """Whether the greeting, as far as it is known, is one of ZMTP 3 with the NULL mechanism."""
+    def _is_null_greeting(self) -> bool:
+        """Return whether the greeting, as far as it was received, is ZMTP 3 with the NULL mechanism."""
         greeting = self._greeting
         if greeting and greeting[0] != _SIGNATURE:
             return False
@@ -98,28 +100,28 @@ class ZmtpSplitter:
             return False
         return len(greeting) < _MECHANISM.stop or bytes(greeting[_MECHANISM]) == _NULL
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _segments(self) -> Iterator[Segment]:
         while (frame := self._next_frame()) is not None:
             flags, body = frame
             if flags & COMMAND and not self._frames:
-                yield Piece("command", self._cut())
+                yield Segment("command", self._take_scanned())
                 continue
             self._frames.append(body)
             if not flags & MORE:
                 frames = tuple(self._frames)
                 self._frames.clear()
-                yield Piece("message", self._cut(), frames)
-        if self._opaque:
-            yield Piece("raw", self.rest())
+                yield Segment("message", self._take_scanned(), frames)
+        if self._is_opaque:
+            yield Segment("raw", self.remainder())
 
-    def _cut(self) -> bytes:
+    def _take_scanned(self) -> bytes:
         raw = bytes(self._buffer[: self._scanned])
         del self._buffer[: self._scanned]
         self._scanned = 0
         return raw
 
     def _next_frame(self) -> tuple[int, bytes] | None:
-        """Flags and body of the next complete frame."""
+        """Return flags and body of the next complete frame; None if there is none."""
         buffer, at = self._buffer, self._scanned
         if len(buffer) < at + 2:
             return None
@@ -129,7 +131,7 @@ class ZmtpSplitter:
             return None
         end = head + int.from_bytes(buffer[at + 1 : head], "big")
         if end > self._max:
-            self._opaque = True
+            self._is_opaque = True
             return None
         if len(buffer) < end:
             return None

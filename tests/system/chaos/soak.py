@@ -30,7 +30,7 @@ from kvevents.events import KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Batch
-from kvevents.testing.ports import hold_port
+from kvevents.testing.ports import reserve_port
 from kvevents.wire import dialect_for
 from tests.system.chaos import report
 from tests.system.chaos.cache import Cache, Habits, Speech
@@ -222,7 +222,7 @@ class Chain:
         self._program("service, relayed", "serve", "--port", self.http, "--model", "m", "--worker", worker, *state)
 
     def _port(self) -> str:
-        held = hold_port(f"tcp://{HOST}:0")
+        held = reserve_port(f"tcp://{HOST}:0")
         if held.holder is not None:
             self._undo.callback(held.holder.close)
         return held.endpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvevents.testing.ports import HeldPort, hold_port
+from kvevents.testing.ports import ReservedPort, reserve_port
 from tests.system.chaos import consumer, engine, example, relaying, truth
 from tests.system.chaos.engine import Life
 from tests.system.chaos.faults import ENDS, FAULTS
@@ -113,7 +113,7 @@ class Stage:
             return f"ipc://{self._folder}/{name}"
         if released is None:
             released = self.plan.setting.engine.make in engine.RELEASES
-        held: HeldPort = hold_port("tcp://*:0" if released else "tcp://127.0.0.1:0")
+        held: ReservedPort = reserve_port("tcp://*:0" if released else "tcp://127.0.0.1:0")
         if held.holder is not None:
             self._undo.callback(held.holder.close)
         return held.endpoint

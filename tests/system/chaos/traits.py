@@ -136,16 +136,16 @@ TRAITS: Final[dict[str, Trait]] = {
     "malformed messages": Trait(_harm(frames=lambda _: 0.01), _of("tape"), share=0.12),
     "batches that cannot be encoded": Trait(_harm(unencodable=_rare), _of("ours"), share=0.06),
     "live messages never sent": Trait(_tape(drop=lambda random: random.choice((0.001, 0.02, 0.2))), _of("tape"), share=0.3),
-    "numbers burnt": Trait(_tape(burnt=lambda random: {random.randrange(5_000)}), _of("tape"), share=0.06),
+    "numbers burnt": Trait(_tape(skipped=lambda random: {random.randrange(5_000)}), _of("tape"), share=0.06),
     "replay of 1,000 at most": Trait(_tape(replay_send_limit=lambda _: 1_000), _of("tape"), share=0.2),
     "replay of what the socket takes": Trait(_tape(replay_sndhwm=lambda _: 1_000), _of("tape"), share=0.2),
     "replay with holes": Trait(
         _tape(replay_holes=lambda random: random.choice((0.001, 0.05))), _of("tape"), share=0.2, hides_tail=True
     ),
     "replay without end marker": Trait(_tape(lose_end_marker=lambda _: True), _of("tape"), share=0.1),
-    "replay mute": Trait(_tape(replay_mute=lambda _: True), _of("tape"), share=0.06, hides_tail=True),
+    "replay mute": Trait(_tape(replay_silent=lambda _: True), _of("tape"), share=0.06, hides_tail=True),
     "replay mute at first": Trait(
-        _tape(replay_mute=lambda _: True, faulty_replies=lambda random: random.randrange(1, 6)), _of("tape"), share=0.06
+        _tape(replay_silent=lambda _: True, faulty_replies=lambda random: random.randrange(1, 6)), _of("tape"), share=0.06
     ),
     "replay with junk": Trait(
         _tape(replay_junk=lambda _: ((b"",), (b"", b"x", b"y"), (b"", b"\0" * 8))), _of("tape"), share=0.08

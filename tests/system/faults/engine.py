@@ -15,7 +15,7 @@ import zmq
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.recording import LiveBatch
 from kvevents.testing import Faults
-from kvevents.testing.ports import hold_port
+from kvevents.testing.ports import reserve_port
 from kvevents.wire import Malformed, encode_batch, encode_seq, live_frames, parse_replay_request
 
 TOPIC: Final = b"kv-events"
@@ -66,7 +66,7 @@ class Engine:
     def __init__(self, *, replay: Replay = "answers", faults: Faults | None = None, seed: int = 1) -> None:
         self._faults = faults or Faults()
         self._seed = seed
-        self._ports = [hold_port("tcp://127.0.0.1:*") for _ in range(2)]
+        self._ports = [reserve_port("tcp://127.0.0.1:*") for _ in range(2)]
         self._replay = replay
         self.endpoint = self._ports[0].endpoint
         self.replay_endpoint = None if replay == "none" else self._ports[1].endpoint

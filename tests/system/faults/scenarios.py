@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from kvevents.events import EventBatch
 from kvevents.testing import FaultProxy, Faults
-from kvevents.testing.ports import hold_port
+from kvevents.testing.ports import reserve_port
 from kvevents.wire import encode_batch, live_frames
 from tests.system.faults.engine import BLOCK, Engine, Prompt
 from tests.system.faults.stage import Stage, Verdict
@@ -366,7 +366,7 @@ def _no_blocks(stage: Stage) -> None:
 
 
 def _unreachable(stage: Stage) -> None:
-    port = hold_port("tcp://127.0.0.1:*")
+    port = reserve_port("tcp://127.0.0.1:*")
     stage.answers_expected = False
     stage.begin()
     stage.register(endpoint=port.endpoint)
@@ -389,7 +389,7 @@ def _silent_port(stage: Stage) -> None:
 
 
 _NO_END: Final = Faults(lose_end_marker=True)
-_MUTE: Final = Faults(replay_mute=True)
+_MUTE: Final = Faults(replay_silent=True)
 
 CHAPTERS: Final = {
     "Batches are lost": (

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
-from kvevents.testing.ports import hold_port
+from kvevents.testing.ports import reserve_port
 from tools.dynamo import DYNAMO, interpreter
 from tools.released import CHECKOUT
 
@@ -70,7 +70,7 @@ class Side(ABC):
         self._log = Path(self.folder.name, "log")
         self._process: subprocess.Popen[bytes] | None = None
         # Held, since several run at a time, and another one that takes the port would answer in its place.
-        self._held = hold_port(f"tcp://{HOST}:*")
+        self._held = reserve_port(f"tcp://{HOST}:*")
         self._port = int(self._held.endpoint.rpartition(":")[2])
         try:
             self.start()

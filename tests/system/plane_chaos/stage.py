@@ -23,7 +23,7 @@ from kvevents.plane.layout import Layout
 from kvevents.plane.settings import PlaneSettings
 from kvevents.service.registration import Registration
 from kvevents.stream import Trust
-from kvevents.testing.ports import hold_port
+from kvevents.testing.ports import reserve_port
 from tests.system.chaos import engine, truth
 from tests.system.chaos.engine import Life
 from tests.system.chaos.parts import START_SECONDS, Broken, Leg, Part, Silent, preload
@@ -154,7 +154,7 @@ class Stage:
     def _engine(self, number: int, made: engine.Engine) -> Publishing:
         ports = []
         for _ in range(2):
-            held = hold_port("tcp://127.0.0.1:0")
+            held = reserve_port("tcp://127.0.0.1:0")
             if held.holder is not None:
                 self._undo.callback(held.holder.close)
             ports.append(held.endpoint)

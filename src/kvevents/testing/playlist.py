@@ -1,4 +1,4 @@
-"""The reel: which batch a tape plays next, and under which number."""
+"""The playlist of a tape: which batch is played next, and with which sequence number."""
 
 from __future__ import annotations
 
@@ -17,93 +17,93 @@ _FLOAT64: Final = 0xCB
 _ARRAYS: Final = range(0x91, 0xA0)
 
 
-class Turn(NamedTuple):
-    """The next batch; `gap` is the recorded time in seconds between it and the one before; `new_life` marks a restart."""
+class NextBatch(NamedTuple):
+    """A batch to play."""
 
     batch: LiveBatch
     gap: float
-    new_life: bool
+    """Recorded seconds between the previous batch and this one."""
+    is_restart: bool
+    """Whether the recorded engine was restarted before this batch."""
 
 
 def as_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
-    """A batch, of which the time may be unknown."""
+    """Return a batch; the time of a plain tuple is unknown."""
     return item if isinstance(item, LiveBatch) else LiveBatch(*item)
 
 
 def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
-    """The batches of a tape. Of a recording: those of one stream, the first of `run`, or the first at all.
+    """Return the batches of a tape. Of a recording, return the first stream of `run`, or the first stream at all.
 
-    Raises `RecordingError` for a file that cannot be read, `ConfigError` for one without such a stream.
+    Raise `RecordingError` for a file that cannot be read, `ConfigError` for a file without such a stream.
     """
     if not isinstance(tape, str | PathLike):
         return [as_batch(batch) for batch in tape]
     streams = [stream for stream in recorded_streams(tape) if run in (None, stream.run)]
     if not streams:
-        named = f"no run {run!r} with live batches" if run else "no live batches"
-        raise ConfigError(f"{tape} holds {named}")
+        missing = f"run {run!r} with live batches" if run else "live batches"
+        raise ConfigError(f"{tape} has no {missing}")
     return list(live_batches(tape, streams[0].run, streams[0].endpoint))
 
 
-class Reel:
-    """Batches in their order, as an endless loop.
+class Playlist:
+    """The batches of a tape in their order, as an endless loop.
 
-    The first round has the recorded numbers and bytes. Further rounds go on counting, a new life counts from 0; both move the
-    payload's timestamp on, as no engine ever sends the same bytes twice under one number: that is how a restart is recognised.
+    The first round has the recorded numbers and bytes. Further rounds continue the numbers; a new incarnation counts from 0.
+    Both move the timestamps of payloads forward, because subscribers recognise a restart by other bytes under the same number,
+    and an engine never repeats bytes.
     """
 
     def __init__(self, batches: Sequence[LiveBatch]) -> None:
         self._position = 0
         self._shift = 0
-        self._last = -1
-        self._mount(batches)
+        self._last_seq = -1
+        self._load(batches)
 
     def __len__(self) -> int:
         return len(self._batches)
 
     @property
     def remaining(self) -> int:
-        """Batches up to the end of this round; a finished round counts as a full one to come."""
+        """Batches until the end of this round. At the end, the whole next round."""
         return len(self._batches) - self._position % max(1, len(self._batches))
 
     def restart(self, batches: Sequence[LiveBatch] | None = None) -> None:
-        """Begin a new life at number 0, with other batches or from the start of the same."""
+        """Begin a new incarnation at number 0, with other batches or with the same ones from the first on."""
         if batches is not None:
-            self._mount(batches)
+            self._load(batches)
         else:
             self._rounds += self._position > 0
         self._position = 0
-        self._last = -1
+        self._last_seq = -1
         self._shift = -self._batches[0].seq if self._batches else 0
 
-    def peek_gap(self) -> float:
-        """Recorded seconds between the batch played last and the next one; 0 at either end of the tape."""
+    def next_gap(self) -> float:
+        """Return the recorded seconds between the previous batch and the next one; 0 at either end of the tape."""
         if not 0 < self._position < len(self._batches):
             return 0.0
         before, after = self._batches[self._position - 1].t, self._batches[self._position].t
         return max(0.0, after - before) if before is not None and after is not None else 0.0
 
-    def take(self) -> Turn:
-        """The next batch. Raises `ConfigError` when the tape is empty."""
+    def take(self) -> NextBatch:
+        """Return the next batch and advance. Raise `ConfigError` if the tape is empty."""
         if not self._batches:
             raise ConfigError("the tape is empty: there is nothing to play")
-        gap = self.peek_gap()
+        gap = self.next_gap()
         if self._position == len(self._batches):
-            self._begin_round()
+            self._position = 0
+            self._rounds += 1
+            self._shift = self._last_seq + 1 - self._batches[0].seq
         recorded = self._batches[self._position]
-        new_life = recorded.seq + self._shift <= self._last
-        if new_life:  # the engine was restarted while it was recorded
+        is_restart = recorded.seq + self._shift <= self._last_seq
+        if is_restart:
             self._shift = 0
         self._position += 1
-        self._last = recorded.seq + self._shift
+        self._last_seq = recorded.seq + self._shift
         payload = restamp(recorded.payload, self._rounds * self._span) if self._rounds else recorded.payload
-        return Turn(LiveBatch(recorded.topic, self._last, payload, recorded.t), gap, new_life)
+        return NextBatch(LiveBatch(recorded.topic, self._last_seq, payload, recorded.t), gap, is_restart)
 
-    def _begin_round(self) -> None:
-        self._position = 0
-        self._rounds += 1
-        self._shift = self._last + 1 - self._batches[0].seq
-
-    def _mount(self, batches: Sequence[LiveBatch]) -> None:
+    def _load(self, batches: Sequence[LiveBatch]) -> None:
         self._batches = batches
         self._rounds = 0
         times = [batch.t for batch in batches if batch.t is not None]
@@ -111,7 +111,7 @@ class Reel:
 
 
 def restamp(payload: bytes, seconds: float) -> bytes:
-    """The payload with its timestamp moved on; unchanged where it does not begin with an array and a 64-bit float."""
+    """Return a payload with a later timestamp; unchanged if it does not begin with an array and a 64-bit float."""
     if len(payload) < 10 or payload[0] not in _ARRAYS or payload[1] != _FLOAT64:
         return payload
     (ts,) = struct.unpack_from(">d", payload, 2)

@@ -1,0 +1,278 @@
+"""One direction of a proxied connection: which messages are dropped, which are held, and which are queued for sending."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from kvevents.testing.zmtp import Segment, ZmtpSplitter
+
+READ_BYTES: Final = 64 * 1024
+"""Bytes read at once from one connection."""
+
+Rule: TypeAlias = int | float | Callable[[tuple[bytes, ...]], bool] | None
+"""Which messages are dropped: the next N (int), a share from 0.0 to 1.0 (float), those for whose frames a function returns
+True, or none."""
+
+
+@dataclass(slots=True)
+class DirectionCounts:
+    """Messages of one direction, over all connections."""
+
+    messages: int = 0
+    """Complete messages that arrived, without commands (subscriptions of ZMTP 3.1, heartbeats)."""
+    dropped: int = 0
+    swapped: int = 0
+    """Messages forwarded behind the message that arrived after them."""
+    injected: int = 0
+    """Messages sent by the proxy itself."""
+    held: int = 0
+    """Messages that wait now for `release` or for the end of their delay."""
+    bytes: int = 0
+    """Bytes forwarded, including handshakes and commands."""
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Bytes to forward, and the future that they wait for, if any."""
+
+    raw: bytes
+    gate: asyncio.Future[None] | None = None
+    is_command: bool = False
+
+
+class DirectionFaults:
+    """The faults of one direction, for all connections.
+
+    `condition` guards the counters. Everything else belongs to the event loop.
+    """
+
+    def __init__(self, counts: DirectionCounts, condition: threading.Condition, max_queued_bytes: int) -> None:
+        self.counts = counts
+        self.condition = condition
+        self.max_queued_bytes = max_queued_bytes
+        self.rule: Rule = None
+        self.random = random.Random()  # noqa: S311  a fault, not a secret
+        self.swap_share = 0.0
+        self.holds_all = False
+        """Whether messages are held until `release`."""
+        self.delay = 0.0
+        """Seconds for which messages are held."""
+        self._gates: deque[asyncio.Future[None]] = deque()
+        self._pipes: set[Pipe] = set()
+
+    def heal(self) -> None:
+        """End all faults and release what is held."""
+        self.rule, self.swap_share, self.holds_all, self.delay = None, 0.0, False, 0.0
+        self.release(None)
+
+    def add(self, pipe: Pipe) -> None:
+        """Add the pipe of a new connection."""
+        self._pipes.add(pipe)
+
+    def remove(self, pipe: Pipe) -> None:
+        """Remove the pipe of a connection that has ended."""
+        self._pipes.discard(pipe)
+
+    def inject(self, raw: bytes) -> None:
+        """Send a message of the proxy's own on every connection that has carried a message before."""
+        sent = sum(pipe.inject(raw) for pipe in self._pipes)
+        with self.condition:
+            self.counts.injected += sent
+            self.condition.notify_all()
+
+    def draw_swap(self) -> bool:
+        """Decide whether the next message is swapped with the one behind it, and count it."""
+        is_swapped = bool(self.swap_share) and self.random.random() < self.swap_share
+        if is_swapped:
+            with self.condition:
+                self.counts.swapped += 1
+                self.condition.notify_all()
+        return is_swapped
+
+    def release(self, n: int | None) -> None:
+        """Release the `n` messages that were held longest; None for all."""
+        while self._gates and n != 0:
+            if _open(self._gates.popleft()) and n is not None:
+                n -= 1
+
+    def admit(self, segment: Segment) -> Chunk | None:
+        """Return the chunk to forward for a segment of the stream; None if it is dropped."""
+        if segment.kind != "message":
+            return Chunk(segment.raw, is_command=segment.kind == "command")
+        is_dropped = self._drops(segment.frames)
+        with self.condition:
+            self.counts.messages += 1
+            self.counts.dropped += is_dropped
+            self.condition.notify_all()
+        return None if is_dropped else Chunk(segment.raw, self._gate() if self.holds_all or self.delay else None)
+
+    def count_forwarded(self, size: int) -> None:
+        """Count forwarded bytes."""
+        with self.condition:
+            self.counts.bytes += size
+            self.condition.notify_all()
+
+    def _drops(self, frames: tuple[bytes, ...]) -> bool:
+        rule = self.rule
+        if callable(rule):
+            return rule(frames)
+        if isinstance(rule, float):
+            return self.random.random() < rule
+        if not rule:
+            return False
+        self.rule = rule - 1
+        return True
+
+    def _gate(self) -> asyncio.Future[None]:
+        """Return a future for which a held message waits. `release` or its timer opens it."""
+        loop = asyncio.get_running_loop()
+        gate: asyncio.Future[None] = loop.create_future()
+        gate.add_done_callback(lambda _: self._count_held(-1))
+        self._count_held(1)
+        if not self.holds_all:
+            loop.call_later(self.delay, _open, gate)
+        while self._gates and self._gates[0].done():
+            self._gates.popleft()
+        self._gates.append(gate)
+        return gate
+
+    def _count_held(self, change: int) -> None:
+        with self.condition:
+            self.counts.held += change
+            self.condition.notify_all()
+
+
+def _open(gate: asyncio.Future[None]) -> bool:
+    if gate.done():
+        return False
+    gate.set_result(None)
+    return True
+
+
+class Pipe:
+    """One direction of one connection: reads, applies the faults of the direction, and writes while `flow` is set.
+
+    Everything is sent in the order in which it arrived, except that commands overtake messages that are held. Otherwise
+    peers would end a connection whose heartbeats wait behind them.
+    """
+
+    def __init__(
+        self, faults: DirectionFaults, flow: asyncio.Event, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._faults = faults
+        self._flow = flow
+        self._reader = reader
+        self._writer = writer
+        self._chunks: deque[Chunk] = deque()
+        self._commands = 0
+        self._queued_bytes = 0
+        self._has_ended = False
+        self._has_carried_message = False
+        self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+
+    async def run(self) -> None:
+        """Forward everything until the sender has closed and all of it is sent."""
+        tasks = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._send())]
+        self._faults.add(self)
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            self._faults.remove(self)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for chunk in self._chunks:
+                if chunk.gate is not None:
+                    chunk.gate.cancel()
+
+    def inject(self, raw: bytes) -> bool:
+        """Send these bytes between two messages. Do nothing and return False before the first message."""
+        if self._has_carried_message:
+            self._add(Chunk(raw))
+        return self._has_carried_message
+
+    async def _receive(self) -> None:
+        splitter = ZmtpSplitter()
+        while data := await self._reader.read(READ_BYTES):
+            await self._flow.wait()
+            for chunk in self._chunks_of(splitter.feed(data)):
+                await self._put(chunk)
+        await self._put(Chunk(splitter.remainder()))
+        self._has_ended = True
+        self._wake.set()
+
+    def _chunks_of(self, segments: list[Segment]) -> Iterator[Chunk]:
+        """Yield what is to be forwarded. Messages without a delay are joined, which saves a task switch for each of them."""
+        joined = bytearray()
+        for segment in self._swap(segments):
+            chunk = self._faults.admit(segment)
+            self._has_carried_message = self._has_carried_message or segment.kind == "message"
+            if chunk is not None and chunk.gate is None and not chunk.is_command:
+                joined += chunk.raw
+            elif chunk is not None:
+                yield Chunk(bytes(joined))
+                joined.clear()
+                yield chunk
+        yield Chunk(bytes(joined))
+
+    def _swap(self, segments: list[Segment]) -> Iterator[Segment]:
+        """Swap messages with those that arrived together with them, so that no message waits for one that never arrives."""
+        late: Segment | None = None
+        for segment in segments:
+            if late is None and segment.kind == "message" and self._faults.draw_swap():
+                late = segment
+                continue
+            yield segment
+            if late is not None:
+                yield late
+                late = None
+        if late is not None:
+            yield late
+
+    async def _put(self, chunk: Chunk) -> None:
+        if not chunk.raw:
+            return
+        while self._queued_bytes >= self._faults.max_queued_bytes:
+            self._has_room.clear()
+            await self._has_room.wait()
+        if chunk.gate is not None:
+            chunk.gate.add_done_callback(lambda _: self._wake.set())
+        self._add(chunk)
+
+    def _add(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._commands += chunk.is_command
+        self._queued_bytes += len(chunk.raw)
+        self._wake.set()
+
+    async def _send(self) -> None:
+        while self._chunks or not self._has_ended:
+            chunk = self._next_chunk()
+            if chunk is None:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            await self._flow.wait()
+            self._writer.write(chunk.raw)
+            await self._writer.drain()
+            self._faults.count_forwarded(len(chunk.raw))
+            self._chunks.remove(chunk)
+            self._commands -= chunk.is_command
+            self._queued_bytes -= len(chunk.raw)
+            self._has_room.set()
+
+    def _next_chunk(self) -> Chunk | None:
+        """Return the first chunk of the queue or, if it is held, the first command; None if nothing can be sent."""
+        if not self._chunks:
+            return None
+        head = self._chunks[0]
+        if head.gate is None or head.gate.done():
+            return head
+        return next((chunk for chunk in self._chunks if chunk.is_command), None) if self._commands else None
