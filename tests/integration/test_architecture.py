@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_native",),
     ("bulk",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
-    ("recorded", "routing"),
+    ("recording_streams", "routing"),
     ("plane",),
     ("compat", "testing", "service", "export", "relay"),
     ("sim",),

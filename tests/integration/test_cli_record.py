@@ -10,7 +10,7 @@ import pytest
 
 from cli_cases import RECORDING, RUN, SECONDS, Program, refusing, run
 from cli_record_cases import ANYWHERE, serving
-from kvevents.recording import LiveBatch, live_batches, read_recording, recorded_streams
+from kvevents.recording import LiveBatch, live_batches, read_recording, recorded_endpoints
 from kvevents.testing import Faults, TapePlayer
 
 
@@ -72,7 +72,7 @@ def test_each_life_is_a_run_and_gaps_and_resets_are_told(tmp_path: Path) -> None
         tape.play(2)
         wait_until_written(path, 6)
         assert program.interrupt().code == 0
-    assert [stream.run for stream in recorded_streams(path)] == ["pod/0/life0", "pod/0/life1"]
+    assert [stream.run for stream in recorded_endpoints(path)] == ["pod/0/life0", "pod/0/life1"]
     metas = [frame for frame in read_recording(path) if frame.socket == "meta"]
     assert [(frame.run, sorted(set(frame.meta or ()) & {"gap", "reset", "topic"})) for frame in metas] == [
         ("pod/0/life0", ["topic"]),

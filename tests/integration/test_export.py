@@ -37,7 +37,7 @@ from kvevents.export import DEFAULT_EXPORT_LIMITS, TABLES, Answer, ExportLimits,
 from kvevents.export.residents import UNKEYED
 from kvevents.export.reuse import ReuseDistances
 from kvevents.index import PrefixIndex, block_keys
-from kvevents.recording import live_batches, recorded_streams
+from kvevents.recording import live_batches, recorded_endpoints
 from kvevents.stream import RawBatch
 
 DOCS = paths.ROOT / "docs"
@@ -57,7 +57,7 @@ def one(tmp_path: Path, *batches: list[Any], tokens: bool = False, limits: Expor
 def test_what_is_resident_in_the_end_is_what_the_index_holds(tmp_path: Path) -> None:
     """Of every run of a real engine: hashes, keys, tiers and groups."""
     index, wanted = PrefixIndex(), set()
-    for run, endpoint in recorded_streams(RECORDING):
+    for run, endpoint in recorded_endpoints(RECORDING):
         for batch in live_batches(RECORDING, run, endpoint):
             index.apply(RawBatch(run, 0, 0, batch.seq, False, batch.payload))
         wanted |= {(run, block.hash, block.key, block.tier, block.group) for block in index.blocks(run)}

@@ -31,7 +31,7 @@ from index_keys import Scope
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher.compaction import Compactor, encode_snapshot
-from kvevents.recording import live_batches, recorded_streams
+from kvevents.recording import live_batches, recorded_endpoints
 from kvevents.stream import Batch
 from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
 from wire_cases import CAPTURES, GOLDENS, Golden
@@ -328,7 +328,7 @@ def test_an_engines_history_is_exact_wherever_it_is_cut(windows: tuple[int | Non
         same(whole, index_of([first, *payloads[at + 1 :]]), prompts[-20:])
 
 
-@pytest.mark.parametrize("stream", recorded_streams(CAPTURES), ids=lambda stream: stream.run)
+@pytest.mark.parametrize("stream", recorded_endpoints(CAPTURES), ids=lambda stream: stream.run)
 def test_a_real_run_is_exact_wherever_it_is_cut(stream: Any) -> None:
     """Two runs of vLLM 0.32, spelled by its own dialect: the state at every 60th batch, and what follows; the snapshot takes
     hardly more bytes than what it stands for."""

@@ -12,14 +12,14 @@ from index_keys import Scope, Worker
 from index_model import Oracle
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.index import PrefixIndex
-from kvevents.recording import Stream, live_batches, recorded_streams
+from kvevents.recording import RecordedEndpoint, live_batches, recorded_endpoints
 from kvevents.stream import Batch, inspect_events
 from kvevents.wire import decode_batch
 from tests.system.vllm_oracle.lookups import WINDOWED, Foreteller, History, recorded
 from wire_cases import CAPTURES, DATA, GOLDENS, Golden, batch_of, stored
 
 WORKER: Worker = ("vllm", 0)
-STREAMS = recorded_streams(CAPTURES)
+STREAMS = recorded_endpoints(CAPTURES)
 
 
 class Mirrors:
@@ -73,7 +73,7 @@ class Prompts:
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.run)
-def test_a_real_engine_is_mirrored_batch_by_batch(stream: Stream) -> None:
+def test_a_real_engine_is_mirrored_batch_by_batch(stream: RecordedEndpoint) -> None:
     """Two runs of vLLM under load, with evictions, resets and salts: after every batch each block, each copy and each prompt of
     the run is what the model says, by events and by payloads."""
     mirrors, prompts, hits = Mirrors(), Prompts(), 0

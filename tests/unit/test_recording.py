@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import kvevents.recording
 import paths
 from kvevents.errors import ClosedError, RecordingError
 from kvevents.recording import (
     LiveBatch,
+    RecordedEndpoint,
     RecordedFrame,
     RecordingWriter,
-    Stream,
     live_batches,
     read_recording,
-    recorded_streams,
+    recorded_endpoints,
 )
 from kvevents.wire import live_frames
 
@@ -43,12 +42,12 @@ def lines(path: Path) -> list[bytes]:
     return data.splitlines(keepends=True)
 
 
-def tear(path: Path, cut: int) -> None:
+def truncate(path: Path, cut: int) -> None:
     path.write_bytes(path.read_bytes()[:-cut])
 
 
 def test_reads_and_writes_the_capture_to_the_byte(tmp_path: Path) -> None:
-    """What was captured from a real engine is read completely, and written again as the same lines."""
+    """A capture of a real engine is read completely and written again as the same lines."""
     frames = list(read_recording(CAPTURE))
     assert {one.socket for one in frames} == {"pub", "replay", "replay-request", "meta"}
     with RecordingWriter(tmp_path / "copy.jsonl") as writer:
@@ -70,7 +69,7 @@ def test_a_line_is_plain_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_writing_goes_on_where_it_stopped(tmp_path: Path, name: str) -> None:
+def test_writing_continues_an_existing_recording(tmp_path: Path, name: str) -> None:
     """A recording that is opened again is appended to, compressed or not, and reads as one."""
     path = tmp_path / name
     record(path, 0, 1)
@@ -81,7 +80,7 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_flush_makes_frames_readable(tmp_path: Path, name: str) -> None:
-    """What was flushed can be read while the recorder still runs, and survives it."""
+    """Flushed frames can be read while the recorder still runs."""
     path = tmp_path / name
     with RecordingWriter(path) as writer:
         writer.write(frame(0))
@@ -92,23 +91,23 @@ def test_flush_makes_frames_readable(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_torn_last_line_is_tolerated_and_told(tmp_path: Path, name: str) -> None:
-    """A killed recorder costs its last line only; the reader says that there was one."""
+def test_an_incomplete_last_line_is_ignored_and_reported(tmp_path: Path, name: str) -> None:
+    """A recorder that is killed loses only its last line, and the reader reports it."""
     path = tmp_path / name
     record(path, *range(50))
-    tear(path, 12)
+    truncate(path, 12)
     reader = read_recording(path)
     frames = list(reader)
     assert frames == [frame(seq) for seq in range(len(frames))]
     assert 0 < len(frames) < 51
-    assert reader.torn is not None
-    assert str(path) in reader.torn
-    assert "incomplete" in reader.torn
+    assert reader.truncation is not None
+    assert str(path) in reader.truncation
+    assert "incomplete" in reader.truncation
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_every_place_a_recorder_can_be_killed(tmp_path: Path, name: str) -> None:
-    """Wherever the file ends, reading never fails, and appending to it loses none of the complete lines."""
+    """Wherever the file ends, reading never fails, and appending keeps every complete line."""
     path = tmp_path / name
     record(path, 0)
     record(path, 1)
@@ -119,20 +118,20 @@ def test_every_place_a_recorder_can_be_killed(tmp_path: Path, name: str) -> None
         record(path, 9)
         reader = read_recording(path)
         assert list(reader) == [*before, frame(9)]
-        assert reader.torn is None
+        assert reader.truncation is None
 
 
-def test_a_writer_tells_what_it_cut_off(tmp_path: Path) -> None:
-    """Half a line cannot be kept; nothing is removed in silence."""
+def test_a_writer_reports_what_it_removed(tmp_path: Path) -> None:
+    """An incomplete line is removed, and never silently."""
     path = tmp_path / "run.jsonl"
     record(path, 0, 1)
-    tear(path, 12)
-    torn = len(lines(path)[-1])
+    truncate(path, 12)
+    incomplete = len(lines(path)[-1])
     with RecordingWriter(path) as writer:
-        assert writer.mended is not None
-        assert f"{torn} bytes were cut off" in writer.mended
+        assert writer.repair is not None
+        assert f"{incomplete} bytes were removed" in writer.repair
     with RecordingWriter(path) as writer:
-        assert writer.mended is None
+        assert writer.repair is None
 
 
 def test_damage_names_file_and_line(tmp_path: Path) -> None:
@@ -149,7 +148,7 @@ def test_damage_names_file_and_line(tmp_path: Path) -> None:
 
 
 def test_damaged_compression_is_damage(tmp_path: Path) -> None:
-    """Bytes that cannot be decompressed are no torn end."""
+    """Bytes that cannot be decompressed are damage, not an incomplete end."""
     path = tmp_path / "run.jsonl.gz"
     record(path, *range(200))
     data = bytearray(path.read_bytes())
@@ -159,11 +158,11 @@ def test_damaged_compression_is_damage(tmp_path: Path) -> None:
         list(read_recording(path))
 
 
-@pytest.mark.parametrize(("tail", "is_torn"), [(b"\x1f", True), (b"\x1f\x8b", True), (b"\x1f\x1f", False), (b"x", False)])
-def test_bytes_behind_a_whole_member_are_its_successor_or_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: bytes, is_torn: bool
+@pytest.mark.parametrize(("tail", "is_truncated"), [(b"\x1f", True), (b"\x1f\x8b", True), (b"\x1f\x1f", False), (b"x", False)])
+def test_bytes_behind_a_complete_member_begin_another_one_or_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: bytes, is_truncated: bool
 ) -> None:
-    """The bytes decide, not the words in which Python's gzip complains."""
+    """The bytes decide, not the message of Python's gzip."""
     error = gzip.BadGzipFile
     monkeypatch.setattr(error, "__str__", lambda _: "worded in another way", raising=False)
     path = tmp_path / "run.jsonl.gz"
@@ -171,9 +170,9 @@ def test_bytes_behind_a_whole_member_are_its_successor_or_damage(
     record(path, *range(1, 3_000))
     path.write_bytes(path.read_bytes() + tail)
     reader = read_recording(path)
-    if is_torn:
+    if is_truncated:
         assert len(list(reader)) == 3_000
-        assert reader.torn is not None
+        assert reader.truncation is not None
     else:
         with pytest.raises(RecordingError, match=r"cannot read .*run\.jsonl\.gz"):
             list(reader)
@@ -182,7 +181,7 @@ def test_bytes_behind_a_whole_member_are_its_successor_or_damage(
 @pytest.mark.parametrize(
     "text", ["hello\n", '{"socket":"sub","run":"r","frames":[]}\n', '{"socket":"pub","run":"r","frames":["*"]}\n']
 )
-def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_rejected(tmp_path: Path, text: str) -> None:
     """Other files, unknown sockets and broken base64 are errors, not frames."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
@@ -191,7 +190,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_never_appends_to_a_foreign_file(tmp_path: Path) -> None:
-    """A mistyped file name must not cost a user's file its last line."""
+    """A mistyped file name must not remove the last line of another file."""
     path = tmp_path / "notes.txt"
     path.write_text("precious, without a newline")
     with pytest.raises(RecordingError, match="not a recording"):
@@ -200,14 +199,14 @@ def test_never_appends_to_a_foreign_file(tmp_path: Path) -> None:
 
 
 def test_missing_and_unwritable_files(tmp_path: Path) -> None:
-    """The operating system's refusal comes as our error, with the name of the file."""
+    """An error of the operating system is raised as `RecordingError` with the name of the file."""
     with pytest.raises(RecordingError, match=r"cannot read .*none\.jsonl"):
         list(read_recording(tmp_path / "none.jsonl"))
     with pytest.raises(RecordingError, match="cannot write"):
         RecordingWriter(tmp_path / "no" / "such" / "directory.jsonl")
 
 
-def test_a_full_disk_is_told() -> None:
+def test_a_full_disk_is_reported() -> None:
     """A frame that does not fit raises, at the latest when closing, and says how many may be missing; later ones raise too."""
     writer = RecordingWriter("/dev/full")
     writer.write(frame(0))
@@ -222,7 +221,7 @@ def test_a_full_disk_is_told() -> None:
 
 
 def test_a_closed_writer_writes_no_more(tmp_path: Path) -> None:
-    """Closing twice is harmless; writing after it is the caller's mistake."""
+    """Closing twice is harmless; writing after it raises."""
     writer = RecordingWriter(tmp_path / "run.jsonl")
     writer.write(frame(0))
     writer.close()
@@ -233,17 +232,16 @@ def test_a_closed_writer_writes_no_more(tmp_path: Path) -> None:
     assert repr(writer) == f"<RecordingWriter {tmp_path / 'run.jsonl'} closed, 1 frames, 1 flushed>"
 
 
-def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length of a line is limited, so that a file that is something else cannot exhaust memory."""
-    monkeypatch.setattr(kvevents.recording, "MAX_LINE_BYTES", 1000)
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path) -> None:
+    """The length of a line is limited, so that a file that is not a recording cannot exhaust memory."""
     path = tmp_path / "run.jsonl"
     path.write_bytes(b'{"socket":"pub"' + b" " * 5000)
     with pytest.raises(RecordingError, match="longer than 1000 bytes"):
-        list(read_recording(path))
+        list(read_recording(path, max_line_bytes=1000))
 
 
 def test_a_reader_left_half_way_closes_its_file(tmp_path: Path) -> None:
-    """Taking only the first frame leaves no open file behind (a warning would fail this test)."""
+    """A reader that is dropped after its first frame closes its file (a ResourceWarning would fail this test)."""
     path = tmp_path / "run.jsonl"
     record(path, 0, 1)
     assert next(read_recording(path)) == frame(0)
@@ -251,7 +249,7 @@ def test_a_reader_left_half_way_closes_its_file(tmp_path: Path) -> None:
 
 
 def test_live_batches_of_one_stream(tmp_path: Path) -> None:
-    """Runs and endpoints are told apart; messages that are not batches, and other sockets, are left out."""
+    """Runs and endpoints are distinguished; messages that are not batches, and other sockets, are left out."""
     path = tmp_path / "run.jsonl"
     with RecordingWriter(path) as writer:
         writer.write(frame(0))
@@ -260,7 +258,11 @@ def test_live_batches_of_one_stream(tmp_path: Path) -> None:
         writer.write(frame(0, run="s"))
         writer.write(RecordedFrame(socket="pub", run="r", endpoint="tcp://e:1", t=0.1, frames=(b"junk",)))
         writer.write(frame(1))
-    assert recorded_streams(path) == [Stream("r", "tcp://e:1"), Stream("r", "tcp://e:2"), Stream("s", "tcp://e:1")]
+    assert recorded_endpoints(path) == [
+        RecordedEndpoint("r", "tcp://e:1"),
+        RecordedEndpoint("r", "tcp://e:2"),
+        RecordedEndpoint("s", "tcp://e:1"),
+    ]
     batches = [LiveBatch(b"kv", 0, b"payload 0", 0.0), LiveBatch(b"kv", 1, b"payload 1", 0.125)]
     assert list(live_batches(path, "r", "tcp://e:1")) == batches
     assert [batch.seq for batch in live_batches(path)] == [0, 0, 0, 1]
@@ -268,7 +270,7 @@ def test_live_batches_of_one_stream(tmp_path: Path) -> None:
 
 def test_the_capture_holds_what_its_readme_says() -> None:
     """Both runs are whole: numbers from 0 without a hole, and every replayed payload is the live one."""
-    for stream, count in zip(recorded_streams(CAPTURE), (35, 79), strict=True):
+    for stream, count in zip(recorded_endpoints(CAPTURE), (35, 79), strict=True):
         live = {batch.seq: batch.payload for batch in live_batches(CAPTURE, stream.run)}
         assert list(live) == list(range(count))
         replayed = [one.frames for one in read_recording(CAPTURE) if (one.socket, one.run) == ("replay", stream.run)]

@@ -15,7 +15,7 @@ from kvevents.cli.lines import plural
 from kvevents.cli.serving import nobody_came, stay
 from kvevents.cli.stopping import Stop
 from kvevents.errors import RecordingError, UsageError
-from kvevents.recording import LiveBatch, Stream, read_recording
+from kvevents.recording import LiveBatch, RecordedEndpoint, read_recording
 from kvevents.testing import TapePlayer
 from kvevents.wire import Live, parse_live
 
@@ -25,22 +25,22 @@ REMEMBERED: Final = 1_000
 """Batches that the player keeps books of; nobody asks for them here, and a tape may be played for days."""
 
 
-def read_streams(path: Path, console: Console) -> dict[Stream, list[LiveBatch]]:
+def read_streams(path: Path, console: Console) -> dict[RecordedEndpoint, list[LiveBatch]]:
     """The batches of a recording by run and endpoint, in order of appearance. Raises `RecordingError`."""
-    streams: dict[Stream, list[LiveBatch]] = {}
+    streams: dict[RecordedEndpoint, list[LiveBatch]] = {}
     reader = read_recording(path)
     for frame in reader:
         live = parse_live(frame.frames) if frame.socket == "pub" else None
         if isinstance(live, Live):
-            streams.setdefault(Stream(frame.run, frame.endpoint), []).append(LiveBatch(*live, frame.t))
-    if reader.torn:
-        console.note(Span(reader.torn, "warn"))
+            streams.setdefault(RecordedEndpoint(frame.run, frame.endpoint), []).append(LiveBatch(*live, frame.t))
+    if reader.truncation:
+        console.note(Span(reader.truncation, "warn"))
     if not streams:
         raise RecordingError(f"{path} holds no batches")
     return streams
 
 
-def choose(streams: dict[Stream, list[LiveBatch]], run: str | None, console: Console) -> list[LiveBatch]:
+def choose(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None, console: Console) -> list[LiveBatch]:
     """The batches to play: of one run, or of the first endpoint all runs, each of which is a life of its engine.
 
     Raises `UsageError` for a run that is not there.
@@ -116,7 +116,7 @@ def _wait_for_subscriber(player: TapePlayer, seconds: float | None) -> None:
         raise nobody_came(player.endpoint, seconds)
 
 
-def _list(streams: dict[Stream, list[LiveBatch]], console: Console) -> int:
+def _list(streams: dict[RecordedEndpoint, list[LiveBatch]], console: Console) -> int:
     for stream, batches in streams.items():
         times = [batch.t for batch in batches if batch.t is not None]
         lasts = f"{max(times) - min(times):.1f} s" if times else "no times"

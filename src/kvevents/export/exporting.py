@@ -15,8 +15,8 @@ from kvevents.errors import ConfigError, RecordingError, UsageError
 from kvevents.export.limits import DEFAULT_EXPORT_LIMITS, ExportLimits
 from kvevents.export.residents import Moment, Residents, Salts
 from kvevents.export.tables import BATCHES, EVENTS, LIFETIMES, TABLES, WORKERS, Row, TableWriter
-from kvevents.recorded import Placed, RecordedStream, Streams
 from kvevents.recording import StrPath, read_recording
+from kvevents.recording_streams import OrderedBatch, RecordedStream, RecordingStreams
 from kvevents.wire import Rejected, decode_batch
 
 _KEY_BYTES: Final = 32
@@ -89,9 +89,9 @@ class _Worker:
         self.first_at: float | None = None
         self.last_at: float | None = None
 
-    def saw(self, placed: Placed, at: float | None) -> None:
+    def saw(self, placed: OrderedBatch, at: float | None) -> None:
         """Count a batch."""
-        self.lives.add(placed.life)
+        self.lives.add(placed.incarnation)
         self.batches += 1
         self.counts["lost"] += placed.gap_before
         self.last_at = at if at is not None else self.last_at
@@ -151,7 +151,7 @@ class _Export:
     def read(self, path: StrPath, name: str) -> None:
         """Take one recording."""
         reader = read_recording(path)
-        streams = Streams(self._limits.ordering)
+        streams = RecordingStreams(self._limits.ordering)
         workers: dict[RecordedStream, _Worker] = {}
         for stream, placed in streams.read(reader):
             worker = workers.get(stream)
@@ -161,8 +161,8 @@ class _Export:
             self._progress(Progress(name, self._batches.rows, self._events.rows))
         self._end(list(workers.values()))
         self._totals.update(malformed=streams.malformed, unplaced=streams.unplaced)
-        if reader.torn:
-            self._torn.append(reader.torn)
+        if reader.truncation:
+            self._torn.append(reader.truncation)
 
     def finish(self) -> Exported:
         """Complete the tables, and give them their names."""
@@ -192,7 +192,7 @@ class _Export:
         self._workers.append(worker)
         return worker
 
-    def _take(self, worker: _Worker, placed: Placed) -> None:
+    def _take(self, worker: _Worker, placed: OrderedBatch) -> None:
         batch = placed.batch
         decoded = decode_batch(batch.payload)
         events, ts = decoded.batch.events, decoded.batch.ts or None
@@ -201,10 +201,10 @@ class _Export:
         worker.saw(placed, at)
         rejected = self._reject(worker, decoded.rejected)
         residents = worker.residents
-        moment = Moment(placed.life, batch.seq, at)
+        moment = Moment(placed.incarnation, batch.seq, at)
         residents.begin(moment, placed.gap_before)
         topic = batch.topic.decode(errors="backslashreplace")
-        head = (worker.number, placed.life, batch.seq, worker.stream.run, topic, ts, batch.t, batch.replayed)
+        head = (worker.number, placed.incarnation, batch.seq, worker.stream.run, topic, ts, batch.t, batch.replayed)
         self._batches.add([(*head, len(events), *rejected, len(batch.payload), placed.gap_before)])
         for position, event in enumerate(events):
             rows = residents.apply(event, moment, position)
@@ -233,7 +233,7 @@ class _Export:
         """A worker that was followed to the end was silent after its last batch; of others nobody knows what came then."""
         ends = [worker.last_at for worker in workers if worker.last_at is not None]
         for worker in workers:
-            worker.residents.end(max(ends) if ends and worker.stream.followed else None)
+            worker.residents.end(max(ends) if ends and worker.stream.is_followed else None)
             self._lifetimes.add(worker.residents.ended())
             worker.close()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvevents.errors import ConfigError
-from kvevents.recorded import DEFAULT_ORDERING_LIMITS, OrderingLimits
+from kvevents.recording_streams import DEFAULT_ORDERING_LIMITS, OrderingLimits
 
 
 @dataclass(frozen=True, slots=True)

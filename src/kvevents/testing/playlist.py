@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.errors import ConfigError
-from kvevents.recording import LiveBatch, live_batches, recorded_streams
+from kvevents.recording import LiveBatch, live_batches, recorded_endpoints
 
 Tape: TypeAlias = str | PathLike[str] | Iterable[tuple[bytes, int, bytes] | LiveBatch]
 """A recording file, or the batches themselves."""
@@ -39,7 +39,7 @@ def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
     """
     if not isinstance(tape, str | PathLike):
         return [as_batch(batch) for batch in tape]
-    streams = [stream for stream in recorded_streams(tape) if run in (None, stream.run)]
+    streams = [stream for stream in recorded_endpoints(tape) if run in (None, stream.run)]
     if not streams:
         missing = f"run {run!r} with live batches" if run else "live batches"
         raise ConfigError(f"{tape} has no {missing}")

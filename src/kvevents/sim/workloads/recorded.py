@@ -6,7 +6,8 @@ begins at the root, so ancestors and chain together are the beginning of a promp
 - several blocks below it, before any answer and within `CHUNK_GAP` seconds, are the next part of the prompt, which engines
   compute in chunks;
 - anything else is a new prompt: another one with the same beginning, or the next turn of a conversation.
-Everything is known by stream and life: `kvevents.recorded` says where a life begins, and a clear begins one too. Nothing waits
+Everything is known by stream and life: `kvevents.recording_streams` says where a life begins, and a clear begins one too.
+Nothing waits
 for what is missing, since requests of all streams come in one order, that of the recording.
 """
 
@@ -20,8 +21,8 @@ from itertools import count
 from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEventBatch
-from kvevents.recorded import OrderingLimits, Placed, RecordedStream, Streams
 from kvevents.recording import RecordingReader, StrPath, read_recording
+from kvevents.recording_streams import OrderedBatch, OrderingLimits, RecordedStream, RecordingStreams
 from kvevents.sim.requests import Drawn, Request, Text
 from kvevents.sim.workloads.mooncake import ANSWERS
 from kvevents.sim.workloads.sessions import Sessions
@@ -59,7 +60,7 @@ class _Life:
     number: int
     """Another one after each clear."""
     recorded: int
-    """As `Placed.life` has it."""
+    """As `OrderedBatch.incarnation` has it."""
     group: int | None = None
 
 
@@ -96,8 +97,8 @@ class RecordedRequests(Iterator[Request]):
 
     @property
     def torn(self) -> str | None:
-        """As `RecordingReader.torn`."""
-        return self._reader.torn
+        """As `RecordingReader.truncation`."""
+        return self._reader.truncation
 
 
 def from_recording(path: StrPath, run: str | None = None, endpoint: str | None = None) -> RecordedRequests:
@@ -115,7 +116,7 @@ def _requests(reader: RecordingReader, rebuilding: _Rebuilding, run: str | None,
     frames = (
         frame for frame in of_run if frame.socket == "meta" or (frame.socket == "pub" and endpoint in (None, frame.endpoint))
     )
-    for stream, placed in Streams(_NOTHING_WAITS).read(frames):
+    for stream, placed in RecordingStreams(_NOTHING_WAITS).read(frames):
         rebuilding.feed(stream, placed)
         yield from rebuilding.finished()
     yield from rebuilding.finished(at_end=True)
@@ -137,11 +138,11 @@ class _Rebuilding:
         self._now = 0.0
         self._number = 0
 
-    def feed(self, stream: RecordedStream, placed: Placed) -> None:
+    def feed(self, stream: RecordedStream, placed: OrderedBatch) -> None:
         """Take in one batch."""
         batch = decode_batch(placed.batch.payload).batch
         self._tick(batch.ts if placed.batch.t is None else placed.batch.t)
-        life = self._life(stream, batch.data_parallel_rank, placed.life)
+        life = self._life(stream, batch.data_parallel_rank, placed.incarnation)
         for chain in self._chains(life, batch):
             self._place(chain)
 

@@ -1,4 +1,4 @@
-"""Recorded batches come in the order of their numbers, each once, life by life."""
+"""Recorded batches are ordered by incarnation and sequence number, each batch once."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from hypothesis import strategies as st
 
 from export_cases import column, note, payload, pub, removed, replay, stored, table, write
 from kvevents.export import export
-from kvevents.recorded import Arrived, Ordering, OrderingLimits, Placed
 from kvevents.recording import RecordedFrame
+from kvevents.recording_streams import OrderedBatch, Ordering, OrderingLimits, RecordedBatch
 
 LIMITS = OrderingLimits(held_batches=3)
 
 
-def batch(seq: int, body: bytes = b"", *, replayed: bool = False) -> Arrived:
-    return Arrived(b"kv", seq, body or b"%d" % seq, None, replayed)
+def batch(seq: int, body: bytes = b"", *, replayed: bool = False) -> RecordedBatch:
+    return RecordedBatch(b"kv", seq, body or b"%d" % seq, None, replayed)
 
 
-def placed(ordering: Ordering, *batches: Arrived) -> list[tuple[int, int, int]]:
-    """Life, number and gap before of what comes out."""
-    return told([each for one in batches for each in ordering.receive(one)])
+def ordered(ordering: Ordering, *batches: RecordedBatch) -> list[tuple[int, int, int]]:
+    """Incarnation, number and gap before of each ordered batch."""
+    return summary([each for one in batches for each in ordering.receive(one)])
 
 
-def told(found: list[Placed]) -> list[tuple[int, int, int]]:
-    return [(each.life, each.batch.seq, each.gap_before) for each in found]
+def summary(found: list[OrderedBatch]) -> list[tuple[int, int, int]]:
+    return [(each.incarnation, each.batch.seq, each.gap_before) for each in found]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.randoms(use_true_random=False))
-def test_what_replay_brings_in_any_order_is_put_in_its_place(live: list[bool], random: object) -> None:
-    """Batches that did not come live come by replay, shuffled and repeated: the outcome is every number once, in order."""
+def test_replayed_batches_in_any_order_are_put_in_their_place(live: list[bool], random: object) -> None:
+    """Batches that are missing live are replayed, shuffled and repeated; the result is every number once, in order."""
     ordering = Ordering(OrderingLimits())
     arrived = [batch(seq) for seq, here in enumerate(live) if here]
     late = [batch(seq, replayed=True) for seq in range(len(live))] * 2
     random.shuffle(late)  # type: ignore[attr-defined]
-    found = placed(ordering, *arrived, *late) + told(ordering.finish())
+    found = ordered(ordering, *arrived, *late) + summary(ordering.finish())
     assert found == [(0, seq, 0) for seq in range(len(live))]
     assert ordering.duplicates == len(live) + sum(live)
 
 
-def test_a_lower_number_begins_a_life_and_the_same_batch_does_not() -> None:
+def test_a_lower_number_begins_an_incarnation_unless_it_is_the_same_batch() -> None:
     ordering = Ordering(LIMITS)
-    assert placed(ordering, batch(0), batch(1), batch(1), batch(0, b"other"), batch(1, b"more")) == [
+    assert ordered(ordering, batch(0), batch(1), batch(1), batch(0, b"other"), batch(1, b"more")) == [
         (0, 0, 0),
         (0, 1, 0),
         (1, 0, 0),
@@ -52,30 +52,30 @@ def test_a_lower_number_begins_a_life_and_the_same_batch_does_not() -> None:
     assert ordering.duplicates == 1
 
 
-def test_too_many_that_wait_are_a_gap() -> None:
+def test_a_gap_when_too_many_batches_wait() -> None:
     ordering = Ordering(LIMITS)
-    assert placed(ordering, batch(5), batch(6), batch(7)) == []
-    assert placed(ordering, batch(9)) == [(0, 5, 5), (0, 6, 0), (0, 7, 0)]
-    assert told(ordering.finish()) == [(0, 9, 1)]
+    assert ordered(ordering, batch(5), batch(6), batch(7)) == []
+    assert ordered(ordering, batch(9)) == [(0, 5, 5), (0, 6, 0), (0, 7, 0)]
+    assert summary(ordering.finish()) == [(0, 9, 1)]
 
 
-def test_a_restart_gives_up_what_waits() -> None:
+def test_a_restart_ends_the_wait_for_missing_batches() -> None:
     ordering = Ordering(LIMITS)
-    assert placed(ordering, batch(0), batch(2), batch(0, b"new")) == [(0, 0, 0), (0, 2, 1), (1, 0, 0)]
+    assert ordered(ordering, batch(0), batch(2), batch(0, b"new")) == [(0, 0, 0), (0, 2, 1), (1, 0, 0)]
 
 
-def test_replays_too_late_and_of_another_life_are_counted() -> None:
+def test_late_and_conflicting_replays_are_counted() -> None:
     ordering = Ordering(LIMITS)
     ordering.receive(batch(0))
     ordering.receive(batch(2))
-    assert told(ordering.give_up(1, 1)) == [(0, 2, 1)]
-    assert placed(ordering, batch(1, replayed=True), batch(0, b"other", replayed=True)) == []
+    assert summary(ordering.skip_lost(1, 1)) == [(0, 2, 1)]
+    assert ordered(ordering, batch(1, replayed=True), batch(0, b"other", replayed=True)) == []
     assert (ordering.late, ordering.conflicting) == (1, 1)
 
 
-def test_a_live_batch_that_contradicts_a_replay_begins_a_life() -> None:
+def test_a_live_batch_that_contradicts_a_replay_begins_an_incarnation() -> None:
     ordering = Ordering(LIMITS)
-    assert placed(ordering, batch(0, replayed=True), batch(1, replayed=True), batch(0, b"new")) == [
+    assert ordered(ordering, batch(0, replayed=True), batch(1, replayed=True), batch(0, b"new")) == [
         (0, 0, 0),
         (0, 1, 0),
         (1, 0, 0),
