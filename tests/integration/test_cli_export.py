@@ -97,7 +97,7 @@ def test_losses_and_oddities_are_told_each_in_a_line(tmp_path: Path, capsys: pyt
     assert "line 5: the last line is incomplete" in err
     assert "2 batches missing, as their numbers tell" in err
     assert "1 event that could not be read (1 not-a-batch)" in err
-    assert "1 batch replayed from another life" in err
+    assert "1 batch replayed from another incarnation" in err
     assert "2 removals of blocks that were not there" in err
 
 
@@ -123,11 +123,11 @@ def test_the_collector_rests_while_rows_are_made(tmp_path: Path, monkeypatch: py
     [
         ([], "name recordings, and at the end the folder for the tables"),
         (["out"], "name recordings, and at the end the folder for the tables"),
-        (["--query", "what", "out"], "no query is called 'what'; there are block-lifetime"),
+        (["--query", "what", "out"], "invalid query 'what': expected one of block-lifetime"),
         (["--query", "hit-depth"], "name one folder to ask: kvevents export --query hit-depth out"),
-        (["--query", "hit-depth", "nowhere"], "nowhere is no export: it lacks workers.parquet"),
+        (["--query", "hit-depth", "nowhere"], "nowhere does not contain an export: workers.parquet"),
         (["missing.jsonl", "out"], "cannot read missing.jsonl"),
-        ([str(RECORDING), "no/out"], "there is no folder"),
+        ([str(RECORDING), "no/out"], "does not exist"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(

@@ -33,9 +33,19 @@ from export_cases import (
 )
 from kvevents.errors import ConfigError, RecordingError, UsageError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvevents.export import DEFAULT_EXPORT_LIMITS, TABLES, Answer, ExportLimits, Progress, Query, ask, export, query_named
-from kvevents.export.residents import UNKEYED
-from kvevents.export.reuse import ReuseDistances
+from kvevents.export import (
+    DEFAULT_EXPORT_LIMITS,
+    TABLES,
+    ExportLimits,
+    ExportProgress,
+    Query,
+    QueryResult,
+    export,
+    find_query,
+    run_query,
+)
+from kvevents.export.residency import UNKEYED
+from kvevents.export.reuse_distance import ReuseDistances
 from kvevents.index import PrefixIndex, block_keys
 from kvevents.recording import live_batches, recorded_endpoints
 from kvevents.stream import RawBatch
@@ -235,11 +245,11 @@ def hold_against_a_list(distances: ReuseDistances, doings: list[tuple[int, bool]
     gone: dict[int, int] = {}
     for key, stores in doings:
         if not stores and key in known:
-            distances.removed(key)
+            distances.record_removal(key)
             gone[key] = len(log)
         elif stores:
             wanted = len(set(log[gone.pop(key) :])) if key in gone else None
-            assert distances.stored(key) == wanted
+            assert distances.record_store(key) == wanted
             log.append(key)
             known.add(key)
 
@@ -248,11 +258,11 @@ def test_what_is_remembered_for_reuse_is_bounded() -> None:
     distances, rng = ReuseDistances(500), random.Random(3)
     for _ in range(20_000):
         key = rng.randrange(1 << 40)
-        distances.stored(key)
-        distances.removed(key)
+        distances.record_store(key)
+        distances.record_removal(key)
         assert len(distances._last) <= max(1024, 2 * 500 + 1024)
     assert distances.forgotten > 15_000
-    assert distances.stored(key) == 0
+    assert distances.record_store(key) == 0
 
 
 # --- what is left out unless asked, and what is told
@@ -306,7 +316,7 @@ def test_a_torn_recording_is_exported_up_to_there_and_told(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:-20])
     done = export([path], tmp_path / "out")
     assert done.rows["batches"] == 1
-    assert [text for text in done.torn if "line 2: the last line is incomplete" in text]
+    assert [text for text in done.truncated if "line 2: the last line is incomplete" in text]
 
 
 def test_limits_bound_row_groups_and_blocks_and_are_told(tmp_path: Path) -> None:
@@ -321,15 +331,15 @@ def test_limits_bound_row_groups_and_blocks_and_are_told(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["rows", "resident_blocks"])
 def test_limits_are_above_zero(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match=rf"invalid {name} 0: expected at least 1"):
         ExportLimits(**{name: 0})  # type: ignore[arg-type]
 
 
 def test_progress_tells_how_far_it_is(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[ExportProgress] = []
     path = history(tmp_path / "run.jsonl", {"a": [(1.0, [stored([1, 2], [1, 2])]), (2.0, [removed(1)])]})
     export([path], tmp_path / "out", progress=seen.append)
-    assert seen == [Progress("run.jsonl", 1, 2), Progress("run.jsonl", 2, 3)]
+    assert seen == [ExportProgress("run.jsonl", 1, 2), ExportProgress("run.jsonl", 2, 3)]
 
 
 # --- whole or not there
@@ -337,7 +347,7 @@ def test_progress_tells_how_far_it_is(tmp_path: Path) -> None:
 
 def test_what_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:
     folder = one(tmp_path, [stored([1], [1])])
-    with pytest.raises(UsageError, match=r"out holds workers.parquet, .* already; name another folder, or give --force"):
+    with pytest.raises(UsageError, match=r"out already contains workers.parquet, .*: choose another folder, or pass --force"):
         export([RECORDING], folder)
     assert column(folder, "workers", "source") == ["a"]
     export([RECORDING], folder, force=True)
@@ -359,7 +369,7 @@ def test_a_recording_that_is_damaged_leaves_nothing(there: bool, tmp_path: Path)
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    def interrupt(_: Progress) -> None:
+    def interrupt(_: ExportProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -372,12 +382,12 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_and_leaves_nothing(each: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / f"{each}.parquet.partial").symlink_to("/dev/full")
-    with pytest.raises(RecordingError, match=r"parquet.partial: No space left on device; free some space, or name another"):
+    with pytest.raises(RecordingError, match=r"parquet.partial: No space left on device; free some space, or choose another"):
         export([RECORDING], tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize(("folder", "message"), [("no/out", "there is no folder"), ("file", "cannot be made: File exists")])
+@pytest.mark.parametrize(("folder", "message"), [("no/out", "does not exist"), ("file", "cannot create .*file: File exists")])
 def test_a_folder_that_cannot_be_is_told(folder: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=message):
@@ -390,33 +400,33 @@ def test_a_folder_that_cannot_be_is_told(folder: str, message: str, tmp_path: Pa
 def test_sql_of_ones_own_is_answered(tmp_path: Path) -> None:
     folder = one(tmp_path, [stored([1], [1])])
     (tmp_path / "mine.sql").write_text("-- How many?\nSELECT count(*) AS events FROM events")
-    query = query_named(str(tmp_path / "mine.sql"))
+    query = find_query(str(tmp_path / "mine.sql"))
     assert query.question == "How many?"
-    assert ask(folder, query) == Answer(("events",), [(1,)])
+    assert run_query(folder, query) == QueryResult(("events",), [(1,)])
 
 
 def test_a_folder_with_odd_characters_is_one(tmp_path: Path) -> None:
     path = history(tmp_path / "run.jsonl", {"a": [(1.0, [stored([1], [1])])]})
     folder = export([path], tmp_path / "it's [all] *?").folder
-    assert ask(folder, Query("q", "SELECT count(*) FROM events")).rows == [(1,)]
+    assert run_query(folder, Query("q", "SELECT count(*) FROM events")).rows == [(1,)]
 
 
 def test_wrong_questions_are_told(tmp_path: Path) -> None:
     folder = one(tmp_path, [stored([1], [1])])
     with pytest.raises(
-        ConfigError, match=r"no query is called 'hits'; there are block-lifetime, .*, reuse-distance, or name a"
+        ConfigError, match=r"invalid query 'hits': expected one of block-lifetime, .*, reuse-distance, or a file"
     ):
-        query_named("hits")
+        find_query("hits")
     with pytest.raises(ConfigError, match=r"cannot read .*none.sql: No such file"):
-        query_named(str(tmp_path / "none.sql"))
-    with pytest.raises(ConfigError, match=r"the query q cannot be answered: .*syntax error"):
-        ask(folder, Query("q", "SELEC"))
-    assert ask(folder, Query("q", "-- nothing")) == Answer((), [])
-    with pytest.raises(ConfigError, match=r"is no export: it lacks workers.parquet"):
-        ask(tmp_path, Query("q", "SELECT 1"))
+        find_query(str(tmp_path / "none.sql"))
+    with pytest.raises(ConfigError, match=r"the query q failed: .*syntax error"):
+        run_query(folder, Query("q", "SELEC"))
+    assert run_query(folder, Query("q", "-- nothing")) == QueryResult((), [])
+    with pytest.raises(ConfigError, match=r"does not contain an export: workers.parquet"):
+        run_query(tmp_path, Query("q", "SELECT 1"))
     (folder / "events.parquet").write_bytes(b"what")
     with pytest.raises(RecordingError, match=r"cannot read .*; export again"):
-        ask(folder, Query("q", "SELECT 1"))
+        run_query(folder, Query("q", "SELECT 1"))
 
 
 @pytest.mark.parametrize("package", ["duckdb", "pyarrow"])

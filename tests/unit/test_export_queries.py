@@ -16,7 +16,7 @@ import pytest
 
 from export_cases import RECORDING, SIZE, cleared, history, removed, stored
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvevents.export import ask, export, queries, query_named
+from kvevents.export import export, find_query, queries, run_query
 from kvevents.recording import RecordedFrame, RecordingWriter
 
 History = dict[str, Sequence[tuple[float, Sequence[KVEvent]]]]
@@ -327,7 +327,7 @@ def test_every_query_answers_what_plain_python_does(seed: int, tmp_path: Path) -
     assert len(stays) > 10
     for name, model in MODELS.items():
         wanted = model(stays, made)
-        assert [list(row) for row in ask(tmp_path / "out", query_named(name)).rows] == [about(row) for row in wanted], name
+        assert [list(row) for row in run_query(tmp_path / "out", find_query(name)).rows] == [about(row) for row in wanted], name
 
 
 def test_the_random_histories_have_all_that_the_queries_tell_apart() -> None:
@@ -352,8 +352,8 @@ def test_a_cache_of_three_blocks_that_needed_four(tmp_path: Path) -> None:
         gone = [removed((turn - 3) % 4 + 1)] if turn >= 3 else []
         batches.append((float(turn + 1), [*gone, stored([turn % 4 + 1], [turn % 4])]))
     export([history(tmp_path / "run.jsonl", {"a": batches})], tmp_path / "out")
-    assert ask(tmp_path / "out", query_named("reuse-distance")).rows == [("gpu", 1, 1, 8, 32, 1.0, 1.0)]
-    larger = ask(tmp_path / "out", query_named("larger-cache")).rows
+    assert run_query(tmp_path / "out", find_query("reuse-distance")).rows == [("gpu", 1, 1, 8, 32, 1.0, 1.0)]
+    larger = run_query(tmp_path / "out", find_query("larger-cache")).rows
     assert [row[1:5] for row in larger] == [
         (1.1, 1, 8, 32),
         (1.25, 1, 8, 32),
@@ -361,7 +361,7 @@ def test_a_cache_of_three_blocks_that_needed_four(tmp_path: Path) -> None:
         (2.0, 3, 8, 32),
         (4.0, 9, 8, 32),
     ]
-    (lifetimes,) = ask(tmp_path / "out", query_named("block-lifetime")).rows
+    (lifetimes,) = run_query(tmp_path / "out", find_query("block-lifetime")).rows
     assert lifetimes == ("gpu", 0, 12, 9, 0, 3, 0, 3.0, 3.0, 3.0, 3.0, 3.0)
 
 
@@ -372,7 +372,7 @@ def test_two_workers_that_share_one_block_of_three(tmp_path: Path) -> None:
         "b": [(100.0, [stored([77, 78], [1, 9])]), (110.0, [removed(78), removed(77)])],
     }
     export([history(tmp_path / "run.jsonl", made)], tmp_path / "out")
-    assert ask(tmp_path / "out", query_named("duplicated-prefixes")).rows == [
+    assert run_query(tmp_path / "out", find_query("duplicated-prefixes")).rows == [
         ("gpu", 1, 2, 20.0, 0.5, 0.0),
         ("gpu", 2, 1, 20.0, 0.5, 0.25),
     ]
@@ -389,7 +389,7 @@ def test_hits_are_told_from_requests_that_go_on(tmp_path: Path) -> None:
         ]
     }
     export([history(tmp_path / "run.jsonl", made)], tmp_path / "out")
-    assert ask(tmp_path / "out", query_named("hit-depth")).rows == [
+    assert run_query(tmp_path / "out", find_query("hit-depth")).rows == [
         (0, 0, 1, 0, 0, 0, 0),
         (2, 2, 2, 1, 0, 1, 8),
         (3, 4, 1, 0, 1, 0, 12),
@@ -422,7 +422,7 @@ def test_what_a_larger_cache_saves_is_told_rather_low(tmp_path: Path) -> None:
     """Against engines that really have the larger caches: from three quarters of the truth to all of it."""
     stores, batches = lru(300)
     export([history(tmp_path / "run.jsonl", {"a": batches})], tmp_path / "out")
-    for _, growth, extra, saved, *_ in ask(tmp_path / "out", query_named("larger-cache")).rows:
+    for _, growth, extra, saved, *_ in run_query(tmp_path / "out", find_query("larger-cache")).rows:
         truth = stores - lru(300 + extra)[0]
         assert truth > 100
         assert 0.75 * truth <= saved <= truth, growth
@@ -435,10 +435,10 @@ def test_the_queries_answer_of_a_real_engine_and_of_an_empty_recording(name: str
     with RecordingWriter(tmp_path / "empty.jsonl") as writer:
         writer.write(RecordedFrame(socket="meta", run="none", frames=(), meta={}))
     export([tmp_path / "empty.jsonl"], tmp_path / "none")
-    answer = ask(tmp_path / "real", query_named(name))
+    answer = run_query(tmp_path / "real", find_query(name))
     assert answer.rows
-    assert ask(tmp_path / "none", query_named(name)).rows == []
-    comment = "\n".join(line for line in query_named(name).sql.splitlines() if line.startswith("--"))
+    assert run_query(tmp_path / "none", find_query(name)).rows == []
+    comment = "\n".join(line for line in find_query(name).sql.splitlines() if line.startswith("--"))
     explained = re.findall(r"^--   (\w+(?:(?:, | \.\.\. )\w+)*)  ", comment, re.MULTILINE)
     named = {word for words in explained for word in re.split(r", | \.\.\. ", words)}
     assert named <= set(answer.columns)

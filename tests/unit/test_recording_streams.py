@@ -98,16 +98,16 @@ def test_lives_and_gaps_of_a_recording_by_kvevents_record(tmp_path: Path) -> Non
     ]
     done = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out")
     (worker,) = table(done.folder, "workers")
-    assert {name: worker[name] for name in ("source", "rank", "lives", "batches", "lost", "endpoint")} == {
+    assert {name: worker[name] for name in ("source", "rank", "incarnations", "batches", "lost", "endpoint")} == {
         "source": "pod",
         "rank": 3,
-        "lives": 2,
+        "incarnations": 2,
         "batches": 3,
         "lost": 4,
         "endpoint": "tcp://a:5557",
     }
-    assert column(done.folder, "batches", "life", "seq", "gap_before") == [(0, 0, 0), (0, 5, 4), (1, 0, 0)]
-    assert column(done.folder, "lifetimes", "life", "block_hash", "ended", "ended_at", "across_gap") == [
+    assert column(done.folder, "batches", "incarnation", "seq", "gap_before") == [(0, 0, 0), (0, 5, 4), (1, 0, 0)]
+    assert column(done.folder, "lifetimes", "incarnation", "block_hash", "ended", "ended_at", "across_gap") == [
         (0, 1, "restart", 6.0, True),
         (0, 2, "restart", 6.0, False),
         (1, 1, "end", 7.0, False),

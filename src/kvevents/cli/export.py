@@ -17,14 +17,14 @@ from kvevents.cli.console import Console, Span
 from kvevents.cli.lines import plural
 
 if TYPE_CHECKING:
-    from kvevents.export import Answer, Exported, Progress
+    from kvevents.export import ExportProgress, ExportSummary, QueryResult
 
 _SAID: Final = {
     "lost": "{} missing, as their numbers tell; blocks that were resident meanwhile are marked `across_gap`",
     "compacted": "{} represented by a snapshot: nothing of them is lost",
     "rejected": "{} that could not be read ({reasons})",
     "late": "{} replayed too late for their place",
-    "conflicting": "{} replayed from another life",
+    "conflicting": "{} replayed from another incarnation",
     "unplaced": "{} replayed for nobody knows which of several endpoints",
     "malformed": "{} that are no batches",
     "unknown_removals": "{} of blocks that were not there",
@@ -60,7 +60,7 @@ def _export(args: Namespace, console: Console) -> int:
         raise CommandLineError("name recordings, and at the end the folder for the tables: kvevents export run.jsonl.gz out")
     *recordings, folder = args.paths
 
-    def progress(now: Progress) -> None:
+    def progress(now: ExportProgress) -> None:
         console.progress(
             f"{now.recording}: {plural(now.batches, 'batch')}, {plural(now.rows, 'row')} of events; Ctrl-C ends it"
         )
@@ -85,9 +85,9 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _tell(done: Exported, console: Console) -> None:
-    for torn in done.torn:
-        console.note(Span(torn, "warn"))
+def _tell(done: ExportSummary, console: Console) -> None:
+    for message in done.truncated:
+        console.note(Span(message, "warn"))
     reasons = ", ".join(f"{count} {reason}" for reason, count in done.reject_reasons.items())
     for name, text in _SAID.items():
         count = done.counts.get(name, 0)
@@ -118,16 +118,16 @@ def _list(args: Namespace, console: Console) -> int:
 
 
 def _ask(args: Namespace, console: Console) -> int:
-    from kvevents.export import ask, query_named  # noqa: PLC0415 - late: it needs an extra
+    from kvevents.export import find_query, run_query  # noqa: PLC0415 - late: it needs an extra
 
-    query = query_named(args.query)
+    query = find_query(args.query)
     if args.sql:
         for line in query.sql.splitlines():
             console.line(line)
         return OK
     if len(args.paths) != 1:
         raise CommandLineError(f"name one folder to ask: kvevents export --query {args.query} out")
-    answer = ask(args.paths[0], query)
+    answer = run_query(args.paths[0], query)
     if args.output == "json":
         for row in answer.rows:
             console.data(msgspec.json.encode(dict(zip(answer.columns, row, strict=True))))
@@ -136,7 +136,7 @@ def _ask(args: Namespace, console: Console) -> int:
     return OK
 
 
-def _table(answer: Answer, console: Console) -> None:
+def _table(answer: QueryResult, console: Console) -> None:
     """Columns below each other, numbers to the right."""
     if not answer.rows:
         console.note("nothing: no row of the tables is of that kind")

@@ -1,40 +1,40 @@
-"""Recordings as data: tables of what happened to the blocks of prefix caches, in Parquet, and questions to ask of them.
+"""Convert recordings to tables of what happened to the blocks of prefix caches, as Parquet files, and query them with SQL.
 
 ::
 
     exported = export(["run.jsonl.gz"], "out")
-    print(ask("out", query_named("block-lifetime")).rows)
+    print(run_query("out", find_query("block-lifetime")).rows)
 
-Needs `pip install 'kvevents[export]'` and the compiled module that `kvevents.index` needs; `MissingDependencyError` without.
+Needs `pip install 'kvevents[export]'` and, like `kvevents.index`, the compiled module; raises `MissingDependencyError`
+without them.
 """
 
 try:
-    import duckdb as _duckdb  # noqa: F401 - asked for here so that its absence is told once, and readably
+    import duckdb as _duckdb  # noqa: F401 - imported here to raise one readable error if it is missing
     import pyarrow as pa  # type: ignore[import-untyped]  # noqa: F401 - as above; it has no types
 except ImportError as error:
     from kvevents.errors import MissingDependencyError
 
     raise MissingDependencyError(
-        f"exporting needs DuckDB and PyArrow, and there is {error}: pip install 'kvevents[export]'"
+        f"kvevents.export needs DuckDB and PyArrow ({error}): pip install 'kvevents[export]'"
     ) from error
 
-from kvevents.export.exporting import Exported, Progress, export
-from kvevents.export.limits import DEFAULT_EXPORT_LIMITS, ExportLimits
-from kvevents.export.querying import Answer, Query, ask, queries, query_named
-from kvevents.export.tables import TABLES, Column, Table
+from kvevents.export.exporter import ExportProgress, ExportSummary, export
+from kvevents.export.query import Query, QueryResult, find_query, queries, run_query
+from kvevents.export.tables import DEFAULT_EXPORT_LIMITS, TABLES, Column, ExportLimits, Table
 
 __all__ = [
     "DEFAULT_EXPORT_LIMITS",
     "TABLES",
-    "Answer",
     "Column",
     "ExportLimits",
-    "Exported",
-    "Progress",
+    "ExportProgress",
+    "ExportSummary",
     "Query",
+    "QueryResult",
     "Table",
-    "ask",
     "export",
+    "find_query",
     "queries",
-    "query_named",
+    "run_query",
 ]

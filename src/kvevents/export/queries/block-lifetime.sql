@@ -1,15 +1,15 @@
 -- How long do blocks stay, by tier and KV cache group?
 --
--- Percentiles are of blocks that were removed one by one. Those that a clear or a restart took, or that were there when the
--- recording ended, stayed for as long as that at least: where they are many, the percentiles are too short. Blocks that were
--- resident while batches were lost are `unsure` and left out of the percentiles: they may have gone and come back unseen.
+-- Percentiles cover blocks that were removed one by one. Blocks that a clear or a restart ended, or that were resident when the
+-- recording ended, stayed at least as long: if there are many of them, the percentiles are too short. Blocks that were resident
+-- while batches were lost are `unsure` and not in the percentiles: they can have been removed and stored again.
 --
---   tier, kv_group  where
---   residencies     stays of blocks there
---   removed         of them, those that ended with a removal
---   cleared         those that a clear ended
---   cut_off         those whose end is not known: a restart, or the end of the recording
---   unsure          those with a gap meanwhile, however they ended
+--   tier, kv_group  tier and KV cache group
+--   residencies     residencies of blocks there
+--   removed         residencies that ended with a removal
+--   cleared         residencies that ended with a clear
+--   cut_off         residencies whose end is unknown: a restart, or the end of the recording
+--   unsure          residencies during which batches were lost, however they ended
 --   p10 ... max     seconds from store to removal
 SELECT
   tier,

@@ -1,14 +1,14 @@
--- How much of the fleet's memory holds what other workers hold too, at the same time?
+-- How much of the fleet's memory holds blocks that other workers hold at the same time?
 --
--- Blocks are the same where their keys are: the whole prefix, LoRA and salt. Times are the publishers' clocks, which must agree.
--- A block counts once on a worker and tier, however many groups or copies it has there. Blocks without a key are left out.
+-- Blocks are equal if their keys are: the whole prefix, LoRA and salt. Times are from the publishers' clocks, which must agree. A
+-- block counts once on a worker and tier, whatever its groups or copies there. Blocks without a key are left out.
 --
---   tier           where
---   workers        how many workers hold a block at the same time
---   blocks         different blocks of which that was ever true
---   block_seconds  memory times time: for how long, times the workers
---   share          of the block_seconds of the tier
---   spare_share    the part that would be free if one worker alone held each block
+--   tier           tier
+--   workers        number of workers that hold a block at the same time
+--   blocks         different blocks that so many workers held at some time
+--   block_seconds  memory multiplied by time and by the number of workers
+--   share          share of the block_seconds of the tier
+--   spare_share    share that would be free if a single worker held each block
 WITH changes AS (
   SELECT tier, block_key, worker, unnest([stored_at, ended_at]) AS moment, unnest([1, -1]) AS change
   FROM lifetimes

@@ -1,14 +1,14 @@
 -- How old are blocks when they are removed, by their depth in the prefix?
 --
--- Age is the time from store to removal; engines do not announce hits, so how long a block was idle before cannot be seen. Where
--- deep blocks are as old as shallow ones, what goes is whole prompts; where the shallow ones are younger, something keeps
--- asking for new prefixes. Blocks of unknown depth have none; those that were resident while batches were lost are left out.
+-- Age is the time from store to removal. Engines do not announce hits, so the time that a block was idle is unknown. If deep
+-- blocks are as old as shallow ones, whole prompts are evicted. If shallow ones are younger, new prefixes keep arriving. Blocks
+-- of unknown depth are left out, as are blocks that were resident while batches were lost.
 --
---   tier                    where
+--   tier                    tier
 --   depth_from, depth_to    blocks from the root
 --   removed                 blocks that were removed
 --   p10 ... p90             seconds from store to removal
---   came_back               of them, those that were stored there again, before a clear or restart
+--   came_back               removed blocks that were stored there again, before a clear or restart
 SELECT
   tier,
   CASE WHEN depth < 2 THEN depth ELSE (1 << ceil(log2(depth))::INT) // 2 + 1 END AS depth_from,
@@ -20,7 +20,7 @@ SELECT
   count(*) FILTER (came_back) AS came_back
 FROM (
   SELECT *, lead(reuse_distance) OVER (
-    PARTITION BY worker, life, tier, kv_group, locality, ownership, block_key ORDER BY stored_step
+    PARTITION BY worker, incarnation, tier, kv_group, locality, ownership, block_key ORDER BY stored_step
   ) IS NOT NULL AND block_key IS NOT NULL AS came_back
   FROM lifetimes
 )

@@ -1,14 +1,14 @@
 -- How long were the prefixes that engines found in their caches, as far as stores show it?
 --
--- Events tell of stores, not of lookups. A store behind a block that is resident already shows that its prefix was found, unless
--- the same request had stored that block just before: engines store long prompts in pieces, and what is generated block by block.
--- Counted is the first new block of each store, on the tier gpu, in groups whose blocks have a known depth.
+-- Events contain stores, not lookups. A store behind a resident block shows that its prefix was found, unless the same request
+-- stored that block just before: engines store long prompts in pieces, and generated tokens block by block. The query counts the
+-- first new block of each store, on the tier gpu, in groups whose blocks have a known depth.
 --
---   prefix_from, prefix_to  blocks before it that were resident; 0 where the store begins at the root, which is a miss
---   stores                  how many of those
---   certain                 of them, hits: another block had followed the same prefix before, or the engine announced the hit
---   likely                  of them, hits unless the request pauses: the block before was stored over same_request_seconds before
---   continued               the rest: most probably one request going on
+--   prefix_from, prefix_to  resident blocks before it; 0 if the store begins at the root, which is a miss
+--   stores                  number of such stores
+--   certain                 hits: another block followed the same prefix before, or the engine announced the hit
+--   likely                  hits unless a request paused: the parent was stored over same_request_seconds before
+--   continued               the other stores: most probably one request that continues
 --   hit_tokens              tokens of the prefixes of `certain` and `likely`
 WITH setting AS (
   SELECT 5.0 AS same_request_seconds
@@ -17,8 +17,8 @@ WITH setting AS (
 ), firsts AS (
   SELECT *, lag(step) OVER same_parent AS earlier_child
   FROM new_blocks
-  WINDOW same_parent AS (PARTITION BY worker, life, kv_group, parent_hash ORDER BY step)
-  QUALIFY row_number() OVER (PARTITION BY worker, life, seq, position ORDER BY block) = 1
+  WINDOW same_parent AS (PARTITION BY worker, incarnation, kv_group, parent_hash ORDER BY step)
+  QUALIFY row_number() OVER (PARTITION BY worker, incarnation, seq, position ORDER BY block) = 1
 ), judged AS (
   SELECT
     first.depth - 1 AS prefix,
@@ -28,7 +28,7 @@ WITH setting AS (
   FROM firsts AS first
   CROSS JOIN setting
   ASOF LEFT JOIN new_blocks AS parent
-    ON first.worker = parent.worker AND first.life = parent.life AND first.kv_group = parent.kv_group
+    ON first.worker = parent.worker AND first.incarnation = parent.incarnation AND first.kv_group = parent.kv_group
     AND first.parent_hash = parent.block_hash AND first.step > parent.step
 )
 SELECT

@@ -1,17 +1,18 @@
 -- What would a larger cache have saved?
 --
--- The cache of a worker, tier and group is taken to be as large as the most blocks that it ever held. A block that was removed and
--- returned (see reuse-distance) would have stayed in a cache that is larger by its reuse distance, if blocks go in the order in
--- which they came. A hit needs the whole prefix: of a store, blocks count up to the first that would not have stayed. What it
--- cannot see: hits move blocks to the end of the order, and blocks that had stayed would have needed no room a second time, so
--- the truth is rather higher; a prompt that was stored in several pieces counts for each alone, so it may be lower.
+-- The cache of a worker, tier and group is as large as the largest number of blocks that it held. A block that was removed and
+-- returned (see reuse-distance) would have stayed in a cache that is larger by its reuse distance, if blocks are evicted in the
+-- order in which they were stored. A hit needs the whole prefix: of a store, blocks count up to the first that would not have
+-- stayed. Two effects are not visible. Hits move blocks to the end of the order, and blocks that had stayed would have needed no
+-- second place, so the real value is higher. A prompt that was stored in several pieces counts for each piece alone, so it can be
+-- lower.
 --
---   tier          where; of gpu, what is saved is computing, of others copying
---   growth        how much larger each cache is
---   extra_blocks  blocks more, of all workers together
+--   tier          tier; gpu saves computation, other tiers save copies
+--   growth        factor by which each cache is larger
+--   extra_blocks  additional blocks of all workers together
 --   saved_blocks  blocks that would not have been stored again
 --   saved_tokens  tokens of those
---   share         of all blocks that were stored there, without copies
+--   share         share of all blocks that were stored there, without copies
 WITH sizes AS (
   SELECT unnest([1.10, 1.25, 1.50, 2.00, 4.00])::DOUBLE AS growth
 ), changes AS (
@@ -29,7 +30,7 @@ WITH sizes AS (
 ), returns AS (
   -- The farthest of the blocks up to this one in its store; infinitely far where one was never removed.
   SELECT worker, tier, kv_group, locality, ownership, tokens, max(coalesce(reuse_distance, 'infinity'::DOUBLE)) OVER (
-    PARTITION BY worker, life, stored_seq, stored_position ORDER BY stored_block
+    PARTITION BY worker, incarnation, stored_seq, stored_position ORDER BY stored_block
   ) AS distance
   FROM lifetimes
 ), judged AS (

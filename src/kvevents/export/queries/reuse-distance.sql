@@ -1,15 +1,15 @@
 -- How much was stored between a block's removal and its return?
 --
--- A return is the store of a block that was removed before from the same worker, tier and group, in the same life and without a
--- clear between. Its distance is the number of different blocks, by key, that came there meanwhile. Short distances are losses
--- that a slightly larger cache would have spared. Blocks without a key are left out.
+-- A return is the store of a block that was removed before from the same worker, tier and group, in the same incarnation and
+-- without a clear in between. Its distance is the number of different blocks, by key, stored there in between. A slightly larger
+-- cache would have avoided short distances. Blocks without a key are left out.
 --
---   tier                         where
+--   tier                         tier
 --   distance_from, distance_to   different blocks between removal and return
---   returns                      how many returned at such a distance
+--   returns                      returns at such a distance
 --   tokens                       tokens of those
---   share                        of all returns on the tier
---   share_up_to                  of all returns on the tier, those at this distance or a shorter one
+--   share                        share of all returns on the tier
+--   share_up_to                  share of all returns on the tier at this distance or a shorter one
 SELECT
   tier,
   CASE WHEN reuse_distance < 2 THEN reuse_distance ELSE (1 << ceil(log2(reuse_distance))::INT) // 2 + 1 END AS distance_from,

@@ -1,4 +1,4 @@
-"""Questions to an export: SQL files shipped beside this module, or the user's own, answered by DuckDB."""
+"""Queries of an export: SQL files beside this module, or the user's own, which DuckDB runs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from kvevents.recording import StrPath
 _FOLDER: Final = Path(__file__).parent / "queries"
 _SUFFIX: Final = ".sql"
 MAX_SQL_BYTES: Final = 1 << 20
-"""Of a query of the user's own: what is longer is some other file."""
+"""Largest size of the user's own query: a longer file is not a query."""
 _SETTINGS: Final[dict[str, str | bool | int | float | list[str]]] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
 }
-"""Nothing is fetched from anywhere."""
+"""DuckDB must not download extensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One question. Its SQL sees the tables as `workers`, `batches`, `events` and `lifetimes`."""
+    """A query. Its SQL can read the tables `workers`, `batches`, `events` and `lifetimes`."""
 
     name: str
     sql: str
 
     @property
     def question(self) -> str:
-        """The first line of its comment: what it answers."""
+        """The question that it answers: the first line of its comment."""
         return self.sql.partition("\n")[0].removeprefix("--").strip()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a query gave."""
+class QueryResult:
+    """The result of a query."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -48,31 +48,31 @@ class Answer:
 
 @cache
 def queries() -> dict[str, Query]:
-    """The questions that are shipped, by name."""
+    """Return the built-in queries by name."""
     return {file.stem: Query(file.stem, file.read_text()) for file in sorted(_FOLDER.glob(f"*{_SUFFIX}"))}
 
 
-def query_named(name: str) -> Query:
-    """A shipped question, or one in a file of that name if it ends in `.sql`. Raises `ConfigError`."""
+def find_query(name: str) -> Query:
+    """Return a built-in query, or read the file `name` if it ends in `.sql`. Raises `ConfigError`."""
     if name.endswith(_SUFFIX):
         return Query(name, _read(Path(name)))
     found = queries().get(name)
     if found is None:
-        raise ConfigError(
-            f"no query is called {name!r}; there are {', '.join(queries())}, or name a file that ends in {_SUFFIX}"
-        )
+        raise ConfigError(f"invalid query {name!r}: expected one of {', '.join(queries())}, or a file that ends in {_SUFFIX}")
     return found
 
 
-def ask(folder: StrPath, query: Query) -> Answer:
-    """Ask an export.
+def run_query(folder: StrPath, query: Query) -> QueryResult:
+    """Run a query on an export.
 
-    Raises `ConfigError` for a folder that holds none and for SQL that is wrong, `RecordingError` for tables that are damaged.
+    Raises `ConfigError` for a folder without an export and for invalid SQL, and `RecordingError` for damaged tables.
     """
     folder = Path(folder)
     missing = [table.file for table in TABLES if not (folder / table.file).is_file()]
     if missing:
-        raise ConfigError(f"{folder} is no export: it lacks {', '.join(missing)}; write one with `kvevents export`")
+        raise ConfigError(
+            f"{folder} does not contain an export: {', '.join(missing)} missing; write one with `kvevents export`"
+        )
     with duckdb.connect(":memory:", config=_SETTINGS) as database:
         try:
             for table in TABLES:
@@ -80,12 +80,12 @@ def ask(folder: StrPath, query: Query) -> Answer:
         except duckdb.Error as error:
             raise RecordingError(f"cannot read {folder}: {error}; export again with --force") from error
         try:
-            result = database.execute(query.sql)
-            described = getattr(result, "description", None) or ()  # a text without a statement has no result at all
+            found = database.execute(query.sql)
+            described = getattr(found, "description", None) or ()  # a text without a statement has no result
             columns = tuple(column[0] for column in described)
-            return Answer(columns, result.fetchall() if columns else [])
+            return QueryResult(columns, found.fetchall() if columns else [])
         except duckdb.Error as error:
-            raise ConfigError(f"the query {query.name} cannot be answered: {error}") from error
+            raise ConfigError(f"the query {query.name} failed: {error}") from error
 
 
 def _read(file: Path) -> str:
@@ -96,7 +96,7 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise ConfigError(f"invalid query {file}: not UTF-8, {error.reason} at byte {error.start}") from error
     if len(content) > MAX_SQL_BYTES:
-        raise ConfigError(f"{file} has more than {MAX_SQL_BYTES >> 10} KiB, which is no query")
+        raise ConfigError(f"invalid query {file}: more than {MAX_SQL_BYTES >> 10} KiB")
     return text

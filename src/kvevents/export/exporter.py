@@ -1,0 +1,291 @@
+"""Converts recordings to tables."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+from kvevents.errors import ConfigError, RecordingError, UsageError
+from kvevents.export.residency import BatchPosition, SaltDigests, WorkerCache
+from kvevents.export.tables import (
+    BATCHES,
+    DEFAULT_EXPORT_LIMITS,
+    EVENTS,
+    LIFETIMES,
+    TABLES,
+    WORKERS,
+    ExportLimits,
+    Row,
+    TableWriter,
+)
+from kvevents.recording import StrPath, read_recording
+from kvevents.recording_streams import OrderedBatch, RecordedStream, RecordingStreams
+from kvevents.wire import Rejected, decode_batch
+
+_KEY_BYTES: Final = 32
+_I63: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class ExportProgress:
+    """Progress of an export."""
+
+    recording: str
+    batches: int
+    rows: int
+    """Rows of `events`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSummary:
+    """What an export has written, and what it left out."""
+
+    folder: Path
+    rows: dict[str, int]
+    """Rows by table."""
+    bytes: int
+    """Size of all files together."""
+    seconds: float
+    counts: dict[str, int]
+    """Sums over workers of the counters in the table `workers`, from `lost` on, `malformed` messages and `unplaced` replays."""
+    reject_reasons: dict[str, int]
+    """Events that could not be decoded, by reason."""
+    truncated: list[str] = field(default_factory=list)
+    """A message for each recording whose last line is incomplete."""
+
+
+def export(
+    recordings: Sequence[StrPath],
+    folder: StrPath,
+    *,
+    tokens: bool = False,
+    force: bool = False,
+    limits: ExportLimits = DEFAULT_EXPORT_LIMITS,
+    progress: Callable[[ExportProgress], None] = lambda _: None,
+) -> ExportSummary:
+    """Write recordings as one data set: the `TABLES`, as Parquet files in a folder. Creates the folder if its parent exists.
+
+    With `tokens` the table `events` contains the prompts' token ids, and must be protected like the prompts. The files get
+    their final names when all are complete, and an export that fails leaves nothing. Raises `UsageError` if tables exist and
+    `force` is not set, and `RecordingError` for a recording that cannot be read or a folder that cannot be written.
+    """
+    folder = Path(folder)
+    if not recordings:
+        raise ConfigError("no recording to export: name at least one")
+    with _created_folder(folder, force=force), _Export(folder, limits, progress, tokens=tokens) as work:
+        for path, name in zip(recordings, _names(recordings), strict=True):
+            work.read(path, name)
+        return work.finish()
+
+
+class _Worker:
+    """A worker of a recording: its counters, its cache, and its row of `workers`."""
+
+    def __init__(self, number: int, recording: str, stream: RecordedStream, cache: WorkerCache) -> None:
+        self.number = number
+        self.recording = recording
+        self.stream = stream
+        self.cache = cache
+        self.incarnations: set[int] = set()
+        self.batches = 0
+        self.counts: Counter[str] = Counter()
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+
+    def count_batch(self, ordered: OrderedBatch, at: float | None) -> None:
+        """Count a batch, which happened at `at`."""
+        self.incarnations.add(ordered.incarnation)
+        self.batches += 1
+        self.counts["lost"] += ordered.gap_before
+        self.last_at = at if at is not None else self.last_at
+        self.first_at = self.last_at if self.first_at is None else self.first_at
+
+    def close(self) -> None:
+        """Collect the final counters after the last batch."""
+        ordering = self.stream.ordering
+        self.counts.update(
+            compacted=ordering.compacted, duplicates=ordering.duplicates, late=ordering.late, conflicting=ordering.conflicting
+        )
+        self.counts.update(self.cache.counts)
+        self.counts.update(forgotten=self.cache.forgotten)
+
+    def row(self) -> Row:
+        """Return its row of `workers`."""
+        stream = self.stream
+        about = (
+            self.number,
+            self.recording,
+            stream.source,
+            stream.rank or 0,
+            stream.endpoint,
+            len(self.incarnations),
+            self.batches,
+        )
+        return (*about, *(self.counts[name] for name in COUNTED), self.first_at, self.last_at)
+
+
+COUNTED: Final = tuple(column.name for column in WORKERS.columns[7:-2])
+"""Names of the counters of a worker."""
+
+
+class _Export:
+    """One export; a context manager that leaves complete tables or none."""
+
+    def __init__(self, folder: Path, limits: ExportLimits, progress: Callable[[ExportProgress], None], *, tokens: bool) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._progress = progress
+        self._tokens = tokens
+        self._start = time.monotonic()
+        self._salts = SaltDigests(secrets.token_bytes(_KEY_BYTES))
+        self._workers: list[_Worker] = []
+        self._totals: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._truncated: list[str] = []
+        self._writers: dict[str, TableWriter] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            for table in TABLES:
+                self._writers[table.name] = TableWriter(self._folder, table, self._limits, tokens=self._tokens)
+        except BaseException:
+            self.__exit__()
+            raise
+        self._batches = self._writers[BATCHES.name]
+        self._events = self._writers[EVENTS.name]
+        self._lifetimes = self._writers[LIFETIMES.name]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers.values():
+            writer.discard()
+
+    def read(self, path: StrPath, name: str) -> None:
+        """Add one recording."""
+        reader = read_recording(path)
+        streams = RecordingStreams(self._limits.ordering)
+        workers: dict[RecordedStream, _Worker] = {}
+        for stream, ordered in streams.read(reader):
+            worker = workers.get(stream)
+            if worker is None:
+                worker = workers[stream] = self._add_worker(name, stream)
+            self._add_batch(worker, ordered)
+            self._progress(ExportProgress(name, self._batches.rows, self._events.rows))
+        self._end(list(workers.values()))
+        self._totals.update(malformed=streams.malformed, unplaced=streams.unplaced)
+        if reader.truncation:
+            self._truncated.append(reader.truncation)
+
+    def finish(self) -> ExportSummary:
+        """Complete the tables, and give the files their final names."""
+        self._writers[WORKERS.name].add([worker.row() for worker in self._workers])
+        for writer in self._writers.values():
+            writer.close()
+        files = [self._folder / table.file for table in TABLES]
+        try:
+            # Files of an older export are removed first, so that the folder never holds tables of two exports.
+            for file in files:
+                file.unlink(missing_ok=True)
+            for table, file in zip(TABLES, files, strict=True):
+                self._writers[table.name].partial.replace(file)
+            size = sum(file.stat().st_size for file in files)
+        except OSError as error:
+            raise RecordingError(f"cannot write to {self._folder}: {error.strerror or error}") from error
+        for worker in self._workers:
+            self._totals.update({name: worker.counts[name] for name in COUNTED})
+        rows = {name: writer.rows for name, writer in self._writers.items()}
+        seconds = time.monotonic() - self._start
+        return ExportSummary(self._folder, rows, size, seconds, dict(self._totals), dict(self._reasons), self._truncated)
+
+    def _add_worker(self, recording: str, stream: RecordedStream) -> _Worker:
+        number = len(self._workers)
+        cache = WorkerCache(number, self._limits, self._salts, tokens=self._tokens)
+        worker = _Worker(number, recording, stream, cache)
+        self._workers.append(worker)
+        return worker
+
+    def _add_batch(self, worker: _Worker, ordered: OrderedBatch) -> None:
+        batch = ordered.batch
+        decoded = decode_batch(batch.payload)
+        events, ts = decoded.batch.events, decoded.batch.ts or None
+        at = batch.t if ts is None else ts
+        self._set_rank(worker, decoded.batch.data_parallel_rank)
+        worker.count_batch(ordered, at)
+        rejected = self._count_rejected(worker, decoded.rejected)
+        cache = worker.cache
+        in_batch = BatchPosition(ordered.incarnation, batch.seq, at)
+        cache.begin_batch(in_batch, ordered.gap_before)
+        topic = batch.topic.decode(errors="backslashreplace")
+        head = (worker.number, ordered.incarnation, batch.seq, worker.stream.run, topic, ts, batch.t, batch.replayed)
+        self._batches.add([(*head, len(events), *rejected, len(batch.payload), ordered.gap_before)])
+        for position, event in enumerate(events):
+            rows = cache.apply(event, in_batch, position)
+            self._events.add(rows, len(getattr(event, "token_ids", ())) if self._tokens else 0)
+        self._enforce_limit(worker)
+        self._lifetimes.add(cache.take_ended())
+
+    @staticmethod
+    def _set_rank(worker: _Worker, rank: int | None) -> None:
+        if worker.stream.rank is None and rank is not None:
+            worker.stream.rank = rank if -_I63 <= rank < _I63 else None
+
+    def _count_rejected(self, worker: _Worker, rejected: tuple[Rejected, ...]) -> tuple[int, str | None]:
+        for each in rejected:
+            self._reasons[each.reason] += each.count
+        count = sum(each.count for each in rejected)
+        worker.counts["rejected"] += count
+        return count, ",".join(dict.fromkeys(each.reason for each in rejected)) or None
+
+    def _enforce_limit(self, worker: _Worker) -> None:
+        held = sum(each.cache.residencies for each in self._workers)
+        while held > self._limits.resident_blocks and worker.cache.residencies:
+            held -= worker.cache.drop_oldest()
+
+    def _end(self, workers: list[_Worker]) -> None:
+        """End the residencies. A worker followed to the end held its blocks until then, any other until its last batch."""
+        ends = [worker.last_at for worker in workers if worker.last_at is not None]
+        for worker in workers:
+            worker.cache.finish(max(ends) if ends and worker.stream.is_followed else None)
+            self._lifetimes.add(worker.cache.take_ended())
+            worker.close()
+
+
+def _names(recordings: Sequence[StrPath]) -> list[str]:
+    """Return the names of files, numbered if several have the same name."""
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for path in recordings:
+        name = Path(path).name
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return names
+
+
+@contextmanager
+def _created_folder(folder: Path, *, force: bool) -> Iterator[None]:
+    """Create the folder if it does not exist, and remove it again if the export fails."""
+    existing = [table.file for table in TABLES if (folder / table.file).exists()]
+    if existing and not force:
+        raise UsageError(
+            f"{folder} already contains {', '.join(existing)}: choose another folder, or pass --force to replace them"
+        )
+    if not folder.absolute().parent.is_dir():
+        raise UsageError(f"cannot create {folder}: the folder {folder.absolute().parent} does not exist")
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot create {folder}: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # another process has put a file there
+                folder.rmdir()
+        raise

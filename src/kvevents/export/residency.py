@@ -1,0 +1,347 @@
+"""The cache of one worker, block by block, as its events describe it: makes the rows of `events` and `lifetimes`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, TokenId
+from kvevents.export.reuse_distance import ReuseDistances
+from kvevents.export.tables import ExportLimits, Row
+from kvevents.index import StoredKeys, stored_keys, tier_of
+from kvevents.wire.canonical import scope_of
+
+_I63: Final = 1 << 63
+_SALT_DIGITS: Final = 16
+
+UNKEYED: Final = {
+    "other-group": "in a group that skips blocks, such as a sliding window, and no resident block with a key has its hash",
+    "no-tokens": "stored without tokens, and no resident block with a key has its hash",
+    "length-mismatch": "the numbers of hashes and tokens do not match",
+    "bad-token": "an invalid token id",
+    "parent-unknown": "its parent is not resident, according to the recording",
+    "parent-unkeyed": "its parent has no key",
+}
+"""Reasons why a block has no key."""
+
+
+class ChainState(NamedTuple):
+    """What a store that continues a block must know about it."""
+
+    key: int | None
+    depth: int | None
+    """Blocks from the root; None if unknown."""
+    salt: int
+    """Added to the seed of local hashes by the salt; 0 without a salt."""
+
+
+_ROOT: Final = ChainState(None, 0, 0)
+_UNKNOWN: Final = ChainState(None, None, 0)
+
+
+class Placement(NamedTuple):
+    """Where a copy of a block is. Copies are counted for each placement."""
+
+    tier: str
+    group: int | None
+    locality: str | None
+    ownership: str | None
+
+
+class Scope(NamedTuple):
+    """What a clear removes: everything, or one tier, or one group, or one group on one tier."""
+
+    tier: str | None
+    group: int | None
+
+
+_EVERYTHING: Final = Scope(None, None)
+
+
+class BatchPosition(NamedTuple):
+    """A batch: incarnation, sequence number, and time in seconds since the epoch."""
+
+    incarnation: int
+    seq: int
+    at: float | None
+
+
+class _Residency:
+    """A block in one placement, from its first store to its last removal."""
+
+    __slots__ = ("copies", "facts", "gaps", "most", "stored")
+
+    def __init__(self, facts: Row, stored: Row, gaps: int) -> None:
+        self.facts = facts
+        """The columns of `lifetimes` from the block's hash to its salt."""
+        self.stored = stored
+        """The columns of `lifetimes` that begin with `stored`, and the reuse distance."""
+        self.gaps = gaps
+        """Batches lost until then."""
+        self.copies = self.most = 1
+
+
+class _Block:
+    """A block with at least one residency."""
+
+    __slots__ = ("chain", "parent", "residencies", "tokens")
+
+    def __init__(self, chain: ChainState, parent: int | None, tokens: int | None) -> None:
+        self.chain = chain
+        self.parent = parent
+        self.tokens = tokens
+        self.residencies: dict[Placement, _Residency] = {}
+
+
+class SaltDigests:
+    """Digests of salts with a key that is not stored. Salts are often names, which could be guessed from plain digests."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def digest(self, salt: int) -> str | None:
+        """Return 16 hex digits for what a salt adds to the seed of local hashes; None without a salt."""
+        if not salt:
+            return None
+        return hashlib.blake2b(salt.to_bytes(8, "little"), key=self._key, digest_size=_SALT_DIGITS // 2).hexdigest()
+
+
+class WorkerCache:
+    """Follows the blocks of one worker. Call `begin_batch`, `apply` and at the end `finish`; after each call `take_ended`."""
+
+    def __init__(self, worker: int, limits: ExportLimits, salts: SaltDigests, *, tokens: bool) -> None:
+        self.counts: Final[Counter[str]] = Counter()
+        """The counters `unkeyed`, `unknown_removals` and `dropped` of the table `workers`."""
+        self.residencies = 0
+        """Current residencies."""
+        self._worker = worker
+        self._limits = limits
+        self._salts = salts
+        self._ended: list[Row] = []
+        self._with_tokens = tokens
+        self._incarnation = 0
+        self._step = 0
+        self._gaps = 0
+        self._at: float | None = None
+        self._blocks: dict[int, _Block] = {}
+        self._reuse: dict[Placement, ReuseDistances] = {}
+        self._forgotten = 0
+        self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
+            BlockStored: self._store,
+            BlockRemoved: self._remove,
+            AllBlocksCleared: self._clear,
+        }
+
+    @property
+    def forgotten(self) -> int:
+        """Blocks without a reuse distance because of the limit."""
+        return self._forgotten + sum(each.forgotten for each in self._reuse.values())
+
+    def take_ended(self) -> list[Row]:
+        """Return the rows of `lifetimes` of the residencies that ended since the last call."""
+        rows, self._ended = self._ended, []
+        return rows
+
+    def begin_batch(self, batch: BatchPosition, gap: int) -> None:
+        """Begin a batch, before which `gap` batches were lost. A new incarnation ends all residencies."""
+        if batch.incarnation != self._incarnation:
+            self._end_all("restart", self._at, _EVERYTHING)
+            self._incarnation = batch.incarnation
+            self._forget_removed(_EVERYTHING)
+        self._gaps += gap
+        self._at = batch.at
+
+    def apply(self, event: KVEvent, batch: BatchPosition, position: int) -> list[Row]:
+        """Apply the event at a position of its batch, and return its rows of `events`."""
+        return self._apply[type(event)](event, batch, position)
+
+    def finish(self, at: float | None) -> None:
+        """End all residencies at `at`, or at the newest batch if that is None: the recording ends."""
+        self._end_all("end", self._at if at is None else at, _EVERYTHING)
+
+    def drop_oldest(self) -> int:
+        """End the residencies of the oldest block to save memory, and return their number."""
+        value = next(iter(self._blocks))
+        placements = list(self._blocks[value].residencies)
+        for placement in placements:
+            self._end_residency(value, placement, "dropped", self._at)
+        self.counts["dropped"] += len(placements)
+        return len(placements)
+
+    # --- stores
+
+    def _store(self, event: BlockStored, batch: BatchPosition, position: int) -> list[Row]:
+        before = self._chain_before(event)
+        keyed = _keys_of(event, before)
+        placement = _placement_of(event)
+        medium = event.medium
+        lora = event.lora_name if event.lora_name is not None else None if event.lora_id is None else str(event.lora_id)
+        salt = before.salt if keyed.salt is None else keyed.salt
+        digest = self._salts.digest(salt)
+        rows: list[Row] = []
+        parent = event.parent_block_hash
+        for index, value in enumerate(event.block_hashes):
+            block, unkeyed = self._stored_block(event, index, parent, before._replace(salt=salt), keyed)
+            key, depth, _ = block.chain
+            facts = (value, block.parent, key, depth, block.tokens, placement.tier, medium, *placement[1:], lora, digest)
+            held = placement in block.residencies
+            row = (self._worker, *batch[:2], position, index, self._step, batch.at, "stored", *facts, held, unkeyed)
+            rows.append(row + self._token_ids(event, index))
+            self.counts["unkeyed"] += unkeyed is not None
+            self._add_copy(
+                value, block, placement, _Residency(facts, (batch.seq, position, index, self._step, batch.at), self._gaps)
+            )
+            self._step += 1
+            parent = value
+        return rows or [self._row_without_block("stored", batch, position, (placement.tier, medium, *placement[1:]))]
+
+    def _chain_before(self, event: BlockStored) -> ChainState:
+        if event.parent_block_hash is None:
+            return _ROOT
+        parent = self._blocks.get(event.parent_block_hash)
+        return _UNKNOWN if parent is None else parent.chain
+
+    def _stored_block(
+        self, event: BlockStored, index: int, parent: int | None, before: ChainState, keyed: StoredKeys
+    ) -> tuple[_Block, str | None]:
+        """Return the block at a position of a store, with its earlier residencies, and the reason if it has no key."""
+        known = self._blocks.get(event.block_hashes[index])
+        if not keyed.keys and known is not None and known.chain.key is not None:
+            return known, None  # a copy on another tier or in another group: an equal hash is the same block
+        key = keyed.keys[index] if keyed.keys else None
+        # Blocks in between can be missing, and the parents of blocks that are stored by key can be unknown.
+        is_chain = keyed.unkeyed not in {"other-group", "no-tokens", "length-mismatch"} and event.block_keys is None
+        depth = before.depth + index + 1 if is_chain and before.depth is not None else None
+        if not is_chain:
+            parent = event.parent_block_hash if index == 0 else None
+        tokens = event.block_size if 0 < event.block_size < _I63 else None
+        block = _Block(ChainState(key, depth, before.salt), parent, tokens)
+        if known is not None:
+            block.residencies = known.residencies
+        return block, keyed.unkeyed
+
+    def _add_copy(self, value: int, block: _Block, placement: Placement, residency: _Residency) -> None:
+        self._blocks[value] = block
+        existing = block.residencies.get(placement)
+        if existing is not None:
+            existing.copies += 1
+            existing.most = max(existing.most, existing.copies)
+            return
+        key = block.chain.key
+        distance = None if key is None else self._distances(placement).record_store(key)
+        residency.stored = (*residency.stored, distance)
+        block.residencies[placement] = residency
+        self.residencies += 1
+
+    def _distances(self, placement: Placement) -> ReuseDistances:
+        found = self._reuse.get(placement)
+        if found is None:
+            found = self._reuse[placement] = ReuseDistances(self._limits.remembered_keys)
+        return found
+
+    def _token_ids(self, event: BlockStored, index: int) -> Row:
+        """Return token ids if they are exported. If hashes and tokens do not match, the first block gets all of them."""
+        if not self._with_tokens:
+            return ()
+        size, tokens = event.block_size, event.token_ids
+        if size > 0 and len(tokens) == size * len(event.block_hashes):
+            tokens = tokens[index * size : (index + 1) * size]
+        elif index > 0:
+            tokens = ()
+        return (_plain_token_ids(tokens),)
+
+    # --- removals and clears
+
+    def _remove(self, event: BlockRemoved, batch: BatchPosition, position: int) -> list[Row]:
+        placement = _placement_of(event)
+        rows: list[Row] = []
+        for index, value in enumerate(event.block_hashes):
+            block = self._blocks.get(value)
+            residency = None if block is None else block.residencies.get(placement)
+            if residency is None:
+                facts: Row = (value, *(None,) * 4, placement.tier, event.medium, *placement[1:], None, None)
+            else:
+                facts = residency.facts
+            head = (self._worker, *batch[:2], position, index, self._step, batch.at, "removed")
+            row = (*head, *facts, residency is not None, None)
+            rows.append(row + self._no_tokens)
+            if residency is None:
+                self.counts["unknown_removals"] += 1
+            elif residency.copies > 1:
+                residency.copies -= 1
+            else:
+                key = residency.facts[2]
+                if key is not None:
+                    self._distances(placement).record_removal(key)
+                self._end_residency(value, placement, "removed", batch.at)
+            self._step += 1
+        return rows or [self._row_without_block("removed", batch, position, (placement.tier, event.medium, *placement[1:]))]
+
+    def _clear(self, event: AllBlocksCleared, batch: BatchPosition, position: int) -> list[Row]:
+        """Clear everything, or only a tier or group, which some engines can express."""
+        fields = scope_of(event)
+        tier = tier_of(fields["medium"]) if "medium" in fields else None
+        group = fields.get("group_idx")
+        scope = Scope(tier, group)
+        self._end_all("cleared", batch.at, scope)
+        self._forget_removed(scope)
+        return [self._row_without_block("cleared", batch, position, (tier, fields.get("medium"), group, None, None))]
+
+    def _end_all(self, how: str, at: float | None, scope: Scope) -> None:
+        for value in list(self._blocks):
+            for placement in list(self._blocks[value].residencies):
+                if _is_in_scope(placement, scope):
+                    self._end_residency(value, placement, how, at)
+
+    def _forget_removed(self, scope: Scope) -> None:
+        for placement in [placement for placement in self._reuse if _is_in_scope(placement, scope)]:
+            self._forgotten += self._reuse.pop(placement).forgotten
+
+    def _end_residency(self, value: int, placement: Placement, how: str, at: float | None) -> None:
+        block = self._blocks[value]
+        residency = block.residencies.pop(placement)
+        if not block.residencies:
+            del self._blocks[value]
+        self.residencies -= 1
+        *stored, distance = residency.stored
+        gap = residency.gaps != self._gaps
+        self._ended.append(
+            (self._worker, self._incarnation, *residency.facts, residency.most, *stored, how, self._step, at, gap, distance)
+        )
+
+    # --- rows
+
+    @property
+    def _no_tokens(self) -> Row:
+        return (None,) if self._with_tokens else ()
+
+    def _row_without_block(self, kind: str, batch: BatchPosition, position: int, where: Row) -> Row:
+        """Return the row of an event without a block."""
+        facts = (*(None,) * 5, *where, None, None)
+        row = (self._worker, *batch[:2], position, 0, self._step, batch.at, kind, *facts, False, None, *self._no_tokens)
+        self._step += 1
+        return row
+
+
+def _keys_of(event: BlockStored, before: ChainState) -> StoredKeys:
+    found = stored_keys(event, None if before.key is None else (before.key, before.salt))
+    if found.unkeyed == "parent-unknown" and before.depth is not None:
+        return found._replace(unkeyed="parent-unkeyed")
+    return found
+
+
+def _placement_of(event: BlockStored | BlockRemoved) -> Placement:
+    group = event.group_idx or 0
+    return Placement(tier_of(event.medium), group if -_I63 <= group < _I63 else None, event.locality, event.ownership)
+
+
+def _is_in_scope(placement: Placement, scope: Scope) -> bool:
+    return scope.tier in {None, placement.tier} and scope.group in {None, placement.group}
+
+
+def _plain_token_ids(tokens: Sequence[TokenId]) -> list[int] | None:
+    """Return token ids as integers; None if one exceeds 64 bits."""
+    plain = [token if isinstance(token, int) else token[0] for token in tokens]
+    return plain if all(-_I63 <= token < _I63 for token in plain) else None
