@@ -14,7 +14,7 @@ State: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STAL
 TIER_WEIGHTS: Final[Mapping[str, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
 """What a token that a tier holds is worth, against computing it."""
 TIERS: Final = tuple(TIER_WEIGHTS)
-"""Tiers that are known, the fastest first. The index has them in `native/index/src/planes.rs`, with the media of each."""
+"""Tiers that are known, the fastest first. The index has them in `native/index/src/placements.rs`, with the media of each."""
 TRUST_WEIGHTS: Final[Mapping[State, float]] = {
     "EXACT": 1.0,
     "REPLAYING": 0.8,

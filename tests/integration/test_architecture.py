@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 import kvevents
 
@@ -118,6 +121,36 @@ def test_cycles_are_found() -> None:
 def test_no_modules_import_each_other() -> None:
     """Imports within functions and imports for type checkers count."""
     assert cycles({module: modules_imported_by(module) for module in MODULES}) == []
+
+
+CRATES = ROOT.parents[1] / "native"
+
+
+def native_modules(crate: str) -> dict[Path, set[Path]]:
+    """The modules of a Rust crate, each with the modules of the crate that its paths name; unit tests are left out.
+
+    A module and its submodules count as one, since in Rust they see all of each other.
+    """
+    source = CRATES / crate / "src"
+    graph: dict[Path, set[Path]] = {}
+    for file in source.rglob("*.rs"):
+        module = Path(file.relative_to(source).with_suffix("").parts[0])
+        if module.name in {"lib", "tests"} or file.stem == "tests":
+            continue
+        code = re.sub(r"//.*", "", file.read_text())
+        top = r"\b(?:crate|super)::" if file.parent == source else r"\bcrate::"
+        named = re.findall(top + r"(\w+)", code) + [
+            name for group in re.findall(top + r"\{([^;]*)\}", code) for name in re.findall(r"(?:^|,)\s*(\w+)", group)
+        ]
+        graph.setdefault(module, set()).update(Path(name) for name in named)
+    return {module: {each for each in named if each in graph} - {module} for module, named in graph.items()}
+
+
+@pytest.mark.parametrize("crate", ["index", "compaction", "server"])
+def test_no_modules_of_a_crate_use_each_other(crate: str) -> None:
+    graph = native_modules(crate)
+    assert sum(map(len, graph.values())) > len(graph) / 2, "paths are found"
+    assert cycles(graph) == []
 
 
 NATIVE = {Path("routing/scoring.py"), Path("service/data_plane.py"), Path("service/selection.py")}

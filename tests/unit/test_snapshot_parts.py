@@ -39,7 +39,7 @@ Worker = tuple[str, int]
 WORKERS: tuple[Worker, ...] = (("a", 0), ("a", 1), ("b", 0))
 """Those of `Adversary`."""
 MAX_PLANES = 4096
-"""Of the index; in native/index/src/core.rs."""
+"""Of the index; in native/index/src/shared.rs."""
 
 
 def part(index: PrefixIndex, *workers: Worker) -> bytes:

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use kvevents_index::planes::{Plane, tier};
+use kvevents_index::placements::{Placement, tier};
 
 use super::event::{Location, Store, Text};
 
@@ -28,7 +28,7 @@ pub struct Announcement {
     /// Where the copies are.
     pub location: Location<'static>,
     /// Which copies removals and clears take for the same.
-    pub plane: Plane,
+    pub placement: Placement,
     /// Kind of attention of the group.
     pub kind: Text<'static>,
     /// Its window.
@@ -42,8 +42,8 @@ pub struct Announcement {
 pub struct Removable {
     /// Those at exactly its location.
     pub exact: u64,
-    /// Those at any location on the same plane.
-    pub plane: u64,
+    /// Those at any location on the same placement.
+    pub placement: u64,
 }
 
 /// All announcements that a stream has used, by number.
@@ -54,9 +54,9 @@ pub struct Announcements {
     last: usize,
 }
 
-fn plane_of(location: &Location<'_>) -> Plane {
+fn placement_of(location: &Location<'_>) -> Placement {
     let text = |bytes: &Text<'_>| bytes.as_ref().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    Plane {
+    Placement {
         tier: tier(&text(&location.medium).unwrap_or_default()),
         locality: text(&location.locality),
         ownership: text(&location.ownership),
@@ -101,7 +101,7 @@ impl Announcements {
         }
         self.all.push(Announcement {
             location: store.location.to_static(),
-            plane: plane_of(&store.location),
+            placement: placement_of(&store.location),
             kind: store.kind.as_ref().map(|kind| Cow::Owned(kind.to_vec())),
             window: store.window,
             tokenless_size,
@@ -122,21 +122,21 @@ impl Announcements {
     /// What a removal at `location` takes.
     pub fn removable(&self, location: &Location<'_>) -> Removable {
         let exact = self.select(|known| known.location == *location);
-        let plane = match self.all.get(exact.trailing_zeros() as usize) {
-            Some(known) => Cow::Borrowed(&known.plane),
-            None => Cow::Owned(plane_of(location)),
+        let placement = match self.all.get(exact.trailing_zeros() as usize) {
+            Some(known) => Cow::Borrowed(&known.placement),
+            None => Cow::Owned(placement_of(location)),
         };
         Removable {
             exact,
-            plane: self.select(|known| known.plane == *plane),
+            placement: self.select(|known| known.placement == *placement),
         }
     }
 
     /// What a clear of a tier, or of a group, takes, as bits.
     pub fn clearable(&self, medium: Option<&[u8]>, group: Option<i64>) -> u64 {
         let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
-        self.select(|Announcement { plane, .. }| {
-            tier.as_ref().is_none_or(|tier| *tier == plane.tier) && group.is_none_or(|group| group == plane.group)
+        self.select(|Announcement { placement, .. }| {
+            tier.as_ref().is_none_or(|tier| *tier == placement.tier) && group.is_none_or(|group| group == placement.group)
         })
     }
 
@@ -145,7 +145,7 @@ impl Announcements {
         let mut numbers: Vec<u8> = (0..self.all.len() as u8).collect();
         numbers.sort_by_key(|&number| {
             let known = self.get(number);
-            let group = (known.plane.level(), known.plane.group);
+            let group = (known.placement.level(), known.placement.group);
             (group, &known.location, &known.kind, known.window, known.tokenless_size)
         });
         numbers

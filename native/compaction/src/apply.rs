@@ -3,12 +3,12 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 
-use kvevents_index::applying::{Read, extras_at, extras_of};
+use kvevents_index::apply::{Read, extras_at, extras_of};
 use kvevents_index::contexts::Context;
 use kvevents_index::keys::{self, Scheme};
-use kvevents_index::planes::Rule;
+use kvevents_index::pending::{Queue, Waiting, Weight};
+use kvevents_index::placements::Rule;
 use kvevents_index::scan::{Event, Kind};
-use kvevents_index::waiting::{Queue, Waiting, Weight};
 
 use super::announcements::{Announcements, is_dense, window_of};
 use super::blocks::{Blocks, NewBlock, ROOT, Stored};
@@ -68,7 +68,7 @@ pub struct State {
     pub announcements: Announcements,
     /// How its groups count.
     pub group_rules: GroupRules,
-    /// Copies of blocks whose parents, or tokens, are unknown. Their planes are numbers of announcements.
+    /// Copies of blocks whose parents, or tokens, are unknown. Their placements are numbers of announcements.
     pub waiting: Queue<Content<'static>>,
     /// Why nothing is kept until everything is cleared.
     pub invalid: Option<Reason>,
@@ -280,7 +280,7 @@ impl State {
     fn wait(&mut self, hash: u64, announcement: u8, awaited: u64, content: Option<Content<'static>>) {
         let waiting = Waiting {
             hash,
-            plane: announcement.into(),
+            placement: announcement.into(),
             awaited,
             content,
         };
@@ -295,7 +295,7 @@ impl State {
         let mut linked = VecDeque::from([(hash, number)]);
         while let Some((hash, number)) = linked.pop_front() {
             for item in self.waiting.take_awaiting(hash) {
-                let announcement = item.plane as u8;
+                let announcement = item.placement as u8;
                 let Some(mut content) = item.content else {
                     self.blocks.add_copy(number, announcement);
                     continue;
@@ -323,7 +323,7 @@ impl State {
         for &hash in hashes {
             if !self.blocks.remove(hash, removable) && !self.waiting.is_empty() {
                 self.waiting
-                    .remove_where(hash, |announcement| removable.plane >> announcement & 1 != 0);
+                    .remove_where(hash, |announcement| removable.placement >> announcement & 1 != 0);
             }
             self.check_looks()?;
         }

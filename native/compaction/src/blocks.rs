@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use hashbrown::HashTable;
 
-use super::hashed;
+use super::hash_table;
 use kvevents_index::contexts::Context;
 use kvevents_index::hasher::Secret;
 use kvevents_index::limits::BLOCKS_PER_HASH;
@@ -235,7 +235,7 @@ impl Blocks {
             return Stored::Full;
         };
         let (arena, secret) = (&self.arena, self.secret);
-        hashed::reserve(&mut self.live, 1, |&other| live_place(arena, secret, other));
+        hash_table::reserve(&mut self.live, 1, |&other| live_place(arena, secret, other));
         self.live
             .insert_unique(place, number, |&other| live_place(arena, secret, other));
         let Some(other) = has_hash else {
@@ -320,10 +320,10 @@ impl Blocks {
 
     // --- removals
 
-    /// Removes one copy from the oldest block of `hash` that has one on the plane; one at the exact location if there is one. Returns
+    /// Removes one copy from the oldest block of `hash` that has one on the placement; one at the exact location if there is one. Returns
     /// whether there was a copy.
     pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
-        let has_copy = |number: &u32| self.attributes(*number).copies & removable.plane != 0;
+        let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
         let (found, looks) = match self.same_hash.get(&hash) {
             Some(list) => match list.iter().position(has_copy) {
                 Some(at) => (Some(list[at]), at),
@@ -335,7 +335,7 @@ impl Blocks {
         let Some(number) = found else { return false };
         let copies = self.attributes(number).copies;
         let exact = copies & removable.exact;
-        let candidates = if exact != 0 { exact } else { copies & removable.plane };
+        let candidates = if exact != 0 { exact } else { copies & removable.placement };
         let announcement = candidates.trailing_zeros() as u8;
         if let Some(extra) = self.extra_copies.get_mut(&(number, announcement)) {
             *extra -= 1;
@@ -384,7 +384,7 @@ impl Blocks {
         let (arena, secret) = (&self.arena, self.secret);
         if let Ok(found) = self.live.find_entry(secret.place(hash), |&other| other == number) {
             found.remove();
-            hashed::shrink(&mut self.live, |&other| live_place(arena, secret, other));
+            hash_table::shrink(&mut self.live, |&other| live_place(arena, secret, other));
         }
         if let Some(list) = self.same_hash.get_mut(&hash) {
             self.looks += list.len();
@@ -403,7 +403,7 @@ impl Blocks {
         }
         self.set_copies(number, 0);
         let (arena, place) = (&self.arena, dead_place(&self.arena, secret, number));
-        hashed::reserve(&mut self.dead, 1, |&other| dead_place(arena, secret, other));
+        hash_table::reserve(&mut self.dead, 1, |&other| dead_place(arena, secret, other));
         self.dead
             .insert_unique(place, number, |&other| dead_place(arena, secret, other));
     }
@@ -432,7 +432,7 @@ impl Blocks {
         let place = dead_place(arena, secret, number);
         if let Ok(found) = self.dead.find_entry(place, |&other| other == number) {
             found.remove();
-            hashed::shrink(&mut self.dead, |&other| dead_place(arena, secret, other));
+            hash_table::shrink(&mut self.dead, |&other| dead_place(arena, secret, other));
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use std::borrow::Cow;
 
-use kvevents_index::applying::Read;
-use kvevents_index::scan::{Event, Reader};
+use kvevents_index::apply::Read;
+use kvevents_index::msgpack::Reader;
+use kvevents_index::scan::Event;
 
 /// Levels of containers in the extra keys of one block.
 const EXTRA_NESTING: usize = 4;

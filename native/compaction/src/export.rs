@@ -13,8 +13,8 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use kvevents_index::contexts::Context;
-use kvevents_index::planes::Rule;
-use kvevents_index::waiting::Waiting;
+use kvevents_index::pending::Waiting;
+use kvevents_index::placements::Rule;
 
 use super::apply::{Content, State};
 use super::blocks::{Blocks, ROOT, bits};
@@ -164,7 +164,7 @@ impl<'a> Exporter<'a> {
     fn export_waiting(&mut self) {
         let items: Vec<&Waiting<Content<'static>>> = self.state.waiting.iter().collect();
         for run in items.chunk_by(|one, other| is_continued(one, other)) {
-            let announcement = run[0].plane as u8;
+            let announcement = run[0].placement as u8;
             let hashes: Vec<u64> = run.iter().map(|item| item.hash).collect();
             let Some(head) = &run[0].content else {
                 self.export_store(self.store_without_tokens(hashes, announcement));
@@ -224,7 +224,7 @@ impl<'a> Exporter<'a> {
 /// Whether what waits can be exported in one event.
 fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> bool {
     let namespace = |content: &Content<'_>| -> Namespace<'static> { content.namespace.without_extra_keys().to_static() };
-    one.plane == other.plane
+    one.placement == other.placement
         && match (&one.content, &other.content) {
             (None, None) => true,
             (Some(before), Some(after)) => {
@@ -259,17 +259,23 @@ fn rebuilds(events: &[ExportedEvent], state: &State) -> bool {
         && waiting(&rebuilt) == waiting(state)
 }
 
-/// Hash, key and context of a block, and digest and group of a plane.
+/// Hash, key and context of a block, and digest and group of a placement.
 pub(super) type Copy = (u64, u64, Context, u64, i64);
 
-/// Copies by what a consumer distinguishes blocks and planes by.
+/// Copies by what a consumer distinguishes blocks and placements by.
 pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
     let mut found = HashMap::new();
     for number in state.blocks.numbers() {
         let (record, attributes) = (*state.blocks.get(number), state.blocks.attributes(number));
         for announcement in bits(attributes.copies) {
-            let plane = &state.announcements.get(announcement).plane;
-            let copy = (record.hash, record.key, attributes.context, plane.digest(), plane.group);
+            let placement = &state.announcements.get(announcement).placement;
+            let copy = (
+                record.hash,
+                record.key,
+                attributes.context,
+                placement.digest(),
+                placement.group,
+            );
             *found.entry(copy).or_default() += state.blocks.count(number, announcement);
         }
     }

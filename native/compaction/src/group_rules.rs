@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use kvevents_index::planes::Rule;
+use kvevents_index::placements::Rule;
 
 use super::announcements::{is_dense, window_of};
 use super::event::Store;

@@ -9,11 +9,11 @@ mod encode;
 mod event;
 mod export;
 mod group_rules;
-mod hashed;
+mod hash_table;
 #[cfg(test)]
 mod tests;
 
-use kvevents_index::applying::Read;
+use kvevents_index::apply::Read;
 use kvevents_index::decode::{Rejected, normalise};
 use kvevents_index::prefetch;
 use kvevents_index::scan::{Event, Kind, Schema, Scratch, scan};
@@ -157,7 +157,7 @@ impl Compactor {
         self.state.blocks.live() + self.state.blocks.dead() + self.state.waiting.len()
     }
 
-    /// Heap bytes, about; those of the last payload apart.
+    /// Approximate heap bytes, without those of the last payload.
     pub fn bytes(&self) -> usize {
         self.state.bytes()
     }

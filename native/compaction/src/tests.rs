@@ -345,7 +345,7 @@ fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     assert_eq!(state.remove(&hashes[..100], &CPU), Ok(()));
 }
 
-/// Clears of a tier with little on it look at all blocks: who sends many of them has no history.
+/// Clears of a tier with few blocks look at all blocks: a stream that sends many of them has no history.
 #[test]
 fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
     let mut state = State::default();
@@ -365,7 +365,7 @@ fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
     assert_eq!(state.clear(Some(b"CPU"), None), Ok(()));
 }
 
-/// A few bytes can clear any number of blocks: who must not take long leaves that.
+/// A few bytes can clear any number of blocks: a call with a bound on its work leaves that undone.
 #[test]
 fn a_clear_of_many_blocks_is_not_quick() {
     let (few, many) = (FEW as u64, FEW as u64 + 1);

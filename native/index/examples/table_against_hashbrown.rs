@@ -49,7 +49,7 @@ fn measure<T>(
     let all = |mask: u64| {
         let begun = Instant::now();
         for at in 0..records.len() {
-            // An odd step goes round a power of two; what lies behind the end of it is left out.
+            // An odd step goes round a power of two; entries past its end are left out.
             let record = &records[at.wrapping_mul(0x9E37_79B1) & (records.len().next_power_of_two() / 2 - 1)];
             black_box(find(&table, record[0] ^ mask));
         }

@@ -2,8 +2,8 @@
 
 use crate::hasher::Secret;
 use crate::keys::{self, Scheme};
-use crate::parted::Parted;
 use crate::records::MAX_CONTEXTS;
+use crate::sharded_table::ShardedTable;
 
 /// Scheme and namespace of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,7 +60,7 @@ struct Entry {
 #[derive(Debug)]
 pub struct Known {
     contexts: Vec<Option<Context>>,
-    lookup: Parted<u32>,
+    lookup: ShardedTable<u32>,
     secret: Secret,
     /// How many are of blocks that were stored by their keys.
     keyed: u32,
@@ -71,7 +71,7 @@ impl Known {
     pub fn new(secret: Secret) -> Self {
         Self {
             contexts: Vec::new(),
-            lookup: Parted::new(),
+            lookup: ShardedTable::new(),
             secret,
             keyed: 0,
         }
@@ -121,7 +121,7 @@ impl Known {
 pub struct Contexts {
     entries: Vec<Entry>,
     free: Vec<u32>,
-    lookup: Parted<u32>,
+    lookup: ShardedTable<u32>,
     secret: Secret,
     /// Numbers that lookups have another context of, or none.
     changed: Vec<u32>,
@@ -135,7 +135,7 @@ impl Contexts {
         Self {
             entries: Vec::new(),
             free: Vec::new(),
-            lookup: Parted::new(),
+            lookup: ShardedTable::new(),
             secret,
             changed: Vec::new(),
             last: 0,

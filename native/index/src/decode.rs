@@ -11,8 +11,9 @@ mod value;
 
 use std::borrow::Cow;
 
+use crate::msgpack::Int;
 use crate::scan::layouts::{REMOVED_ARRAY, STORED_ARRAY};
-use crate::scan::{Int, Limits, SECONDS};
+use crate::scan::{Limits, SECONDS};
 
 use fields::{Fields, FreeForm};
 use refusal::Refusal;
@@ -218,14 +219,14 @@ pub struct Normalised {
     pub has_digests: bool,
 }
 
-/// Reads a batch in any form. Of what is no batch there are no events.
+/// Reads a batch in any form. A payload that is not a batch has no events.
 pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
     let mut events = Vec::new();
     let batch = read_batch(payload, limits, |event| events.push(event));
     Batch { events, ..batch }
 }
 
-/// The same for what only wants the events to be scanned: each is spelled anew, and forgotten, before the next is read.
+/// The same for callers that scan the events: each event is encoded in the one form that `scan` reads, and dropped before the next is read.
 pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
     let (mut normaliser, mut heartbeat, mut has_digests) = (Normaliser::default(), None, false);
     let batch = read_batch(payload, limits, |event| {

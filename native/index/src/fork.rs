@@ -1,13 +1,11 @@
 //! Forked children: they have the memory of their parent, but none of its other threads, which may have been changing it.
 //!
 //! What a thread was changing stays changed by half in the child, and what it had locked stays locked. So the memory pool, which a child
-//! goes on with, is locked by the thread that forks, and everything else is the parent's only: see `Own`.
+//! goes on with, is locked by the thread that forks, and everything else is the parent's only: see `ProcessOwned`.
 
 use std::mem::ManuallyDrop;
 use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-use crate::pages;
 
 /// How often this process and those that it descends from were forked.
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
@@ -24,32 +22,23 @@ pub fn generation() -> usize {
 pub(crate) fn watch() {
     static WATCHING: Once = Once::new();
     WATCHING.call_once(|| {
-        // SAFETY: the functions take and return nothing, and live as long as the process.
-        unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
+        // SAFETY: the function takes and returns nothing, and lives as long as the process.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
     });
-}
-
-extern "C" fn before() {
-    pages::hold();
-}
-
-extern "C" fn in_parent() {
-    pages::let_go();
 }
 
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
-    pages::let_go();
 }
 
-/// A value of the process that made it. A forked child is not given it, and never drops it.
+/// A value that belongs to the process that made it. In a forked child `get` returns None, and the value is never dropped.
 #[derive(Debug)]
-pub struct Own<T> {
+pub struct ProcessOwned<T> {
     value: ManuallyDrop<T>,
     generation: usize,
 }
 
-impl<T> Own<T> {
+impl<T> ProcessOwned<T> {
     /// One of this process.
     pub fn new(value: T) -> Self {
         Self {
@@ -65,7 +54,7 @@ impl<T> Own<T> {
     }
 }
 
-impl<T> Drop for Own<T> {
+impl<T> Drop for ProcessOwned<T> {
     fn drop(&mut self) {
         if generation() == self.generation {
             // SAFETY: it is dropped nowhere else, and not used afterwards.

@@ -1,32 +1,33 @@
-//! The index: streams in, answers out. Here is what all of it shares; each room below has a part of what it does.
+//! The index: it applies deliveries of streams and answers lookups. Each module below has a part of its methods.
 //!
-//! Locks are taken in this order: the whole, the registry, one stream, the overlay, the gate, the view. A second stream is only ever tried.
+//! Locks are taken in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A second stream is only locked by `try_lock`.
 
-mod asking;
 #[cfg(test)]
-mod bounded;
+mod bounded_time;
 mod deliveries;
+mod importing;
+mod lookups;
 mod registry;
 mod reports;
-mod snapshots;
+pub mod snapshot;
 #[cfg(test)]
 mod tests;
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::core::Core;
-use crate::gate::Gate;
 use crate::hasher::Secret;
 use crate::limits::Limits;
 use crate::overlay::Overlay;
+use crate::read_view::{Reader, View};
 use crate::scan::Schema;
+use crate::shared::SharedState;
 use crate::stream::Counters;
-use crate::view::{Reader, View};
+use crate::yielding_lock::YieldingRwLock;
 
-pub use asking::{Matches, Scope};
 pub use deliveries::{Applied, Findings, Outcome};
+pub use importing::{ImportedStream, Part};
+pub use lookups::{Matches, Scope};
 pub use reports::{Held, Info, Speculated};
-pub use snapshots::{Newcomer, Part};
 
 use registry::Registry;
 
@@ -34,14 +35,14 @@ use registry::Registry;
 #[derive(Debug)]
 pub struct Index {
     /// The part that all streams share.
-    pub gate: Gate<Core>,
+    pub shared_lock: YieldingRwLock<SharedState>,
     /// What lookups read of it.
     view: Reader<View>,
-    /// Written to by who replaces the shared part; read by who writes to a stream there that is not in the registry.
-    whole: RwLock<()>,
+    /// Held for writing while the shared part is replaced, and for reading while a stream outside of the registry is written to.
+    replacing: RwLock<()>,
     registry: RwLock<Registry>,
     schema: Schema,
-    /// For events that were read within its limits, and spelled anew.
+    /// For events that were read within its limits and encoded again.
     normalised: Schema,
     limits: Limits,
     /// Decisions that no event has confirmed yet.
@@ -52,11 +53,11 @@ pub struct Index {
 impl Index {
     /// An empty index that reads payloads by `schema`.
     pub fn new(schema: Schema, limits: Limits) -> Self {
-        let core = Core::new(limits);
+        let shared = SharedState::new(limits);
         Self {
-            view: core.view.reader(),
-            gate: Gate::new(core),
-            whole: RwLock::default(),
+            view: shared.view.reader(),
+            shared_lock: YieldingRwLock::new(shared),
+            replacing: RwLock::default(),
             registry: RwLock::new(Registry::new(Secret::new())),
             normalised: schema.unlimited(),
             schema,
@@ -78,6 +79,6 @@ impl Index {
 
     /// Whether a panic has left it changed by half. What it answers then may be wrong, until a snapshot is restored.
     pub fn is_damaged(&self) -> bool {
-        self.gate.is_poisoned()
+        self.shared_lock.is_poisoned()
     }
 }

@@ -74,7 +74,7 @@ pub fn item_at(id: u64, offset: i64) -> u64 {
     xxh3_64(&bytes)
 }
 
-/// An extra key that nothing says the meaning of, such as the digest of prompt embeddings.
+/// An extra key of unknown meaning, for example the digest of prompt embeddings.
 pub fn untagged(key: &[u8]) -> u64 {
     xxh3_64_with_seed(key, UNTAGGED_SEED)
 }
@@ -82,7 +82,7 @@ pub fn untagged(key: &[u8]) -> u64 {
 #[cfg(target_endian = "big")]
 compile_error!("tokens are hashed as they lie in memory, which must be little-endian");
 
-/// Numbers as they lie in memory.
+/// Numbers in the byte order of this machine.
 pub fn bytes_of(tokens: &[u32]) -> &[u8] {
     // SAFETY: u32 has no padding, u8 has no alignment, and the length is that of the slice in bytes.
     unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), size_of_val(tokens)) }

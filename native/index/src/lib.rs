@@ -1,32 +1,35 @@
 #![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
 
-pub mod applying;
+pub mod apply;
 pub mod contexts;
-pub mod core;
 pub mod decode;
 pub mod fork;
-pub mod gate;
 pub mod hasher;
+pub mod holder_sets;
 pub mod index;
 pub mod keys;
 pub mod limits;
 pub mod matching;
+pub mod members;
 #[cfg(all(loom, test))]
 mod model;
+pub mod msgpack;
 pub mod overlay;
-pub mod pages;
-mod parted;
-pub mod planes;
+pub mod page_pool;
+pub mod pending;
+pub mod placements;
 pub mod prefetch;
+pub mod read_view;
 pub mod records;
 pub mod scan;
-pub mod sets;
-pub mod snapshot;
-mod steps;
+mod sharded_table;
+pub mod shared;
+mod step_counter;
 pub mod stream;
 mod sync;
 pub mod table;
 pub mod tokens;
-pub mod view;
-pub mod waiting;
+pub mod yielding_lock;
+
+pub use index::snapshot;

@@ -3,11 +3,11 @@
 //! Records along a chain are read until one is missing; blocks in a row with the same holders are one step. Streams with one group are
 //! then matched 64 at a time, by bitmaps; those with several one by one, by the rules of their groups.
 
+use crate::holder_sets::{EMPTY, Word};
 use crate::keys::{self, Scheme};
-use crate::planes::{LEVELS, Rule};
+use crate::placements::{LEVELS, Rule};
+use crate::read_view::View;
 use crate::records::{Memory, Records, chunk_of};
-use crate::sets::{EMPTY, Word};
-use crate::view::View;
 
 /// One worker's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ struct Seen {
     chunks: Vec<(usize, u32)>,
     /// Whether one was being changed.
     is_spoilt: bool,
-    /// Whether nobody writes meanwhile.
+    /// Whether no writer can run meanwhile.
     is_alone: bool,
 }
 
@@ -75,7 +75,7 @@ impl Seen {
 }
 
 impl Walk {
-    /// Forgets what was read before. Where nobody can write meanwhile, as a caller may know, all that is read is so together.
+    /// Drops what was read before. If no writer can run meanwhile, as a caller may know, all reads see one state.
     pub fn begin(&mut self, is_alone: bool) {
         self.seen.chunks.clear();
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
@@ -248,7 +248,7 @@ impl Walk {
 
     /// Streams whose blocks are all of one kind.
     fn simple(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
-        let (words, levels) = (streams.len(), view.planes.depth());
+        let (words, levels) = (streams.len(), view.placements.depth());
         let Self {
             steps,
             together,
@@ -258,7 +258,7 @@ impl Walk {
             first,
             ..
         } = self;
-        let plane_levels = view.planes.levels();
+        let placement_levels = view.placements.levels();
         let fill = |rows: &mut [u64], holders: Holders| {
             rows.fill(0);
             for word in Self::words(view, together, holders) {
@@ -267,7 +267,7 @@ impl Walk {
                         *bits |= word.bits;
                     }
                 } else if word.word() < words {
-                    for level in usize::from(plane_levels[word.plane()])..levels {
+                    for level in usize::from(placement_levels[word.placement()])..levels {
                         rows[level * words + word.word()] |= word.bits;
                     }
                 }
@@ -316,9 +316,9 @@ impl Walk {
             let set = Self::words(view, together, step.holders);
             let is_row = levels == 1
                 && matches!(step.holders, Holders::Set(_))
-                && set.first().map(|word| word.plane()) == set.last().map(|word| word.plane());
+                && set.first().map(|word| word.placement()) == set.last().map(|word| word.placement());
             if is_row {
-                // Words of one plane are in their order.
+                // Words of one placement are in their order.
                 let mut set = set.iter().peekable();
                 for (word, alive) in alive.iter_mut().enumerate() {
                     let now = set.next_if(|next| next.word() == word).map_or(0, |next| next.bits);
@@ -366,8 +366,8 @@ impl Walk {
                 let here = Self::words(view, &self.together, holders).iter().any(|word| {
                     word.word() == stream as usize >> 6
                         && word.bits >> (stream & 63) & 1 == 1
-                        && usize::from(view.planes.levels()[word.plane()]) <= level
-                        && view.planes.get(word.plane() as u16).group == *group
+                        && usize::from(view.placements.levels()[word.placement()]) <= level
+                        && view.placements.get(word.placement() as u16).group == *group
                 });
                 *run = if here { *run + end - start } else { 0 };
                 if *rule == Rule::Dense && !here {

@@ -1,6 +1,6 @@
 //! What a lookup reads beside a writer, in every order that threads and memory allow: `make model` has loom try them.
 //!
-//! Each model has a writer that takes a core from one state to the next, and publishes each, and a lookup that looks once. A look that is sound
+//! Each model has a writer that takes a `SharedState` from one state to the next, and publishes each, and a lookup that looks once. A look that is sound
 //! must find one of those states. The states are chosen so that slots of two of them, read together, are an answer that was never true.
 
 use std::collections::BTreeSet;
@@ -8,34 +8,35 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::contexts::Context;
-use crate::core::{Block, Core, Member, Worker};
-use crate::gate::Publish;
 use crate::hasher::Secret;
+use crate::holder_sets::Move;
 use crate::keys::{self, Scheme};
 use crate::limits::Limits;
 use crate::matching::Walk;
-use crate::planes::Plane;
+use crate::members::{Member, Worker};
+use crate::placements::Placement;
 use crate::records::CHUNK;
-use crate::sets::Move;
+use crate::shared::{Block, SharedState};
 use crate::sync::be_the_writer;
+use crate::yielding_lock::Publish;
 
 const SCHEME: Scheme = Scheme { size: 1, eagle: false };
 
 /// The slot of the first block behind those that `State::new` makes.
 const FIRST: u32 = 3;
 
-/// A core, and what its streams need to store into it.
+/// A `SharedState`, and what its streams need to store into it.
 struct State {
-    core: Core,
+    shared: SharedState,
     context: u32,
-    plane: u16,
+    placement: u16,
 }
 
 impl State {
     /// Two streams without blocks.
     fn empty() -> Self {
         // Not a secret: orders are tried again, and must lead to the same places.
-        let mut core = Core::with_secret(Limits::default(), Secret(3, 5));
+        let mut shared = SharedState::with_secret(Limits::default(), Secret(3, 5));
         for number in 0..2_u32 {
             let worker = Arc::new(Worker {
                 source: number.to_string(),
@@ -48,24 +49,28 @@ impl State {
                 schemes: Vec::new(),
                 blocks: AtomicUsize::new(0),
             };
-            core.join(number, member);
-            core.use_scheme(number, SCHEME);
+            shared.join(number, member);
+            shared.use_scheme(number, SCHEME);
         }
-        let plane = Plane {
+        let placement = Placement {
             tier: "gpu".into(),
             locality: None,
             ownership: None,
             group: 0,
         };
-        let plane = core.view.change().planes.retain(plane).unwrap();
+        let placement = shared.view.change().placements.retain(placement).unwrap();
         let context = Context {
             scheme: SCHEME,
             lora: 0,
             salt: 0,
         };
-        let context = core.contexts.retain(context).unwrap();
-        core.publish();
-        Self { core, context, plane }
+        let context = shared.contexts.retain(context).unwrap();
+        shared.publish();
+        Self {
+            shared,
+            context,
+            placement,
+        }
     }
 
     /// Two streams with three blocks, so that all sets of holders that the models need are there. New ones would be published under the lock,
@@ -91,17 +96,17 @@ impl State {
             local,
             context: self.context,
             keyed: false,
-            key_spot: self.core.spot(key),
-            hash_spot: self.core.spot(key),
+            key_spot: self.shared.spot(key),
+            hash_spot: self.shared.spot(key),
         };
-        let held = self.core.hold(&block, parent, self.plane, stream, &mut Move::default());
+        let held = self.shared.hold(&block, parent, self.placement, stream, &mut Move::default());
         held.unwrap().0
     }
 
     /// Adds or removes a holder of a block, and the block with its last one.
     fn toggle(&mut self, stream: u32, number: u32) {
-        self.core.toggle(number, self.plane, stream, &mut Move::default());
-        self.core.sweep(number);
+        self.shared.toggle(number, self.placement, stream, &mut Move::default());
+        self.shared.sweep(number);
     }
 }
 
@@ -118,7 +123,7 @@ fn look_beside(
     let (seen, write) = (all.clone(), Arc::new(write));
     loom::model(move || {
         let mut state = make();
-        let (view, context, write) = (state.core.view.reader(), state.context, write.clone());
+        let (view, context, write) = (state.shared.view.reader(), state.context, write.clone());
         let writer = loom::thread::spawn(move || {
             be_the_writer();
             write(&mut state);
@@ -151,7 +156,7 @@ fn a_slot_is_read_as_a_whole() {
         assert_eq!(state.hold(0, &[1], None), FIRST);
         state.hold(1, &[1], None);
         assert_eq!(state.hold(0, &[1, 2], Some(FIRST)), FIRST + 1);
-        state.core.publish();
+        state.shared.publish();
         state
     };
     let (found, unsound) = look_beside(&[1, 2], make, |state| {
@@ -161,7 +166,7 @@ fn a_slot_is_read_as_a_whole() {
             FIRST + 1,
             "it takes the slot of the other"
         );
-        state.core.publish();
+        state.shared.publish();
     });
     assert_eq!(found, BTreeSet::from([vec![(0, 2), (1, 1)], vec![(0, 1), (1, 1)]]));
     assert!(unsound > 0);
@@ -173,18 +178,18 @@ fn look_at_two_chunks(loses_first: bool) -> BTreeSet<Found> {
         let mut state = State::new();
         assert_eq!(state.hold(0, &[1], None), FIRST);
         // The rest of the chunk.
-        while state.core.records.take(Some(FIRST), CHUNK).unwrap().first < CHUNK as u32 {}
-        state.core.records.give(CHUNK as u32, CHUNK as u32);
+        while state.shared.records.take(Some(FIRST), CHUNK).unwrap().first < CHUNK as u32 {}
+        state.shared.records.give(CHUNK as u32, CHUNK as u32);
         assert_eq!(state.hold(0, &[1, 2], Some(FIRST)), CHUNK as u32);
         state.toggle(1, if loses_first { FIRST } else { CHUNK as u32 });
-        state.core.publish();
+        state.shared.publish();
         state
     };
     let (found, unsound) = look_beside(&[1, 2], make, move |state| {
         let numbers = [FIRST, CHUNK as u32];
         for number in if loses_first { numbers } else { [numbers[1], numbers[0]] } {
             state.toggle(1, number);
-            state.core.publish();
+            state.shared.publish();
         }
     });
     assert!(unsound > 0);
@@ -204,12 +209,12 @@ fn holders_are_known_before_slots_name_them() {
     let make = || {
         let mut state = State::empty();
         state.hold(0, &[1], None);
-        state.core.publish();
+        state.shared.publish();
         state
     };
     let (found, unsound) = look_beside(&[1], make, |state| {
         state.hold(1, &[1], None);
-        state.core.publish();
+        state.shared.publish();
     });
     assert_eq!(found, BTreeSet::from([vec![(0, 1)], vec![(0, 1), (1, 1)]]));
     assert!(unsound > 0);
@@ -221,14 +226,14 @@ fn memory_that_is_given_back_is_not_read() {
     let make = || {
         let mut state = State::empty();
         state.hold(0, &[1], None);
-        state.core.publish();
+        state.shared.publish();
         state
     };
     let (found, _) = look_beside(&[1], make, |state| {
         state.toggle(0, 0);
-        state.core.publish();
+        state.shared.publish();
         assert_eq!(state.hold(1, &[1], None), 0);
-        state.core.publish();
+        state.shared.publish();
     });
     assert_eq!(found, BTreeSet::from([vec![], vec![(0, 1)], vec![(1, 1)]]));
 }

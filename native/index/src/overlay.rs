@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crate::core::Worker;
+use crate::members::Worker;
 
 /// What was decided for one worker, a prompt at a time.
 #[derive(Debug)]

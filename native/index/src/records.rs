@@ -1,8 +1,8 @@
 //! What the index knows about single blocks, by the number of their slot.
 //!
-//! Blocks of a chain lie side by side: a *run* is a row of slots of one chunk each of which is *linked* to the one before it. Whoever walks
-//! along a prompt compares the hashes of its blocks with those of a run, one after the other, as they lie in memory; only the first
-//! block of a run, its *head*, is found by its rolling key, in the table of heads (`crate::core`).
+//! Blocks of a chain are adjacent: a *run* is a row of slots of one chunk, each *linked* to the one before it. A lookup of a
+//! prompt compares the hashes of its blocks with those of a run, one after the other, in the order of memory; only the first
+//! block of a run, its *head*, is found by its rolling key, in the table of heads (`crate::shared`).
 //!
 //! Of a linked block the local hash is stored, of a head the rolling key. The key of a linked block is rolled from the head, or from the last
 //! of the keys that are stored for every eighth slot.
@@ -11,16 +11,16 @@
 //! the parent's key in that context.
 //!
 //! Lookups read slots while a writer goes on: all that is in a slot is an atomic number, and each chunk has a version, which is odd from its
-//! first change on until `Records::publish`. Whoever finds a chunk's version even, and the same at the end, has read what was true at
-//! one moment; the writer waits for nobody.
+//! first change on until `Records::publish`. A reader that finds a chunk's version even, and the same at the end, has read what was true at
+//! one moment; the writer never waits for readers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::holder_sets::EMPTY;
 use crate::keys;
-use crate::pages::Piece;
+use crate::page_pool::Piece;
 use crate::prefetch;
-use crate::sets::EMPTY;
 use crate::sync::{AtomicU32, AtomicU64, fence};
 
 /// It is found through the slot before it, and not by its key.
@@ -47,7 +47,7 @@ struct Slots {
     words: [AtomicU64; CHUNK],
     /// The engine's hash; streams with another hash for the same block keep theirs themselves.
     hashes: [AtomicU64; CHUNK],
-    /// Who holds it, a number in `Sets`, in the lower half; the number of its context, and flags, in the upper one.
+    /// The number of its set of holders in `Sets`, in the lower half; the number of its context, and flags, in the upper one.
     states: [AtomicU64; CHUNK],
 }
 
@@ -139,7 +139,7 @@ impl Memory {
         self.slots[0].words[(number & MASK) as usize].load(Ordering::Relaxed)
     }
 
-    /// Who holds it.
+    /// The set of its holders.
     #[inline]
     pub fn set(&self, number: u32) -> u32 {
         set_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
@@ -459,13 +459,13 @@ impl Records {
         self.slots(number).map_or(0, load)
     }
 
-    /// Who holds it.
+    /// The set of its holders.
     #[inline]
     pub fn set(&self, number: u32) -> u32 {
         set_in(self.state(number))
     }
 
-    /// Changes who holds it.
+    /// Changes the set of its holders.
     #[inline]
     pub fn put_set(&mut self, number: u32, set: u32) {
         let flags = self.flags(number);

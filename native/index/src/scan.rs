@@ -8,19 +8,18 @@
 mod describe;
 mod extra;
 pub(crate) mod layouts;
-mod reader;
 mod schema;
 #[cfg(test)]
 pub(crate) mod tests;
 
 use std::num::NonZeroU32;
 
+use crate::msgpack::Reader;
 use crate::tokens::{self, Lengths};
 
 #[cfg(any(test, feature = "testing"))]
 pub use describe::{Described, OwnedExtra, OwnedId, describe};
 pub use extra::{Extra, Id, extra_keys};
-pub use reader::{Int, Reader};
 pub use schema::{Limits, Schema};
 
 use schema::Layout;
@@ -230,7 +229,7 @@ impl Scratch {
 /// Timestamps in seconds; one above is in milliseconds, or wrong. As in `kvevents.wire.tolerant`.
 pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
-/// Levels of containers in elements of a batch that nobody knows yet.
+/// Levels of containers in elements of a batch that are not known yet.
 const SKIPPED_NESTING: usize = 8;
 
 /// Reads `payload` into `scratch`, or answers None: not a batch that this scanner reads. The scratch then holds nothing of use.

@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use hashbrown::HashTable;
 
-use crate::core::{Block, ByHash, Core};
-use crate::gate::{Gate, WORK_PER_HOLD, Writer};
 use crate::hasher::Secret;
+use crate::holder_sets::{EMPTY, Move};
 use crate::keys::Scheme;
-use crate::planes::{Plane, Rules};
+use crate::pending::{Queue, Waiting};
+use crate::placements::{Placement, Rules};
 use crate::records::{Records, Row};
-use crate::sets::{EMPTY, Move};
-use crate::steps;
-use crate::table::{Reach, Seat, Spot, Stage, Table};
-use crate::waiting::{Queue, Waiting};
+use crate::shared::{Block, ByHash, SharedState};
+use crate::step_counter;
+use crate::table::{Reach, Seat, Stage, Table, TableHash};
+use crate::yielding_lock::{WORK_PER_HOLD, Writer, YieldingRwLock};
 
 /// A block under another hash than its record has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ impl Counters {
         *self.rejected.entry((kind.chars().take(64).collect(), reason)).or_default() += 1;
     }
 
-    /// Adds those of a stream that has ended.
+    /// Adds the counters of a stream that has ended.
     pub fn add(&mut self, other: &Self) {
         for ((kind, reason), count) in &other.rejected {
             *self.rejected.entry((kind.clone(), reason)).or_default() += count;
@@ -69,10 +69,10 @@ impl Counters {
     }
 }
 
-/// A plane that the stream has named.
+/// A placement that the stream has named.
 #[derive(Clone, Copy, Debug)]
-struct Own {
-    plane: u16,
+struct ProcessOwned {
+    placement: u16,
     /// The part of a digest that it stands for.
     mark: u64,
     /// Blocks held there.
@@ -88,7 +88,7 @@ const FIRST_LOOKS: usize = 1 << 20;
 const ALIKE_PER_BYTE: usize = 16;
 /// How many of those are kept for payloads that come.
 const ALIKE_KEPT: usize = 1 << 20;
-/// Blocks of one hash that are looked at even where there is none left.
+/// Blocks of one hash that are looked at although none may be left.
 const FEW_ALIKE: usize = 8;
 /// Entries of a table from which on it does not move while others wait.
 const LARGE: usize = 1 << 14;
@@ -102,11 +102,11 @@ pub struct Stream {
     pub number: u32,
     /// Which life of the publisher.
     pub incarnation: i64,
-    /// The same for those who do not have it locked.
+    /// The same for threads that do not hold its lock.
     pub life: Arc<AtomicI64>,
     /// Number of the last batch; -1 before the first.
     pub last: i64,
-    /// Blocks, however many planes each is on.
+    /// Blocks, however many placements each is on.
     pub blocks: usize,
     /// Order-free digest of what is resident.
     pub digest: u128,
@@ -116,9 +116,9 @@ pub struct Stream {
     pub waiting: Queue,
     /// What went wrong.
     pub counters: Counters,
-    /// Removed from the index; whoever still has it must look it up again.
+    /// Removed from the index; a caller that still has it must look it up again.
     pub gone: bool,
-    /// Planes by what events call them.
+    /// Placements by what events call them.
     pub places: Vec<(Place, u16)>,
     /// Bytes that are counted for it in the shared part.
     pub counted: usize,
@@ -130,7 +130,7 @@ pub struct Stream {
     several_len: usize,
     /// Copies beyond the first.
     copies: HashMap<(u32, u16), u32>,
-    own: Vec<Own>,
+    own: Vec<ProcessOwned>,
     /// How this life has cut prompts.
     schemes: Vec<Scheme>,
     looks: usize,
@@ -144,7 +144,7 @@ pub struct Stream {
     removed: Move,
 }
 
-/// What an event calls a plane.
+/// What an event calls a placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Bytes of the medium.
@@ -170,13 +170,13 @@ pub struct Placed {
 
 /// One copy's part of a digest.
 #[inline]
-fn mark(hash: u64, key: u64, plane: u64) -> u128 {
+fn mark(hash: u64, key: u64, placement: u64) -> u128 {
     let fold = |a: u64, b: u64| {
         let product = u128::from(a) * u128::from(b);
         (product as u64) ^ ((product >> 64) as u64)
     };
-    let low = fold(hash ^ 0xA076_1D64_78BD_642F, key ^ plane ^ 0xE703_7ED1_A0B4_28DB);
-    let high = fold(hash ^ plane ^ 0x8EBC_6AF0_9C88_C6E3, key ^ 0x5899_65CC_7537_4CC3);
+    let low = fold(hash ^ 0xA076_1D64_78BD_642F, key ^ placement ^ 0xE703_7ED1_A0B4_28DB);
+    let high = fold(hash ^ placement ^ 0x8EBC_6AF0_9C88_C6E3, key ^ 0x5899_65CC_7537_4CC3);
     u128::from(fold(high ^ 0x1D8E_4E27_C47D_124F, low | 1)) << 64 | u128::from(low)
 }
 
@@ -232,17 +232,17 @@ impl Stream {
             + self.waiting.bytes()
     }
 
-    /// Copies beyond the first of each block and plane.
+    /// Copies beyond the first of each block and placement.
     pub fn copies(&self) -> usize {
         self.copies.values().map(|&extra| extra as usize).sum()
     }
 
-    /// Planes that the stream has named, and the blocks held on each.
+    /// Placements that the stream has named, and the blocks held on each.
     pub fn held(&self) -> impl Iterator<Item = (u16, usize)> + '_ {
-        self.own.iter().map(|own| (own.plane, own.held))
+        self.own.iter().map(|own| (own.placement, own.held))
     }
 
-    /// Tokens per block that this life has told of.
+    /// Tokens per block, as this incarnation has announced them.
     pub fn sizes(&self) -> Vec<u32> {
         let mut sizes: Vec<u32> = Vec::new();
         for scheme in &self.schemes {
@@ -255,34 +255,34 @@ impl Stream {
 
     /// Notes how a life cuts prompts; false where it did so in too many ways.
     #[inline]
-    pub fn cut_by(&mut self, core: &mut Core, scheme: Scheme) -> bool {
-        self.schemes.contains(&scheme) || self.cut_anew(core, scheme)
+    pub fn cut_by(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
+        self.schemes.contains(&scheme) || self.cut_anew(shared, scheme)
     }
 
     #[cold]
-    fn cut_anew(&mut self, core: &mut Core, scheme: Scheme) -> bool {
-        if self.schemes.len() >= core.limits.block_sizes {
+    fn cut_anew(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
+        if self.schemes.len() >= shared.limits.block_sizes {
             return false;
         }
         self.schemes.push(scheme);
-        core.use_scheme(self.number, scheme);
+        shared.use_scheme(self.number, scheme);
         true
     }
 
-    /// The number of a plane that the stream names from now on; None when there are too many.
-    pub fn use_plane(&mut self, core: &mut Core, plane: Plane) -> Option<u16> {
-        let mark = plane.digest();
-        let number = core.view.change().planes.retain(plane)?;
-        if self.own.iter().any(|own| own.plane == number) {
-            core.view.change().planes.release(number);
+    /// The number of a placement that the stream names from now on; None when there are too many.
+    pub fn use_placement(&mut self, shared: &mut SharedState, placement: Placement) -> Option<u16> {
+        let mark = placement.digest();
+        let number = shared.view.change().placements.retain(placement)?;
+        if self.own.iter().any(|own| own.placement == number) {
+            shared.view.change().placements.release(number);
             return Some(number);
         }
-        if self.own.len() >= core.limits.places {
-            core.view.change().planes.release(number);
+        if self.own.len() >= shared.limits.places {
+            shared.view.change().placements.release(number);
             return None;
         }
-        self.own.push(Own {
-            plane: number,
+        self.own.push(ProcessOwned {
+            placement: number,
             mark,
             held: 0,
         });
@@ -290,9 +290,9 @@ impl Stream {
     }
 
     /// Begins a life of another publisher: nothing of the one before holds.
-    pub fn begin(&mut self, writer: &mut Writer<'_, Core>, incarnation: i64) {
+    pub fn begin(&mut self, writer: &mut Writer<'_, SharedState>, incarnation: i64) {
         self.forget(writer);
-        self.leave_planes(writer);
+        self.leave_placements(writer);
         self.rules = Rules::default();
         self.schemes.clear();
         self.looks = FIRST_LOOKS;
@@ -304,19 +304,19 @@ impl Stream {
     }
 
     /// Leaves the shared part, with all that it holds.
-    pub fn quit(&mut self, writer: &mut Writer<'_, Core>) {
+    pub fn quit(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.forget(writer);
-        self.leave_planes(writer);
+        self.leave_placements(writer);
         writer.leave(self.number);
         writer.streams_bytes = writer.streams_bytes.wrapping_sub(self.counted);
         self.counted = 0;
     }
 
-    /// Gives back the planes that it named, on which it holds nothing any more.
-    pub fn leave_planes(&mut self, core: &mut Core) {
+    /// Gives back the placements that it named, on which it holds nothing any more.
+    pub fn leave_placements(&mut self, shared: &mut SharedState) {
         self.places.clear();
         for own in self.own.drain(..) {
-            core.view.change().planes.release(own.plane);
+            shared.view.change().placements.release(own.placement);
         }
     }
 
@@ -330,7 +330,7 @@ impl Stream {
             || self.foreign.capacity() > LARGE && self.is_loose()
     }
 
-    /// Has those tables moved, while nobody waits for the shared part.
+    /// Moves those tables, while no thread waits for the shared part.
     pub fn make_room(&mut self, blocks: usize, secret: Secret) {
         if self.foreign.capacity() > LARGE && self.is_loose() {
             self.foreign
@@ -345,7 +345,7 @@ impl Stream {
 
     /// Counts work, as `Writer::spend`, and makes room for what comes next.
     #[inline]
-    pub fn spend(&mut self, writer: &mut Writer<'_, Core>, work: usize) {
+    pub fn spend(&mut self, writer: &mut Writer<'_, SharedState>, work: usize) {
         if writer.spend(work) && self.is_tight(2 * WORK_PER_HOLD) {
             let secret = writer.secret;
             writer.unlocked(|| self.make_room(2 * WORK_PER_HOLD, secret));
@@ -358,7 +358,7 @@ impl Stream {
 
     /// Asks for the memory that is looked at for a hash, in the stages of a table.
     #[inline]
-    pub fn prefetch(&self, spot: Spot, stage: Stage) {
+    pub fn prefetch(&self, spot: TableHash, stage: Stage) {
         self.table.prefetch(spot, stage);
     }
 
@@ -368,39 +368,41 @@ impl Stream {
         self.table.reach()
     }
 
-    fn foreign_of(&self, core: &Core, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {
+    fn foreign_of(&self, shared: &SharedState, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {
         if self.foreign.is_empty() {
             return None;
         }
         self.foreign
-            .find(core.secret.place(hash), |entry| entry.hash == hash && fits(entry.number))
+            .find(shared.secret.place(hash), |entry| entry.hash == hash && fits(entry.number))
             .map(|entry| entry.number)
     }
 
     /// The record of the block that `hash` means, the most recently stored one of several.
     #[inline]
-    pub fn newest(&self, core: &Core, hash: u64) -> Option<u32> {
+    pub fn newest(&self, shared: &SharedState, hash: u64) -> Option<u32> {
         if !self.several.is_empty()
             && let Some(list) = self.several.get(&hash)
         {
             return list.last().copied();
         }
-        let found = self.table.find(core.spot(hash), |number| core.records.hash(number) == hash);
-        found.or_else(|| self.foreign_of(core, hash, |_| true))
+        let found = self
+            .table
+            .find(shared.spot(hash), |number| shared.records.hash(number) == hash);
+        found.or_else(|| self.foreign_of(shared, hash, |_| true))
     }
 
     /// The record of a block, if the stream holds that one.
-    pub fn find(&self, core: &Core, block: &Block, parent: Option<u32>) -> Option<u32> {
-        let same = |number| is_block(core, number, block, parent);
+    pub fn find(&self, shared: &SharedState, block: &Block, parent: Option<u32>) -> Option<u32> {
+        let same = |number| is_block(shared, number, block, parent);
         let found = self.table.find(block.hash_spot, |number| {
-            core.records.hash(number) == block.hash && same(number)
+            shared.records.hash(number) == block.hash && same(number)
         });
-        found.or_else(|| self.foreign_of(core, block.hash, same))
+        found.or_else(|| self.foreign_of(shared, block.hash, same))
     }
 
     /// One copy more of a block. `parent` is the record of its parent, if that is known. None when there are too many like it.
     #[inline]
-    pub fn place(&mut self, core: &mut Core, block: &Block, plane: u16, parent: Option<u32>) -> Option<Placed> {
+    pub fn place(&mut self, shared: &mut SharedState, block: &Block, placement: u16, parent: Option<u32>) -> Option<Placed> {
         let hash = block.hash;
         if !self.may_look(hash) {
             return None;
@@ -408,30 +410,30 @@ impl Stream {
         let seat = self.table.seat(block.hash_spot);
         let (mut known, mut own, mut looks) = (None, None, 0);
         self.table.for_each_match_at(seat, |number| {
-            looks += if parent.is_none() && core.records.is_linked(number) {
+            looks += if parent.is_none() && shared.records.is_linked(number) {
                 LOOKS_PER_KEY
             } else {
                 1
             };
-            if core.records.hash(number) == hash {
+            if shared.records.hash(number) == hash {
                 known = Some(number);
-                if is_block(core, number, block, parent) {
+                if is_block(shared, number, block, parent) {
                     own = known;
                 }
             }
             own.is_none()
         });
         if own.is_none() && !self.foreign.is_empty() {
-            own = self.foreign_of(core, hash, |number| is_block(core, number, block, parent));
-            known = known.or_else(|| self.foreign_of(core, hash, |_| true));
+            own = self.foreign_of(shared, hash, |number| is_block(shared, number, block, parent));
+            known = known.or_else(|| self.foreign_of(shared, hash, |_| true));
         }
-        steps::count(looks);
+        step_counter::count(looks);
         if !self.several.is_empty() {
             self.alike = self.alike.saturating_sub(looks);
         }
         self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK);
         if let Some(number) = own {
-            self.copy(core, hash, number, plane);
+            self.copy(shared, hash, number, placement);
             self.renew(hash, number);
             return Some(Placed {
                 number,
@@ -439,16 +441,16 @@ impl Stream {
                 is_new: false,
             });
         }
-        let limit = core.limits.blocks_per_hash;
+        let limit = shared.limits.blocks_per_hash;
         if known.is_some() && self.several.get(&hash).is_some_and(|list| list.len() >= limit) {
             return None;
         }
-        let (number, is_new) = core.hold(block, parent, plane, self.number, &mut self.added)?;
-        self.enter(core, block, seat, number, is_new);
+        let (number, is_new) = shared.hold(block, parent, placement, self.number, &mut self.added)?;
+        self.enter(shared, block, seat, number, is_new);
         self.blocks += 1;
-        self.count_in(hash, block.key, plane);
+        self.count_in(hash, block.key, placement);
         if let Some(other) = known {
-            steps::count_growth(self.several.len(), self.several.capacity());
+            step_counter::count_growth(self.several.len(), self.several.capacity());
             let list = self.several.entry(hash).or_insert_with(|| vec![other]);
             self.several_len += if list.len() == 1 { 2 } else { 1 };
             list.push(number);
@@ -462,39 +464,39 @@ impl Stream {
 
     /// Whether the stream holds some block of this hash.
     #[inline]
-    pub fn knows(&self, core: &Core, hash: u64, seat: Seat) -> bool {
+    pub fn knows(&self, shared: &SharedState, hash: u64, seat: Seat) -> bool {
         let mut found = false;
         self.table.for_each_match_at(seat, |number| {
-            found = core.records.hash(number) == hash;
+            found = shared.records.hash(number) == hash;
             !found
         });
-        found || self.foreign_of(core, hash, |_| true).is_some()
+        found || self.foreign_of(shared, hash, |_| true).is_some()
     }
 
     /// Where a hash belongs in the stream's table.
     #[inline]
-    pub fn seat(&self, spot: Spot) -> Seat {
+    pub fn seat(&self, spot: TableHash) -> Seat {
         self.table.seat(spot)
     }
 
     /// Enters a record under the hash of its block.
     #[inline]
-    fn enter(&mut self, core: &Core, block: &Block, seat: Seat, number: u32, is_new: bool) {
+    fn enter(&mut self, shared: &SharedState, block: &Block, seat: Seat, number: u32, is_new: bool) {
         let hash = block.hash;
-        if is_new || core.records.hash(number) == hash {
-            self.enter_own(core, block.hash_spot, seat, number);
+        if is_new || shared.records.hash(number) == hash {
+            self.enter_own(shared, block.hash_spot, seat, number);
         } else {
-            let place = core.secret.place(hash);
-            steps::count_growth(self.foreign.len(), self.foreign.capacity());
+            let place = shared.secret.place(hash);
+            step_counter::count_growth(self.foreign.len(), self.foreign.capacity());
             self.foreign
-                .insert_unique(place, Foreign { hash, number }, |entry| core.secret.place(entry.hash));
+                .insert_unique(place, Foreign { hash, number }, |entry| shared.secret.place(entry.hash));
         }
     }
 
     /// Enters a record under its own hash.
     #[inline]
-    pub fn enter_own(&mut self, core: &Core, spot: Spot, seat: Seat, number: u32) {
-        let hashes = ByHash(&core.records, core.secret);
+    pub fn enter_own(&mut self, shared: &SharedState, spot: TableHash, seat: Seat, number: u32) {
+        let hashes = ByHash(&shared.records, shared.secret);
         self.table.insert_at(seat, spot, number, &hashes);
     }
 
@@ -513,34 +515,34 @@ impl Stream {
 
     /// One copy more of a block that the stream knows.
     #[inline]
-    pub fn copy(&mut self, core: &mut Core, hash: u64, number: u32, plane: u16) {
-        let key = core.records.key(number);
-        if core.sets.holds(core.records.set(number), plane, self.number) {
-            steps::count_growth(self.copies.len(), self.copies.capacity());
-            let extra = self.copies.entry((number, plane)).or_default();
+    pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
+        let key = shared.records.key(number);
+        if shared.sets.holds(shared.records.set(number), placement, self.number) {
+            step_counter::count_growth(self.copies.len(), self.copies.capacity());
+            let extra = self.copies.entry((number, placement)).or_default();
             *extra = extra.saturating_add(1);
-            let mark = mark(hash, key, self.own(plane).mark);
+            let mark = mark(hash, key, self.own(placement).mark);
             self.digest = self.digest.wrapping_add(mark);
         } else {
-            core.toggle(number, plane, self.number, &mut self.added);
-            self.count_in(hash, key, plane);
+            shared.toggle(number, placement, self.number, &mut self.added);
+            self.count_in(hash, key, placement);
         }
     }
 
-    /// Counts the first copy of a block on a plane.
+    /// Counts the first copy of a block on a placement.
     #[inline]
-    fn count_in(&mut self, hash: u64, key: u64, plane: u16) {
-        let own = self.own(plane);
+    fn count_in(&mut self, hash: u64, key: u64, placement: u16) {
+        let own = self.own(placement);
         own.held += 1;
         let mark = mark(hash, key, own.mark);
         self.digest = self.digest.wrapping_add(mark);
     }
 
-    /// Counts blocks that are new on a plane, and were entered.
+    /// Counts blocks that are new on a placement, and were entered.
     #[inline]
-    pub fn count_new(&mut self, hashes: &[u64], keys: &[u64], plane: u16) {
+    pub fn count_new(&mut self, hashes: &[u64], keys: &[u64], placement: u16) {
         let count = hashes.len();
-        let own = self.own(plane);
+        let own = self.own(placement);
         own.held += count;
         let part = own.mark;
         let sum = |sum: u128, (&hash, &key): (&u64, &u64)| sum.wrapping_add(mark(hash, key, part));
@@ -549,18 +551,18 @@ impl Stream {
         self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK * count);
     }
 
-    /// A plane that the stream has named.
+    /// A placement that the stream has named.
     #[inline]
-    fn own(&mut self, plane: u16) -> &mut Own {
-        let found = self.own.iter_mut().find(|own| own.plane == plane);
-        found.expect("a stream names a plane before it has blocks there")
+    fn own(&mut self, placement: u16) -> &mut ProcessOwned {
+        let found = self.own.iter_mut().find(|own| own.placement == placement);
+        found.expect("a stream names a placement before it has blocks there")
     }
 
-    /// Takes one copy from the oldest block of each of a few hashes on `plane`, or from what waits; counts those of which there is none.
-    pub fn remove(&mut self, core: &mut Core, hashes: &[u64], plane: u16, leaving: &mut Vec<Leaving>) {
+    /// Takes one copy from the oldest block of each of a few hashes on `placement`, or from a pending block; counts the hashes that have no copy.
+    pub fn remove(&mut self, shared: &mut SharedState, hashes: &[u64], placement: u16, leaving: &mut Vec<Leaving>) {
         leaving.clear();
         leaving.extend(hashes.iter().map(|&hash| {
-            let spot = core.spot(hash);
+            let spot = shared.spot(hash);
             Leaving {
                 hash,
                 spot,
@@ -574,26 +576,33 @@ impl Stream {
                 false
             });
             if let Some(number) = each.number {
-                core.records.prefetch_all(number);
+                shared.records.prefetch_all(number);
             }
         }
-        let (mut gone, mut keys) = (Gone::new(self.own(plane).mark), KeyCache::default());
+        let (mut gone, mut keys) = (Gone::new(self.own(placement).mark), KeyCache::default());
         for each in leaving {
-            if self.remove_single(core, each, plane, &mut keys, &mut gone) {
+            if self.remove_single(shared, each, placement, &mut keys, &mut gone) {
                 continue;
             }
-            self.settle(core, plane, &mut gone);
-            if !self.remove_oldest(core, each.hash, plane) && !self.waiting.remove(each.hash, plane) {
+            self.settle(shared, placement, &mut gone);
+            if !self.remove_oldest(shared, each.hash, placement) && !self.waiting.remove(each.hash, placement) {
                 self.counters.unknown += 1;
             }
         }
-        self.settle(core, plane, &mut gone);
+        self.settle(shared, placement, &mut gone);
     }
 
     /// The usual case: a hash means one block, of which there is one copy. What all such blocks change alike is only noted, and that
     /// their records are to be forgotten. False, and nothing has changed, in all other cases.
     #[inline]
-    fn remove_single(&mut self, core: &mut Core, leaving: &Leaving, plane: u16, keys: &mut KeyCache, gone: &mut Gone) -> bool {
+    fn remove_single(
+        &mut self,
+        shared: &mut SharedState,
+        leaving: &Leaving,
+        placement: u16,
+        keys: &mut KeyCache,
+        gone: &mut Gone,
+    ) -> bool {
         let Leaving {
             hash,
             spot,
@@ -605,41 +614,42 @@ impl Stream {
         }
         let seat = self.table.seat_again(seat, spot);
         // Another block with the same tag is rare, and so is one that this event has removed already, whose set is empty.
-        let is_meant = |number: u32| core.records.hash(number) == hash && core.records.is_used(number);
+        let is_meant = |number: u32| shared.records.hash(number) == hash && shared.records.is_used(number);
         let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
         };
-        if !self.copies.is_empty() && self.copies.contains_key(&(number, plane)) {
+        if !self.copies.is_empty() && self.copies.contains_key(&(number, placement)) {
             return false;
         }
-        let set = core.records.set(number);
+        let set = shared.records.set(number);
         if set == gone.from {
             gone.moved += 1;
         } else {
-            core.sets.move_all(gone.from, gone.to, std::mem::take(&mut gone.moved));
+            shared.sets.move_all(gone.from, gone.to, std::mem::take(&mut gone.moved));
             gone.from = NONE;
-            if !core.sets.holds(set, plane, self.number) {
+            if !shared.sets.holds(set, placement, self.number) {
                 return false;
             }
-            let rest = core.sets.moved(set, plane, self.number, &mut self.removed);
-            (gone.from, gone.to, gone.leaves) = (set, rest, !core.sets.knows(rest, self.number));
+            let rest = shared.sets.moved(set, placement, self.number, &mut self.removed);
+            (gone.from, gone.to, gone.leaves) = (set, rest, !shared.sets.knows(rest, self.number));
         }
-        let mark = mark(hash, keys.key(&core.records, number), gone.part);
+        let mark = mark(hash, keys.key(&shared.records, number), gone.part);
         gone.digest = gone.digest.wrapping_add(mark);
         gone.held += 1;
-        core.records.put_set(number, gone.to);
+        shared.records.put_set(number, gone.to);
         if gone.leaves {
-            self.table.remove_at(seat, spot, number, &ByHash(&core.records, core.secret));
+            self.table
+                .remove_at(seat, spot, number, &ByHash(&shared.records, shared.secret));
             self.blocks -= 1;
         }
         if gone.to == EMPTY && !gone.row.extend(number) {
-            core.forget_row(std::mem::replace(&mut gone.row, Row::of(number)));
+            shared.forget_row(std::mem::replace(&mut gone.row, Row::of(number)));
         }
         true
     }
 
     /// Changes what was noted.
-    fn settle(&mut self, core: &mut Core, plane: u16, gone: &mut Gone) {
+    fn settle(&mut self, shared: &mut SharedState, placement: u16, gone: &mut Gone) {
         let Gone {
             from,
             to,
@@ -649,15 +659,15 @@ impl Stream {
             row,
             ..
         } = std::mem::replace(gone, Gone::new(gone.part));
-        core.sets.move_all(from, to, moved);
+        shared.sets.move_all(from, to, moved);
         self.digest = self.digest.wrapping_sub(digest);
-        self.own(plane).held -= held;
-        core.forget_row(row);
+        self.own(placement).held -= held;
+        shared.forget_row(row);
     }
 
     /// Takes one copy of a hash that several blocks may have, of which there are copies, or of a block whose record has another one.
     #[inline(never)]
-    fn remove_oldest(&mut self, core: &mut Core, hash: u64, plane: u16) -> bool {
+    fn remove_oldest(&mut self, shared: &mut SharedState, hash: u64, placement: u16) -> bool {
         if !self.may_look(hash) {
             self.is_spent = true;
             return false;
@@ -665,38 +675,38 @@ impl Stream {
         let mut looks = 0;
         let held = |number: &u32| {
             looks += 1;
-            core.sets.holds(core.records.set(*number), plane, self.number)
+            shared.sets.holds(shared.records.set(*number), placement, self.number)
         };
         let found = match self.several.get(&hash) {
             Some(list) => list.iter().copied().find(held),
-            None => self.newest(core, hash).filter(held),
+            None => self.newest(shared, hash).filter(held),
         };
-        steps::count(looks);
+        step_counter::count(looks);
         self.alike = self.alike.saturating_sub(looks);
         let Some(number) = found else { return false };
-        let key = core.records.key(number);
-        let mark = mark(hash, key, self.own(plane).mark);
+        let key = shared.records.key(number);
+        let mark = mark(hash, key, self.own(placement).mark);
         self.digest = self.digest.wrapping_sub(mark);
-        if self.remove_copy(number, plane) {
+        if self.remove_copy(number, placement) {
             return true;
         }
-        core.toggle(number, plane, self.number, &mut self.removed);
-        self.own(plane).held -= 1;
-        if !core.sets.knows(core.records.set(number), self.number) {
-            self.leave(core, hash, number);
+        shared.toggle(number, placement, self.number, &mut self.removed);
+        self.own(placement).held -= 1;
+        if !shared.sets.knows(shared.records.set(number), self.number) {
+            self.leave(shared, hash, number);
         }
         true
     }
 
-    /// Takes one of the copies beyond the first; false if there is none.
+    /// Removes one of the copies beyond the first; false if there is only one.
     #[inline]
-    fn remove_copy(&mut self, number: u32, plane: u16) -> bool {
-        let Some(extra) = self.copies.get_mut(&(number, plane)) else {
+    fn remove_copy(&mut self, number: u32, placement: u16) -> bool {
+        let Some(extra) = self.copies.get_mut(&(number, placement)) else {
             return false;
         };
         *extra -= 1;
         if *extra == 0 {
-            self.copies.remove(&(number, plane));
+            self.copies.remove(&(number, placement));
             if self.copies.is_empty() {
                 self.copies = HashMap::new();
             }
@@ -705,19 +715,19 @@ impl Stream {
     }
 
     /// Forgets a block that the stream holds nowhere any more.
-    fn leave(&mut self, core: &mut Core, hash: u64, number: u32) {
-        let place = core.secret.place(hash);
-        if core.records.hash(number) == hash {
-            self.table.remove(place, number, &ByHash(&core.records, core.secret));
+    fn leave(&mut self, shared: &mut SharedState, hash: u64, number: u32) {
+        let place = shared.secret.place(hash);
+        if shared.records.hash(number) == hash {
+            self.table.remove(place, number, &ByHash(&shared.records, shared.secret));
         } else if let Ok(entry) = self
             .foreign
             .find_entry(place, |entry| entry.hash == hash && entry.number == number)
         {
             entry.remove();
-            self.shrink_foreign(core);
+            self.shrink_foreign(shared);
         }
         if let Some(list) = self.several.get_mut(&hash) {
-            steps::count(list.len());
+            step_counter::count(list.len());
             self.alike = self.alike.saturating_sub(list.len());
             list.retain(|&other| other != number);
             self.several_len -= 1;
@@ -730,22 +740,22 @@ impl Stream {
             }
         }
         self.blocks -= 1;
-        core.sweep(number);
+        shared.sweep(number);
     }
 
-    fn shrink_foreign(&mut self, core: &Core) {
+    fn shrink_foreign(&mut self, shared: &SharedState) {
         let (length, capacity) = (self.foreign.len(), self.foreign.capacity());
         if length == 0 {
             self.foreign = HashTable::new();
         } else if (64..=LARGE).contains(&capacity) && self.is_loose() {
-            self.foreign.shrink_to(length * 2, |entry| core.secret.place(entry.hash));
+            self.foreign.shrink_to(length * 2, |entry| shared.secret.place(entry.hash));
         }
     }
 
-    /// Copies of a block on a plane.
-    pub fn count(&self, core: &Core, number: u32, plane: u16) -> u32 {
-        let held = core.sets.holds(core.records.set(number), plane, self.number);
-        u32::from(held) + self.copies.get(&(number, plane)).copied().unwrap_or(0)
+    /// Copies of a block on a placement.
+    pub fn count(&self, shared: &SharedState, number: u32, placement: u16) -> u32 {
+        let held = shared.sets.holds(shared.records.set(number), placement, self.number);
+        u32::from(held) + self.copies.get(&(number, placement)).copied().unwrap_or(0)
     }
 
     /// The blocks that share a hash, the oldest first; what `numbers` does not tell the order of.
@@ -768,7 +778,7 @@ impl Stream {
         self.foreign.iter().map(|entry| (entry.number, entry.hash))
     }
 
-    /// Whether there is one copy at most of each block on each plane.
+    /// Whether there is one copy at most of each block on each placement.
     pub fn is_single(&self) -> bool {
         self.copies.is_empty()
     }
@@ -801,7 +811,7 @@ impl Stream {
     }
 
     /// Forgets every block if a removal was left undone, since nothing may be credited that is gone. Says whether that was so.
-    pub fn give_up(&mut self, writer: &mut Writer<'_, Core>) -> bool {
+    pub fn remove_some_blocks(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         let is_spent = std::mem::take(&mut self.is_spent);
         if is_spent {
             self.forget(writer);
@@ -812,26 +822,26 @@ impl Stream {
     // --- the memory limit
 
     /// Counts its bytes in the shared part.
-    pub fn recount(&mut self, core: &mut Core) {
+    pub fn recount(&mut self, shared: &mut SharedState) {
         let bytes = self.bytes();
-        core.streams_bytes = core.streams_bytes.wrapping_add(bytes.wrapping_sub(self.counted));
+        shared.streams_bytes = shared.streams_bytes.wrapping_add(bytes.wrapping_sub(self.counted));
         self.counted = bytes;
     }
 
     /// Whether the memory limit lets this stream hold some blocks more. The last part of the memory is for streams that hold less than the
     /// others.
     #[inline]
-    pub fn may_grow(&mut self, core: &mut Core) -> bool {
-        match core.limits.memory {
+    pub fn may_grow(&mut self, shared: &mut SharedState) -> bool {
+        match shared.limits.memory {
             None => true,
-            Some(limit) => self.may_grow_within(core, limit),
+            Some(limit) => self.may_grow_within(shared, limit),
         }
     }
 
     #[cold]
-    fn may_grow_within(&mut self, core: &mut Core, limit: usize) -> bool {
-        self.recount(core);
-        let next = core.bytes() + core.streams_bytes + core.records.growth(WORK_PER_HOLD) + TABLE_GROWTH.min(limit / 8);
+    fn may_grow_within(&mut self, shared: &mut SharedState, limit: usize) -> bool {
+        self.recount(shared);
+        let next = shared.bytes() + shared.streams_bytes + shared.records.growth(WORK_PER_HOLD) + TABLE_GROWTH.min(limit / 8);
         if next > limit {
             return false;
         }
@@ -839,7 +849,7 @@ impl Stream {
             return true;
         }
         let blocks = |number: usize, known: usize| if number == self.number as usize { self.blocks } else { known };
-        let counts = (core.view.members.iter().enumerate())
+        let counts = (shared.view.members.iter().enumerate())
             .filter_map(|(number, member)| Some(blocks(number, member.as_ref()?.blocks.load(Ordering::Relaxed))))
             .filter(|&count| count > 0);
         let (sum, streams) = counts.fold((0, 0), |(sum, streams), count| (sum + count, streams + 1));
@@ -848,55 +858,67 @@ impl Stream {
 
     // --- snapshots
 
-    /// Takes in a block that the stream does not know, on planes with so many copies. Returns its record, or None where that cannot be.
+    /// Takes in a block that the stream does not know, on placements with so many copies. Returns its record, or None where that cannot be.
     #[inline]
-    pub fn put(&mut self, core: &mut Core, block: &Block, planes: &[(u16, u32)], parent: Option<u32>) -> Option<u32> {
+    pub fn put(
+        &mut self,
+        shared: &mut SharedState,
+        block: &Block,
+        placements: &[(u16, u32)],
+        parent: Option<u32>,
+    ) -> Option<u32> {
         let known = self.blocks;
-        let scheme = core.contexts.get(block.context).scheme;
-        if !self.cut_by(core, scheme) {
+        let scheme = shared.contexts.get(block.context).scheme;
+        if !self.cut_by(shared, scheme) {
             return None;
         }
-        let Placed { number, .. } = self.place(core, block, planes.first()?.0, parent)?;
+        let Placed { number, .. } = self.place(shared, block, placements.first()?.0, parent)?;
         if self.blocks == known {
             return None;
         }
-        for (at, &(plane, copies)) in planes.iter().enumerate() {
+        for (at, &(placement, copies)) in placements.iter().enumerate() {
             if at > 0 {
-                if core.sets.holds(core.records.set(number), plane, self.number) {
+                if shared.sets.holds(shared.records.set(number), placement, self.number) {
                     return None;
                 }
-                self.copy(core, block.hash, number, plane);
+                self.copy(shared, block.hash, number, placement);
             }
             let more = copies.checked_sub(1)?;
             if more > 0 {
-                self.copies.insert((number, plane), more);
-                let each = mark(block.hash, block.key, self.own(plane).mark);
+                self.copies.insert((number, placement), more);
+                let each = mark(block.hash, block.key, self.own(placement).mark);
                 self.digest = self.digest.wrapping_add(each.wrapping_mul(more.into()));
             }
         }
         Some(number)
     }
 
-    /// What a block on some planes is in a digest.
-    pub fn digest_of(&mut self, hash: u64, key: u64, planes: &[(u16, u32)]) -> u128 {
-        planes.iter().fold(0, |sum: u128, &(plane, copies)| {
-            let each = mark(hash, key, self.own(plane).mark);
+    /// What a block on some placements is in a digest.
+    pub fn digest_of(&mut self, hash: u64, key: u64, placements: &[(u16, u32)]) -> u128 {
+        placements.iter().fold(0, |sum: u128, &(placement, copies)| {
+            let each = mark(hash, key, self.own(placement).mark);
             sum.wrapping_add(each.wrapping_mul(copies.into()))
         })
     }
 
     /// Puts the blocks of one hash, given by key and context, in this order; those that were refused are passed over. Says whether these are
     /// its blocks.
-    pub fn reorder(&mut self, gate: &Gate<Core>, hash: u64, blocks: &[(u64, u32)], refused: bool) -> bool {
+    pub fn reorder(
+        &mut self,
+        shared_lock: &YieldingRwLock<SharedState>,
+        hash: u64,
+        blocks: &[(u64, u32)],
+        refused: bool,
+    ) -> bool {
         let Some(list) = self.several.get_mut(&hash) else {
             return refused;
         };
         let mut known: HashMap<(u64, u32), u32> = HashMap::with_capacity(list.len());
         for some in list.chunks(WORK_PER_HOLD) {
-            let core = gate.read();
+            let shared = shared_lock.read();
             known.extend(
                 some.iter()
-                    .map(|&number| ((core.records.key(number), core.records.context(number)), number)),
+                    .map(|&number| ((shared.records.key(number), shared.records.context(number)), number)),
             );
         }
         let mut ordered = Vec::with_capacity(list.len());
@@ -916,28 +938,28 @@ impl Stream {
 
     /// Holds a record in the place of another one of the same block. False, and nothing has changed, where it holds both, or that one under
     /// another hash than the record's.
-    pub fn exchange(&mut self, core: &mut Core, from: u32, to: u32) -> bool {
-        let hash = core.records.hash(from);
-        let spot = core.spot(hash);
-        let holds_both = core.sets.knows(core.records.set(to), self.number);
+    pub fn exchange(&mut self, shared: &mut SharedState, from: u32, to: u32) -> bool {
+        let hash = shared.records.hash(from);
+        let spot = shared.spot(hash);
+        let holds_both = shared.sets.knows(shared.records.set(to), self.number);
         if holds_both || self.table.find(spot, |number| number == from).is_none() {
             return false;
         }
-        let planes: Vec<u16> = core.sets.planes(core.records.set(from), self.number).collect();
-        for plane in planes {
-            core.toggle(from, plane, self.number, &mut self.removed);
-            core.toggle(to, plane, self.number, &mut self.added);
-            if let Some(extra) = self.copies.remove(&(from, plane)) {
-                self.copies.insert((to, plane), extra);
+        let placements: Vec<u16> = shared.sets.placements(shared.records.set(from), self.number).collect();
+        for placement in placements {
+            shared.toggle(from, placement, self.number, &mut self.removed);
+            shared.toggle(to, placement, self.number, &mut self.added);
+            if let Some(extra) = self.copies.remove(&(from, placement)) {
+                self.copies.insert((to, placement), extra);
             }
         }
-        self.table.remove(spot, from, &ByHash(&core.records, core.secret));
-        if core.records.hash(to) == hash {
-            self.table.insert(spot, to, &ByHash(&core.records, core.secret));
+        self.table.remove(spot, from, &ByHash(&shared.records, shared.secret));
+        if shared.records.hash(to) == hash {
+            self.table.insert(spot, to, &ByHash(&shared.records, shared.secret));
         } else {
-            let place = core.secret.place(hash);
+            let place = shared.secret.place(hash);
             self.foreign
-                .insert_unique(place, Foreign { hash, number: to }, |entry| core.secret.place(entry.hash));
+                .insert_unique(place, Foreign { hash, number: to }, |entry| shared.secret.place(entry.hash));
         }
         if let Some(list) = self.several.get_mut(&hash) {
             list.iter_mut()
@@ -949,21 +971,21 @@ impl Stream {
 
     // --- forgetting
 
-    /// Drops every copy of one block on the planes that `meant` says.
-    pub fn drop_block(&mut self, core: &mut Core, hash: u64, number: u32, meant: impl Fn(u16) -> bool) {
-        let planes: Vec<u16> = core
+    /// Drops every copy of one block on the placements that `meant` says.
+    pub fn drop_block(&mut self, shared: &mut SharedState, hash: u64, number: u32, meant: impl Fn(u16) -> bool) {
+        let placements: Vec<u16> = shared
             .sets
-            .planes(core.records.set(number), self.number)
-            .filter(|&plane| meant(plane))
+            .placements(shared.records.set(number), self.number)
+            .filter(|&placement| meant(placement))
             .collect();
-        if planes.is_empty() {
+        if placements.is_empty() {
             return;
         }
-        let key = core.records.key(number);
-        for plane in planes {
-            let copies = 1 + u128::from(self.copies.remove(&(number, plane)).unwrap_or(0));
-            core.toggle(number, plane, self.number, &mut self.removed);
-            let own = self.own(plane);
+        let key = shared.records.key(number);
+        for placement in placements {
+            let copies = 1 + u128::from(self.copies.remove(&(number, placement)).unwrap_or(0));
+            shared.toggle(number, placement, self.number, &mut self.removed);
+            let own = self.own(placement);
             own.held -= 1;
             let each = mark(hash, key, own.mark);
             self.digest = self.digest.wrapping_sub(each.wrapping_mul(copies));
@@ -971,18 +993,18 @@ impl Stream {
         if self.copies.is_empty() {
             self.copies = HashMap::new();
         }
-        if !core.sets.knows(core.records.set(number), self.number) {
-            self.leave(core, hash, number);
+        if !shared.sets.knows(shared.records.set(number), self.number) {
+            self.leave(shared, hash, number);
         }
     }
 
-    /// Drops every copy on the planes that `meant` says. False where that happens so often that all blocks had to go.
-    pub fn clear(&mut self, writer: &mut Writer<'_, Core>, meant: impl Fn(u16) -> bool) -> bool {
+    /// Drops every copy on the placements that `meant` says. False where that happens so often that all blocks had to go.
+    pub fn clear(&mut self, writer: &mut Writer<'_, SharedState>, meant: impl Fn(u16) -> bool) -> bool {
         let looks = self.blocks + self.waiting.len();
         if !self
             .own
             .iter()
-            .any(|own| meant(own.plane) && (own.held > 0 || self.waiting.is_on(own.plane)))
+            .any(|own| meant(own.placement) && (own.held > 0 || self.waiting.is_on(own.placement)))
         {
             return true;
         }
@@ -997,7 +1019,7 @@ impl Stream {
             let foreign: Vec<(u32, u64)> = self.foreign().collect();
             (downwards(self.own_numbers(), self.blocks, bound), foreign)
         });
-        steps::count(looks);
+        step_counter::count(looks);
         for number in numbers {
             let hash = writer.records.hash(number);
             self.drop_block(writer, hash, number, &meant);
@@ -1011,13 +1033,13 @@ impl Stream {
     }
 
     /// Forgets every block, which readers see at once. The rules of groups stay.
-    pub fn forget(&mut self, writer: &mut Writer<'_, Core>) {
+    pub fn forget(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
         if self.blocks == 0 && self.waiting.is_empty() {
             return;
         }
         writer.show(number, false);
-        steps::count(self.blocks + self.waiting.len());
+        step_counter::count(self.blocks + self.waiting.len());
         let bound = writer.records.bound();
         let numbers = writer.unlocked(|| {
             let numbers = downwards(self.numbers(), self.blocks, bound);
@@ -1045,8 +1067,8 @@ impl Stream {
 
 /// Whether a record is of a block, whose parent is the record `parent`, if that is known.
 #[inline]
-fn is_block(core: &Core, number: u32, block: &Block, parent: Option<u32>) -> bool {
-    let records = &core.records;
+fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32>) -> bool {
+    let records = &shared.records;
     if records.context(number) != block.context {
         return false;
     }
@@ -1098,7 +1120,7 @@ const SPARSE: usize = 64;
 pub struct Leaving {
     hash: u64,
     /// Where it is looked for.
-    spot: Spot,
+    spot: TableHash,
     seat: Seat,
     /// What is there.
     number: Option<u32>,
@@ -1113,11 +1135,11 @@ struct Gone {
     leaves: bool,
     /// Blocks that have moved from the one to the other.
     moved: u32,
-    /// Parts of the digest, of this plane.
+    /// Parts of the digest, of this placement.
     digest: u128,
     part: u64,
     held: usize,
-    /// Records that nobody holds any more.
+    /// Records without holders.
     row: Row,
 }
 

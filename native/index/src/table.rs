@@ -3,7 +3,7 @@
 //! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts what it has sent
 //! on, so that a search for what is not there ends early. Buckets stand in segments of `SEGMENT`, found by a directory over the first
 //! bits of the hash (extendible hashing); a full segment splits in two. Were all of them equally full, all would split at once and the
-//! table would be half empty afterwards. So hashes are first bent, which makes the segments of one end of the directory fill up to
+//! table would be half empty afterwards. So hashes are first skewed, which makes the segments of one end of the directory fill up to
 //! twice as fast as those of the other: at any size some have just been split and others are about to be, and the table takes about
 //! 10.5 bytes an entry always. A dense table has a size of segments between, and takes about 8.5. Tags are the bits of the hash behind
 //! those that a segment was found by, so four splits of five need no hashes from the records, which would be a cache miss each. No
@@ -37,7 +37,7 @@ impl<F: Fn(u32) -> u64> Hashes for F {
 
 /// Bends a hash, keeping its order: beginnings that are small come twice as often as those that are great.
 #[inline]
-fn bent(hash: u64) -> u64 {
+fn skewed(hash: u64) -> u64 {
     let high = |a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64;
     const THIRD: u64 = u64::MAX / 3;
     high(hash, 2 * THIRD) + high(high(hash, hash), THIRD)
@@ -45,18 +45,18 @@ fn bent(hash: u64) -> u64 {
 
 /// A hash, ready to be looked for.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Spot {
-    bent: u64,
+pub struct TableHash {
+    skewed: u64,
 }
 
-impl From<u64> for Spot {
+impl From<u64> for TableHash {
     #[inline]
     fn from(hash: u64) -> Self {
-        Self { bent: bent(hash) }
+        Self { skewed: skewed(hash) }
     }
 }
 
-/// Where a hash belongs in a table, as it is now, or that nobody has looked. Two words, so that it is handed on in registers: four numbers and
+/// Where a hash belongs in a table, as it is now, or that it was not looked up. Two words, so that it is handed on in registers: four numbers and
 /// an option go through memory, written apart and read together, which processors wait for.
 #[derive(Clone, Copy, Debug)]
 pub struct Seat {
@@ -122,7 +122,7 @@ pub enum Stage {
     Bucket,
 }
 
-/// Which memory of a table is in a near cache whoever asks: asking ahead for that costs more than it spares.
+/// Memory of a table that is always in a near cache: a prefetch of it costs more than it saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
     /// All of it.
@@ -146,7 +146,7 @@ pub struct Table {
     depth: u32,
     len: usize,
     buckets: usize,
-    /// Counts what moves entries or segments: a seat from before such a move is none any more.
+    /// Counts moves of entries or segments: a seat from before a move is invalid.
     moves: u32,
     dense: bool,
 }
@@ -213,31 +213,31 @@ impl Table {
     }
 
     #[inline]
-    fn at(&self, bent: u64) -> usize {
-        self.directory[self.entry(bent)] as usize
+    fn at(&self, skewed: u64) -> usize {
+        self.directory[self.entry(skewed)] as usize
     }
 
     /// The place of a hash in the directory.
     #[inline]
-    fn entry(&self, bent: u64) -> usize {
-        // Two shifts, since one by 64 is none.
-        (bent >> 1 >> (63 - self.depth)) as usize
+    fn entry(&self, skewed: u64) -> usize {
+        // Two shifts, since a shift by 64 does nothing.
+        (skewed >> 1 >> (63 - self.depth)) as usize
     }
 
     /// Where a hash belongs; nowhere while there are no entries.
     #[inline]
-    pub fn seat(&self, spot: impl Into<Spot>) -> Seat {
-        let Spot { bent } = spot.into();
-        let Some(&number) = self.directory.get(self.entry(bent)) else {
+    pub fn seat(&self, spot: impl Into<TableHash>) -> Seat {
+        let TableHash { skewed } = spot.into();
+        let Some(&number) = self.directory.get(self.entry(skewed)) else {
             return Seat::NONE;
         };
         let segment = &self.segments[number as usize];
-        Seat::new(number, segment.home(bent) as u32, self.moves, segment.tag(bent))
+        Seat::new(number, segment.home(skewed) as u32, self.moves, segment.tag(skewed))
     }
 
     /// Where a hash belongs, whose bucket is asked for.
     #[inline]
-    pub fn seat_ahead(&self, spot: Spot) -> Seat {
+    pub fn seat_ahead(&self, spot: TableHash) -> Seat {
         let seat = self.seat(spot);
         if !seat.is_none() {
             prefetch::line(self.segments[seat.segment()].bucket(seat.home()));
@@ -247,21 +247,21 @@ impl Table {
 
     /// The seat of a hash: the one that it had before in this table, if nothing has moved since.
     #[inline]
-    pub fn seat_again(&self, before: Seat, spot: Spot) -> Seat {
+    pub fn seat_again(&self, before: Seat, spot: TableHash) -> Seat {
         if before.holds(self.moves) { before } else { self.seat(spot) }
     }
 
     /// Asks for the memory that leads to a hash: first its place in the directory, when that is here its segment, and then its bucket.
     /// In a large table each of them is a cache miss that the next one needs.
     #[inline]
-    pub fn prefetch(&self, spot: Spot, stage: Stage) {
-        if let Some(entry) = self.directory.get(self.entry(spot.bent)) {
+    pub fn prefetch(&self, spot: TableHash, stage: Stage) {
+        if let Some(entry) = self.directory.get(self.entry(spot.skewed)) {
             match stage {
                 Stage::Directory => prefetch::line(entry),
                 Stage::Segment => prefetch::line(&self.segments[*entry as usize]),
                 Stage::Bucket => {
                     let segment = &self.segments[*entry as usize];
-                    prefetch::line(segment.bucket(segment.home(spot.bent)));
+                    prefetch::line(segment.bucket(segment.home(spot.skewed)));
                 }
             }
         }
@@ -269,7 +269,7 @@ impl Table {
 
     /// Visits records whose hash may be this one, until `visit` says false.
     #[inline]
-    pub fn for_each_match(&self, spot: impl Into<Spot>, visit: impl FnMut(u32) -> bool) {
+    pub fn for_each_match(&self, spot: impl Into<TableHash>, visit: impl FnMut(u32) -> bool) {
         self.for_each_match_at(self.seat(spot), visit);
     }
 
@@ -283,7 +283,7 @@ impl Table {
 
     /// The first record whose hash may be this one and that `fits`.
     #[inline]
-    pub fn find(&self, spot: impl Into<Spot>, mut fits: impl FnMut(u32) -> bool) -> Option<u32> {
+    pub fn find(&self, spot: impl Into<TableHash>, mut fits: impl FnMut(u32) -> bool) -> Option<u32> {
         let mut found = None;
         self.for_each_match(spot, |record| {
             if fits(record) {
@@ -294,16 +294,16 @@ impl Table {
         found
     }
 
-    /// Adds an entry. `hashes` are those of entries that have to move.
+    /// Adds an entry. `hashes` returns the hashes of entries that have to move.
     #[inline]
-    pub fn insert(&mut self, spot: impl Into<Spot>, record: u32, hashes: &impl Hashes) {
+    pub fn insert(&mut self, spot: impl Into<TableHash>, record: u32, hashes: &impl Hashes) {
         let spot = spot.into();
         self.insert_at(self.seat(spot), spot, record, hashes);
     }
 
     /// The same where the hash belongs.
     #[inline]
-    pub fn insert_at(&mut self, seat: Seat, spot: Spot, record: u32, hashes: &impl Hashes) {
+    pub fn insert_at(&mut self, seat: Seat, spot: TableHash, record: u32, hashes: &impl Hashes) {
         self.len += 1;
         if !seat.is_none() {
             let segment = &mut self.segments[seat.segment()];
@@ -316,28 +316,28 @@ impl Table {
 
     #[cold]
     #[inline(never)]
-    fn insert_with_room(&mut self, Spot { bent }: Spot, record: u32, hashes: &impl Hashes) {
+    fn insert_with_room(&mut self, TableHash { skewed }: TableHash, record: u32, hashes: &impl Hashes) {
         loop {
             self.moves = self.moves.wrapping_add(1);
-            self.make_room(bent, hashes);
-            let at = self.at(bent);
+            self.make_room(skewed, hashes);
+            let at = self.at(skewed);
             let segment = &mut self.segments[at];
             if segment.has_room() {
-                return segment.put(segment.home(bent), segment.tag(bent), record);
+                return segment.put(segment.home(skewed), segment.tag(skewed), record);
             }
         }
     }
 
-    /// Removes an entry; false if there is none.
+    /// Removes an entry; false if it is not there.
     #[inline]
-    pub fn remove(&mut self, spot: impl Into<Spot>, record: u32, hashes: &impl Hashes) -> bool {
+    pub fn remove(&mut self, spot: impl Into<TableHash>, record: u32, hashes: &impl Hashes) -> bool {
         let spot = spot.into();
         self.remove_at(self.seat(spot), spot, record, hashes)
     }
 
     /// The same from where the hash belongs.
     #[inline]
-    pub fn remove_at(&mut self, seat: Seat, spot: Spot, record: u32, hashes: &impl Hashes) -> bool {
+    pub fn remove_at(&mut self, seat: Seat, spot: TableHash, record: u32, hashes: &impl Hashes) -> bool {
         if seat.is_none() {
             return false;
         }
@@ -351,7 +351,7 @@ impl Table {
             self.clear();
         } else if Segment::may_shrink(2 * segment.used(), segment.size()) {
             self.moves = self.moves.wrapping_add(1);
-            self.shrink(spot.bent, at, hashes);
+            self.shrink(spot.skewed, at, hashes);
         }
         true
     }
@@ -372,18 +372,18 @@ impl Table {
 
     // --- growing and shrinking
 
-    fn make_room(&mut self, bent: u64, hashes: &impl Hashes) {
+    fn make_room(&mut self, skewed: u64, hashes: &impl Hashes) {
         if self.directory.is_empty() {
             self.directory = vec![0];
             self.segments.push(Segment::new(1, 0, 0));
             self.buckets = 1;
             return;
         }
-        let at = self.at(bent);
+        let at = self.at(skewed);
         let (size, depth) = (self.segments[at].size(), self.segments[at].depth());
         if self.dense && size == SEGMENT {
             self.refit(at, WIDE);
-        } else if size < SEGMENT || depth >= MAX_DEPTH || !self.split(bent, at, hashes) {
+        } else if size < SEGMENT || depth >= MAX_DEPTH || !self.split(skewed, at, hashes) {
             // A wide segment that cannot be split goes on from a power of two.
             self.refit(at, if size == WIDE { 2 * SEGMENT } else { size * 2 });
         }
@@ -398,7 +398,7 @@ impl Table {
     }
 
     /// Splits a segment by the next bit. False when that would not help: many entries have the same hash.
-    fn split(&mut self, bent: u64, at: usize, hashes: &impl Hashes) -> bool {
+    fn split(&mut self, skewed: u64, at: usize, hashes: &impl Hashes) -> bool {
         let old = &self.segments[at];
         let (size, depth, base) = (old.size(), old.depth() + 1, old.base());
         let more = old.in_second_half();
@@ -432,19 +432,19 @@ impl Table {
         self.segments.push(high);
         self.buckets = self.buckets + sizes[0] + sizes[1] - size;
         let number = (self.segments.len() - 1) as u32;
-        let (first, span) = self.span(bent, depth - 1);
+        let (first, span) = self.span(skewed, depth - 1);
         self.directory[first + span / 2..first + span].fill(number);
         true
     }
 
     /// The part of the directory that shares the first `depth` bits of a hash.
-    fn span(&self, bent: u64, depth: u32) -> (usize, usize) {
+    fn span(&self, skewed: u64, depth: u32) -> (usize, usize) {
         let span = 1 << (self.depth - depth);
-        (self.entry(bent) & !(span - 1), span)
+        (self.entry(skewed) & !(span - 1), span)
     }
 
     #[cold]
-    fn shrink(&mut self, bent: u64, at: usize, hashes: &impl Hashes) {
+    fn shrink(&mut self, skewed: u64, at: usize, hashes: &impl Hashes) {
         let segment = &self.segments[at];
         let (used, depth, size) = (segment.used(), segment.depth(), segment.size());
         if size > SEGMENT || (depth == 0 && size > 1) {
@@ -456,7 +456,7 @@ impl Table {
         if depth == 0 {
             return;
         }
-        let (first, span) = self.span(bent, depth - 1);
+        let (first, span) = self.span(skewed, depth - 1);
         let pair = [self.directory[first] as usize, self.directory[first + span / 2] as usize];
         let same = pair
             .iter()
@@ -492,7 +492,7 @@ impl Table {
             let depth = moved.depth();
             match moved.records().next() {
                 Some(record) => {
-                    let (first, span) = self.span(bent(hashes.hash_of(record)), depth);
+                    let (first, span) = self.span(skewed(hashes.hash_of(record)), depth);
                     self.directory[first..first + span].fill(gone as u32);
                 }
                 None => self

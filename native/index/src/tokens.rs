@@ -6,7 +6,7 @@
 
 use std::mem::MaybeUninit;
 
-use crate::scan::Reader;
+use crate::msgpack::Reader;
 
 /// What kind of token ids an array held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

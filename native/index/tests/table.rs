@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvevents_index::table::{Spot, Table};
+use kvevents_index::table::{Table, TableHash};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -108,7 +108,7 @@ proptest! {
         let mut model = HashMap::new();
         let mut table = if runs.len() % 2 == 0 { Table::new() } else { Table::dense() };
         let records = (0..6_u32).flat_map(|kind| (0..3000).step_by(29).map(move |record| record | kind << 28));
-        let spots: Vec<Spot> = records.map(|record| hash_of(record).into()).collect();
+        let spots: Vec<TableHash> = records.map(|record| hash_of(record).into()).collect();
         for run in &runs {
             let before: Vec<_> = spots.iter().map(|&spot| table.seat_ahead(spot)).collect();
             if run.first % 8 == 0 {

@@ -1,4 +1,4 @@
-//! The Python face of the core: what crosses it, either way, and the index that stands behind it. What needs no speed is in
+//! The Python bindings of the index: conversions in both directions. What needs no speed is in
 //! `kvevents.index` itself.
 
 mod answers;
@@ -17,9 +17,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use kvevents_index::applying;
+use kvevents_index::apply;
 use kvevents_index::keys;
-use kvevents_index::planes;
+use kvevents_index::placements;
 use kvevents_index::scan;
 
 use answers::{Match, WorkerMatch};
@@ -84,14 +84,14 @@ fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> 
 #[pyfunction]
 fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> PyResult<(Vec<u64>, Option<u64>, Option<&'static str>)> {
     let found =
-        applying::stored_keys(payload, parent).ok_or_else(|| PyValueError::new_err("the payload is not one stored event"))?;
+        apply::stored_keys(payload, parent).ok_or_else(|| PyValueError::new_err("the payload is not one stored event"))?;
     Ok((found.keys, found.salt, found.unkeyed))
 }
 
 /// The tier of a medium, whatever its case.
 #[pyfunction]
 fn tier_of(medium: &str) -> String {
-    planes::tier(medium)
+    placements::tier(medium)
 }
 
 /// Takes the array of token ids that a JSON object has under `name` out of it: the text with an empty array in its place, and the
@@ -128,6 +128,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add_function(wrap_pyfunction!(testing::decoded, module)?)?;
         module.add_function(wrap_pyfunction!(testing::turns, module)?)?;
     }
-    module.add("TIERS", planes::TIERS)?;
+    module.add("TIERS", placements::TIERS)?;
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
 }

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use crate::table::{Table, Trust};
-use kvevents_index::planes::TIERS;
+use kvevents_index::placements::TIERS;
 
 /// What one worker holds of a prompt, in tokens; each tier with those before it.
 #[derive(Clone, Copy, Debug)]

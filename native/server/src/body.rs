@@ -1,4 +1,4 @@
-//! Bodies of answers, and the bodies of requests as they are received.
+//! Bodies of answers, and the requests that are in progress until their answers end.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -6,14 +6,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
-use bytes::{Bytes, BytesMut};
-use http_body_util::{BodyExt, Full};
+use bytes::Bytes;
+use http_body_util::Full;
 use hyper::HeaderMap;
-use hyper::body::{Body as _, Frame, Incoming, SizeHint};
+use hyper::body::{Frame, Incoming, SizeHint};
 use tokio::sync::mpsc;
 
 use crate::connections::{Connection, Connections};
-use crate::problems::Problem;
 
 /// A request that counts as being in progress until its answer is complete, or given up.
 pub(crate) struct InProgress {
@@ -33,8 +32,13 @@ impl InProgress {
         }
     }
 
+    /// Notes that the body was received.
+    pub(crate) fn is_answering(&self) {
+        self.connections.is_answering(&self.connection, Instant::now());
+    }
+
     /// Notes how many bytes of the body are held. Returns false if that is too much.
-    fn hold(&self, size: usize) -> bool {
+    pub(crate) fn hold(&self, size: usize) -> bool {
         let is_held = self
             .connections
             .hold(&self.connection, self.held.load(Ordering::Relaxed), size);
@@ -115,57 +119,4 @@ impl hyper::body::Body for Body {
             Self::Message { .. } | Self::Messages { .. } => SizeHint::default(),
         }
     }
-}
-
-/// Why a body was not received.
-pub(crate) enum Unreceived {
-    /// It has more bytes than a body may have.
-    TooLarge,
-    Refused(Problem),
-    /// The client has left.
-    Gone,
-}
-
-/// Receives a whole body, within the time that its request has and the memory that all requests have together.
-pub(crate) async fn receive(
-    progress: &InProgress,
-    mut body: Incoming,
-    limits: &crate::settings::Limits,
-) -> Result<Bytes, Unreceived> {
-    let mut first = Bytes::new();
-    let mut all: Option<BytesMut> = None;
-    let deadline = progress
-        .connection
-        .deadline()
-        .unwrap_or_else(|| Instant::now() + limits.request());
-    loop {
-        let frame = match tokio::time::timeout_at(deadline.into(), body.frame()).await {
-            Err(_) => return Err(Unreceived::Refused(Problem::too_slow(limits.request_seconds))),
-            Ok(None) => break,
-            Ok(Some(Err(_))) => return Err(Unreceived::Gone),
-            Ok(Some(Ok(frame))) => frame,
-        };
-        let Ok(data) = frame.into_data() else { continue };
-        let size = all.as_ref().map_or(first.len(), BytesMut::len) + data.len();
-        if size > limits.max_body_bytes {
-            return Err(Unreceived::TooLarge);
-        }
-        if !progress.hold(size) {
-            return Err(Unreceived::Refused(Problem::too_much_at_once(limits.max_received_bytes)));
-        }
-        match &mut all {
-            None if first.is_empty() => first = data,
-            None => {
-                // An announced length is only a claim.
-                let expected = usize::try_from(body.size_hint().lower()).unwrap_or(0).min(1 << 20);
-                let mut joined = BytesMut::with_capacity(size + expected);
-                joined.extend_from_slice(&first);
-                joined.extend_from_slice(&data);
-                all = Some(joined);
-            }
-            Some(joined) => joined.extend_from_slice(&data),
-        }
-    }
-    progress.connections.is_answering(&progress.connection, Instant::now());
-    Ok(all.map_or(first, BytesMut::freeze))
 }

@@ -148,7 +148,7 @@ pub(crate) enum Admission {
     Admitted(Arc<Connection>),
     /// Others may have sent requests that were not read yet, or make room soon: within `YOUNG`.
     Later,
-    /// There is no room for it.
+    /// The limit of connections is reached.
     Refused,
 }
 
@@ -461,7 +461,7 @@ impl Connections {
                 State::Reading if is_in_head => connection.give(Order::Refuse),
                 // The client has left before its answer was complete.
                 State::Answering => self.abort(groups, &connection, "left"),
-                // Who waits for the rest of the body knows the deadline.
+                // The task that receives the rest of the body has the deadline.
                 State::Reading => {}
             }
         }

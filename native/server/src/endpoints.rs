@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 use serde::Serialize;
-use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
+use serde::de::{Deserialize, DeserializeOwned};
 
 use crate::answers::{self, MatchAnswer, MatchManyAnswer, PromptMatch, Row, WorkerTrust};
 use crate::messages::{MatchManyRequest, MatchRequest, SelectRequest};
 use crate::metrics::Metrics;
-use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Query, Select};
+use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Object, Query, Select};
 use crate::select::{self, Terms};
 use crate::settings::Limits;
 use crate::table::{Candidates, Table, Trust, monotonic};
@@ -89,29 +89,6 @@ pub(crate) struct Endpoints {
     ties: Ties,
     terms: Terms,
     unfollowed: (Trust, u8),
-}
-
-/// An object, which serde would otherwise also read from an array of its fields.
-pub(crate) struct Object<T>(pub(crate) T);
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        struct Fields<T>(std::marker::PhantomData<T>);
-
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
-            type Value = Object<T>;
-
-            fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                out.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
-                T::deserialize(serde::de::value::MapAccessDeserializer::new(map)).map(Object)
-            }
-        }
-
-        from.deserialize_map(Fields(std::marker::PhantomData))
-    }
 }
 
 impl Endpoints {
@@ -247,7 +224,7 @@ impl Endpoints {
         }
     }
 
-    /// Who holds how much of a prompt. None for too many media.
+    /// How much of a prompt each worker holds. None for too many media.
     fn find(&self, table: &Table, found: &Candidates, tokens: &[u32], options: &Options<'_>) -> Option<Vec<Row>> {
         // Engines recompute the last token, and with it the block that it is in.
         let usable = if options.whole_prompt {
@@ -461,7 +438,7 @@ fn longest(rows: &[Row]) -> u32 {
     rows.iter().map(|row| row.tokens).max().unwrap_or(0)
 }
 
-/// Adds those of some workers that hold nothing.
+/// Adds the rows of workers that hold nothing.
 fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
     let holders = rows.len();
     if holders * workers.len() <= 4_096 {

@@ -1,6 +1,6 @@
 //! Requests that the control plane answers: they go to its HTTP application over pairs of connected Unix sockets.
 //!
-//! Both planes are in one process, so nothing listens, and there is no name in the file system that others could reach or that a
+//! Both planes are in one process, so nothing listens, and no name in the file system exists that others could reach or that a
 //! kill would leave: each connection is a `socketpair`, and the number of its other descriptor is a datagram to the control plane.
 //!
 //! A request with a body is announced first, by its head alone: so one that is refused is answered before its body is received,
@@ -64,7 +64,7 @@ impl Upstream {
         })
     }
 
-    /// Its answer to a request. None if there is none, because it ends or has failed.
+    /// Its answer to a request. None if it ends or fails before it answers.
     pub(crate) async fn ask(&self, head: &Parts, peer: &str, sent: Sent) -> Option<Response<Incoming>> {
         loop {
             let (mut sender, was_idle) = match self.idle() {

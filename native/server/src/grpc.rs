@@ -19,7 +19,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
-use crate::body::{Body, InProgress, Unreceived, receive};
+use crate::body::{Body, InProgress};
 use crate::connections::{Order, SWEEP, count};
 use crate::endpoints::{Endpoints, Question};
 use crate::forward::Sent;
@@ -28,12 +28,13 @@ use crate::messages::{
     SelectResponse,
 };
 use crate::problems::{JSON, Problem};
-use crate::server::Shared;
+use crate::receive::{Unreceived, receive};
+use crate::shared::Shared;
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 const STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
-/// Our reason for programs, such as `unknown-model`.
+/// The reason code for programs, for example `unknown-model`.
 const REASON: HeaderName = HeaderName::from_static("kvevents-reason");
 const SERVICE: &str = "kvevents.v1.Query";
 const CHECK: &str = "/grpc.health.v1.Health/Check";
@@ -48,7 +49,7 @@ pub(crate) fn is_call(head: &Parts) -> bool {
         && kind.is_some_and(|kind| kind == b"application/grpc" || kind == b"application/grpc+proto")
 }
 
-/// Whether a call says only whether the service works: it is answered without a token, and also if there is no room for others.
+/// Whether a call only checks health: it is answered without a token, and also when all places for other calls are taken.
 pub(crate) fn is_probe(head: &Parts) -> bool {
     head.uri.path() == CHECK
 }

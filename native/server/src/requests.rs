@@ -1,11 +1,11 @@
 //! Bodies of requests, as far as they are answered here. What is not read by these types, or not admitted by their checks, is
 //! forwarded: the control plane then answers, or says what is wrong.
 
+use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use kvevents_index::keys::{self, Item};
 
-use crate::endpoints::Object;
 use crate::table::{Lora, Scope, State};
 use crate::ties::Tie;
 
@@ -14,6 +14,29 @@ const MAX_NAME: usize = 512;
 const MAX_MEDIA: usize = 1_024;
 const MAX_PROMPTS: usize = 1_024;
 const DEFAULT: &str = "default";
+
+/// An object, which serde would otherwise also read from an array of its fields.
+pub(crate) struct Object<T>(pub(crate) T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Fields<T>(std::marker::PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                out.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+                T::deserialize(serde::de::value::MapAccessDeserializer::new(map)).map(Object)
+            }
+        }
+
+        from.deserialize_map(Fields(std::marker::PhantomData))
+    }
+}
 
 /// A value that is there; null is refused.
 fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
@@ -95,7 +118,7 @@ pub(crate) trait Names {
     }
 }
 
-/// The one value of several names; an empty value is none if `is_optional`. None if there are two.
+/// The one value given under several names; an empty value counts as absent if `is_optional`. None if two are given.
 fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&String>> {
     let given = names.into_iter().flatten();
     let mut given = given.filter(|value| !(is_optional && value.is_empty()));

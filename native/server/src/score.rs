@@ -1,4 +1,4 @@
-//! What a choice between workers goes by: what a cache saves, what a load is among others, who is best.
+//! The score of workers: what their caches save, their load relative to others, and the best of them.
 //!
 //! Pure numbers: shares of a prompt from 0 to 1, and loads over their mean, so that neither the length of a prompt nor the unit of a
 //! load matters. `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these.

@@ -1,7 +1,7 @@
 //! Which worker should take a prompt.
 //!
 //! Theory of operation. Candidates without a connection are left out while another one has one: a worker that is STALE, or where
-//! nothing listens, takes a prompt only if there is no other. The score of each of the rest is the share of the prompt that it
+//! nothing listens, takes a prompt only if no other worker can. The score of each of the rest is the share of the prompt that it
 //! must compute, 0 to 1, plus `load_weight` times its load over the mean load. Both are pure numbers, so that neither the length
 //! of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of equal scores the one that
 //! computes less is taken, since work that is not done helps everybody. Those that are equal in that too take turns; each process
@@ -17,7 +17,7 @@ use crate::requests::{Candidate, Select, Weights};
 use crate::score::{self, LoadWeights, TierWeights};
 use crate::table::{Candidates, State, Table, Trust};
 use crate::ties::{Tie, Ties};
-use kvevents_index::planes::TIERS;
+use kvevents_index::placements::TIERS;
 
 /// What a cached token, a state and a load are worth.
 #[derive(Clone, Debug, Deserialize)]
@@ -81,7 +81,7 @@ struct Question<'a> {
 /// A choice, and the place in the table of what was chosen if it is followed.
 pub(crate) type Choice<'a> = (Selected<'a>, Option<u32>);
 
-/// Chooses among the workers of a table, or among those of them that `named` names. None if these cannot be chosen from.
+/// Chooses among the workers of a table, or among those that `named` names. None if none of these can be chosen.
 pub(crate) fn select<'a>(
     table: &'a Table,
     found: &Candidates,
@@ -254,7 +254,7 @@ fn choose<'a>(contenders: &[Contender<'a>], question: &Question<'_>, terms: &Ter
     })
 }
 
-/// Candidates without those of the same tenant and group that serve another model, LoRA or salt. None for none, or for one twice.
+/// Candidates, without those of the same tenant and group that serve another model, LoRA or salt. None if no candidate is left, or if one is given twice.
 fn reachable_by_scope<'a>(
     table: &Table,
     found: &Candidates,

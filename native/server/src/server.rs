@@ -22,9 +22,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Notify, Semaphore};
-use tokio_rustls::TlsAcceptor;
 
-use crate::body::{Body, InProgress, Unreceived, receive};
+use crate::body::{Body, InProgress};
 use crate::connections::{Admission, Connection, Connections, Order, SWEEP, count};
 use crate::endpoints::{Endpoints, Format, Head, Question};
 use crate::forward::{Sent, Upstream, end_to_end};
@@ -32,70 +31,19 @@ use crate::grpc;
 use crate::metrics::{Metrics, PromptSample};
 use crate::policy::Policy;
 use crate::problems::{CLOSE, JSON, Problem};
+use crate::receive::{Unreceived, receive};
 use crate::settings::{Settings, seconds};
+use crate::shared::{MAX_SILENCE, Probes, Shared};
 use crate::socket::{MAX_HEAD, Socket};
 use crate::table::Table;
 use crate::tls;
 
 const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
-/// Looks at all connections after which a control plane that has reported nothing does not live: 10 s.
-const MAX_SILENCE: u32 = 50;
-/// Bytes of a body from which on it is read by a thread of its own, so that it does not keep other clients waiting.
-const MANY_BYTES: usize = 1 << 16;
-/// The same of a prompt, whose token ids are read quickly.
-const MANY_PROMPT_BYTES: usize = 1 << 20;
 /// Streams of one HTTP/2 connection.
 const MAX_STREAMS: u32 = 128;
 
 /// Why a server does not start.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
-
-/// Status and body of the answers to probes.
-struct Probes {
-    live: (StatusCode, Bytes),
-    ready: (StatusCode, Bytes),
-}
-
-/// What all connections share.
-pub(crate) struct Shared {
-    pub(crate) settings: Settings,
-    pub(crate) connections: Arc<Connections>,
-    pub(crate) endpoints: Endpoints,
-    pub(crate) policy: Policy,
-    pub(crate) upstream: Upstream,
-    probes: RwLock<Option<Probes>>,
-    /// Looks at all connections since the control plane has set `probes`.
-    silence: AtomicU32,
-    heavy: Semaphore,
-    is_draining: Notify,
-    tls: Option<TlsAcceptor>,
-}
-
-impl Shared {
-    /// Whether queries should come to this service, as far as the control plane has said lately.
-    pub(crate) fn is_ready(&self) -> bool {
-        let is_alive = self.silence.load(Ordering::Relaxed) <= MAX_SILENCE;
-        is_alive
-            && self
-                .probes
-                .read()
-                .as_ref()
-                .is_some_and(|probes| probes.ready.0 == StatusCode::OK)
-    }
-
-    /// Does work on a question of so many bytes; much of it in a thread of its own. None if the service ends.
-    pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
-        let most = match question {
-            Question::Query | Question::Match => MANY_PROMPT_BYTES,
-            Question::QueryByHash | Question::MatchMany | Question::Select => MANY_BYTES,
-        };
-        if size <= most {
-            return Some(work());
-        }
-        let _permit = self.heavy.acquire().await.ok()?;
-        Some(tokio::task::block_in_place(work))
-    }
-}
 
 /// The client has left.
 #[derive(Debug)]

@@ -3,9 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use kvevents_index::core::Worker as Stream;
 use kvevents_index::index::{Index, Scope as IndexScope};
 use kvevents_index::keys;
+use kvevents_index::members::Worker as Stream;
 use parking_lot::RwLock;
 use serde::{Deserialize, Serialize};
 
@@ -99,7 +99,7 @@ pub(crate) struct Worker {
     /// The model that the index knows its stream by.
     label: String,
     pub(crate) trust: Trust,
-    /// Whether clients that might not look at trust are not told about it.
+    /// Whether a worker is left out of answers to clients that might not look at trust.
     pub(crate) is_hidden: bool,
     pub(crate) distance: u8,
     /// Tokens per block that it was registered with.
@@ -131,7 +131,7 @@ pub(crate) struct Candidates {
     pub(crate) within: Vec<IndexScope>,
     /// Places of workers in the table.
     pub(crate) workers: Vec<u32>,
-    /// Those of them that are not EXACT.
+    /// The workers among them that are not EXACT.
     pub(crate) doubtful: Vec<u32>,
     pub(crate) block_sizes: Vec<u32>,
 }

@@ -23,7 +23,7 @@ struct Lifted {
 }
 
 /// Takes the array of token ids that the object in `text` has under `name` out of it: the text with an empty array in its place,
-/// and the token ids. None if there is no such array, or two, or if `text` is anything that this does not read.
+/// and the token ids. None if `text` has no array of this name, or two, or if `text` is anything that this does not read.
 #[must_use]
 pub fn lift(text: &[u8], name: &str) -> Option<(Vec<u8>, Vec<u32>)> {
     let Lifted { tokens, start, end } = lift_with(text, name.as_bytes(), side_by_side::read)?;
@@ -94,7 +94,7 @@ fn string(text: &[u8], at: usize) -> Option<usize> {
     }
 }
 
-/// Behind any value, whose inside nobody has looked at but for where its strings end.
+/// After any value; of its content only the ends of strings were looked at.
 fn value(text: &[u8], mut at: usize) -> Option<usize> {
     let mut depth = 0_usize;
     loop {

@@ -2,8 +2,9 @@
 
 use std::borrow::Cow;
 
-use crate::scan::{Int, Limits, Reader};
-use crate::steps;
+use crate::msgpack::{Int, Reader};
+use crate::scan::Limits;
+use crate::step_counter;
 
 use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
@@ -138,13 +139,13 @@ impl<'f, 'a> Fields<'f, 'a> {
 
     /// The field unless it is missing or nil.
     fn get(&self, name: &str) -> Option<&'a [u8]> {
-        steps::count(self.fields.len());
+        step_counter::count(self.fields.len());
         let found = self.fields.iter().find(|(known, _)| known == name);
         found.map(|(_, raw)| *raw).filter(|raw| head_of(raw) != 0xC0)
     }
 
     fn take(&mut self, name: &str) -> Option<&'a [u8]> {
-        steps::count(self.fields.len());
+        step_counter::count(self.fields.len());
         let at = self.fields.iter().position(|(known, _)| known == name)?;
         Some(self.fields.remove(at).1).filter(|raw| head_of(raw) != 0xC0)
     }
@@ -283,7 +284,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of integers", read)
     }
 
-    /// A heartbeat of ours; what is none stays where it is, as a field that is not known.
+    /// A heartbeat of kvevents; any other value stays in the event as an unknown field.
     fn heartbeat(&mut self) -> Option<Heartbeat> {
         let found = self.get("heartbeat").map(heartbeat);
         if let None | Some(Some(_)) = found {

@@ -1,6 +1,6 @@
 //! Events in the one form that `scan` reads.
 
-use crate::steps;
+use crate::step_counter;
 
 use super::value::{Value, write, write_array, write_bytes, write_integer, write_text};
 use super::{BlockRemoved, BlockStored, Event, Token};
@@ -17,7 +17,7 @@ pub fn normalised(events: &[Event]) -> Vec<u8> {
     normaliser.finish()
 }
 
-/// Writes such a payload, one event after the other.
+/// Writes a payload in this form, one event after the other.
 #[derive(Default)]
 pub(super) struct Normaliser {
     out: Vec<u8>,
@@ -172,7 +172,7 @@ fn write_extra_keys(event: &BlockStored, fields: &mut FieldWriter<'_>) {
     if event.token_ids.is_empty() {
         return; // no key is made
     }
-    // What lies behind the last block is of none.
+    // What comes after the last block belongs to no block.
     let blocks = event.block_hashes.values.len();
     let given = event.extra_keys.as_deref().unwrap_or_default();
     let given = &given[..given.len().min(blocks)];
@@ -185,7 +185,7 @@ fn write_extra_keys(event: &BlockStored, fields: &mut FieldWriter<'_>) {
     }
     let out = fields.name("extra_keys");
     write_array(length, out);
-    steps::count(length);
+    step_counter::count(length);
     for at in 0..length {
         let keys = given.get(at).and_then(Option::as_deref);
         let count = items.as_ref().map(|items| items.count(at));

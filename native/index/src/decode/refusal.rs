@@ -1,4 +1,4 @@
-//! Why something is set aside, in words for a person: those of `kvevents.wire` as far as they are not the ones of its library.
+//! The reasons for which an event or a batch is set aside, in the words of `kvevents.wire`, except where those come from its library.
 
 use std::borrow::Cow;
 
@@ -9,7 +9,7 @@ const DETAIL_KEPT: usize = 256;
 /// Characters of a peer's words in it.
 const NAME_KEPT: usize = 64;
 
-/// Why something is set aside. It is put into words where somebody may read them: very many things can be set aside.
+/// Why something is set aside. It becomes text only when it is read, since a peer can have very many things set aside.
 #[derive(Debug)]
 pub(super) struct Refusal<'a> {
     reason: Reason,

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use crate::scan::Reader;
-use crate::steps;
+use crate::msgpack::Reader;
+use crate::step_counter;
 
 use super::Reason;
 
@@ -67,7 +67,7 @@ pub(super) fn declared(raw: &[u8]) -> usize {
 fn end_of(data: &[u8], mut at: usize) -> Option<usize> {
     let mut pending = 1_u64;
     while pending > 0 {
-        steps::count(1);
+        step_counter::count(1);
         pending -= 1;
         let head = *data.get(at)?;
         at += 1;
@@ -163,7 +163,7 @@ pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
         let name = text(parts.next_header()?)?.ok_or(Reason::BadField)?;
         let value = parts.next()?;
         let known = if found.len() <= FEW_NAMES {
-            steps::count(found.len());
+            step_counter::count(found.len());
             found.iter().position(|(known, _)| *known == name)
         } else {
             if places.is_empty() {
@@ -213,7 +213,7 @@ pub(super) fn bin(raw: &[u8]) -> Option<&[u8]> {
 
 /// A value of free form with at most `depth` levels of containers, and as many of these as are `left`.
 pub(super) fn value(raw: &[u8], depth: usize, left: &mut usize) -> Result<Value, Reason> {
-    steps::count(1);
+    step_counter::count(1);
     let head = head_of(raw);
     if !is_array(head) && !is_map(head) {
         return scalar(raw);
@@ -351,7 +351,7 @@ pub(super) fn write_integer(value: i128, out: &mut Vec<u8>) {
 
 /// Appends a value, as Python's encoder does.
 pub(super) fn write(value: &Value, out: &mut Vec<u8>) {
-    steps::count(1);
+    step_counter::count(1);
     match value {
         Value::Nil => out.push(0xC0),
         Value::Bool(value) => out.push(0xC2 | u8::from(*value)),

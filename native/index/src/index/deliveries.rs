@@ -7,12 +7,12 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 
 use super::Index;
-use crate::applying::{Read, Work};
-use crate::core::Core;
+use crate::apply::{Read, Work};
 use crate::decode::{Heartbeat, Rejected, normalise};
-use crate::gate::Writer;
 use crate::scan::{Event, Kind, Schema, Scratch, scan};
+use crate::shared::SharedState;
 use crate::stream::Stream;
+use crate::yielding_lock::Writer;
 
 /// What became of a batch, and what it shows besides blocks.
 #[derive(Debug, PartialEq)]
@@ -74,7 +74,7 @@ thread_local! {
 const QUICK_BLOCKS: usize = 256;
 
 impl Index {
-    /// Applies a batch, in whatever form a peer sends it. No lock is held, and nobody waits, while it is decoded.
+    /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Applied {
         let stream = (source, rank);
         match self.scanned(&self.schema, stream, incarnation, seq, payload, &mut |_| {}) {
@@ -88,7 +88,7 @@ impl Index {
         self.scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_| {})
     }
 
-    /// Whether a stream has the digest of a heartbeat, as in `Findings`; None as well where there is no such stream.
+    /// Whether a stream has the digest of a heartbeat, as in `Findings`; None as well if the stream is unknown.
     pub fn agrees(&self, source: &str, rank: i64, digest: &str) -> Option<bool> {
         let is_limited = self.limits.memory.is_some();
         self.stream(source, rank)?.lock().agrees(digest, is_limited)
@@ -163,8 +163,8 @@ impl Index {
             {
                 return None;
             }
-            let mut writer = self.gate.try_write()?;
-            writer.hold_on();
+            let mut writer = self.shared_lock.try_write()?;
+            writer.keep_locked();
             let outcome = self.applied(&mut stream, &mut writer, |stream, writer| {
                 room.apply(payload, stream, writer, seq)
             });
@@ -185,7 +185,7 @@ impl Index {
         })
     }
 
-    /// Forgets what a stream has told; `incarnation` begins.
+    /// Removes all blocks of a stream; `incarnation` begins.
     pub fn reset(&self, source: &str, rank: i64, incarnation: i64) -> Outcome {
         self.delivery(source, rank, incarnation, |stream, writer| {
             stream.begin(writer, incarnation);
@@ -198,13 +198,13 @@ impl Index {
         source: &str,
         rank: i64,
         incarnation: i64,
-        apply: impl FnOnce(&mut Stream, &mut Writer<'_, Core>) -> Outcome,
+        apply: impl FnOnce(&mut Stream, &mut Writer<'_, SharedState>) -> Outcome,
     ) -> Outcome {
         loop {
             let found = self.registry.read().find(source, rank).cloned();
             let stream: Arc<Mutex<Stream>> = match found {
                 Some(stream) => stream,
-                None => match self.enlist(source, rank, incarnation) {
+                None => match self.get_or_create(source, rank, incarnation) {
                     Ok(stream) => stream,
                     Err(outcome) => return outcome,
                 },
@@ -220,7 +220,7 @@ impl Index {
                 stream.counters.void += 1;
                 return Outcome::Void;
             }
-            let mut writer = self.gate.write();
+            let mut writer = self.shared_lock.write();
             if incarnation > stream.incarnation {
                 stream.begin(&mut writer, incarnation);
             }
@@ -231,8 +231,8 @@ impl Index {
     fn applied(
         &self,
         stream: &mut Stream,
-        writer: &mut Writer<'_, Core>,
-        apply: impl FnOnce(&mut Stream, &mut Writer<'_, Core>) -> Outcome,
+        writer: &mut Writer<'_, SharedState>,
+        apply: impl FnOnce(&mut Stream, &mut Writer<'_, SharedState>) -> Outcome,
     ) -> Outcome {
         if self.is_damaged() {
             return Outcome::Damaged;
@@ -249,7 +249,7 @@ impl Index {
 }
 
 impl Room {
-    fn apply(&mut self, payload: &[u8], stream: &mut Stream, writer: &mut Writer<'_, Core>, seq: i64) -> Outcome {
+    fn apply(&mut self, payload: &[u8], stream: &mut Stream, writer: &mut Writer<'_, SharedState>, seq: i64) -> Outcome {
         if seq <= stream.last {
             stream.counters.duplicates += 1;
             return Outcome::Duplicate;

@@ -1,4 +1,4 @@
-//! Who there is: streams by worker, models, and fences of those that were removed.
+//! The registry: streams by worker, their models, and the incarnations that removed workers must exceed (fences).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
-use super::{Index, Newcomer, Outcome};
-use crate::core::{Core, Member, Worker};
+use super::{ImportedStream, Index, Outcome};
 use crate::hasher::Secret;
+use crate::members::{Member, Worker};
+use crate::shared::SharedState;
 use crate::stream::Stream;
 
 /// A stream, with what can be known of it while it is busy.
@@ -37,8 +38,8 @@ impl Rank {
 }
 
 /// A stream without blocks, which joins the shared part under a number that is free.
-pub(super) fn seated(
-    core: &mut Core,
+pub(super) fn register(
+    shared: &mut SharedState,
     number: u32,
     worker: Arc<Worker>,
     incarnation: i64,
@@ -52,7 +53,7 @@ pub(super) fn seated(
         schemes: Vec::new(),
         blocks: AtomicUsize::new(0),
     };
-    core.join(number, member);
+    shared.join(number, member);
     stream
 }
 
@@ -83,9 +84,9 @@ impl Registry {
     }
 
     /// Takes in a stream out of a snapshot, whose worker is not known.
-    pub(super) fn enter(&mut self, newcomer: &Newcomer) {
-        let Worker { source, rank } = &*newcomer.worker;
-        let rank = Rank::new(*rank, newcomer.stream.clone());
+    pub(super) fn enter(&mut self, imported: &ImportedStream) {
+        let Worker { source, rank } = &*imported.worker;
+        let rank = Rank::new(*rank, imported.stream.clone());
         self.streams.entry(source.clone()).or_default().push(rank);
     }
 
@@ -97,8 +98,8 @@ impl Registry {
 }
 
 impl Index {
-    /// The stream of a worker that was not known when it was looked for; refused where a fence stands, or there is no number for it.
-    pub(super) fn enlist(&self, source: &str, rank: i64, incarnation: i64) -> Result<Arc<Mutex<Stream>>, Outcome> {
+    /// The stream of a worker that was not known when it was looked for; refused if a fence excludes it, or if no stream number is free.
+    pub(super) fn get_or_create(&self, source: &str, rank: i64, incarnation: i64) -> Result<Arc<Mutex<Stream>>, Outcome> {
         let mut registry = self.registry.write();
         if let Some(stream) = registry.find(source, rank) {
             return Ok(stream.clone());
@@ -111,10 +112,10 @@ impl Index {
             self.ended.lock().void += 1;
             return Err(Outcome::Void);
         }
-        let mut writer = self.gate.write();
+        let mut writer = self.shared_lock.write();
         let number = writer.vacancy().ok_or(Outcome::Full)?;
         let model = registry.labels.get(source).cloned();
-        let stream = seated(&mut writer, number, worker, incarnation, model);
+        let stream = register(&mut writer, number, worker, incarnation, model);
         drop(writer);
         registry
             .streams
@@ -133,7 +134,7 @@ impl Index {
         };
         // Not asking the streams, which may be busy: nothing else goes on while the registry is locked.
         let model_of = |other: &str| (other == source).then(|| model.map(str::to_owned));
-        self.gate.write().relabel(model_of);
+        self.shared_lock.write().relabel(model_of);
     }
 
     /// All labels.
@@ -156,7 +157,7 @@ impl Index {
     /// Forgets a worker, or all ranks of a source, and what was decided for it. Deliveries of its life are void from now on. Returns its
     /// blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
-        let _whole = self.whole.read_recursive();
+        let _whole = self.replacing.read_recursive();
         let mut registry = self.registry.write();
         let ranks = registry.streams.remove(source).unwrap_or_default();
         let (removed, kept): (Vec<_>, Vec<_>) = ranks
@@ -175,7 +176,7 @@ impl Index {
         }
         drop(registry);
         // Streams may be busy for long, as when a snapshot is written: they are waited for while no lock is held that others need.
-        let mut writer = self.gate.write();
+        let mut writer = self.shared_lock.write();
         removed.iter().for_each(|rank| writer.show(rank.number, false));
         drop(writer);
         let mut blocks = 0;
@@ -190,7 +191,7 @@ impl Index {
                 *fence = stream.incarnation.max(*fence);
             }
             blocks += stream.blocks;
-            let mut writer = self.gate.write();
+            let mut writer = self.shared_lock.write();
             stream.quit(&mut writer);
             drop(writer);
             self.ended.lock().add(&stream.counters);

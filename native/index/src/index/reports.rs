@@ -1,4 +1,4 @@
-//! What an operator is told: workers, counters, bytes, single blocks.
+//! Reports for operators: workers, counters, bytes, single blocks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,8 +6,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Index;
-use crate::core::{Core, Worker};
-use crate::planes::Plane;
+use crate::members::Worker;
+use crate::placements::Placement;
+use crate::shared::SharedState;
 use crate::stream::{Counters, Stream};
 
 /// Blocks that are listed while writers wait.
@@ -16,7 +17,7 @@ const BLOCKS_AT_ONCE: usize = 512;
 /// One stream as an operator sees it.
 #[derive(Clone, Debug)]
 pub struct Info {
-    /// Who.
+    /// Its engine and rank.
     pub worker: Arc<Worker>,
     /// Its model.
     pub model: Option<String>,
@@ -30,7 +31,7 @@ pub struct Info {
     pub orphans: usize,
     /// Copies beyond the first.
     pub copies: usize,
-    /// Tokens per block that its present life has told of.
+    /// Tokens per block, as its present incarnation has announced them.
     pub sizes: Vec<u32>,
     /// Blocks by tier; a block counts on each that holds it.
     pub tiers: BTreeMap<String, usize>,
@@ -38,7 +39,7 @@ pub struct Info {
     pub counters: Counters,
 }
 
-/// A block on one plane.
+/// A block on one placement.
 #[derive(Clone, Debug)]
 pub struct Held {
     /// Its key.
@@ -46,7 +47,7 @@ pub struct Held {
     /// The engine's hash.
     pub hash: u64,
     /// Where.
-    pub plane: u16,
+    pub placement: u16,
     /// How often.
     pub copies: u32,
 }
@@ -73,7 +74,7 @@ impl Index {
         self.streams().into_iter().filter_map(info).collect()
     }
 
-    /// The same of one worker, if there is such a one.
+    /// The same of one worker; None if it is unknown.
     pub fn info(&self, source: &str, rank: i64) -> Option<Info> {
         let stream = self.stream(source, rank)?;
         let model = self.registry.read().labels.get(source).cloned();
@@ -98,10 +99,10 @@ impl Index {
     }
 
     fn tiers(&self, stream: &Stream) -> BTreeMap<String, usize> {
-        let core = self.gate.read();
+        let shared = self.shared_lock.read();
         let mut found = BTreeMap::new();
-        for (plane, blocks) in stream.held().filter(|(_, blocks)| *blocks > 0) {
-            *found.entry(core.view.planes.get(plane).tier.clone()).or_default() += blocks;
+        for (placement, blocks) in stream.held().filter(|(_, blocks)| *blocks > 0) {
+            *found.entry(shared.view.placements.get(placement).tier.clone()).or_default() += blocks;
         }
         found
     }
@@ -114,12 +115,12 @@ impl Index {
     /// Heap bytes of everything, and different blocks.
     pub fn bytes(&self) -> (usize, usize) {
         let streams: usize = self.streams().iter().map(|(_, stream)| stream.lock().bytes()).sum();
-        let core = self.gate.read();
-        (core.bytes() + streams, core.records.len())
+        let shared = self.shared_lock.read();
+        (shared.bytes() + streams, shared.records.len())
     }
 
-    /// Blocks of a stream on each of their planes, and all planes.
-    pub fn blocks(&self, source: &str, rank: i64) -> (Vec<Held>, Vec<Plane>) {
+    /// Blocks of a stream on each of their placements, and all placements.
+    pub fn blocks(&self, source: &str, rank: i64) -> (Vec<Held>, Vec<Placement>) {
         let Some(stream) = self.stream(source, rank) else {
             return (Vec::new(), Vec::new());
         };
@@ -127,37 +128,37 @@ impl Index {
         let own: Vec<u32> = stream.own_numbers().collect();
         let foreign: Vec<(u32, u64)> = stream.foreign().collect();
         let mut found = Vec::with_capacity(stream.blocks);
-        let mut list = |core: &Core, number: u32, hash: u64| {
-            for plane in core.sets.planes(core.records.set(number), stream.number) {
+        let mut list = |shared: &SharedState, number: u32, hash: u64| {
+            for placement in shared.sets.placements(shared.records.set(number), stream.number) {
                 found.push(Held {
-                    key: core.records.key(number),
+                    key: shared.records.key(number),
                     hash,
-                    plane,
-                    copies: stream.count(core, number, plane),
+                    placement,
+                    copies: stream.count(shared, number, placement),
                 });
             }
         };
         // The stream is locked, so what it holds does not change while others write.
         for numbers in own.chunks(BLOCKS_AT_ONCE) {
-            let core = self.gate.read();
+            let shared = self.shared_lock.read();
             numbers
                 .iter()
-                .for_each(|&number| list(&core, number, core.records.hash(number)));
+                .for_each(|&number| list(&shared, number, shared.records.hash(number)));
         }
         for some in foreign.chunks(BLOCKS_AT_ONCE) {
-            let core = self.gate.read();
-            some.iter().for_each(|&(number, hash)| list(&core, number, hash));
+            let shared = self.shared_lock.read();
+            some.iter().for_each(|&(number, hash)| list(&shared, number, hash));
         }
-        let planes = self.gate.read().view.planes.all();
-        (found, planes)
+        let placements = self.shared_lock.read().view.placements.all();
+        (found, placements)
     }
 
     /// The key of the block that a stream means by a hash.
     pub fn key_of(&self, source: &str, rank: i64, hash: u64) -> Option<u64> {
         let stream = self.stream(source, rank)?;
         let stream = stream.lock();
-        let core = self.gate.read();
-        stream.newest(&core, hash).map(|number| core.records.key(number))
+        let shared = self.shared_lock.read();
+        stream.newest(&shared, hash).map(|number| shared.records.key(number))
     }
 
     /// The overlay in numbers.

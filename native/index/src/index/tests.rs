@@ -6,10 +6,10 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::*;
+use crate::holder_sets::EMPTY;
 use crate::records::Row;
 use crate::scan::Limits as ScanLimits;
 use crate::scan::tests::cases::{batch, map, text};
-use crate::sets::EMPTY;
 
 fn index() -> Index {
     Index::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default())
@@ -83,7 +83,7 @@ fn a_batch_is_applied_at_once_or_not_at_all() {
         "what is set aside is to be told"
     );
     assert_eq!(index.try_batch("a", 0, 0, 3, &batch(&[map("AllBlocksCleared", &[])])), None);
-    let reader = index.gate.read();
+    let reader = index.shared_lock.read();
     assert_eq!(index.try_batch("a", 0, 0, 3, &stored), None);
     drop(reader);
 }
@@ -93,7 +93,7 @@ fn a_batch_is_applied_at_once_or_not_at_all() {
 fn a_lookup_passes_writers() {
     let (index, stored) = (index(), payload("BlockStored"));
     index.batch("a", 0, 0, 0, &stored);
-    let mut writer = index.gate.write();
+    let mut writer = index.shared_lock.write();
     let found = index.try_matched(&[1, 2], &Scope::default()).unwrap();
     assert_eq!(found.worker(&found.hits[0]).source, "a");
     assert_eq!(tokens_of(&index, &[1, 2]), [2]);
@@ -180,7 +180,7 @@ fn a_panic_is_told_until_a_snapshot_is_restored() {
     index.batch("a", 0, 0, 0, &stored);
     let saved = index.save(Vec::new(), None).unwrap();
     let panicked = catch_unwind(AssertUnwindSafe(|| {
-        let mut writer = index.gate.write();
+        let mut writer = index.shared_lock.write();
         writer.records.remove(Row::of(0));
         panic!("as a test");
     }));
@@ -188,7 +188,7 @@ fn a_panic_is_told_until_a_snapshot_is_restored() {
     assert_eq!(index.batch("a", 0, 0, 1, &stored).outcome, Outcome::Damaged);
     assert_eq!(index.try_batch("a", 0, 0, 1, &stored), Some(Outcome::Damaged));
     assert_eq!(index.batch("new", 0, 0, 1, &stored).outcome, Outcome::Damaged);
-    crate::snapshot::restore(&index, &saved[..]).unwrap();
+    crate::index::snapshot::restore(&index, &saved[..]).unwrap();
     assert!(!index.is_damaged());
     assert_eq!(
         (index.batch("a", 0, 0, 1, &stored).outcome, tokens_of(&index, &[1, 2])),

@@ -1,6 +1,6 @@
 //! `extra_keys`: what vLLM hashes into a block besides its tokens, block by block.
 
-use super::reader::Reader;
+use crate::msgpack::Reader;
 
 /// Identifier of a multimodal item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

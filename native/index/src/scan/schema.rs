@@ -89,7 +89,7 @@ pub(super) struct Layout {
     pub array_needed: usize,
     /// Keys of a map event, the tag's apart.
     pub names: Box<[Name]>,
-    /// Bit i is set when the key i may not be missing.
+    /// Bit i is set when the key i must be present.
     pub needed: u64,
 }
 
@@ -126,7 +126,7 @@ impl Schema {
         })
     }
 
-    /// The same for events that were read within its limits, and written anew: they can be larger then.
+    /// The same for events that were read within its limits and encoded again: they can be larger then.
     pub fn unlimited(&self) -> Self {
         let limits = Limits {
             max_payload_bytes: usize::MAX,

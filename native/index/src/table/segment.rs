@@ -3,9 +3,9 @@
 use std::ops::{Deref, DerefMut};
 use std::ptr::{self, NonNull};
 
-use crate::pages::Piece;
+use crate::page_pool::Piece;
 
-use super::{Hashes, bent};
+use super::{Hashes, skewed};
 
 /// Entries of a bucket.
 const WAYS: usize = 10;
@@ -17,9 +17,9 @@ pub const WIDE: usize = 48;
 const FULL: usize = 9;
 /// The same below which two segments become one, or one becomes smaller.
 const SPARSE: usize = 6;
-/// Splits after which tags are taken anew, since those use up their bits.
+/// Splits after which tags are computed again, since splits use up their bits.
 const SPLITS_BY_TAG: u8 = 4;
-/// Bits of a hash that tell a bucket from the others of its segment: those of a tag that the splits leave.
+/// Bits of a hash that identify a bucket in its segment: those of a tag that splits have not used.
 const HOME_BITS: u32 = 16 - SPLITS_BY_TAG as u32 - 1;
 /// The same of a tag from which the splits were shifted out.
 const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
@@ -155,7 +155,7 @@ impl Deref for Buckets {
 impl DerefMut for Buckets {
     #[inline]
     fn deref_mut(&mut self) -> &mut [Bucket] {
-        // SAFETY: as above, and there is no other way to them.
+        // SAFETY: as above, and no other reference to them exists.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.count as usize) }
     }
 }
@@ -164,7 +164,7 @@ impl DerefMut for Buckets {
 pub struct Segment {
     buckets: Buckets,
     used: u32,
-    /// Leading bits of bent hashes that all of its entries share.
+    /// Leading bits of skewed hashes that all of its entries share.
     depth: u8,
     /// The bits behind this many are the tags.
     base: u8,
@@ -215,14 +215,14 @@ impl Segment {
     }
 
     #[inline]
-    pub fn tag(&self, bent: u64) -> u16 {
-        (bent << self.base >> 48) as u16
+    pub fn tag(&self, skewed: u64) -> u16 {
+        (skewed << self.base >> 48) as u16
     }
 
     /// By bits that are part of the tag whether it was just taken or is about to be, so that it never depends on which.
     #[inline]
-    pub fn home(&self, bent: u64) -> usize {
-        (((bent << self.depth) >> (64 - HOME_BITS)) as usize * self.buckets.len()) >> HOME_BITS
+    pub fn home(&self, skewed: u64) -> usize {
+        (((skewed << self.depth) >> (64 - HOME_BITS)) as usize * self.buckets.len()) >> HOME_BITS
     }
 
     /// The bucket at a home.
@@ -260,7 +260,7 @@ impl Segment {
         }
     }
 
-    /// Removes an entry with this tag, from its home on; false if there is none.
+    /// Removes an entry with this tag, from its home bucket on; false if it is not there.
     #[inline]
     pub fn take(&mut self, home: usize, tag: u16, record: u32) -> bool {
         let bucket = &mut self.buckets[home];
@@ -296,7 +296,7 @@ impl Segment {
             .flat_map(|bucket| bucket.records[..bucket.used as usize].iter().copied())
     }
 
-    // --- moving entries; where to, their tags tell
+    // --- moving entries to where their tags say
 
     /// Entries with a one as the first bit that not all share.
     pub fn in_second_half(&self) -> usize {
@@ -335,19 +335,19 @@ impl Segment {
         }
     }
 
-    /// Whether tags tell enough for one split more.
+    /// Whether tags have the bits for one split more.
     pub fn tags_are_used_up(&self) -> bool {
         self.depth - self.base > SPLITS_BY_TAG
     }
 
-    /// Takes tags from the bits behind `base` from now on. The records have to tell them; they lie anywhere, so all are asked for before
+    /// Takes tags from the bits behind `base` from now on. The records have the hashes; they are anywhere in memory, so all are prefetched before
     /// any is read.
     pub fn take_tags(&mut self, base: u32, hashes: &impl Hashes) {
         self.records().for_each(|record| hashes.prefetch(record));
         self.base = base as u8;
         for bucket in self.buckets.iter_mut() {
             for (tag, &record) in bucket.tags.iter_mut().zip(&bucket.records).take(bucket.used as usize) {
-                *tag = (bent(hashes.hash_of(record)) << base >> 48) as u16;
+                *tag = (skewed(hashes.hash_of(record)) << base >> 48) as u16;
             }
         }
     }

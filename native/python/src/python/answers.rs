@@ -3,10 +3,10 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use kvevents_index::core::Worker;
 use kvevents_index::index::Matches;
 use kvevents_index::matching::Hit;
-use kvevents_index::planes::{LEVELS, TIERS};
+use kvevents_index::members::Worker;
+use kvevents_index::placements::{LEVELS, TIERS};
 use kvevents_index::stream::Counters;
 
 /// What one worker holds of a prompt.

@@ -30,7 +30,7 @@ impl Tokens {
     /// The token ids; to be read while Python's lock is held, or by a copy.
     pub(super) fn slice(&self) -> &[u32] {
         match self {
-            // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. Who writes to it from Python
+            // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A thread that writes to it from Python
             // needs Python's lock, which callers hold as long as they read.
             Self::Shared(buffer) => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) },
             Self::Owned(tokens) => tokens,
@@ -85,7 +85,7 @@ fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType
     (plain && bytes > 1 && !foreign).then_some((buffer, kind))
 }
 
-/// Copies such a buffer; None where a number does not fit.
+/// Copies a buffer of wider integers; None if a number does not fit.
 fn copied<T>(buffer: &PyUntypedBuffer, kind: ElementType, turns: &mut Turns<'_>) -> PyResult<Option<Vec<T>>>
 where
     T: TryFrom<u16> + TryFrom<u32> + TryFrom<u64> + TryFrom<i16> + TryFrom<i32> + TryFrom<i64>,
@@ -106,7 +106,7 @@ fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut
     let mut found = Vec::with_capacity(buffer.item_count());
     for at in 0..buffer.item_count() {
         // SAFETY: the buffer is held, has one dimension of `item_count` elements `stride` bytes apart, and each is as large as a `From`,
-        // which any bits are. Who writes to it from Python needs Python's lock, which is held while this reads.
+        // which any bits are. A thread that writes to it from Python needs the GIL, which is held while this reads.
         let value = unsafe { start.offset(stride * at as isize).cast::<From>().read_unaligned() };
         let Ok(value) = To::try_from(value) else { return Ok(None) };
         found.push(value);

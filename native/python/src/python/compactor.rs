@@ -12,8 +12,8 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 use super::arguments::wire_limits_of;
 use super::refusals::of_parent;
 use super::turns::Turns;
-use kvevents_compaction::{Compactor as Core, ExportedEvent, Location, Store};
-use kvevents_index::fork::Own;
+use kvevents_compaction::{Compactor as SharedState, ExportedEvent, Location, Store};
+use kvevents_index::fork::ProcessOwned;
 use kvevents_index::keys;
 use kvevents_index::scan::{SECONDS, Schema};
 
@@ -26,7 +26,7 @@ const COPIES_PER_NUMBER: usize = 128;
 #[pyclass(frozen, module = "kvevents._native")]
 pub(super) struct Compactor {
     /// Poisoned by a panic, which may leave it changed by half.
-    core: Own<Mutex<Core>>,
+    shared: ProcessOwned<Mutex<SharedState>>,
     peers: Schema,
     /// For what `payloads` returned, which may be larger than what peers may send.
     ours: Schema,
@@ -37,29 +37,29 @@ impl Compactor {
     fn with<R: Send>(
         &self,
         py: Python<'_>,
-        quick: impl FnOnce(&mut Core) -> Option<R>,
-        work: impl FnOnce(&mut Core) -> R + Send,
+        quick: impl FnOnce(&mut SharedState) -> Option<R>,
+        work: impl FnOnce(&mut SharedState) -> R + Send,
     ) -> PyResult<R> {
-        let core = self.core.get().ok_or_else(|| of_parent(py))?;
+        let shared = self.shared.get().ok_or_else(|| of_parent(py))?;
         let mut done = None;
-        match core.try_lock() {
-            Ok(mut core) => done = quick(&mut core),
+        match shared.try_lock() {
+            Ok(mut shared) => done = quick(&mut shared),
             Err(TryLockError::WouldBlock) => {}
             Err(TryLockError::Poisoned(_)) => return Err(damaged()),
         }
         match done {
             Some(done) => Ok(done),
-            None => py.detach(|| core.lock().map(|mut core| work(&mut core)).map_err(|_| damaged())),
+            None => py.detach(|| shared.lock().map(|mut shared| work(&mut shared)).map_err(|_| damaged())),
         }
     }
 
     /// What takes no time.
-    fn look<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut Core) -> R + Sync) -> PyResult<R> {
-        self.with(py, |core| Some(work(core)), &work)
+    fn look<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut SharedState) -> R + Sync) -> PyResult<R> {
+        self.with(py, |shared| Some(work(shared)), &work)
     }
 
     /// What takes long.
-    fn work<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Core) -> R + Send) -> PyResult<R> {
+    fn work<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut SharedState) -> R + Send) -> PyResult<R> {
         self.with(py, |_| None, work)
     }
 }
@@ -75,7 +75,7 @@ impl Compactor {
         let schema = Schema::new(wire_limits_of(wire_limits)).map_err(PyValueError::new_err)?;
         let peers = schema.joining();
         Ok(Self {
-            core: Own::new(Mutex::default()),
+            shared: ProcessOwned::new(Mutex::default()),
             ours: peers.unlimited(),
             peers,
         })
@@ -85,8 +85,8 @@ impl Compactor {
     #[pyo3(signature = (payload, own=false))]
     fn fold(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
         let schema = if own { &self.ours } else { &self.peers };
-        let quick = |core: &mut Core| (payload.len() < BRIEF && core.apply_quick(payload, schema)).then_some(());
-        self.with(py, quick, |core| core.apply(payload, schema))
+        let quick = |shared: &mut SharedState| (payload.len() < BRIEF && shared.apply_quick(payload, schema)).then_some(());
+        self.with(py, quick, |shared| shared.apply(payload, schema))
     }
 
     /// Takes payloads of numbered batches in, other threads running meanwhile where that takes long.
@@ -95,14 +95,14 @@ impl Compactor {
         // Another thread could take them out of the list meanwhile.
         let held: Vec<Bound<'_, PyAny>> = batches.iter().collect();
         let is_brief = payloads.iter().map(|payload| payload.len()).sum::<usize>() < BRIEF;
-        let quick = |core: &mut Core| is_brief.then(|| core.apply_many_quick(&payloads, &self.peers));
-        let work = |core: &mut Core| {
-            core.apply_many(&payloads, &self.peers);
+        let quick = |shared: &mut SharedState| is_brief.then(|| shared.apply_many_quick(&payloads, &self.peers));
+        let work = |shared: &mut SharedState| {
+            shared.apply_many(&payloads, &self.peers);
             payloads.len()
         };
         let done = self.with(py, quick, work)?;
         if done < payloads.len() {
-            self.work(py, |core| core.apply_many(&payloads[done..], &self.peers))?;
+            self.work(py, |shared| shared.apply_many(&payloads[done..], &self.peers))?;
         }
         drop(held);
         Ok(())
@@ -110,7 +110,7 @@ impl Compactor {
 
     /// What rebuilds the state after a clear, or None.
     fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyTuple>>>> {
-        let (events, mut turns) = (self.work(py, |core| core.events())?, Turns::new(py));
+        let (events, mut turns) = (self.work(py, |shared| shared.events())?, Turns::new(py));
         let plain = |event: &ExportedEvent| {
             turns.spend(numbers_of(event))?;
             plain(py, event)
@@ -126,7 +126,7 @@ impl Compactor {
         if !SECONDS.contains(&ts) {
             return Err(PyValueError::new_err(format!("ts is {ts}; it is seconds since the epoch")));
         }
-        let (spelled, mut turns) = (self.work(py, |core| core.payloads(limit, ts))?, Turns::new(py));
+        let (spelled, mut turns) = (self.work(py, |shared| shared.payloads(limit, ts))?, Turns::new(py));
         let bytes = |payload: &Vec<u8>| {
             turns.spend(payload.len() / COPIES_PER_NUMBER)?;
             Ok(PyBytes::new(py, payload))
@@ -136,44 +136,44 @@ impl Compactor {
 
     /// Notes that some of the stream was never seen.
     fn miss(&self, py: Python<'_>) -> PyResult<()> {
-        self.look(py, Core::mark_partial)
+        self.look(py, SharedState::mark_partial)
     }
 
     /// Forgets everything.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
-        self.work(py, Core::clear)
+        self.work(py, SharedState::clear)
     }
 
     /// Gives up until the stream is cleared.
     fn lose(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
         let reason = known.ok_or_else(|| PyValueError::new_err("reason is batches, payloads or digests"))?;
-        self.work(py, |core| core.invalidate(reason))
+        self.work(py, |shared| shared.invalidate(reason))
     }
 
     #[getter]
     fn partial(&self, py: Python<'_>) -> PyResult<bool> {
-        self.look(py, |core| core.is_partial())
+        self.look(py, |shared| shared.is_partial())
     }
 
     #[getter]
     fn live(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |core| core.live())
+        self.look(py, |shared| shared.live())
     }
 
     #[getter]
     fn nodes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |core| core.nodes())
+        self.look(py, |shared| shared.nodes())
     }
 
     #[getter]
     fn bytes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |core| core.bytes())
+        self.look(py, |shared| shared.bytes())
     }
 
     #[getter]
     fn lost(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
-        self.look(py, |core| core.invalid_reason())
+        self.look(py, |shared| shared.invalid_reason())
     }
 
     /// Locks it, and calls `call`.

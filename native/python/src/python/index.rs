@@ -16,11 +16,11 @@ use super::answers::{Match, counters};
 use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
 use super::refusals::{damaged, of_parent};
 use super::turns::{Signals, Turns};
-use kvevents_index::core::Worker;
-use kvevents_index::fork::Own;
+use kvevents_index::fork::ProcessOwned;
 use kvevents_index::index::{Applied, Held, Index, Info, Matches, Outcome, Scope};
 use kvevents_index::limits::Limits;
-use kvevents_index::planes::Plane;
+use kvevents_index::members::Worker;
+use kvevents_index::placements::Placement;
 use kvevents_index::scan::Schema;
 use kvevents_index::snapshot::{self, Failure};
 
@@ -86,7 +86,7 @@ fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<
 /// The native part of `kvevents.index.PrefixIndex`.
 #[pyclass(subclass, frozen, module = "kvevents._native")]
 pub(super) struct NativeIndex {
-    index: Own<Arc<Index>>,
+    index: ProcessOwned<Arc<Index>>,
     applied: Py<PyAny>,
     cleared: Py<PyAny>,
     duplicate: Py<PyAny>,
@@ -99,20 +99,20 @@ type PlainBlock = (u64, u64, String, i64, u32);
 /// The blocks of a stream at one moment, each of which is handed out once.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct Listing {
-    blocks: Own<Mutex<std::vec::IntoIter<Held>>>,
-    planes: Vec<Plane>,
+    blocks: ProcessOwned<Mutex<std::vec::IntoIter<Held>>>,
+    placements: Vec<Placement>,
 }
 
 #[pymethods]
 impl Listing {
-    /// The next blocks, at most `most`: per block and plane `(key, hash, tier, group, copies)`. Empty behind the last one.
+    /// The next blocks, at most `most`: per block and placement `(key, hash, tier, group, copies)`. Empty behind the last one.
     ///
     /// Lets other threads of Python run each time, so that a long listing does not keep them waiting.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
         let blocks = self.blocks.get().ok_or_else(|| of_parent(py))?;
         let plain = |held: Held| {
-            let plane = &self.planes[held.plane as usize];
-            (held.key, held.hash, plane.tier.clone(), plane.group, held.copies)
+            let placement = &self.placements[held.placement as usize];
+            (held.key, held.hash, placement.tier.clone(), placement.group, held.copies)
         };
         Ok(py.detach(|| blocks.lock().by_ref().take(most).map(plain).collect()))
     }
@@ -201,7 +201,7 @@ fn work_of(applied: &Applied) -> usize {
     1 + WORK_PER_REJECTED * rejected
 }
 
-/// Does some work that changes the index. A panic that leaves it changed by half is told as what every later call raises.
+/// Does work that changes the index. A panic that leaves it half changed raises the error that every later call raises.
 fn caught<R>(index: &Index, work: impl FnOnce() -> R) -> PyResult<R> {
     catch_unwind(AssertUnwindSafe(work)).or_else(|panic| {
         if index.is_damaged() {
@@ -225,7 +225,7 @@ impl NativeIndex {
         let limits = limits_of(memory_limit, &limits)?;
         let [applied, cleared, duplicate, void] = outcomes;
         Ok(Self {
-            index: Own::new(Arc::new(Index::new(schema.joining(), limits))),
+            index: ProcessOwned::new(Arc::new(Index::new(schema.joining(), limits))),
             applied,
             cleared,
             duplicate,
@@ -248,7 +248,7 @@ impl NativeIndex {
         Self::found(slf, applied)
     }
 
-    /// The same for events that Python has spelled anew, and None for what are none.
+    /// The same for events that Python has encoded again; None for what is not an event.
     fn _apply(
         &self,
         py: Python<'_>,
@@ -329,7 +329,7 @@ impl NativeIndex {
         odd.into_iter().map(told).collect()
     }
 
-    /// Whether a stream has the digest of a heartbeat; None where that need not be, or where there is no such stream.
+    /// Whether a stream has the digest of a heartbeat; None if that is unknown, or if the stream is unknown.
     fn _agrees(&self, py: Python<'_>, source: &str, rank: i64, digest: &str) -> PyResult<Option<bool>> {
         let index = self.index(py)?;
         Ok(py.detach(|| index.agrees(source, rank, digest)))
@@ -350,11 +350,11 @@ impl NativeIndex {
     /// How long a prefix of `tokens` each worker holds.
     ///
     /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview), of which one of 32-bit
-    /// unsigned integers is read where it lies. `namespace` says within what: without one, workers without a model, no LoRA, no salt.
-    /// With `overlay` decisions told to `speculate` count as held on the GPU. Raises `TypeError` or `OverflowError` for what are no
+    /// unsigned integers is read in place. `namespace` says within what: without one, workers without a model, no LoRA, no salt.
+    /// With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or `OverflowError` for what are no
     /// token ids.
     ///
-    /// vLLM always computes the last token of a prompt anew: `match(tokens[:-1])` is what it will find cached.
+    /// vLLM always recomputes the last token of a prompt: `match(tokens[:-1])` is what it will find cached.
     #[pyo3(name = "match", signature = (tokens, namespace=None, *, overlay=false))]
     fn match_(
         slf: &Bound<'_, Self>,
@@ -385,7 +385,7 @@ impl NativeIndex {
         let (index, mut turns, mut found) = (self.whole(py)?, Turns::new(py), Vec::with_capacity(prompts.len()));
         let mut prompts = prompts.iter().peekable();
         while prompts.peek().is_some() {
-            // Copies of some, which nobody changes while Python's lock is not held.
+            // Copies of some, which no other thread changes while the GIL is not held.
             let (mut copies, mut tokens) = (Vec::<Vec<u32>>::new(), 0);
             while let Some(prompt) = prompts.next_if(|_| tokens < TOKENS_AT_ONCE) {
                 copies.push(tokens_of(prompt, &mut turns)?.into_owned(&mut turns)?);
@@ -453,7 +453,7 @@ impl NativeIndex {
         infos.into_iter().map(plain).collect()
     }
 
-    /// The same of one worker, or None when there is no such one.
+    /// The same of one worker; None if it is unknown.
     fn _worker<'py>(&self, py: Python<'py>, source: &str, rank: i64) -> PyResult<Option<Bound<'py, PyDict>>> {
         let index = self.index(py)?;
         py.detach(|| index.info(source, rank)).map(|info| plain(py, info)).transpose()
@@ -472,17 +472,17 @@ impl NativeIndex {
         Ok(totals)
     }
 
-    /// The blocks of a stream at this moment, or None when there is no such stream.
+    /// The blocks of a stream at this moment; None if the stream is unknown.
     fn _blocks(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<Listing>> {
         let index = self.whole(py)?;
         let found = py.detach(|| index.stream(source, rank).map(|_| index.blocks(source, rank)));
-        Ok(found.map(|(blocks, planes)| Listing {
-            blocks: Own::new(Mutex::new(blocks.into_iter())),
-            planes,
+        Ok(found.map(|(blocks, placements)| Listing {
+            blocks: ProcessOwned::new(Mutex::new(blocks.into_iter())),
+            placements,
         }))
     }
 
-    /// The key of the block that a stream means by a hash, or None when it holds no such block.
+    /// The key of the block that a stream means by a hash, or None if it does not hold that block.
     fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, hash: u64) -> PyResult<Option<u64>> {
         let index = self.index(py)?;
         Ok(py.detach(|| index.key_of(source, rank, hash)))
@@ -547,7 +547,7 @@ impl NativeIndex {
         let index = self.index(py)?;
         caught(index, || {
             py.detach(|| {
-                let _writer = index.gate.write();
+                let _writer = index.shared_lock.write();
                 panic!("as a test");
             })
         })

@@ -49,7 +49,7 @@ pub(super) struct Libzmq {
 struct Socket(*mut c_void);
 
 // SAFETY: libzmq's sockets may be used from another thread than before, one at a time. That is what callers see to, as they must with pyzmq:
-// who has the socket calls, and waits for the call to end.
+// the owner of the socket calls, and waits for the call to end.
 unsafe impl std::marker::Send for Socket {}
 
 /// A frame that was received, closed when it goes.
@@ -87,7 +87,7 @@ impl Frame<'_> {
 /// Why a message did not come, or not whole.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
-    /// There is none.
+    /// No message is there.
     Nothing,
     /// Something that only an exception can say.
     Refused,

@@ -1,7 +1,7 @@
 //! What tests compare with Python's decoder: events as the scanner, or the careful decoder, reads them; and what they count. No wheel has
 //! this.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -11,13 +11,10 @@ use super::arguments::wire_limits_of;
 use kvevents_index::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::scan::{self, Described, Kind, OwnedExtra, OwnedId, Schema};
 
-/// How often calls have let other threads of Python run.
-pub(super) static TURNS: AtomicUsize = AtomicUsize::new(0);
-
 /// How often calls have let other threads of Python run, and looked for signals, in the middle of their work with Python's objects.
 #[pyfunction]
 pub(super) fn turns() -> usize {
-    TURNS.load(Ordering::Relaxed)
+    super::turns::TURNS.load(Ordering::Relaxed)
 }
 
 /// The events of a payload as the scanner reads them; None if it leaves them to Python.

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 /// How often a call without Python's lock looks whether a signal is to be handled.
 const SIGNALS: Duration = Duration::from_millis(50);
 
-/// Looks now and then, in a call without Python's lock, whether there is a signal to handle, such as an interrupt.
+/// Looks now and then, in a call without the GIL, whether a signal such as an interrupt is to be handled.
 pub(super) struct Signals(Instant);
 
 impl Signals {
@@ -26,6 +26,10 @@ impl Signals {
 
 /// Work with Python's objects that is done before other threads may run, in numbers that are read or made: about two milliseconds.
 const WORK_PER_TURN: usize = 1 << 16;
+
+/// How often a call has let other threads run.
+#[cfg(feature = "testing")]
+pub(super) static TURNS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
 /// Counts work that is done with Python's lock, and lets go of it now and then.
 pub(super) struct Turns<'py> {
@@ -46,14 +50,14 @@ impl<'py> Turns<'py> {
             self.left -= work;
             return Ok(());
         }
-        self.let_in()
+        self.yield_gil()
     }
 
     #[cold]
-    fn let_in(&mut self) -> PyResult<()> {
+    fn yield_gil(&mut self) -> PyResult<()> {
         self.left = WORK_PER_TURN;
         #[cfg(feature = "testing")]
-        super::testing::TURNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        TURNS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         self.py.detach(|| ());
         self.py.check_signals()
     }

@@ -8,7 +8,7 @@ use super::{digits, gap, of_digits};
 /// Places that are read from.
 const STREAMS: usize = 3;
 
-/// Bytes from one such place to the next.
+/// Bytes from one of these positions to the next.
 const PART: usize = 1024;
 
 /// Bytes in which a comma is looked for.

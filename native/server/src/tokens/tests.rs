@@ -34,7 +34,7 @@ fn odd_byte() -> impl Strategy<Value = u8> {
     prop_oneof![any::<u8>(), prop::sample::select(b"0123456789,, \n\t]]}[-.+e\":/;".to_vec())]
 }
 
-/// As many numbers as are told, of these widths in turn.
+/// `count` numbers of these widths in turn.
 fn listed(widths: &[u32], separator: &str, numbers: usize) -> Vec<u8> {
     let number = |at: usize| (10_u32.pow(widths[at % widths.len()] - 1) + at as u32 % 9).to_string();
     let list: Vec<String> = (0..numbers).map(number).collect();

@@ -1,24 +1,24 @@
 //! What events mean for the blocks of a stream.
 
-mod ahead;
+mod prefetching;
 
 use std::collections::VecDeque;
 use std::sync::LazyLock;
 
 use crate::contexts::Context;
-use crate::core::Core;
-use crate::gate::{WORK_PER_HOLD, Writer};
 use crate::keys::{self, Scheme};
-use crate::pages;
-use crate::planes::{Plane, Rule, tier};
+use crate::page_pool;
+use crate::pending::{Content, Waiting};
+use crate::placements::{Placement, Rule, tier};
 use crate::records::{Records, Row};
 use crate::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, Span, extra_keys, scan};
-use crate::steps;
+use crate::shared::SharedState;
+use crate::step_counter;
 use crate::stream::{Leaving, Place, Stream};
 use crate::table::Stage;
-use crate::waiting::{Content, Waiting};
+use crate::yielding_lock::{WORK_PER_HOLD, Writer};
 
-use ahead::{Ahead, Ring};
+use prefetching::{Ahead, Ring};
 
 /// Blocks of an event that are asked for before it is hashed.
 const FIRST: usize = 4;
@@ -78,11 +78,11 @@ struct Dense<'a> {
     lora: u64,
     /// The event's own salt.
     salt: Option<u64>,
-    plane: u16,
+    placement: u16,
 }
 
 impl<'a> Dense<'a> {
-    /// What an event says, without its salt and plane.
+    /// What an event says, without its salt and placement.
     fn read(read: &Read<'a>, event: &Event) -> Result<Self, &'static str> {
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let tokens = event.tokens.slice(&read.scratch.tokens);
@@ -109,7 +109,7 @@ impl<'a> Dense<'a> {
             scheme,
             lora,
             salt: None,
-            plane: 0,
+            placement: 0,
         })
     }
 
@@ -135,7 +135,7 @@ struct Chain<'a> {
     /// None of blocks that were stored by their keys: those have no parents.
     locals: Option<&'a [u64]>,
     context: u32,
-    plane: u16,
+    placement: u16,
 }
 
 /// Why some blocks were placed, and not all of them.
@@ -160,7 +160,7 @@ struct Open {
 
 impl Stream {
     /// Applies one event; says whether it cleared the whole stream.
-    pub fn event(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event, work: &mut Work) -> bool {
+    pub fn event(&mut self, writer: &mut Writer<'_, SharedState>, read: &Read<'_>, event: &Event, work: &mut Work) -> bool {
         match event.kind {
             Kind::Stored => self.stored(writer, read, event, work),
             Kind::Removed => self.was_removed(writer, read, event, work),
@@ -171,7 +171,7 @@ impl Stream {
 
     // --- stores
 
-    fn stored(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event, work: &mut Work) {
+    fn stored(&mut self, writer: &mut Writer<'_, SharedState>, read: &Read<'_>, event: &Event, work: &mut Work) {
         writer.spend(1);
         let kind = read.text(event.spec_kind).unwrap_or("none");
         if let Err(reason) = self.store(writer, read, event, work) {
@@ -181,7 +181,7 @@ impl Stream {
 
     fn store(
         &mut self,
-        writer: &mut Writer<'_, Core>,
+        writer: &mut Writer<'_, SharedState>,
         read: &Read<'_>,
         event: &Event,
         work: &mut Work,
@@ -201,9 +201,9 @@ impl Stream {
                 let blocks = (window as u64 - 1).div_ceil(size);
                 self.learn(writer, group, Rule::Window(u32::try_from(blocks).unwrap_or(u32::MAX)))?;
             }
-            let plane = self.plane(writer, read, event).ok_or("too-many-planes")?;
+            let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
             for &hash in hashes {
-                self.without_tokens(writer, hash, plane);
+                self.without_tokens(writer, hash, placement);
                 self.spend(writer, 1);
             }
             return Ok(());
@@ -213,22 +213,31 @@ impl Stream {
         }
         let store = Dense::read(read, event)?;
         self.learn(writer, group, Rule::Dense)?;
-        let plane = self.plane(writer, read, event).ok_or("too-many-planes")?;
+        let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         let salt = salt_of(read, event, &mut work.extras);
-        self.dense(writer, &Dense { salt, plane, ..store }, event.parent, work)
+        self.dense(
+            writer,
+            &Dense {
+                salt,
+                placement,
+                ..store
+            },
+            event.parent,
+            work,
+        )
     }
 
     /// A store that says keys: they hold its namespace and all that is before it.
     fn keyed(
         &mut self,
-        writer: &mut Writer<'_, Core>,
+        writer: &mut Writer<'_, SharedState>,
         read: &Read<'_>,
         event: &Event,
         work: &mut Work,
     ) -> Result<(), &'static str> {
         let size = event.size_of_keyed().ok_or("length-mismatch")?;
         self.learn(writer, event.group.unwrap_or(0), Rule::Dense)?;
-        let plane = self.plane(writer, read, event).ok_or("too-many-planes")?;
+        let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         if event.hashes.length == 0 {
             return Ok(());
         }
@@ -242,7 +251,7 @@ impl Stream {
             keys: event.keys.slice(&read.scratch.hashes),
             locals: None,
             context,
-            plane,
+            placement,
         };
         let placed = self.place_all(writer, &chain, &mut work.ring, None);
         writer.contexts.release(context);
@@ -251,7 +260,7 @@ impl Stream {
 
     fn dense(
         &mut self,
-        writer: &mut Writer<'_, Core>,
+        writer: &mut Writer<'_, SharedState>,
         store: &Dense<'_>,
         parent: Option<u64>,
         work: &mut Work,
@@ -277,7 +286,7 @@ impl Stream {
             };
             let orphan = Waiting {
                 hash: store.hashes[at],
-                plane: store.plane,
+                placement: store.placement,
                 awaited,
                 content: Some(content),
             };
@@ -288,12 +297,12 @@ impl Stream {
     }
 
     /// Lets a block wait for another.
-    fn wait(&mut self, core: &mut Core, waiting: Waiting) {
-        if !self.may_grow(core) {
+    fn wait(&mut self, shared: &mut SharedState, waiting: Waiting) {
+        if !self.may_grow(shared) {
             self.counters.dropped += 1;
             return;
         }
-        let limits = core.limits;
+        let limits = shared.limits;
         let bytes = limits.memory.map_or(usize::MAX, |memory| memory / 8);
         self.counters.dropped += self
             .waiting
@@ -303,7 +312,7 @@ impl Stream {
     /// Takes in the blocks of an event from `first` on behind `parent`, each the parent of the next.
     fn run(
         &mut self,
-        writer: &mut Writer<'_, Core>,
+        writer: &mut Writer<'_, SharedState>,
         store: &Dense<'_>,
         first: usize,
         parent: Option<u32>,
@@ -328,7 +337,7 @@ impl Stream {
             keys: &work.keys,
             locals: Some(&work.locals),
             context: number,
-            plane: store.plane,
+            placement: store.placement,
         };
         let placed = self.place_all(writer, &chain, &mut work.ring, parent);
         writer.contexts.release(number);
@@ -337,10 +346,10 @@ impl Stream {
 
     /// Does what blocks need before they are placed: much of it while others may read and write. What this stream holds nobody else changes
     /// meanwhile.
-    fn prepare(&mut self, writer: &mut Writer<'_, Core>, count: usize, work: impl FnOnce()) {
-        if count > FEW_BLOCKS || pages::are_short() {
+    fn prepare(&mut self, writer: &mut Writer<'_, SharedState>, count: usize, work: impl FnOnce()) {
+        if count > FEW_BLOCKS || page_pool::are_short() {
             writer.unlocked(|| {
-                pages::prepare();
+                page_pool::prepare();
                 work();
             });
         } else {
@@ -351,7 +360,7 @@ impl Stream {
     /// Places blocks behind a record.
     fn place_all(
         &mut self,
-        writer: &mut Writer<'_, Core>,
+        writer: &mut Writer<'_, SharedState>,
         chain: &Chain<'_>,
         ring: &mut Ring,
         mut parent: Option<u32>,
@@ -393,7 +402,7 @@ impl Stream {
 
     fn place_some(
         &mut self,
-        core: &mut Core,
+        shared: &mut SharedState,
         blocks: &mut Ahead<'_>,
         start: usize,
         end: usize,
@@ -403,32 +412,33 @@ impl Stream {
         // Whether the block before is new, so that no stream holds one behind it, except across a hole.
         let mut is_new = false;
         for at in start..end {
-            let block = blocks.next(self, core, at);
+            let block = blocks.next(self, shared, at);
             let is_awaited = !self.waiting.is_empty() && self.waiting.awaits(block.hash);
             if let Some(before) = parent.filter(|_| is_new && !is_awaited) {
                 let seat = self.seat(block.hash_spot);
-                if !self.knows(core, block.hash, seat) && !core.is_listed(&block) {
+                if !self.knows(shared, block.hash, seat) && !shared.is_listed(&block) {
                     if open.used == open.stretch.length {
-                        self.close(core, chain, &mut open);
-                        if !self.open(core, chain, &mut open, before, at, end - at) {
+                        self.close(shared, chain, &mut open);
+                        if !self.open(shared, chain, &mut open, before, at, end - at) {
                             return Pause::Alike;
                         }
                     }
                     let number = open.stretch.first + open.used;
-                    if Records::next(before) == Some(number) && (open.used > 0 || core.may_link(before, block.context)) {
-                        core.records
+                    if Records::next(before) == Some(number) && (open.used > 0 || shared.may_link(before, block.context)) {
+                        shared
+                            .records
                             .put_linked(number, block.local, block.key, block.hash, block.context, open.set);
                     } else {
-                        core.put_head(number, &block, open.set);
+                        shared.put_head(number, &block, open.set);
                     }
-                    self.enter_own(core, block.hash_spot, seat, number);
+                    self.enter_own(shared, block.hash_spot, seat, number);
                     open.used += 1;
                     *parent = Some(number);
                     continue;
                 }
             }
-            self.close(core, chain, &mut open);
-            let Some(placed) = self.place(core, &block, chain.plane, *parent) else {
+            self.close(shared, chain, &mut open);
+            let Some(placed) = self.place(shared, &block, chain.placement, *parent) else {
                 return Pause::Alike;
             };
             if chain.locals.is_some() {
@@ -439,16 +449,24 @@ impl Stream {
                 return Pause::Awaited { next: at + 1, number };
             }
         }
-        self.close(core, chain, &mut open);
+        self.close(shared, chain, &mut open);
         Pause::Done
     }
 
     /// Takes slots for blocks that are new. False when there are as many as numbers.
-    fn open(&mut self, core: &mut Core, chain: &Chain<'_>, open: &mut Open, parent: u32, first: usize, count: usize) -> bool {
-        let Some(stretch) = core.records.take(Some(parent), count) else {
+    fn open(
+        &mut self,
+        shared: &mut SharedState,
+        chain: &Chain<'_>,
+        open: &mut Open,
+        parent: u32,
+        first: usize,
+        count: usize,
+    ) -> bool {
+        let Some(stretch) = shared.records.take(Some(parent), count) else {
             return false;
         };
-        let set = core.sets.single(chain.plane, self.number, stretch.length);
+        let set = shared.sets.single(chain.placement, self.number, stretch.length);
         *open = Open {
             stretch,
             used: 0,
@@ -459,7 +477,7 @@ impl Stream {
     }
 
     /// Counts the blocks that were put into slots, and gives the other slots back.
-    fn close(&mut self, core: &mut Core, chain: &Chain<'_>, open: &mut Open) {
+    fn close(&mut self, shared: &mut SharedState, chain: &Chain<'_>, open: &mut Open) {
         let Open {
             stretch,
             used,
@@ -468,42 +486,42 @@ impl Stream {
         } = std::mem::take(open);
         let left = stretch.length - used;
         if left > 0 {
-            core.records.give(stretch.first + used, left);
-            core.sets.give(set, left);
+            shared.records.give(stretch.first + used, left);
+            shared.sets.give(set, left);
         }
         if used > 0 {
-            core.contexts.add(chain.context, used);
+            shared.contexts.add(chain.context, used);
             let new = first..first + used as usize;
-            self.count_new(&chain.hashes[new.clone()], &chain.keys[new], chain.plane);
+            self.count_new(&chain.hashes[new.clone()], &chain.keys[new], chain.placement);
         }
     }
 
     /// Takes copies of blocks that the stream holds; the others, and all behind them, are refused for the memory limit.
-    fn refuse(&mut self, writer: &mut Writer<'_, Core>, chain: &Chain<'_>, first: usize, mut parent: Option<u32>) {
+    fn refuse(&mut self, writer: &mut Writer<'_, SharedState>, chain: &Chain<'_>, first: usize, mut parent: Option<u32>) {
         for at in first..chain.hashes.len() {
             let block = chain.block(writer, at);
             let Some(number) = self.find(writer, &block, parent) else {
                 self.counters.evicted += (chain.hashes.len() - at) as u64;
                 return;
             };
-            self.copy(writer, block.hash, number, chain.plane);
+            self.copy(writer, block.hash, number, chain.placement);
             parent = chain.locals.map(|_| number);
             self.spend(writer, 1);
         }
     }
 
     /// Places what waited for a block, and what waited for that, the nearest first.
-    fn link(&mut self, writer: &mut Writer<'_, Core>, hash: u64, number: u32) {
+    fn link(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
         let mut queue = VecDeque::from([(hash, number)]);
         while let Some((hash, above)) = queue.pop_front() {
             while let Some(item) = self.take_awaiting(hash) {
-                let (hash, plane) = (item.hash, item.plane);
+                let (hash, placement) = (item.hash, item.placement);
                 let Some(content) = item.content else {
-                    self.copy(writer, hash, above, plane);
+                    self.copy(writer, hash, above, placement);
                     self.spend(writer, 1);
                     continue;
                 };
-                match self.place_orphan(writer, hash, plane, content, above) {
+                match self.place_orphan(writer, hash, placement, content, above) {
                     Ok(Some(number)) => queue.push_back((hash, number)),
                     Ok(None) => {}
                     Err(reason) => self.counters.reject("none", reason),
@@ -516,9 +534,9 @@ impl Stream {
     /// Places an orphan behind its parent. Returns its record if its hash was unknown.
     fn place_orphan(
         &mut self,
-        writer: &mut Writer<'_, Core>,
+        writer: &mut Writer<'_, SharedState>,
         hash: u64,
-        plane: u16,
+        placement: u16,
         mut content: Content,
         parent: u32,
     ) -> Result<Option<u32>, &'static str> {
@@ -547,86 +565,87 @@ impl Stream {
             keys: &[keys::chained(writer.records.key(parent), local)],
             locals: Some(&[local]),
             context: number,
-            plane,
+            placement,
         };
         let block = chain.block(writer, 0);
-        let placed = self.place(writer, &block, plane, Some(parent));
+        let placed = self.place(writer, &block, placement, Some(parent));
         writer.contexts.release(number);
         let placed = placed.ok_or("too-many-alike")?;
         Ok(placed.is_unknown.then_some(placed.number))
     }
 
-    fn without_tokens(&mut self, core: &mut Core, hash: u64, plane: u16) {
-        match self.newest(core, hash) {
-            Some(number) => self.copy(core, hash, number, plane),
+    fn without_tokens(&mut self, shared: &mut SharedState, hash: u64, placement: u16) {
+        match self.newest(shared, hash) {
+            Some(number) => self.copy(shared, hash, number, placement),
             None => {
                 let untied = Waiting {
                     hash,
-                    plane,
+                    placement,
                     awaited: hash,
                     content: None,
                 };
-                self.wait(core, untied);
+                self.wait(shared, untied);
             }
         }
     }
 
-    fn learn(&mut self, core: &mut Core, group: i64, rule: Rule) -> Result<(), &'static str> {
+    fn learn(&mut self, shared: &mut SharedState, group: i64, rule: Rule) -> Result<(), &'static str> {
         let known = self.rules.get(group);
         if known == Some(rule) {
             return Ok(());
         }
-        if known.is_none() && self.rules.0.len() >= core.limits.groups {
+        if known.is_none() && self.rules.0.len() >= shared.limits.groups {
             return Err("too-many-groups");
         }
         self.rules.learn(group, rule);
-        core.rule(self.number, self.rules.hybrid());
+        shared.rule(self.number, self.rules.hybrid());
         Ok(())
     }
 
     // --- removals
 
-    fn was_removed(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event, work: &mut Work) {
+    fn was_removed(&mut self, writer: &mut Writer<'_, SharedState>, read: &Read<'_>, event: &Event, work: &mut Work) {
         writer.spend(1);
         if self.rules.get(event.group.unwrap_or(0)) == Some(Rule::Unknown) {
             return;
         }
         let hashes = event.hashes.slice(&read.scratch.hashes);
-        let Some(plane) = self.plane(writer, read, event) else {
+        let Some(placement) = self.placement(writer, read, event) else {
             self.counters.unknown += hashes.len() as u64;
             return;
         };
         for some in hashes.chunks(WORK_PER_HOLD) {
-            self.remove(writer, some, plane, &mut work.leaving);
-            if self.give_up(writer) {
+            self.remove(writer, some, placement, &mut work.leaving);
+            if self.remove_some_blocks(writer) {
                 return self.counters.reject("none", "too-many-alike");
             }
             self.spend(writer, some.len());
         }
     }
 
-    fn was_cleared(&mut self, writer: &mut Writer<'_, Core>, read: &Read<'_>, event: &Event) -> bool {
+    fn was_cleared(&mut self, writer: &mut Writer<'_, SharedState>, read: &Read<'_>, event: &Event) -> bool {
         writer.spend(1);
-        steps::count(1 + self.held().count());
+        step_counter::count(1 + self.held().count());
         let medium = read.text(event.medium).map(tier);
         if medium.is_none() && event.group.is_none() {
             self.forget(writer);
             return true;
         }
-        let meant = |plane: &Plane| {
-            medium.as_ref().is_none_or(|tier| *tier == plane.tier) && event.group.is_none_or(|group| group == plane.group)
+        let meant = |placement: &Placement| {
+            medium.as_ref().is_none_or(|tier| *tier == placement.tier)
+                && event.group.is_none_or(|group| group == placement.group)
         };
-        let planes: Vec<u16> = (self.held().map(|(plane, _)| plane))
-            .filter(|&plane| meant(writer.view.planes.get(plane)))
+        let placements: Vec<u16> = (self.held().map(|(placement, _)| placement))
+            .filter(|&placement| meant(writer.view.placements.get(placement)))
             .collect();
-        if !self.clear(writer, |plane| planes.contains(&plane)) {
+        if !self.clear(writer, |placement| placements.contains(&placement)) {
             self.counters.reject("none", "too-many-clears");
         }
         false
     }
 
-    /// The plane that an event is about.
-    fn plane(&mut self, core: &mut Core, read: &Read<'_>, event: &Event) -> Option<u16> {
+    /// The placement that an event is about.
+    fn placement(&mut self, shared: &mut SharedState, read: &Read<'_>, event: &Event) -> Option<u16> {
         let (medium, locality, ownership) = (
             read.bytes(event.medium),
             read.bytes(event.locality),
@@ -639,20 +658,20 @@ impl Stream {
                 && place.locality.as_deref() == locality
                 && place.ownership.as_deref() == ownership
         };
-        if let Some((_, plane)) = self.places.iter().find(|(place, _)| same(place)) {
-            return Some(*plane);
+        if let Some((_, placement)) = self.places.iter().find(|(place, _)| same(place)) {
+            return Some(*placement);
         }
-        if self.places.len() >= core.limits.places {
+        if self.places.len() >= shared.limits.places {
             return None;
         }
         let text = |span| read.text(span).map(str::to_owned);
-        let plane = Plane {
+        let placement = Placement {
             tier: tier(read.text(event.medium).unwrap_or("")),
             locality: text(event.locality),
             ownership: text(event.ownership),
             group,
         };
-        let number = self.use_plane(core, plane)?;
+        let number = self.use_placement(shared, placement)?;
         let owned = |bytes: Option<&[u8]>| bytes.map(Box::from);
         let place = Place {
             medium: owned(medium),

@@ -1,24 +1,24 @@
-//! Who holds a block: sets of holders, each stored once however many blocks it belongs to.
+//! The holders of blocks: each set of holders is stored once, whatever the number of blocks that have it.
 //!
-//! A holder is a stream on a plane (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so there
+//! A holder is a stream on a placement (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so there
 //! are far fewer sets than blocks, and walking along a chain mostly compares numbers.
 
 use crate::hasher::Secret;
-use crate::parted::Parted;
+use crate::sharded_table::ShardedTable;
 
-/// 64 streams on one plane.
+/// 64 streams on one placement.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Word {
-    /// `plane << 16 | stream / 64`.
+    /// `placement << 16 | stream / 64`.
     pub at: u32,
     /// One bit a stream.
     pub bits: u64,
 }
 
 impl Word {
-    /// The plane.
+    /// The placement.
     #[inline]
-    pub fn plane(self) -> usize {
+    pub fn placement(self) -> usize {
         (self.at >> 16) as usize
     }
 
@@ -31,7 +31,7 @@ impl Word {
 
 /// The set without holders.
 pub const EMPTY: u32 = 0;
-/// Streams that an index can tell apart.
+/// The most streams of an index.
 pub const MAX_STREAMS: usize = 64 << 16;
 
 #[derive(Debug)]
@@ -39,7 +39,7 @@ struct Entry {
     words: Box<[Word]>,
     refs: u32,
     /// Differs between sets that had the same number one after the other.
-    born: u64,
+    created: u64,
 }
 
 /// A change from one set to another that was made before, to make it again without a search.
@@ -59,7 +59,7 @@ pub struct Holders {
     many: Box<[Word]>,
 }
 
-/// Words of a set that most do not exceed: 256 streams on one plane.
+/// Words of a set that most do not exceed: 256 streams on one placement.
 const FEW: usize = 4;
 
 impl Holders {
@@ -76,7 +76,7 @@ impl Holders {
         }
     }
 
-    /// By plane and stream.
+    /// By placement and stream.
     #[inline]
     pub fn words(&self) -> &[Word] {
         self.few.get(..self.count as usize).unwrap_or(&self.many)
@@ -88,7 +88,7 @@ impl Holders {
 pub struct Sets {
     entries: Vec<Entry>,
     free: Vec<u32>,
-    lookup: Parted<u32>,
+    lookup: ShardedTable<u32>,
     scratch: Vec<Word>,
     words: usize,
     births: u64,
@@ -97,7 +97,7 @@ pub struct Sets {
     changed: Vec<u32>,
 }
 
-/// The hash of a set; keyed, since who registers streams chooses their numbers' order.
+/// The hash of a set; keyed, since clients that register streams choose the order of their numbers.
 fn hash_of(secret: Secret, words: &[Word]) -> u64 {
     words.iter().fold(words.len() as u64, |hash, word| {
         secret.place(secret.place(hash ^ u64::from(word.at)) ^ word.bits)
@@ -110,12 +110,12 @@ impl Sets {
         let empty = Entry {
             words: Box::default(),
             refs: 1,
-            born: 0,
+            created: 0,
         };
         Self {
             entries: vec![empty],
             free: Vec::new(),
-            lookup: Parted::new(),
+            lookup: ShardedTable::new(),
             scratch: Vec::new(),
             words: 0,
             births: 0,
@@ -124,28 +124,28 @@ impl Sets {
         }
     }
 
-    /// The holders, by plane and stream.
+    /// The holders, by placement and stream.
     #[inline]
     pub fn words(&self, set: u32) -> &[Word] {
         &self.entries[set as usize].words
     }
 
-    /// Whether `stream` holds on `plane`.
+    /// Whether `stream` holds on `placement`.
     #[inline]
-    pub fn holds(&self, set: u32, plane: u16, stream: u32) -> bool {
-        let at = u32::from(plane) << 16 | stream >> 6;
+    pub fn holds(&self, set: u32, placement: u16, stream: u32) -> bool {
+        let at = u32::from(placement) << 16 | stream >> 6;
         self.words(set)
             .iter()
             .any(|word| word.at == at && word.bits >> (stream & 63) & 1 == 1)
     }
 
-    /// Planes on which `stream` holds.
-    pub fn planes(&self, set: u32, stream: u32) -> impl Iterator<Item = u16> + '_ {
+    /// Placements on which `stream` holds.
+    pub fn placements(&self, set: u32, stream: u32) -> impl Iterator<Item = u16> + '_ {
         let meant = move |word: &&Word| word.at & 0xFFFF == stream >> 6 && word.bits >> (stream & 63) & 1 == 1;
-        self.words(set).iter().filter(meant).map(|word| word.plane() as u16)
+        self.words(set).iter().filter(meant).map(|word| word.placement() as u16)
     }
 
-    /// All streams that hold on some plane, each once.
+    /// All streams that hold on some placement, each once.
     pub fn streams(&self, set: u32) -> Vec<u32> {
         let mut found = Vec::new();
         for word in self.words(set) {
@@ -160,37 +160,41 @@ impl Sets {
         found
     }
 
-    /// Whether `stream` holds on any plane.
+    /// Whether `stream` holds on any placement.
     #[inline]
     pub fn knows(&self, set: u32, stream: u32) -> bool {
-        self.planes(set, stream).next().is_some()
+        self.placements(set, stream).next().is_some()
     }
 
     /// Moves one block from `set` to the one with or without a holder; `last` remembers it for the next.
     #[inline]
-    pub fn moved(&mut self, set: u32, plane: u16, stream: u32, last: &mut Move) -> u32 {
-        if self.is_again(set, plane, stream, last) {
+    pub fn moved(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
+        if self.is_again(set, placement, stream, last) {
             self.change(set, last.to.0);
             return last.to.0;
         }
-        self.moved_anew(set, plane, stream, last)
+        self.moved_anew(set, placement, stream, last)
     }
 
     /// Whether a move is the one that is remembered.
     #[inline]
-    fn is_again(&self, set: u32, plane: u16, stream: u32, last: &Move) -> bool {
-        last.known && last.from.0 == set && last.holder == (plane, stream) && self.is(last.from) && self.is(last.to)
+    fn is_again(&self, set: u32, placement: u16, stream: u32, last: &Move) -> bool {
+        last.known
+            && last.from.0 == set
+            && last.holder == (placement, stream)
+            && self.is_current(last.from)
+            && self.is_current(last.to)
     }
 
     /// The same by a search.
     #[cold]
-    fn moved_anew(&mut self, set: u32, plane: u16, stream: u32, last: &mut Move) -> u32 {
-        let target = self.toggled(set, plane, stream);
-        let born = |number: u32| (number, self.entries[number as usize].born);
+    fn moved_anew(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
+        let target = self.toggled(set, placement, stream);
+        let created = |number: u32| (number, self.entries[number as usize].created);
         *last = Move {
-            from: born(set),
-            to: born(target),
-            holder: (plane, stream),
+            from: created(set),
+            to: created(target),
+            holder: (placement, stream),
             known: true,
         };
         self.change(set, target);
@@ -199,8 +203,10 @@ impl Sets {
 
     /// Whether a set is the one that had the number then.
     #[inline]
-    fn is(&self, (number, born): (u32, u64)) -> bool {
-        self.entries.get(number as usize).is_some_and(|entry| entry.born == born)
+    fn is_current(&self, (number, created): (u32, u64)) -> bool {
+        self.entries
+            .get(number as usize)
+            .is_some_and(|entry| entry.created == created)
     }
 
     /// Counts one block less of one set and one more of the other.
@@ -227,9 +233,9 @@ impl Sets {
     }
 
     /// The set of one holder, of `count` blocks more.
-    pub fn single(&mut self, plane: u16, stream: u32, count: u32) -> u32 {
+    pub fn single(&mut self, placement: u16, stream: u32, count: u32) -> u32 {
         let word = Word {
-            at: u32::from(plane) << 16 | stream >> 6,
+            at: u32::from(placement) << 16 | stream >> 6,
             bits: 1 << (stream & 63),
         };
         let set = self.intern(&[word]);
@@ -261,8 +267,8 @@ impl Sets {
     }
 
     /// The set that differs in one holder.
-    fn toggled(&mut self, set: u32, plane: u16, stream: u32) -> u32 {
-        let (at, bit) = (u32::from(plane) << 16 | stream >> 6, 1 << (stream & 63));
+    fn toggled(&mut self, set: u32, placement: u16, stream: u32) -> u32 {
+        let (at, bit) = (u32::from(placement) << 16 | stream >> 6, 1 << (stream & 63));
         let mut words = std::mem::take(&mut self.scratch);
         words.clear();
         words.extend_from_slice(self.words(set));
@@ -296,7 +302,7 @@ impl Sets {
         let entry = Entry {
             words: words.into(),
             refs: 0,
-            born: self.births,
+            created: self.births,
         };
         self.words += words.len();
         let number = if let Some(number) = self.free.pop() {
@@ -327,7 +333,7 @@ impl Sets {
         let entry = &mut self.entries[set as usize];
         let words = std::mem::take(&mut entry.words);
         self.births += 1;
-        entry.born = self.births;
+        entry.created = self.births;
         self.words -= words.len();
         self.lookup.remove(hash_of(self.secret, &words), |&number| number == set);
         self.free.push(set);
@@ -387,7 +393,7 @@ mod tests {
 
     use super::*;
 
-    /// Whoever chooses which streams hold a block would else fill one place of the table with sets, each of which is looked at then.
+    /// Without the secret, a client that chooses which streams hold a block could fill one bucket of the table with sets, all of which a lookup compares.
     #[test]
     fn where_a_set_is_found_depends_on_the_secret() {
         const PLACES: u64 = 1 << 16;

@@ -1,4 +1,4 @@
-//! Who holds how much of a prompt: what the streams said, and on top of it what the overlay expects.
+//! Lookups: how much of a prompt each worker holds, by its events, and by decisions of the overlay that no event has confirmed.
 
 use std::cell::RefCell;
 use std::hint::spin_loop;
@@ -8,12 +8,13 @@ use parking_lot::{MutexGuard, RwLockReadGuard};
 
 use super::Index;
 use crate::contexts::Context;
-use crate::core::{Core, Member, Model, Names, Worker};
 use crate::keys::{self, Item, Scheme};
 use crate::matching::{Hit, Walk, merge};
+use crate::members::{Member, Model, Names, Worker};
 use crate::overlay::Overlay;
-use crate::planes::LEVELS;
-use crate::view::{Reading, View};
+use crate::placements::LEVELS;
+use crate::read_view::{Reading, View};
+use crate::shared::SharedState;
 
 /// Blocks of a prompt that are looked for before the others are hashed, and tokens of those: many prompts are unknown from the start.
 const FIRST_BLOCKS: usize = 64;
@@ -95,7 +96,7 @@ impl Cut {
 #[derive(Default)]
 struct Room {
     walk: Walk,
-    /// By scheme; the schemes are probably those of the next prompt too.
+    /// By scheme. The next prompt probably has the same schemes.
     cuts: Vec<Cut>,
     schemes: Vec<(Scheme, Option<u32>, Option<u32>)>,
 }
@@ -145,13 +146,13 @@ impl Index {
     /// Hashes are made without the lock, first a few of them, since many prompts are unknown from the start. What the answer says was all
     /// true at one moment: the last look is at every block, of every scheme, and counts if no writer has changed one of them meanwhile.
     pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Matches {
-        let locks = (|| Some(self.view.read()), || Some(self.gate.read()));
+        let locks = (|| Some(self.view.read()), || Some(self.shared_lock.read()));
         self.matched_by(tokens, scope, locks).unwrap_or_default()
     }
 
     /// The same if no lock has to be waited for.
     pub fn try_matched(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
-        self.matched_by(tokens, scope, (|| self.view.try_read(), || self.gate.try_read()))
+        self.matched_by(tokens, scope, (|| self.view.try_read(), || self.shared_lock.try_read()))
     }
 
     fn matched_by<'a>(
@@ -160,7 +161,7 @@ impl Index {
         scope: &Scope,
         (view, alone): (
             impl Fn() -> Option<Reading<'a, View>>,
-            impl Fn() -> Option<RwLockReadGuard<'a, Core>>,
+            impl Fn() -> Option<RwLockReadGuard<'a, SharedState>>,
         ),
     ) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
@@ -221,7 +222,7 @@ impl Index {
         ROOM.with_borrow_mut(|room| {
             let (mut hits, mut tries) = (Vec::new(), 0);
             loop {
-                let alone = (tries >= TRIES).then(|| self.gate.read());
+                let alone = (tries >= TRIES).then(|| self.shared_lock.read());
                 let view = self.view.read();
                 let model = view.models.get(model);
                 let schemes: Vec<Scheme> = model
@@ -281,14 +282,14 @@ impl Index {
     }
 
     fn expire(&self, overlay: &mut Overlay, now: f64) {
-        let core = self.gate.read();
+        let shared = self.shared_lock.read();
         overlay.expire(now, |worker, keys| {
-            let ends = core.ends_of(keys);
-            let holds = |stream: u32| ends.iter().any(|&end| core.sets.knows(core.records.set(end), stream));
+            let ends = shared.ends_of(keys);
+            let holds = |stream: u32| ends.iter().any(|&end| shared.sets.knows(shared.records.set(end), stream));
             let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
-            // Most decisions that end unconfirmed have brought no such block anywhere: then nobody is looked for.
+            // Most decisions that expire unconfirmed have stored none of these blocks: then there is no worker to look for.
             !ends.is_empty()
-                && core
+                && shared
                     .view
                     .members
                     .iter()

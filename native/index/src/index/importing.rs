@@ -1,4 +1,4 @@
-//! Snapshots of an index that goes on meanwhile, and what they leave in its place, or bring into it; the format is in `crate::snapshot`.
+//! Streams that come out of snapshots, and how they replace the streams of an index or join them; `snapshot` has the format.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
@@ -7,18 +7,19 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Index;
-use super::registry::{Registry, seated};
-use crate::core::{Core, Worker};
-use crate::gate::Gate;
+use super::registry::{Registry, register};
 use crate::hasher::Secret;
-use crate::sets::MAX_STREAMS;
-use crate::snapshot::{self, Failure};
+use crate::holder_sets::MAX_STREAMS;
+use crate::index::snapshot::{self, Failure};
+use crate::members::Worker;
+use crate::shared::SharedState;
 use crate::stream::Stream;
+use crate::yielding_lock::YieldingRwLock;
 
-/// A stream out of a snapshot. It has its number in a shared part, where nobody sees its blocks before all of them are there.
+/// A stream from a snapshot. It has a number in a shared part, where lookups do not see its blocks before all of them are there.
 #[derive(Clone, Debug)]
-pub struct Newcomer {
-    /// Who it is.
+pub struct ImportedStream {
+    /// Its engine and rank.
     pub worker: Arc<Worker>,
     /// Its number.
     pub number: u32,
@@ -26,20 +27,20 @@ pub struct Newcomer {
     pub stream: Arc<Mutex<Stream>>,
 }
 
-impl Newcomer {
+impl ImportedStream {
     /// One that has joined, without blocks.
-    pub fn join(core: &mut Core, number: u32, worker: Worker, incarnation: i64, model: Option<String>) -> Self {
+    pub fn join(shared: &mut SharedState, number: u32, worker: Worker, incarnation: i64, model: Option<String>) -> Self {
         let worker = Arc::new(worker);
-        let stream = seated(core, number, worker.clone(), incarnation, model);
-        core.show(number, false);
+        let stream = register(shared, number, worker.clone(), incarnation, model);
+        shared.show(number, false);
         Self { worker, number, stream }
     }
 
     /// Takes it out again, with all that it holds.
-    pub fn leave(&self, gate: &Gate<Core>) {
+    pub fn leave(&self, shared_lock: &YieldingRwLock<SharedState>) {
         let mut stream = self.stream.lock();
         stream.gone = true;
-        stream.quit(&mut gate.write());
+        stream.quit(&mut shared_lock.write());
     }
 }
 
@@ -47,7 +48,7 @@ impl Newcomer {
 #[derive(Debug, Default)]
 pub struct Part {
     /// Every stream, in the order of their workers.
-    pub streams: Vec<Newcomer>,
+    pub streams: Vec<ImportedStream>,
     /// Models by source.
     pub labels: Vec<(String, String)>,
     /// Removed workers, the oldest first.
@@ -56,11 +57,11 @@ pub struct Part {
 
 impl Part {
     /// Lets everybody see the streams, behind the walls of these models.
-    fn show(&self, core: &mut Core, labels: &HashMap<&str, &str>) {
+    fn show(&self, shared: &mut SharedState, labels: &HashMap<&str, &str>) {
         if !labels.is_empty() {
-            core.relabel(|source| labels.get(source).map(|&model| Some(model.to_owned())));
+            shared.relabel(|source| labels.get(source).map(|&model| Some(model.to_owned())));
         }
-        self.streams.iter().for_each(|newcomer| core.show(newcomer.number, true));
+        self.streams.iter().for_each(|imported| shared.show(imported.number, true));
     }
 }
 
@@ -78,10 +79,10 @@ impl Index {
     }
 
     /// Puts what was restored, with the shared part in which it is, in the place of everything but the overlay.
-    pub fn replace(&self, gate: Gate<Core>, part: Part) {
+    pub fn replace(&self, shared_lock: YieldingRwLock<SharedState>, part: Part) {
         let mut fresh = Registry::new(Secret::new());
-        part.streams.iter().for_each(|newcomer| fresh.enter(newcomer));
-        part.show(&mut gate.write(), &by_source(&part.labels));
+        part.streams.iter().for_each(|imported| fresh.enter(imported));
+        part.show(&mut shared_lock.write(), &by_source(&part.labels));
         let Part { labels, fences, .. } = part;
         fresh.labels.extend(labels);
         for (worker, incarnation) in fences {
@@ -89,7 +90,7 @@ impl Index {
         }
         // Dropped when no lock is held any more.
         let mut ended = Vec::new();
-        let whole = self.whole.write();
+        let whole = self.replacing.write();
         let mut registry = self.registry.write();
         for rank in registry.streams.values().flatten() {
             let mut stream = rank.stream.lock();
@@ -97,14 +98,14 @@ impl Index {
             empty.gone = true;
             ended.push(std::mem::replace(&mut *stream, empty));
         }
-        let mut old = gate.write();
-        let mut core = self.gate.write();
-        std::mem::swap(&mut *core, &mut *old);
+        let mut old = shared_lock.write();
+        let mut shared = self.shared_lock.write();
+        std::mem::swap(&mut *shared, &mut *old);
         // Lookups keep the owner that they know: what it owns changes.
-        std::mem::swap(&mut core.view, &mut old.view);
-        std::mem::swap(&mut *core.view.change(), &mut *old.view.change());
-        self.gate.heal();
-        drop(core);
+        std::mem::swap(&mut shared.view, &mut old.view);
+        std::mem::swap(&mut *shared.view.change(), &mut *old.view.change());
+        self.shared_lock.heal();
+        drop(shared);
         drop(old);
         *registry = fresh;
         drop(registry);
@@ -116,52 +117,52 @@ impl Index {
 
     /// Adds what a snapshot holds, or nothing at all when it fails. Returns the workers that came.
     pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
-        // What replaces the shared part would leave these streams in one that nobody has.
-        let _whole = self.whole.read_recursive();
+        // Replacing the shared part now would leave these streams in one that is dropped.
+        let _whole = self.replacing.read_recursive();
         let mut part = Part::default();
         // Until the end, heads may have the keys of linked blocks.
-        self.gate.write().view.change().strangers += 1;
-        let outcome = snapshot::absorb(self, from, &mut part).and_then(|()| self.take_in(&part));
-        self.gate.write().view.change().strangers -= 1;
+        self.shared_lock.write().view.change().strangers += 1;
+        let outcome = snapshot::absorb(self, from, &mut part).and_then(|()| self.register_imported(&part));
+        self.shared_lock.write().view.change().strangers -= 1;
         if let Err(failure) = outcome {
-            part.streams.iter().for_each(|newcomer| self.expel(newcomer));
+            part.streams.iter().for_each(|imported| self.discard(imported));
             return Err(failure);
         }
-        Ok(part.streams.into_iter().map(|newcomer| newcomer.worker).collect())
+        Ok(part.streams.into_iter().map(|imported| imported.worker).collect())
     }
 
-    /// Lets a stream out of a snapshot join. Only `take_in` puts it where deliveries and askers find it.
-    pub fn welcome(&self, worker: Worker, incarnation: i64) -> Result<Newcomer, Failure> {
+    /// Lets a stream out of a snapshot join. Only `register_imported` puts it where deliveries and askers find it.
+    pub fn import(&self, worker: Worker, incarnation: i64) -> Result<ImportedStream, Failure> {
         let registry = self.registry.read();
         if registry.find(&worker.source, worker.rank).is_some() {
             return Err(held(&worker));
         }
         let model = registry.labels.get(&worker.source).cloned();
-        let mut core = self.gate.write();
-        let number = core.vacancy().ok_or_else(|| {
+        let mut shared = self.shared_lock.write();
+        let number = shared.vacancy().ok_or_else(|| {
             Failure::Bad(format!(
                 "the index would have more than {MAX_STREAMS} streams; remove workers that are gone"
             ))
         })?;
-        Ok(Newcomer::join(&mut core, number, worker, incarnation, model))
+        Ok(ImportedStream::join(&mut shared, number, worker, incarnation, model))
     }
 
     /// Takes a stream out that was let join and not taken in.
-    pub fn expel(&self, newcomer: &Newcomer) {
-        newcomer.leave(&self.gate);
+    pub fn discard(&self, imported: &ImportedStream) {
+        imported.leave(&self.shared_lock);
     }
 
     /// Makes streams that have joined, and are whole, a part of the index.
-    fn take_in(&self, part: &Part) -> Result<(), Failure> {
+    fn register_imported(&self, part: &Part) -> Result<(), Failure> {
         let mut registry = self.registry.write();
         // What was delivered while the snapshot was read may have brought one of them in.
-        let known = |newcomer: &&Newcomer| registry.find(&newcomer.worker.source, newcomer.worker.rank).is_some();
-        if let Some(newcomer) = part.streams.iter().find(known) {
-            return Err(held(&newcomer.worker));
+        let known = |imported: &&ImportedStream| registry.find(&imported.worker.source, imported.worker.rank).is_some();
+        if let Some(imported) = part.streams.iter().find(known) {
+            return Err(held(&imported.worker));
         }
-        for newcomer in &part.streams {
-            registry.admit(&newcomer.worker);
-            registry.enter(newcomer);
+        for imported in &part.streams {
+            registry.admit(&imported.worker);
+            registry.enter(imported);
         }
         for (worker, incarnation) in &part.fences {
             let newer = registry.fences.get(worker).is_none_or(|known| known < incarnation);
@@ -174,7 +175,7 @@ impl Index {
         for (&source, &model) in &labels {
             registry.labels.insert(source.into(), model.into());
         }
-        part.show(&mut self.gate.write(), &labels);
+        part.show(&mut self.shared_lock.write(), &labels);
         Ok(())
     }
 }

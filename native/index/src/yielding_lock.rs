@@ -1,10 +1,10 @@
-//! The lock of what streams share: many readers, or one writer that lets others in after a little work.
+//! A read-write lock whose writer yields: after a little work it lets waiting readers and writers in.
 
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use crate::steps;
+use crate::step_counter;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Work of a writer before it looks whether others wait, in blocks that are placed or removed: about two microseconds.
@@ -24,7 +24,7 @@ pub trait Publish {
 /// A `RwLock` whose threads wait awake, for as long as a writer's turn takes. A writer that panics leaves it poisoned: what it protects may
 /// be changed by half.
 #[derive(Debug, Default)]
-pub struct Gate<T> {
+pub struct YieldingRwLock<T> {
     lock: RwLock<T>,
     /// Readers and writers that wait.
     waiting: AtomicUsize,
@@ -34,7 +34,7 @@ pub struct Gate<T> {
     pub holds: AtomicUsize,
 }
 
-impl<T: Publish> Gate<T> {
+impl<T: Publish> YieldingRwLock<T> {
     /// One that protects `value`.
     pub fn new(value: T) -> Self {
         Self {
@@ -77,7 +77,7 @@ impl<T: Publish> Gate<T> {
         #[cfg(test)]
         self.holds.fetch_add(1, Ordering::Relaxed);
         Writer {
-            gate: self,
+            shared_lock: self,
             guard: Some(self.lock_for_writing()),
             left: WORK_PER_HOLD,
             holds_on: false,
@@ -89,9 +89,9 @@ impl<T: Publish> Gate<T> {
         #[cfg(test)]
         self.holds.fetch_add(1, Ordering::Relaxed);
         let guard = self.lock.try_write()?;
-        steps::begin_hold();
+        step_counter::begin_hold();
         Some(Writer {
-            gate: self,
+            shared_lock: self,
             guard: Some(guard),
             left: WORK_PER_HOLD,
             holds_on: false,
@@ -103,7 +103,7 @@ impl<T: Publish> Gate<T> {
             Some(guard) => guard,
             None => self.wait(|| self.lock.try_write(), || self.lock.write()),
         };
-        steps::begin_hold();
+        step_counter::begin_hold();
         guard
     }
 
@@ -124,10 +124,10 @@ impl<T: Publish> Gate<T> {
 /// The right to write, with pauses.
 #[derive(Debug)]
 pub struct Writer<'a, T: Publish> {
-    gate: &'a Gate<T>,
+    shared_lock: &'a YieldingRwLock<T>,
     guard: Option<RwLockWriteGuard<'a, T>>,
     left: usize,
-    /// Whether it lets nobody in, since there is little to do.
+    /// Whether it lets no thread in, since there is little to do.
     holds_on: bool,
 }
 
@@ -136,17 +136,17 @@ impl<T: Publish> Writer<'_, T> {
     /// except what belongs to the caller's own stream.
     #[inline]
     pub fn spend(&mut self, work: usize) -> bool {
-        steps::count(work);
+        step_counter::count(work);
         if self.left > work {
             self.left -= work;
             return false;
         }
         self.left = WORK_PER_HOLD;
         if !self.holds_on {
-            steps::end_hold();
+            step_counter::end_hold();
         }
-        if self.gate.waiting.load(Ordering::Relaxed) > 0 && !self.holds_on {
-            self.let_in();
+        if self.shared_lock.waiting.load(Ordering::Relaxed) > 0 && !self.holds_on {
+            self.yield_to_waiting();
         } else if self.is_due() {
             self.publish();
         }
@@ -158,24 +158,24 @@ impl<T: Publish> Writer<'_, T> {
         if self.holds_on {
             return work();
         }
-        self.let_go();
+        self.release();
         let done = work();
         self.lock_again();
         done
     }
 
     /// Keeps the lock until it is dropped: for a caller that must not wait, and has little to do.
-    pub fn hold_on(&mut self) {
+    pub fn keep_locked(&mut self) {
         self.holds_on = true;
     }
 
     #[cold]
-    fn let_in(&mut self) {
-        self.let_go();
-        let waiting = self.gate.waiting.load(Ordering::Relaxed);
+    fn yield_to_waiting(&mut self) {
+        self.release();
+        let waiting = self.shared_lock.waiting.load(Ordering::Relaxed);
         for _ in 0..SPINS {
             // One of them is enough: it lets the others in, as this one does.
-            if self.gate.waiting.load(Ordering::Relaxed) < waiting {
+            if self.shared_lock.waiting.load(Ordering::Relaxed) < waiting {
                 break;
             }
             spin_loop();
@@ -183,15 +183,15 @@ impl<T: Publish> Writer<'_, T> {
         self.lock_again();
     }
 
-    fn let_go(&mut self) {
+    fn release(&mut self) {
         if let Some(mut guard) = self.guard.take() {
             guard.publish();
-            steps::end_hold();
+            step_counter::end_hold();
         }
     }
 
     fn lock_again(&mut self) {
-        self.guard = Some(self.gate.lock_for_writing());
+        self.guard = Some(self.shared_lock.lock_for_writing());
         self.left = WORK_PER_HOLD;
     }
 }
@@ -199,9 +199,9 @@ impl<T: Publish> Writer<'_, T> {
 impl<T: Publish> Drop for Writer<'_, T> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.gate.poisoned.store(true, Ordering::Relaxed);
+            self.shared_lock.poisoned.store(true, Ordering::Relaxed);
         } else {
-            self.let_go();
+            self.release();
         }
     }
 }
@@ -240,11 +240,11 @@ mod tests {
 
     #[test]
     fn a_writer_lets_readers_and_writers_in_between_its_work() {
-        let gate = Gate::new(0_u64);
+        let shared_lock = YieldingRwLock::new(0_u64);
         let (started, ended) = (AtomicBool::new(false), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let mut writer = gate.write();
+                let mut writer = shared_lock.write();
                 started.store(true, Ordering::SeqCst);
                 while ended.load(Ordering::SeqCst) < 2 {
                     *writer += 1;
@@ -255,11 +255,11 @@ mod tests {
                 std::thread::yield_now();
             }
             scope.spawn(|| {
-                drop(gate.read());
+                drop(shared_lock.read());
                 ended.fetch_add(1, Ordering::SeqCst);
             });
             scope.spawn(|| {
-                *gate.write() += 1;
+                *shared_lock.write() += 1;
                 ended.fetch_add(1, Ordering::SeqCst);
             });
         });
@@ -267,15 +267,15 @@ mod tests {
 
     #[test]
     fn a_writer_that_panics_leaves_it_poisoned() {
-        let gate = Gate::new(0_u64);
+        let shared_lock = YieldingRwLock::new(0_u64);
         let died = catch_unwind(AssertUnwindSafe(|| {
-            *gate.write() = 1;
-            let _writer = gate.write();
+            *shared_lock.write() = 1;
+            let _writer = shared_lock.write();
             panic!("as a test");
         }));
-        assert!(died.is_err() && gate.is_poisoned());
-        assert_eq!(*gate.read(), 1);
-        gate.heal();
-        assert!(!gate.is_poisoned());
+        assert!(died.is_err() && shared_lock.is_poisoned());
+        assert_eq!(*shared_lock.read(), 1);
+        shared_lock.heal();
+        assert!(!shared_lock.is_poisoned());
     }
 }

@@ -1,55 +1,19 @@
-//! What all streams share: records of blocks, found by key, and who holds them.
+//! What all streams share: records of blocks, found by key, and the holders of each.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 
 use crate::contexts::Contexts;
-use crate::gate::Publish;
 use crate::hasher::Secret;
+use crate::holder_sets::{EMPTY, MAX_STREAMS, Move, Sets};
 use crate::keys::Scheme;
 use crate::limits::Limits;
-use crate::planes::Rule;
+use crate::members::{Member, Model};
+use crate::placements::Rule;
+use crate::read_view::{Owner, View};
 use crate::records::{Records, Row};
-use crate::sets::{EMPTY, MAX_STREAMS, Move, Sets};
-use crate::steps;
-use crate::table::{Hashes, Spot, Table};
-use crate::view::{Owner, View};
-
-/// Who a stream is.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Worker {
-    /// Name of the engine.
-    pub source: String,
-    /// Data-parallel rank.
-    pub rank: i64,
-}
-
-/// Workers by the number of their streams.
-pub type Names = Vec<Option<Arc<Worker>>>;
-
-/// A stream as readers see it.
-#[derive(Debug)]
-pub struct Member {
-    /// Who it is.
-    pub worker: Arc<Worker>,
-    /// The model that it was labelled with.
-    pub model: Option<String>,
-    /// Rules by group when there are several.
-    pub hybrid: Option<Vec<(i64, Rule)>>,
-    /// How its present life cuts prompts.
-    pub schemes: Vec<Scheme>,
-    /// Its blocks, as of its last batch.
-    pub blocks: AtomicUsize,
-}
-
-/// The streams of a model.
-#[derive(Debug, Default)]
-pub struct Model {
-    /// A bit for each.
-    pub streams: Vec<u64>,
-    /// How they cut prompts, and how many of them do so.
-    pub schemes: Vec<(Scheme, u32)>,
-}
+use crate::step_counter;
+use crate::table::{Hashes, Table, TableHash};
+use crate::yielding_lock::Publish;
 
 /// Places of records in the tables of heads and of keys.
 pub struct ByKey<'a>(pub &'a Records, pub Secret);
@@ -95,19 +59,19 @@ pub struct Block {
     /// Whether it was stored by its key.
     pub keyed: bool,
     /// Where its key is looked for.
-    pub key_spot: Spot,
+    pub key_spot: TableHash,
     /// Where its hash is looked for.
-    pub hash_spot: Spot,
+    pub hash_spot: TableHash,
 }
 
 /// The shared part of an index, for one writer at a time. Lookups read its `view`, and slots of records, meanwhile.
 #[derive(Debug)]
-pub struct Core {
+pub struct SharedState {
     /// What lookups search.
     pub view: Owner<View>,
     /// All blocks.
     pub records: Records,
-    /// Who holds them.
+    /// The sets of their holders.
     pub sets: Sets,
     /// How they were cut, in which namespaces.
     pub contexts: Contexts,
@@ -119,7 +83,7 @@ pub struct Core {
     pub limits: Limits,
 }
 
-impl Core {
+impl SharedState {
     /// Nothing.
     pub fn new(limits: Limits) -> Self {
         Self::with_secret(limits, Secret::new())
@@ -150,8 +114,8 @@ impl Core {
 
     /// Where a key or a hash is looked for.
     #[inline]
-    pub fn spot(&self, value: u64) -> Spot {
-        Spot::from(self.secret.place(value))
+    pub fn spot(&self, value: u64) -> TableHash {
+        TableHash::from(self.secret.place(value))
     }
 
     #[inline]
@@ -161,14 +125,14 @@ impl Core {
 
     /// Lists a record by its key.
     #[inline]
-    fn insert(&mut self, keyed: bool, spot: Spot, number: u32) {
+    fn insert(&mut self, keyed: bool, spot: TableHash, number: u32) {
         let hashes = ByKey(&self.records, self.secret);
         let view = &mut *self.view.change();
         let table = if keyed { &mut view.keyed } else { &mut view.heads };
         table.insert(spot, number, &hashes);
     }
 
-    /// Whether a head, or of a block that was stored by its key another such one, has the key of a block in its context.
+    /// Whether a head has the key of a block in its context; for a block stored by its key, whether another block stored by its key has it.
     #[inline]
     pub fn is_listed(&self, block: &Block) -> bool {
         let records = &self.records;
@@ -192,7 +156,7 @@ impl Core {
         &mut self,
         block: &Block,
         parent: Option<u32>,
-        plane: u16,
+        placement: u16,
         stream: u32,
         last: &mut Move,
     ) -> Option<(u32, bool)> {
@@ -203,7 +167,7 @@ impl Core {
             && self.records.context(next) == context
         {
             if !self.sets.knows(self.records.set(next), stream) {
-                self.toggle(next, plane, stream, last);
+                self.toggle(next, placement, stream, last);
                 return Some((next, false));
             }
             self.list(next);
@@ -211,7 +175,7 @@ impl Core {
         let (records, sets) = (&self.records, &self.sets);
         let (mut same_key, mut is_twin, mut found) = (0, false, None);
         self.table(keyed).for_each_match(block.key_spot, |number| {
-            steps::count(1);
+            step_counter::count(1);
             if records.word(number) == key {
                 same_key += 1;
                 if records.context(number) == context {
@@ -224,13 +188,13 @@ impl Core {
             found.is_none()
         });
         if let Some(number) = found {
-            self.toggle(number, plane, stream, last);
+            self.toggle(number, placement, stream, last);
             return Some((number, false));
         }
         if same_key >= self.limits.records_per_key {
             return None;
         }
-        self.add(block, parent.filter(|_| !keyed), is_twin, plane, stream, last)
+        self.add(block, parent.filter(|_| !keyed), is_twin, placement, stream, last)
     }
 
     /// A record that is new, and that one stream holds.
@@ -239,7 +203,7 @@ impl Core {
         block: &Block,
         parent: Option<u32>,
         is_twin: bool,
-        plane: u16,
+        placement: u16,
         stream: u32,
         last: &mut Move,
     ) -> Option<(u32, bool)> {
@@ -252,7 +216,7 @@ impl Core {
             ..
         } = block;
         let number = self.records.take(parent, 1)?.first;
-        let set = self.sets.moved(EMPTY, plane, stream, last);
+        let set = self.sets.moved(EMPTY, placement, stream, last);
         self.contexts.add(context, 1);
         let links =
             parent.is_some_and(|parent| !is_twin && Records::next(parent) == Some(number) && self.may_link(parent, context));
@@ -321,8 +285,8 @@ impl Core {
 
     /// Adds or removes a holder of a block.
     #[inline]
-    pub fn toggle(&mut self, number: u32, plane: u16, stream: u32, last: &mut Move) {
-        let set = self.sets.moved(self.records.set(number), plane, stream, last);
+    pub fn toggle(&mut self, number: u32, placement: u16, stream: u32, last: &mut Move) {
+        let set = self.sets.moved(self.records.set(number), placement, stream, last);
         self.records.put_set(number, set);
     }
 
@@ -380,7 +344,7 @@ impl Core {
         let mut found = Vec::new();
         let Some(&end) = keys.last() else { return found };
         self.for_each_twin(true, end, |number| found.push(number));
-        // The last head on the way there; what is linked to one of several is none.
+        // The last head on the way there; a block that is linked to one of several is not a head.
         let mut heads = Vec::new();
         for (at, &key) in keys.iter().enumerate().rev() {
             self.for_each_twin(false, key, |number| heads.push((at, number)));
@@ -447,15 +411,15 @@ impl Core {
     }
 }
 
-/// Sets and contexts that lookups are told of while they wait: some tens of microseconds.
+/// Sets and contexts that are published while lookups wait: some tens of microseconds.
 const CHANGES_AT_ONCE: usize = 1_024;
 
-impl Publish for Core {
+impl Publish for SharedState {
     #[inline]
     fn publish(&mut self) {
         let changes = self.sets.changes() + self.contexts.changes();
         if self.records.is_moved() || changes > 0 {
-            steps::count(changes);
+            step_counter::count(changes);
             let view = &mut *self.view.change();
             self.records.move_to(&mut view.chunks);
             self.sets.move_to(&mut view.sets);

@@ -64,7 +64,7 @@ fn sum_of(payload: &[u8], before: u64) -> u64 {
     xxh3_64_with_seed(payload, before.wrapping_add(payload.len() as u64))
 }
 
-/// Collects bytes, and writes them in frames when it is told to.
+/// Collects bytes, and writes them as a frame in `drain`.
 pub struct FrameWriter<W> {
     out: W,
     /// What is not written yet.

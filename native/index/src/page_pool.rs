@@ -15,9 +15,7 @@ use std::ptr::NonNull;
 #[cfg(not(thread_sanitizer))]
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
-
-use crate::fork;
+use std::sync::{Mutex, MutexGuard, Once};
 
 /// Bytes of a region: one huge page of x86-64 and of most others.
 const REGION: usize = 2 << 20;
@@ -69,7 +67,7 @@ impl Span {
     }
 
     fn start(self) -> NonNull<u8> {
-        // SAFETY: the spans of a region lie before its header.
+        // SAFETY: the spans of a region are before its header.
         unsafe { self.header.cast::<u8>().byte_sub((SPANS - self.number) * SPAN) }
     }
 }
@@ -101,7 +99,7 @@ pub fn are_short() -> bool {
 }
 
 /// Gets memory from the system before it is needed. Clearing a huge page takes as long as thousands of blocks do, so that is not
-/// left to those who have to be quick, as one is who holds a lock.
+/// left to threads that have to be quick, since they hold a lock.
 pub fn prepare() {
     if are_short() {
         let region = map(true);
@@ -126,13 +124,21 @@ thread_local! {
     static HELD: Cell<Option<MutexGuard<'static, Pool>>> = const { Cell::new(None) };
 }
 
-/// Locks the pool until this thread, or the only thread of a forked child, lets go of it.
-pub(crate) fn hold() {
+/// Locks the pool from now on while this process forks, so that no other thread has changed it by half in the child.
+fn lock_while_forking() {
+    static REGISTERED: Once = Once::new();
+    REGISTERED.call_once(|| {
+        // SAFETY: the functions take and return nothing, and live as long as the process.
+        unsafe { libc::pthread_atfork(Some(hold), Some(release), Some(release)) };
+    });
+}
+
+/// Locks the pool until this thread, or the only thread of a forked child, calls `release`.
+extern "C" fn hold() {
     let _ = HELD.try_with(|held| held.set(Some(pool())));
 }
 
-/// See `hold`.
-pub(crate) fn let_go() {
+extern "C" fn release() {
     let _ = HELD.try_with(Cell::take);
 }
 
@@ -212,7 +218,7 @@ impl Pool {
                 header
             }
         };
-        // SAFETY: headers in `open` are those of mapped regions, and the pool's lock is held.
+        // SAFETY: headers in `open` belong to mapped regions, and the pool's lock is held.
         let found = unsafe { &mut *header.as_ptr() };
         self.empty -= usize::from(found.used == 0);
         let word = found.free.iter().position(|&bits| bits != 0).unwrap_or(0);
@@ -274,7 +280,7 @@ const HUGE_PAGES: libc::c_int = libc::MADV_NORMAL;
 /// A region from the system, of huge pages where that is wanted and possible.
 #[cold]
 fn map(huge: bool) -> NonNull<Header> {
-    fork::watch();
+    lock_while_forking();
     // SAFETY: plain calls; what is mapped beyond an aligned region is given back at once.
     let base = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -305,7 +311,7 @@ fn map(huge: bool) -> NonNull<Header> {
     for number in 0..SPANS {
         free[number / 64] |= 1 << (number % 64);
     }
-    // SAFETY: the header lies inside of the new region, which nobody else knows. Writing it also makes a huge page real.
+    // SAFETY: the header is inside of the new region, which no other thread knows. Writing it also makes a huge page real.
     unsafe {
         let header = base.byte_add(SPANS * SPAN).cast::<Header>();
         header.write(Header {
@@ -385,7 +391,7 @@ impl<T, const COUNT: usize> std::ops::Deref for Piece<T, COUNT> {
 impl<T, const COUNT: usize> std::ops::DerefMut for Piece<T, COUNT> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and there is no other way to them.
+        // SAFETY: as above, and no other reference to them exists.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), COUNT) }
     }
 }

@@ -1,9 +1,9 @@
 //! The blocks of an event, on their way to be placed.
 
 use super::Chain;
-use crate::core::{Block, Core};
+use crate::shared::{Block, SharedState};
 use crate::stream::Stream;
-use crate::table::{Reach, Spot, Stage};
+use crate::table::{Reach, Stage, TableHash};
 
 /// Blocks between one step of asking for memory and the next: placing so many takes longer than memory does.
 const AHEAD: usize = 8;
@@ -11,7 +11,7 @@ const AHEAD: usize = 8;
 const RING: usize = 4 * AHEAD;
 
 /// Where a block is looked for: its key, and its hash.
-type Spots = (Spot, Spot);
+type Spots = (TableHash, TableHash);
 
 /// Blocks that were asked for, by their number modulo `RING`; kept from one run to the next to spare allocations.
 #[derive(Debug)]
@@ -26,13 +26,13 @@ impl Default for Ring {
 impl Chain<'_> {
     /// The block `at`.
     #[inline]
-    pub(super) fn block(&self, core: &Core, at: usize) -> Block {
-        self.block_at(self.spots(core, at), at)
+    pub(super) fn block(&self, shared: &SharedState, at: usize) -> Block {
+        self.block_at(self.spots(shared, at), at)
     }
 
     #[inline]
-    fn spots(&self, core: &Core, at: usize) -> Spots {
-        (core.spot(self.keys[at]), core.spot(self.hashes[at]))
+    fn spots(&self, shared: &SharedState, at: usize) -> Spots {
+        (shared.spot(self.keys[at]), shared.spot(self.hashes[at]))
     }
 
     #[inline]
@@ -69,35 +69,35 @@ impl Ahead<'_> {
     }
 
     /// Asks for what the first blocks need.
-    pub(super) fn start(&mut self, stream: &Stream, core: &Core) {
+    pub(super) fn start(&mut self, stream: &Stream, shared: &SharedState) {
         let first = (self.steps() * AHEAD).min(self.chain.hashes.len());
         for at in 0..first {
-            let spots = self.chain.spots(core, at);
+            let spots = self.chain.spots(shared, at);
             let stage = match at / AHEAD {
                 0 => Stage::Bucket,
                 1 => Stage::Segment,
                 _ => Stage::Directory,
             };
-            ask(stream, core, spots, stage);
+            ask(stream, shared, spots, stage);
             self.ring.0[at] = spots;
         }
     }
 
     /// The block `at`, which is to be placed next; asks for what later ones need.
     #[inline]
-    pub(super) fn next(&mut self, stream: &Stream, core: &Core, at: usize) -> Block {
+    pub(super) fn next(&mut self, stream: &Stream, shared: &SharedState, at: usize) -> Block {
         let count = self.chain.hashes.len();
         match self.reach {
-            Reach::Near => return self.chain.block(core, at),
-            Reach::Middle => self.come(stream, core, at + AHEAD, Stage::Bucket),
+            Reach::Near => return self.chain.block(shared, at),
+            Reach::Middle => self.come(stream, shared, at + AHEAD, Stage::Bucket),
             Reach::Far => {
                 if at + AHEAD < count {
-                    ask(stream, core, self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
+                    ask(stream, shared, self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
                 }
                 if at + 2 * AHEAD < count {
-                    ask(stream, core, self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
+                    ask(stream, shared, self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
                 }
-                self.come(stream, core, at + 3 * AHEAD, Stage::Directory);
+                self.come(stream, shared, at + 3 * AHEAD, Stage::Directory);
             }
         }
         self.chain.block_at(self.ring.0[at % RING], at)
@@ -105,19 +105,19 @@ impl Ahead<'_> {
 
     /// Takes in the block `at`, if there is one, and asks for the first that it needs.
     #[inline]
-    fn come(&mut self, stream: &Stream, core: &Core, at: usize, stage: Stage) {
+    fn come(&mut self, stream: &Stream, shared: &SharedState, at: usize, stage: Stage) {
         if at < self.chain.hashes.len() {
-            let spots = self.chain.spots(core, at);
-            ask(stream, core, spots, stage);
+            let spots = self.chain.spots(shared, at);
+            ask(stream, shared, spots, stage);
             self.ring.0[at % RING] = spots;
         }
     }
 }
 
 #[inline(always)]
-fn ask(stream: &Stream, core: &Core, (key_spot, hash_spot): Spots, stage: Stage) {
-    if core.view.heads.reach() > Reach::Near {
-        core.view.heads.prefetch(key_spot, stage);
+fn ask(stream: &Stream, shared: &SharedState, (key_spot, hash_spot): Spots, stage: Stage) {
+    if shared.view.heads.reach() > Reach::Near {
+        shared.view.heads.prefetch(key_spot, stage);
     }
     stream.prefetch(hash_spot, stage);
 }

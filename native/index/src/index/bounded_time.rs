@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::scan::Limits as ScanLimits;
-use crate::steps::{self, Steps};
+use crate::step_counter::{self, Steps};
 
 /// Steps for each byte of a payload: some hundred milliseconds for a megabyte.
 const PER_BYTE: usize = 40;
@@ -62,7 +62,7 @@ fn array(items: impl ExactSizeIterator<Item = u8>) -> Vec<u8> {
 }
 
 impl Told {
-    /// In the fewest bytes, those of the fields behind the last one that says something left out.
+    /// In the fewest bytes: fields after the last one that is set are left out.
     fn spelled(&self) -> Vec<u8> {
         let count = usize::from(self.count);
         let number = |at: usize| {
@@ -138,10 +138,10 @@ fn index() -> Index {
 /// Applies a payload, within the bounds.
 fn apply(index: &Index, source: &str, seq: i64, payload: &[u8]) {
     let before = index.info(source, 0).map_or(0, |info| info.blocks + info.orphans);
-    steps::taken();
+    step_counter::taken();
     let outcome = index.batch(source, 0, 0, seq, payload).outcome;
     assert!(matches!(outcome, Outcome::Applied(_)), "{outcome:?}");
-    let Steps { taken, longest, .. } = steps::taken();
+    let Steps { taken, longest, .. } = step_counter::taken();
     let most = PER_BYTE * payload.len() + PER_BLOCK * before + SAVED;
     assert!(
         taken <= most,
@@ -235,7 +235,7 @@ fn batch_of(events: &[Vec<u8>]) -> Vec<u8> {
 
 const MANY: u32 = 150_000;
 
-/// A chain of so many blocks of one token, the `part`th of such ones.
+/// A chain of so many blocks of one token; `part` distinguishes chains of equal length.
 fn chain(part: u32, first: u32) -> Vec<u8> {
     let tokens = hashes(part * MANY..(part + 1) * MANY);
     let fields = [hashes(first..first + MANY), vec![0xC0], tokens, vec![1]];
@@ -318,9 +318,9 @@ fn many_namespaces() {
     assert_eq!(index.info("bad", 0).unwrap().blocks, 600_000);
 }
 
-/// Each block on planes that no other block is on together.
+/// Each block on placements that no other block is on together.
 #[test]
-fn many_sets_of_planes() {
+fn many_sets_of_placements() {
     let index = index();
     for part in 0..2_u32 {
         apply(&index, "bad", part.into(), &batch_of(&[chain(part, part * MANY)]));

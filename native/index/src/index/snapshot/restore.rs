@@ -10,17 +10,18 @@ use std::sync::atomic::Ordering;
 use parking_lot::MutexGuard;
 
 use crate::contexts::Context;
-use crate::core::{Block, Core, Worker};
-use crate::gate::{Gate, WORK_PER_HOLD};
-use crate::index::{Index, Newcomer, Part};
+use crate::holder_sets::MAX_STREAMS;
+use crate::index::{ImportedStream, Index, Part};
 use crate::keys::{self, Scheme};
 use crate::limits::Limits;
-use crate::pages;
-use crate::planes::{MAX_PLANES, Plane, Rule};
-use crate::sets::MAX_STREAMS;
+use crate::members::Worker;
+use crate::page_pool;
+use crate::pending::{Content, Waiting};
+use crate::placements::{MAX_PLANES, Placement, Rule};
+use crate::shared::{Block, SharedState};
 use crate::stream::Stream;
 use crate::table::Stage;
-use crate::waiting::{Content, Waiting};
+use crate::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 use super::frames::{Failure, FrameReader, bad};
 use super::{
@@ -32,16 +33,16 @@ pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
 /// Replaces everything but the overlay, or nothing at all when it fails.
 pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
-    let (gate, mut part) = (Gate::new(Core::new(*index.limits())), Part::default());
-    Restoring::new(from, &gate, None, *index.limits(), &mut part)?.all()?;
-    index.replace(gate, part);
+    let (shared_lock, mut part) = (YieldingRwLock::new(SharedState::new(*index.limits())), Part::default());
+    Restoring::new(from, &shared_lock, None, *index.limits(), &mut part)?.all()?;
+    index.replace(shared_lock, part);
     Ok(())
 }
 
-/// Lets the streams of a snapshot join the shared part of an index, where nobody sees them yet. When it fails, `part` has those that have
+/// Lets the streams of a snapshot join the shared part of an index, where lookups do not see them yet. When it fails, `part` has those that have
 /// joined so far, the last one perhaps with some of its blocks.
 pub fn absorb(index: &Index, from: impl Read, part: &mut Part) -> Result<(), Failure> {
-    Restoring::new(from, &index.gate, Some(index), *index.limits(), part)?.all()
+    Restoring::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.all()
 }
 
 fn unexpected(item: u8) -> Failure {
@@ -51,13 +52,13 @@ fn unexpected(item: u8) -> Failure {
 struct Restoring<'a, R> {
     from: FrameReader<R>,
     /// Where the blocks go.
-    gate: &'a Gate<Core>,
+    shared_lock: &'a YieldingRwLock<SharedState>,
     /// The index that has this shared part; None where it has none yet.
     index: Option<&'a Index>,
     limits: Limits,
     part: &'a mut Part,
-    /// Planes as they are numbered in the file, each with its number in the shared part once a block of the present stream is on it.
-    planes: Vec<(Plane, Option<u16>)>,
+    /// Placements as they are numbered in the file, each with its number in the shared part once a block of the present stream is on it.
+    placements: Vec<(Placement, Option<u16>)>,
     /// Contexts as the present stream numbers them, each kept.
     contexts: Vec<u32>,
     room: RunRoom,
@@ -66,18 +67,18 @@ struct Restoring<'a, R> {
 impl<'a, R: Read> Restoring<'a, R> {
     fn new(
         from: R,
-        gate: &'a Gate<Core>,
+        shared_lock: &'a YieldingRwLock<SharedState>,
         index: Option<&'a Index>,
         limits: Limits,
         part: &'a mut Part,
     ) -> Result<Self, Failure> {
         Ok(Self {
             from: FrameReader::new(from)?,
-            gate,
+            shared_lock,
             index,
             limits,
             part,
-            planes: Vec::new(),
+            placements: Vec::new(),
             contexts: Vec::new(),
             room: RunRoom::default(),
         })
@@ -86,7 +87,7 @@ impl<'a, R: Read> Restoring<'a, R> {
     fn all(mut self) -> Result<(), Failure> {
         while let Some(item) = self.from.next()? {
             match item {
-                PLANE => self.plane()?,
+                PLANE => self.placement()?,
                 STREAM => self.stream()?,
                 FENCE => self.fence()?,
                 LABEL => {
@@ -96,34 +97,34 @@ impl<'a, R: Read> Restoring<'a, R> {
                 other => return Err(unexpected(other)),
             }
         }
-        unite(self.gate, self.part);
+        publish_imported(self.shared_lock, self.part);
         Ok(())
     }
 
-    fn plane(&mut self) -> Result<(), Failure> {
+    fn placement(&mut self) -> Result<(), Failure> {
         let from = &mut self.from;
         let tier = from.text()?;
         let (locality, ownership) = (from.option(FrameReader::text)?, from.option(FrameReader::text)?);
-        let plane = Plane {
+        let placement = Placement {
             tier,
             locality,
             ownership,
             group: from.signed()?,
         };
-        if self.planes.iter().any(|(known, _)| *known == plane) {
-            return Err(bad("a plane is there twice"));
+        if self.placements.iter().any(|(known, _)| *known == placement) {
+            return Err(bad("a placement is there twice"));
         }
-        if self.planes.len() == MAX_PLANES {
-            return Err(bad(format!("it has more than {MAX_PLANES} planes")));
+        if self.placements.len() == MAX_PLANES {
+            return Err(bad(format!("it has more than {MAX_PLANES} placements")));
         }
-        self.planes.push((plane, None));
+        self.placements.push((placement, None));
         Ok(())
     }
 
-    /// The number in the shared part of the plane that the file names next.
-    fn plane_named(&mut self, stream: &mut Stream) -> Result<u16, Failure> {
-        let at = self.from.below(self.planes.len() as u64, "plane")?;
-        let (plane, number) = &mut self.planes[at as usize];
+    /// The number in the shared part of the placement that the file names next.
+    fn placement_named(&mut self, stream: &mut Stream) -> Result<u16, Failure> {
+        let at = self.from.below(self.placements.len() as u64, "placement")?;
+        let (placement, number) = &mut self.placements[at as usize];
         if let Some(number) = *number {
             return Ok(number);
         }
@@ -131,8 +132,8 @@ impl<'a, R: Read> Restoring<'a, R> {
         if stream.held().count() >= most {
             return Err(bad(format!("a stream has blocks in more than {most} places")));
         }
-        *number = stream.use_plane(&mut self.gate.write(), plane.clone());
-        number.ok_or_else(|| bad(format!("the index would have more than {MAX_PLANES} planes")))
+        *number = stream.use_placement(&mut self.shared_lock.write(), placement.clone());
+        number.ok_or_else(|| bad(format!("the index would have more than {MAX_PLANES} placements")))
     }
 
     fn worker(&mut self) -> Result<Worker, Failure> {
@@ -148,15 +149,15 @@ impl<'a, R: Read> Restoring<'a, R> {
             return Err(bad("its workers are not in order"));
         }
         let incarnation = self.from.signed()?;
-        let newcomer = match self.index {
-            Some(index) => index.welcome(worker, incarnation)?,
+        let imported = match self.index {
+            Some(index) => index.import(worker, incarnation)?,
             None => self.join(worker, incarnation)?,
         };
-        // From here on whoever has the part takes it out again if anything is wrong.
-        self.part.streams.push(newcomer.clone());
-        let mut stream = newcomer.stream.lock();
+        // From here on the owner of the part removes it again if anything fails.
+        self.part.streams.push(imported.clone());
+        let mut stream = imported.stream.lock();
         stream.last = self.from.signed()?;
-        self.planes.iter_mut().for_each(|(_, number)| *number = None);
+        self.placements.iter_mut().for_each(|(_, number)| *number = None);
         self.room = RunRoom::default();
         for _ in 0..self.from.count()? {
             let rule = self.rule()?;
@@ -165,24 +166,24 @@ impl<'a, R: Read> Restoring<'a, R> {
         let blocks = self.blocks(&mut stream);
         self.release_contexts();
         blocks?;
-        let mut core = self.gate.write();
-        core.rule(newcomer.number, stream.rules.hybrid());
-        if let Some(member) = &core.view.members[newcomer.number as usize] {
+        let mut shared = self.shared_lock.write();
+        shared.rule(imported.number, stream.rules.hybrid());
+        if let Some(member) = &shared.view.members[imported.number as usize] {
             member.blocks.store(stream.blocks, Ordering::Relaxed);
         }
         if self.limits.memory.is_some() {
-            stream.recount(&mut core);
+            stream.recount(&mut shared);
         }
         Ok(())
     }
 
-    fn join(&self, worker: Worker, incarnation: i64) -> Result<Newcomer, Failure> {
-        let mut core = self.gate.write();
-        let number = core.view.members.len();
+    fn join(&self, worker: Worker, incarnation: i64) -> Result<ImportedStream, Failure> {
+        let mut shared = self.shared_lock.write();
+        let number = shared.view.members.len();
         if number >= MAX_STREAMS {
             return Err(bad(format!("it has more than {MAX_STREAMS} streams")));
         }
-        Ok(Newcomer::join(&mut core, number as u32, worker, incarnation, None))
+        Ok(ImportedStream::join(&mut shared, number as u32, worker, incarnation, None))
     }
 
     fn rule(&mut self) -> Result<(i64, Rule), Failure> {
@@ -206,7 +207,7 @@ impl<'a, R: Read> Restoring<'a, R> {
                         self.release_contexts();
                     }
                     let context = self.context()?;
-                    let number = self.gate.write().contexts.retain(context);
+                    let number = self.shared_lock.write().contexts.retain(context);
                     self.contexts
                         .push(number.ok_or_else(|| bad("the index would have too many contexts"))?);
                 }
@@ -214,7 +215,7 @@ impl<'a, R: Read> Restoring<'a, R> {
                 SEVERAL => {
                     let (hash, key) = (self.from.fixed()?, self.from.fixed()?);
                     let context = self.context_named()?;
-                    several.add(self.gate, stream, hash, (key, context), self.room.is_refused)?;
+                    several.add(self.shared_lock, stream, hash, (key, context), self.room.is_refused)?;
                 }
                 WAITING => {
                     let waiting = self.waiting(stream)?;
@@ -227,7 +228,7 @@ impl<'a, R: Read> Restoring<'a, R> {
                 other => return Err(unexpected(other)),
             }
         }
-        several.end(self.gate, stream, self.room.is_refused)?;
+        several.end(self.shared_lock, stream, self.room.is_refused)?;
         let blocks = self.from.count()?;
         let digest = u128::from(self.from.fixed()?) | u128::from(self.from.fixed()?) << 64;
         let refused = &self.room;
@@ -243,10 +244,10 @@ impl<'a, R: Read> Restoring<'a, R> {
     }
 
     fn release_contexts(&mut self) {
-        let mut core = self.gate.write();
+        let mut shared = self.shared_lock.write();
         for number in self.contexts.drain(..) {
-            core.contexts.release(number);
-            core.spend(1);
+            shared.contexts.release(number);
+            shared.spend(1);
         }
     }
 
@@ -279,11 +280,14 @@ impl<'a, R: Read> Restoring<'a, R> {
         let mut left = usize::from(u16::from_le_bytes([self.from.byte()?, self.from.byte()?]));
         let kind = self.from.byte()?;
         let context = self.context_named()?;
-        self.room.planes.clear();
-        for _ in 0..self.from.below(self.planes.len() as u64 + 1, "block on so many planes:")? {
-            let plane = self.plane_named(stream)?;
+        self.room.placements.clear();
+        for _ in 0..self
+            .from
+            .below(self.placements.len() as u64 + 1, "block on so many placements:")?
+        {
+            let placement = self.placement_named(stream)?;
             let copies = self.from.below(1 << 32, "number of copies")? as u32;
-            self.room.planes.push((plane, copies));
+            self.room.placements.push((placement, copies));
         }
         let mut is_linked = match kind {
             KEYS | CHAIN => false,
@@ -307,18 +311,18 @@ impl<'a, R: Read> Restoring<'a, R> {
     /// Places the blocks that were read, as far as the memory limit has room for them.
     fn place(&mut self, stream: &mut Stream, context: u32) -> Result<(), Failure> {
         let room = &mut self.room;
-        let mut writer = self.gate.write();
+        let mut writer = self.shared_lock.write();
         let keyed = writer.contexts.get(context).is_keyed();
-        if pages::are_short() || stream.is_tight(room.read.len()) {
+        if page_pool::are_short() || stream.is_tight(room.read.len()) {
             let secret = writer.secret;
             writer.unlocked(|| {
-                pages::prepare();
+                page_pool::prepare();
                 stream.make_room(room.read.len(), secret);
             });
         }
         for few in room.read.chunks(WORK_PER_HOLD) {
-            let core: &mut Core = &mut writer;
-            room.is_refused |= !stream.may_grow(core);
+            let shared: &mut SharedState = &mut writer;
+            room.is_refused |= !stream.may_grow(shared);
             room.blocks.clear();
             for &(hash, word, is_linked) in few {
                 let before = room.before.filter(|_| is_linked);
@@ -329,8 +333,8 @@ impl<'a, R: Read> Restoring<'a, R> {
                     local: word,
                     context,
                     keyed,
-                    key_spot: core.spot(key),
-                    hash_spot: core.spot(hash),
+                    key_spot: shared.spot(key),
+                    hash_spot: shared.spot(hash),
                 };
                 stream.prefetch(block.hash_spot, Stage::Bucket);
                 room.before = Some(key);
@@ -339,12 +343,12 @@ impl<'a, R: Read> Restoring<'a, R> {
             for (block, is_linked) in &room.blocks {
                 if room.is_refused {
                     room.count += 1;
-                    let part = stream.digest_of(block.hash, block.key, &room.planes);
+                    let part = stream.digest_of(block.hash, block.key, &room.placements);
                     room.digest = room.digest.wrapping_add(part);
                     continue;
                 }
                 let parent = room.parent.filter(|_| *is_linked && !keyed);
-                let number = stream.put(core, block, &room.planes, parent);
+                let number = stream.put(shared, block, &room.placements, parent);
                 room.parent = Some(number.ok_or_else(|| bad("a block is there twice, or nowhere"))?);
             }
             writer.spend(few.len());
@@ -354,7 +358,7 @@ impl<'a, R: Read> Restoring<'a, R> {
 
     fn waiting(&mut self, stream: &mut Stream) -> Result<Waiting, Failure> {
         let hash = self.from.fixed()?;
-        let plane = self.plane_named(stream)?;
+        let placement = self.placement_named(stream)?;
         let awaited = self.from.fixed()?;
         let content = match self.from.option(|_| Ok(()))? {
             Some(()) => Some(self.content()?),
@@ -363,7 +367,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         };
         Ok(Waiting {
             hash,
-            plane,
+            placement,
             awaited,
             content,
         })
@@ -397,10 +401,10 @@ impl<'a, R: Read> Restoring<'a, R> {
         if let Ok(at) = streams.binary_search_by(|other| (*other.worker).cmp(&worker))
             && streams[at].stream.lock().incarnation <= incarnation
         {
-            let newcomer = streams.remove(at);
+            let imported = streams.remove(at);
             match self.index {
-                Some(index) => index.expel(&newcomer),
-                None => newcomer.leave(self.gate),
+                Some(index) => index.discard(&imported),
+                None => imported.leave(self.shared_lock),
             }
         }
         self.part.fences.push((worker, incarnation));
@@ -411,36 +415,36 @@ impl<'a, R: Read> Restoring<'a, R> {
 /// Finds linked blocks that have the key of a head: a stream that lacks a part of a chain has brought the rest by its key. What streams of the snapshot
 /// hold of such a head they hold of the linked block instead; where others hold it too, both are heads from now on. Streams that go on
 /// meanwhile make no such blocks, since they look for heads first.
-fn unite(gate: &Gate<Core>, part: &Part) {
-    // Nobody else can have these streams yet.
+fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
+    // No other thread can have these streams yet.
     let mut streams: HashMap<u32, MutexGuard<'_, Stream>> = part
         .streams
         .iter()
-        .map(|newcomer| (newcomer.number, newcomer.stream.lock()))
+        .map(|imported| (imported.number, imported.stream.lock()))
         .collect();
-    let (mut number, mut writer, mut heads) = (0, gate.write(), Vec::new());
+    let (mut number, mut writer, mut heads) = (0, shared_lock.write(), Vec::new());
     while number < writer.records.bound() {
         writer.spend(1);
-        let core: &mut Core = &mut writer;
-        if core.records.is_linked(number) {
-            let (key, context) = (core.records.key(number), core.records.context(number));
+        let shared: &mut SharedState = &mut writer;
+        if shared.records.is_linked(number) {
+            let (key, context) = (shared.records.key(number), shared.records.context(number));
             heads.clear();
-            core.for_each_twin(false, key, |head| {
-                if core.records.context(head) == context {
+            shared.for_each_twin(false, key, |head| {
+                if shared.records.context(head) == context {
                     heads.push(head);
                 }
             });
             for &head in &heads {
-                for stream in core.sets.streams(core.records.set(head)) {
+                for stream in shared.sets.streams(shared.records.set(head)) {
                     if let Some(stream) = streams.get_mut(&stream) {
-                        stream.exchange(core, head, number);
+                        stream.exchange(shared, head, number);
                     }
                 }
-                core.sweep(head);
+                shared.sweep(head);
             }
-            if heads.iter().any(|&head| core.is_head(head, key, context)) {
-                core.list(number);
-                core.mark_twins(false, key, context);
+            if heads.iter().any(|&head| shared.is_head(head, key, context)) {
+                shared.list(number);
+                shared.mark_twins(false, key, context);
             }
         }
         number += 1;
@@ -449,7 +453,7 @@ fn unite(gate: &Gate<Core>, part: &Part) {
 
 #[derive(Default)]
 struct RunRoom {
-    planes: Vec<(u16, u32)>,
+    placements: Vec<(u16, u32)>,
     /// Hashes and words, and whether a block is linked to the one before it.
     read: Vec<(u64, u64, bool)>,
     blocks: Vec<(Block, bool)>,
@@ -474,22 +478,22 @@ struct Several {
 impl Several {
     fn add(
         &mut self,
-        gate: &Gate<Core>,
+        shared_lock: &YieldingRwLock<SharedState>,
         stream: &mut Stream,
         hash: u64,
         block: (u64, u32),
         refused: bool,
     ) -> Result<(), Failure> {
         if hash != self.hash {
-            self.end(gate, stream, refused)?;
+            self.end(shared_lock, stream, refused)?;
             self.hash = hash;
         }
         self.blocks.push(block);
         Ok(())
     }
 
-    fn end(&mut self, gate: &Gate<Core>, stream: &mut Stream, refused: bool) -> Result<(), Failure> {
-        let known = self.blocks.is_empty() || stream.reorder(gate, self.hash, &self.blocks, refused);
+    fn end(&mut self, shared_lock: &YieldingRwLock<SharedState>, stream: &mut Stream, refused: bool) -> Result<(), Failure> {
+        let known = self.blocks.is_empty() || stream.reorder(shared_lock, self.hash, &self.blocks, refused);
         self.blocks.clear();
         if known {
             Ok(())

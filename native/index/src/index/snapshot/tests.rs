@@ -6,13 +6,14 @@ use std::sync::atomic::Ordering;
 
 use super::*;
 use crate::contexts::Context;
-use crate::core::{Block, Worker};
 use crate::index::Index;
 use crate::keys::Scheme;
 use crate::limits::Limits;
 use crate::matching::Hit;
-use crate::planes::Plane;
+use crate::members::Worker;
+use crate::placements::Placement;
 use crate::scan::Schema;
+use crate::shared::Block;
 
 const SCHEME: Scheme = Scheme { size: 2, eagle: false };
 
@@ -27,19 +28,19 @@ fn worker(source: &str) -> Worker {
     }
 }
 
-/// Has a worker hold the keys from `first` on, on a plane of its own and in a context of its own.
+/// Has a worker hold the keys from `first` on, on a placement of its own and in a context of its own.
 fn hold(index: &Index, source: &str, first: u64, count: u64) {
     index.reset(source, 0, 1);
     let stream = index.stream(source, 0).unwrap();
     let mut stream = stream.lock();
-    let mut writer = index.gate.write();
-    let plane = Plane {
+    let mut writer = index.shared_lock.write();
+    let placement = Placement {
         tier: source.into(),
         locality: None,
         ownership: None,
         group: 0,
     };
-    let plane = stream.use_plane(&mut writer, plane).unwrap();
+    let placement = stream.use_placement(&mut writer, placement).unwrap();
     assert!(stream.cut_by(&mut writer, SCHEME));
     let context = Context {
         scheme: SCHEME,
@@ -57,7 +58,7 @@ fn hold(index: &Index, source: &str, first: u64, count: u64) {
             key_spot: writer.spot(key),
             hash_spot: writer.spot(key + 1),
         };
-        stream.put(&mut writer, &block, &[(plane, 1)], None).unwrap();
+        stream.put(&mut writer, &block, &[(placement, 1)], None).unwrap();
     }
     writer.contexts.release(context);
 }
@@ -77,9 +78,9 @@ fn held(index: &Index, first: u64, count: u64) -> Vec<(String, u64)> {
 
 /// What the shared part counts of what is in it.
 fn counts(index: &Index) -> (usize, usize, usize, usize) {
-    let core = index.gate.read();
-    let members = core.view.members.iter().flatten().count();
-    (core.records.len(), core.view.heads.len(), core.contexts.len(), members)
+    let shared = index.shared_lock.read();
+    let members = shared.view.members.iter().flatten().count();
+    (shared.records.len(), shared.view.heads.len(), shared.contexts.len(), members)
 }
 
 /// Reads by `size`, and calls `before` before each time.
@@ -159,26 +160,26 @@ fn the_shared_part_is_locked_for_so_many_blocks_at_a_time_as_are_read_at_once() 
     let (from, into) = (index(), index());
     hold(&from, "a", 1, 200_000);
     let content = saved(&from, &["a"]);
-    let before = into.gate.holds.load(Ordering::Relaxed);
+    let before = into.shared_lock.holds.load(Ordering::Relaxed);
     into.absorb(&content[..]).unwrap();
-    let holds = into.gate.holds.load(Ordering::Relaxed) - before;
-    assert!(holds >= 200_000 / restoring::BLOCKS_AT_ONCE, "{holds}");
+    let holds = into.shared_lock.holds.load(Ordering::Relaxed) - before;
+    assert!(holds >= 200_000 / restore::BLOCKS_AT_ONCE, "{holds}");
 }
 
 #[test]
-fn a_part_has_the_planes_of_its_streams_in_the_index_that_takes_it() {
+fn a_part_has_the_placements_of_its_streams_in_the_index_that_takes_it() {
     let (from, into) = (index(), index());
     for source in ["a", "b", "c"] {
         hold(&from, source, 1, 10);
     }
     into.absorb(&saved(&from, &["c"])[..]).unwrap();
     let tiers: Vec<String> = into
-        .gate
+        .shared_lock
         .read()
         .view
-        .planes
+        .placements
         .iter()
-        .map(|(_, plane)| plane.tier.clone())
+        .map(|(_, placement)| placement.tier.clone())
         .collect();
     assert_eq!(tiers, ["c"]);
 }

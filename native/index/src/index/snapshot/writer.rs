@@ -7,11 +7,12 @@ use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 use std::iter::Peekable;
 
-use crate::core::{Core, Worker};
 use crate::index::Index;
-use crate::planes::{Plane, Rule};
+use crate::members::Worker;
+use crate::pending::Waiting;
+use crate::placements::{Placement, Rule};
+use crate::shared::SharedState;
 use crate::stream::Stream;
-use crate::waiting::Waiting;
 
 use super::frames::FrameWriter;
 use super::{
@@ -34,7 +35,7 @@ pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) 
         index,
         out,
         written: Vec::new(),
-        planes: HashMap::new(),
+        placements: HashMap::new(),
         contexts: HashMap::new(),
         run: Run::default(),
         last: None,
@@ -68,10 +69,10 @@ pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) 
 struct Saving<'a, W> {
     index: &'a Index,
     out: FrameWriter<W>,
-    /// Planes in the file, in their order.
-    written: Vec<Plane>,
-    /// Those of the present stream: by their numbers in the index those in the file.
-    planes: HashMap<u16, u64>,
+    /// Placements in the file, in their order.
+    written: Vec<Placement>,
+    /// Contexts of the present stream: the number in the file by the number in the index.
+    placements: HashMap<u16, u64>,
     /// By their numbers in the index those in the file.
     contexts: HashMap<u32, u64>,
     run: Run,
@@ -87,12 +88,12 @@ struct Run {
     /// Where in the buffer their number belongs, and their kind behind it.
     at: usize,
     blocks: u16,
-    /// None while one block alone does not tell.
+    /// None while one block is not enough to know it.
     kind: Option<u8>,
     context: u32,
     set: u32,
-    /// Planes, and the copies on each.
-    planes: Vec<(u16, u32)>,
+    /// Placements, and the copies on each.
+    placements: Vec<(u16, u32)>,
     other: Vec<(u16, u32)>,
 }
 
@@ -103,7 +104,7 @@ impl<W: Write> Saving<'_, W> {
     }
 
     fn stream(&mut self, worker: &Worker, stream: &Stream) -> io::Result<()> {
-        self.new_planes(stream);
+        self.new_placements(stream);
         self.contexts.clear();
         self.last = None;
         self.out.byte(STREAM);
@@ -134,36 +135,36 @@ impl<W: Write> Saving<'_, W> {
         self.out.drain()
     }
 
-    /// Puts planes of a stream into the file that are not in it yet.
-    fn new_planes(&mut self, stream: &Stream) {
-        self.planes.clear();
-        let core = self.index.gate.read();
+    /// Puts placements of a stream into the file that are not in it yet.
+    fn new_placements(&mut self, stream: &Stream) {
+        self.placements.clear();
+        let shared = self.index.shared_lock.read();
         for (number, _) in stream.held() {
-            let plane = core.view.planes.get(number);
-            let known = self.written.iter().position(|known| known == plane);
+            let placement = shared.view.placements.get(number);
+            let known = self.written.iter().position(|known| known == placement);
             let at = known.unwrap_or_else(|| {
-                let Plane {
+                let Placement {
                     tier,
                     locality,
                     ownership,
                     group,
-                } = plane;
+                } = placement;
                 self.out.byte(PLANE);
                 self.out.text(tier);
                 self.out.option(locality.as_deref(), FrameWriter::text);
                 self.out.option(ownership.as_deref(), FrameWriter::text);
                 self.out.signed(*group);
-                self.written.push(plane.clone());
+                self.written.push(placement.clone());
                 self.written.len() - 1
             });
-            self.planes.insert(number, at as u64);
+            self.placements.insert(number, at as u64);
         }
     }
 
     // --- blocks
 
     fn blocks(&mut self, stream: &Stream) -> io::Result<()> {
-        let bound = self.index.gate.read().records.bound() as usize;
+        let bound = self.index.shared_lock.read().records.bound() as usize;
         let mut records = std::mem::take(&mut self.records);
         records.clear();
         records.resize(bound.div_ceil(64), 0);
@@ -199,7 +200,7 @@ impl<W: Write> Saving<'_, W> {
         mut foreign: Peekable<impl Iterator<Item = (u32, u64)>>,
     ) -> io::Result<()> {
         loop {
-            let core = self.index.gate.read();
+            let shared = self.index.shared_lock.read();
             let enough = self.out.buffer.len() + HOLD_BYTES;
             let mut ended = false;
             while self.out.buffer.len() < enough {
@@ -208,11 +209,11 @@ impl<W: Write> Saving<'_, W> {
                     break;
                 };
                 let own = foreign.next_if(|(other, _)| *other == number).map(|(_, hash)| hash);
-                self.block(&core, stream, number, own);
+                self.block(&shared, stream, number, own);
             }
             // Sets may have other numbers when the lock is taken again.
             self.end_run();
-            drop(core);
+            drop(shared);
             self.out.drain()?;
             if ended {
                 return Ok(());
@@ -221,8 +222,8 @@ impl<W: Write> Saving<'_, W> {
     }
 
     #[inline]
-    fn block(&mut self, core: &Core, stream: &Stream, number: u32, own: Option<u64>) {
-        let records = &core.records;
+    fn block(&mut self, shared: &SharedState, stream: &Stream, number: u32, own: Option<u64>) {
+        let records = &shared.records;
         let (context, set) = (records.context(number), records.set(number));
         let is_linked = records.is_linked(number) && self.last.is_some_and(|last| last + 1 == number);
         let fits = match self.run.kind {
@@ -232,14 +233,14 @@ impl<W: Write> Saving<'_, W> {
         };
         let alike = fits && self.run.blocks > 0 && self.run.blocks < u16::MAX && self.run.context == context;
         if !(alike && self.run.set == set && stream.is_single()) {
-            let held = core
+            let held = shared
                 .sets
-                .planes(set, stream.number)
-                .map(|plane| (plane, stream.count(core, number, plane)));
+                .placements(set, stream.number)
+                .map(|placement| (placement, stream.count(shared, number, placement)));
             self.run.other.clear();
             self.run.other.extend(held);
-            if !(alike && self.run.other == self.run.planes) {
-                self.begin_run(core, context);
+            if !(alike && self.run.other == self.run.placements) {
+                self.begin_run(shared, context);
             }
             self.run.set = set;
         }
@@ -259,18 +260,18 @@ impl<W: Write> Saving<'_, W> {
         });
     }
 
-    fn begin_run(&mut self, core: &Core, context: u32) {
+    fn begin_run(&mut self, shared: &SharedState, context: u32) {
         self.end_run();
-        let number = self.context(core, context);
+        let number = self.context(shared, context);
         let run = &mut self.run;
-        std::mem::swap(&mut run.planes, &mut run.other);
+        std::mem::swap(&mut run.placements, &mut run.other);
         self.out.byte(RUN);
         (run.context, run.at) = (context, self.out.buffer.len());
         self.out.buffer.extend_from_slice(&[0, 0, KEYS]);
         self.out.count(number);
-        self.out.count(run.planes.len() as u64);
-        for &(plane, copies) in &run.planes {
-            self.out.count(self.planes[&plane]);
+        self.out.count(run.placements.len() as u64);
+        for &(placement, copies) in &run.placements {
+            self.out.count(self.placements[&placement]);
             self.out.count(copies.into());
         }
     }
@@ -285,7 +286,7 @@ impl<W: Write> Saving<'_, W> {
     }
 
     /// The number that a context has in the file, in which it is put if it is not there yet.
-    fn context(&mut self, core: &Core, context: u32) -> u64 {
+    fn context(&mut self, shared: &SharedState, context: u32) -> u64 {
         if let Some(&number) = self.contexts.get(&context) {
             return number;
         }
@@ -294,7 +295,7 @@ impl<W: Write> Saving<'_, W> {
         }
         let number = self.contexts.len() as u64;
         self.contexts.insert(context, number);
-        let found = core.contexts.get(context);
+        let found = shared.contexts.get(context);
         self.out.byte(CONTEXT);
         self.out.count(found.scheme.size.into());
         self.out.byte(found.scheme.eagle.into());
@@ -308,15 +309,15 @@ impl<W: Write> Saving<'_, W> {
     fn several(&mut self, stream: &Stream) -> io::Result<()> {
         for (&hash, numbers) in stream.ordered() {
             for piece in numbers.chunks(HOLD_BYTES / 16) {
-                let core = self.index.gate.read();
+                let shared = self.index.shared_lock.read();
                 for &number in piece {
-                    let context = self.context(&core, core.records.context(number));
+                    let context = self.context(&shared, shared.records.context(number));
                     self.out.byte(SEVERAL);
                     self.out.fixed(hash);
-                    self.out.fixed(core.records.key(number));
+                    self.out.fixed(shared.records.key(number));
                     self.out.count(context);
                 }
-                drop(core);
+                drop(shared);
                 self.out.drain()?;
             }
         }
@@ -326,7 +327,7 @@ impl<W: Write> Saving<'_, W> {
     fn waiting(&mut self, waiting: &Waiting) -> io::Result<()> {
         self.out.byte(WAITING);
         self.out.fixed(waiting.hash);
-        self.out.count(self.planes[&waiting.plane]);
+        self.out.count(self.placements[&waiting.placement]);
         self.out.fixed(waiting.awaited);
         self.out.byte(waiting.content.is_some().into());
         let Some(content) = &waiting.content else {

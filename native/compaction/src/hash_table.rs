@@ -15,7 +15,7 @@ pub fn reserve<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) 
     }
 }
 
-/// Makes a table anew: as large as it is, where it is only full of marks that entries have left which are gone. By itself it would
+/// Rebuilds a table at its size if only the marks of removed entries fill it. By itself it would
 /// become twice as large.
 #[cold]
 fn renew<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {

@@ -1,4 +1,4 @@
-//! Steps of loops whose length a peer may choose, which tests count: time would depend on the machine.
+//! Counts the steps of loops whose length a peer can choose. Tests bound the steps, since time depends on the machine.
 
 #[cfg(test)]
 thread_local! {
@@ -10,7 +10,7 @@ thread_local! {
 pub(crate) struct Steps {
     /// All of them.
     pub taken: usize,
-    /// Those since this thread has let others have the gate, or would have.
+    /// Those since this thread has let others have the shared lock, or would have.
     held: usize,
     /// The most of those.
     pub longest: usize,
@@ -35,7 +35,7 @@ pub(crate) fn count_growth(_length: usize, _capacity: usize) {
     }
 }
 
-/// Notes that this thread gets the gate.
+/// Notes that this thread gets the shared lock.
 #[inline(always)]
 pub(crate) fn begin_hold() {
     #[cfg(test)]

@@ -1,13 +1,13 @@
 //! What a stream cannot place yet, oldest first: orphans wait for their parent, hashes without tokens for a store with tokens.
 //!
 //! Entries stand in rows of three kinds, each a doubly linked list: all of them in the order in which they came, those that wait for the same hash, and
-//! copies of one hash on one plane. So each of them comes and goes in constant time, however many others there are.
+//! copies of one hash on one placement. So each of them comes and goes in constant time, however many others there are.
 
 use std::collections::HashMap;
 
 use crate::hasher::Secret;
 use crate::keys::Scheme;
-use crate::steps;
+use crate::step_counter;
 
 /// What an orphan needs to be placed.
 #[derive(Clone, Debug)]
@@ -42,7 +42,7 @@ pub struct Waiting<C = Content> {
     /// Its hash.
     pub hash: u64,
     /// Where it is.
-    pub plane: u16,
+    pub placement: u16,
     /// The hash that it waits for.
     pub awaited: u64,
     /// None for a hash without tokens.
@@ -99,10 +99,10 @@ struct Entry<C> {
     links: [Links; 3],
 }
 
-/// Copies of one hash on one plane, those with tokens apart.
+/// Copies of one hash on one placement, those with tokens apart.
 #[derive(Clone, Copy, Debug)]
 struct Copies {
-    plane: u16,
+    placement: u16,
     orphans: Row,
     others: Row,
 }
@@ -121,8 +121,8 @@ pub struct Queue<C = Content> {
     order: Row,
     by_awaited: HashMap<u64, Row, Secret>,
     by_hash: HashMap<u64, Vec<Copies>, Secret>,
-    /// Entries by plane.
-    planes: HashMap<u16, usize, Secret>,
+    /// Entries by placement.
+    placements: HashMap<u16, usize, Secret>,
     next: u64,
     length: usize,
     bytes: usize,
@@ -142,7 +142,7 @@ impl<C> Queue<C> {
             order: Row::EMPTY,
             by_awaited: HashMap::with_hasher(secret),
             by_hash: HashMap::with_hasher(secret),
-            planes: HashMap::with_hasher(secret),
+            placements: HashMap::with_hasher(secret),
             next: 0,
             length: 0,
             bytes: 0,
@@ -219,9 +219,9 @@ impl<C: Weight> Queue<C> {
         self.by_awaited.contains_key(&hash)
     }
 
-    /// Whether something waits on a plane.
-    pub fn is_on(&self, plane: u16) -> bool {
-        self.planes.contains_key(&plane)
+    /// Whether something waits on a placement.
+    pub fn is_on(&self, placement: u16) -> bool {
+        self.placements.contains_key(&placement)
     }
 
     /// Lets one more wait; the oldest ones fall out above `limit`, and are counted.
@@ -245,7 +245,7 @@ impl<C: Weight> Queue<C> {
 
     fn insert(&mut self, waiting: Waiting<C>) {
         let at = self.free.pop().unwrap_or(self.entries.len() as u32);
-        let (hash, plane, awaited) = (waiting.hash, waiting.plane, waiting.awaited);
+        let (hash, placement, awaited) = (waiting.hash, waiting.placement, waiting.awaited);
         let is_orphan = waiting.content.is_some();
         self.bytes += waiting.bytes();
         let none = Links {
@@ -263,22 +263,25 @@ impl<C: Weight> Queue<C> {
         }
         self.next += 1;
         self.length += 1;
-        *self.planes.entry(plane).or_default() += 1;
+        *self.placements.entry(placement).or_default() += 1;
         append(&mut self.entries, &mut self.order, at, Kind::Order);
-        steps::count_growth(self.by_awaited.len(), self.by_awaited.capacity());
-        steps::count_growth(self.by_hash.len(), self.by_hash.capacity());
+        step_counter::count_growth(self.by_awaited.len(), self.by_awaited.capacity());
+        step_counter::count_growth(self.by_hash.len(), self.by_hash.capacity());
         let row = self.by_awaited.entry(awaited).or_insert(Row::EMPTY);
         append(&mut self.entries, row, at, Kind::Awaited);
         let copies = self.by_hash.entry(hash).or_default();
-        steps::count(copies.len());
-        let found = copies.iter().position(|copies| copies.plane == plane).unwrap_or_else(|| {
-            copies.push(Copies {
-                plane,
-                orphans: Row::EMPTY,
-                others: Row::EMPTY,
+        step_counter::count(copies.len());
+        let found = copies
+            .iter()
+            .position(|copies| copies.placement == placement)
+            .unwrap_or_else(|| {
+                copies.push(Copies {
+                    placement,
+                    orphans: Row::EMPTY,
+                    others: Row::EMPTY,
+                });
+                copies.len() - 1
             });
-            copies.len() - 1
-        });
         append(&mut self.entries, copies[found].row(is_orphan), at, Kind::Copies);
     }
 
@@ -291,7 +294,7 @@ impl<C: Weight> Queue<C> {
 
     fn take(&mut self, at: u32) -> Waiting<C> {
         let found = &entry(&mut self.entries, at).waiting;
-        let (hash, plane, awaited, is_orphan) = (found.hash, found.plane, found.awaited, found.content.is_some());
+        let (hash, placement, awaited, is_orphan) = (found.hash, found.placement, found.awaited, found.content.is_some());
         unlink(&mut self.entries, &mut self.order, at, Kind::Order);
         if let Some(row) = self.by_awaited.get_mut(&awaited) {
             unlink(&mut self.entries, row, at, Kind::Awaited);
@@ -300,8 +303,8 @@ impl<C: Weight> Queue<C> {
             }
         }
         if let Some(copies) = self.by_hash.get_mut(&hash) {
-            steps::count(copies.len());
-            if let Some(found) = copies.iter_mut().find(|copies| copies.plane == plane) {
+            step_counter::count(copies.len());
+            if let Some(found) = copies.iter_mut().find(|copies| copies.placement == placement) {
                 unlink(&mut self.entries, found.row(is_orphan), at, Kind::Copies);
             }
             copies.retain(|copies| !copies.orphans.is_empty() || !copies.others.is_empty());
@@ -309,10 +312,10 @@ impl<C: Weight> Queue<C> {
                 self.by_hash.remove(&hash);
             }
         }
-        if let Some(count) = self.planes.get_mut(&plane) {
+        if let Some(count) = self.placements.get_mut(&placement) {
             *count -= 1;
             if *count == 0 {
-                self.planes.remove(&plane);
+                self.placements.remove(&placement);
             }
         }
         let taken = self.entries[at as usize].take().expect("rows hold entries in use");
@@ -340,18 +343,18 @@ impl<C: Weight> Queue<C> {
         std::iter::from_fn(|| self.take_one_awaiting(hash)).collect()
     }
 
-    /// Takes one copy of `hash` on `plane`: of an orphan, else of a hash without tokens. Says whether there was one.
-    pub fn remove(&mut self, hash: u64, plane: u16) -> bool {
-        self.remove_where(hash, |other| other == plane)
+    /// Takes one copy of `hash` on `placement`: of an orphan, else of a hash without tokens. Says whether there was one.
+    pub fn remove(&mut self, hash: u64, placement: u16) -> bool {
+        self.remove_where(hash, |other| other == placement)
     }
 
-    /// The same of any plane that `meant` says.
+    /// The same of any placement that `meant` says.
     pub fn remove_where(&mut self, hash: u64, meant: impl Fn(u16) -> bool) -> bool {
         let Some(copies) = self.by_hash.get(&hash) else {
             return false;
         };
-        steps::count(copies.len());
-        let here = || copies.iter().filter(|copies| meant(copies.plane));
+        step_counter::count(copies.len());
+        let here = || copies.iter().filter(|copies| meant(copies.placement));
         let number = |at: &u32| self.entries[*at as usize].as_ref().map(|entry| entry.number);
         let oldest = |rows: Vec<Row>| {
             rows.into_iter()
@@ -369,15 +372,15 @@ impl<C: Weight> Queue<C> {
         }
     }
 
-    /// Drops everything on planes that `meant` says.
+    /// Drops everything on placements that `meant` says.
     pub fn clear(&mut self, meant: impl Fn(u16) -> bool) {
-        if !self.planes.keys().any(|&plane| meant(plane)) {
+        if !self.placements.keys().any(|&placement| meant(placement)) {
             return;
         }
         let mut at = self.order.first;
         while let Some(Some(entry)) = self.entries.get(at as usize) {
-            let (next, plane) = (entry.links[Kind::Order as usize].next, entry.waiting.plane);
-            if meant(plane) {
+            let (next, placement) = (entry.links[Kind::Order as usize].next, entry.waiting.placement);
+            if meant(placement) {
                 self.take(at);
             }
             at = next;
@@ -410,11 +413,11 @@ mod tests {
     fn step() -> impl Strategy<Value = Step> {
         let content = prop::option::of(0_u64..100);
         prop_oneof![
-            8 => (0_u64..5, 0_u16..3, 0_u64..5, content).prop_map(|(hash, plane, awaited, content)| {
-                Step::Push(hash, plane, if content.is_some() { awaited } else { hash }, content)
+            8 => (0_u64..5, 0_u16..3, 0_u64..5, content).prop_map(|(hash, placement, awaited, content)| {
+                Step::Push(hash, placement, if content.is_some() { awaited } else { hash }, content)
             }),
             1 => (0_u64..5).prop_map(Step::Take),
-            3 => (0_u64..5, 0_u16..3).prop_map(|(hash, plane)| Step::Remove(hash, plane)),
+            3 => (0_u64..5, 0_u16..3).prop_map(|(hash, placement)| Step::Remove(hash, placement)),
             1 => (0_u64..5).prop_map(Step::RemoveAny),
             1 => Just(Step::Pop),
             1 => (0_u16..3).prop_map(Step::Clear),
@@ -424,19 +427,19 @@ mod tests {
     type Plain = (u64, u16, u64, Option<u64>);
 
     fn plain(waiting: &Waiting<u64>) -> Plain {
-        (waiting.hash, waiting.plane, waiting.awaited, waiting.content)
+        (waiting.hash, waiting.placement, waiting.awaited, waiting.content)
     }
 
     proptest! {
         #[test]
         fn is_a_list(steps in prop::collection::vec(step(), 0..80), limit in 1_usize..30, bytes in 300_usize..6_000) {
             let (mut queue, mut model) = (Queue::default(), Vec::<Plain>::new());
-            let weight = |&(hash, plane, awaited, content): &Plain| Waiting { hash, plane, awaited, content }.bytes();
+            let weight = |&(hash, placement, awaited, content): &Plain| Waiting { hash, placement, awaited, content }.bytes();
             for step in steps {
                 match step {
-                    Step::Push(hash, plane, awaited, content) => {
+                    Step::Push(hash, placement, awaited, content) => {
                         let before = model.len();
-                        let new = (hash, plane, awaited, content);
+                        let new = (hash, placement, awaited, content);
                         model.push(new);
                         if weight(&new) > bytes {
                             model.pop();
@@ -444,7 +447,7 @@ mod tests {
                         while model.len() > limit || model.iter().map(weight).sum::<usize>() > bytes {
                             model.remove(0);
                         }
-                        let dropped = queue.push_within(Waiting { hash, plane, awaited, content }, limit, bytes);
+                        let dropped = queue.push_within(Waiting { hash, placement, awaited, content }, limit, bytes);
                         prop_assert_eq!(dropped as usize, before + 1 - model.len());
                     }
                     Step::Take(awaited) => {
@@ -453,11 +456,11 @@ mod tests {
                         prop_assert_eq!(queue.take_awaiting(awaited).iter().map(plain).collect::<Vec<_>>(), taken);
                         model = kept;
                     }
-                    Step::Remove(hash, plane) => {
-                        let here = |entry: &Plain| entry.0 == hash && entry.1 == plane;
+                    Step::Remove(hash, placement) => {
+                        let here = |entry: &Plain| entry.0 == hash && entry.1 == placement;
                         let at = model.iter().position(|entry| here(entry) && entry.3.is_some()).or_else(|| model.iter().position(here));
                         at.map(|at| model.remove(at));
-                        prop_assert_eq!(queue.remove(hash, plane), at.is_some());
+                        prop_assert_eq!(queue.remove(hash, placement), at.is_some());
                     }
                     Step::RemoveAny(hash) => {
                         let here = |entry: &Plain| entry.0 == hash;
@@ -471,9 +474,9 @@ mod tests {
                             model.remove(0);
                         }
                     }
-                    Step::Clear(plane) => {
-                        queue.clear(|other| other == plane);
-                        model.retain(|entry| entry.1 != plane);
+                    Step::Clear(placement) => {
+                        queue.clear(|other| other == placement);
+                        model.retain(|entry| entry.1 != placement);
                     }
                 }
                 prop_assert_eq!(queue.iter().map(plain).collect::<Vec<_>>(), model.clone());

@@ -17,7 +17,7 @@ pub const LEVELS: usize = TIERS.len() + 1;
 
 /// A place that copies of blocks are counted in.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plane {
+pub struct Placement {
     /// `gpu`, `cpu`, `disk`, or an unknown medium in upper case.
     pub tier: String,
     /// As the engine says it.
@@ -28,8 +28,8 @@ pub struct Plane {
     pub group: i64,
 }
 
-impl Plane {
-    /// 0 for the device, 1 for the host, 2 for disks and whatever is remote, 3 for media that nobody knows.
+impl Placement {
+    /// 0 for the device, 1 for the host, 2 for disks and remote stores, 3 for unknown media.
     pub fn level(&self) -> usize {
         let level = TIERS.iter().position(|tier| *tier == self.tier).unwrap_or(TIERS.len());
         if self.locality.as_deref() == Some("REMOTE") {
@@ -53,29 +53,29 @@ pub fn tier(medium: &str) -> String {
     known.map_or(upper, |level| TIERS[level].into())
 }
 
-/// Planes of one index. Engines have a handful; their names and groups are a peer's words.
+/// Placements of one index. Engines have a handful; their names and groups are a peer's words.
 pub const MAX_PLANES: usize = 4096;
 
 #[derive(Debug)]
 struct Entry {
-    plane: Plane,
+    placement: Placement,
     /// Streams that name it.
     users: u32,
 }
 
-/// Planes in use, by their numbers.
+/// Placements in use, by their numbers.
 #[derive(Debug, Default)]
-pub struct Planes {
+pub struct Placements {
     entries: Vec<Entry>,
     levels: Vec<u8>,
     /// The levels that any of them has are below this one.
     depth: usize,
 }
 
-impl Planes {
-    /// The plane `number`.
-    pub fn get(&self, number: u16) -> &Plane {
-        &self.entries[number as usize].plane
+impl Placements {
+    /// The placement `number`.
+    pub fn get(&self, number: u16) -> &Placement {
+        &self.entries[number as usize].placement
     }
 
     /// Levels by number.
@@ -84,33 +84,33 @@ impl Planes {
         &self.levels
     }
 
-    /// How many levels a prefix may use: one more than the highest of any plane.
+    /// How many levels a prefix may use: one more than the highest of any placement.
     #[inline]
     pub fn depth(&self) -> usize {
         self.depth.max(1)
     }
 
     /// All of them by number, those too that are not in use any more.
-    pub fn all(&self) -> Vec<Plane> {
-        self.entries.iter().map(|entry| entry.plane.clone()).collect()
+    pub fn all(&self) -> Vec<Placement> {
+        self.entries.iter().map(|entry| entry.placement.clone()).collect()
     }
 
-    /// Planes in use, with their numbers.
-    pub fn iter(&self) -> impl Iterator<Item = (u16, &Plane)> {
+    /// Placements in use, with their numbers.
+    pub fn iter(&self) -> impl Iterator<Item = (u16, &Placement)> {
         let used = self.entries.iter().enumerate().filter(|(_, entry)| entry.users > 0);
-        used.map(|(number, entry)| (number as u16, &entry.plane))
+        used.map(|(number, entry)| (number as u16, &entry.placement))
     }
 
-    /// The number of a plane, for one stream more; None when there are too many.
-    pub fn retain(&mut self, plane: Plane) -> Option<u16> {
-        let known = |entry: &Entry| entry.users > 0 && entry.plane == plane;
+    /// The number of a placement, for one stream more; None when there are too many.
+    pub fn retain(&mut self, placement: Placement) -> Option<u16> {
+        let known = |entry: &Entry| entry.users > 0 && entry.placement == placement;
         if let Some(at) = self.entries.iter().position(known) {
             self.entries[at].users += 1;
             return Some(at as u16);
         }
-        let level = plane.level();
+        let level = placement.level();
         self.depth = self.depth.max(level + 1);
-        let entry = Entry { plane, users: 1 };
+        let entry = Entry { placement, users: 1 };
         if let Some(at) = self.entries.iter().position(|entry| entry.users == 0) {
             (self.entries[at], self.levels[at]) = (entry, level as u8);
             return Some(at as u16);
@@ -123,14 +123,14 @@ impl Planes {
         Some((self.entries.len() - 1) as u16)
     }
 
-    /// Gives back the number of a plane that a stream named, on which it holds nothing any more.
+    /// Gives back the number of a placement that a stream named, on which it holds nothing any more.
     pub fn release(&mut self, number: u16) {
         self.entries[number as usize].users -= 1;
         while self.entries.last().is_some_and(|entry| entry.users == 0) {
             self.entries.pop();
             self.levels.pop();
         }
-        let levels = self.iter().map(|(_, plane)| plane.level() + 1);
+        let levels = self.iter().map(|(_, placement)| placement.level() + 1);
         self.depth = levels.max().unwrap_or(0);
     }
 }
@@ -142,7 +142,7 @@ pub enum Rule {
     Dense,
     /// That many before the end of the prefix are needed.
     Window(u32),
-    /// Nobody knows; its blocks give no credit.
+    /// Unknown; its blocks give no credit.
     Unknown,
 }
 

@@ -14,12 +14,12 @@
 //! The payloads together are items, each beginning with one byte that says which. Counts are LEB128, hashes and other numbers fixed.
 //!
 //! ```text
-//! PLANE    tier, locality?, ownership?, group          planes are numbered as they come
+//! PLANE    tier, locality?, ownership?, group          placements are numbered as they come
 //! STREAM   source, rank, incarnation, last number, rules; then, up to DONE, what belongs to it:
 //!   CONTEXT  block size, eagle, lora, salt             numbered as they come, from 0 again after 2^16
-//!   RUN      how many, u16; which kind; context; its planes with the copies on each; then hash and word of every block
+//!   RUN      how many, u16; which kind; context; its placements with the copies on each; then hash and word of every block
 //!   SEVERAL  hash, key, context                        of hashes with several blocks all, the oldest first
-//!   WAITING  hash, plane, awaited, content?            in the order in which they came
+//!   WAITING  hash, placement, awaited, content?            in the order in which they came
 //!   DONE     how many blocks, digest
 //! FENCE    source, rank, incarnation                   the oldest first
 //! LABEL    source, model
@@ -32,14 +32,14 @@
 //! some workers of an index alone, with their fences and the labels of their sources.
 
 mod frames;
-mod restoring;
-mod saving;
+mod restore;
 #[cfg(test)]
 mod tests;
+mod writer;
 
 pub use frames::{Failure, VERSION};
-pub use restoring::{absorb, restore};
-pub use saving::save;
+pub use restore::{absorb, restore};
+pub use writer::save;
 
 const PLANE: u8 = 1;
 const STREAM: u8 = 2;
@@ -55,7 +55,7 @@ const KEYS: u8 = 0;
 const CHAIN: u8 = 1;
 const REST: u8 = 2;
 
-/// Contexts that a stream's part of a file tells apart at once.
+/// Contexts that a stream's part of a file can refer to at one moment.
 const MAX_CONTEXTS: usize = 1 << 16;
 
 const DENSE: u8 = 0;

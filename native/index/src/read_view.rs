@@ -1,6 +1,6 @@
 //! What lookups read while a writer goes on.
 //!
-//! The gate is for writers; lookups do not pass it. They hold a lock of their own, which a writer takes for as long as it changes a table or a list
+//! Lookups do not take the lock of writers (`yielding_lock`). They hold a lock of their own, which a writer takes for as long as it changes a table or a list
 //! that they search, which is seldom and short: most stores and removals change slots alone, and those are read beside a writer
 //! (`crate::records`). What a writer has not published yet, lookups find to be changing, and look again.
 
@@ -11,13 +11,13 @@ use std::sync::Arc;
 use hashbrown::HashMap;
 
 use crate::contexts::Known;
-use crate::core::{Member, Model, Names};
 use crate::hasher::Secret;
-use crate::planes::Planes;
+use crate::holder_sets::{Holders, Word};
+use crate::members::{Member, Model, Names};
+use crate::placements::Placements;
 use crate::records::{Memory, chunk_of};
-use crate::sets::{Holders, Word};
 use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
-use crate::table::{Spot, Table};
+use crate::table::{Table, TableHash};
 
 /// What lookups read.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub struct View {
     /// Streams that come out of snapshots just now: heads may have the keys of linked blocks meanwhile.
     pub strangers: usize,
     /// Where copies can be.
-    pub planes: Planes,
+    pub placements: Placements,
     /// Streams by number.
     pub members: Vec<Option<Member>>,
     /// Their workers.
@@ -57,7 +57,7 @@ impl View {
             heads: Table::new(),
             keyed: Table::new(),
             strangers: 0,
-            planes: Planes::default(),
+            placements: Placements::default(),
             members: Vec::new(),
             names: Arc::default(),
             visible: Vec::new(),
@@ -72,8 +72,8 @@ impl View {
 
     /// Where a key is looked for.
     #[inline]
-    pub fn spot(&self, key: u64) -> Spot {
-        Spot::from(self.secret.place(key))
+    pub fn spot(&self, key: u64) -> TableHash {
+        TableHash::from(self.secret.place(key))
     }
 
     /// The chunk of a record.
@@ -116,12 +116,12 @@ impl<T> Owner<T> {
         }))
     }
 
-    /// Who reads it.
+    /// Readers and their lock.
     pub fn reader(&self) -> Reader<T> {
         Reader(self.0.clone())
     }
 
-    /// Changes it, while nobody reads it.
+    /// Changes it, while no reader reads it.
     #[inline]
     pub fn change(&mut self) -> Change<'_, T> {
         Change {
@@ -148,7 +148,7 @@ impl<T: std::fmt::Debug> std::fmt::Debug for Owner<T> {
 }
 
 impl<T> Reader<T> {
-    /// Reads it, when nobody changes it.
+    /// Reads it, when no writer changes it.
     #[inline]
     pub fn read(&self) -> Reading<'_, T> {
         Reading {
@@ -184,7 +184,7 @@ impl<T> Deref for Reading<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: the lock is held for reading, and only who holds it for writing has a `&mut` to the value.
+        // SAFETY: the lock is held for reading, and only its holder for writing has a `&mut` to the value.
         unsafe { &*self.value.get() }
     }
 }
@@ -208,7 +208,7 @@ impl<T> Deref for Change<'_, T> {
 impl<T> DerefMut for Change<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: the lock is held for writing, so nobody else reads, and the one owner, who reads without it, is borrowed exclusively.
+        // SAFETY: the lock is held for writing, so no other thread reads, and the one owner, which reads without it, is borrowed exclusively.
         unsafe { &mut *self.value.get() }
     }
 }

@@ -1,8 +1,8 @@
-//! A hash table in parts, each of which grows alone: whoever waits while it grows does not wait for all of it.
+//! A hash table in parts that grow one at a time, so that no caller waits while all of it is rehashed.
 
 use hashbrown::HashTable;
 
-use crate::steps;
+use crate::step_counter;
 
 const PARTS: usize = 64;
 /// Bits of a hash that say which part: `hashbrown` uses those at either end.
@@ -10,13 +10,13 @@ const SHIFT: u32 = 40;
 
 /// See the module.
 #[derive(Debug)]
-pub struct Parted<T> {
+pub struct ShardedTable<T> {
     parts: Box<[HashTable<T>]>,
     length: usize,
 }
 
-impl<T> Parted<T> {
-    /// Nothing.
+impl<T> ShardedTable<T> {
+    /// An empty table.
     pub fn new() -> Self {
         Self {
             parts: (0..PARTS).map(|_| HashTable::new()).collect(),
@@ -54,7 +54,7 @@ impl<T> Parted<T> {
     #[inline]
     pub fn insert(&mut self, hash: u64, entry: T, hash_of: impl Fn(&T) -> u64) {
         let part = &mut self.parts[Self::part(hash)];
-        steps::count_growth(part.len(), part.capacity());
+        step_counter::count_growth(part.len(), part.capacity());
         part.insert_unique(hash, entry, hash_of);
         self.length += 1;
     }

@@ -1,0 +1,43 @@
+//! The streams of an index as lookups see them.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use crate::keys::Scheme;
+use crate::placements::Rule;
+
+/// The engine and the rank that a stream is of.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Worker {
+    /// Name of the engine.
+    pub source: String,
+    /// Data-parallel rank.
+    pub rank: i64,
+}
+
+/// Workers by the number of their streams.
+pub type Names = Vec<Option<Arc<Worker>>>;
+
+/// A stream as lookups see it.
+#[derive(Debug)]
+pub struct Member {
+    /// Its engine and rank.
+    pub worker: Arc<Worker>,
+    /// The model that it was labelled with.
+    pub model: Option<String>,
+    /// Rules by group when there are several.
+    pub hybrid: Option<Vec<(i64, Rule)>>,
+    /// Block sizes and seeds by which its present incarnation divides prompts.
+    pub schemes: Vec<Scheme>,
+    /// Its blocks, as of its last batch.
+    pub blocks: AtomicUsize,
+}
+
+/// The streams of a model.
+#[derive(Debug, Default)]
+pub struct Model {
+    /// One bit per stream, by its number.
+    pub streams: Vec<u64>,
+    /// Block sizes and seeds by which they divide prompts, each with the number of streams that use it.
+    pub schemes: Vec<(Scheme, u32)>,
+}

@@ -1,0 +1,60 @@
+//! The bodies of requests, received within their bounds.
+
+use std::time::Instant;
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::BodyExt;
+use hyper::body::{Body as _, Incoming};
+
+use crate::body::InProgress;
+use crate::problems::Problem;
+use crate::settings::Limits;
+
+/// Why a body was not received.
+pub(crate) enum Unreceived {
+    /// It has more bytes than a body may have.
+    TooLarge,
+    Refused(Problem),
+    /// The client has left.
+    Gone,
+}
+
+/// Receives a whole body, within the time that its request has and the memory that all requests have together.
+pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &Limits) -> Result<Bytes, Unreceived> {
+    let mut first = Bytes::new();
+    let mut all: Option<BytesMut> = None;
+    let deadline = progress
+        .connection
+        .deadline()
+        .unwrap_or_else(|| Instant::now() + limits.request());
+    loop {
+        let frame = match tokio::time::timeout_at(deadline.into(), body.frame()).await {
+            Err(_) => return Err(Unreceived::Refused(Problem::too_slow(limits.request_seconds))),
+            Ok(None) => break,
+            Ok(Some(Err(_))) => return Err(Unreceived::Gone),
+            Ok(Some(Ok(frame))) => frame,
+        };
+        let Ok(data) = frame.into_data() else { continue };
+        let size = all.as_ref().map_or(first.len(), BytesMut::len) + data.len();
+        if size > limits.max_body_bytes {
+            return Err(Unreceived::TooLarge);
+        }
+        if !progress.hold(size) {
+            return Err(Unreceived::Refused(Problem::too_much_at_once(limits.max_received_bytes)));
+        }
+        match &mut all {
+            None if first.is_empty() => first = data,
+            None => {
+                // An announced length is only a claim.
+                let expected = usize::try_from(body.size_hint().lower()).unwrap_or(0).min(1 << 20);
+                let mut joined = BytesMut::with_capacity(size + expected);
+                joined.extend_from_slice(&first);
+                joined.extend_from_slice(&data);
+                all = Some(joined);
+            }
+            Some(joined) => joined.extend_from_slice(&data),
+        }
+    }
+    progress.is_answering();
+    Ok(all.map_or(first, BytesMut::freeze))
+}

@@ -1,0 +1,70 @@
+//! What all connections of a server share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use bytes::Bytes;
+use hyper::StatusCode;
+use parking_lot::RwLock;
+use tokio::sync::{Notify, Semaphore};
+use tokio_rustls::TlsAcceptor;
+
+use crate::connections::Connections;
+use crate::endpoints::{Endpoints, Question};
+use crate::forward::Upstream;
+use crate::policy::Policy;
+use crate::settings::Settings;
+
+/// Looks at all connections after which a control plane that has reported nothing does not live: 10 s.
+pub(crate) const MAX_SILENCE: u32 = 50;
+/// Bytes of a body from which on it is read by a thread of its own, so that it does not keep other clients waiting.
+const MANY_BYTES: usize = 1 << 16;
+/// The same of a prompt, whose token ids are read quickly.
+const MANY_PROMPT_BYTES: usize = 1 << 20;
+
+/// Status and body of the answers to probes.
+pub(crate) struct Probes {
+    pub(crate) live: (StatusCode, Bytes),
+    pub(crate) ready: (StatusCode, Bytes),
+}
+
+/// What all connections share.
+pub(crate) struct Shared {
+    pub(crate) settings: Settings,
+    pub(crate) connections: Arc<Connections>,
+    pub(crate) endpoints: Endpoints,
+    pub(crate) policy: Policy,
+    pub(crate) upstream: Upstream,
+    pub(crate) probes: RwLock<Option<Probes>>,
+    /// Looks at all connections since the control plane has set `probes`.
+    pub(crate) silence: AtomicU32,
+    pub(crate) heavy: Semaphore,
+    pub(crate) is_draining: Notify,
+    pub(crate) tls: Option<TlsAcceptor>,
+}
+
+impl Shared {
+    /// Whether queries should come to this service, as far as the control plane has said lately.
+    pub(crate) fn is_ready(&self) -> bool {
+        let is_alive = self.silence.load(Ordering::Relaxed) <= MAX_SILENCE;
+        is_alive
+            && self
+                .probes
+                .read()
+                .as_ref()
+                .is_some_and(|probes| probes.ready.0 == StatusCode::OK)
+    }
+
+    /// Does work on a question of so many bytes; much of it in a thread of its own. None if the service ends.
+    pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
+        let most = match question {
+            Question::Query | Question::Match => MANY_PROMPT_BYTES,
+            Question::QueryByHash | Question::MatchMany | Question::Select => MANY_BYTES,
+        };
+        if size <= most {
+            return Some(work());
+        }
+        let _permit = self.heavy.acquire().await.ok()?;
+        Some(tokio::task::block_in_place(work))
+    }
+}
