@@ -461,16 +461,16 @@ def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
                 scope = {names[0]: values[field] for field, names in SCOPES.items()}
                 del scope[names[0]]
                 scope[name] = values[field]
-                body = registration("walled", made.publisher)
+                body = registration("scoped", made.publisher)
                 del body["model_name"]
                 assert service.post("/register", body | scope).status in {200, 201}
-                service.exact("walled", blocks=1)
+                service.exact("scoped", blocks=1)
                 asked = {**scope, "whole_prompt": True}
                 found = service.post("/query", {**asked, "token_ids": tokens}).json
-                assert "walled" in found.get("instances", found.get("acme"))
+                assert "scoped" in found.get("instances", found.get("acme"))
                 held = service.post("/v1/match", {**asked, "tokens": tokens}).json["workers"]
                 assert [row["tokens"] for row in held] == [16], scope
-                assert service.post("/v1/select", {**asked, "tokens": tokens}).json["instance"] == "walled"
+                assert service.post("/v1/select", {**asked, "tokens": tokens}).json["instance"] == "scoped"
                 # Without any one field nothing of it is seen.
                 for missing in plain.keys() - {"model_name"}:
                     less = {key: value for key, value in plain.items() if key != missing}
@@ -481,9 +481,9 @@ def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
                     assert len(service.get(f"/workers?{scoped}").json) == 1
                     assert len(service.get(f"/services?{scoped}").json["services"]) == 1
                     assert len(service.get(f"/global_view?{scoped}").json["groups"]) == 1
-                wrong = service.post("/unregister", {**scope, "instance_id": "walled", name: "another"})
+                wrong = service.post("/unregister", {**scope, "instance_id": "scoped", name: "another"})
                 assert wrong.status == 404, name
-                assert service.post("/unregister", {**scope, "instance_id": "walled"}).status == 200
+                assert service.post("/unregister", {**scope, "instance_id": "scoped"}).status == 200
 
 
 @pytest.mark.parametrize(

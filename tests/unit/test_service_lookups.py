@@ -12,7 +12,7 @@ from kvevents.service.http.thread_pools import run_inline
 from kvevents.service.lookups import MAX_UNCOUNTED, Lookups
 from kvevents.service.registration import Scope
 
-WALL = Scope("m", "default", "default", None, None)
+SCOPE = Scope("m", "default", "default", None, None)
 PROMPT = list(range(32))
 
 
@@ -42,8 +42,8 @@ def lookups(counts: Counts) -> Lookups:
 def test_a_lookup_is_counted_behind_its_answer(lookups: Lookups, counts: Counts) -> None:
     """Also if that fails."""
     for found in (
-        asyncio.run(lookups.find(run_inline, WALL, PROMPT)),
-        asyncio.run(lookups.find_keys(run_inline, WALL, [1, 2], local=False)),
+        asyncio.run(lookups.find(run_inline, SCOPE, PROMPT)),
+        asyncio.run(lookups.find_keys(run_inline, SCOPE, [1, 2], local=False)),
     ):
         assert (len(found.rows), found.missing) == (1, "")
     assert counts.told == []
@@ -55,15 +55,15 @@ def test_a_lookup_is_counted_behind_its_answer(lookups: Lookups, counts: Counts)
 
 def test_the_hottest_prefixes_have_all_that_was_asked(lookups: Lookups, counts: Counts) -> None:
     for _ in range(3):
-        asyncio.run(lookups.find(run_inline, WALL, PROMPT))
-    found = asyncio.run(lookups.hottest(run_inline, WALL, 10))
+        asyncio.run(lookups.find(run_inline, SCOPE, PROMPT))
+    found = asyncio.run(lookups.hottest(run_inline, SCOPE, 10))
     assert (found.sampled, [each.lookups for each in found.prefixes]) == (3, [3])
     assert len(counts.told) == 3
 
 
 def test_what_waits_to_be_counted_has_a_limit(lookups: Lookups, counts: Counts) -> None:
     """Where nobody comes to count, as behind the answers of a thread."""
-    asyncio.run(lookups.find_many(run_inline, WALL, [PROMPT] * MAX_UNCOUNTED))
+    asyncio.run(lookups.find_many(run_inline, SCOPE, [PROMPT] * MAX_UNCOUNTED))
     assert counts.told == []
-    asyncio.run(lookups.find(run_inline, WALL, PROMPT))
+    asyncio.run(lookups.find(run_inline, SCOPE, PROMPT))
     assert len(counts.told) == MAX_UNCOUNTED + 1

@@ -217,7 +217,7 @@ def _table(fleet: Fleet, adapters: frozenset[Scope]) -> Mapping[str, Any]:
         "has_failed": fleet.failure is not None,
         "workers": [_worker(member) for member in members],
         "block_sizes": [(*scope, sizes) for scope, sizes in fleet.all_block_sizes.items()],
-        "bases": [(*scope, sorted(found)) for scope, found in bases.items()],
+        "bases": [(*adapter, sorted(found)) for adapter, found in bases.items()],
     }
 
 

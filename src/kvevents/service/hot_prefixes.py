@@ -23,7 +23,7 @@ MAX_NODES: Final = 4096
 """Of all scopes together: 4 MB if every one is an edge of `MAX_DEPTH` blocks, of 8 bytes each."""
 MAX_DEPTH: Final = 64
 """Blocks of a prompt that are looked at: 1,024 tokens in blocks of 16, where what prompts share mostly ends."""
-MAX_WALLS: Final = 64
+MAX_SCOPES: Final = 64
 """Trees; beyond, the one with the fewest prompts goes."""
 PER_SECOND: Final = 50
 """Prompts of a scope that are sampled in a second. One costs 25 us, and where leaves must go, once in a hundred, 2 ms."""
@@ -175,7 +175,7 @@ class HotPrefixes:
         clock: Callable[[], float],
         max_nodes: int = MAX_NODES,
         max_depth: int = MAX_DEPTH,
-        max_scopes: int = MAX_WALLS,
+        max_scopes: int = MAX_SCOPES,
         per_second: int = PER_SECOND,
     ) -> None:
         for name, value in (
