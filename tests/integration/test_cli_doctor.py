@@ -544,7 +544,7 @@ def test_readiness_and_health() -> None:
     assert (ready(), ready(ready=False), ready(sources=2)) == (["ok"], ["warn"], ["warn"])
     [empty] = service.check_ready(msgspec.structs.replace(READY, ready=False, sources=0, exact=0))
     assert "until an engine is there" in str(empty.advice), "the deadline does not help there"
-    failed = HealthAnswer(status="failed", warnings=["nothing is followed any more: RuntimeError: x"])
+    failed = HealthAnswer(status="failed", warnings=["the service no longer receives events: RuntimeError: x"])
     assert [finding.verdict.value for finding in service.check_health(failed, stats())] == ["fail"]
     assert [finding.verdict.value for finding in service.check_health(HealthAnswer(status="failed", warnings=[]), stats())] == [
         "fail"

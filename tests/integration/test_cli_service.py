@@ -138,7 +138,7 @@ def test_why_nobody_holds_it(fleet: Served) -> None:
 def test_an_unknown_model_is_the_services_own_sentence(fleet: Served) -> None:
     ended = run("query", 1, "--model", "n", "--service", fleet.url)
     assert ended.code == 1
-    assert ended.err == "kvevents: nobody serves model 'n' for the default tenant; known there: m\n"
+    assert ended.err == "kvevents: no engine serves model 'n' for the default tenant; known models: m\n"
 
 
 def test_models_tenants_and_groups() -> None:

@@ -16,7 +16,7 @@ TOKENS = {"reader": ("read", "reader-0123456789"), "deployer": ("register", "dep
 
 
 def test_changes_and_refusals_are_logged_with_the_name_of_the_token(tmp_path: Path) -> None:
-    """Who, from where, and what; never a token, right or wrong."""
+    """Each line has the caller, its address and the action, and never a token."""
     rows = "".join(
         f'[[access.tokens]]\nname = "{name}"\nrole = "{role}"\ntoken = "{token}"\n' for name, (role, token) in TOKENS.items()
     )
@@ -33,7 +33,7 @@ def test_changes_and_refusals_are_logged_with_the_name_of_the_token(tmp_path: Pa
         for line in (
             rf"deployer from {where} registered 7 rank 0 of tenant default at tcp://127\.0\.0\.1:9",
             rf"deployer from {where} unregistered 7 rank 0 of tenant default",
-            rf"refused POST /register of reader from {where}: this token may not do this",
+            rf"refused POST /register of reader from {where}: this token does not have the required role",
             rf"refused POST /register of unknown token from {where}: unknown token",
             rf"refused POST /register of no token from {where}: a token is required",
             rf"refused POST /query of unknown token from {where}: unknown token",
@@ -45,17 +45,17 @@ def test_changes_and_refusals_are_logged_with_the_name_of_the_token(tmp_path: Pa
             client.close()
 
 
-def test_refusals_cannot_fill_the_disk(caplog: pytest.LogCaptureFixture) -> None:
-    """So many of each second are logged one by one, and the next one says how many were not."""
+def test_refused_requests_cannot_fill_the_disk(caplog: pytest.LogCaptureFixture) -> None:
+    """A limited number of each second is logged, and the next line counts the others."""
     clock = VirtualClock(1000)
     audit = AuditLog(clock)
     with caplog.at_level(logging.INFO):
         for _ in range(3 * REFUSALS_PER_SECOND):
-            audit.refused("GET /dump", caller="no token", peer="10.0.0.1:1", reason="a token is required")
+            audit.log_refusal("GET /dump", caller="no token", peer="10.0.0.1:1", reason="a token is required")
         assert len(caplog.records) == REFUSALS_PER_SECOND
         clock.advance(1)
-        audit.refused("GET /dump", caller="no token", peer="10.0.0.1:1", reason="a token is required")
+        audit.log_refusal("GET /dump", caller="no token", peer="10.0.0.1:1", reason="a token is required")
     assert [record.message for record in caplog.records[REFUSALS_PER_SECOND:]] == [
-        f"{2 * REFUSALS_PER_SECOND} more refused requests were not logged one by one",
+        f"{2 * REFUSALS_PER_SECOND} more refused requests were not logged",
         "refused GET /dump of no token from 10.0.0.1:1: a token is required",
     ]

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvevents.errors import ConfigError
 from kvevents.index import Namespace, block_keys
-from kvevents.service.hot_prefixes import FAINT, HALF_LIFE, HotNode, HotPrefixes, _level
+from kvevents.service.hot_prefixes import HALF_LIFE_SECONDS, MIN_COUNT, HotNode, HotPrefixes, _node_limit
 from kvevents.testing import VirtualClock
 
 BLOCK = 4
@@ -49,7 +49,7 @@ def test_prompts_that_part() -> None:
     counted = hot()
     for blocks, times in (([1, 2, 3, 4], 3), ([1, 2, 5], 2), ([9], 1)):
         for _ in range(times):
-            counted.look("m", prompt(blocks), BLOCK)
+            counted.record("m", prompt(blocks), BLOCK)
     assert shown(counted) == {
         key(1, 2): (None, 8, 5),
         key(1, 2, 3, 4): (key(1, 2), 16, 3),
@@ -63,7 +63,7 @@ def test_a_chat_that_grows() -> None:
     """Each turn begins with the one before: fewer prompts come as far, and every end shows."""
     counted = hot()
     for end in (1, 2, 3):
-        counted.look("m", prompt(range(end)), BLOCK)
+        counted.record("m", prompt(range(end)), BLOCK)
     assert shown(counted) == {key(0): (None, 4, 3), key(0, 1): (key(0), 8, 2), key(0, 1, 2): (key(0, 1), 12, 1)}
     assert [node.tokens for node in counted.top("m", 2)] == [4, 8]
 
@@ -71,16 +71,16 @@ def test_a_chat_that_grows() -> None:
 def test_a_shorter_prompt_later() -> None:
     """It cuts the edge in two, and both parts keep what they counted."""
     counted = hot()
-    counted.look("m", prompt([1, 2, 3]), BLOCK)
+    counted.record("m", prompt([1, 2, 3]), BLOCK)
     assert shown(counted) == {key(1, 2, 3): (None, 12, 1)}
-    counted.look("m", prompt([1], rest=3), BLOCK)
+    counted.record("m", prompt([1], rest=3), BLOCK)
     assert shown(counted) == {key(1): (None, 4, 2), key(1, 2, 3): (key(1), 12, 1)}
 
 
 def test_what_a_node_says() -> None:
     """Its path is what `PrefixIndex.match_keys` takes."""
     counted = hot()
-    counted.look("m", prompt([1, 2, 3], rest=1), BLOCK)
+    counted.record("m", prompt([1, 2, 3], rest=1), BLOCK)
     path = tuple(block_keys(prompt([1, 2, 3]), BLOCK))
     assert counted.top("m", 10) == [HotNode(path[-1], None, 12, 1, path, BLOCK)]
 
@@ -88,18 +88,18 @@ def test_what_a_node_says() -> None:
 def test_prompts_shorter_than_a_block_are_looked_at() -> None:
     """They begin with nothing, but lookups are a share of them too."""
     counted = hot()
-    assert counted.look("m", [], BLOCK)
-    assert counted.look("m", [1, 2, 3], BLOCK)
+    assert counted.record("m", [], BLOCK)
+    assert counted.record("m", [1, 2, 3], BLOCK)
     assert (counted.sampled("m"), counted.top("m", 10), counted.nodes) == (2, [], 0)
 
 
 def test_scopes_namespaces_and_block_sizes_are_apart() -> None:
     """The same tokens under another model or LoRA, or cut otherwise, are another prefix."""
     counted = hot()
-    counted.look("m", prompt([1, 2]), BLOCK)
-    counted.look("m", prompt([1, 2]), BLOCK, Namespace(lora="adapter"))
-    counted.look("m", prompt([1, 2]), 2)
-    counted.look("n", prompt([1, 2]), BLOCK)
+    counted.record("m", prompt([1, 2]), BLOCK)
+    counted.record("m", prompt([1, 2]), BLOCK, Namespace(lora="adapter"))
+    counted.record("m", prompt([1, 2]), 2)
+    counted.record("n", prompt([1, 2]), BLOCK)
     assert sorted((node.tokens, node.block_size, node.lookups) for node in counted.top("m", 10)) == [
         (8, 2, 1),
         (8, 4, 1),
@@ -119,7 +119,7 @@ def test_scopes_namespaces_and_block_sizes_are_apart() -> None:
 def test_tokens_in_any_form(kind: type[list[int]]) -> None:
     """What `block_keys` takes: lists, and buffers of 32-bit integers."""
     counted = hot(max_depth=2)
-    counted.look("m", kind(prompt([1, 2, 3])), BLOCK)
+    counted.record("m", kind(prompt([1, 2, 3])), BLOCK)
     assert shown(counted) == {key(1, 2): (None, 8, 1)}
 
 
@@ -127,7 +127,7 @@ def test_only_so_many_blocks_are_looked_at() -> None:
     """Prompts that are the same as far as that are the same prefix."""
     counted = hot(max_depth=3)
     for end in range(1, 40):
-        counted.look("m", prompt([0, 1, 2, *range(end, 40)]), BLOCK)
+        counted.record("m", prompt([0, 1, 2, *range(end, 40)]), BLOCK)
     assert shown(counted) == {key(0, 1, 2): (None, 12, 39)}
 
 
@@ -135,12 +135,12 @@ def test_only_so_many_prompts_a_second_are_looked_at() -> None:
     """For each scope, by whole seconds of the clock."""
     clock = VirtualClock(1000)
     counted = hot(clock, per_second=3)
-    assert [counted.look("m", prompt([1]), BLOCK) for _ in range(5)] == [True] * 3 + [False] * 2
-    assert counted.look("n", prompt([1]), BLOCK)
+    assert [counted.record("m", prompt([1]), BLOCK) for _ in range(5)] == [True] * 3 + [False] * 2
+    assert counted.record("n", prompt([1]), BLOCK)
     clock.advance(0.999)
-    assert not counted.look("m", prompt([1]), BLOCK)
+    assert not counted.record("m", prompt([1]), BLOCK)
     clock.advance(0.001)
-    assert counted.look("m", prompt([1]), BLOCK)
+    assert counted.record("m", prompt([1]), BLOCK)
     assert counted.sampled("m") == 4
 
 
@@ -149,12 +149,12 @@ def test_counts_are_halved_every_minute_until_they_are_gone() -> None:
     clock = VirtualClock(1000)
     counted = hot(clock)
     for _ in range(8):
-        counted.look("m", prompt([1]), BLOCK)
-    counted.look("m", prompt([2]), BLOCK)
+        counted.record("m", prompt([1]), BLOCK)
+    counted.record("m", prompt([2]), BLOCK)
     seen = []
     for _ in range(8):
         seen.append(tuple(lookups for _, _, lookups in shown(counted).values()))
-        clock.advance(HALF_LIFE)
+        clock.advance(HALF_LIFE_SECONDS)
     assert seen == [(8, 1), (4, 1), (2, 1), (1, 1), (1,), (1,), (1,), ()]
     assert (counted.nodes, counted.sampled("m"), repr(counted)) == (0, 0, "<HotPrefixes 0 scopes, 0 nodes>")
 
@@ -163,10 +163,10 @@ def test_a_long_pause_costs_nothing() -> None:
     """A process that was asleep for a year wakes up with an empty tree."""
     clock = VirtualClock(1000)
     counted = hot(clock)
-    counted.look("m", prompt([1, 2]), BLOCK)
+    counted.record("m", prompt([1, 2]), BLOCK)
     clock.advance(365 * 86_400)
     assert counted.top("m", 10) == []
-    assert counted.look("m", prompt([3]), BLOCK)
+    assert counted.record("m", prompt([3]), BLOCK)
     assert shown(counted) == {key(3): (None, 4, 1)}
 
 
@@ -174,8 +174,8 @@ def test_nobody_waits_to_be_counted() -> None:
     """While another thread is at the trees, prompts go by unseen: it is a sample anyway."""
     counted = hot()
     with counted._lock:
-        assert not counted.look("m", prompt([1]), BLOCK)
-    assert counted.look("m", prompt([1]), BLOCK)
+        assert not counted.record("m", prompt([1]), BLOCK)
+    assert counted.record("m", prompt([1]), BLOCK)
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def count_at_once(counted: HotPrefixes, scopes: str, prompts: int) -> None:
     def work(scope: str) -> None:
         taken = 0
         while taken < prompts:
-            taken += counted.look(scope, prompt([1, taken % 50]), BLOCK)
+            taken += counted.record(scope, prompt([1, taken % 50]), BLOCK)
             counted.top(scope, 3)
 
     with changing_threads_often(), ThreadPoolExecutor(len(scopes)) as pool:
@@ -209,7 +209,7 @@ def test_threads_may_count_and_ask_at_once() -> None:
     assert [counted.sampled(scope) for scope in "ab"] == [4_000] * 2
     assert 0 < counted.nodes <= 32
     for tree in counted._trees.values():
-        below = list(tree.below())
+        below = list(tree.descendants())
         assert tree.nodes == len(below)
         assert all(node.count <= node.parent.count for node in below)
 
@@ -221,7 +221,7 @@ def test_a_hot_prefix_survives_a_flood_of_others() -> None:
     """Every prompt has a tail of its own; what they share is still known, and the newest tails are."""
     counted = hot(max_nodes=64)
     for number in range(1_000):
-        counted.look("m", prompt([1, 2, 3, 1_000 + number]), BLOCK)
+        counted.record("m", prompt([1, 2, 3, 1_000 + number]), BLOCK)
         assert counted.nodes <= 64
     found = shown(counted)
     assert found[key(1, 2, 3)] == (None, 12, 1_000)
@@ -234,11 +234,11 @@ def test_a_flood_of_one_scope_leaves_the_others_theirs() -> None:
     """Nodes are shared out: the largest trees give."""
     counted = hot(max_nodes=64)
     for number in range(10):
-        counted.look("quiet", prompt([number]), BLOCK)
+        counted.record("quiet", prompt([number]), BLOCK)
     for number in range(1_000):
-        counted.look("loud", prompt([number]), BLOCK)
-        counted.look("louder", prompt([number, 1]), BLOCK)
-        counted.look("louder", prompt([number, 2]), BLOCK)
+        counted.record("loud", prompt([number]), BLOCK)
+        counted.record("louder", prompt([number, 1]), BLOCK)
+        counted.record("louder", prompt([number, 2]), BLOCK)
     assert len(counted.top("quiet", 100)) == 10
     assert min(len(counted.top(scope, 100)) for scope in ("loud", "louder")) >= 15
     assert counted.nodes <= 64
@@ -249,7 +249,7 @@ def test_scopes_are_bounded() -> None:
     counted = hot(max_scopes=3)
     for scope, times in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
         for _ in range(times):
-            counted.look(scope, prompt([1]), BLOCK)
+            counted.record(scope, prompt([1]), BLOCK)
     assert [counted.sampled(scope) for scope in "abcd"] == [3, 0, 2, 1]
 
 
@@ -260,7 +260,7 @@ def test_memory_is_bounded() -> None:
     tracemalloc.start()
     try:
         for step in range(800):
-            counted.look(f"scope {step % 64}", [next(numbers) for _ in range(64)], 1)
+            counted.record(f"scope {step % 64}", [next(numbers) for _ in range(64)], 1)
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -271,7 +271,7 @@ def test_memory_is_bounded() -> None:
 @pytest.mark.parametrize("name", ["max_nodes", "max_depth", "max_scopes", "per_second"])
 def test_limits_are_at_least_one(name: str) -> None:
     """The sentence names the limit."""
-    with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match=f"{name} 0: expected at least 1"):
         hot(VirtualClock(), **{name: 0})
 
 
@@ -296,12 +296,12 @@ class Model(RuleBasedStateMachine):
 
     @rule(scope=scopes, blocks=prompts, rest=st.integers(0, BLOCK - 1))
     def look(self, scope: str, blocks: list[int], rest: int) -> None:
-        assert self.hot.look(scope, prompt(blocks, rest), BLOCK)
+        assert self.hot.record(scope, prompt(blocks, rest), BLOCK)
         self.looked.setdefault(scope, []).append((tuple(blocks[: self.depth]), 1.0))
 
     @rule(minutes=st.integers(1, 6))
     def wait(self, minutes: int) -> None:
-        self.clock.advance(minutes * HALF_LIFE)
+        self.clock.advance(minutes * HALF_LIFE_SECONDS)
         self.patient = False
         self.looked = {
             scope: [(blocks, weight * 0.5**minutes) for blocks, weight in looked] for scope, looked in self.looked.items()
@@ -330,7 +330,7 @@ class Model(RuleBasedStateMachine):
                 )
                 weight = self.weight(scope, blocks)
                 assert node.lookups <= max(1, round(weight))
-                assert not self.roomy or node.lookups >= max(1, round(weight - 2 * FAINT))
+                assert not self.roomy or node.lookups >= max(1, round(weight - 2 * MIN_COUNT))
                 if node.parent is not None:
                     parent = seen[node.parent]
                     assert parent.path == node.path[: len(parent.path)]
@@ -351,10 +351,10 @@ class Model(RuleBasedStateMachine):
     def bounds_hold(self) -> None:
         """Nodes are counted rightly, and no bound is passed."""
         trees = self.hot._trees.values()
-        assert [tree.nodes for tree in trees] == [sum(1 for _ in tree.below()) for tree in trees]
+        assert [tree.nodes for tree in trees] == [sum(1 for _ in tree.descendants()) for tree in trees]
         assert self.hot.nodes <= self.bounds[0]
         assert len(trees) <= self.bounds[1]
-        assert all(1 <= len(node.keys) <= self.depth for tree in trees for node in tree.below())
+        assert all(1 <= len(node.keys) <= self.depth for tree in trees for node in tree.descendants())
 
     @rule(scope=scopes, limit=st.integers(0, 5))
     def the_top_is_the_beginning_of_the_whole(self, scope: str, limit: int) -> None:
@@ -369,6 +369,6 @@ TestModel.settings = settings(stateful_step_count=30)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 100))
 def test_nodes_are_shared_out_fairly(sizes: list[int], total: int) -> None:
     """No tree has less than any larger one may keep, and together they have no more than there are."""
-    kept = [min(size, _level(sizes, total)) for size in sizes]
+    kept = [min(size, _node_limit(sizes, total)) for size in sizes]
     assert sum(kept) <= max(total, 0)
     assert kept == sizes or sum(kept) > total - len(sizes)

@@ -18,7 +18,7 @@ from kvevents.service import fleet
 from kvevents.service.config import ServiceConfig
 from kvevents.service.exposition import STATES, exposition, labels
 from kvevents.service.member import Member
-from kvevents.service.metrics import Tally
+from kvevents.service.metrics import Histogram
 from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
@@ -167,20 +167,21 @@ def test_every_source_that_is_not_exact_has_a_reason(
 
 
 def test_buckets_are_cumulative_and_bounds_belong_to_them() -> None:
-    tally = Tally((1.0, 2.0))
+    histogram = Histogram((1.0, 2.0))
     for each in (0.5, 1.0, 1.5, 2.0, 99.0):
-        tally.add(each)
-    assert tally.told() == ([("1.0", 2), ("2.0", 4), ("+Inf", 5)], 104.0)
+        histogram.observe(each)
+    assert histogram.cumulative() == [("1.0", 2), ("2.0", 4), ("+Inf", 5)]
+    assert histogram.sum == 104.0
 
 
 def test_requests_and_lookups_are_counted(service: Service) -> None:
     metrics = service.metrics
-    metrics.request("/query", 200, 0.0003)
-    metrics.request("/query", 200, 3.0)
-    metrics.request("/query", 404, 0.0001)
-    metrics.lookup(100, 50)
-    metrics.lookup(100, 0)
-    metrics.lookup(0, 32)
+    metrics.record_request("/query", 200, 0.0003)
+    metrics.record_request("/query", 200, 3.0)
+    metrics.record_request("/query", 404, 0.0001)
+    metrics.record_lookup(100, 50)
+    metrics.record_lookup(100, 0)
+    metrics.record_lookup(0, 32)
     for name, wanted, count in (
         ("kvevents_http_requests_total", {"path": "/query", "status": "200"}, 2),
         ("kvevents_http_request_duration_seconds_count", {"path": "/query"}, 3),
@@ -197,12 +198,12 @@ def test_requests_and_lookups_are_counted(service: Service) -> None:
 def test_requests_of_new_kinds_may_come_while_a_page_is_written(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop counts them, and a scrape is answered in another thread."""
     metrics = service.metrics
-    metrics.request("/query", 200, 0.0003)
+    metrics.record_request("/query", 200, 0.0003)
     statuses = iter(range(400, 500))
 
     def interrupted(**told: object) -> str:
         status = next(statuses)
-        metrics.request(f"/{status}", status, 0.0003)
+        metrics.record_request(f"/{status}", status, 0.0003)
         return labels(**told)
 
     monkeypatch.setattr("kvevents.service.exposition.labels", interrupted)
@@ -217,14 +218,14 @@ def test_lookups_of_several_threads_are_all_counted(service: Service) -> None:
 
     def look_up() -> None:
         for _ in range(5_000):
-            service.metrics.lookup(10, 5)
+            service.metrics.record_lookup(10, 5)
 
     threads = [Thread(target=look_up) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert service.metrics.lookups == service.metrics.hits == service.metrics.depth.told()[0][-1][1] == 20_000
+    assert service.metrics.lookups == service.metrics.hits == service.metrics.match_ratio.cumulative()[-1][1] == 20_000
 
 
 # --- the text ----------------------------------------------------------------------------------------------------------------

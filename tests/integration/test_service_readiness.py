@@ -139,7 +139,7 @@ def test_a_service_that_follows_nothing_any_more_is_not_ready() -> None:
         register(service, trust=Trust.EXACT)
         assert told(service)[0]
         service.fleet.on_failure(RuntimeError("it broke"))
-        assert told(service) == (False, "nothing is followed any more: RuntimeError: it broke")
+        assert told(service) == (False, "the service no longer receives events: RuntimeError: it broke")
         service.is_ending = True
         assert told(service) == (False, "the service is ending")
 

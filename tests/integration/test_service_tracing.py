@@ -190,13 +190,13 @@ def test_without_an_sdk_nothing_stands_in_the_way(service: Service) -> None:
     assert find_tracer() is None
     app = App(service)
     assert app.service is service
-    assert app._answer == app._http
+    assert app._handle_http == app._http
 
 
 def test_without_the_api_nothing_is_asked_for(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     app = App(service)
-    assert app._answer == app._http
+    assert app._handle_http == app._http
     assert ask(app, "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}).status == 200
 
 

@@ -1,4 +1,4 @@
-"""`kvevents.service.lookups`: what is counted behind answers is counted before it is told."""
+"""`kvevents.service.lookups`: lookups are counted after their responses, and before counters are read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROMPT = list(range(32))
 
 
 class Counts:
-    """In place of `Metrics`: what it is told."""
+    """A fake of `Metrics` that keeps its calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
+        self.recorded: list[tuple[int, int]] = []
 
-    def lookup(self, tokens: int, longest: int) -> None:
-        self.told.append((tokens, longest))
+    def record_lookup(self, tokens: int, longest: int) -> None:
+        self.recorded.append((tokens, longest))
 
 
 @pytest.fixture
@@ -33,37 +33,36 @@ def counts() -> Counts:
 
 @pytest.fixture
 def lookups(counts: Counts) -> Lookups:
-    """Of a fleet in which one worker holds the first block of every prompt."""
+    """Lookups in a fleet with a worker that holds the first block of every prompt."""
     rows = [SimpleNamespace(tokens=16)]
     fleet: Any = SimpleNamespace(match=lambda *_, **__: rows, match_keys=lambda *_, **__: rows, block_sizes=lambda _: [16])
     return Lookups(fleet, counts, None)  # type: ignore[arg-type]
 
 
-def test_a_lookup_is_counted_behind_its_answer(lookups: Lookups, counts: Counts) -> None:
-    """Also if that fails."""
+def test_count_counts_each_lookup_once(lookups: Lookups, counts: Counts) -> None:
     for found in (
         asyncio.run(lookups.find(run_inline, SCOPE, PROMPT)),
         asyncio.run(lookups.find_keys(run_inline, SCOPE, [1, 2], local=False)),
     ):
         assert (len(found.rows), found.missing) == (1, "")
-    assert counts.told == []
+    assert counts.recorded == []
     lookups.count()
-    assert counts.told == [(32, 16), (0, 16)]
+    assert counts.recorded == [(32, 16), (0, 16)]
     lookups.count()
-    assert len(counts.told) == 2
+    assert len(counts.recorded) == 2
 
 
-def test_the_hottest_prefixes_have_all_that_was_asked(lookups: Lookups, counts: Counts) -> None:
+def test_the_hottest_prefixes_include_uncounted_lookups(lookups: Lookups, counts: Counts) -> None:
     for _ in range(3):
         asyncio.run(lookups.find(run_inline, SCOPE, PROMPT))
     found = asyncio.run(lookups.hottest(run_inline, SCOPE, 10))
     assert (found.sampled, [each.lookups for each in found.prefixes]) == (3, [3])
-    assert len(counts.told) == 3
+    assert len(counts.recorded) == 3
 
 
-def test_what_waits_to_be_counted_has_a_limit(lookups: Lookups, counts: Counts) -> None:
-    """Where nobody comes to count, as behind the answers of a thread."""
+def test_uncounted_lookups_are_bounded(lookups: Lookups, counts: Counts) -> None:
+    """A lookup above the limit counts all of them."""
     asyncio.run(lookups.find_many(run_inline, SCOPE, [PROMPT] * MAX_UNCOUNTED))
-    assert counts.told == []
+    assert counts.recorded == []
     asyncio.run(lookups.find(run_inline, SCOPE, PROMPT))
-    assert len(counts.told) == MAX_UNCOUNTED + 1
+    assert len(counts.recorded) == MAX_UNCOUNTED + 1

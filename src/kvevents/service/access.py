@@ -1,7 +1,6 @@
-"""Who may do what: bearer tokens with roles.
+"""Access control: bearer tokens with roles.
 
-A role may do what the roles below it may. Which role an endpoint asks for, and which endpoints are public, is the business of
-the routing table.
+Each role includes the roles below it. The table of endpoints has the role that each endpoint requires.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from msgspec import Struct
 from kvevents.errors import ConfigError
 
 MIN_TOKEN_BYTES: Final = 16
-"""64 random bits as hexadecimal digits, 96 as base64: what nobody guesses over a network."""
+"""64 random bits as hexadecimal digits or 96 as base64, too many to guess over a network."""
 MAX_TOKEN_BYTES: Final = 4096
-"""More does not fit into the headers that servers and proxies let through."""
-_HOW: Final = "make one with `openssl rand -base64 32`"
+"""Limit of the headers that servers and proxies accept."""
+_HINT: Final = "create one with `openssl rand -base64 32`"
 
 
 class Role(IntEnum):
-    """What somebody may do; each role includes those below it."""
+    """Permissions of a caller; each role includes those below it."""
 
     NONE = 0
     READ = 1
@@ -36,54 +35,56 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever sent a request."""
+    """The sender of a request."""
 
     role: Role
     name: str
-    """For logs: the name of the token, or that there was none."""
+    """Name of the token for logs, or a note that there was none."""
 
 
 class TokenConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One bearer token, from exactly one of `token`, `token_file` and `token_env`; else `ConfigError` is raised."""
+    """A bearer token, from exactly one of `token`, `token_file` and `token_env`. Raises `ConfigError` otherwise."""
 
     role: Literal["read", "register"]
     token: str | None = None
     token_file: str | None = None
-    """File that holds it, read when the service starts; white space around it does not count."""
+    """File with the token, read when the service starts; surrounding white space is removed."""
     token_env: str | None = None
-    """Environment variable that holds it."""
+    """Environment variable with the token."""
     name: str | None = None
-    """What logs call who uses it."""
+    """Name of the token's user in logs."""
 
     def __post_init__(self) -> None:
-        given = [name for name in _PLACES if getattr(self, name) is not None]
+        given = [name for name in _TOKEN_SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ConfigError(f"a token needs exactly one of {', '.join(_PLACES)}; it has {' and '.join(given) or 'none'}")
+            raise ConfigError(
+                f"invalid token: expected exactly one of {', '.join(_TOKEN_SOURCES)}, got {' and '.join(given) or 'none'}"
+            )
 
     def __repr__(self) -> str:
         return f"<TokenConfig {', '.join(f'{name} {value!r}' for name, value in self.__rich_repr__())}>"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """Never the token, however this is printed."""
+        """Fields for printing, without the token."""
         shown = ("role", "name", "token_file", "token_env")
         return [(name, value) for name in shown if (value := getattr(self, name)) is not None]
 
 
-_PLACES: Final = ("token", "token_file", "token_env")
+_TOKEN_SOURCES: Final = ("token", "token_file", "token_env")
 
 
 class AccessConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tokens, and what may be done without one."""
+    """Tokens, and the permissions of callers without one."""
 
     tokens: tuple[TokenConfig, ...] = ()
     anonymous: Literal["none", "read"] | None = None
-    """What callers without a token may do. When not given: everything if no tokens are configured, nothing if some are."""
+    """Role of callers without a token. Default: all permissions if no tokens are configured, none otherwise."""
 
 
 class Access:
-    """Tells callers apart. Tokens are read here and kept as digests; a token that changes needs a restart.
+    """Maps tokens to callers. It reads the tokens once and keeps their digests, so a changed token needs a restart.
 
-    Raises `ConfigError` for a token that cannot be read, is shorter than `MIN_TOKEN_BYTES`, or is there twice.
+    Raises `ConfigError` for a token that cannot be read, has an invalid length or character, or occurs twice.
     """
 
     def __init__(self, config: AccessConfig, environ: Mapping[str, str] = os.environ) -> None:
@@ -92,35 +93,35 @@ class Access:
             label = token.name or f"token {number}"
             digest = sha256(_checked(_read(token, label, environ), label)).digest()
             if digest in self._known:
-                raise ConfigError(f"{self._known[digest].name} and {label} are the same token; {_HOW}")
+                raise ConfigError(f"{self._known[digest].name} and {label} are the same token; {_HINT}")
             self._known[digest] = Caller(Role[token.role.upper()], label)
         self.anonymous = Caller(_anonymous_role(config), "no token")
 
     def caller(self, authorization: bytes | None) -> Caller:
-        """The caller that sends this value of the `Authorization` header; None if it sends no such header.
+        """Return the caller for a value of the `Authorization` header, or for a request without this header (None).
 
-        A wrong token has no role, though anonymous callers may have one: that is how its owner learns of it. It takes as long
-        whichever token it is, if any.
+        An unknown token has no role even if anonymous callers have one, so that its owner notices the mistake. The comparison
+        takes the same time for every token.
         """
         if authorization is None or not self._known:
             return self.anonymous
         scheme, _, token = authorization.partition(b" ")
         digest = sha256(token.strip(b" \t")).digest()
-        found = _STRANGER
+        found = _UNKNOWN
         for known, caller in self._known.items():
             if hmac.compare_digest(known, digest):
                 found = caller
-        return found if scheme.lower() == b"bearer" else _STRANGER
+        return found if scheme.lower() == b"bearer" else _UNKNOWN
 
     def digests(self, role: Role) -> list[bytes]:
-        """Digests of the tokens that have a role."""
+        """Return the SHA-256 digests of the tokens with at least this role."""
         return [digest for digest, caller in self._known.items() if caller.role >= role]
 
     def __repr__(self) -> str:
-        return f"<Access {len(self._known)} tokens, without one {self.anonymous.role.name}>"
+        return f"<Access {len(self._known)} tokens, anonymous callers {self.anonymous.role.name}>"
 
 
-_STRANGER: Final = Caller(Role.NONE, "unknown token")
+_UNKNOWN: Final = Caller(Role.NONE, "unknown token")
 
 
 def _anonymous_role(config: AccessConfig) -> Role:
@@ -134,7 +135,7 @@ def _read(token: TokenConfig, label: str, environ: Mapping[str, str]) -> bytes:
         return token.token.encode("utf-8", "surrogatepass")
     if token.token_env is not None:
         if token.token_env not in environ:
-            raise ConfigError(f"{label}: there is no environment variable {token.token_env}")
+            raise ConfigError(f"{label}: environment variable {token.token_env} is not set")
         return environ[token.token_env].encode(errors="surrogateescape")
     return _read_file(Path(token.token_file or ""), label)
 
@@ -149,13 +150,13 @@ def _read_file(path: Path, label: str) -> bytes:
 
 
 def token_of_file(path: str, label: str) -> str:
-    """A token to show others, read now. Raises `ConfigError`, which names `label`."""
+    """Read a token to send to other services from a file. Raises `ConfigError`, whose message begins with `label`."""
     return _checked(_read_file(Path(path), label), label).decode("ascii")
 
 
 def _checked(token: bytes, label: str) -> bytes:
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
-        raise ConfigError(f"{label} has {len(token)} bytes; it needs {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}: {_HOW}")
+        raise ConfigError(f"{label} has {len(token)} bytes: expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}; {_HINT}")
     if not all(0x21 <= byte <= 0x7E for byte in token):
-        raise ConfigError(f"{label} has characters that no header carries; it is printable ASCII without spaces: {_HOW}")
+        raise ConfigError(f"{label} has invalid characters: expected printable ASCII without spaces; {_HINT}")
     return token

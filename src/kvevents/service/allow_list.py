@@ -1,9 +1,9 @@
-"""Which endpoints a registration over HTTP may name, so that nobody makes the service open connections as they like.
+"""The allow-list of endpoints that registrations over HTTP may name, so that clients cannot make the service connect anywhere.
 
-Theory of operation. `AllowList.check` reads an endpoint more strictly than libzmq does and compares it with the patterns;
-nothing is resolved. `AllowList.check_addresses` comes when a resolver has told what the name means, and asks the same of every
-address. What libzmq 4.3.5 takes and this refuses: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in
-brackets, zone ids, and ports with something behind them. An IPv4 address mapped into IPv6 counts as IPv4.
+`AllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. It does not resolve
+names. `AllowList.check_addresses` checks every address of a name after it was resolved. The allow-list rejects some spellings
+that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in brackets, zone ids,
+and text after the port. An IPv4-mapped IPv6 address counts as IPv4.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ DEFAULT_ALLOW: Final = (
     "tcp://100.64.0.0/10:*",
     "tcp://[fc00::/7]:*",
 )
-"""Loopback, private (RFC 1918, unique local IPv6) and carrier-grade NAT: what holds where no pattern is given."""
+"""Patterns that apply if none is configured: loopback, private (RFC 1918, unique local IPv6) and carrier-grade NAT."""
 
-_NEVER: Final = tuple(
+_FORBIDDEN: Final = tuple(
     (ipaddress.ip_network(text), what)
     for what, texts in {
-        "the address of no machine": ("0.0.0.0/8", "::/128"),
-        "link-local, where clouds keep their metadata": ("169.254.0.0/16", "fe80::/10"),
-        "multicast": ("224.0.0.0/4", "ff00::/8"),
-        "broadcast": ("255.255.255.255/32",),
-        # Alibaba, Azure, Oracle; AWS, Google, Oracle, Scaleway: in ranges that are private otherwise, or public.
-        "a cloud's metadata service": (
+        "an unspecified address": ("0.0.0.0/8", "::/128"),
+        "a link-local address, where clouds have metadata services": ("169.254.0.0/16", "fe80::/10"),
+        "a multicast address": ("224.0.0.0/4", "ff00::/8"),
+        "a broadcast address": ("255.255.255.255/32",),
+        # IPv4: Alibaba, Azure, Oracle. IPv6: AWS, Google, Oracle, Scaleway. Other addresses of these ranges are ordinary.
+        "the metadata service of a cloud": (
             *("100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"),
             *("fd00:ec2::/32", "fd20:ce::254/128", "fd00:c1::a9fe:a9fe/128", "fd00:42::42/128"),
         ),
     }.items()
     for text in texts
 )
-"""Let in by a pattern for exactly that address only."""
+"""Networks whose addresses only a pattern for exactly that address allows."""
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _EVERYWHERE: Final = IPv4Address(0)
-"""What libzmq makes of the host `*`."""
+"""Address that libzmq binds for the host `*`."""
 
 _ENDPOINT: Final = re.compile(r"(?:\[(?P<six>[^\[\]]*)\]|(?P<host>[^:\[\]]+)):(?P<port>[1-9][0-9]{0,4})")
 _PATTERN: Final = re.compile(
@@ -62,12 +62,12 @@ _PATTERN: Final = re.compile(
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _MAX_NAME: Final = 253
 _NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
-"""A host whose last part is a number is read as an IPv4 address by somebody (`inet_aton`, WHATWG's URL standard)."""
+"""Hosts whose last label is a number: some parsers read them as IPv4 addresses (`inet_aton`, WHATWG's URL standard)."""
 _FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
 
 
 class EndpointRefusedError(ServiceError):
-    """A registration over HTTP may not name this endpoint."""
+    """A registration over HTTP must not name this endpoint."""
 
     def __init__(self, endpoint: str, why: str, hint: str) -> None:
         shown = endpoint if len(endpoint) <= MAX_NAME_BYTES else f"{endpoint[:64]}..."
@@ -78,26 +78,27 @@ class EndpointRefusedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tcp endpoint, read."""
+    """A parsed tcp endpoint."""
 
     endpoint: str
     host: str
-    """In lower case, without a dot at its end."""
+    """In lower case, without a final dot."""
     port: int
     address: Address | None
-    """What the host is, unless it is a name."""
+    """The host's address; None if the host is a name."""
 
     def refused(self, why: str, hint: str) -> EndpointRefusedError:
+        """Return the error that refuses this endpoint."""
         return EndpointRefusedError(self.endpoint, why, hint)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TcpPattern:
     """A pattern for tcp: a network or names, and ports."""
 
     network: Network | None
     name: str
-    """Of a host, or with a dot in front of it the end of names; empty for a network."""
+    """A host name, or a suffix of names that begins with a dot; empty for a network."""
     first: int
     last: int
 
@@ -118,26 +119,27 @@ class _Place:
 class AllowList:
     """Endpoints that registrations over HTTP may name.
 
-    `patterns` are `tcp://HOST:PORT`, where HOST is a name, `*.SUFFIX`, an IP address or a network such as `10.1.0.0/16` or
-    `[fd00:1::/64]`, and PORT a number, a range `5000-6000` or `*`; `ipc:///run/engines/*` and `inproc://NAME`, where `*` and
-    `?` stand for anything but a slash. Without any they are `DEFAULT_ALLOW`, whose place given ones take. A name is allowed by
-    a pattern for it, or by where it leads. Link-local, multicast, unspecified and broadcast addresses and metadata services are
-    let in by a pattern for exactly that address only. Raises `ConfigError`.
+    A pattern is `tcp://HOST:PORT`, `ipc:///PATH` or `inproc://NAME`. HOST is a name, `*.SUFFIX`, an IP address or a network
+    such as `10.1.0.0/16` or `[fd00:1::/64]`; PORT is a number, a range `5000-6000` or `*`. In paths `*` and `?` match
+    anything but a slash. Without patterns `DEFAULT_ALLOW` applies. A host name is allowed if a pattern names it, or if
+    patterns allow all addresses that it resolves to. Only a pattern for exactly that address allows link-local, multicast,
+    unspecified and broadcast addresses and metadata services. Raises `ConfigError` for an invalid pattern.
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         self.patterns = tuple(patterns) or DEFAULT_ALLOW
         split = [(pattern, *pattern.partition("://")[::2]) for pattern in self.patterns]
-        self._places = [_place(pattern, rest) for pattern, transport, rest in split if transport == "tcp"]
+        self._tcp_patterns = [_tcp_pattern(pattern, rest) for pattern, transport, rest in split if transport == "tcp"]
         self._paths = [_path(pattern, transport, rest) for pattern, transport, rest in split if transport != "tcp"]
 
     def check(self, endpoint: str, *, bind: bool = False) -> None:
-        """Refuse what is written wrongly or what no pattern fits; resolves nothing, so names also need `check_addresses`.
+        """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
 
-        With `bind` the service is to listen there: on loopback, or where a pattern names exactly that address or path. libzmq
-        deletes whatever file it finds at an ipc path that it listens at. Raises `EndpointRefusedError`.
+        This method does not resolve names: they also need `check_addresses`. With `bind` the service is to listen at the
+        endpoint. That is allowed on loopback, and where a pattern names exactly that address or path, since libzmq deletes a
+        file that is at the path.
         """
-        _check_spelling(endpoint)
+        _check_characters(endpoint)
         transport, _, rest = endpoint.partition("://")
         if transport != "tcp":
             self._check_path(endpoint, transport, rest, bind=bind)
@@ -145,13 +147,16 @@ class AllowList:
         target = _target(endpoint, bind=bind)
         if target.address is not None:
             self._check_address(target, target.address, bind=bind)
-        elif not any(place.has_name(target) or (place.network and place.has_port(target.port)) for place in self._places):
-            raise target.refused("it is on no pattern of the allow-list", _hint(target.host, target.port))
+        elif not any(
+            pattern.has_name(target) or (pattern.network and pattern.has_port(target.port)) for pattern in self._tcp_patterns
+        ):
+            raise target.refused("no pattern of the allow-list covers it", _hint(target.host, target.port))
 
     def check_addresses(self, endpoint: str, addresses: Iterable[str | Address], *, bind: bool = False) -> None:
-        """`check`, and the same for every address that the endpoint's host has. One that is not allowed refuses all.
+        """Check an endpoint and every address of its host.
 
-        Raises `EndpointRefusedError`, also without any address; for endpoints that are not tcp `addresses` does not matter.
+        Raises `EndpointRefusedError` if one address is not allowed, or if there is none. `addresses` is ignored unless the
+        endpoint is tcp.
         """
         self.check(endpoint, bind=bind)
         if not endpoint.startswith("tcp://"):
@@ -165,27 +170,30 @@ class AllowList:
 
     def _check_address(self, target: _Target, address: Address, *, bind: bool) -> None:
         port = target.port
-        if any(place.is_exactly(address, port) for place in self._places):
+        if any(pattern.is_exactly(address, port) for pattern in self._tcp_patterns):
             return
-        leads = f"{address} is" if target.address else f"it leads to {address}, which is"
-        very = f"only a pattern for this very address allows it: {_spelled(address, port)}"
-        if what := _never(address):
-            raise target.refused(f"{leads} {what}", very)
+        which = f"{address}" if target.address else f"it resolves to {address}, which"
+        exact = f"add a pattern for exactly this address to `allow`: {_format(address, port)}"
+        if what := _forbidden(address):
+            raise target.refused(f"{which} is {what}", exact)
         if bind and not address.is_loopback:
-            raise target.refused(f"{leads} not loopback, where alone the service listens for engines", very)
-        if not any(place.has(address, port) or place.has_name(target) for place in self._places):
-            raise target.refused(f"{leads} on no pattern of the allow-list", _hint(str(address), port))
+            raise target.refused(f"{which} is not loopback, and the service listens for engines on loopback only", exact)
+        if not any(pattern.has(address, port) or pattern.has_name(target) for pattern in self._tcp_patterns):
+            uncovered = (
+                "no pattern of the allow-list covers it" if target.address else f"{which} no pattern of the allow-list covers"
+            )
+            raise target.refused(uncovered, _hint(str(address), port))
 
     def _check_path(self, endpoint: str, transport: str, rest: str, *, bind: bool) -> None:
         if transport not in _PATHS:
-            raise EndpointRefusedError(endpoint, "it is of no transport that the service knows", f"write {_FORMS}")
+            raise EndpointRefusedError(endpoint, "the service does not support its transport", f"write {_FORMS}")
         parts = rest.split("/")
         if not _PATHS[transport](parts):
-            raise EndpointRefusedError(endpoint, "its path is not plain", f"write {_FORMS}, without . and .. and empty parts")
+            raise EndpointRefusedError(endpoint, "its path is not plain", f"write {_FORMS} without '.', '..' and empty parts")
         if not any(kind == transport and _fits(parts, known, exactly=bind) for kind, known in self._paths):
-            more = "very path" if bind else "path"
+            which = "exactly this path" if bind else "this path"
             raise EndpointRefusedError(
-                endpoint, "it is on no pattern of the allow-list", f"a pattern for this {more} allows it: {endpoint}"
+                endpoint, "no pattern of the allow-list covers it", f"add a pattern for {which} to `allow`: {endpoint}"
             )
 
     def __repr__(self) -> str:
@@ -195,11 +203,11 @@ class AllowList:
 # --- endpoints --------------------------------------------------------------------------------------------------------------
 
 
-def _check_spelling(endpoint: str) -> None:
+def _check_characters(endpoint: str) -> None:
     if len(endpoint) > MAX_NAME_BYTES:
         raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_FORMS}")
     if not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
-        raise EndpointRefusedError(endpoint, "it has characters that no endpoint has", f"write {_FORMS} in plain ASCII")
+        raise EndpointRefusedError(endpoint, "it has invalid characters", f"write {_FORMS} in plain ASCII")
 
 
 def _target(endpoint: str, *, bind: bool) -> _Target:
@@ -213,14 +221,14 @@ def _target(endpoint: str, *, bind: bool) -> _Target:
     host = (read["host"] or "").lower().removesuffix(".")
     address = _literal(endpoint, read["six"], read["host"] or "", bind=bind)
     if address is None and not _is_name(host):
-        raise EndpointRefusedError(endpoint, f"{read['host']!r} is no host name", "write a name or an address")
+        raise EndpointRefusedError(endpoint, f"invalid host name {read['host']!r}", "write a name or an address")
     if address is None and bind:
-        raise EndpointRefusedError(endpoint, "only an address can be listened at", "write the address instead of the name")
+        raise EndpointRefusedError(endpoint, "the service can listen only at an address", "replace the name by an address")
     return _Target(endpoint, host, int(read["port"]), address)
 
 
 def _literal(endpoint: str, six: str | None, host: str, *, bind: bool) -> Address | None:
-    """The address that a host is; None for a name."""
+    """Return the address that a host spells; None for a name."""
     try:
         if six is not None:
             return _unwrapped(IPv6Address(_without_zone(six)))
@@ -229,7 +237,7 @@ def _literal(endpoint: str, six: str | None, host: str, *, bind: bool) -> Addres
         return IPv4Address(host) if _NUMERIC.fullmatch(host.lower()) else None
     except ValueError as error:
         raise EndpointRefusedError(
-            endpoint, f"{host or six!r} is no plain address", "write IPv4 as four decimal numbers, IPv6 without a zone"
+            endpoint, f"invalid address {host or six!r}", "write IPv4 as four decimal numbers, IPv6 without a zone"
         ) from error
 
 
@@ -244,19 +252,19 @@ def _is_name(host: str) -> bool:
 
 
 def _unwrapped(address: Address) -> Address:
-    """An IPv4 address that was mapped into IPv6, and IPv6 addresses without the zone that resolvers add."""
+    """Return an IPv4-mapped address as IPv4, and an IPv6 address without the zone that resolvers add."""
     if isinstance(address, IPv4Address):
         return address
     return address.ipv4_mapped or IPv6Address(int(address))
 
 
-def _never(address: Address) -> str | None:
-    """What keeps an address out, or the IPv4 address that NAT64 or 6to4 makes of it."""
-    faces: list[Address] = [address]
+def _forbidden(address: Address) -> str | None:
+    """Return what an address is if it is forbidden; also for the IPv4 address that NAT64 or 6to4 translates it to."""
+    aliases: list[Address] = [address]
     if isinstance(address, IPv6Address):
-        faces += [address.sixtofour] if address.sixtofour else []
-        faces += [IPv4Address(int(address) & 0xFFFF_FFFF)] if address in _NAT64 else []
-    return next((what for network, what in _NEVER for face in faces if face in network), None)
+        aliases += [address.sixtofour] if address.sixtofour else []
+        aliases += [IPv4Address(int(address) & 0xFFFF_FFFF)] if address in _NAT64 else []
+    return next((what for network, what in _FORBIDDEN for alias in aliases if alias in network), None)
 
 
 def _is_plain_path(parts: Sequence[str]) -> bool:
@@ -268,7 +276,7 @@ def _is_plain_key(parts: Sequence[str]) -> bool:
 
 
 _PATHS: Final[dict[str, Callable[[Sequence[str]], bool]]] = {"ipc": _is_plain_path, "inproc": _is_plain_key}
-"""Transports with paths, and what makes one plain. One of ipc begins at the root, so it is none of Linux' abstract sockets."""
+"""Transports with paths, and a check that a path is plain. An ipc path is absolute, so it is not an abstract socket."""
 
 
 def _fits(parts: Sequence[str], pattern: Sequence[str], *, exactly: bool) -> bool:
@@ -282,25 +290,28 @@ def _hint(host: str, port: int) -> str:
     return f"add a pattern such as tcp://{shown}:{port} to `allow` in the service's configuration, or name the engine there"
 
 
-def _spelled(address: Address, port: int) -> str:
+def _format(address: Address, port: int) -> str:
     return f"tcp://[{address}]:{port}" if isinstance(address, IPv6Address) else f"tcp://{address}:{port}"
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------------
 
 
-def _place(pattern: str, rest: str) -> _Place:
+def _tcp_pattern(pattern: str, rest: str) -> _TcpPattern:
     read = _PATTERN.fullmatch(rest)
     if read is None:
-        raise _wrong(pattern, "it is not tcp://HOST:PORT, where PORT is a number, a range 5000-6000 or *")
+        raise _invalid(pattern, "expected tcp://HOST:PORT, where PORT is a number, a range such as 5000-6000, or *")
     first, last = _ports(pattern, read["ports"])
     host = (read["host"] or "").lower().removesuffix(".")
     if read["six"] is not None or "/" in host or _NUMERIC.fullmatch(host):
-        return _Place(_network(pattern, read["six"], host), "", first, last)
+        return _TcpPattern(_network(pattern, read["six"], host), "", first, last)
     name = host[1:] if host.startswith("*.") else host
     if not _is_name(host.removeprefix("*.")):
-        raise _wrong(pattern, f"{host!r} is no name, *.SUFFIX, address or network; all addresses are 0.0.0.0/0 and [::/0]")
-    return _Place(None, name, first, last)
+        raise _invalid(
+            pattern,
+            f"expected a name, *.SUFFIX, address or network instead of {host!r}; all addresses are 0.0.0.0/0 and [::/0]",
+        )
+    return _TcpPattern(None, name, first, last)
 
 
 def _ports(pattern: str, text: str) -> tuple[int, int]:
@@ -308,7 +319,7 @@ def _ports(pattern: str, text: str) -> tuple[int, int]:
         return 1, MAX_PORT
     first, _, last = text.partition("-")
     if not int(first) <= int(last or first) <= MAX_PORT:
-        raise _wrong(pattern, f"ports are from 1 to {MAX_PORT}, the smaller first")
+        raise _invalid(pattern, f"expected ports from 1 to {MAX_PORT}, the smaller first")
     return int(first), int(last or first)
 
 
@@ -316,18 +327,18 @@ def _network(pattern: str, six: str | None, host: str) -> Network:
     try:
         network = IPv4Network(host) if six is None else IPv6Network(_without_zone(six))
     except ValueError as error:
-        raise _wrong(pattern, f"{error}") from error
+        raise _invalid(pattern, f"{error}") from error
     if isinstance(network, IPv6Network) and network.network_address.ipv4_mapped and network.prefixlen >= 96:
-        raise _wrong(pattern, "IPv4 addresses that are mapped into IPv6 count as IPv4; write them as such")
+        raise _invalid(pattern, "IPv4-mapped IPv6 addresses count as IPv4; write the IPv4 address")
     return network
 
 
 def _path(pattern: str, transport: str, rest: str) -> tuple[str, list[str]]:
     parts = rest.split("/")
     if transport not in _PATHS or not _PATHS[transport](parts):
-        raise _wrong(pattern, f"it must look like {_FORMS}")
+        raise _invalid(pattern, f"expected {_FORMS}")
     return transport, parts
 
 
-def _wrong(pattern: str, why: str) -> ConfigError:
-    return ConfigError(f"allow: pattern {pattern!r} means nothing: {why}")
+def _invalid(pattern: str, why: str) -> ConfigError:
+    return ConfigError(f"allow: invalid pattern {pattern!r}: {why}")

@@ -1,4 +1,4 @@
-"""The audit log: which caller registered or unregistered what, and which requests were refused; never a token."""
+"""The audit log: registrations by caller, and refused requests. It never contains a token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 REFUSALS_PER_SECOND: Final = 10
-"""Refusals that are logged one by one in a second; the others are counted, so that no client can fill a disk."""
+"""Refused requests that are logged in a second. The log counts the others, so that no client can fill a disk."""
 
 
 class AuditLog:
-    """Writes to the logger of this module: INFO for changes, WARNING for refusals. To be used in one thread."""
+    """Writes to the logger of this module: changes at level INFO, refused requests at level WARNING. For one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
@@ -22,16 +22,16 @@ class AuditLog:
         self._logged = 0
         self._suppressed = 0
 
-    def changed(self, what: str, *, caller: str, peer: str) -> None:
-        """Log a change that a client made: `what` begins with a verb."""
-        log.info("%s from %s %s", caller, peer, what)
+    def log_change(self, change: str, *, caller: str, peer: str) -> None:
+        """Log a change that a client made; `change` begins with a verb in the past tense."""
+        log.info("%s from %s %s", caller, peer, change)
 
-    def refused(self, request: str, *, caller: str, peer: str, reason: str) -> None:
-        """Log a `request` that the caller may not send, unless too many of the same second were logged."""
+    def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
+        """Log a request that was refused, unless too many were logged in this second."""
         second = int(self._clock())
         if second != self._second:
             if self._suppressed:
-                log.warning("%d more refused requests were not logged one by one", self._suppressed)
+                log.warning("%d more refused requests were not logged", self._suppressed)
             self._second, self._logged, self._suppressed = second, 0, 0
         if self._logged >= REFUSALS_PER_SECOND:
             self._suppressed += 1

@@ -30,7 +30,7 @@ CLOSE_SECONDS: Final = 1.0
 """For clients to take the last answers once the control plane has ended."""
 
 
-class Histogram(msgspec.Struct):
+class HistogramCounts(msgspec.Struct):
     """Values by bucket."""
 
     counts: list[int]
@@ -41,7 +41,7 @@ class PathCounts(msgspec.Struct):
     """What was answered at one path."""
 
     by_status: dict[int, int]
-    seconds: Histogram
+    seconds: HistogramCounts
 
 
 class Answers(msgspec.Struct):
@@ -49,7 +49,7 @@ class Answers(msgspec.Struct):
 
     lookups: int = 0
     hits: int = 0
-    depth: Histogram | None = None
+    depth: HistogramCounts | None = None
     requests: dict[str, PathCounts] = {}
 
 

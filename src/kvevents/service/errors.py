@@ -1,14 +1,14 @@
-"""What a client of the service is told when it cannot have what it asked for.
+"""Errors that the service returns to clients.
 
 ::
 
     ServiceError                  has a status, a reason and a hint
-    ├── RefusedError              400: what was sent cannot be used
+    ├── RefusedError              400: the request cannot be used
     ├── NotFoundError             404
-    ├── ConflictError             409: it contradicts what is registered
-    ├── TooMuchError              413: above a named limit
+    ├── ConflictError             409: the request conflicts with what is registered
+    ├── TooMuchError              413: the request exceeds a limit
     ├── UnauthorizedError         401, 403
-    └── UnavailableError          503: try again later
+    └── UnavailableError          503: the client can retry later
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvevents.errors import UsageError
 
 
 class ServiceError(UsageError):
-    """An answer that is an error: a sentence, a reason for programs, and what to do."""
+    """An error response: what failed as a sentence, a reason code, and a hint what to do."""
 
     status: ClassVar[int] = 400
 
@@ -32,34 +32,34 @@ class ServiceError(UsageError):
 
 
 class RefusedError(ServiceError):
-    """What was sent cannot be used."""
+    """The request cannot be used."""
 
 
 class NotFoundError(ServiceError):
-    """There is no such thing."""
+    """The request names something that does not exist."""
 
     status = 404
 
 
 class ConflictError(ServiceError):
-    """It contradicts what is registered."""
+    """The request conflicts with what is registered, or with the role of this service."""
 
     status = 409
 
 
 class TooMuchError(ServiceError):
-    """Above a named limit."""
+    """The request exceeds a limit."""
 
     status = 413
 
 
 class UnauthorizedError(ServiceError):
-    """No token, or one that may not do this."""
+    """The request has no token, or one without the required role."""
 
     status = 401
 
 
 class UnavailableError(ServiceError):
-    """Not now."""
+    """The service cannot answer now; the client can retry later."""
 
     status = 503

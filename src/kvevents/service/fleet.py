@@ -293,7 +293,7 @@ class Fleet(Listener):
         Raises `NotFoundError` for a model that nobody serves, and `UnavailableError` where nothing is known any more.
         """
         if self.failure is not None:
-            raise UnavailableError(f"nothing is followed any more: {self.failure}", "failed", "restart the service")
+            raise UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
         return self._scopes.namespaces(scope)
 
     # --- what the follower tells

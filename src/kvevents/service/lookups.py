@@ -1,10 +1,10 @@
-"""Prompts that are looked up: here, or here and at the replicas that hold the rest."""
+"""Prefix lookups of the control plane: in this process's index, or with the replicas that hold the other shards."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvevents.index import Namespace
@@ -21,43 +21,41 @@ from kvevents.service.shards.scatter_gather import ScatterGather, packed
 from kvevents.service.shards.shard_server import Expectation, ShardQuery, fields_of
 
 MAX_UNCOUNTED: Final = 64
-"""Lookups that are not counted yet, above which who looks something up counts them."""
-_NEITHER: Final = (None, None)
-_ALONE: Final = Namespace()
-"""Of prompts without LoRA and salt."""
+"""Uncounted lookups above which the next lookup counts them."""
+_PLAIN: Final = Namespace()
+"""Namespace of prompts without LoRA and salt."""
 
 
 class Found(NamedTuple):
-    """Who holds how much of a prompt."""
+    """How much of a prompt each worker holds."""
 
     rows: list[MemberMatch]
     missing: str
-    """Why this is not of the whole fleet; empty if it is."""
+    """Why the result lacks a part of the fleet; empty if it is complete."""
 
 
 class FoundMany(NamedTuple):
-    """The same of several prompts, in their order."""
+    """How much of each of several prompts each worker holds, in the order of the prompts."""
 
     rows: list[list[MemberMatch]]
     missing: str
 
 
-class Hottest(NamedTuple):
+class HottestPrefixes(NamedTuple):
     """The prefixes that prompts begin with most."""
 
     sampled: int
-    """Prompts that were looked at."""
+    """Number of sampled prompts."""
     prefixes: list[HotPrefix]
     missing: str
-    """Why their numbers of workers are not of the whole fleet; empty if they are."""
+    """Why the numbers of workers lack a part of the fleet; empty if they are complete."""
 
 
 class Lookups:
-    """Looks prompts up, counts that, and knows which prefixes are asked for most.
+    """Looks prompts up, counts lookups, and samples prompts for the hottest prefixes.
 
-    If all of the fleet is known here, `run` calls what takes long; if not, other replicas are asked in the event loop.
-
-    Lookups are counted, and their prompts looked at, behind their answers: by `count`.
+    Without shards, `run` calls the slow steps. With shards, the event loop sends requests to other replicas.
+    `count` counts lookups and samples their prompts after the response was sent.
     """
 
     def __init__(
@@ -69,6 +67,8 @@ class Lookups:
         self._shards: Final = shards
         self._data_plane: Final = data_plane
         self._uncounted: Final[deque[tuple[Scope, Any, list[MemberMatch]]]] = deque()
+        self.on_lookup: Callable[[Scope, int, list[MemberMatch]], None] | None = None
+        """Called within a request with the scope, the number of tokens (0 if unknown) and the result of each lookup."""
 
     async def find(
         self,
@@ -80,7 +80,7 @@ class Lookups:
         expected: bool = False,
         whole_prompt: bool = False,
     ) -> Found:
-        """Who holds how much of a prompt; with `whole_prompt` its last token, which engines recompute, is looked up too."""
+        """Look up a prompt; with `whole_prompt` including its last token, which engines recompute."""
         (rows,), missing = await self.find_many(run, scope, [tokens], mm=mm, expected=expected, whole_prompt=whole_prompt)
         return Found(rows, missing)
 
@@ -94,14 +94,14 @@ class Lookups:
         expected: bool = False,
         whole_prompt: bool = False,
     ) -> FoundMany:
-        """The same for several prompts."""
+        """Look up several prompts, as `find` does."""
         if self._shards is None:
             return FoundMany(await run(self._match, scope, prompts, mm, expected, whole_prompt), "")
-        self._check_works()
+        self._check_ingest()
         looked_up = prompts if whole_prompt else [usable(tokens) for tokens in prompts]
         found, missing = await self._shards.find(ShardQuery(**fields_of(scope), mm=list(mm), expected=expected), looked_up)
         for tokens, rows in zip(prompts, found, strict=True):
-            self._note(scope, tokens, rows)
+            self._record(scope, tokens, rows)
         return FoundMany(found, missing)
 
     def _match(
@@ -110,78 +110,81 @@ class Lookups:
         found = []
         for tokens in prompts:
             found.append(self._fleet.match(scope, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected))
-            self._note(scope, tokens, found[-1])
+            self._record(scope, tokens, found[-1])
         return found
 
-    def _check_works(self) -> None:
+    def _check_ingest(self) -> None:
         if self._fleet.failure is not None:
-            raise UnavailableError(f"nothing is followed any more: {self._fleet.failure}", "failed", "restart the service")
+            raise UnavailableError(
+                f"the service no longer receives events: {self._fleet.failure}", "failed", "restart the service"
+            )
 
-    def _note(self, scope: Scope, tokens: Any, found: list[MemberMatch]) -> None:
+    def _record(self, scope: Scope, tokens: Any, found: list[MemberMatch]) -> None:
+        if self.on_lookup is not None:
+            self.on_lookup(scope, len(tokens), found)
         self._uncounted.append((scope, tokens, found))
         if len(self._uncounted) > MAX_UNCOUNTED:
             self.count()
 
     def count(self) -> None:
-        """Count what has been looked up. Any thread may call it: behind an answer, and before what is counted is told."""
+        """Count the lookups so far. Any thread may call it: after a response, and before counters are read."""
         if self._data_plane is not None:
             for sample in self._data_plane.samples():
-                self._look_hot(sample.scope, sample.tokens)
+                self._sample(sample.scope, sample.tokens)
         while True:
             try:
                 scope, tokens, found = self._uncounted.popleft()
             except IndexError:
                 return
-            self._metrics.lookup(len(tokens), max([row.tokens for row in found], default=0))
-            self._look_hot(scope, tokens)
+            self._metrics.record_lookup(len(tokens), max([row.tokens for row in found], default=0))
+            self._sample(scope, tokens)
 
     async def find_keys(self, run: Run, scope: Scope, keys: list[int], *, local: bool) -> Found:
-        """The same by hashes: of each block alone, or rolling."""
+        """Look up a prompt by block keys: hashes of each block alone if `local`, otherwise rolling keys."""
         if self._shards is None:
             rows, missing = await run(lambda: self._fleet.match_keys(scope, keys, local=local)), ""
         else:
-            self._check_works()
+            self._check_ingest()
             (rows,), missing = await self._shards.find(ShardQuery(**fields_of(scope), keys=[keys], local=local), [])
-        self._note(scope, (), rows)
+        self._record(scope, (), rows)
         return Found(rows, missing)
 
     def expect(self, scope: Scope, worker: tuple[str, int], asked: SelectRequest) -> None:
-        """Believe for a while that a worker will hold a prompt."""
+        """Count a prompt as held by a worker for `expect_seconds`, until its events arrive."""
         seconds = asked.expect_seconds
         if self._fleet.expect(scope, worker, asked.tokens, seconds) or self._shards is None:
             return
         prompt = packed(asked.tokens)
         self._shards.expect(Expectation(**fields_of(scope), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
 
-    def _look_hot(self, scope: Scope, tokens: Any) -> None:
+    def _sample(self, scope: Scope, tokens: Any) -> None:
         size = self._fleet.block_sizes(scope)[:1]
         if not size and self._shards is not None:
             size = self._shards.block_sizes(scope)[:1]
         if size and len(tokens) >= size[0]:
-            self.hot.look(
-                scope, tokens, size[0], _ALONE if scope[3:] == _NEITHER else Namespace(lora=scope.lora, salt=scope.salt)
-            )
+            namespace = _PLAIN if scope.lora is scope.salt is None else Namespace(lora=scope.lora, salt=scope.salt)
+            self.hot.record(scope, tokens, size[0], namespace)
 
-    async def hottest(self, run: Run, scope: Scope, limit: int) -> Hottest:
-        """The prefixes that prompts begin with most."""
-        nodes, sampled = await run(self._sampled, scope, limit)
+    async def hottest(self, run: Run, scope: Scope, limit: int) -> HottestPrefixes:
+        """Return the prefixes that prompts begin with most."""
+        nodes, sampled = await run(self._hottest, scope, limit)
         paths = [list(node.path) for node in nodes]
         if self._shards is None or not nodes:
             found, missing = await run(lambda: [self._fleet.match_keys(scope, path) for path in paths]), ""
         else:
             found, missing = await self._shards.find(ShardQuery(**fields_of(scope), keys=paths), [])
-        return Hottest(sampled, _prefixes(nodes, found), missing)
+        return HottestPrefixes(sampled, _prefixes(nodes, found), missing)
 
-    def _sampled(self, scope: Scope, limit: int) -> tuple[list[HotNode], int]:
+    def _hottest(self, scope: Scope, limit: int) -> tuple[list[HotNode], int]:
         self.count()
         return self.hot.top(scope, limit), self.hot.sampled(scope)
 
 
 def usable(tokens: Any) -> Any:
-    """All of a prompt but its last token, which engines recompute, and with it the block that it is in.
+    """Return the tokens of a prompt whose blocks an engine can reuse: all but the last one.
 
-    So of n tokens at most (n - 1) // block size blocks are of use: vLLM 0.33 `v1/core/kv_cache_manager.py`
-    (`get_computed_blocks`), SGLang 0.5.23 `managers/schedule_batch.py` (`max_prefix_len`).
+    An engine recomputes the last token and its block, so at most (n - 1) // block size blocks of n tokens are useful: vLLM
+    0.33 `v1/core/kv_cache_manager.py` (`get_computed_blocks`), SGLang 0.5.23 `managers/schedule_batch.py` (`max_prefix_len`).
     """
     return tokens[: len(tokens) - 1] if len(tokens) else tokens
 

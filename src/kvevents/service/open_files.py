@@ -1,4 +1,4 @@
-"""Open files of the process: connections of clients must leave enough of them for all else, or nobody is answered."""
+"""The process's limit of open files, of which client connections must leave enough for everything else."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import msgspec
 
 from kvevents.service.config import Limits
 
-OTHERS: Final = 256
-"""Files, pipes and sockets besides those of clients; connections to many engines are looked after where they are made."""
-MOST: Final = 1 << 20
-"""To which the limit is lifted where there is none."""
+RESERVED_FILES: Final = 256
+"""Files, pipes and sockets that are not client connections. The subscriber checks the room for its engines itself."""
+MAX_FILES: Final = 1 << 20
+"""Soft limit that the process sets if the hard limit is unlimited."""
 
 
 def fit_clients(limits: Limits) -> tuple[Limits, str]:
-    """Lift the soft limit of open files to the hard one. Returns limits that fit, and a sentence if they are lower."""
+    """Raise the soft limit of open files, and fit `max_clients` into it.
+
+    Returns the limits and a warning, which is empty if `max_clients` did not have to be lowered.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits, ""
-    lifted = max(soft, MOST if hard == resource.RLIM_INFINITY else min(hard, MOST))
-    if lifted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lifted, hard))
-    room = max(lifted - OTHERS - limits.reserved_clients, lifted // 4)
+    raised = max(soft, MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES))
+    if raised > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    room = max(raised - RESERVED_FILES - limits.reserved_clients, raised // 4)
     if limits.max_clients <= room:
         return limits, ""
-    sentence = (
-        f"limits.max_clients is {room} rather than {limits.max_clients}: the process may have {lifted} files open; "
-        "raise that (ulimit -Hn, LimitNOFILE), or lower the setting"
+    warning = (
+        f"limits.max_clients is lowered from {limits.max_clients} to {room}, because the process may open {raised} files: "
+        "raise that limit (ulimit -Hn, LimitNOFILE), or lower the setting"
     )
-    return msgspec.structs.replace(limits, max_clients=room), sentence
+    return msgspec.structs.replace(limits, max_clients=room), warning

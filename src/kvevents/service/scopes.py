@@ -1,4 +1,4 @@
-"""What prompts can be behind: models of tenants and groups, with the LoRA and the salt that engines were registered with."""
+"""The scopes that registered streams belong to: model, tenant and routing group, with the LoRA and salt of the registration."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ from kvevents.service.registration import Scope
 
 
 class Scopes:
-    """Those that some stream is behind. May be asked from any thread; who changes it holds the fleet's lock."""
+    """Counts the streams of each scope, and maps a prompt's scope to namespaces of the index.
+
+    Any thread may read it. A thread that changes it holds the fleet's lock.
+    """
 
     def __init__(self) -> None:
         self._streams: Final[dict[Scope, int]] = {}
-        """How many are behind each."""
+        """Number of streams by scope."""
         self._plain: dict[Scope, list[Namespace]] = {}
-        """Of scopes without LoRA and salt, which nearly all prompts are behind; one for each at most."""
+        """Namespaces of scopes without LoRA and salt, which nearly all prompts have; one for each scope at most."""
 
     def add(self, scope: Scope) -> None:
-        """One stream more is in a scope."""
+        """Count a stream of a scope."""
         self._streams[scope] = self._streams.get(scope, 0) + 1
         self._plain = {}
 
     def drop(self, scope: Scope) -> None:
-        """One of them is not any more."""
+        """Discount a stream of a scope."""
         self._streams[scope] -= 1
         if not self._streams[scope]:
             del self._streams[scope]
         self._plain = {}
 
     def namespaces(self, scope: Scope) -> list[Namespace]:
-        """Where in the index a prompt may be: scopes, each with the LoRA and salt that events behind it tell themselves.
+        """Return the namespaces in which a prompt's blocks may be.
 
-        Raises `NotFoundError` for a model that nobody serves.
+        There is one for each registered scope that admits the prompt. It has the prompt's LoRA and salt, unless the
+        registration has them already. Raises `NotFoundError` if no stream serves the model.
         """
-        plain = self._plain  # whoever changes anything makes another one
+        plain = self._plain  # every change replaces it
         known = plain.get(scope)
         if known is None:
             known = self._find(scope)
@@ -52,15 +56,15 @@ class Scopes:
             if (view := Scope(model, tenant, group, own_lora, own_salt)) in self._streams
         ]
         if not found and not any(known[:3] == scope[:3] for known in list(self._streams)):
-            raise NotFoundError(f"nobody serves model {model!r} for {_whom(scope)}", "unknown-model", self._known_models(scope))
+            raise NotFoundError(f"no engine serves model {model!r} for {_owner(scope)}", "unknown-model", self._hint(scope))
         return found
 
-    def _known_models(self, scope: Scope) -> str:
+    def _hint(self, scope: Scope) -> str:
         known = sorted({other.model for other in list(self._streams) if other[1:3] == scope[1:3]})
-        return f"known there: {', '.join(known[:8])}" if known else "register an engine first"
+        return f"known models: {', '.join(known[:8])}" if known else "register an engine first"
 
 
-def _whom(scope: Scope) -> str:
+def _owner(scope: Scope) -> str:
     if (scope.tenant, scope.group) == ("default", "default"):
         return "the default tenant"
     return f"tenant {scope.tenant!r}, group {scope.group!r}"

@@ -25,7 +25,7 @@ from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import AllowList
 from kvevents.service.config import ServiceConfig, Tls
 from kvevents.service.discovery.runner import check_engines
-from kvevents.service.hot_prefixes import MAX_DEPTH, PER_SECOND
+from kvevents.service.hot_prefixes import MAX_DEPTH, SAMPLES_PER_SECOND
 from kvevents.service.http.app import App
 from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routes import ENDPOINTS
@@ -174,7 +174,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self._listening is not None and not self.should_exit:
             self._listening.listen(BACKLOG)
-            answers_queries = self._service.shards is None and not self._app.traces
+            answers_queries = self._service.shards is None and not self._app.has_spans
             settings = _data_plane_settings(self._service, answers_queries=answers_queries)
             self._service.data_plane.start(self._listening, self._accept, settings)
             self._listening.close()  # the data plane has it
@@ -243,10 +243,10 @@ def _data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[
         "select": terms_of(),
         "paths": paths,
         "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe],
-        "seconds": service.metrics.SECONDS,
-        "depths": service.metrics.DEPTHS,
+        "seconds": service.metrics.DURATION_BOUNDS,
+        "depths": service.metrics.MATCH_RATIO_BOUNDS,
         "sample_blocks": MAX_DEPTH,
-        "samples": PER_SECOND,
+        "samples": SAMPLES_PER_SECOND,
         "threads": min(MAX_THREADS, cpus),
         "tls": config.tls,
     }

@@ -335,7 +335,7 @@ class Service:
     @property
     def _failure(self) -> str:
         """Why the process must be restarted, as a sentence; empty if it works."""
-        return "" if self.fleet.failure is None else f"nothing is followed any more: {self.fleet.failure}"
+        return "" if self.fleet.failure is None else f"the service no longer receives events: {self.fleet.failure}"
 
     def readiness(self) -> ReadyAnswer:
         """Whether enough is known to be asked. Once ready, it stays so until it ends or fails: later doubts are in trust."""

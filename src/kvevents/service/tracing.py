@@ -1,44 +1,40 @@
-"""OpenTelemetry spans of requests, for whoever has configured an SDK.
+"""OpenTelemetry spans of requests, if an SDK is configured.
 
-The service knows only the API, and only where it is installed. Whether there is an SDK is asked once, when the application is
-built: without one nothing stands between the server and the application, and tracing costs nothing at all. Configure it before,
-as `opentelemetry-instrument kvevents serve` does.
+The service depends only on the API, and only if it is installed. It looks for an SDK once, when the application is built, so
+the SDK must be configured before, as `opentelemetry-instrument kvevents serve` does. Without one, tracing costs nothing.
 
-A span tells of what was asked and how much was found, never of token ids, hashes, or who asked.
+A span has the model and the numbers of tokens of a lookup. It never has token ids, hashes or the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvevents.service.http.routes import ROUTES
-from kvevents.service.http.thread_pools import Run
-from kvevents.service.lookups import Found, FoundMany, Lookups
 from kvevents.service.member import MemberMatch
 from kvevents.service.registration import Scope
-from kvevents.service.service import Service
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 Http: TypeAlias = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
-"""An ASGI application of HTTP alone."""
+"""An ASGI application for HTTP requests."""
 
 NAME: Final = "kvevents.service"
 MAX_PATH: Final = 256
-"""Characters of a path that a span keeps: clients write it."""
+"""Characters of a path in a span, since clients choose the path."""
 _OTHER: Final = "_OTHER"
-"""Method of those that nobody knows, as OpenTelemetry's conventions have it."""
+"""Name of unknown methods in OpenTelemetry's conventions."""
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 _UNTRACED: Final = frozenset(path for path, methods in ROUTES.items() if any(each.tag == "probes" for each in methods.values()))
-"""Probes, scrapes and the page: every few seconds, and nobody's request."""
+"""Probes, scrapes and the page, which come every few seconds."""
 
 
-class _Noted:
-    """What the lookups of one request have found; several of `/v1/match_many` are summed up."""
+class _LookupSummary:
+    """The sum of the lookups of one request, of which `/v1/match_many` has several."""
 
     __slots__ = ("longest", "model", "tokens")
 
@@ -48,21 +44,29 @@ class _Noted:
         self.longest = 0
 
     def attributes(self) -> dict[str, str | int]:
-        """For the span; nothing where nothing was looked up."""
+        """Return the attributes of the span; empty without a lookup."""
         if self.model is None:
             return {}
-        told: dict[str, str | int] = {"kvevents.model": self.model, "kvevents.longest_matched": self.longest}
-        if self.tokens:  # of hashes nobody knows how many tokens they stand for
-            told["kvevents.prompt_tokens"] = self.tokens
-        return told
+        found: dict[str, str | int] = {"kvevents.model": self.model, "kvevents.longest_matched": self.longest}
+        if self.tokens:  # unknown for lookups by hash
+            found["kvevents.prompt_tokens"] = self.tokens
+        return found
 
 
-_noted: ContextVar[_Noted | None] = ContextVar("kvevents-noted", default=None)
-"""Of the request at hand, if it has a span; it goes along into the threads of slow endpoints."""
+_current: ContextVar[_LookupSummary | None] = ContextVar("kvevents-lookup-summary", default=None)
+"""Summary of the current request if it has a span; threads that work for the request inherit it."""
+
+
+def record_lookup(scope: Scope, tokens: int, found: list[MemberMatch]) -> None:
+    """Add a lookup to the summary of the current request; `Lookups.on_lookup` calls this if requests have spans."""
+    if (summary := _current.get()) is not None:
+        summary.model = scope.model
+        summary.tokens += tokens
+        summary.longest = max([summary.longest, *[row.tokens for row in found]])
 
 
 def find_tracer() -> Tracer | None:
-    """The tracer of the SDK that is configured, if there is one."""
+    """Return the tracer of the configured SDK; None without an SDK."""
     try:
         from opentelemetry import trace  # noqa: PLC0415 - it may not be installed
     except ImportError:
@@ -73,114 +77,62 @@ def find_tracer() -> Tracer | None:
     return provider.get_tracer(NAME)
 
 
-def traced(service: Service, http: Http) -> tuple[Service, Http]:
-    """The same two with a span for each request, where somebody takes them; else just these two."""
-    tracer = find_tracer()
-    return (service, http) if tracer is None else (cast("Service", _Noting(service)), _with_spans(tracer, http))
-
-
-def _with_spans(tracer: Tracer, http: Http) -> Http:
+def with_spans(tracer: Tracer, http: Http) -> Http:
+    """Return an application that makes a span for each request."""
     from opentelemetry.propagate import extract  # noqa: PLC0415 - as above
     from opentelemetry.trace import SpanKind, Status, StatusCode  # noqa: PLC0415
 
-    async def answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def traced_http(scope: dict[str, Any], receive: Any, send: Any) -> None:
         path = scope["path"]
         if path in _UNTRACED:
             return await http(scope, receive, send)
-        asked = http
+        handle = http
         if any(name == b"kvevents-announced" for name, _ in scope["headers"]):
-            # The head alone: unless that is refused, the whole request comes next.
+            # The data plane sends the headers first. If they are accepted, the whole request follows and has the span.
             messages: list[dict[str, Any]] = []
 
-            async def keep(message: dict[str, Any]) -> None:
+            async def store(message: dict[str, Any]) -> None:
                 messages.append(message)
 
             async def repeat(_scope: dict[str, Any], _receive: Any, send: Any) -> None:
                 for message in messages:
                     await send(message)
 
-            await http(scope, receive, keep)
+            await http(scope, receive, store)
             if messages and messages[0].get("status") == HTTPStatus.NO_CONTENT:
                 return await repeat(scope, receive, send)
-            asked = repeat
+            handle = repeat
         status = 0
 
-        async def sending(message: dict[str, Any]) -> None:
+        async def send_and_watch(message: dict[str, Any]) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
-        noted = _Noted()
-        before = _noted.set(noted)
-        name, attributes = _described(scope["method"], path)
+        summary = _LookupSummary()
+        token = _current.set(summary)
+        name, attributes = _name_and_attributes(scope["method"], path)
         context = extract({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
         try:
             with tracer.start_as_current_span(name, context, kind=SpanKind.SERVER, attributes=attributes) as span:
                 try:
-                    await asked(scope, receive, sending)
+                    await handle(scope, receive, send_and_watch)
                 finally:
-                    span.set_attributes(noted.attributes())
-                if status:  # else the client has left
+                    span.set_attributes(summary.attributes())
+                if status:  # 0 if the client disconnected
                     span.set_attribute("http.response.status_code", status)
-                if status >= 500:
+                if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                     span.set_status(Status(StatusCode.ERROR))
         finally:
-            _noted.reset(before)
+            _current.reset(token)
 
-    return answer
+    return traced_http
 
 
-def _described(method: str, path: str) -> tuple[str, dict[str, str]]:
-    """Name and first attributes of a span, as the conventions for HTTP servers have them."""
+def _name_and_attributes(method: str, path: str) -> tuple[str, dict[str, str]]:
+    """Return the name and the first attributes of a span, by OpenTelemetry's conventions for HTTP servers."""
     known = method if method in _METHODS else _OTHER
     attributes = {"http.request.method": known, "url.path": path[:MAX_PATH]}
     if path not in ROUTES:
         return ("HTTP" if known == _OTHER else known), attributes
     return f"{known} {path}", attributes | {"http.route": path}
-
-
-class _Noting:
-    """A service whose lookups are noted for the span of their request; in everything else the one that it is given."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self.lookups = _NotingLookups(service.lookups)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._service, name)
-
-
-class _NotingLookups:
-    """The same of the lookups themselves."""
-
-    def __init__(self, lookups: Lookups) -> None:
-        self._lookups = lookups
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lookups, name)
-
-    async def find(self, run: Run, scope: Scope, tokens: Sequence[int], **more: Any) -> Found:
-        """As `Lookups`."""
-        found = await self._lookups.find(run, scope, tokens, **more)
-        _note(scope, len(tokens), found.rows)
-        return found
-
-    async def find_many(self, run: Run, scope: Scope, prompts: Sequence[Any], **more: Any) -> FoundMany:
-        """As `Lookups`."""
-        found = await self._lookups.find_many(run, scope, prompts, **more)
-        for tokens, rows in zip(prompts, found.rows, strict=True):
-            _note(scope, len(tokens), rows)
-        return found
-
-    async def find_keys(self, run: Run, scope: Scope, keys: list[int], **more: Any) -> Found:
-        """As `Lookups`."""
-        found = await self._lookups.find_keys(run, scope, keys, **more)
-        _note(scope, 0, found.rows)
-        return found
-
-
-def _note(scope: Scope, tokens: int, found: list[MemberMatch]) -> None:
-    if (noted := _noted.get()) is not None:
-        noted.model = scope.model
-        noted.tokens += tokens
-        noted.longest = max([noted.longest, *[row.tokens for row in found]])

@@ -1,7 +1,7 @@
-"""The ASGI application: one request, from bytes to bytes, by the table of endpoints.
+"""The ASGI application of the control plane: it handles each request by the table of endpoints.
 
-There is no framework between the server and the table: the hot path is a dictionary lookup, and what a framework would do
-besides (roles, limits, errors, metrics) is a few lines here, each of them once for all endpoints.
+It uses no framework: dispatch is a dictionary lookup, and roles, limits, errors and metrics are a few lines here for all
+endpoints.
 """
 
 from __future__ import annotations
@@ -22,46 +22,50 @@ from kvevents.service.http.routes import ROUTES, AsyncHandler, Endpoint, Handler
 from kvevents.service.http.thread_pools import MATCHING
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
-from kvevents.service.tracing import traced
+from kvevents.service.tracing import Http, find_tracer, record_lookup, with_spans
 
 AsgiScope: TypeAlias = dict[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 log = logging.getLogger(__name__)
-_NOT_FOUND: Final = "see /openapi.json for what there is"
 ADMITTED: Final = Response(status=204)
-"""What the data plane hears about a request whose body it may receive now."""
+"""Response to the headers of a request whose body the data plane may receive now."""
 _HEADERS: Final[dict[int, tuple[tuple[bytes, bytes], ...]]] = {
     401: ((b"www-authenticate", b"Bearer"),),
 }
 
 
 class GoneError(Exception):
-    """The client has left before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 class App:
-    """What the server calls, for what the data plane forwards.
+    """Handles the requests that the data plane forwards.
 
-    A request with a body comes twice: first its head alone, with the header `kvevents-announced`, which is answered as the
-    request would be if that does not take its body, and with `ADMITTED` if it does.
+    A request with a body arrives twice. The first time it has only its headers, among them `kvevents-announced`. The
+    application responds with `ADMITTED` if it accepts the body, and otherwise with the error for the client.
     """
 
     def __init__(self, service: Service) -> None:
-        self.service, self._answer = traced(service, self._http)
+        self.service = service
         self._origins = OriginPolicy.of(service.config, service.access)
-        self.traces = self.service is not service
-        """Whether requests have spans."""
+        tracer = find_tracer()
+        self.has_spans = tracer is not None
+        """Whether requests have OpenTelemetry spans."""
+        self._handle_http: Http = self._http
+        if tracer is not None:
+            self._handle_http = with_spans(tracer, self._http)
+            service.lookups.on_lookup = record_lookup
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """ASGI 3."""
+        """Handle an ASGI 3 connection."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
         elif scope["type"] == "http":
-            with suppress(asyncio.CancelledError):  # the server ends, and has told so
-                await self._answer(scope, receive, send)
-        else:  # no websockets here
+            with suppress(asyncio.CancelledError):  # the server stops, and the client has its response
+                await self._handle_http(scope, receive, send)
+        else:  # the service has no websockets
             await send({"type": "websocket.close"})
 
     async def _http(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -73,8 +77,9 @@ class App:
             response = await self._respond(endpoint, methods, scope, receive)
         except GoneError:
             return
-        except asyncio.CancelledError:  # only then does the server cancel anything
-            response = problem(UnavailableError("the service ends, and this request was not complete", "ending", "ask again"))
+        except asyncio.CancelledError:  # the server cancels requests only when it stops
+            error = UnavailableError("the service stopped before the request was complete", "ending", "retry")
+            response = problem(error)
         if isinstance(response, StreamingResponse):
             try:
                 await _stream(response, receive, send, body=method != "HEAD")
@@ -84,7 +89,7 @@ class App:
             await _send(response, send, body=method != "HEAD")
         if endpoint is not None and response is not ADMITTED:
             status = response.status if isinstance(response, Response) else 200
-            self.service.metrics.request(path, status, perf_counter() - began)
+            self.service.metrics.record_request(path, status, perf_counter() - began)
         self.service.lookups.count()
 
     async def _respond(
@@ -92,7 +97,9 @@ class App:
     ) -> Response | StreamingResponse:
         path = scope["path"]
         if methods is None:
-            return problem(ServiceError(f"there is no {path}", "no-such-path", _NOT_FOUND, status=404))
+            return problem(
+                ServiceError(f"no endpoint {path}", "no-such-path", "see /openapi.json for all endpoints", status=404)
+            )
         if endpoint is None:
             return _not_allowed(scope["method"], path, methods)
         try:
@@ -101,7 +108,7 @@ class App:
             try:
                 self._authorize(endpoint, headers, caller)
             except ServiceError as error:
-                self.service.audit.refused(
+                self.service.audit.log_refusal(
                     f"{endpoint.method} {endpoint.path}", caller=caller.name, peer=headers.peer, reason=error.sentence
                 )
                 raise
@@ -109,7 +116,7 @@ class App:
             if headers.announced is not None:
                 _check_announced(headers.announced, limit)
                 return ADMITTED
-            body = await _complete(receive, limit)
+            body = await _receive_body(receive, limit)
             request = Request(
                 scope["method"], path, scope["query_string"], headers, body, caller=caller.name, peer=headers.peer
             )
@@ -117,8 +124,8 @@ class App:
             return await self._handle(endpoint, request)
         except GoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer
-            return _refusal(endpoint, error)
+        except Exception as error:  # noqa: BLE001 - the client gets a response to every error
+            return _error_response(endpoint, error)
 
     def _authorize(self, endpoint: Endpoint, headers: Headers, caller: Caller) -> None:
         if not endpoint.probe:
@@ -128,8 +135,8 @@ class App:
         if caller.role is Role.NONE or not headers.authorization:
             what = "unknown token" if headers.authorization else "a token is required"
             raise UnauthorizedError(what, "unauthorized", "send `Authorization: Bearer TOKEN`")
-        hint = f"it takes the role {endpoint.role.name.lower()}"
-        raise UnauthorizedError("this token may not do this", "forbidden", hint, status=403)
+        hint = f"use a token with role {endpoint.role.name.lower()}"
+        raise UnauthorizedError("this token does not have the required role", "forbidden", hint, status=403)
 
     async def _handle(self, endpoint: Endpoint, request: Request) -> Response | StreamingResponse:
         pool = endpoint.pool
@@ -143,10 +150,7 @@ class App:
 
 
 def _read_parameters(endpoint: Endpoint, request: Request) -> None:
-    """Take the parameters of the query string. Raises `RefusedError` for those that would be ignored.
-
-    Where everybody may ask, nothing is asked of the query string.
-    """
+    """Set the parameters of the query string. Raises `RefusedError` for unknown ones, except at public endpoints."""
     if not request.query or endpoint.role is None:
         return
     has_body = endpoint.takes is not None and not (endpoint.raw and request.kind == RAW)
@@ -154,15 +158,15 @@ def _read_parameters(endpoint: Endpoint, request: Request) -> None:
     request.wanted = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
 
 
-def _refusal(endpoint: Endpoint, error: Exception) -> Response:
-    """The answer to a request that raised an error; a `ServiceError` is the client's, any other one is logged as ours."""
+def _error_response(endpoint: Endpoint, error: Exception) -> Response:
+    """Return the response for an error: a `ServiceError` as it is; any other error is logged and returned as status 500."""
     if isinstance(error, ServiceError):
         return problem(error, _HEADERS.get(error.code, ()))
     log.error("%s %s failed", endpoint.method, endpoint.path, exc_info=error)
-    return problem(ServiceError("the service has failed here", "internal", "see its log, and report it", status=500))
+    return problem(ServiceError("internal error", "internal", "see the log of the service, and report the error", status=500))
 
 
-async def _complete(receive: Receive, limit: int) -> bytes:
+async def _receive_body(receive: Receive, limit: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -184,12 +188,14 @@ def _check_announced(length: bytes, limit: int) -> None:
 
 
 def _too_large(limit: int) -> TooMuchError:
-    return TooMuchError(f"the body has more than {limit} bytes", "too-large", "raise limits.max_body_bytes, or send less")
+    return TooMuchError(f"the body has more than {limit} bytes", "too-large", "send less, or raise limits.max_body_bytes")
 
 
 def _not_allowed(method: str, path: str, methods: dict[str, Endpoint]) -> Response:
     allowed = sorted(methods) + (["HEAD"] if "GET" in methods else [])
-    error = ServiceError(f"{path} has no {method}", "method-not-allowed", f"use {' or '.join(sorted(methods))}", status=405)
+    error = ServiceError(
+        f"{path} does not support {method}", "method-not-allowed", f"use {' or '.join(sorted(methods))}", status=405
+    )
     return problem(error, ((b"allow", ", ".join(allowed).encode()),))
 
 
@@ -205,13 +211,13 @@ async def _stream(response: StreamingResponse, receive: Receive, send: Send, *, 
     if not body:
         await send({"type": "http.response.body", "body": b""})
         return
-    left = asyncio.ensure_future(_left(receive))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     pieces = aiter(response.pieces)
     following = asyncio.ensure_future(anext(pieces, None))
     try:
         while True:
-            done, _ = await asyncio.wait({left, following}, return_when=asyncio.FIRST_COMPLETED)
-            if left in done:
+            done, _ = await asyncio.wait({disconnected, following}, return_when=asyncio.FIRST_COMPLETED)
+            if disconnected in done:
                 return
             if (piece := following.result()) is None:
                 await send({"type": "http.response.body", "body": b""})
@@ -219,13 +225,13 @@ async def _stream(response: StreamingResponse, receive: Receive, send: Send, *, 
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             following = asyncio.ensure_future(anext(pieces, None))
     finally:
-        for task in (left, following):
+        for task in (disconnected, following):
             task.cancel()
-        await asyncio.gather(left, following, return_exceptions=True)
+        await asyncio.gather(disconnected, following, return_exceptions=True)
         await response.pieces.aclose()  # type: ignore[attr-defined]  # it is a generator
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

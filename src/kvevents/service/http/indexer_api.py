@@ -158,9 +158,9 @@ async def register(service: Service, request: Request) -> Response:
     asked: RegisterRequest = REGISTER.read(request, service.config.limits)
     registration = _registration(asked)
     await service.admit(registration)
-    what = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
-    service.audit.changed(what, caller=request.caller, peer=request.peer)
-    service.metrics.ignored(request)
+    change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
+    service.audit.log_change(change, caller=request.caller, peer=request.peer)
+    service.metrics.record_ignored_fields(request)
     told: dict[str, Any] = {
         "warnings": [f"unknown field {name[:MAX_SHOWN]!r} was ignored" for name in request.ignored[:MAX_WARNINGS]]
     }
@@ -225,13 +225,13 @@ async def unregister(service: Service, request: Request) -> Response:
         raise NotFoundError(
             f"instance {instance} is registered with another LoRA or salt", "other-scope", "name those, or none"
         )
-    service.metrics.ignored(request)
+    service.metrics.record_ignored_fields(request)
     outcomes = await asyncio.gather(*(service.dismiss(registration.key) for registration in found), return_exceptions=True)
     # Another client may have unregistered some of them meanwhile.
     ended = [each for each, outcome in zip(found, outcomes, strict=True) if not isinstance(outcome, BaseException)]
     for each in ended:
-        what = f"unregistered {each.label} of tenant {each.tenant}"
-        service.audit.changed(what, caller=request.caller, peer=request.peer)
+        change = f"unregistered {each.label} of tenant {each.tenant}"
+        service.audit.log_change(change, caller=request.caller, peer=request.peer)
     failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if failures and (not ended or not all(isinstance(failure, NotFoundError) for failure in failures)):
         raise next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[0])
@@ -248,7 +248,7 @@ async def query(service: Service, request: Request) -> Response:
     """Who holds how much of a prompt."""
     asked, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.config.limits)
     service.check_tokens(len(tokens))
-    service.metrics.ignored(request)
+    service.metrics.record_ignored_fields(request)
     scope = service.candidates.resolve(scope_of(asked))
     run = service.runner(request.run, len(service.candidates.of(scope).members))
     found = await service.lookups.find(run, scope, tokens, whole_prompt=asked.whole_prompt)
@@ -258,7 +258,7 @@ async def query(service: Service, request: Request) -> Response:
 async def query_by_hash(service: Service, request: Request) -> Response:
     """The same by hashes of its blocks."""
     asked, keys = await request.run(_hashes, service, request)
-    service.metrics.ignored(request)
+    service.metrics.record_ignored_fields(request)
     scope = service.candidates.resolve(scope_of(asked))
     run = service.runner(request.run, len(service.candidates.of(scope).members))
     # A salt, and the LoRA of events that name theirs, are in the hashes.

@@ -11,7 +11,7 @@ import msgspec
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.http.messages import RAW, Body, Request, Response, StreamingResponse, answer, encoded
-from kvevents.service.lookups import Found, FoundMany, Hottest
+from kvevents.service.lookups import Found, FoundMany, HottestPrefixes
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.registration import DEFAULT_GROUP, Scope
 from kvevents.service.schemas import (
@@ -227,7 +227,7 @@ async def hot(service: Service, request: Request) -> Response:
     return await request.run(_hottest, service, request, scope, model, found)
 
 
-def _hottest(service: Service, request: Request, scope: Scope, model: str, found: Hottest) -> Response:
+def _hottest(service: Service, request: Request, scope: Scope, model: str, found: HottestPrefixes) -> Response:
     workers = _trusts(service, scope)
     return answer(
         HotAnswer(model=model, sampled=found.sampled, prefixes=found.prefixes, workers=workers, missing=found.missing), request
