@@ -101,14 +101,14 @@ class Ordering:
         return self._add(batch)
 
     def skip_lost(self, first: int, last: int) -> list[OrderedBatch]:
-        """Stop to wait for batches `first` to `last`, because a note of the recorder says that they are lost."""
+        """Stop waiting for batches `first` to `last`, because a note of the recorder says that they are lost."""
         if not first <= self._expected <= last:
             return []
         self._skip_to(last + 1)
         return self._take_ready()
 
     def skip_compacted(self, first: int, last: int) -> list[OrderedBatch]:
-        """Stop to wait for batches `first` to `last`, because the snapshot that follows represents them."""
+        """Stop waiting for batches `first` to `last`, because the snapshot that follows represents them."""
         if not first <= self._expected <= last:
             return []
         self.compacted += last + 1 - self._expected

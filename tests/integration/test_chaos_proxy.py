@@ -1,4 +1,4 @@
-"""Faults of `kvevents.testing.FaultProxy` that came with the chaos rounds: half-open, out of order, injected."""
+"""Faults of `kvevents.testing.FaultProxy` for the chaos suites: half-open connections, reordering, injected messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 10
 Socket = zmq.Socket[bytes]
 
 
-class Line:
+class ProxiedPush:
     """A PUSH socket behind a proxy, and PULL sockets that connect through it."""
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class Line:
 
 
 @pytest.fixture
-def line() -> Iterator[Line]:
-    made = Line()
+def line() -> Iterator[ProxiedPush]:
+    made = ProxiedPush()
     yield made
     made.close()
 
@@ -53,16 +53,16 @@ def receive(socket: Socket) -> list[bytes]:
 
 
 @pytest.mark.parametrize("frames", [[b"a"], [b"", b"b" * 255, b"c" * 256], [b"x" * 70_000]])
-def test_a_message_is_made_as_it_is_read(frames: list[bytes]) -> None:
-    """What `message` writes, the splitter reads as one message of these frames."""
+def test_an_encoded_message_is_split_into_its_frames(frames: list[bytes]) -> None:
+    """`ZmtpSplitter` reads what `message` encodes as one message of these frames."""
     splitter = ZmtpSplitter()
     splitter.feed(b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     (piece,) = splitter.feed(message(frames))
     assert list(piece.frames) == frames
 
 
-def test_half_open_connections_carry_nothing_and_new_ones_work(line: Line) -> None:
-    """The old connection stays open and silent, even once healed; whoever connects anew is served."""
+def test_half_open_connections_carry_nothing_and_new_ones_work(line: ProxiedPush) -> None:
+    """The old connection stays open and carries nothing, also after `heal`. New connections work."""
     old = line.pull()
     line.sender.send(b"before")
     assert receive(old) == [b"before"]
@@ -79,8 +79,8 @@ def test_half_open_connections_carry_nothing_and_new_ones_work(line: Line) -> No
     assert line.proxy.counts.open == 2
 
 
-def test_a_stall_is_not_ended_by_half_open(line: Line) -> None:
-    """Connections made while stalled wait for `resume`, as ever."""
+def test_a_stall_is_not_ended_by_half_open(line: ProxiedPush) -> None:
+    """Connections that are made during a stall wait for `resume`."""
     line.proxy.stall()
     line.proxy.half_open()
     puller = line.pull()
@@ -90,8 +90,8 @@ def test_a_stall_is_not_ended_by_half_open(line: Line) -> None:
     assert receive(puller) == [b"late"]
 
 
-def test_messages_change_places(line: Line) -> None:
-    """Each that is chosen comes after the one behind it; nothing is lost, and the counters know how many."""
+def test_messages_are_swapped(line: ProxiedPush) -> None:
+    """A swapped message arrives behind the next one. No message is lost, and the swaps are counted."""
     puller = line.pull()
     line.sender.send(b"first")
     assert receive(puller) == [b"first"]
@@ -107,8 +107,8 @@ def test_messages_change_places(line: Line) -> None:
     assert line.proxy.counts.down.swapped >= sum(early > late for early, late in pairwise(came)) > 0
 
 
-def test_all_change_places_two_by_two(line: Line) -> None:
-    """Of those that arrive together; the last of an odd number has nobody to change with."""
+def test_all_messages_are_swapped_in_pairs(line: ProxiedPush) -> None:
+    """Of the messages that arrive together. The last one of an odd number is not swapped."""
     puller = line.pull()
     line.sender.send(b"first")
     assert receive(puller) == [b"first"]
@@ -121,8 +121,8 @@ def test_all_change_places_two_by_two(line: Line) -> None:
     assert line.proxy.counts.down.swapped == 1
 
 
-def test_a_message_is_injected_between_others(line: Line) -> None:
-    """On connections that have carried one; before that it would break a handshake, and is not sent."""
+def test_a_message_is_injected_between_others(line: ProxiedPush) -> None:
+    """Only on connections that have carried a message; before that it would break the handshake."""
     puller = line.pull()
     assert line.proxy.wait_until(lambda counts: counts.open == 1, SECONDS)
     line.proxy.inject([b"too early"])
@@ -134,7 +134,7 @@ def test_a_message_is_injected_between_others(line: Line) -> None:
     assert line.proxy.counts.down.injected == 1
 
 
-def test_impossible_orders_are_refused(line: Line) -> None:
+def test_invalid_arguments_are_refused(line: ProxiedPush) -> None:
     with pytest.raises(ConfigError, match="share"):
         line.proxy.reorder(1.5)
     with pytest.raises(ConfigError, match="without frames"):

@@ -1,4 +1,4 @@
-"""What every connection does, whatever is under it: libzmq, or the fake in memory."""
+"""The conformance suite of connections: it runs with libzmq and with the fake in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))
 
 @pytest.fixture(params=RIGS)
 def rig(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Each transport in turn."""
+    """One rig for each transport."""
     made = RIGS[request.param]()
     yield made
     made.close()
@@ -31,7 +31,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
 def open_connection(rig: Rig, request: pytest.FixtureRequest) -> Callable[..., Reader]:
-    """Opens a connection to an engine; how far its stream lets it read ahead makes no difference."""
+    """Open a connection to an engine. Whether its stream lets it read ahead must make no difference."""
 
     def start(engine: Any, limit: int = 32) -> Reader:
         connection = rig.transport.open(engine.source)
@@ -40,7 +40,7 @@ def open_connection(rig: Rig, request: pytest.FixtureRequest) -> Callable[..., R
     return start
 
 
-def test_batches_come_in_order_after_the_connection(rig: Any, open_connection: Callable[..., Reader]) -> None:
+def test_batches_are_fed_in_order_after_connected(rig: Any, open_connection: Callable[..., Reader]) -> None:
     """`connected` is first, then every batch once, in the order in which they were sent."""
     engine = rig.engine()
     reader = open_connection(engine)
@@ -51,8 +51,8 @@ def test_batches_come_in_order_after_the_connection(rig: Any, open_connection: C
 
 
 @pytest.mark.parametrize("limit", [1, 3, 1_000])
-def test_what_came_before_a_disconnect_is_fed_before_it(rig: Any, open_connection: Callable[..., Reader], limit: int) -> None:
-    """Though both are found at once, by an application that was busy meanwhile, and however few are read at a time."""
+def test_messages_before_a_disconnect_are_fed_before_it(rig: Any, open_connection: Callable[..., Reader], limit: int) -> None:
+    """Although a busy application finds both at once, and however few messages are read at a time."""
     engine = rig.engine()
     reader = open_connection(engine, limit)
     rig.connect(engine, reader)
@@ -66,10 +66,8 @@ def test_what_came_before_a_disconnect_is_fed_before_it(rig: Any, open_connectio
     assert reader.recorder.log == ["up", *range(10), "down"]
 
 
-def test_each_change_of_the_connection_is_signalled_once_and_in_its_place(
-    rig: Any, open_connection: Callable[..., Reader]
-) -> None:
-    """Down behind what was sent before, up before what was sent after, and neither twice however long nothing answers."""
+def test_each_connection_change_is_fed_once_and_in_its_place(rig: Any, open_connection: Callable[..., Reader]) -> None:
+    """`disconnected` after what was sent before, `connected` before what was sent after it, and neither twice."""
     engine = rig.engine()
     reader = open_connection(engine)
     expected: list[object] = []
@@ -88,8 +86,8 @@ def test_each_change_of_the_connection_is_signalled_once_and_in_its_place(
 
 @pytest.mark.parametrize("receive_hwm", [0, 8, 1_000])
 @pytest.mark.parametrize("kind", RIGS)
-def test_a_new_connection_is_signalled_behind_everything_older(kind: str, receive_hwm: int) -> None:
-    """Though it is up before any of that was read, and whether or not the socket's limit says how much that may be."""
+def test_connected_is_fed_after_every_older_message(kind: str, receive_hwm: int) -> None:
+    """Although the new connection is up before the older messages are read, and whatever the limit of the socket is."""
     rig: Any = RIGS[kind](receive_hwm=receive_hwm)
     try:
         engine = rig.engine()
@@ -113,8 +111,8 @@ def test_a_new_connection_is_signalled_behind_everything_older(kind: str, receiv
         rig.close()
 
 
-def test_replay_answers_come_and_a_fresh_request_gets_no_old_ones(rig: Any, open_connection: Callable[..., Reader]) -> None:
-    """A request may be sent on the same connection or a fresh one; after `end_replay` nothing is fed any more."""
+def test_a_fresh_replay_request_gets_no_old_answer(rig: Any, open_connection: Callable[..., Reader]) -> None:
+    """A request is sent on the same connection or on a fresh one. After `end_replay` no answer is fed."""
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
@@ -138,8 +136,8 @@ def test_replay_answers_come_and_a_fresh_request_gets_no_old_ones(rig: Any, open
     assert reader.recorder.log.count("end") == 3
 
 
-def test_while_nothing_is_missing_all_that_is_live_comes_before_an_answer(rig: Any) -> None:
-    """It may be of a life that ended before the one that answers, and would be dropped behind the news of that."""
+def test_live_messages_are_fed_before_an_answer_while_none_is_missing(rig: Any) -> None:
+    """They may be of an incarnation that ended before the one that answers. Fed after the answer, they would be dropped."""
     engine = rig.engine()
     reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=True), rig.clock, 10)
     rig.connect(engine, reader)
@@ -159,7 +157,7 @@ def test_while_nothing_is_missing_all_that_is_live_comes_before_an_answer(rig: A
 
 @pytest.mark.parametrize("limit", [1, 7])
 def test_no_more_than_the_limit_is_fed_at_once(rig: Any, open_connection: Callable[..., Reader], limit: int) -> None:
-    """Of live messages and of replayed ones; `reader` says that there are more until the last one is fed."""
+    """Of live and of replayed messages. `read_into` returns True until the last one is fed."""
     engine = rig.engine()
     reader = open_connection(engine, limit)
     rig.connect(engine, reader)
@@ -177,8 +175,8 @@ def test_no_more_than_the_limit_is_fed_at_once(rig: Any, open_connection: Callab
     assert reader.recorder.numbers == list(range(50))
 
 
-def test_messages_that_are_no_batches_are_fed_as_they_are(rig: Any, open_connection: Callable[..., Reader]) -> None:
-    """1, 2, 4 and 9 frames, numbers of 0, 4 and 16 bytes, between good ones, of which none is lost."""
+def test_malformed_messages_are_fed_unchanged(rig: Any, open_connection: Callable[..., Reader]) -> None:
+    """1, 2, 4 and 9 frames, and numbers of 0, 4 and 16 bytes, between batches, of which none is lost."""
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
@@ -192,8 +190,8 @@ def test_messages_that_are_no_batches_are_fed_as_they_are(rig: Any, open_connect
     assert reader.recorder.log == expected
 
 
-def test_connections_come_and_go_without_end(rig: Any) -> None:
-    """Nothing is left of those that are closed: no descriptor, and nothing that counts against a limit of connections."""
+def test_closed_connections_leave_nothing(rig: Any) -> None:
+    """Neither a descriptor nor an entry that counts against the limit of connections."""
     engine = rig.engine()
 
     def once() -> None:
@@ -224,7 +222,7 @@ def test_a_closed_transport_has_closed_its_connections(kind: str) -> None:
 
 
 def test_waking_ends_a_wait(rig: Any, open_connection: Callable[..., Reader]) -> None:
-    """From another thread, in the middle of it, and before it has begun."""
+    """From another thread, during a wait and before it begins."""
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
@@ -239,8 +237,8 @@ def test_waking_ends_a_wait(rig: Any, open_connection: Callable[..., Reader]) ->
     assert time.monotonic() - began < DEADLINE
 
 
-def test_an_endpoint_that_cannot_be_is_an_error_that_names_it(rig: Any) -> None:
-    """And leaves nothing behind."""
+def test_an_invalid_endpoint_is_an_error_that_names_it(rig: Any) -> None:
+    """It leaves no descriptor and no connection."""
 
     def once() -> None:
         with pytest.raises(EndpointError, match="gopher://host:1") as caught:
@@ -255,8 +253,8 @@ def test_an_endpoint_that_cannot_be_is_an_error_that_names_it(rig: Any) -> None:
     assert descriptors() <= before + 2
 
 
-def test_an_endpoint_where_nothing_listens_is_logged_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    """In the log, in the connection and so in the reason of the trust; when something listens at last, that is logged too."""
+def test_an_endpoint_where_nothing_listens_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The fault is in the log and in the connection, and so in the reason of trust. The first connection is logged too."""
     rig = RealRig()
     try:
         engine = rig.engine()
@@ -281,7 +279,7 @@ def test_an_endpoint_where_nothing_listens_is_logged_once_and_named(caplog: pyte
 
 @contextmanager
 def connected(**options: Any) -> Iterator[tuple[Any, Any, Reader]]:
-    """A rig, an engine and a connection that is up."""
+    """Yield a rig, an engine and a connected reader."""
     rig = RealRig(**options)
     try:
         engine = rig.engine()
@@ -305,8 +303,8 @@ def connected(**options: Any) -> Iterator[tuple[Any, Any, Reader]]:
     ],
     ids=["cut off", "garbage", "a terabyte", "too large", "an error", "nothing"],
 )
-def test_what_came_before_the_end_of_a_connection_arrives(end: bytes) -> None:
-    """Then the next connection goes on; what can be no batch ends a connection and nothing else."""
+def test_batches_before_the_end_of_a_connection_arrive(end: bytes) -> None:
+    """The next connection continues after them. A message that cannot be a batch ends its connection and nothing else."""
     with connected() as (rig, engine, reader):
         engine.publish(0, 1)
         engine.send_bytes(end)
@@ -319,8 +317,8 @@ def test_what_came_before_the_end_of_a_connection_arrives(end: bytes) -> None:
         assert [each for each in reader.recorder.log if isinstance(each, str)] == ["up", "down", "up"]
 
 
-def test_bytes_may_come_one_by_one() -> None:
-    """Batches in pieces of a byte are the same as in one."""
+def test_batches_may_arrive_byte_by_byte() -> None:
+    """They are the same as in one piece."""
     with connected() as (_, engine, reader):
         for number in range(3):
             for byte in zmtp.message(live_frames(TOPIC, number, PAYLOAD)):
@@ -331,7 +329,7 @@ def test_bytes_may_come_one_by_one() -> None:
 
 
 def test_a_message_of_many_megabytes_arrives() -> None:
-    """Room is made for it as it comes; the batch behind it arrives too."""
+    """The batch behind it arrives too."""
     with connected(max_message_bytes=32_000_000) as (_, engine, reader):
         large = zmtp.message(live_frames(TOPIC, 0, bytes(20_000_000)))
         sender = threading.Thread(target=lambda: (engine.send_bytes(large), engine.publish(1)), daemon=True)
@@ -342,7 +340,7 @@ def test_a_message_of_many_megabytes_arrives() -> None:
 
 
 def test_a_ping_is_answered_with_its_context() -> None:
-    """In the midst of batches, of which none is lost by it."""
+    """Between batches, of which none is lost."""
     with connected() as (_, engine, reader):
         engine.publish(0)
         engine.send_bytes(zmtp.command(b"PING", b"\0\x64context"))
@@ -353,8 +351,8 @@ def test_a_ping_is_answered_with_its_context() -> None:
         assert reader.recorder.log == ["up", 0, 1, 2]
 
 
-def test_a_connection_that_is_made_again_at_once_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Trust shows it. A line is worth what has failed: an attempt to connect."""
+def test_an_immediate_reconnect_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Trust shows it. Only failed attempts to connect are logged."""
     with caplog.at_level("INFO", "kvevents.subscriber"), connected(handshake_ms=20_000) as (rig, engine, reader):
         for count in range(2, 6):
             engine.end_connection()
@@ -364,8 +362,8 @@ def test_a_connection_that_is_made_again_at_once_is_not_logged(caplog: pytest.Lo
         assert caplog.records == []
 
 
-def test_what_listens_and_is_no_publisher_is_logged_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    """The port of something else, such as one for replay: a peer that closes before it has introduced itself."""
+def test_a_peer_that_is_not_a_publisher_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a replay port: the peer closes before the handshake is complete."""
     rig = RealRig()
     with socket.create_server((LOOPBACK, 0)) as server, caplog.at_level("INFO", "kvevents.subscriber"):
         server.settimeout(DEADLINE)
@@ -394,8 +392,8 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
-def test_a_peer_that_floods_costs_other_connections_nothing(flood: bytes) -> None:
-    """Their batches arrive, in their turn, while it sends without end."""
+def test_a_flooding_peer_does_not_delay_other_connections(flood: bytes) -> None:
+    """Batches of the other connections arrive while the peer sends without end."""
     with connected() as (rig, hostile, flooded):
         calm = rig.engine()
         reader = Reader(rig.transport, rig.transport.open(calm.source), Recorder(reads_ahead=True), rig.clock, 32)

@@ -1,4 +1,4 @@
-"""`kvevents.testing.proxy`, and the ZMTP splitter beneath it, between real sockets."""
+"""`kvevents.testing.proxy`, and the ZMTP splitter that it uses, between real sockets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def seqs(source: Socket, count: int) -> list[int]:
 
 
 def join(tape: TapePlayer, sub: Socket) -> None:
-    """Wait until subscribed; a SUB that reconnects subscribes again when it is polled."""
+    """Wait until a socket is subscribed. A SUB socket that reconnects subscribes again when it is polled."""
     deadline = time.monotonic() + SECONDS
     while not tape.wait_for_subscriber(0.01):
         assert time.monotonic() < deadline
@@ -53,7 +53,7 @@ def join(tape: TapePlayer, sub: Socket) -> None:
 
 
 def leave(tape: TapePlayer) -> None:
-    """Wait until the tape knows that its subscriber is gone."""
+    """Wait until the tape no longer counts its subscriber."""
     deadline = time.monotonic() + SECONDS
     while tape.wait_for_subscriber(0):
         assert time.monotonic() < deadline
@@ -61,7 +61,7 @@ def leave(tape: TapePlayer) -> None:
 
 @pytest.fixture
 def connect() -> Iterator[Open]:
-    """A socket of a kind, connected; a SUB hears everything."""
+    """Open and connect sockets; a SUB socket subscribes to everything."""
     context: zmq.Context[Socket] = zmq.Context()
     opened: list[Socket] = []
 
@@ -98,7 +98,7 @@ def proxy(tape: TapePlayer) -> Iterator[FaultProxy]:
 
 
 def test_passes_live_and_replay_unchanged(tape: TapePlayer, connect: Open) -> None:
-    """SUB and DEALER behind proxies receive the frames that they receive without, and the proxies count them."""
+    """SUB and DEALER sockets receive the same frames with and without proxies, and the proxies count them."""
     assert tape.replay_endpoint is not None
     with FaultProxy(tape.endpoint) as live, FaultProxy(tape.replay_endpoint) as replay:
         near, far = connect(zmq.SUB, tape.endpoint), connect(zmq.SUB, live.endpoint)
@@ -129,7 +129,7 @@ def test_is_exact_to_the_byte() -> None:
         server.accept()[0] as upstream,
     ):
         upstream.settimeout(SECONDS)
-        sender = threading.Thread(target=send_in_pieces, args=(client, stream))
+        sender = threading.Thread(target=send_in_chunks, args=(client, stream))
         sender.start()
         assert read_all(upstream) == stream
         sender.join(SECONDS)
@@ -137,8 +137,8 @@ def test_is_exact_to_the_byte() -> None:
     assert proxy.counts.up.bytes == len(stream)
 
 
-def send_in_pieces(client: socket.socket, stream: bytes) -> None:
-    """In segments that end anywhere, as TCP delivers them, and then the end."""
+def send_in_chunks(client: socket.socket, stream: bytes) -> None:
+    """Send a stream in chunks that end anywhere, as TCP delivers them, then close."""
     chance = random.Random(3)
     cuts = sorted({0, len(stream), *range(80), *chance.sample(range(len(stream)), 50)})
     for start, end in pairwise(cuts):
@@ -153,8 +153,8 @@ def read_all(source: socket.socket) -> bytes:
     return bytes(received)
 
 
-def test_a_peer_that_leaves_takes_the_connection_along(connect: Open) -> None:
-    """What an engine sent before it died is delivered, then the connection ends on the other side too."""
+def test_a_closed_peer_closes_the_other_side(connect: Open) -> None:
+    """What an engine sent before it ended is delivered, then the connection ends on the other side too."""
     with TapePlayer(batches(3000, size=500)) as tape, FaultProxy(tape.endpoint) as proxy:
         sub = connect(zmq.SUB, proxy.endpoint)
         join(tape, sub)
@@ -169,7 +169,7 @@ def test_a_peer_that_leaves_takes_the_connection_along(connect: Open) -> None:
 
 
 def test_many_connections(connect: Open) -> None:
-    """Each has its own way through; none mixes with another."""
+    """Each connection gets its own messages only."""
     with TapePlayer(batches(100)) as tape, FaultProxy(str(tape.replay_endpoint)) as proxy:
         tape.play()
         dealers = [connect(zmq.DEALER, proxy.endpoint) for _ in range(40)]
@@ -198,7 +198,7 @@ def test_a_slow_reader_slows_down_the_sender(connect: Open) -> None:
 
 
 def test_drops_the_next_messages(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """Whole messages are lost, the connection stays good, and what is lost is counted."""
+    """Whole messages are dropped and counted, and the connection stays valid."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     tape.play(2)
@@ -210,7 +210,7 @@ def test_drops_the_next_messages(tape: TapePlayer, proxy: FaultProxy, connect: O
 
 
 def test_drops_a_share_the_same_way_each_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """Chance comes from the seed alone."""
+    """The draws depend on the seed only."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     runs = []
@@ -227,7 +227,7 @@ def test_drops_a_share_the_same_way_each_time(tape: TapePlayer, proxy: FaultProx
 
 
 def test_drops_by_a_rule(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """A function sees the frames of each message and decides."""
+    """A function decides by the frames of each message."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     proxy.drop(lambda frames: frames[0] == b"kv" and frames[1][-1] % 2 == 1)
@@ -240,7 +240,7 @@ def test_drops_by_a_rule(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> 
 
 
 def test_drops_requests(tape: TapePlayer, connect: Open) -> None:
-    """The other direction has its own rules: a request that is lost is never answered, replies are not touched."""
+    """The other direction has its own rule: a dropped request is never answered, and replies pass."""
     with FaultProxy(str(tape.replay_endpoint)) as proxy:
         tape.play(2)
         dealer = connect(zmq.DEALER, proxy.endpoint)
@@ -251,8 +251,8 @@ def test_drops_requests(tape: TapePlayer, connect: Open) -> None:
         assert tape.requests == [1]
 
 
-def test_a_rule_that_raises_is_told(tape: TapePlayer, connect: Open) -> None:
-    """The mistake is the caller's: the connection ends, and the error comes out at the end instead of vanishing in a thread."""
+def test_an_exception_of_a_rule_is_raised_by_close(tape: TapePlayer, connect: Open) -> None:
+    """The connection ends, and `close` raises the exception, which would otherwise be lost in the thread."""
 
     def rule(frames: tuple[bytes, ...]) -> bool:
         raise LookupError(frames[0])
@@ -268,8 +268,8 @@ def test_a_rule_that_raises_is_told(tape: TapePlayer, connect: Open) -> None:
 
 
 @pytest.mark.parametrize("rule", [1.5, -0.5, -1])
-def test_impossible_rules(proxy: FaultProxy, rule: float) -> None:
-    """A share is from 0 to 1, a count at least 0; so are seconds."""
+def test_invalid_rules_are_refused(proxy: FaultProxy, rule: float) -> None:
+    """A share outside 0 to 1, a negative count, negative seconds."""
     with pytest.raises(ConfigError):
         proxy.drop(rule)
     with pytest.raises(ConfigError):
@@ -280,7 +280,7 @@ def test_impossible_rules(proxy: FaultProxy, rule: float) -> None:
 
 
 def test_holds_until_released(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """Held messages stay in order and go one by one when told to."""
+    """Held messages stay in order and are released one by one."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     proxy.delay()
@@ -296,9 +296,9 @@ def test_holds_until_released(tape: TapePlayer, proxy: FaultProxy, connect: Open
 
 
 def test_delays_by_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """Every message comes in order, no earlier than the delay after it was sent.
+    """Every message arrives in order, no earlier than the delay after it was sent.
 
-    What is sent after the delay was ended does not overtake what is still held.
+    Messages that are sent after the end of the delay do not overtake held ones.
     """
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
@@ -314,7 +314,7 @@ def test_delays_by_time(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> N
 
 
 def test_subscriptions_and_heartbeats_pass_while_messages_are_held(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """Peers with heartbeats do not give a delayed connection up: ping and pong overtake what is held."""
+    """Pings and pongs overtake held messages, so peers do not end a delayed connection."""
     proxy.delay()
     proxy.delay(direction="up")
     sub = connect(zmq.SUB, proxy.endpoint, {zmq.HEARTBEAT_IVL: 5, zmq.HEARTBEAT_TIMEOUT: 1000 * SECONDS})
@@ -332,7 +332,7 @@ def test_subscriptions_and_heartbeats_pass_while_messages_are_held(tape: TapePla
 
 
 def test_a_stalled_connection_stays_open(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """Nothing passes and nobody is told; after healing everything arrives, in order."""
+    """Nothing passes and no side is closed. After `heal` everything arrives in order."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     proxy.stall()
@@ -349,7 +349,7 @@ def test_a_stalled_connection_stays_open(tape: TapePlayer, proxy: FaultProxy, co
 
 
 def test_a_stall_can_be_ended_alone(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """What was dropped goes on being dropped, and what was stalled arrives."""
+    """Messages are still dropped, and what was stalled arrives."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     proxy.drop(lambda frames: frames[1] == (1).to_bytes(8, "big"))
@@ -361,7 +361,7 @@ def test_a_stall_can_be_ended_alone(tape: TapePlayer, proxy: FaultProxy, connect
 
 
 def test_heartbeats_notice_a_stall(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """A half-open connection is found out by heartbeats alone; the subscriber comes back when the network does."""
+    """Only heartbeats detect a half-open connection. The subscriber reconnects when the network works again."""
     sub = connect(zmq.SUB, proxy.endpoint, {zmq.HEARTBEAT_IVL: 50, zmq.HEARTBEAT_TIMEOUT: 50})
     join(tape, sub)
     with sub.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
@@ -377,8 +377,8 @@ def test_heartbeats_notice_a_stall(tape: TapePlayer, proxy: FaultProxy, connect:
     assert receive(sub) == [b"kv"]
 
 
-def test_cut_connections_come_back(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """A cut closes both sides at once, loses what was held, and the peer reconnects to the same port."""
+def test_cut_connections_are_reestablished(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """A cut closes both sides at once and loses held messages. The peer reconnects to the same port."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     proxy.delay()
@@ -395,7 +395,7 @@ def test_cut_connections_come_back(tape: TapePlayer, proxy: FaultProxy, connect:
 
 
 def test_a_cut_can_refuse_until_healed(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """The port refuses, as that of a dead host's process, stays the proxy's, and takes connections again after healing."""
+    """The port refuses connections, stays reserved, and accepts connections again after `heal`."""
     sub = connect(zmq.SUB, proxy.endpoint)
     join(tape, sub)
     for _ in range(2):
@@ -411,8 +411,8 @@ def test_a_cut_can_refuse_until_healed(tape: TapePlayer, proxy: FaultProxy, conn
     assert seqs(sub, 1) == [0]
 
 
-def test_a_redirected_proxy_leads_to_another_upstream_until_healed(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
-    """As where a port is another engine's; with either change the connections that there are end."""
+def test_a_redirected_proxy_uses_another_upstream_until_healed(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+    """As if the port belonged to another engine. Each of the two changes ends existing connections."""
     with TapePlayer([(b"kv", seq, b"another") for seq in range(500, 510)]) as another:
         sub = connect(zmq.SUB, proxy.endpoint)
         join(tape, sub)
@@ -430,8 +430,8 @@ def test_a_redirected_proxy_leads_to_another_upstream_until_healed(tape: TapePla
             proxy.redirect("ipc://somewhere")
 
 
-def test_an_upstream_that_is_not_there(connect: Open) -> None:
-    """Connections are accepted and closed again, as often as the peer tries, and work once upstream is there."""
+def test_an_unreachable_upstream(connect: Open) -> None:
+    """Connections are accepted and closed again at each attempt, and work once upstream is reachable."""
     with TapePlayer(batches(1)) as tape, FaultProxy(tape.endpoint) as proxy:
         tape.stop()
         sub = connect(zmq.SUB, proxy.endpoint)
@@ -456,7 +456,7 @@ def test_connections_are_limited(tape: TapePlayer) -> None:
 
 
 def test_closing_is_idempotent(tape: TapePlayer, connect: Open) -> None:
-    """Twice, from two threads, with held messages and a stall under way: it ends, and says so from then on."""
+    """Twice, from two threads, with held messages during a stall. After that, calls raise `ClosedError`."""
     proxy = FaultProxy(tape.endpoint)
     join(tape, connect(zmq.SUB, proxy.endpoint))
     proxy.delay()
@@ -478,8 +478,8 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_nothing_is_left_behind() -> None:
-    """No thread and no file descriptor outlives a proxy, with open connections, and none a proxy that could not listen."""
+def test_no_thread_or_descriptor_is_left() -> None:
+    """After a proxy with open connections is closed, and after a proxy could not listen."""
     server = socket.create_server(("127.0.0.1", 0))  # not a tape, whose sockets libzmq closes when it has the time
     upstream = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     before = threading.active_count(), open_files()
@@ -496,7 +496,7 @@ def test_nothing_is_left_behind() -> None:
 
 @pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1", "nonsense"])
 def test_only_tcp_is_proxied(endpoint: str) -> None:
-    """Another transport is refused with a sentence."""
+    """Other transports are refused with a message."""
     with pytest.raises(ConfigError, match="expected tcp://HOST:PORT"):
         FaultProxy(endpoint)
 
@@ -521,7 +521,7 @@ def message(*frames: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 100_000])
-def test_messages_are_found_however_they_arrive(step: int) -> None:
+def test_messages_are_split_however_they_arrive(step: int) -> None:
     """Commands and whole messages are segments, in order, whatever the reads are; together they are the stream."""
     parts = [command(b"READY"), message(b"a"), message(b"", b"x" * 300, b""), command(b"PING"), message(b"")]
     stream = greeting() + b"".join(parts)
@@ -539,8 +539,8 @@ def test_messages_are_found_however_they_arrive(step: int) -> None:
 
 @pytest.mark.parametrize("opening", [greeting(b"CURVE"), greeting(major=2), b"GET / HTTP/1.1\r\n" * 10])
 @pytest.mark.parametrize("step", [1, 5, 1000])
-def test_what_cannot_be_told_apart_passes_unread(opening: bytes, step: int) -> None:
-    """CURVE, old protocols and foreign ones have no messages, and lose no byte."""
+def test_other_protocols_pass_without_splitting(opening: bytes, step: int) -> None:
+    """Streams of CURVE, older ZMTP and other protocols have no messages, and lose no byte."""
     stream = opening + message(b"a") + b"\xff" * 50
     splitter = ZmtpSplitter()
     segments = [segment for at in range(0, len(stream), step) for segment in splitter.feed(stream[at : at + step])]
@@ -548,8 +548,8 @@ def test_what_cannot_be_told_apart_passes_unread(opening: bytes, step: int) -> N
     assert b"".join(segment.raw for segment in segments) + splitter.remainder() == stream
 
 
-def test_a_message_beyond_the_limit_passes_unread() -> None:
-    """Memory is bounded: what is too long to be kept together goes on as it comes, and all that follows it."""
+def test_a_message_beyond_the_limit_passes_without_splitting() -> None:
+    """Memory is bounded: the message and everything behind it is forwarded as it arrives."""
     splitter = ZmtpSplitter(max_message_bytes=100)
     small, large = message(b"a", b"b"), message(b"x" * 60, b"y" * 60)
     segments = splitter.feed(greeting() + small + large[:70])

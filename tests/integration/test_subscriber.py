@@ -1,4 +1,4 @@
-"""Both subscribers against real sockets: a tape that fails as engines fail, and a proxy that fails as networks fail."""
+"""Both subscribers with real sockets: a tape with the faults of engines, and a proxy with the faults of networks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DEADLINE = 20.0
 
 
 class SyncDriver:
-    """`Subscriber`, with the face that both drivers share."""
+    """`Subscriber`, with the interface of both drivers."""
 
     def __init__(self, *sources: Source, sockets: SocketOptions = USUAL, limits: StreamLimits = LIMITS, **options: Any) -> None:
         self.subscriber = Subscriber(sources, limits=limits, transport=ZmqTransport(options=sockets), **options)
@@ -74,7 +74,7 @@ class SyncDriver:
 
 
 class AsyncDriver:
-    """`AsyncSubscriber`, driven from a loop of its own."""
+    """`AsyncSubscriber`, run by an event loop of its own."""
 
     def __init__(self, *sources: Source, sockets: SocketOptions = USUAL, limits: StreamLimits = LIMITS, **options: Any) -> None:
         self.runner: asyncio.Runner | None = asyncio.Runner()
@@ -95,8 +95,8 @@ class AsyncDriver:
             self.runner = None
 
 
-class Desk:
-    """A subscriber and everything it has delivered."""
+class Harness:
+    """A subscriber and everything that it has delivered."""
 
     def __init__(self, driver: SyncDriver | AsyncDriver) -> None:
         self.driver = driver
@@ -104,7 +104,7 @@ class Desk:
         self.taken: list[Delivery] = []
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Receive until a condition holds; fails after the deadline."""
+        """Receive until a condition holds; fail after the deadline."""
         end = time.monotonic() + DEADLINE
         while not reached():
             assert time.monotonic() < end, f"not reached: {self.subscriber!r}, {self.subscriber.statuses()}, {self.taken[-3:]}"
@@ -113,14 +113,14 @@ class Desk:
                 self.taken.append(delivery)
 
     def joined(self, tape: TapePlayer) -> None:
-        """Until an engine has a subscriber, which takes receiving where libzmq has no part in it."""
+        """Wait until an engine has a subscriber."""
         self.until(lambda: tape.wait_for_subscriber(0))
 
     def trusted(self, trust: Trust) -> None:
         self.until(lambda: self.subscriber.trust("e") == trust)
 
     def confirmed(self, publish: Callable[[], object]) -> None:
-        """Until the stream is EXACT. `publish` publishes a batch: a live one has to confirm what replay has brought."""
+        """Wait until the stream is EXACT. `publish` publishes a live batch, which must confirm what replay returned."""
 
         def is_exact() -> bool:
             status = self.subscriber.status("e")
@@ -142,13 +142,13 @@ class Desk:
 
 
 @pytest.fixture(params=[SyncDriver, AsyncDriver], ids=["sync", "async"])
-def desk(request: pytest.FixtureRequest) -> Iterator[Callable[..., Desk]]:
-    """Opens subscribers of either kind and closes them."""
+def harness(request: pytest.FixtureRequest) -> Iterator[Callable[..., Harness]]:
+    """Open subscribers of both kinds, and close them after the test."""
     opened: list[SyncDriver | AsyncDriver] = []
 
-    def open_desk(*sources: Source, **options: Any) -> Desk:
+    def open_desk(*sources: Source, **options: Any) -> Harness:
         opened.append(request.param(*sources, **options))
-        return Desk(opened[-1])
+        return Harness(opened[-1])
 
     yield open_desk
     for driver in opened:
@@ -163,10 +163,10 @@ def source_of(tape: TapePlayer, **options: Any) -> Source:
     return Source(tape.endpoint, tape.replay_endpoint, topic="kv", name="e", **options)
 
 
-def test_live_batches_arrive_once_and_in_order(desk: Callable[..., Desk]) -> None:
-    """A healthy engine and a subscriber that is there from the start."""
+def test_live_batches_arrive_once_and_in_order(harness: Callable[..., Harness]) -> None:
+    """A healthy engine, and a subscriber that is connected from the start."""
     with TapePlayer(frames(500)) as tape:
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         at.joined(tape)
         tape.play()
         at.until(lambda: len(at.taken) >= 500)
@@ -174,11 +174,11 @@ def test_live_batches_arrive_once_and_in_order(desk: Callable[..., Desk]) -> Non
         at.trusted(Trust.EXACT)
 
 
-def test_a_late_subscriber_gets_the_whole_buffer_through_a_lossy_replay(desk: Callable[..., Desk]) -> None:
-    """The engines' ROUTER drops all but a part of each reply, with and without the end marker; nothing is missing after it."""
+def test_a_late_subscriber_gets_the_whole_buffer_through_a_lossy_replay(harness: Callable[..., Harness]) -> None:
+    """The engines' ROUTER drops most of each reply, with and without the end marker. The subscriber still gets every batch."""
     with TapePlayer(frames(2_000), faults=Faults(replay_send_limit=450)) as tape:
         tape.play()
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         at.until(lambda: len(at.taken) >= 1_000)
         tape.faults = Faults(replay_send_limit=450, lose_end_marker=True)
         at.until(lambda: len(at.taken) >= 2_000)
@@ -188,10 +188,10 @@ def test_a_late_subscriber_gets_the_whole_buffer_through_a_lossy_replay(desk: Ca
         assert at.others() == []
 
 
-def test_drops_holes_and_an_idle_engine(desk: Callable[..., Desk]) -> None:
-    """A tenth of the live batches and of the replayed ones is lost, the last ones too; the tail check finds those."""
+def test_drops_holes_and_an_idle_engine(harness: Callable[..., Harness]) -> None:
+    """A tenth of the live and of the replayed batches is lost, including the last ones, which the idle probe finds."""
     with TapePlayer(frames(301), faults=Faults(drop=0.1, replay_holes=0.1, seed=5)) as tape:
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         at.joined(tape)
         tape.play(299)
         tape.faults = Faults(drop={299})
@@ -205,10 +205,10 @@ def test_drops_holes_and_an_idle_engine(desk: Callable[..., Desk]) -> None:
 
 
 @pytest.mark.parametrize("unseen", [None, 3, 80])
-def test_a_restart_is_recognised(desk: Callable[..., Desk], unseen: int | None) -> None:
-    """A new life from 0, one that published a little, and one that has passed the old number before anyone was back."""
+def test_a_restart_is_recognised(harness: Callable[..., Harness], unseen: int | None) -> None:
+    """The new incarnation starts from 0, has published a little, or has passed the old number before the reconnect."""
     with TapePlayer(frames(50)) as tape:
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         at.joined(tape)
         tape.play()
         at.until(lambda: len(at.taken) == 50)
@@ -223,11 +223,11 @@ def test_a_restart_is_recognised(desk: Callable[..., Desk], unseen: int | None) 
         at.trusted(Trust.EXACT)
 
 
-def test_truncated_history_and_burnt_numbers_are_gaps(desk: Callable[..., Desk]) -> None:
-    """What nobody holds any more is named, what is held is delivered, and trust is DEGRADED."""
+def test_truncated_history_and_skipped_numbers_are_gaps(harness: Callable[..., Harness]) -> None:
+    """Batches that no replay buffer holds are reported as gaps, all others are delivered, and trust is DEGRADED."""
     with TapePlayer(frames(100), faults=Faults(buffer_steps=30, skipped={90})) as tape:
         tape.play()
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         at.until(lambda: len(at.taken) >= 32)
         assert [(gap.first, gap.last) for gap in at.others() if isinstance(gap, Gap)] == [(0, 68), (90, 90)]
         assert [seq for seq, _ in at.batches()] == [*range(69, 90), *range(91, 100)]
@@ -235,12 +235,13 @@ def test_truncated_history_and_burnt_numbers_are_gaps(desk: Callable[..., Desk])
 
 
 @pytest.mark.parametrize("faults", [Faults(replay_silent=True), Faults(replay_endless=True, replay_foreign=frames(1, life=7))])
-def test_a_replay_endpoint_that_never_helps_delays_but_does_not_stop_the_stream(
-    desk: Callable[..., Desk], faults: Faults
-) -> None:
-    """Mute or endless: live batches go on after a bounded wait, and trust says why they are not exact."""
+def test_a_useless_replay_endpoint_delays_but_does_not_stop_the_stream(harness: Callable[..., Harness], faults: Faults) -> None:
+    """The endpoint is silent or its replies never end.
+
+    Live batches continue after a bounded wait, and trust gives the reason.
+    """
     with TapePlayer(frames(60), faults=faults) as tape:
-        at = desk(source_of(tape), limits=IMPATIENT)
+        at = harness(source_of(tape), limits=IMPATIENT)
         at.joined(tape)
         tape.faults = Faults(replay_silent=faults.replay_silent, replay_endless=faults.replay_endless, drop={5})
         if faults.replay_foreign:
@@ -250,10 +251,13 @@ def test_a_replay_endpoint_that_never_helps_delays_but_does_not_stop_the_stream(
         at.trusted(Trust.DEGRADED)
 
 
-def test_a_replay_endpoint_of_another_stream_does_no_lasting_harm(desk: Callable[..., Desk]) -> None:
-    """Foreign batches are voided by a reset; the live stream alone remains, and trust says so."""
+def test_a_replay_endpoint_of_another_stream_does_no_lasting_harm(harness: Callable[..., Harness]) -> None:
+    """Another stream's batches are undone by a reset.
+
+    After it only the live stream is delivered, and trust gives the reason.
+    """
     with TapePlayer(frames(60), faults=Faults(replay_foreign=frames(40, life=9))) as tape:
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         at.joined(tape)
         published = 0
         while "another stream" not in at.subscriber.trust("e").reason:
@@ -269,10 +273,10 @@ def test_a_replay_endpoint_of_another_stream_does_no_lasting_harm(desk: Callable
         assert any(isinstance(item, Reset) for item in at.taken)
 
 
-def test_without_replay_it_works_as_far_as_it_can(desk: Callable[..., Desk]) -> None:
-    """Gaps are told, a restart resets, and trust never claims more than can be known."""
+def test_without_replay_gaps_and_restarts_are_reported(harness: Callable[..., Harness]) -> None:
+    """Gaps are delivered, a restart is a reset, and trust claims no more than can be known."""
     with TapePlayer(frames(20), replay_endpoint=None, faults=Faults(drop={3, 4})) as tape:
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         at.joined(tape)
         tape.play()
         at.until(lambda: len(at.taken) == 19)
@@ -285,12 +289,12 @@ def test_without_replay_it_works_as_far_as_it_can(desk: Callable[..., Desk]) -> 
         at.until(lambda: len(at.batches(1)) == 20)
 
 
-def test_malformed_frames_are_counted_and_cost_nothing(desk: Callable[..., Desk]) -> None:
-    """1, 2, 4 and 9 frames, numbers of 0, 4 and 16 bytes, 2**63 and 2**64-1, between good batches."""
+def test_malformed_frames_are_counted_and_lose_no_batch(harness: Callable[..., Harness]) -> None:
+    """Messages of 1, 2, 4 and 9 frames, numbers of 0, 4 and 16 bytes, 2**63 and 2**64-1, between good batches."""
     numbers = [b"", b"\0" * 4, b"\0" * 16, (2**63).to_bytes(8, "big"), b"\xff" * 8]
     bad = [[b"kv"] * count for count in (1, 2, 4, 9)] + [[b"kv", number, b"x"] for number in numbers]
     with TapePlayer(frames(len(bad))) as tape:
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         at.joined(tape)
         for message in bad:
             tape.send_raw(message)
@@ -300,11 +304,11 @@ def test_malformed_frames_are_counted_and_cost_nothing(desk: Callable[..., Desk]
         assert sum(at.subscriber.status("e").counters.malformed.values()) == len(bad)
 
 
-def test_a_flood_waits_in_bounded_buffers_and_arrives(desk: Callable[..., Desk]) -> None:
-    """A subscriber that looks away while far more is published than its socket holds gets everything afterwards."""
+def test_a_flood_waits_in_bounded_buffers_and_arrives(harness: Callable[..., Harness]) -> None:
+    """A subscriber that does not receive while far more is published than its socket holds gets every batch afterwards."""
     sockets = SocketOptions(receive_hwm=50)
     with TapePlayer(frames(5_001), hwm=50) as tape:
-        at = desk(source_of(tape), sockets=sockets)
+        at = harness(source_of(tape), sockets=sockets)
         at.joined(tape)
         tape.play(5_000)
         at.until(lambda: len(at.taken) >= 5_000)
@@ -314,10 +318,10 @@ def test_a_flood_waits_in_bounded_buffers_and_arrives(desk: Callable[..., Desk])
         at.trusted(Trust.EXACT)
 
 
-def test_a_cut_connection_loses_nothing(desk: Callable[..., Desk]) -> None:
-    """What was published while the network was down is replayed; the publisher is proven to be the same; no reset."""
+def test_a_cut_connection_loses_no_batch(harness: Callable[..., Harness]) -> None:
+    """Batches published while the network is down are replayed. The publisher is verified to be the same, without a reset."""
     with TapePlayer(frames(100)) as tape, FaultProxy(tape.endpoint) as proxy:
-        at = desk(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"))
+        at = harness(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"))
         at.joined(tape)
         tape.play(30)
         at.until(lambda: len(at.taken) == 30)
@@ -333,11 +337,11 @@ def test_a_cut_connection_loses_nothing(desk: Callable[..., Desk]) -> None:
         at.trusted(Trust.EXACT)
 
 
-def test_a_half_open_connection_is_noticed_by_heartbeats(desk: Callable[..., Desk]) -> None:
-    """A network that swallows everything without closing anything makes the stream STALE, and heals."""
+def test_a_half_open_connection_is_noticed_by_heartbeats(harness: Callable[..., Harness]) -> None:
+    """A network that drops all packets without closing connections makes the stream STALE. The stream recovers after it."""
     sockets = SocketOptions(heartbeat_ms=100, heartbeat_timeout_ms=300)
     with TapePlayer(frames(20)) as tape, FaultProxy(tape.endpoint) as proxy:
-        at = desk(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"), sockets=sockets)
+        at = harness(Source(proxy.endpoint, tape.replay_endpoint, topic="kv", name="e"), sockets=sockets)
         at.joined(tape)
         tape.play(10)
         at.until(lambda: len(at.taken) == 10)
@@ -350,12 +354,12 @@ def test_a_half_open_connection_is_noticed_by_heartbeats(desk: Callable[..., Des
         at.confirmed(lambda: tape.play(1))
 
 
-def test_five_hundred_sources_at_once(desk: Callable[..., Desk]) -> None:
-    """Replays are limited in number, every source catches up, and a live batch of each arrives."""
+def test_five_hundred_sources_at_once(harness: Callable[..., Harness]) -> None:
+    """The number of replays is limited, every source catches up, and a live batch of each source arrives."""
     with TapePlayer(frames(3)) as tape:
         tape.play(2)
         sources = [Source(tape.endpoint, tape.replay_endpoint, topic="kv", name=f"e{number}") for number in range(500)]
-        at = desk(*sources, max_concurrent_replays=16)
+        at = harness(*sources, max_concurrent_replays=16)
         at.until(lambda: len(at.taken) == 1_000)
         assert tape.wait_for_subscriber(DEADLINE, 500)
         tape.play(1)
@@ -363,10 +367,10 @@ def test_five_hundred_sources_at_once(desk: Callable[..., Desk]) -> None:
         at.until(lambda: all(status.trust == Trust.EXACT for status in at.subscriber.statuses()))
 
 
-def test_ranks_of_one_engine_are_streams_of_their_own(desk: Callable[..., Desk]) -> None:
-    """Two ranks share a name and nothing else."""
+def test_ranks_of_one_engine_are_streams_of_their_own(harness: Callable[..., Harness]) -> None:
+    """Two ranks share a source name and nothing else."""
     with TapePlayer(frames(5)) as zero, TapePlayer(frames(7, life=1)) as one:
-        at = desk(source_of(zero, rank=0), source_of(one, rank=1))
+        at = harness(source_of(zero, rank=0), source_of(one, rank=1))
         at.joined(zero)
         at.joined(one)
         zero.play()
@@ -376,17 +380,17 @@ def test_ranks_of_one_engine_are_streams_of_their_own(desk: Callable[..., Desk])
         assert by_rank == {0: list(range(5)), 1: list(range(7))}
 
 
-def test_an_endpoint_where_nobody_listens_is_connecting_and_bounded(desk: Callable[..., Desk]) -> None:
-    """`receive` comes back after its timeout, and trust says that there is no connection."""
-    at = desk(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"))
+def test_an_endpoint_where_nothing_listens_is_connecting(harness: Callable[..., Harness]) -> None:
+    """`receive` returns after its timeout, and the reason of trust is that there is no connection."""
+    at = harness(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"))
     assert at.driver.receive(0.2) is None
     assert at.subscriber.trust("e") == Trust.CONNECTING
 
 
-def test_an_engine_that_starts_later_is_found(desk: Callable[..., Desk], tmp_path: Path) -> None:
-    """Over ipc, with the subscriber first: everything from number 0 arrives."""
+def test_an_engine_that_starts_later_is_followed(harness: Callable[..., Harness], tmp_path: Path) -> None:
+    """The subscriber starts first, over ipc. Every batch from number 0 on arrives."""
     endpoint, replay_endpoint = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
-    at = desk(Source(endpoint, replay_endpoint, name="e"))
+    at = harness(Source(endpoint, replay_endpoint, name="e"))
     assert at.driver.receive(0.05) is None
     publisher = ZmqEventPublisher(0, endpoint, replay_endpoint)
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
@@ -395,19 +399,19 @@ def test_an_engine_that_starts_later_is_found(desk: Callable[..., Desk], tmp_pat
     publisher.shutdown()
 
 
-def test_in_process_endpoints_work(desk: Callable[..., Desk]) -> None:
-    """inproc has no connection events; the stream is followed all the same."""
+def test_in_process_endpoints_work(harness: Callable[..., Harness]) -> None:
+    """inproc has no connection events. The stream is followed all the same."""
     publisher = ZmqEventPublisher(0, "inproc://subscriber-test", "inproc://subscriber-test-replay")
-    at = desk(Source("inproc://subscriber-test", "inproc://subscriber-test-replay", name="e"))
+    at = harness(Source("inproc://subscriber-test", "inproc://subscriber-test-replay", name="e"))
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
     at.until(lambda: len(at.taken) == 1)
     publisher.shutdown()
 
 
-def test_a_subscriber_may_bind_and_the_engine_connect(desk: Callable[..., Desk], tmp_path: Path) -> None:
-    """Engines that are told a concrete address connect; then the subscriber's side has to listen."""
+def test_a_subscriber_binds_if_the_engine_connects(harness: Callable[..., Harness], tmp_path: Path) -> None:
+    """An engine with a concrete address connects to it, so the subscriber has to bind."""
     endpoint = f"ipc://{tmp_path}/pub"
-    at = desk(Source(endpoint, name="e", bind=True))
+    at = harness(Source(endpoint, name="e", bind=True))
     publisher = ZmqEventPublisher(0, endpoint, bind=False)
     at.until(lambda: publisher.stats().subscribers == 1)
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
@@ -415,8 +419,8 @@ def test_a_subscriber_may_bind_and_the_engine_connect(desk: Callable[..., Desk],
     publisher.shutdown()
 
 
-def test_curve_keys_open_and_a_stranger_stays_outside(desk: Callable[..., Desk]) -> None:
-    """With the server's key both conversations are encrypted; without keys nothing is delivered."""
+def test_curve_keys_are_required_on_both_sockets(harness: Callable[..., Harness]) -> None:
+    """With the server's key live and replay traffic is encrypted. Without keys no batch is delivered."""
     server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
     client_public, client_secret = (key.decode() for key in zmq.curve_keypair())
     server = Curve(public_key=server_public, secret_key=server_secret)
@@ -425,7 +429,7 @@ def test_curve_keys_open_and_a_stranger_stays_outside(desk: Callable[..., Desk])
     publisher.publish(EventBatch(1.0, [BlockRemoved([1])]))
     friend = Source(publisher.endpoint, publisher.replay_endpoint, name="e", curve=client)
     stranger = Source(publisher.endpoint, publisher.replay_endpoint, name="stranger")
-    at = desk(friend, stranger)
+    at = harness(friend, stranger)
     at.until(lambda: len(at.taken) == 1)
     at.confirmed(lambda: publisher.publish(EventBatch(2.0, [])))
     assert at.subscriber.trust("stranger") != Trust.EXACT
@@ -433,10 +437,10 @@ def test_curve_keys_open_and_a_stranger_stays_outside(desk: Callable[..., Desk])
     publisher.shutdown()
 
 
-def test_sources_come_and_go(desk: Callable[..., Desk]) -> None:
-    """A source that was removed is gone; a name and rank can be taken only once."""
+def test_sources_are_added_and_removed(harness: Callable[..., Harness]) -> None:
+    """A removed source is unknown, and a name and rank can be added only once."""
     with TapePlayer(frames(2)) as tape:
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         with pytest.raises(ConfigError, match="given twice"):
             at.subscriber.add(source_of(tape))
         at.subscriber.remove("e")
@@ -448,27 +452,27 @@ def test_sources_come_and_go(desk: Callable[..., Desk]) -> None:
         at.until(lambda: len(at.taken) == 2)
 
 
-def test_wrong_endpoints_are_refused_with_a_sentence(desk: Callable[..., Desk]) -> None:
-    """What can never work is said when the source is given."""
+def test_invalid_endpoints_raise_when_they_are_added(harness: Callable[..., Harness]) -> None:
+    """An endpoint that can never work is an error at once, with a message that says why."""
     for endpoint in ("tcp://", "tcp://host", "tcp://127.0.0.1:5557:5558", "http://host:1"):
         with pytest.raises(ConfigError, match="invalid endpoint"):
             Source(endpoint)
     with pytest.raises(EndpointError, match="cannot connect to"):
-        desk(Source("gopher://host:1"))
+        harness(Source("gopher://host:1"))
 
 
-def test_a_repr_for_operators(desk: Callable[..., Desk]) -> None:
-    """Streams by trust, and what waits."""
-    at = desk(Source("tcp://127.0.0.1:9"), Source("tcp://127.0.0.1:9", name="b"))
+def test_a_repr_for_operators(harness: Callable[..., Harness]) -> None:
+    """The repr has the number of streams by trust and the number of ready deliveries."""
+    at = harness(Source("tcp://127.0.0.1:9"), Source("tcp://127.0.0.1:9", name="b"))
     assert repr(at.subscriber).endswith("2 streams, 2 CONNECTING, 0 ready>")
     at.driver.close()
     assert repr(at.subscriber).endswith("ubscriber closed>")
 
 
-def test_many_deliveries_at_once(desk: Callable[..., Desk]) -> None:
-    """All of a turn, or as many as wanted and the rest later; nothing after the timeout."""
+def test_many_deliveries_at_once(harness: Callable[..., Harness]) -> None:
+    """`receive_many` returns all ready deliveries, or as many as requested and the rest later; [] after the timeout."""
     with TapePlayer(frames(100)) as tape:
-        at = desk(source_of(tape))
+        at = harness(source_of(tape))
         assert at.driver.receive_many(None, 0.05) == []
         at.joined(tape)
         tape.play()
@@ -481,11 +485,11 @@ def test_many_deliveries_at_once(desk: Callable[..., Desk]) -> None:
             at.driver.receive_many(0, 0)
 
 
-def test_raw_batches_arrive_as_they_were_sent(desk: Callable[..., Desk]) -> None:
-    """History by replay, then live batches with some dropped: the bytes of each, once and in order, none of them read."""
+def test_raw_batches_arrive_as_they_were_sent(harness: Callable[..., Harness]) -> None:
+    """Replayed history, then live batches with some dropped: the payload of each batch once and in order, none decoded."""
     with TapePlayer(frames(1_000)) as tape:
         tape.play(300)
-        at = desk(source_of(tape), decode=False)
+        at = harness(source_of(tape), decode=False)
         at.until(lambda: len(at.taken) == 300)
         tape.faults = Faults(drop=0.02, seed=3)
         at.joined(tape)
@@ -502,11 +506,11 @@ def test_raw_batches_arrive_as_they_were_sent(desk: Callable[..., Desk]) -> None
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_the_consumer_of_raw_batches_reports_what_it_finds(desk: Callable[..., Desk], decode: bool) -> None:
-    """One loop serves both modes: what decoding has told already is not told twice."""
+def test_the_consumer_of_raw_batches_reports_what_it_finds(harness: Callable[..., Harness], decode: bool) -> None:
+    """One loop works for both modes, because a report about a decoded batch does not count its events again."""
     unreadable = msgspec.msgpack.encode([3.0, [["Unheard", 1]]])
     with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
-        at = desk(source_of(tape), decode=decode)
+        at = harness(source_of(tape), decode=decode)
         taken: list[Any] = at.taken
         at.joined(tape)
         tape.play(4)
@@ -524,7 +528,7 @@ def test_the_consumer_of_raw_batches_reports_what_it_finds(desk: Callable[..., D
 
 
 class Counting:
-    """A sink that notes what it was given, and fails when told to."""
+    """A sink that records its deliveries and can fail."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
@@ -539,12 +543,12 @@ class Counting:
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_a_sink_has_each_delivery_before_it_is_handed_out(desk: Callable[..., Desk], decode: bool) -> None:
-    """One by one or many, and what it found is reported without anybody's doing."""
+def test_a_sink_applies_each_delivery_before_it_is_returned(harness: Callable[..., Harness], decode: bool) -> None:
+    """With `receive` and with `receive_many`. What the sink found is reported automatically."""
     unreadable = msgspec.msgpack.encode([3.0, [["Unheard", 1]]])
     sink = Counting(PrefixIndex())
     with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
-        at = desk(source_of(tape), decode=decode, sink=sink)
+        at = harness(source_of(tape), decode=decode, sink=sink)
         at.joined(tape)
         tape.play(4)
         for count in (1, 2):
@@ -561,11 +565,11 @@ def test_a_sink_has_each_delivery_before_it_is_handed_out(desk: Callable[..., De
         assert sink.index.worker("e").blocks == 0
 
 
-def test_what_a_sink_raises_is_raised(desk: Callable[..., Desk]) -> None:
-    """A fault of the consumer's own; the next call goes on with what has come behind."""
+def test_an_exception_of_a_sink_is_raised(harness: Callable[..., Harness]) -> None:
+    """The next call continues with the deliveries that follow."""
     sink = Counting(PrefixIndex())
     with TapePlayer(frames(2)) as tape:
-        at = desk(source_of(tape), sink=sink)
+        at = harness(source_of(tape), sink=sink)
         at.joined(tape)
         tape.play(1)
         sink.fails = True
@@ -578,10 +582,10 @@ def test_what_a_sink_raises_is_raised(desk: Callable[..., Desk]) -> None:
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_a_message_that_begins_as_the_batch_that_is_due_is_none(desk: Callable[..., Desk], decode: bool) -> None:
-    """It goes on behind the payload, or ends before it: it is counted, and the batch itself follows."""
+def test_a_message_that_only_begins_like_the_expected_batch_is_malformed(harness: Callable[..., Harness], decode: bool) -> None:
+    """It has more frames than a batch, or fewer. It is counted, and the batch itself follows."""
     with TapePlayer(frames(8)) as tape:
-        at = desk(source_of(tape), decode=decode)
+        at = harness(source_of(tape), decode=decode)
         at.joined(tape)
         tape.play(2)
         at.until(lambda: len(at.taken) == 2)
@@ -599,19 +603,19 @@ def test_a_message_that_begins_as_the_batch_that_is_due_is_none(desk: Callable[.
 # --- subscribers that restart ------------------------------------------------------------------------------------------------
 
 
-def on_disk(at: Desk) -> Checkpoint:
-    """The subscriber's process ends; this is what it leaves."""
+def on_disk(at: Harness) -> Checkpoint:
+    """Store a subscriber's checkpoint as at the end of its process."""
     at.driver.close()
     (checkpoint,) = at.subscriber.checkpoints()
     assert checkpoint == at.subscriber.checkpoint()
     return Checkpoint.decode(checkpoint.encode())
 
 
-def test_a_restarted_subscriber_goes_on_with_a_publisher_that_went_on(desk: Callable[..., Desk], tmp_path: Path) -> None:
-    """What was published meanwhile follows, the rest is not delivered again, and the stream is EXACT after the proof only."""
+def test_a_restarted_subscriber_resumes_with_the_same_publisher(harness: Callable[..., Harness], tmp_path: Path) -> None:
+    """Batches published meanwhile follow, no batch is delivered twice, and the stream is EXACT only after verification."""
     endpoints = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
     publisher = ZmqEventPublisher(0, *endpoints)
-    before = desk(Source(*endpoints, name="e"))
+    before = harness(Source(*endpoints, name="e"))
     for number in range(5):
         publisher.publish(EventBatch(float(number), [BlockRemoved([number])]))
     before.until(lambda: len(before.taken) == 5)
@@ -619,7 +623,7 @@ def test_a_restarted_subscriber_goes_on_with_a_publisher_that_went_on(desk: Call
     for number in range(5, 9):
         publisher.publish(EventBatch(float(number), [BlockRemoved([number])]))
     wait_until(lambda: publisher.stats().published == 9, "all to be sent before the next subscriber comes")
-    after = desk()
+    after = harness()
     after.subscriber.add(Source(*endpoints, name="e"), resume=checkpoint)
     assert after.subscriber.trust("e") == Trust.STALE
     after.until(lambda: len(after.taken) == 4)
@@ -633,13 +637,13 @@ def test_a_restarted_subscriber_goes_on_with_a_publisher_that_went_on(desk: Call
 
 
 @pytest.mark.parametrize("published", [0, 1, 9])
-def test_a_restarted_subscriber_finds_that_the_publisher_restarted(
-    desk: Callable[..., Desk], tmp_path: Path, published: int
+def test_a_restarted_subscriber_detects_a_restarted_publisher(
+    harness: Callable[..., Harness], tmp_path: Path, published: int
 ) -> None:
-    """Idle, young, or already past the old number: Reset with the next incarnation, then its batches from 0."""
+    """The new incarnation is idle, young, or past the old number: a Reset, then its batches from 0."""
     endpoints = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
     first = ZmqEventPublisher(0, *endpoints)
-    before = desk(Source(*endpoints, name="e"))
+    before = harness(Source(*endpoints, name="e"))
     for number in range(5):
         first.publish(EventBatch(float(number), [BlockRemoved([number])]))
     before.until(lambda: len(before.taken) == 5)
@@ -649,7 +653,7 @@ def test_a_restarted_subscriber_finds_that_the_publisher_restarted(
     second = ZmqEventPublisher(0, *endpoints)
     for number in range(published):
         second.publish(EventBatch(100.0 + number, [BlockRemoved([number])]))
-    after = desk()
+    after = harness()
     after.subscriber.add(Source(*endpoints, name="e"), resume=checkpoint)
     after.until(lambda: len(after.taken) == 1 + published)
     assert isinstance(after.taken[0], Reset)
@@ -659,10 +663,10 @@ def test_a_restarted_subscriber_finds_that_the_publisher_restarted(
     second.shutdown()
 
 
-def test_a_restarted_subscriber_waits_for_a_publisher_that_is_away(desk: Callable[..., Desk]) -> None:
-    """Nothing is claimed and nothing forgotten; the checkpoint of that time is the one it was given."""
+def test_a_restarted_subscriber_waits_for_an_absent_publisher(harness: Callable[..., Harness]) -> None:
+    """Trust claims nothing, and a checkpoint taken meanwhile equals the one that was resumed."""
     checkpoint = Checkpoint("e", 0, 2, 7, degraded_reasons={"LOST": 7})
-    at = desk()
+    at = harness()
     at.subscriber.add(Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e"), resume=checkpoint)
     assert at.driver.receive(0.1) is None
     assert at.subscriber.trust("e") == Trust.STALE
@@ -673,8 +677,8 @@ def test_a_restarted_subscriber_waits_for_a_publisher_that_is_away(desk: Callabl
     assert [status.source for status in at.subscriber.statuses()] == ["e"]
 
 
-def lively(transport: FakeTransport) -> FakeEngine:
-    """An engine with history: an event that cannot be read, a gap, a clear, and one batch that was not sent live."""
+def engine_with_history(transport: FakeTransport) -> FakeEngine:
+    """An engine with history: an event that cannot be decoded, a gap, a clear, and a batch that was not sent live."""
     engine = transport.engine("tcp://engine:5557", "tcp://engine:5558")
     for number in range(4):
         engine.publish(BlockRemoved([number]))
@@ -686,13 +690,13 @@ def lively(transport: FakeTransport) -> FakeEngine:
     return engine
 
 
-def told(deliveries: list[Delivery]) -> list[object]:
+def summary(deliveries: list[Delivery]) -> list[object]:
     """What they say, however they came."""
     return [(item.incarnation, item.seq, item.payload) if isinstance(item, Batch) else item for item in deliveries]
 
 
 def follow(transport: FakeTransport, engine: FakeEngine, resume: Checkpoint) -> tuple[list[Delivery], Subscriber]:
-    """Everything that a subscriber delivers which goes on from there."""
+    """Resume from a checkpoint and return everything that the subscriber delivers, and the subscriber."""
     subscriber = Subscriber(transport=transport, clock=transport.clock, limits=LIMITS)
     subscriber.add(Source(engine.endpoint, engine.replay_endpoint, name="e"), resume=resume)
     taken = []
@@ -701,10 +705,10 @@ def follow(transport: FakeTransport, engine: FakeEngine, resume: Checkpoint) -> 
     return taken, subscriber
 
 
-def test_a_checkpoint_is_never_ahead_of_what_was_handed_out() -> None:
-    """One delivery at a time, while others wait: each checkpoint leads to exactly those that came after it."""
+def test_a_checkpoint_is_never_ahead_of_returned_deliveries() -> None:
+    """Deliveries are taken one at a time while others are ready. Each checkpoint leads to exactly the later ones."""
     transport = FakeTransport()
-    engine = lively(transport)
+    engine = engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     taken: list[Delivery] = []
     checkpoints: list[Checkpoint] = []
@@ -719,7 +723,7 @@ def test_a_checkpoint_is_never_ahead_of_what_was_handed_out() -> None:
     assert len(taken) == 9
     for position, checkpoint in enumerate(checkpoints, 1):
         again, subscriber = follow(transport, engine, checkpoint)
-        assert told(again) == told(taken[position:])
+        assert summary(again) == summary(taken[position:])
         with subscriber:
             engine.publish()
             live = subscriber.receive(timeout=5)
@@ -730,10 +734,13 @@ def test_a_checkpoint_is_never_ahead_of_what_was_handed_out() -> None:
             assert subscriber.checkpoint("e").last_seq == 8 + position
 
 
-def test_a_checkpoint_between_two_lives_is_of_the_one_that_was_handed_out() -> None:
-    """A Reset that waits is delivered again; one that was handed out is not, unless nothing of its life was."""
+def test_a_checkpoint_between_two_incarnations_is_of_the_returned_one() -> None:
+    """A Reset that is ready but not taken is delivered again after resuming.
+
+    One that was taken is delivered again only if no batch of its incarnation was taken.
+    """
     transport = FakeTransport()
-    engine = lively(transport)
+    engine = engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     with Subscriber(source, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
         taken = [subscriber.receive(timeout=5) for _ in range(9)]
@@ -749,16 +756,16 @@ def test_a_checkpoint_between_two_lives_is_of_the_one_that_was_handed_out() -> N
     assert all(each.fingerprints and not each.degraded_reasons for each in positions[1:])
     for position, checkpoint in enumerate(positions[1:], 10):
         again, _ = follow(transport, engine, checkpoint)
-        assert told(again) == told([item for item in taken[position:] if item is not None])
+        assert summary(again) == summary([item for item in taken[position:] if item is not None])
     again, _ = follow(transport, engine, positions[0])
     assert isinstance(again[0], Reset)
     assert len(again) == 21
 
 
-def test_what_was_reported_while_others_wait_is_in_the_checkpoint() -> None:
-    """A consumer of raw batches has found something that it cannot read; later ones are still to be handed out."""
+def test_a_checkpoint_includes_reports_while_deliveries_are_ready() -> None:
+    """A consumer of raw batches reports an event that it cannot decode while later deliveries are ready."""
     transport = FakeTransport()
-    engine = lively(transport)
+    engine = engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     with Subscriber(source, decode=False, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
         raw = [subscriber.receive(timeout=5) for _ in range(5)][-1]
@@ -768,14 +775,17 @@ def test_what_was_reported_while_others_wait_is_in_the_checkpoint() -> None:
         assert subscriber.checkpoint("e").degraded_reasons == {"REJECTED": 4}
 
 
-def beating(engine: FakeEngine, digest: str = "0" * 32) -> None:
-    """The engine is one of ours, and says what it holds."""
+def publish_heartbeat(engine: FakeEngine, digest: str = "0" * 32) -> None:
+    """Publish a heartbeat of kvevents with this digest."""
     engine.publish(BlockRemoved([], heartbeat=Heartbeat(digest, 5.0)))
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_a_state_that_is_not_the_senders_is_built_anew(decode: bool) -> None:
-    """An index that went wrong is found out by the next heartbeat, forgets, and is told everything again; then it agrees."""
+def test_a_diverged_index_is_rebuilt(decode: bool) -> None:
+    """The next heartbeat shows that the index differs.
+
+    A reset clears it, everything is replayed, and then the digests agree.
+    """
     transport = FakeTransport()
     engine = transport.engine("tcp://relay:5557", "tcp://relay:5558")
     source = Source(engine.endpoint, engine.replay_endpoint, name="relay")
@@ -783,6 +793,7 @@ def test_a_state_that_is_not_the_senders_is_built_anew(decode: bool) -> None:
     with Subscriber(source, decode=decode, transport=transport, clock=transport.clock) as subscriber:
 
         def follow() -> list[bool | None]:
+            """Resume from a checkpoint and return everything that the subscriber delivers, and the subscriber."""
             agreed: list[bool | None] = []
             for _ in range(10):
                 for delivery in subscriber.receive_many(timeout=0.1):
@@ -796,13 +807,13 @@ def test_a_state_that_is_not_the_senders_is_built_anew(decode: bool) -> None:
             events: list[KVEvent] = [BlockStored([number], None, [number], 1)]
             engine.publish(*events)
             truth.apply(Batch("relay", 0, 0, number, 0.0, events, False))
-        beating(engine, truth.digest("relay"))
+        publish_heartbeat(engine, truth.digest("relay"))
         assert follow() == [True]
         index.apply(Batch("relay", 0, 0, 4, 0.0, [BlockRemoved([1])], False))
         engine.publish(BlockRemoved([99]))
-        beating(engine, truth.digest("relay"))
+        publish_heartbeat(engine, truth.digest("relay"))
         assert follow() == [False, True, True]
-        beating(engine, truth.digest("relay"))
+        publish_heartbeat(engine, truth.digest("relay"))
         assert follow() == [True]
         assert subscriber.trust() == Trust.EXACT
         assert subscriber.status().counters.digests_mismatched == 1
@@ -810,12 +821,12 @@ def test_a_state_that_is_not_the_senders_is_built_anew(decode: bool) -> None:
 
 
 @pytest.mark.parametrize("decode", [True, False])
-def test_silence_is_noticed_though_nothing_else_is_due(decode: bool) -> None:
-    """The promise is told after the batch was delivered, where the consumer reads it."""
+def test_missing_heartbeats_are_noticed_without_other_timers(decode: bool) -> None:
+    """The heartbeat interval is known only after the batch was delivered, because the consumer decodes it."""
     transport = FakeTransport()
     engine = transport.engine("tcp://relay:5557")
     with Subscriber(Source(engine.endpoint, name="e"), decode=decode, transport=transport, clock=transport.clock) as subscriber:
-        beating(engine)
+        publish_heartbeat(engine)
         delivery = subscriber.receive(timeout=1)
         assert isinstance(delivery, Batch | RawBatch)
         batch = delivery.decode() if isinstance(delivery, RawBatch) else delivery
@@ -828,7 +839,7 @@ def test_silence_is_noticed_though_nothing_else_is_due(decode: bool) -> None:
 
 def test_nothing_found_is_nothing_to_report() -> None:
     transport = FakeTransport()
-    engine = lively(transport)
+    engine = engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     with Subscriber(source, decode=False, transport=transport, clock=transport.clock) as subscriber:
         raw = subscriber.receive(timeout=5)
@@ -837,10 +848,10 @@ def test_nothing_found_is_nothing_to_report() -> None:
         assert subscriber.status().counters.rejected == {}
 
 
-def test_deliveries_of_a_source_that_was_removed_do_not_count_for_its_successor() -> None:
-    """They may still wait when the same name is followed again."""
+def test_deliveries_of_a_removed_source_do_not_count_for_its_successor() -> None:
+    """They may still be ready when the same name is added again."""
     transport = FakeTransport()
-    engine = lively(transport)
+    engine = engine_with_history(transport)
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
     with Subscriber(source, transport=transport, clock=transport.clock, limits=LIMITS) as subscriber:
         subscriber.receive(timeout=5)
@@ -869,7 +880,7 @@ def test_type_checkers_know_what_is_delivered() -> None:
 
 
 async def test_type_checkers_know_what_is_delivered_to_a_task() -> None:
-    """The same with `await`."""
+    """The same as for `Subscriber`, with `await`."""
     async with AsyncSubscriber("tcp://127.0.0.1:9") as decoding, AsyncSubscriber("tcp://127.0.0.1:9", decode=False) as raw:
         assert_type(decoding, AsyncSubscriber[Batch])
         assert_type(await decoding.receive(0), Batch | Reset | Gap | None)
@@ -877,7 +888,7 @@ async def test_type_checkers_know_what_is_delivered_to_a_task() -> None:
 
 
 def test_after_close_receiving_is_an_error() -> None:
-    """A closed subscriber says so; closing twice is fine."""
+    """A closed subscriber raises `ClosedError`; closing twice is fine."""
     subscriber = Subscriber(Source("tcp://127.0.0.1:9"))
     subscriber.close()
     subscriber.close()
@@ -885,16 +896,16 @@ def test_after_close_receiving_is_an_error() -> None:
         subscriber.receive(0)
 
 
-def test_closing_does_not_wait_for_a_socket_that_was_left_half_made() -> None:
-    """An interrupt may leave a socket that no link knows; closing takes it along instead of hanging."""
+def test_closing_does_not_wait_for_an_incomplete_socket() -> None:
+    """An interrupt may leave a socket that no connection owns. Closing the context closes it too and does not hang."""
     transport = ZmqTransport()
     forgotten = transport.context.socket(zmq.DEALER)
     transport.close()
     assert forgotten.closed
 
 
-def test_iterating_in_both_worlds() -> None:
-    """`for` and `async for` hand out the same as `receive`."""
+def test_iteration_yields_what_receive_returns() -> None:
+    """`for` and `async for` yield the same deliveries as `receive`."""
 
     async def first_two(source: Source) -> list[int]:
         seqs = []
@@ -914,8 +925,8 @@ def test_iterating_in_both_worlds() -> None:
         assert asyncio.run(first_two(source_of(tape))) == [0, 1]
 
 
-def test_a_cancelled_receive_loses_nothing() -> None:
-    """Cancelling waits, not batches."""
+def test_a_cancelled_receive_loses_no_delivery() -> None:
+    """Cancellation ends the wait and loses no batch."""
 
     async def scenario(tape: TapePlayer) -> list[int]:
         async with AsyncSubscriber(source_of(tape), limits=LIMITS) as subscriber:
@@ -937,7 +948,7 @@ def test_a_cancelled_receive_loses_nothing() -> None:
 
 
 def test_closing_leaves_no_threads_and_no_descriptors() -> None:
-    """Sockets, contexts, monitors and selectors are all released."""
+    """Sockets, contexts, monitors and selectors are all closed."""
 
     def once() -> None:
         with Subscriber([Source("tcp://127.0.0.1:9", name=str(number)) for number in range(5)]) as subscriber:
@@ -978,14 +989,14 @@ print("lives")
 """
 
 
-def test_an_application_that_was_busy_for_too_long_is_not_ended_by_its_sockets() -> None:
+def test_a_stalled_application_is_not_aborted_by_libzmq() -> None:
     """libzmq 4.3.5 aborts the process that reads a full socket whose connection has timed out (its issues 3596 and 3937)."""
     done = subprocess.run([sys.executable, "-c", STALLED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
 
 
-def test_healed_gaps_leave_no_timers_behind() -> None:
-    """A request's patience ends before the check of a quiet stream is due; neither timer may go on beside the other."""
+def test_repaired_gaps_leave_no_timers() -> None:
+    """The timer of a request is due before the idle probe. Only one of the two timers may stay."""
     transport = FakeTransport()
     engine = transport.engine("tcp://e:1", "tcp://r:1")
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")
@@ -1013,8 +1024,8 @@ def test_healed_gaps_leave_no_timers_behind() -> None:
 
 
 @pytest.mark.parametrize("lost", [0.01, 0.2])
-def test_each_hole_costs_one_request(lost: float) -> None:
-    """The answer that fills it holds the live batch behind it, too, which proves whose answer it is."""
+def test_each_gap_takes_one_request(lost: float) -> None:
+    """The reply that fills a gap also holds the live batch behind it, which verifies the replay endpoint."""
     transport, random = FakeTransport(), Random(3)
     engine = transport.engine("tcp://engine:1", "tcp://engine:2")
     source = Source(engine.endpoint, engine.replay_endpoint, name="e")

@@ -1,4 +1,4 @@
-"""Stopping subscribers, from wherever that is done: a waiting call ends, and nothing stays open or registered."""
+"""Closing subscribers from any thread: a waiting call ends, and nothing stays open or registered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def receives_many(subscriber: Subscriber) -> None:
 
 
 def iterates(subscriber: Subscriber) -> None:
-    """Iterate, which must end."""
+    """Iterate; the iteration must end."""
     assert list(subscriber) == []
 
 
@@ -48,13 +48,13 @@ WAITS = pytest.mark.parametrize("wait", [receives, receives_many, iterates])
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """Return the open descriptors of this process."""
     gc.collect()
     return [str(each.readlink()) for each in sorted(Path("/proc/self/fd").iterdir()) if each.exists()]
 
 
 def waiting(subscriber: Any) -> bool:
-    """Whether some call waits for messages."""
+    """Return whether a call waits for messages."""
     return bool(subscriber._calls)
 
 
@@ -66,14 +66,14 @@ def until(reached: Callable[[], bool]) -> None:
 
 
 async def begun(task: asyncio.Task[Any]) -> None:
-    """Let a task run until it waits for messages, of which there are none."""
+    """Let a task run until it waits for messages that never come."""
     done, _ = await asyncio.wait({task}, timeout=0.05)
     assert not done
 
 
 @WAITS
-def test_another_thread_ends_what_waits(wait: Callable[[Subscriber], None]) -> None:
-    """The thread ends, with the error or the end of the iteration that is due, and has closed everything."""
+def test_another_thread_ends_a_waiting_call(wait: Callable[[Subscriber], None]) -> None:
+    """The thread ends with the expected error or end of iteration, and everything is closed."""
     before = descriptors()
     subscriber = Subscriber(NOBODY)
     failures: list[BaseException] = []
@@ -99,7 +99,7 @@ def test_another_thread_ends_what_waits(wait: Callable[[Subscriber], None]) -> N
 
 
 def test_close_and_receive_race() -> None:
-    """Whenever `close` comes, before, within or after a call, the thread ends without another error, and nothing stays open."""
+    """Whether `close` comes before, during or after a call, the thread ends without another error, and nothing stays open."""
     before = descriptors()
     for attempt in range(100):
         subscriber = Subscriber(NOBODY)
@@ -138,8 +138,8 @@ print("ended", flush=True)
 """
 
 
-def test_a_signal_handler_ends_what_waits() -> None:
-    """It runs in the very thread that waits, in the middle of it."""
+def test_a_signal_handler_ends_a_waiting_call() -> None:
+    """The handler runs in the thread that waits, in the middle of the call."""
     with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -149,7 +149,7 @@ def test_a_signal_handler_ends_what_waits() -> None:
 
 
 def uses(subscriber: Subscriber) -> None:
-    """Add, ask, receive and remove without a pause until one of them raises."""
+    """Add, query, receive and remove without a pause until a call raises."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
         subscriber.add(Source("tcp://127.0.0.1:9", name="other"))
@@ -158,8 +158,8 @@ def uses(subscriber: Subscriber) -> None:
         subscriber.remove("other")
 
 
-def test_a_signal_handler_may_close_in_the_middle_of_anything() -> None:
-    """At a hundred different moments of adding, removing, asking and receiving; nothing stays open and no other error comes."""
+def test_a_signal_handler_may_close_during_any_call() -> None:
+    """At a hundred moments of adding, removing, querying and receiving. Nothing stays open, and there is no other error."""
     before = descriptors()
     closing: list[Subscriber] = []
     former = signal.signal(signal.SIGALRM, lambda *_: closing[-1].close())
@@ -176,8 +176,8 @@ def test_a_signal_handler_may_close_in_the_middle_of_anything() -> None:
 
 
 @pytest.mark.parametrize("many", [False, True])
-async def test_another_task_ends_what_waits(many: bool) -> None:
-    """`receive` raises, `async for` ends, and asyncio watches nothing of it any more."""
+async def test_another_task_ends_a_waiting_call(many: bool) -> None:
+    """`receive` raises, `async for` ends, and asyncio no longer watches the descriptor."""
     before = descriptors()
     subscriber = AsyncSubscriber(NOBODY)
     task: asyncio.Task[Any] = asyncio.create_task(subscriber.receive_many() if many else subscriber.receive())
@@ -192,7 +192,7 @@ async def test_another_task_ends_what_waits(many: bool) -> None:
 
 
 async def test_async_iteration_ends_when_it_is_closed() -> None:
-    """Quietly, in the middle of a wait and afterwards."""
+    """Without an error, during a wait and afterwards."""
     subscriber = AsyncSubscriber(NOBODY)
 
     async def iterate() -> list[object]:
@@ -206,7 +206,7 @@ async def test_async_iteration_ends_when_it_is_closed() -> None:
 
 
 async def test_another_thread_ends_an_async_iteration() -> None:
-    """`close` needs no event loop of its own to be understood by the one that waits."""
+    """`close` works from a thread without an event loop."""
     subscriber = AsyncSubscriber(NOBODY)
     task = asyncio.create_task(subscriber.receive())
     await begun(task)
@@ -216,7 +216,7 @@ async def test_another_thread_ends_an_async_iteration() -> None:
 
 
 async def test_the_next_socket_with_the_number_of_a_closed_one_works() -> None:
-    """asyncio forgets the descriptor that was waited for: sockets opened afterwards, which get its number, are not deaf."""
+    """asyncio no longer watches the closed descriptor, so a socket that is opened afterwards with its number receives data."""
     loop = asyncio.get_running_loop()
     subscriber = AsyncSubscriber(NOBODY)
     descriptor = subscriber._multiplexer.transport.fileno()
@@ -242,7 +242,7 @@ async def test_the_next_socket_with_the_number_of_a_closed_one_works() -> None:
 
 
 async def test_two_tasks_cannot_wait_at_once() -> None:
-    """The second one is refused; it would take the first one's place in asyncio, which then never wakes."""
+    """The second task raises. Otherwise it would replace the first task's reader in asyncio, which then never wakes."""
     async with AsyncSubscriber(NOBODY) as subscriber:
         first = asyncio.create_task(subscriber.receive())
         await begun(first)
@@ -254,8 +254,8 @@ async def test_two_tasks_cannot_wait_at_once() -> None:
         assert await subscriber.receive(0) is None
 
 
-def test_what_waits_is_not_handed_out_after_close() -> None:
-    """A checkpoint does not hold it either, so a later process gets it."""
+def test_ready_deliveries_are_not_returned_after_close() -> None:
+    """The checkpoint does not include them either, so a later process receives them."""
     fake = FakeTransport()
     engine = fake.engine("tcp://engine:5557", "tcp://engine:5558")
     for number in range(3):
@@ -274,8 +274,8 @@ def test_what_waits_is_not_handed_out_after_close() -> None:
     assert subscriber.trust("e") == subscriber.status("e").trust
 
 
-def test_other_threads_may_ask_while_one_receives() -> None:
-    """`trust`, `status` and `statuses` answer, whatever the receiving thread does to the streams at that moment."""
+def test_other_threads_may_query_while_one_receives() -> None:
+    """`trust`, `status` and `statuses` work whatever the receiving thread does to the streams at that moment."""
     fake = FakeTransport()
     engines = [fake.engine(f"tcp://engine:{5000 + number}", f"tcp://replay:{number}") for number in range(20)]
     subscriber = Subscriber(transport=fake, clock=fake.clock)
@@ -312,7 +312,7 @@ def test_other_threads_may_ask_while_one_receives() -> None:
 
 
 def test_closing_in_the_middle_of_an_iteration_ends_it() -> None:
-    """By the very code that iterates, with deliveries waiting, in both worlds."""
+    """The iterating code closes the subscriber while deliveries are ready, in both front ends."""
     fake = FakeTransport()
     engine = fake.engine("tcp://engine:5557", "tcp://engine:5558")
     for number in range(3):

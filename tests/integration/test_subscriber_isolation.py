@@ -1,4 +1,4 @@
-"""What fails of one stream concerns that stream alone, over every transport; and one follow of a source nothing of another."""
+"""The failure of one stream does not affect other streams, with every transport, nor a later follow of the same source."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LIMITS = StreamLimits(replay_timeout=2.0)
 SHORT = EndpointError("cannot open a socket for it: Too many open files", endpoint="it", errno=24)
 
 
-class Faulty:
-    """A transport around another one, which fails for one source when it is told to."""
+class FaultyTransport:
+    """A transport around another one that fails for one source on demand."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -73,9 +73,9 @@ class Faulty:
 
 
 class FaultyConnection:
-    """A connection of `Faulty`."""
+    """A connection of `FaultyTransport`."""
 
-    def __init__(self, transport: Faulty, inner: Connection, label: str) -> None:
+    def __init__(self, transport: FaultyTransport, inner: Connection, label: str) -> None:
         self._transport = transport
         self._inner = inner
         self._label = label
@@ -102,7 +102,7 @@ class FaultyConnection:
         self._inner.close()
 
 
-class Plant:
+class Fleet:
     """Three engines, one subscriber, and a fault for the first engine."""
 
     def __init__(self, kind: str, history: int = 0, fails: Collection[str] = ()) -> None:
@@ -111,12 +111,12 @@ class Plant:
             fake = FakeTransport()
             clock: Callable[[], float] = fake.clock
             self.engines = [fake.engine(f"tcp://e:{number}", f"tcp://r:{number}") for number in range(3)]
-            self.transport = Faulty(fake)
+            self.transport = FaultyTransport(fake)
         else:
             clock = time.monotonic
             sockets = SocketOptions(reconnect_ms=10, reconnect_max_ms=40)
             self.engines = [ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") for _ in range(3)]
-            self.transport = Faulty(ZmqTransport(options=sockets))
+            self.transport = FaultyTransport(ZmqTransport(options=sockets))
         self.transport.victim = "e0"
         self.transport.fails = set(fails)
         self.taken: dict[str, list[int]] = {"e0": [], "e1": [], "e2": []}
@@ -129,7 +129,7 @@ class Plant:
         self.until(lambda: all(each.stats().subscribers for each in real))
 
     def publish(self) -> None:
-        """One batch by each engine."""
+        """Publish one batch on each engine."""
         self._published += 1
         for engine in self.engines:
             self._publish_one(engine)
@@ -152,7 +152,7 @@ class Plant:
         self.until(lambda: all(len(self.taken[name]) >= count for name in names or self.taken))
 
     def until_exact(self) -> None:
-        """An engine publishes another batch if no live batch has confirmed yet what replay has brought."""
+        """Wait until all streams are EXACT. An engine publishes another batch if a live batch must confirm its replay."""
 
         def are_exact() -> bool:
             statuses = self.subscriber.statuses()
@@ -174,91 +174,91 @@ KINDS = ["libzmq", "fake"]
 
 
 @pytest.fixture(params=KINDS)
-def plant(request: pytest.FixtureRequest) -> Iterator[Plant]:
-    made = Plant(request.param)
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    made = Fleet(request.param)
     yield made
     made.close()
 
 
-def test_a_stream_whose_link_fails_is_not_exact_and_the_others_go_on(plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
-    """`receive` does not raise. The stream says what is wrong, in trust, status and log, and is whole again afterwards."""
-    plant.publish()
-    plant.until_all_have(1)
-    plant.until_exact()
-    plant.transport.fails = {"read", "open"}
-    plant.publish()
-    plant.until_all_have(2, "e1", "e2")
-    plant.until(lambda: plant.subscriber.trust("e0") == Trust.STALE)
-    plant.publish()
-    plant.until_all_have(3, "e1", "e2")
-    assert plant.taken["e0"] == [0]
-    assert "Too many open files" in plant.subscriber.trust("e0").reason
-    assert "Too many open files" in plant.subscriber.status("e0").error
-    assert plant.subscriber.status("e1").error == ""
-    plant.transport.fails = set()
-    plant.until_all_have(3)
-    plant.until_exact()
-    assert plant.subscriber.status("e0").error == ""
-    assert plant.taken == {name: list(range(len(numbers))) for name, numbers in plant.taken.items()}
+def test_a_failed_connection_affects_only_its_own_stream(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    """`receive` does not raise. Trust, status and log name the failure, and the stream is EXACT again after it."""
+    fleet.publish()
+    fleet.until_all_have(1)
+    fleet.until_exact()
+    fleet.transport.fails = {"read", "open"}
+    fleet.publish()
+    fleet.until_all_have(2, "e1", "e2")
+    fleet.until(lambda: fleet.subscriber.trust("e0") == Trust.STALE)
+    fleet.publish()
+    fleet.until_all_have(3, "e1", "e2")
+    assert fleet.taken["e0"] == [0]
+    assert "Too many open files" in fleet.subscriber.trust("e0").reason
+    assert "Too many open files" in fleet.subscriber.status("e0").error
+    assert fleet.subscriber.status("e1").error == ""
+    fleet.transport.fails = set()
+    fleet.until_all_have(3)
+    fleet.until_exact()
+    assert fleet.subscriber.status("e0").error == ""
+    assert fleet.taken == {name: list(range(len(numbers))) for name, numbers in fleet.taken.items()}
     told = [each.message for each in caplog.records if each.name == "kvevents.subscriber.multiplexer"]
     assert len([each for each in told if "e0 rank 0: no connection: cannot open a socket" in each]) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_cannot_request_replay_is_not_exact_and_asks_again(kind: str) -> None:
-    """Its live connection stays. The request counts as one that nothing answers, and is repeated."""
-    plant = Plant(kind, history=1, fails={"request"})
-    plant.until_all_have(1, "e1", "e2")
-    plant.until(lambda: "Too many open files" in plant.subscriber.status("e0").error)
-    assert plant.subscriber.trust("e0") != Trust.EXACT
-    assert "replay cannot be requested" in plant.subscriber.trust("e0").reason
-    plant.transport.fails = set()
-    plant.publish()
-    plant.until_all_have(2)
-    plant.until_exact()
-    assert plant.taken == {name: list(range(len(numbers))) for name, numbers in plant.taken.items()}
-    assert plant.subscriber.status("e0").error == ""
-    plant.close()
+def test_a_replay_request_that_cannot_be_sent_is_repeated(kind: str) -> None:
+    """The live connection stays. The request counts as one without an answer, and the stream is not EXACT until it succeeds."""
+    fleet = Fleet(kind, history=1, fails={"request"})
+    fleet.until_all_have(1, "e1", "e2")
+    fleet.until(lambda: "Too many open files" in fleet.subscriber.status("e0").error)
+    assert fleet.subscriber.trust("e0") != Trust.EXACT
+    assert "replay cannot be requested" in fleet.subscriber.trust("e0").reason
+    fleet.transport.fails = set()
+    fleet.publish()
+    fleet.until_all_have(2)
+    fleet.until_exact()
+    assert fleet.taken == {name: list(range(len(numbers))) for name, numbers in fleet.taken.items()}
+    assert fleet.subscriber.status("e0").error == ""
+    fleet.close()
 
 
-def test_a_link_that_never_opens_is_tried_at_a_growing_pace() -> None:
-    """In virtual time: a few times in the first seconds, then about twice a minute; and the log has it once."""
-    plant = Plant("fake")
-    plant.publish()
-    plant.until_all_have(1)
-    plant.transport.fails = {"read", "open"}
-    plant.publish()
-    before = plant.transport.opened
-    plant.until(lambda: plant.subscriber.trust("e0") == Trust.STALE)
-    clock = plant.subscriber._clock
+def test_a_connection_that_never_opens_is_retried_with_backoff() -> None:
+    """In virtual time: a few attempts in the first seconds, then about two per minute, and one line in the log."""
+    fleet = Fleet("fake")
+    fleet.publish()
+    fleet.until_all_have(1)
+    fleet.transport.fails = {"read", "open"}
+    fleet.publish()
+    before = fleet.transport.opened
+    fleet.until(lambda: fleet.subscriber.trust("e0") == Trust.STALE)
+    clock = fleet.subscriber._clock
     assert isinstance(clock, VirtualClock)
     end = clock() + 600
     while clock() < end:
-        plant.subscriber.receive_many(timeout=1)
-    assert 20 <= plant.transport.opened - before <= 60
-    plant.close()
+        fleet.subscriber.receive_many(timeout=1)
+    assert 20 <= fleet.transport.opened - before <= 60
+    fleet.close()
 
 
-def test_an_error_of_another_kind_costs_the_other_streams_nothing() -> None:
-    """It is raised, as a defect must be. What the others had to say is delivered afterwards, though signalled only once."""
-    plant = Plant("libzmq")
-    plant.publish()
-    plant.until_all_have(1)
-    plant.until_exact()
-    plant.transport.fails, plant.transport.raises = {"read"}, RuntimeError("a defect")
-    plant.publish()
+def test_an_unexpected_exception_does_not_affect_other_streams() -> None:
+    """`receive` raises it. Batches of the other streams are delivered afterwards, although each was signalled only once."""
+    fleet = Fleet("libzmq")
+    fleet.publish()
+    fleet.until_all_have(1)
+    fleet.until_exact()
+    fleet.transport.fails, fleet.transport.raises = {"read"}, RuntimeError("a defect")
+    fleet.publish()
     with pytest.raises(RuntimeError, match="a defect"):
-        plant.until(lambda: False)
-    plant.transport.fails = set()
-    plant.until_all_have(2, "e1", "e2")
-    plant.close()
+        fleet.until(lambda: False)
+    fleet.transport.fails = set()
+    fleet.until_all_have(2, "e1", "e2")
+    fleet.close()
 
 
 # --- follows of one source, one after the other ------------------------------------------------------------------------------
 
 
-def test_a_report_about_an_earlier_follow_is_ignored() -> None:
-    """A batch of before `remove` clears nothing of what was lost after `add`, and its events are not counted."""
+def test_a_report_about_an_earlier_subscription_is_ignored() -> None:
+    """A batch from before `remove` clears no gap from after `add`, and its events are not counted."""
     fake = FakeTransport()
     engine = fake.engine("tcp://e:1", "tcp://e:2", buffer_steps=10)
     source = Source(engine.endpoint, engine.replay_endpoint, name="pod")
@@ -321,8 +321,8 @@ def test_incarnations_never_repeat_in_a_subscriber() -> None:
     assert seen == sorted(seen)
 
 
-def test_a_checkpoint_of_another_process_goes_on_with_its_incarnation() -> None:
-    """The numbers of this process do not matter for it, unless it has used them itself."""
+def test_a_resumed_stream_continues_its_incarnation() -> None:
+    """The incarnation of the checkpoint continues, unless this process has used the number itself."""
     fake = FakeTransport()
     engine = fake.engine("tcp://e:1", "tcp://e:2")
     source = Source(engine.endpoint, engine.replay_endpoint, name="pod")
@@ -379,8 +379,8 @@ print("healed")
 """
 
 
-def test_at_the_limit_of_descriptors_a_stream_says_so_and_heals() -> None:
-    """A process that can open nothing more cannot ask for replay. It goes on, and asks when it can."""
+def test_at_the_descriptor_limit_a_stream_reports_it_and_recovers() -> None:
+    """A process that cannot open descriptors cannot request replay. It continues, and requests replay when it can."""
     done = subprocess.run([sys.executable, "-c", AT_THE_LIMIT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     said, healed = done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""How links open sockets: in which context, for which protocol, and with which errors."""
+"""How the ZeroMQ transport opens sockets: in which context, for which protocol, and with which errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE = 20.0
 
 
 def exact(subscriber: Subscriber, publisher: ZmqEventPublisher) -> list[int]:
-    """Numbers of the batches received until the stream is exact; a live one has to confirm what replay has brought."""
+    """Return the numbers received until the stream is EXACT. A live batch has to confirm what replay returned."""
     seqs: list[int] = []
     end = time.monotonic() + DEADLINE
     while subscriber.trust() != Trust.EXACT:
@@ -35,8 +35,8 @@ def exact(subscriber: Subscriber, publisher: ZmqEventPublisher) -> list[int]:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("live", ["inproc://live", "tcp://127.0.0.1:*"])
-def test_inproc_endpoints_are_looked_for_in_the_callers_context(own: bool, live: str) -> None:
-    """Live and replay, each for itself; without a context of the caller's in the one of the process."""
+def test_inproc_endpoints_are_in_the_context_of_the_caller(own: bool, live: str) -> None:
+    """Live and replay endpoints. Without a context of the caller, they are in the process-wide one."""
     with zmq.Context() as context:
         given = context if own else None
         shared = given if live.startswith("tcp") or own else zmq.Context.instance()
@@ -53,8 +53,8 @@ def test_inproc_endpoints_are_looked_for_in_the_callers_context(own: bool, live:
     "endpoint",
     ["tcp://[::1]:5557", "tcp://:::5557", "tcp://[::]:5557", "tcp://10.1.2.3:5557", "tcp://engine:5557", "ipc:///tmp/[x]"],
 )
-def test_one_rule_says_which_sockets_speak_ipv6(endpoint: str) -> None:
-    """That of `endpoints.needs_ipv6`, which publishers obey as well."""
+def test_ipv6_is_enabled_by_the_rule_of_publishers(endpoint: str) -> None:
+    """The rule is `endpoints.needs_ipv6`."""
     with zmq.Context() as context:
         sockets = SocketFactory(context, DEFAULT_SOCKET_OPTIONS, None, is_private=True)
         for kind in (zmq.SUB, zmq.DEALER):
@@ -62,8 +62,8 @@ def test_one_rule_says_which_sockets_speak_ipv6(endpoint: str) -> None:
                 assert bool(socket.get(zmq.IPV6)) == needs_ipv6(endpoint)
 
 
-def test_a_subscriber_binds_where_a_publisher_would() -> None:
-    """At the wildcard of IPv6 in vLLM's spelling, without brackets."""
+def test_a_subscriber_binds_at_the_ipv6_wildcard() -> None:
+    """As vLLM writes it, without brackets."""
     with zmq.Context() as context, context.socket(zmq.PUB) as probe:
         probe.ipv6 = True
         try:
@@ -74,8 +74,8 @@ def test_a_subscriber_binds_where_a_publisher_would() -> None:
         assert subscriber.receive(0) is None
 
 
-def test_errors_of_both_sides_carry_endpoint_and_number() -> None:
-    """Code need not read the sentence to know which endpoint it was, and what the system said."""
+def test_endpoint_errors_have_endpoint_and_errno() -> None:
+    """Of publishers and subscribers, so that code need not parse the message."""
     with zmq.Context() as context, context.socket(zmq.PUB) as holder:
         taken = f"tcp://127.0.0.1:{holder.bind_to_random_port('tcp://127.0.0.1')}"
         with pytest.raises(EndpointError, match="Address already in use") as published:

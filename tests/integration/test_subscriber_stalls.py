@@ -1,4 +1,4 @@
-"""An application that does not receive for long is told from a source that is quiet for long."""
+"""A stalled application is distinguished from a source that is quiet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvevents.testing.clock import VirtualClock
 
 
 def waits(detector: StallDetector, clock: VirtualClock, seconds: float) -> bool:
-    """Wait for messages so long; whether the wait came too late."""
+    """Wait `seconds` for messages and return whether the wait began too late."""
     detector.begin_wait()
     clock.advance(seconds)
     detector.end_wait()
@@ -22,7 +22,7 @@ def waits(detector: StallDetector, clock: VirtualClock, seconds: float) -> bool:
 
 
 def test_only_the_time_between_waits_counts() -> None:
-    """The first wait may be too late, a long one is not, and one that follows a long absence is."""
+    """The first wait may be too late. A long wait is not a stall, and a wait after a long absence is."""
     clock = VirtualClock()
     detector = StallDetector(15.0, clock)
     assert waits(detector, clock, 0.0)
@@ -34,8 +34,8 @@ def test_only_the_time_between_waits_counts() -> None:
     assert not waits(detector, clock, 0.0)
 
 
-def test_a_wait_by_other_means_that_comes_back_in_time_is_no_stall() -> None:
-    """asyncio waits by itself, and comes back after `max_wait`."""
+def test_a_wait_by_other_means_within_max_wait_is_not_a_stall() -> None:
+    """asyncio waits by itself and calls `wait` after `max_wait`."""
     clock = VirtualClock()
     detector = StallDetector(15.0, clock)
     waits(detector, clock, 0.0)
@@ -46,7 +46,7 @@ def test_a_wait_by_other_means_that_comes_back_in_time_is_no_stall() -> None:
 
 
 def test_without_heartbeats_every_pause_is_a_stall() -> None:
-    """Nothing says how long a connection may be silent then; and no time is asked for, in which to come back."""
+    """Without heartbeats no silence of a connection is known to be harmless, and `max_wait` is None."""
     clock = VirtualClock()
     detector = StallDetector(0.0, clock)
     waits(detector, clock, 0.0)
@@ -56,10 +56,10 @@ def test_without_heartbeats_every_pause_is_a_stall() -> None:
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_what_came_with_a_disconnect_is_read_after_a_long_silence_and_not_after_a_long_absence(away: bool) -> None:
-    """A source that was quiet for a minute is read to its end. An application that was away for a minute takes a new socket.
+def test_last_messages_are_read_after_a_quiet_time_but_not_after_a_stall(away: bool) -> None:
+    """A source that was quiet for a minute is read to its end. After a stall of a minute the transport takes a new socket.
 
-    A full socket whose connection has timed out must not be read: libzmq 4.3.5 ends the process.
+    A full socket whose connection has timed out must not be read: libzmq 4.3.5 aborts the process.
     """
     clock = VirtualClock()
     rig = RealRig()
@@ -83,8 +83,8 @@ def test_what_came_with_a_disconnect_is_read_after_a_long_silence_and_not_after_
         rig.close()
 
 
-def test_a_subscriber_comes_back_to_its_transport_in_time() -> None:
-    """Also one for which nothing else is due: asyncio would wait by itself for as long as nothing comes."""
+def test_a_subscriber_calls_its_transport_at_least_every_max_wait() -> None:
+    """Also without any other timer: asyncio would otherwise wait by itself for as long as nothing arrives."""
     transport = ZmqTransport(options=OPTIONS)
     with Subscriber(Source("tcp://127.0.0.1:9"), transport=transport) as subscriber:
         assert subscriber.receive(0.05) is None

@@ -1,4 +1,4 @@
-"""`kvevents.testing.tape`, with its faults, on real sockets."""
+"""`kvevents.testing.tape` and its faults, with real sockets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECONDS = 10
 
 
 def stamped(ts: float) -> bytes:
-    """An empty batch, as an engine encodes it."""
+    """Return an empty batch with this timestamp, as an engine encodes it."""
     return b"\x93\xcb" + struct.pack(">d", ts) + b"\x90\x00"
 
 
@@ -46,7 +46,7 @@ def replayed(*seqs: int) -> list[list[bytes]]:
 
 
 class Peer:
-    """A plain SUB and a plain DEALER, with deadlines."""
+    """A plain SUB socket and a plain DEALER socket, with deadlines."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], tape: TapePlayer, topic: bytes = b"") -> None:
         self.sub = context.socket(zmq.SUB)
@@ -64,7 +64,7 @@ class Peer:
         self.dealer.close(0)
 
     def join(self) -> Peer:
-        """Wait until subscribed; a SUB that reconnects subscribes again when it is polled."""
+        """Wait until subscribed. A SUB socket that reconnects subscribes again when it is polled."""
         deadline = time.monotonic() + SECONDS
         while not self.tape.wait_for_subscriber(0.01):
             assert time.monotonic() < deadline
@@ -81,7 +81,7 @@ class Peer:
         self.dealer.send_multipart(replay_request_frames(start))
 
     def reply(self) -> list[list[bytes]]:
-        """Everything up to the end marker, and it."""
+        """Receive everything up to the end marker, and the end marker."""
         reply = [receive(self.dealer)]
         while reply[-1][-1] != b"":
             reply.append(receive(self.dealer))
@@ -108,7 +108,7 @@ Connect = Callable[..., Peer]
 
 @pytest.fixture
 def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
-    """A peer of a tape, subscribed."""
+    """Return a subscribed peer of a tape."""
     peers: list[Peer] = []
 
     def make(tape: TapePlayer, topic: bytes = b"") -> Peer:
@@ -123,8 +123,8 @@ def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Connect]:
 # What an engine does
 
 
-def test_plays_a_recording_as_it_was_recorded(connect: Connect) -> None:
-    """The frames of a real engine come out of the PUB socket to the byte, in their order."""
+def test_plays_a_recording_unchanged(connect: Connect) -> None:
+    """The PUB socket sends the frames of a real engine, to the byte and in order."""
     recorded = [list(one.frames) for one in read_recording(CAPTURE) if (one.socket, one.run) == ("pub", RUN)]
     with TapePlayer(CAPTURE, run=RUN) as tape:
         peer = connect(tape)
@@ -134,7 +134,7 @@ def test_plays_a_recording_as_it_was_recorded(connect: Connect) -> None:
 
 
 def test_replies_as_the_real_engine_replied(connect: Connect) -> None:
-    """Both replies that the capture holds, asked for at the same point, are the real engine's to the byte."""
+    """Both replies in the capture, requested at the same point, equal the real engine's to the byte."""
     with TapePlayer(CAPTURE, run=RUN) as tape:
         peer = connect(tape)
         for start, reply in recorded_replies():
@@ -156,7 +156,7 @@ def recorded_replies() -> Iterator[tuple[int, list[list[bytes]]]]:
 
 @pytest.mark.parametrize(("release", "shape"), [("0.24.0", "no-topic"), ("0.26.0", "topic")])
 def test_reply_shapes_of_released_engines(connect: Connect, release: str, shape: str) -> None:
-    """Either reply shape is that of the goldens, made with the releases' own classes, as are the live frames."""
+    """Both forms of replies, and live frames, equal those of the golden files, which the releases' own classes encoded."""
     rows = [json.loads(line) for line in (DATA / "dialects.jsonl").read_text().splitlines()]
     golden = next(row for row in rows if (row["engine"], row["release"]) == ("vllm", release))
     topic, seq, payload = [bytes.fromhex(frame) for frame in golden["pub_frames_hex"]]
@@ -169,7 +169,7 @@ def test_reply_shapes_of_released_engines(connect: Connect, release: str, shape:
 
 
 def test_reply_shape_of_the_very_first_version(connect: Connect) -> None:
-    """Its end marker is bare."""
+    """Its end marker has no number."""
     with TapePlayer(batches(1), faults=Faults(reply_shape="bare-end")) as tape:
         peer = connect(tape)
         tape.play()
@@ -177,7 +177,7 @@ def test_reply_shape_of_the_very_first_version(connect: Connect) -> None:
 
 
 def test_a_start_beyond_the_newest_gets_the_end_only(connect: Connect) -> None:
-    """As in the engines: nothing says whether there is nothing yet or nothing any more."""
+    """As in the engines: the reply does not show whether there are no batches yet or no longer."""
     with TapePlayer(batches(3)) as tape:
         peer = connect(tape)
         tape.play()
@@ -186,7 +186,7 @@ def test_a_start_beyond_the_newest_gets_the_end_only(connect: Connect) -> None:
 
 
 def test_only_a_well_formed_request_is_answered(connect: Connect) -> None:
-    """Anything but `["", 8 bytes]` gets no answer, and is counted; the next good request is answered as if nothing had been."""
+    """Anything but `["", 8 bytes]` gets no answer and is counted. The next valid request is answered."""
     with TapePlayer(batches(2)) as tape:
         peer = connect(tape)
         tape.play()
@@ -199,7 +199,7 @@ def test_only_a_well_formed_request_is_answered(connect: Connect) -> None:
 
 
 def test_a_req_client_receives_one_message(context: zmq.Context[zmq.Socket[bytes]], connect: Connect) -> None:
-    """The fault of the engines' own example subscriber: REQ takes the first message of a reply and loses the rest."""
+    """As with the engines' own example subscriber: a REQ socket receives the first message of a reply and loses the rest."""
     with TapePlayer(batches(3)) as tape:
         connect(tape)
         tape.play()
@@ -212,7 +212,7 @@ def test_a_req_client_receives_one_message(context: zmq.Context[zmq.Socket[bytes
 
 
 def test_topics_filter_by_prefix(connect: Connect) -> None:
-    """A subscriber of one topic hears that topic only."""
+    """A subscriber of one topic receives that topic only."""
     tape_batches = [(b"kv@a", 0, b"0"), (b"kv@b", 1, b"1"), (b"kv@a", 2, b"2")]
     with TapePlayer(tape_batches) as tape:
         peer = connect(tape, topic=b"kv@a")
@@ -221,7 +221,7 @@ def test_topics_filter_by_prefix(connect: Connect) -> None:
 
 
 def test_many_consumers(connect: Connect) -> None:
-    """Every subscriber gets everything; concurrent replies do not mix."""
+    """Every subscriber receives everything, and concurrent replies do not mix."""
     with TapePlayer(batches(500)) as tape:
         peers = [connect(tape) for _ in range(5)]
         assert tape.wait_for_subscriber(SECONDS, count=5)
@@ -234,7 +234,7 @@ def test_many_consumers(connect: Connect) -> None:
 
 
 def test_a_reply_waits_for_its_consumer(connect: Connect) -> None:
-    """Without a fault a reply is complete, however late the consumer reads and however much longer than any queue it is."""
+    """Without a fault a reply is complete, however late the consumer reads and however long the reply is."""
     with TapePlayer([(b"", seq, bytes(2000)) for seq in range(8000)]) as tape:
         peer = connect(tape)
         tape.play()
@@ -246,7 +246,7 @@ def test_a_reply_waits_for_its_consumer(connect: Connect) -> None:
 
 
 def test_an_engine_without_replay(connect: Connect) -> None:
-    """Only the PUB socket is there."""
+    """There is only the PUB socket."""
     with TapePlayer(batches(1), replay_endpoint=None) as tape:
         assert tape.replay_endpoint is None
         peer = connect(tape)
@@ -255,7 +255,7 @@ def test_an_engine_without_replay(connect: Connect) -> None:
 
 
 def test_ipc_endpoints(connect: Connect, tmp_path: Path) -> None:
-    """A tape plays on any transport, and comes back there."""
+    """A tape works with any transport, and restarts at the same endpoints."""
     with TapePlayer(batches(1), endpoint=f"ipc://{tmp_path}/pub", replay_endpoint=f"ipc://{tmp_path}/replay") as tape:
         peer = connect(tape)
         tape.play()
@@ -270,8 +270,8 @@ def test_ipc_endpoints(connect: Connect, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drop", [{1, 3}, lambda seq: seq in (1, 3)])
-def test_dropped_batches_are_in_the_replay(connect: Connect, drop: set[int] | Callable[[int], bool]) -> None:
-    """What a subscriber missed was published all the same: it is counted, and replay has it."""
+def test_dropped_batches_are_replayed(connect: Connect, drop: set[int] | Callable[[int], bool]) -> None:
+    """A dropped batch counts as published and is in the replay buffer."""
     with TapePlayer(batches(5), faults=Faults(drop=drop)) as tape:
         peer = connect(tape)
         assert tape.play() == 5
@@ -284,7 +284,7 @@ def test_dropped_batches_are_in_the_replay(connect: Connect, drop: set[int] | Ca
 
 
 def test_a_share_is_dropped_the_same_way_each_time(connect: Connect) -> None:
-    """Chance comes from the seed alone, so a failing run can be repeated."""
+    """The draws depend on the seed only, so that a failing run can be repeated."""
     runs = []
     for seed in (1, 1, 2):
         with TapePlayer(batches(400), faults=Faults(drop=0.25, seed=seed)) as tape:
@@ -295,8 +295,8 @@ def test_a_share_is_dropped_the_same_way_each_time(connect: Connect) -> None:
     assert 200 < len(runs[0]) < 400
 
 
-def test_a_burnt_number_is_nowhere(connect: Connect) -> None:
-    """The engine took a number and could not encode its batch: neither live nor replay has it, and it was not published."""
+def test_a_skipped_number_has_no_batch(connect: Connect) -> None:
+    """The engine used a number and could not encode its batch. It is neither live nor replayed nor counted as published."""
     with TapePlayer(batches(4), faults=Faults(skipped={2})) as tape:
         peer = connect(tape)
         tape.play()
@@ -306,8 +306,8 @@ def test_a_burnt_number_is_nowhere(connect: Connect) -> None:
         assert (tape.counts.published, tape.counts.skipped) == (3, 1)
 
 
-def test_the_send_limit_cuts_replies_in_silence(connect: Connect) -> None:
-    """Every reply loses what exceeds the limit and still ends as if it were whole; asking again from there makes progress."""
+def test_the_send_limit_truncates_replies_silently(connect: Connect) -> None:
+    """A reply loses what exceeds the limit and has its end marker all the same. A request from there on makes progress."""
     with TapePlayer(batches(10), faults=Faults(replay_send_limit=4)) as tape:
         peer = connect(tape)
         tape.play()
@@ -318,7 +318,7 @@ def test_the_send_limit_cuts_replies_in_silence(connect: Connect) -> None:
 
 
 def test_a_lost_end_marker(connect: Connect) -> None:
-    """The reply just stops; what follows is the next reply."""
+    """The reply ends without a marker, and the next reply follows."""
     with TapePlayer(batches(5), faults=Faults(replay_send_limit=2, lose_end_marker=True)) as tape:
         peer = connect(tape)
         tape.play()
@@ -329,8 +329,8 @@ def test_a_lost_end_marker(connect: Connect) -> None:
         assert tape.wait_until(lambda counts: counts.replayed == 3, SECONDS)
 
 
-def test_the_real_send_limit_loses_what_the_consumer_is_late_for(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """With the limit on the real ROUTER a reader that is late finds holes, as with the released engines."""
+def test_the_real_send_limit_drops_batches_of_a_late_consumer(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """With the limit on the real ROUTER socket a late reader misses batches, as with released engines."""
     count = 12_000
     faults = Faults(replay_sndhwm=1_000, buffer_steps=count)
     with TapePlayer([(b"", seq, bytes(2000)) for seq in range(count)], faults=faults) as tape:
@@ -348,7 +348,7 @@ def test_the_real_send_limit_loses_what_the_consumer_is_late_for(context: zmq.Co
 
 
 def test_holes_in_replies(connect: Connect) -> None:
-    """A set of numbers is missing from every reply; the end marker comes nevertheless."""
+    """A set of numbers is missing in every reply, and the end marker is sent all the same."""
     with TapePlayer(batches(4), faults=Faults(replay_holes={1, 2})) as tape:
         peer = connect(tape)
         tape.play()
@@ -356,8 +356,8 @@ def test_holes_in_replies(connect: Connect) -> None:
         assert tape.counts.withheld == 4
 
 
-def test_a_share_of_holes_is_drawn_anew_for_each_reply(connect: Connect) -> None:
-    """So that a subscriber that asks again gets on."""
+def test_a_share_of_holes_is_drawn_for_each_reply(connect: Connect) -> None:
+    """So that a repeated request makes progress."""
     with TapePlayer(batches(100), faults=Faults(replay_holes=0.5, seed=5)) as tape:
         peer = connect(tape)
         tape.play()
@@ -367,7 +367,7 @@ def test_a_share_of_holes_is_drawn_anew_for_each_reply(connect: Connect) -> None
 
 
 def test_the_first_batch_of_a_reply_is_never_missing(connect: Connect) -> None:
-    """A socket has room for it, whatever it drops behind it: subscribers count on that."""
+    """A socket always has room for it, and subscribers rely on that."""
     with TapePlayer(batches(4), faults=Faults(replay_holes=1.0)) as tape:
         peer = connect(tape)
         tape.play()
@@ -376,7 +376,7 @@ def test_the_first_batch_of_a_reply_is_never_missing(connect: Connect) -> None:
 
 
 def test_a_truncated_buffer_answers_from_its_oldest(connect: Connect) -> None:
-    """Nothing in the reply says that the start was older."""
+    """The reply does not show that the requested start was older."""
     with TapePlayer(batches(10), faults=Faults(buffer_steps=3)) as tape:
         peer = connect(tape)
         tape.play()
@@ -384,8 +384,8 @@ def test_a_truncated_buffer_answers_from_its_oldest(connect: Connect) -> None:
         assert [batch.seq for batch in tape.replay_buffer] == [7, 8, 9]
 
 
-def test_a_mute_engine_never_answers(connect: Connect) -> None:
-    """The request is read, and that is all; what comes after the fault is over answers later requests only."""
+def test_a_silent_engine_never_answers(connect: Connect) -> None:
+    """It reads requests. After the fault ends, it answers later requests only."""
     with TapePlayer(batches(2), faults=Faults(replay_silent=True)) as tape:
         peer = connect(tape)
         tape.play()
@@ -397,7 +397,7 @@ def test_a_mute_engine_never_answers(connect: Connect) -> None:
 
 
 def test_faults_of_the_first_replies_only(connect: Connect) -> None:
-    """An engine that recovers, without the test having to interfere at the right moment."""
+    """The engine recovers without a call of the test at the right moment."""
     faults = Faults(replay_holes={1}, replay_junk=[[b"junk"]], lose_end_marker=True, faulty_replies=1)
     with TapePlayer(batches(2), faults=faults) as tape:
         peer = connect(tape)
@@ -408,7 +408,7 @@ def test_faults_of_the_first_replies_only(connect: Connect) -> None:
 
 
 def test_an_endless_reply(connect: Connect) -> None:
-    """It repeats its batches for ever, while the tape goes on publishing, and takes no more memory than a full queue."""
+    """It repeats its batches while the tape continues to publish, and takes no more memory than a full queue."""
     with TapePlayer(batches(3), faults=Faults(replay_endless=True)) as tape:
         peer = connect(tape)
         tape.play()
@@ -423,8 +423,8 @@ def test_an_endless_reply(connect: Connect) -> None:
         assert other.reply() == [END]
 
 
-def test_foreign_answers_and_junk(connect: Connect) -> None:
-    """A reply may hold another stream's batches, whatever was asked, and messages without a meaning."""
+def test_replies_of_another_stream_and_junk(connect: Connect) -> None:
+    """A reply may hold another stream's batches, whatever was requested, and malformed messages."""
     faults = Faults(replay_foreign=[(b"other", 7, b"foreign")], replay_junk=[[b""], [b"a", b"b", b"c", b"d"]])
     with TapePlayer(batches(2), faults=faults) as tape:
         peer = connect(tape)
@@ -436,7 +436,7 @@ def test_foreign_answers_and_junk(connect: Connect) -> None:
 
 @pytest.mark.parametrize("frames", [[b"kv"], [b"", b"\0" * 4, b"x"], [b"kv", END_SEQ, b""], [b"a"] * 9])
 def test_raw_frames(connect: Connect, frames: list[bytes]) -> None:
-    """Anything can be sent from the PUB socket, and is not counted as a batch."""
+    """The PUB socket sends any frames, and does not count them as a batch."""
     with TapePlayer([]) as tape:
         peer = connect(tape)
         tape.send_raw(frames)
@@ -445,7 +445,7 @@ def test_raw_frames(connect: Connect, frames: list[bytes]) -> None:
 
 
 def test_a_flood_of_requests_is_bounded(connect: Connect) -> None:
-    """A consumer that asks without reading has so many replies waiting and no more; the others are served."""
+    """A consumer that sends requests without reading has a limited number of waiting replies. Other consumers are served."""
     flood = 3 * MAX_WAITING_REPLIES
     with TapePlayer(batches(1), faults=Faults(replay_endless=True, faulty_replies=1)) as tape:
         peer = connect(tape)
@@ -460,8 +460,8 @@ def test_a_flood_of_requests_is_bounded(connect: Connect) -> None:
 @pytest.mark.parametrize(
     "settings", [{"drop": 1.5}, {"replay_holes": -0.1}, {"buffer_steps": -1}, {"replay_send_limit": -1}, {"faulty_replies": -2}]
 )
-def test_impossible_faults(settings: dict[str, float]) -> None:
-    """A share is from 0 to 1 and a limit at least 0."""
+def test_invalid_faults_are_refused(settings: dict[str, float]) -> None:
+    """A share outside 0 to 1, a negative limit."""
     with pytest.raises(ConfigError):
         Faults(**settings)  # type: ignore[arg-type]
 
@@ -469,8 +469,8 @@ def test_impossible_faults(settings: dict[str, float]) -> None:
 # Lives
 
 
-def test_a_restart_is_a_new_life_on_the_same_ports(connect: Connect) -> None:
-    """Peers reconnect by themselves and find numbers from 0, other bytes under them, and an empty replay buffer."""
+def test_a_restart_is_a_new_incarnation_on_the_same_ports(connect: Connect) -> None:
+    """Peers reconnect by themselves to numbers from 0, other payloads, and an empty replay buffer."""
     with TapePlayer(batches(3)) as tape:
         peer = connect(tape)
         endpoints = tape.endpoint, tape.replay_endpoint
@@ -488,8 +488,8 @@ def test_a_restart_is_a_new_life_on_the_same_ports(connect: Connect) -> None:
         assert tape.counts.incarnations == 2
 
 
-def test_a_new_life_can_pass_the_old_number_unseen(connect: Connect) -> None:
-    """Nobody hears what is published before the sockets open, yet it is numbered, kept and counted."""
+def test_a_new_incarnation_can_pass_the_old_number_unseen(connect: Connect) -> None:
+    """Batches published before the sockets open are not sent live, but are numbered, stored and counted."""
     with TapePlayer(batches(50)) as tape:
         peer = connect(tape)
         tape.play(5)
@@ -503,8 +503,8 @@ def test_a_new_life_can_pass_the_old_number_unseen(connect: Connect) -> None:
         assert (tape.counts.unseen, tape.counts.published) == (10, 16)
 
 
-def test_a_restart_with_other_batches_plays_them_as_they_are(connect: Connect) -> None:
-    """Their bytes are the caller's; their numbers begin at 0."""
+def test_a_restart_with_other_batches_plays_them_unchanged(connect: Connect) -> None:
+    """Their payloads are those of the caller; their numbers begin at 0."""
     with TapePlayer(batches(1)) as tape:
         peer = connect(tape)
         tape.play()
@@ -515,7 +515,7 @@ def test_a_restart_with_other_batches_plays_them_as_they_are(connect: Connect) -
 
 
 def test_an_orderly_restart_delivers_what_was_sent(connect: Connect) -> None:
-    """A subscriber that is reached gets everything that the old life sent before it died, whatever is queued."""
+    """A connected subscriber receives everything that the old incarnation sent, whatever is queued."""
     with TapePlayer([(b"", seq, bytes(1000)) for seq in range(5000)]) as tape:
         peer = connect(tape)
         tape.play()
@@ -524,7 +524,7 @@ def test_an_orderly_restart_delivers_what_was_sent(connect: Connect) -> None:
 
 
 def test_abrupt_restarts_in_quick_succession(connect: Connect) -> None:
-    """The ports stay the tape's, however often it dies; the last life can be heard."""
+    """The tape keeps its ports through all restarts, and its last incarnation can be received."""
     with TapePlayer(batches(3)) as tape:
         peer = connect(tape)
         for _ in range(30):
@@ -536,7 +536,7 @@ def test_abrupt_restarts_in_quick_succession(connect: Connect) -> None:
 
 
 def test_a_stopped_engine_refuses_connections(connect: Connect) -> None:
-    """Its ports stay reserved and refuse; playing on is a mistake of the caller's; a restart brings it back."""
+    """Its ports stay reserved and refuse connections. `play` raises until `restart` opens the sockets again."""
     with TapePlayer(batches(2)) as tape:
         peer = connect(tape)
         tape.stop()
@@ -552,7 +552,7 @@ def test_a_stopped_engine_refuses_connections(connect: Connect) -> None:
 
 
 def refuses(endpoint: str) -> bool:
-    """Whether connections are refused, now or soon: libzmq closes a listener a moment after its socket."""
+    """Return whether connections are refused, now or soon: libzmq closes a listener a moment after its socket."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         with socket.socket() as probe:
@@ -565,7 +565,7 @@ def refuses(endpoint: str) -> bool:
 
 
 def test_a_paused_engine_hangs(connect: Connect) -> None:
-    """It neither publishes nor answers, with all sockets open, and takes both up again where it was."""
+    """It neither publishes nor answers, with all sockets open, and continues where it was."""
     with TapePlayer(batches(4)) as tape:
         peer = connect(tape)
         tape.play(2)
@@ -588,8 +588,8 @@ def test_a_paused_engine_hangs(connect: Connect) -> None:
 # Playing
 
 
-def test_rounds_go_on_counting(connect: Connect) -> None:
-    """A tape at its end begins anew: numbers go on, timestamps too, and the recorded number of the start is kept."""
+def test_rounds_continue_the_numbers(connect: Connect) -> None:
+    """After its end a tape starts again with later numbers and timestamps. The recorded first number is used."""
     with TapePlayer(batches(2, first=5)) as tape:
         peer = connect(tape)
         assert tape.play(times=3) == 6
@@ -601,8 +601,8 @@ def test_rounds_go_on_counting(connect: Connect) -> None:
         assert stamps == [1005.0 + n // 2 + n % 2 for n in range(10)]
 
 
-def test_a_restart_that_was_recorded_is_played(connect: Connect) -> None:
-    """Numbers that go back on the tape are a new life, with an empty buffer."""
+def test_a_recorded_restart_is_played(connect: Connect) -> None:
+    """A lower number on the tape begins a new incarnation with an empty buffer."""
     with TapePlayer([*batches(3), *batches(2)]) as tape:
         peer = connect(tape)
         tape.play()
@@ -611,8 +611,8 @@ def test_a_restart_that_was_recorded_is_played(connect: Connect) -> None:
         assert tape.counts.incarnations == 2
 
 
-def test_recorded_holes_stay(connect: Connect) -> None:
-    """A tape that lacks a number plays without it."""
+def test_recorded_gaps_in_numbers_stay(connect: Connect) -> None:
+    """A number that is missing on the tape is not played."""
     with TapePlayer([batches(3)[0], batches(3)[2]]) as tape:
         peer = connect(tape)
         tape.play()
@@ -620,7 +620,7 @@ def test_recorded_holes_stay(connect: Connect) -> None:
 
 
 def test_paced_playing(connect: Connect) -> None:
-    """At a rate, and in recorded time, everything comes in order; plays follow one another."""
+    """At a rate and at recorded times, everything arrives in order, and plays run one after the other."""
     timed = [LiveBatch(topic, seq, payload, t=seq / 500) for topic, seq, payload in batches(20)]
     with TapePlayer(timed) as tape:
         peer = connect(tape)
@@ -630,8 +630,10 @@ def test_paced_playing(connect: Connect) -> None:
 
 
 def test_the_schedule_of_paced_playing() -> None:
-    """Each batch is due one period, or one recorded gap, after the one before, whenever that one really went; a tape that is
-    far behind goes on from now."""
+    """Each batch is due one period, or one recorded gap, after the previous one was due, whenever that one was sent.
+
+    A tape that is far behind continues from the current time.
+    """
     even, recorded, fast = _Play(9, 4.0, 1), _Play(9, "recorded", 1), _Play(9, None, 1)
     for play in (even, recorded, fast):
         play.begin(Playlist([]), 100.0)
@@ -644,7 +646,7 @@ def test_the_schedule_of_paced_playing() -> None:
 
 
 def test_recorded_gaps() -> None:
-    """Gaps are the recorded times between batches: 0 at the tape's ends, where clocks went back, and where nobody knows."""
+    """Gaps are the recorded times between batches: 0 at both ends, where clocks went back, and where times are unknown."""
     playlist = Playlist([LiveBatch(b"", n, b"", t) for n, t in enumerate([5.0, 7.5, 6.0, None, 8.0])])
     gaps = []
     for _ in range(6):
@@ -655,17 +657,17 @@ def test_recorded_gaps() -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"\x93", b"payload of a test", b"\x93\xc0\x90\x00......", b"\x83\xcb12345678"])
 def test_only_timestamps_are_moved(payload: bytes) -> None:
-    """What does not begin with an array and a float is played as it is in every round."""
+    """A payload that does not begin with an array and a float is unchanged in every round."""
     assert restamp(payload, 5.0) == payload
 
 
 def test_timestamps_are_moved() -> None:
-    """By as many seconds as the round began later, and nothing else of the batch."""
+    """By the time by which the round began later. Nothing else in the payload changes."""
     assert restamp(stamped(1.5), 2.0) == stamped(3.5)
 
 
 def test_stopping_ends_a_play(connect: Connect) -> None:
-    """A play that is interrupted says how far it came."""
+    """An interrupted play returns how many batches it published."""
     with TapePlayer(batches(1000)) as tape:
         connect(tape)
         playing, waiting = tape.start_playing(rate=0.001), tape.start_playing()
@@ -674,8 +676,8 @@ def test_stopping_ends_a_play(connect: Connect) -> None:
         assert (playing.result(SECONDS), waiting.result(SECONDS)) == (1, 0)
 
 
-def test_mistakes_of_the_caller(tmp_path: Path) -> None:
-    """Wrong arguments, empty tapes and recordings without the wanted run are told at once."""
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
+    """Invalid arguments, empty tapes and recordings without the requested run raise at once."""
     with TapePlayer([]) as tape:
         assert tape.play() == 0
         for arguments in ({"n": -1}, {"times": 0}, {"rate": 0.0}, {"n": 1}):
@@ -692,7 +694,7 @@ def test_mistakes_of_the_caller(tmp_path: Path) -> None:
 
 
 def test_requests_are_returned_in_order_and_once(connect: Connect) -> None:
-    """Every wait gives the next request, also when it came before the wait."""
+    """Every wait returns the next request, also if it arrived before the wait."""
     with TapePlayer(batches(1)) as tape:
         peer = connect(tape)
         for start in (4, 2, 4):
@@ -703,14 +705,14 @@ def test_requests_are_returned_in_order_and_once(connect: Connect) -> None:
 
 
 def test_waits_have_deadlines() -> None:
-    """Without a peer every wait ends, and says that it was in vain."""
+    """Without a peer every wait ends and returns that nothing arrived."""
     with TapePlayer(batches(1)) as tape:
         assert not tape.wait_for_subscriber(0)
         assert not tape.wait_until(lambda counts: counts.published > 0, 0)
 
 
 def test_a_subscriber_that_leaves_is_no_longer_counted(connect: Connect) -> None:
-    """The tape knows who is there, not who was."""
+    """Only current subscriptions are counted."""
     with TapePlayer(batches(1)) as tape:
         connect(tape).sub.unsubscribe(b"")
         deadline = time.monotonic() + SECONDS
@@ -719,7 +721,7 @@ def test_a_subscriber_that_leaves_is_no_longer_counted(connect: Connect) -> None
 
 
 def test_the_log_is_bounded() -> None:
-    """A tape that plays for days remembers the newest."""
+    """A tape that plays for days has the newest entries in its log."""
     with TapePlayer(batches(10), log=4) as tape:
         tape.play()
         assert [sent.batch.seq for sent in tape.log] == [6, 7, 8, 9]
@@ -727,7 +729,7 @@ def test_the_log_is_bounded() -> None:
 
 
 def test_closing_is_idempotent_and_ends_everything(connect: Connect) -> None:
-    """Twice, from two threads, with a play, an endless reply and unread messages under way: it ends, and says so."""
+    """Twice, from two threads, during a play, an endless reply and unread messages. After that, calls raise `ClosedError`."""
     tape = TapePlayer(batches(1000), faults=Faults(replay_endless=True))
     peer = connect(tape)
     tape.play()
@@ -751,8 +753,8 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_nothing_is_left_behind() -> None:
-    """No thread and no file descriptor outlives a tape, with restarts, and none a tape that could not be opened."""
+def test_no_thread_or_descriptor_is_left() -> None:
+    """After a tape with restarts is closed, and after a tape could not be opened."""
     TapePlayer(batches(1)).close()
     before = threading.active_count(), open_files()
     for _ in range(3):
@@ -766,7 +768,7 @@ def test_nothing_is_left_behind() -> None:
     assert (threading.active_count(), open_files()) == before
 
 
-def test_a_bad_endpoint() -> None:
-    """What is not an address is told in our own error."""
+def test_an_invalid_endpoint() -> None:
+    """It raises `EndpointError`."""
     with pytest.raises(EndpointError, match="cannot bind nonsense"):
         TapePlayer(batches(1), endpoint="nonsense")

@@ -1,4 +1,4 @@
-"""Engines for the conformance suite of connections: one script of what a peer does, for real connections and for the fake."""
+"""Engines for the conformance suite of connections: the same script for real connections and for the fake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvevents.wire import (
 from ports import LOOPBACK, quiet_port
 
 DEADLINE: Final = 20.0
-"""Seconds after which a test fails; nothing takes that long."""
+"""Seconds after which a test fails."""
 TOPIC: Final = b"kv"
 PAYLOAD: Final = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\xc0"
 PUBLISHER: Final = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
@@ -38,9 +38,9 @@ OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_m
 
 
 class Recorder:
-    """Takes what a connection feeds, in the place of a stream: every call in its order, with the numbers of batches.
+    """Records what a connection feeds, in place of a stream: every call in order, with the numbers of batches.
 
-    With `reads_ahead` it says which numbers are due, as a stream does that has nothing unsettled.
+    With `reads_ahead` it returns the numbers that it expects, as a stream does that misses nothing.
     """
 
     topic = TOPIC
@@ -89,7 +89,7 @@ class Recorder:
 
 
 class Engine(Protocol):
-    """What the other side of a connection does when a test says so."""
+    """The other side of a connection, controlled by a test."""
 
     source: Source
 
@@ -100,7 +100,7 @@ class Engine(Protocol):
         """Send any frames live."""
 
     def cut(self) -> None:
-        """End the connection after what was sent, and accept none."""
+        """End the connection after what was sent, and refuse new ones."""
 
     def come_back(self) -> None:
         """Accept connections again."""
@@ -110,21 +110,21 @@ class Engine(Protocol):
 
 
 class RealEngine:
-    """A publisher made of sockets of the system, and a ROUTER: it knows exactly which bytes are sent when."""
+    """A publisher of plain TCP sockets, and a ROUTER: the test decides which bytes are sent when."""
 
     def __init__(self) -> None:
         self._port = quiet_port()
         self._connections: queue.Queue[socket.socket] = queue.Queue()
-        """Those that are up, as they came."""
+        """Connections that are up, in the order in which they were accepted."""
         self._current: socket.socket | None = None
         self._server: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self.greeted = 0
-        """Connections so far that have got as far as to subscribe, which libzmq does only when its socket is used."""
+        """Connections so far that have subscribed, which libzmq does only when its socket is used."""
         self.received = b""
-        """What subscribers have sent since they subscribed."""
+        """Bytes that subscribers have sent after their subscription."""
         self.requesters: list[bytes] = []
-        """The routing ids that requests came with: another one for each connection."""
+        """Routing ids of requests, a different one for each connection."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
@@ -148,7 +148,7 @@ class RealEngine:
                 self._start(self._greet, connection)
 
     def _greet(self, connection: socket.socket) -> None:
-        """The handshake, and then whatever the subscriber sends until it closes."""
+        """Complete the handshake, then read until the subscriber closes."""
         with suppress(OSError), connection:
             connection.sendall(zmtp.GREETING + PUBLISHER)
             connection.recv(zmtp.GREETING_BYTES, socket.MSG_WAITALL)
@@ -164,7 +164,7 @@ class RealEngine:
                 self.received += received
 
     def wait_for_subscriber(self, reader: Callable[[], None]) -> None:
-        """Until a connection is up that is newer than the one before."""
+        """Wait until there is a newer connection than the current one."""
         end = time.monotonic() + DEADLINE
         while self._connections.empty():
             assert time.monotonic() < end, "no subscriber came"
@@ -186,7 +186,7 @@ class RealEngine:
         self.end_connection()
 
     def end_connection(self) -> None:
-        """End the connection alone: the subscriber may come again at once."""
+        """End the connection only, so that the subscriber may reconnect at once."""
         if self._current is not None:
             # Not close(): what the subscriber has sent and nothing has read would make the system take back what we sent.
             with suppress(OSError):
@@ -219,7 +219,7 @@ class RealEngine:
 
 
 class RealRig:
-    """A transport over real connections, with engines."""
+    """A transport over real connections, and its engines."""
 
     def __init__(self, **options: Any) -> None:
         self.transport = ZmqTransport(options=replace(OPTIONS, **options))
@@ -231,18 +231,18 @@ class RealRig:
         return self._engines[-1]
 
     def connect(self, engine: RealEngine, reader: Callable[[], None]) -> None:
-        """Until the connection is connected to its engine."""
+        """Wait until the subscriber is connected to the engine."""
         engine.wait_for_subscriber(reader)
 
     def connect_unread(self, engine: RealEngine, count: int) -> None:
-        """Until libzmq has connected so often, without anything having been read."""
+        """Wait until libzmq has connected `count` times, without reading from it."""
         end = time.monotonic() + DEADLINE
         while engine.greeted < count:
             assert time.monotonic() < end, "no subscriber came"
             time.sleep(0.001)
 
     def settle(self, connection: Any) -> None:
-        """Until libzmq has seen the end of a connection."""
+        """Wait until libzmq has noticed the end of a connection."""
         assert connection._live._monitor.poll(int(1000 * DEADLINE))
 
     def close(self) -> None:
@@ -251,8 +251,8 @@ class RealRig:
             engine.close()
 
 
-class FakeSide:
-    """`FakeEngine` as the suite's engine."""
+class FakeRigEngine:
+    """A `FakeEngine` with the interface of `Engine`."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
@@ -272,7 +272,7 @@ class FakeSide:
         self._engine.reconnect()
 
     def answer(self, *numbers: int) -> None:
-        """The fake has answered already; its connections hold what it would say."""
+        """Replace the answers that the fake has queued already."""
         assert self._engine.requests
         for connection in self._engine.connections:
             connection.answers.clear()
@@ -281,25 +281,25 @@ class FakeSide:
 
 
 class FakeRig:
-    """The fake transport, for which options of sockets mean nothing."""
+    """The fake transport, which ignores socket options."""
 
     def __init__(self, **_options: Any) -> None:
         self.transport = FakeTransport()
         self.clock = self.transport.clock
         self._count = 0
 
-    def engine(self) -> FakeSide:
+    def engine(self) -> FakeRigEngine:
         self._count += 1
-        return FakeSide(self.transport.engine(f"tcp://engine:{self._count}", f"tcp://replay:{self._count}", TOPIC))
+        return FakeRigEngine(self.transport.engine(f"tcp://engine:{self._count}", f"tcp://replay:{self._count}", TOPIC))
 
-    def connect(self, _engine: FakeSide, reader: Callable[[], None]) -> None:
+    def connect(self, _engine: FakeRigEngine, reader: Callable[[], None]) -> None:
         reader()
 
-    def connect_unread(self, _engine: FakeSide, _count: int) -> None:
-        pass
+    def connect_unread(self, _engine: FakeRigEngine, _count: int) -> None:
+        """Wait until libzmq has connected `count` times, without reading from it."""
 
     def settle(self, _connection: Connection) -> None:
-        pass
+        """Wait until libzmq has noticed the end of a connection."""
 
     def close(self) -> None:
         self.transport.close()
@@ -313,7 +313,7 @@ RIGS: Final[dict[str, Callable[..., Rig]]] = {
 
 
 def descriptors() -> int:
-    """How many this process has open; what libzmq closes in threads of its own is waited for."""
+    """Return how many descriptors this process has open, after the threads of libzmq have closed theirs."""
     count, end = 0, time.monotonic() + DEADLINE
     while count != (count := len(list(Path("/proc/self/fd").iterdir()))) and time.monotonic() < end:
         time.sleep(0.02)
@@ -334,7 +334,7 @@ class Reader:
         self._more = True
 
     def __call__(self) -> None:
-        """Once, waiting a little if there is nothing to do."""
+        """Read once, after a short wait if there is nothing to read."""
         due = self.connection.deadline()
         signalled = self._transport.wait(0 if self._more else 0.005)
         now = self._clock()
@@ -342,7 +342,7 @@ class Reader:
             self._more = self.connection.read_into(self.recorder, now, self._limit)
 
     def now(self) -> None:
-        """Once, whether or not there was a signal: another connection may have been told of it."""
+        """Read once, whether or not there was a signal, because another reader may have consumed it."""
         self._more = True
         self()
 
@@ -353,6 +353,6 @@ class Reader:
             self()
 
     def quiet(self, rounds: int = 10) -> None:
-        """Until nothing came for some rounds."""
+        """Read until nothing has arrived for some rounds."""
         for _ in range(rounds):
             self()

@@ -1,4 +1,4 @@
-"""Publishers whose every byte a test decides: a server that speaks ZMTP, or breaks it."""
+"""Publishers whose bytes a test decides: a server that speaks ZMTP, or violates it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def batch(seq: int, payload: bytes = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\xc0") -> byt
 
 
 class Peer:
-    """A server that runs one act for each connection, one after the other."""
+    """A server that runs one script for each connection, one after the other."""
 
-    def __init__(self, *acts: Callable[[Line], None]) -> None:
+    def __init__(self, *acts: Callable[[PeerConnection], None]) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.failure: BaseException | None = None
@@ -45,7 +45,7 @@ class Peer:
                 self.times.append(time.monotonic())
                 with connection:
                     connection.settimeout(DEADLINE)
-                    act(Line(connection, self._done))
+                    act(PeerConnection(connection, self._done))
         except BaseException as error:  # noqa: BLE001 - the test's thread raises it
             if not self._done.is_set():
                 self.failure = error
@@ -57,15 +57,15 @@ class Peer:
         self._server.close()
 
 
-class Line:
-    """A connection, from the publisher's side."""
+class PeerConnection:
+    """A connection, seen from the publisher."""
 
     def __init__(self, connection: socket.socket, done: threading.Event) -> None:
         self.connection = connection
         self._done = done
 
     def stays(self) -> None:
-        """Until the test is over."""
+        """Stay open until the test is over."""
         assert self._done.wait(DEADLINE)
 
     def send(self, *parts: bytes) -> None:
@@ -90,7 +90,7 @@ class Line:
         return name, data
 
     def is_closed(self) -> bool:
-        """Whether the subscriber closes it in time."""
+        """Return whether the subscriber closes the connection in time."""
         try:
             while self.connection.recv(1 << 16):
                 pass
@@ -101,10 +101,10 @@ class Line:
 
 @pytest.fixture
 def peer() -> Iterator[Callable[..., Peer]]:
-    """Starts peers, and ends them; what failed in one fails the test."""
+    """Start peers, and end them after the test. A failure in a script fails the test."""
     opened: list[Peer] = []
 
-    def start(*acts: Callable[[Line], None]) -> Peer:
+    def start(*acts: Callable[[PeerConnection], None]) -> Peer:
         opened.append(Peer(*acts))
         return opened[-1]
 

@@ -1,4 +1,4 @@
-"""The public fake: a router's tests without sockets and without waiting."""
+"""The public fake transport: tests of a router without sockets and without waiting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def subscribe(transport: FakeTransport, *, replay: bool = True) -> Subscriber:
 
 
 def take(subscriber: Subscriber, seconds: float = 5.0) -> list[Delivery]:
-    """Everything that arrives until nothing has for some virtual seconds."""
+    """Return everything that arrives until nothing has arrived for some virtual seconds."""
     taken = []
     while (delivery := subscriber.receive(seconds)) is not None:
         taken.append(delivery)
@@ -38,7 +38,7 @@ def take(subscriber: Subscriber, seconds: float = 5.0) -> list[Delivery]:
 
 
 def test_published_batches_arrive(transport: FakeTransport, engine: FakeEngine) -> None:
-    """What the engine published before and after is delivered, and time stands still while there is something to do."""
+    """Batches published before and after subscribing are delivered, and the clock does not advance while there is work."""
     engine.publish(BlockRemoved([1]))
     with subscribe(transport) as subscriber:
         engine.publish(BlockRemoved([2]), AllBlocksCleared())
@@ -50,8 +50,8 @@ def test_published_batches_arrive(transport: FakeTransport, engine: FakeEngine) 
         assert transport.clock() == 0.0
 
 
-def test_waiting_passes_virtual_time(transport: FakeTransport, engine: FakeEngine) -> None:
-    """A timeout costs no real time; the tail check runs in virtual seconds and finds what was lost."""
+def test_waiting_advances_virtual_time(transport: FakeTransport, engine: FakeEngine) -> None:
+    """A timeout takes no real time. The idle probe runs in virtual seconds and finds the lost batch."""
     with subscribe(transport) as subscriber:
         engine.publish(BlockRemoved([1]), lost=True)
         [batch] = take(subscriber)
@@ -68,7 +68,7 @@ def test_waiting_passes_virtual_time(transport: FakeTransport, engine: FakeEngin
 
 
 def test_restarts_gaps_and_dead_replay(transport: FakeTransport, engine: FakeEngine) -> None:
-    """An unseen restart gives a reset; a burnt number a gap; a dead replay endpoint is DEGRADED after bounded time."""
+    """An unseen restart is a reset, a skipped number a gap, and a dead replay endpoint makes trust DEGRADED in bounded time."""
     with subscribe(transport) as subscriber:
         engine.publish(BlockRemoved([1]))
         engine.restart(unseen=[BlockRemoved([7]), BlockRemoved([8])])
@@ -84,7 +84,7 @@ def test_restarts_gaps_and_dead_replay(transport: FakeTransport, engine: FakeEng
 
 
 def test_raw_frames_and_no_replay(transport: FakeTransport) -> None:
-    """Anything can be sent; without a replay endpoint the subscriber never asks."""
+    """Any frames can be sent. Without a replay endpoint the subscriber sends no request."""
     engine = transport.engine(ENDPOINT)
     with subscribe(transport, replay=False) as subscriber:
         engine.send_raw([b"garbage"])
@@ -102,8 +102,8 @@ def test_raw_frames_and_no_replay(transport: FakeTransport) -> None:
         assert before.malformed == {"not 3 frames": 1}, "a status is a picture of its moment"
 
 
-def test_asyncio_subscribers_too(transport: FakeTransport, engine: FakeEngine) -> None:
-    """The same transport serves `AsyncSubscriber`."""
+def test_the_fake_works_with_asyncio(transport: FakeTransport, engine: FakeEngine) -> None:
+    """The same transport works with `AsyncSubscriber`."""
 
     async def scenario() -> Delivery | None:
         source = Source(ENDPOINT, REPLAY, name="e")
@@ -116,19 +116,19 @@ def test_asyncio_subscribers_too(transport: FakeTransport, engine: FakeEngine) -
 
 
 def test_a_test_that_would_wait_for_ever_fails_instead(transport: FakeTransport, engine: FakeEngine) -> None:
-    """Without a timer or a timeout nothing could ever happen; that is an error, not a hang."""
+    """Without a timer and a timeout nothing could ever happen. That is an error instead of a hang."""
     with subscribe(transport, replay=False) as subscriber, pytest.raises(EndpointError, match="give receive\\(\\) a timeout"):
         subscriber.receive()
 
 
 def test_an_engine_must_be_started_first(transport: FakeTransport) -> None:
-    """A typing mistake in an endpoint is told at once."""
+    """A mistyped endpoint is an error at once."""
     with pytest.raises(EndpointError, match="no fake engine at"):
         Subscriber("tcp://other:1", transport=transport)
 
 
 def two_engines(transport: FakeTransport) -> tuple[FakeEngine, FakeEngine, Subscriber]:
-    """A mute engine that holds the only place for a replay, and a healthy one that waits for it."""
+    """Return a silent engine that holds the only replay slot, and a healthy one that waits for it."""
     mute = transport.engine("tcp://mute:5557", "tcp://mute:5558")
     mute.answers_replay = False
     engine = transport.engine(ENDPOINT, REPLAY)
@@ -139,8 +139,8 @@ def two_engines(transport: FakeTransport) -> tuple[FakeEngine, FakeEngine, Subsc
     return mute, engine, subscriber
 
 
-def test_a_replay_that_waits_gets_the_place_of_a_removed_source(transport: FakeTransport) -> None:
-    """Removing a source frees its place at once."""
+def test_a_queued_replay_gets_the_slot_of_a_removed_source(transport: FakeTransport) -> None:
+    """Removing a source frees its slot at once."""
     _mute, engine, subscriber = two_engines(transport)
     with subscriber:
         engine.publish(BlockRemoved([1]), lost=True)
@@ -148,8 +148,8 @@ def test_a_replay_that_waits_gets_the_place_of_a_removed_source(transport: FakeT
         assert isinstance(subscriber.receive(0.5), Batch)
 
 
-def test_a_stream_that_no_longer_waited_is_served_when_it_asks_again(transport: FakeTransport) -> None:
-    """A live batch can make a waiting request needless; the next one must not be taken for it."""
+def test_a_stream_that_left_the_replay_queue_can_queue_again(transport: FakeTransport) -> None:
+    """A live batch can make a queued request unnecessary. The next request must not be taken for it."""
     mute, engine, subscriber = two_engines(transport)
     with subscriber:
         engine.publish(BlockRemoved([1]))

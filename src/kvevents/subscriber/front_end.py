@@ -110,7 +110,7 @@ class FrontEnd(Generic[BatchT]):
             self._end_call(call)
 
     def remove(self, name: str, rank: int = 0) -> None:
-        """Stop to follow a source. Deliveries that were received from it are still returned. Raise `UnknownSourceError`."""
+        """Stop following a source. Deliveries that were received from it are still returned. Raise `UnknownSourceError`."""
         call = object()
         try:
             self._begin_call(call)
@@ -208,12 +208,12 @@ class FrontEnd(Generic[BatchT]):
             raise ClosedError(f"{type(self).__name__} is closed")
 
     def _begin_call(self, call: object) -> None:
-        """Begin to use the connections; `_end_call` must follow. Raise `ClosedError`."""
+        """Start using the connections; `_end_call` must follow. Raise `ClosedError`."""
         self._calls.add(call)
         self._check_open()
 
     def _end_call(self, call: object) -> None:
-        """Stop to use the connections, and close them if `close` was called meanwhile."""
+        """Stop using the connections, and close them if `close` was called meanwhile."""
         self._calls.discard(call)
         if self._closed:
             self._close_if_unused()

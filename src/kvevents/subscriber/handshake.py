@@ -63,7 +63,7 @@ def _converse() -> Generator[tuple[bytes, int], bytes, Handshake]:
 
 
 def _handshake_of_error(error: OSError | UnicodeError) -> Handshake:
-    """Return the result that stands for an error while connecting."""
+    """Convert an error that was raised while connecting."""
     match error:
         case UnicodeError():
             return Handshake("unknown-host", "not a valid host name")

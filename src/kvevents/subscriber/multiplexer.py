@@ -182,7 +182,7 @@ class Multiplexer(Generic[BatchT]):
     # --- sources
 
     def add(self, source: Source, resume: Checkpoint | None) -> None:
-        """Start to follow `source`, or continue after a checkpoint. Raise `ConfigError`, `EndpointError`."""
+        """Start following `source`, or continue after a checkpoint. Raise `ConfigError`, `EndpointError`."""
         key = (source.label, source.rank)
         if key in self._entries:
             raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
@@ -195,7 +195,7 @@ class Multiplexer(Generic[BatchT]):
         self._readable[entry] = self._changed[entry] = None
 
     def remove(self, name: str, rank: int) -> None:
-        """Stop to follow a source. Raise `UnknownSourceError`."""
+        """Stop following a source. Raise `UnknownSourceError`."""
         entry = self._entry(name, rank)
         del self._entries[name, rank]
         self._next_incarnation = max(self._next_incarnation, entry.stream.incarnation + 1)

@@ -61,7 +61,7 @@ class Transport(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a connection is; -1 if there is none, so that only `wait` can tell."""
+        """Return a descriptor that is readable when a connection is; -1 if there is none and `wait` must be called."""
         ...
 
     def wake(self) -> None:

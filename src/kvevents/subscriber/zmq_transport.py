@@ -217,7 +217,7 @@ class ZmqConnection:
         if self._replay is None and endpoint is not None:
             self._replay = self._sockets.open(zmq.DEALER, endpoint)
             try:
-                # No limit: an engine's ROUTER drops what exceeds 1,000 queued messages, so answers are read as they come.
+                # No limit: an engine's ROUTER drops what exceeds 1,000 queued messages, so answers are read as they arrive.
                 self._replay.set(zmq.RCVHWM, 0)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
@@ -261,15 +261,15 @@ class LiveSocket:
         self._connection = connection
         self._native = bulk()
         self._was_connected = False
-        """Whether the stream has been told of any connection."""
+        """Whether `connected` was ever fed to the stream."""
         self._is_connected = False
         """Whether the last change that was fed to the stream is `connected`."""
         self._has_ended = False
-        """The connection has ended and there is no newer one. `disconnected` is fed after the messages that are left."""
+        """The connection has ended and there is no newer one. `disconnected` is fed after its last messages."""
         self._old_messages_left: float = 0
         """Messages of earlier connections that the socket may hold while `connected` is due; 0 if it is not due."""
         self.reopen_at: float | None = None
-        """When to open a new socket, because libzmq might have stopped to reconnect."""
+        """When to open a new socket, because libzmq may have stopped reconnecting."""
         self._is_accepted = False
         """Whether the last attempt found a peer that accepts TCP connections."""
         self._expects_retry = False
@@ -344,7 +344,7 @@ class LiveSocket:
         return not is_drained or self._has_ended
 
     def _abandon_socket(self, stream: Stream[Any]) -> None:
-        """Replace a socket whose connection was lost while the application was stalled. Replay brings what it held.
+        """Replace a socket whose connection was lost while the application was stalled. Replay returns what it held.
 
         If the socket was full, its pongs waited behind the messages. libzmq 4.3.5 aborts the process when such a socket is
         read (libzmq issues 3596 and 3937).

@@ -65,7 +65,7 @@ def scalar(raw: msgspec.Raw, what: str) -> bool | int | float | str | None:
 
 
 def rejection_of(error: Exception, what: str) -> DecodeRejectedError:
-    """Return the rejection that stands for an error of msgspec while it read `what`."""
+    """Convert an error that msgspec raised while it read `what`."""
     if isinstance(error, RecursionError):
         return DecodeRejectedError("too-deep", f"{what} is nested deeper than the limit max_nesting")
     is_malformed = isinstance(error, msgspec.DecodeError | UnicodeDecodeError) and not isinstance(
