@@ -21,7 +21,7 @@ import zmq.backend
 
 from benchmarks.processes import Peer, free_ports
 from kvevents import BlockStored, KVEventBatch
-from kvevents.bulk import bulk
+from kvevents.libzmq_io import libzmq_io
 
 ROUNDS: Final = 5
 TIMES: Final = 20_000
@@ -78,7 +78,7 @@ def sending() -> dict[str, float]:
         "send_multipart, no subscriber": cost(lambda: socket.send_multipart((b"kv", SEQ, payload))),
         "backend send three times, no subscriber": cost(directly),
     }
-    many = bulk()
+    many = libzmq_io()
     run = [(number, payload) for number in range(RUN)]
 
     def together() -> None:
@@ -119,7 +119,7 @@ def receiving() -> dict[str, float]:
         not_asking()
         _get(receiver, zmq.RCVMORE)
 
-    many = bulk()
+    many = libzmq_io()
     first = 0
 
     def count() -> None:

@@ -1,4 +1,4 @@
-"""KV cache events of LLM inference engines: publish, subscribe and replay them, losing nothing."""
+"""KV cache events of LLM inference engines: publish, subscribe and replay them without silent loss."""
 
 from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
 from kvevents.config import KVEventsConfig

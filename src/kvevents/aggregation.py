@@ -1,7 +1,7 @@
-"""Events of several workers, reduced to what all of them announced.
+"""Reduces the events of several workers to those that all of them announced.
 
-The surface and behaviour of vLLM 0.33 (`vllm/distributed/kv_events.py`): tensor-parallel workers each report what their
-connector stored, and a block counts as stored when every worker has it.
+The interface and behaviour are those of vLLM 0.33 (`vllm/distributed/kv_events.py`): each tensor-parallel worker reports what
+its connector stored, and a block counts as stored when every worker has it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvevents.events import KVCacheEvent
 class KVEventAggregator:
     """Counts how often each event was announced. Events must be hashable, as those of `kvevents.events` are.
 
-    Raises ValueError when `num_workers` is not positive.
+    Raises ValueError if `num_workers` is not positive.
     """
 
     __slots__ = ("_event_counter", "_num_workers")
@@ -28,25 +28,25 @@ class KVEventAggregator:
         self._num_workers = num_workers
 
     def add_events(self, events: list[KVCacheEvent]) -> None:
-        """Count what one worker announced. Raises TypeError for anything but a list."""
+        """Count the events of one worker. Raises TypeError unless they are a list."""
         if not isinstance(events, list):
             raise TypeError("events must be a list of KVCacheEvent.")
         self._event_counter.update(events)
 
     def get_common_events(self) -> list[KVCacheEvent]:
-        """Events announced exactly as often as there are workers, in the order they first came."""
+        """Return the events announced exactly as often as there are workers, in the order of their first announcement."""
         return [event for event, count in self._event_counter.items() if count == self._num_workers]
 
     def get_all_events(self) -> list[KVCacheEvent]:
-        """Every event, as often as it was announced."""
+        """Return every event, as often as it was announced."""
         return list(self._event_counter.elements())
 
     def clear_events(self) -> None:
-        """Forget all events; the number of workers stays."""
+        """Drop all events; the number of workers does not change."""
         self._event_counter.clear()
 
     def increment_workers(self, count: int = 1) -> None:
-        """Expect `count` more workers. Raises ValueError when it is not positive."""
+        """Expect `count` more workers. Raises ValueError if it is not positive."""
         if count <= 0:
             raise ValueError("count must be positive.")
         self._num_workers += count
@@ -56,7 +56,7 @@ class KVEventAggregator:
         self._num_workers = 1
 
     def get_number_of_workers(self) -> int:
-        """How many workers are expected."""
+        """Return the number of expected workers."""
         return self._num_workers
 
     def __repr__(self) -> str:
@@ -64,15 +64,15 @@ class KVEventAggregator:
 
 
 class KVConnectorKVEvents(ABC):
-    """What a KV connector of vLLM collects in; connectors implement it, usually around a `KVEventAggregator`."""
+    """Collects the events of a vLLM KV connector. Connectors implement it, usually with a `KVEventAggregator`."""
 
     @abstractmethod
     def add_events(self, events: list[Any]) -> None:
-        """Add what one worker announced."""
+        """Add the events of one worker."""
 
     @abstractmethod
     def aggregate(self) -> KVConnectorKVEvents:
-        """Reduce to what all workers announced."""
+        """Keep only the events that all workers announced."""
 
     @abstractmethod
     def increment_workers(self, count: int = 1) -> None:
@@ -80,17 +80,17 @@ class KVConnectorKVEvents(ABC):
 
     @abstractmethod
     def get_all_events(self) -> list[Any]:
-        """Every event, as often as it was announced."""
+        """Return every event, as often as it was announced."""
 
     @abstractmethod
     def get_number_of_workers(self) -> int:
-        """How many workers are expected."""
+        """Return the number of expected workers."""
 
     @abstractmethod
     def clear_events(self) -> None:
-        """Forget all events."""
+        """Drop all events."""
 
     def merge(self, other: KVConnectorKVEvents) -> Self:
-        """Add the events of `other`; returns itself."""
+        """Add the events of `other`; return self."""
         self.add_events(other.get_all_events())
         return self

@@ -1,6 +1,6 @@
-"""Pauses between attempts: growing while something fails, spread so that many who wait do not come at once.
+"""Delays between attempts: they grow while attempts fail, and are randomised so that many clients do not retry at once.
 
-Nothing here waits or reads a clock by itself: `Pace` carries both, so that a test decides what time it is.
+Nothing here sleeps or reads a clock by itself: `Clock` carries both, so that a test controls the time.
 """
 
 from __future__ import annotations
@@ -12,59 +12,59 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-FIRST_SECONDS: Final = 0.5
-"""Of the first pause after a failure: a restarting peer is found soon."""
-MOST_SECONDS: Final = 30.0
-"""Of any pause: a peer that came back is found within this."""
+INITIAL_DELAY: Final = 0.5
+"""Seconds of the first delay after a failure: a restarting peer is found soon."""
+MAX_DELAY: Final = 30.0
+"""Longest delay in seconds: a peer that has come back is found within this time."""
 INTERVAL_JITTER: Final = 0.1
-"""Share of an interval by which it is at most shortened."""
+"""Fraction by which an interval is shortened at most."""
 BACKOFF_JITTER: Final = 0.5
-"""Share of a pause after a failure by which it is at most shortened: whoever lost the same peer asks at different times."""
+"""Fraction by which a delay after a failure is shortened at most, so that clients of one peer retry at different times."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How somebody waits: sleep, clock in seconds that never goes back, and numbers from 0 to below 1."""
+class Clock:
+    """Time and chance: `sleep`, `now` in monotonic seconds, and `random` numbers from 0 to below 1."""
 
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     now: Callable[[], float] = time.monotonic
     random: Callable[[], float] = random.random
 
 
-REAL_PACE: Final = Pace()
+SYSTEM_CLOCK: Final = Clock()
 
 
 def jittered(seconds: float, random: Callable[[], float], share: float = INTERVAL_JITTER) -> float:
-    """`seconds`, shortened by up to `share` of it; never longer, so that what was promised in time is."""
+    """Return `seconds` shortened by a random fraction of at most `share`. It is never longer, so that deadlines hold."""
     return seconds * (1 - share * random())
 
 
 class Backoff:
-    """Pauses that double from `first` to `most` seconds, each shortened at random by up to half; `reset` after a success."""
+    """Delays that double from `initial` to `maximum` seconds, each shortened at random by up to half."""
 
-    __slots__ = ("_first", "_most", "_next", "_random")
+    __slots__ = ("_initial", "_maximum", "_next", "_random")
 
     def __init__(
         self,
         random: Callable[[], float] = random.random,
         *,
-        first: float = FIRST_SECONDS,
-        most: float = MOST_SECONDS,
+        initial: float = INITIAL_DELAY,
+        maximum: float = MAX_DELAY,
     ) -> None:
         self._random = random
-        self._first = first
-        self._most = most
-        self._next = first
+        self._initial = initial
+        self._maximum = maximum
+        self._next = initial
 
     def __repr__(self) -> str:
-        return f"<Backoff next {self._next:g} s of at most {self._most:g} s>"
+        return f"<Backoff next {self._next:g} s of at most {self._maximum:g} s>"
 
-    def pause(self) -> float:
-        """Seconds to wait now; the next pause is twice as long, up to the most."""
-        seconds = min(self._next, self._most)
-        self._next = min(seconds * 2, self._most)
+    def next_delay(self) -> float:
+        """Return the seconds to wait now. The next delay is twice as long, up to the maximum."""
+        seconds = min(self._next, self._maximum)
+        self._next = min(seconds * 2, self._maximum)
         return jittered(seconds, self._random, BACKOFF_JITTER)
 
     def reset(self) -> None:
-        """It worked: the next pause is the first one again."""
-        self._next = self._first
+        """Start again with the initial delay, after a success."""
+        self._next = self._initial

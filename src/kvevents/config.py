@@ -1,7 +1,7 @@
-"""What a publisher is told: one frozen definition for code, JSON and either engine's command line.
+"""The settings of a publisher: one frozen definition for code, JSON and the command lines of both engines.
 
 Fields, names and defaults are those of vLLM 0.33 (`vllm/config/kv_events.py`) and SGLang 0.5.23
-(`sglang/srt/disaggregation/kv_events.py`); what follows `topic` is ours. This module imports no zmq.
+(`sglang/srt/disaggregation/kv_events.py`); the fields after `topic` are our own. This module imports no zmq.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.security import Curve
 from kvevents.settings import convert
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 _SGLANG_FORMATS: Final = ("default", "dynamo")
 MAX_HEARTBEAT: Final = 86_400
-"""Seconds between two heartbeats, at most: what `kvevents.events.Heartbeat` can say."""
+"""Longest interval between two heartbeats in seconds, as in `kvevents.events.Heartbeat`."""
 
 
 def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
-    """A dialect as people write it: a row, `vllm-0.24`, `sglang-latest`, or None for "as declared".
+    """Return the dialect for a `Dialect`, a name such as `vllm-0.24` or `sglang-latest`, or None for "as declared".
 
-    Raises `UnknownDialectError` for an engine or release that no row covers.
+    Raises `UnknownDialectError` for an unknown engine or release.
     """
     if value is None or isinstance(value, Dialect):
         return value
@@ -35,12 +35,12 @@ def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
 
 
 def check_heartbeat(every: float | None) -> None:
-    """Raise `ConfigError` for what is no number of seconds between heartbeats."""
+    """Raise `ConfigError` unless this is a valid interval of heartbeats in seconds, or None."""
     if every is not None and not 0 < every <= MAX_HEARTBEAT:
-        raise ConfigError(f"heartbeat is {every}; it is a number of seconds above 0, at most {MAX_HEARTBEAT}, or None for none")
+        raise ConfigError(f"heartbeat is {every}; expected seconds above 0 and at most {MAX_HEARTBEAT}, or None")
 
 
-@prepared
+@build_decoder_now
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Whether, where and how KV cache events are published.
 
@@ -51,38 +51,39 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     publisher: str | None = None
     """Name in `EventPublisherFactory`; left out, it becomes `zmq` when events are enabled and `null` when not."""
     endpoint: str = "tcp://*:5557"
-    """Where live batches are published. Port 0 lets the OS choose; a rank is added to other ports."""
+    """Where live batches are published. With port 0 the OS chooses the port; the rank is added to other ports."""
     replay_endpoint: str | None = None
-    """Where replay requests are answered; None for no replay."""
+    """Where replay requests are served; None for no replay."""
     buffer_steps: int = 10_000
     """Batches kept for replay."""
     hwm: int = 100_000
-    """Batches that may wait for one slow subscriber before it loses some; 0 for no limit."""
+    """Batches that may wait for one slow subscriber before further ones are dropped for it; 0 for no limit."""
     max_queue_size: int = 100_000
     """Batches that may wait for the publisher thread before new ones are dropped, as a visible gap; 0 for no limit."""
     topic: str = ""
     bind: bool | None = None
-    """Bind or connect the event socket; None goes by the endpoint, as the engines do."""
+    """Bind or connect the event socket; None decides by the endpoint, as the engines do."""
     dialect: str | None = None
-    """Engine and release to be understood by, such as `sglang-0.5.17` or `vllm-latest`; None sends events as declared."""
+    """Engine and release whose consumers must understand the events, such as `sglang-0.5.17` or `vllm-latest`; None sends
+    events as declared."""
     replay_topic: bool | None = None
-    """Whether replay replies repeat the topic (vLLM from 0.26, SGLang from 0.5.22); None goes by the dialect."""
+    """Whether replay replies repeat the topic (vLLM from 0.26, SGLang from 0.5.22); None decides by the dialect."""
     compact: bool | None = None
-    """Whether history older than the replay buffer is collapsed into a snapshot instead of forgotten; None goes by whether the
-    native module is installed."""
+    """Whether history older than the replay buffer is compacted into a snapshot instead of dropped; None does so if the native
+    module is installed."""
     curve: Curve | None = None
     heartbeat: float | None = None
-    """Seconds between batches that say what is resident, by which consumers check what they know; None for none. Needs the
-    native module."""
+    """Seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for none. Needs
+    the native module."""
     snapshot_endpoint: str | None = None
-    """Where placement snapshots are answered, as in SGLang's draft `snapshot-v1`; a rank is added to its port. Needs the native
+    """Where placement snapshots are served, as in SGLang's draft `snapshot-v1`; a rank is added to its port. Needs the native
     module."""
 
     def __post_init__(self) -> None:
         check_heartbeat(self.heartbeat)
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it counts batches and cannot be negative")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is a number of batches and cannot be negative")
         _check_endpoint("endpoint", self.endpoint)
         for name in ("replay_endpoint", "snapshot_endpoint"):
             if (endpoint := getattr(self, name)) is not None:
@@ -96,12 +97,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Read vLLM's `--kv-events-config` or SGLang's, which are the same JSON but for two keys.
+        """Read the JSON of `--kv-events-config`, which is the same for vLLM and SGLang except for two keys.
 
-        SGLang has no `enable_kv_cache_events`: naming a publisher other than `null` enables it. Its `format` concerns the
-        hashes that the engine computes and is checked, not kept.
+        SGLang has no `enable_kv_cache_events`: a publisher other than `null` enables it. Its `format` is about the hashes that
+        the engine computes; it is checked and not stored.
 
-        Raises `ConfigError` for anything that is not such an object; an unknown key is named beside the known ones.
+        Raises `ConfigError` for any other input; the message of an unknown key lists the known keys.
         """
         try:
             found = msgspec.json.decode(text)
@@ -113,27 +114,27 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @classmethod
     def from_mapping(cls, found: dict[str, Any]) -> Self:
-        """As `from_json`, from an object already parsed."""
+        """Like `from_json`, for parsed JSON."""
         given = dict(found)
         shape = given.pop("format", "default")
         if shape not in _SGLANG_FORMATS:
-            raise ConfigError(f"format is {shape!r}; SGLang knows {' and '.join(_SGLANG_FORMATS)}")
+            raise ConfigError(f"format is {shape!r}; expected {' or '.join(_SGLANG_FORMATS)}")
         if given.get("publisher") not in {None, "null"}:
             given.setdefault("enable_kv_cache_events", True)
         return convert(given, cls, "the KV events configuration")
 
     @classmethod
     def from_cli(cls, text: str) -> Self:
-        """`from_json`, under the name that SGLang gives it."""
+        """Call `from_json`; this is its name in SGLang."""
         return cls.from_json(text)
 
 
 def _check_endpoint(name: str, endpoint: str) -> None:
     transport, separator, address = endpoint.partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
-        raise ConfigError(f"{name} is {endpoint!r}; it must look like tcp://*:5557, ipc:///path or inproc://name")
+        raise ConfigError(f"{name} is {endpoint!r}; expected tcp://HOST:PORT, ipc://PATH or inproc://NAME")
     if transport != "tcp":
         return
     found = split_tcp(endpoint)
     if found is None or found[1] > MAX_PORT:
-        raise ConfigError(f"{name} is {endpoint!r}; it needs a port from 0 to {MAX_PORT}")
+        raise ConfigError(f"{name} is {endpoint!r}; expected a port from 0 to {MAX_PORT}")

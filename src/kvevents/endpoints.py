@@ -1,4 +1,4 @@
-"""Endpoints of ranks: where each rank's sockets stand, and which of them would collide."""
+"""Endpoints: their syntax, the endpoints of each rank, and port collisions between ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 from kvevents.errors import ConfigError
 
 MAX_PORT: Final = 65535
-_ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - a name to recognise in what users write
+_ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - to recognise it in settings
 _LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
-"""Where each wildcard host can be reached from this one."""
+"""The address at which each wildcard host is reachable from this host."""
 
 
 def split_tcp(endpoint: str) -> tuple[str, int] | None:
-    """Host and port of a `tcp://` endpoint; None for another transport or without a readable port.
+    """Return host and port of a `tcp://` endpoint; None for another transport or without a valid port.
 
-    The port `*`, which ZeroMQ understands as "any", comes out as 0. A host with colons must be an IPv6 address.
+    The port `*`, which means "any" to ZeroMQ, becomes 0. A host with colons must be an IPv6 address.
     """
     transport, separator, address = endpoint.partition("://")
     host, colon, port = address.rpartition(":")
@@ -36,24 +36,24 @@ def _is_ipv6(host: str) -> bool:
 
 
 def validate_endpoint(endpoint: str) -> None:
-    """Raise `ConfigError` for an endpoint to which no ZeroMQ socket can connect, and where none can listen."""
+    """Raise `ConfigError` for an endpoint that no ZeroMQ socket can connect or bind to."""
     transport, separator, address = endpoint.partition("://")
     if not separator or not address:
         expected = "tcp://HOST:PORT, ipc://PATH or inproc://NAME"
         raise ConfigError(f"invalid endpoint {endpoint!r}: it has no transport; expected {expected}")
     if transport in {"http", "https"}:
         raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with the engine's port of KV events")
-    # ZeroMQ takes an address to connect from as well: tcp://FROM;HOST:PORT.
+    # ZeroMQ also accepts a source address: tcp://FROM;HOST:PORT.
     found = split_tcp(f"{transport}://{address.rpartition(';')[2]}")
     if transport == "tcp" and (found is None or found[1] > MAX_PORT):
         raise ConfigError(f"invalid endpoint {endpoint!r}: expected tcp://HOST:PORT with a port up to {MAX_PORT}")
 
 
 def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
-    """The endpoint of a rank: its port plus the rank; `inproc://` and `ipc://` names get the suffix `_dp<rank>`.
+    """Return the endpoint of a rank: its port plus the rank; `inproc://` and `ipc://` names get the suffix `_dp<rank>`.
 
-    None, rank 0 and a port left to the OS (0 or `*`) come back unchanged. The rule is vLLM 0.33's
-    (`vllm/distributed/kv_events.py`), but for `ipc://`, which the engines refuse.
+    None, rank 0 and a port left to the OS (0 or `*`) are returned unchanged. The rule is that of vLLM 0.33
+    (`vllm/distributed/kv_events.py`), except for `ipc://`, which the engines reject.
 
     Raises `ConfigError`, a ValueError, for another transport or a port above 65535.
     """
@@ -71,15 +71,15 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
     host, port = found
     if port + data_parallel_rank > MAX_PORT:
         raise ConfigError(
-            f"rank {data_parallel_rank} of {endpoint} would need port {port + data_parallel_rank}; the last is {MAX_PORT}"
+            f"rank {data_parallel_rank} of {endpoint} would need port {port + data_parallel_rank}; the highest is {MAX_PORT}"
         )
     return f"tcp://{host}:{port + data_parallel_rank}"
 
 
 def should_bind(endpoint: str) -> bool:
-    """Whether the engines would bind here rather than connect: wildcards, `ipc://` and `inproc://` (SGLang 0.5.23, vLLM 0.33).
+    """Whether the engines bind to this endpoint rather than connect (SGLang 0.5.23, vLLM 0.33).
 
-    Port 0, to which nothing can connect, binds too.
+    They bind to wildcards, `ipc://` and `inproc://`. Port 0 binds too, since nothing can connect to it.
     """
     found = split_tcp(endpoint)
     if endpoint.startswith(("ipc://", "inproc://")) or (found is not None and found[1] == 0):
@@ -88,12 +88,12 @@ def should_bind(endpoint: str) -> bool:
 
 
 def needs_ipv6(endpoint: str) -> bool:
-    """Whether the socket must speak IPv6 to use this endpoint."""
+    """Whether a socket needs IPv6 to use this endpoint."""
     return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
 
 
 def connectable(bound: str) -> str:
-    """What a consumer on this host connects to, from what ZeroMQ reports as bound: wildcards become the loopback address."""
+    """Return the endpoint at which a consumer on this host reaches a bound endpoint; wildcards become loopback addresses."""
     found = split_tcp(bound)
     if found is None:
         return bound
@@ -102,9 +102,9 @@ def connectable(bound: str) -> str:
 
 
 def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> str | None:
-    """A sentence when this rank's ports are also those of a rank at or below it, which runs on the same host; else None.
+    """Return a message if a port of this rank is also a port of a lower rank or of itself, on the same host; otherwise None.
 
-    Both endpoints are meant as configured, before the rank is added, and as bound.
+    Both endpoints are the configured ones, before the rank is added, and both are bound.
     """
     events, replay = split_tcp(endpoint), split_tcp(replay_endpoint or "")
     if events is None or replay is None or 0 in {events[1], replay[1]} or not _same_host(events[0], replay[0]):

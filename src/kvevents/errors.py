@@ -3,55 +3,55 @@
 ::
 
     KVEventsError
-    ├── DamagedIndexError            an error of kvevents left an index changed by half (RuntimeError)
-    ├── UsageError                   you asked for something that cannot be done
+    ├── DamagedIndexError            a bug of kvevents left an index half changed (RuntimeError)
+    ├── UsageError                   the caller asked for something impossible
     │   ├── ConfigError              a setting is wrong                   (ValueError)
-    │   ├── UnknownDialectError      no such engine or release            (ValueError)
-    │   ├── UnknownSourceError       no such source or rank               (LookupError)
-    │   ├── EncodeError              this batch has no bytes              (ValueError)
+    │   ├── UnknownDialectError      unknown engine or release            (ValueError)
+    │   ├── UnknownSourceError       unknown source or rank               (LookupError)
+    │   ├── EncodeError              a batch cannot be encoded            (ValueError)
     │   ├── ClosedError              used after close() or shutdown()     (RuntimeError)
     │   ├── ForkedError              used in a forked child               (RuntimeError)
     │   └── MissingDependencyError   an extra is not installed            (ImportError)
-    └── PeerError                    something outside this process is at fault
+    └── ExternalError                something outside this process failed
         ├── EndpointError            a socket cannot be bound or opened   (OSError)
         ├── RecordingError           a recording cannot be read or written (ValueError)
-        ├── JournalError             a journal cannot be kept in its folder (OSError)
+        ├── JournalError             a journal cannot be opened in its folder (OSError)
         ├── PlaneError               the plane's NATS servers cannot be used (OSError)
         ├── SnapshotError            a snapshot cannot be read or written (ValueError)
         └── WorkloadError            a trace of requests cannot be read or written (ValueError)
 
-What a peer *sends* never raises: it is set aside with a reason and counted (`kvevents.wire.Rejected`).
+Input from a peer never raises: invalid input is rejected with a reason and counted (`kvevents.wire.Rejected`).
 """
 
 from __future__ import annotations
 
 
 class KVEventsError(Exception):
-    """Root of every exception raised by kvevents."""
+    """Root of all exceptions of kvevents."""
 
 
 class DamagedIndexError(KVEventsError, RuntimeError):
-    """An index was left changed by half by an error of kvevents itself, and answers nothing until a snapshot is restored."""
+    """A bug of kvevents left an index half changed; it answers no query until a snapshot is restored."""
 
 
 class UsageError(KVEventsError):
-    """The caller did something that cannot work."""
+    """The caller asked for something that is impossible."""
 
 
 class ConfigError(UsageError, ValueError):
-    """A setting is wrong; the message names it and what would be right."""
+    """A setting is invalid; the message names it and the expected value."""
 
 
 class UnknownDialectError(UsageError, ValueError):
-    """No dialect is known for this engine or release."""
+    """There is no dialect for this engine or release."""
 
 
 class UnknownSourceError(UsageError, LookupError):
-    """No stream of this subscriber has that source name and rank."""
+    """The subscriber has no stream with this source name and rank."""
 
 
 class EncodeError(UsageError, ValueError):
-    """A batch holds something that has no encoding in the wanted dialect."""
+    """A batch contains something that the dialect cannot encode."""
 
 
 class ClosedError(UsageError, RuntimeError):
@@ -59,22 +59,21 @@ class ClosedError(UsageError, RuntimeError):
 
 
 class ForkedError(UsageError, RuntimeError):
-    """An index was used in a forked child of the process that made it; make another one there."""
+    """An index was used in a forked child of the process that created it; create another one there."""
 
 
 class MissingDependencyError(UsageError, ImportError):
-    """An optional dependency is needed; the message says which extra installs it."""
+    """An optional dependency is not installed; the message says which extra installs it."""
 
 
-class PeerError(KVEventsError):
+class ExternalError(KVEventsError):
     """Something outside this process failed."""
 
 
-class EndpointError(PeerError, OSError):
+class EndpointError(ExternalError, OSError):
     """A socket could not be bound, connected or opened at an endpoint.
 
-    `endpoint` is the endpoint as it was given, `""` where there is none. `errno` is the system's or ZeroMQ's number of the
-    error, None where none was reported.
+    `endpoint` is the endpoint as configured, or `""`. `errno` is the error number of the system or of ZeroMQ, or None.
     """
 
     def __init__(self, *args: object, endpoint: str = "", errno: int | None = None) -> None:
@@ -84,21 +83,21 @@ class EndpointError(PeerError, OSError):
             self.errno = errno
 
 
-class RecordingError(PeerError, ValueError):
-    """A recording cannot be read or written; the message names the file, and the line where there is one."""
+class RecordingError(ExternalError, ValueError):
+    """A recording cannot be read or written; the message names the file, and the line if there is one."""
 
 
-class JournalError(PeerError, OSError):
-    """A journal cannot be kept in its folder; the message names the folder and what to do.
+class JournalError(ExternalError, OSError):
+    """A journal cannot be opened in its folder; the message names the folder and what to do.
 
-    Bad bytes never raise, nor does a disk that is full, failing or read-only: the journal's state tells of those.
+    Damaged content does not raise, nor does a disk that is full, failing or read-only: the state of the journal reports these.
     """
 
 
-class PlaneError(PeerError, OSError):
+class PlaneError(ExternalError, OSError):
     """The plane's NATS servers cannot be used; the message says what happened, where, and what to do.
 
-    `fault` is the kind of it in one word, of which `kvevents.plane.faults` has the list.
+    `fault` is the kind of failure in one word; `kvevents.plane.faults` lists them.
     """
 
     def __init__(self, message: str, *, fault: str = "other") -> None:
@@ -106,9 +105,9 @@ class PlaneError(PeerError, OSError):
         self.fault = fault
 
 
-class SnapshotError(PeerError, ValueError):
+class SnapshotError(ExternalError, ValueError):
     """A snapshot cannot be read or written; the message names the file and what to do."""
 
 
-class WorkloadError(PeerError, ValueError):
+class WorkloadError(ExternalError, ValueError):
     """A trace of requests cannot be read or written; the message names file, line and what to do."""

@@ -1,8 +1,8 @@
-"""KV cache events as every engine means them.
+"""KV cache events of all engines.
 
 One set of types holds the union of what vLLM 0.33 (`vllm/distributed/kv_events.py`) and SGLang 0.5.23
-(`sglang/srt/disaggregation/kv_events.py`) announce. Encoded as they stand, these structs are vLLM 0.33's bytes; every other
-release is a row in `kvevents.wire.dialects`.
+(`sglang/srt/disaggregation/kv_events.py`) announce. Encoded without a dialect, these structs give the bytes of
+vLLM 0.33; every other release is a row in `kvevents.wire.dialects`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ TokenId: TypeAlias = int | tuple[int, int]
 
 if TYPE_CHECKING:
     ExtraKey: TypeAlias = Any
-    Aside: TypeAlias = dict[str, Any]
+    UnknownFields: TypeAlias = dict[str, Any]
 else:
-    # What one native decode may build at a peer's wish: no map with keys of the peer's choice, no depth. Anything else in these
-    # fields is read by `kvevents.wire.tolerant`, within limits. Encoding does not look at annotations.
+    # What the fast decoder may build from a peer's input: no nested maps, no depth. `kvevents.wire.tolerant` decodes anything
+    # else in these fields, within limits. Encoding does not use annotations.
     ExtraKey = str | int | list[str | int]
-    Aside = dict[str, bool | int | float | str | None]
+    UnknownFields = dict[str, bool | int | float | str | None]
 
 
 def _always_sent() -> None:
-    """Default of a field that vLLM sends even when it is nil: msgspec omits plain defaults, not made ones."""
+    """Default factory of a field that vLLM sends even if it is nil: msgspec omits plain defaults, not factory defaults."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one scheduler step announced: on the wire the array `[ts, events, data_parallel_rank]`.
+    """The events of one scheduler step: on the wire the array `[ts, events, data_parallel_rank]`.
 
     `ts` is in seconds since the epoch. `events` may hold any type that msgspec can encode, so users' own events publish too.
     """
@@ -58,38 +58,38 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbi
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a sender says of itself, and of what its stream has left resident; of kvevents, no engine sends it.
+    """The state of a sender and the digest of its resident blocks. Only kvevents sends it, no engine does.
 
-    It travels in a `BlockRemoved` of no blocks, which everybody else takes for nothing.
+    It is a field of a `BlockRemoved` without blocks, which other consumers ignore.
     """
 
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    """`PrefixIndex.digest` of the stream after the batch that this is in."""
-    every: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-    """Seconds until the next one at most."""
+    """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat."""
+    interval: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = msgspec.field(name="every")
+    """Seconds until the next heartbeat at most; on the wire `every`."""
     trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"
-    """How far the sender itself can trust what it tells: the name of a `Trust`."""
+    """How far the sender trusts its own stream: the name of a `Trust` state."""
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] = ""
     incarnation: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Another number in each life of the sender."""
+    """A number that differs in each life of the sender."""
 
 
 class BlockStored(KVCacheEvent):
     """Blocks became resident on a medium, in the order of the prefix they belong to.
 
-    `token_ids` are those of all blocks; their number need not be `len(block_hashes) * block_size`, since masked groups announce
-    fewer hashes than blocks and offload events no tokens at all.
+    `token_ids` are the tokens of all blocks. Their number may differ from `len(block_hashes) * block_size`: masked groups
+    announce fewer hashes than blocks, and offload events have no tokens.
     """
 
     block_hashes: list[int]
-    """One per block, unsigned 64 bits, opaque, meaningful only within its stream."""
+    """One opaque hash per block, unsigned 64 bits. It has a meaning only within its stream."""
     parent_block_hash: int | None
     """Hash of the block before the first one; None for the root. 0 is a legal hash."""
     token_ids: Sequence[TokenId]
     block_size: int
-    """Tokens per block; 0 where an engine announces a move between tiers."""
+    """Tokens per block; 0 if an engine announces a move between tiers."""
     lora_id: int | None = msgspec.field(default_factory=_always_sent)
-    """Deprecated by vLLM in favour of `lora_name`."""
+    """Deprecated by vLLM; use `lora_name`."""
     medium: str | None = msgspec.field(default_factory=_always_sent)
     lora_name: str | None = msgspec.field(default_factory=_always_sent)
     extra_keys: list[tuple[ExtraKey, ...] | None] | None = None
@@ -109,13 +109,13 @@ class BlockStored(KVCacheEvent):
     cache_salt: str | None = None
     """SGLang from 0.5.20; vLLM sends its salt in `extra_keys`."""
     block_keys: list[int] | None = None
-    """One per block where a relay of kvevents has taken the tokens out: keys as `kvevents.index` makes them of tokens and
-    namespace, or numbers that mean nothing."""
+    """One per block if a relay of kvevents has removed the tokens: keys that `kvevents.index` computes from tokens and
+    namespace, or numbers without a meaning."""
     block_digests: list[bytes] | None = None
-    """Full digests where a peer sent byte hashes; `block_hashes` then holds their last 8 bytes, big-endian."""
+    """Full digests if a peer sent byte hashes; `block_hashes` then has their last 8 bytes, big-endian."""
     parent_block_digest: bytes | None = None
-    unrecognised: Aside | None = None
-    """Fields that this release of kvevents does not know, by name, or by position (`"12"`) in array events."""
+    unrecognised: UnknownFields | None = None
+    """Fields that this version of kvevents does not know, by name, or by position (`"12"`) in array events."""
 
     def __hash__(self) -> int:
         return hash(
@@ -144,7 +144,7 @@ class BlockRemoved(KVCacheEvent):
     ownership: str | None = None
     heartbeat: Heartbeat | None = None
     block_digests: list[bytes] | None = None
-    unrecognised: Aside | None = None
+    unrecognised: UnknownFields | None = None
 
     def __hash__(self) -> int:
         return hash((tuple(self.block_hashes), self.medium, self.group_idx, self.locality, self.ownership))
@@ -153,7 +153,7 @@ class BlockRemoved(KVCacheEvent):
 class AllBlocksCleared(KVCacheEvent):
     """The whole prefix cache of the stream was reset."""
 
-    unrecognised: Aside | None = None
+    unrecognised: UnknownFields | None = None
 
     def __hash__(self) -> int:
         return hash(AllBlocksCleared)

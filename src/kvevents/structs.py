@@ -1,4 +1,4 @@
-"""Structs that any thread may read."""
+"""Makes msgspec structs safe to decode from several threads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import msgspec
 Kind = TypeVar("Kind", bound=type[msgspec.Struct])
 
 
-def prepared(kind: Kind) -> Kind:
-    """Have msgspec look at a struct now, when its module is imported, rather than when somebody first decodes it.
+def build_decoder_now(kind: Kind) -> Kind:
+    """Build msgspec's type information of a struct when its module is imported, not at its first use.
 
-    To be a decorator of each struct that is named to `decode` or `convert`. msgspec (0.22 and before) keeps what it finds out
-    about a struct where other threads see it before it is complete: two that decode a struct for the first time at the same
-    time can end the process.
+    Decorate each struct that is passed to `decode` or `convert`. msgspec (up to 0.22) stores the type information where other
+    threads see it before it is complete: two threads that decode a struct for the first time can crash the process.
     """
     msgspec.json.Decoder(kind)
     return kind

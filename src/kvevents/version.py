@@ -1,10 +1,10 @@
-"""The installed release."""
+"""The installed version of kvevents."""
 
 import importlib.metadata
 
 
 def version() -> str:
-    """As pip knows it; `unknown` from a source tree that is not installed."""
+    """Return the version of the installed package; `unknown` in a source tree that is not installed."""
     try:
         return importlib.metadata.version("kvevents")
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""What routing believes of a worker by default: by the tier that holds a token, and by the state of the worker's stream.
+"""Default weights of routing: by the tier that holds a token, and by the trust state of the worker's stream.
 
-Needs no native code, unlike `kvevents.routing`: clients of the service need these names too.
+Unlike `kvevents.routing` this module needs no native code, since clients of the service use these names too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
 State: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
-"""Of a stream, as `kvevents.Trust` names it."""
+"""Trust state of a stream, as in `kvevents.Trust`."""
 
 TIER_WEIGHTS: Final[Mapping[str, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
-"""What a token that a tier holds is worth, against computing it."""
+"""Value of a cached token by tier; 1 is as good as in GPU memory, 0 as bad as computing it."""
 TIERS: Final = tuple(TIER_WEIGHTS)
-"""Tiers that are known, the fastest first. The index has them in `native/index/src/placements.rs`, with the media of each."""
+"""Known tiers, the fastest first. The index defines them in `native/index/src/placements.rs`, with the media of each."""
 TRUST_WEIGHTS: Final[Mapping[State, float]] = {
     "EXACT": 1.0,
     "REPLAYING": 0.8,
@@ -22,21 +22,21 @@ TRUST_WEIGHTS: Final[Mapping[State, float]] = {
     "CONNECTING": 0.0,
     "STALE": 0.0,
 }
-"""How far a worker is believed in each state."""
+"""Factor for the cached tokens of a worker by its trust state."""
 
 _DISTANCE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
-"""How far a worker in a state is from taking a request: 0 with a connection, 1 before the first one, 2 after the last one."""
-LOST: Final = 2
-"""The distance of a worker whose connection is gone, or that cannot be reached."""
+"""Reachability of a worker by its trust state: 0 connected, 1 not yet connected, 2 connection lost."""
+DISTANCE_LOST: Final = 2
+"""Distance of a worker whose connection is lost, or that cannot be reached."""
 
 
 def distance_of(state: str) -> int:
-    """How far a worker in a state is from taking a request, from 0 on; a state that is not known counts as connected."""
+    """Return the distance of a worker by its trust state: 0 connected, 1 not yet connected, 2 lost. Unknown states are 0."""
     return _DISTANCE.get(state, 0)
 
 
 def tiers_by_reach(tiers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Tiers with how far a prefix reaches down to them, without those that add nothing to a faster one."""
+    """Return tiers with the length of the prefix down to them, without those that add nothing to a faster tier."""
     order = [*(tier for tier in TIERS if tier in tiers), *sorted(tiers.keys() - set(TIERS))]
     found: list[tuple[str, int]] = []
     for tier in order:
@@ -46,6 +46,6 @@ def tiers_by_reach(tiers: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def describe_tiers(tiers: Mapping[str, int]) -> str:
-    """In words: `2,176 on gpu`, or `20 on gpu, 50 including cpu` where a prefix goes on in host memory."""
+    """Return a text such as `2,176 on gpu`, or `20 on gpu, 50 including cpu` if the prefix continues in host memory."""
     reached = tiers_by_reach(tiers)
     return ", ".join(f"{tokens:,} {'including' if number else 'on'} {tier}" for number, (tier, tokens) in enumerate(reached))

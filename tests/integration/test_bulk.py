@@ -13,14 +13,14 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.bulk import bulk
+from kvevents.libzmq_io import libzmq_io
 from kvevents.publisher.event_server import EventServer, EventSocket
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.subscriber.zmq_transport import receive_batches
 from kvevents.wire.framing import encode_seq
 
 TOPIC = b"kv"
-MANY = bulk()
+MANY = libzmq_io()
 
 pytestmark = pytest.mark.skipif(MANY is None, reason="needs the native module, and a pyzmq whose libzmq it finds")
 
@@ -121,7 +121,7 @@ def test_a_stream_is_the_same_without_native_sending(native: bool) -> None:
     """Whoever has no native module, or another pyzmq, sends the same frames."""
     server = EventServer("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     if not native:
-        server._events._bulk = None
+        server._events._native = None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         consumer = context.socket(zmq.SUB)
@@ -165,7 +165,7 @@ def test_a_message_that_was_cut_short_is_finished() -> None:
             server.poll()
         outlet = server._events
         assert isinstance(outlet, EventSocket)
-        outlet._bulk = _Half(outlet)  # type: ignore[assignment]
+        outlet._native = _Half(outlet)  # type: ignore[assignment]
         batches = [(seq, b"%d" % seq) for seq in range(3)]
         server.send(batches)
         assert [consumer.recv_multipart() for _ in batches] == [[b"kv", encode_seq(seq), payload] for seq, payload in batches]

@@ -147,7 +147,7 @@ async def test_it_resolves_again_when_the_ttl_is_over(server: NameServer, ttl: i
     server.zone["e.test", "A"] = ["10.0.0.1"]
     server.ttl = ttl
     steps = Steps(random)
-    watched = DnsProvider("e.test:1", MODEL, resolver(server), pace=steps.pace).watch()
+    watched = DnsProvider("e.test:1", MODEL, resolver(server), clock=steps.clock).watch()
     await within(soon(watched))
     following = soon(watched)
     assert await steps.step() == pause
@@ -165,7 +165,7 @@ async def test_a_failure_is_told_at_once_and_its_engines_stay_for_a_bounded_time
     """A nameserver that is away, or has just lost its zone, does not empty the index; but not for ever."""
     server.zone["e.test", "A"] = ["10.0.0.1"]
     steps = Steps()
-    watched = DnsProvider("e.test:1", MODEL, resolver(server), max_stale=100, pace=steps.pace).watch()
+    watched = DnsProvider("e.test:1", MODEL, resolver(server), max_stale=100, clock=steps.clock).watch()
     good = await within(soon(watched))
     following = soon(watched)
     assert await steps.paused() == 30
@@ -192,7 +192,7 @@ async def test_a_failure_is_told_at_once_and_its_engines_stay_for_a_bounded_time
 async def test_a_name_that_never_resolves_is_asked_for_with_growing_pauses(server: NameServer) -> None:
     """One fault, no engines."""
     steps = Steps()
-    watched = DnsProvider("gone.test:1", MODEL, resolver(server), pace=steps.pace).watch()
+    watched = DnsProvider("gone.test:1", MODEL, resolver(server), clock=steps.clock).watch()
     assert "gone.test has no addresses" in (await within(soon(watched))).faults[0].sentence
     following = soon(watched)
     assert [await steps.step() for _ in range(3)] == [0.5, 1, 2]

@@ -260,7 +260,7 @@ async def test_an_engine_that_stops_answering_is_asked_less_and_less_often_and_k
     """0.5 s doubling to 30 s, one fault for all failures; then every 15 s again, and only changes are told."""
     engine.pages["/server_info"] = sglang()
     steps = Steps()
-    watched = EngineProvider(engine.url, pace=steps.pace).watch()
+    watched = EngineProvider(engine.url, clock=steps.clock).watch()
     good = await within(soon(watched))
     following = soon(watched)
     assert await steps.step() == 15

@@ -189,7 +189,7 @@ async def test_many_changes_at_once_are_told_once() -> None:
     providers = [Scripted(str(each)) for each in range(100)]
     for each in providers:
         each.find(finding(each.name))
-    task = asyncio.create_task(ProviderRunner(providers, told.queue.put_nowait, settle=0.05, pace=steps.pace).run())
+    task = asyncio.create_task(ProviderRunner(providers, told.queue.put_nowait, settle=0.05, clock=steps.clock).run())
     assert await steps.step() == 0.05
     assert len((await within(told.queue.get())).registrations) == 100
     providers[0].find(finding("0"))

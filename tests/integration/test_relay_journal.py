@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvevents.errors import JournalError, PeerError
+from kvevents.errors import ExternalError, JournalError
 from kvevents.relay.journal import Batches, Journal, JournalLimits, Origin, Recovered, file_format
 from kvevents.relay.journal.disk import Folder
 from relay_journal_cases import TINY, Killed, Model, TornError, WatchedDisk, batches_of, crash, open_journal, willing
@@ -660,13 +660,13 @@ def test_one_process_at_a_time(path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
-    """A file, or a place where nobody can make one. It is a `PeerError`."""
+    """A file, or a place where nobody can make one. It is a `ExternalError`."""
     (tmp_path / "file").write_text("")
     with pytest.raises(
         JournalError, match=r"cannot open the journal folder .*file: .*; choose a folder that this process can write"
     ):
         open_journal(tmp_path / "file")
-    with pytest.raises(PeerError):
+    with pytest.raises(ExternalError):
         open_journal(Path("/proc/journal"))
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
-from kvevents.backoff import Pace
+from kvevents.backoff import Clock
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class Steps:
 
     def __init__(self, random: float = 0.0) -> None:
         self.time = 0.0
-        self.pace = Pace(self._sleep, lambda: self.time, lambda: random)
+        self.clock = Clock(self._sleep, lambda: self.time, lambda: random)
         self._asked: asyncio.Queue[tuple[float, asyncio.Future[None]]] = asyncio.Queue()
         self._held: tuple[float, asyncio.Future[None]] | None = None
 

@@ -38,7 +38,7 @@ class Watched:
 
     def __init__(self, path: Path) -> None:
         self.steps = Steps()
-        self.provider = FileProvider(path, pace=self.steps.pace)
+        self.provider = FileProvider(path, clock=self.steps.clock)
         self.found = self.provider.watch()
 
     async def first(self) -> Finding:

@@ -17,9 +17,9 @@ def test_every_exception_has_the_one_root() -> None:
 
 
 def test_each_but_ours_is_either_the_callers_or_the_peers() -> None:
-    leaves = ALL.keys() - {"KVEventsError", "UsageError", "PeerError", "DamagedIndexError"}
+    leaves = ALL.keys() - {"KVEventsError", "UsageError", "ExternalError", "DamagedIndexError"}
     for name in leaves:
-        assert issubclass(ALL[name], errors.UsageError) != issubclass(ALL[name], errors.PeerError), name
+        assert issubclass(ALL[name], errors.UsageError) != issubclass(ALL[name], errors.ExternalError), name
 
 
 def test_the_tree_in_the_docstring_is_the_tree() -> None:

@@ -18,7 +18,7 @@ from kvevents.routing.scoring import EQUAL
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.selection import SelectError, Standing, select
-from kvevents.weights import LOST, State
+from kvevents.weights import DISTANCE_LOST, State
 
 PROMPT = list(range(100))
 STATES: list[State] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
@@ -301,7 +301,7 @@ def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
 
 def test_a_worker_that_cannot_be_reached_is_lost_before_its_first_event() -> None:
     """Nothing listens at its port: one that is not followed at all goes first, and a connected one before both."""
-    refused = Standing(TrustStatus("CONNECTING", "nothing listens at tcp://127.0.0.1:1"), LOST)
+    refused = Standing(TrustStatus("CONNECTING", "nothing listens at tcp://127.0.0.1:1"), DISTANCE_LOST)
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     fleet = candidates_of(0, 9, 9)
     found = select(request, fleet[:2], {}, {("w0", 0): refused}, Ties(Random()))

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from kvevents import scraping
+from kvevents import prometheus
 from kvevents.cli.allocator import giving_back
 from kvevents.cli.bridge_config import BridgeConfig
 from kvevents.cli.responsive import be_responsive
@@ -94,7 +94,7 @@ class Following:
 def check(config: BridgeConfig) -> None:
     """Raise what `run` raises before it asks any server: `EndpointError`, `ConfigError` and `MissingDependencyError`."""
     if config.bridge.metrics_port is not None:
-        scraping.check(config.bridge.metrics_port, config.bridge.metrics_host)
+        prometheus.check(config.bridge.metrics_port, config.bridge.metrics_host)
     check_connection(config.plane)
 
 
@@ -115,7 +115,7 @@ async def _main(config: BridgeConfig, watched: Path | None, stop: Stop) -> None:
     with ExitStack() as closing:
         if seen.metrics_port is not None:
             collector = BridgeCollector(lambda: asyncio.run_coroutine_threadsafe(process.look(), loop).result(SCRAPE_SECONDS))
-            closing.callback(scraping.serve(collector, seen.metrics_port, seen.metrics_host))
+            closing.callback(prometheus.serve(collector, seen.metrics_port, seen.metrics_host))
         await process.run(stopped)
 
 

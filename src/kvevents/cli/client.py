@@ -17,7 +17,7 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
-from kvevents.errors import ConfigError, PeerError
+from kvevents.errors import ConfigError, ExternalError
 from kvevents.service.schemas import Problem
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ OK: Final = 200
 UNAVAILABLE: Final = 503
 
 
-class AskError(PeerError):
+class AskError(ExternalError):
     """A service could not be asked, or its answer was an error; the text is the sentence and what to do."""
 
     def __init__(self, sentence: str, reason: str, hint: str, status: int | None = None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple, TextIO, TypeAlias
 
-from kvevents.errors import PeerError
+from kvevents.errors import ExternalError
 
 Style: TypeAlias = Literal["plain", "dim", "bold", "name", "good", "warn", "bad", "loud"]
 
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 Part: TypeAlias = Span | str
 
 
-class OutputError(PeerError):
+class OutputError(ExternalError):
     """The output cannot be written: the disk that it goes to is full, for example."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from kvevents import scraping
+from kvevents import prometheus
 from kvevents.cli import logs, options
 from kvevents.cli.allocator import giving_back
 from kvevents.cli.checkup.address import BINDS, BOTH_CONNECT
@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
     settings = config.relay()
     logs.to_stderr(args)
     if config.metrics_port is not None:
-        scraping.require()  # before anything is bound
+        prometheus.require()  # before anything is bound
     with Stop() as stop, giving_back(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         if config.metrics_port is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from kvevents.errors import PeerError
+from kvevents.errors import ExternalError
 
 _NAP: Final = 60.0
 """`time.sleep` takes no infinity."""
@@ -18,6 +18,6 @@ def stay(seconds: float) -> None:
         time.sleep(min(left, _NAP))
 
 
-def nobody_came(endpoint: str, seconds: float) -> PeerError:
+def nobody_came(endpoint: str, seconds: float) -> ExternalError:
     """`--wait-for-subscriber` waited in vain."""
-    return PeerError(f"nobody subscribed within {seconds:g} s; `kvevents tail {endpoint}` would")
+    return ExternalError(f"nobody subscribed within {seconds:g} s; `kvevents tail {endpoint}` would")

@@ -21,7 +21,7 @@ import msgspec
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.settings import PlaneSettings
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -35,7 +35,7 @@ LEASE_SECONDS: Final = 15
 """After which an entry of the bucket of leases is gone unless it was renewed."""
 
 
-@prepared
+@build_decoder_now
 class PartitionMetadata(msgspec.Struct, frozen=True):
     """In the metadata of each partition's stream."""
 

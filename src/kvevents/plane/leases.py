@@ -33,7 +33,7 @@ import msgspec
 from kvevents.errors import PlaneError
 from kvevents.plane.faults import told
 from kvevents.plane.layout import LEASE_SECONDS, Layout
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -73,7 +73,7 @@ def elapsed() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-@prepared
+@build_decoder_now
 class Holder(msgspec.Struct, frozen=True):
     """Who holds a lease, or wants to: one life of one process."""
 

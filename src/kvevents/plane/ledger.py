@@ -46,7 +46,7 @@ from kvevents.plane.records import (
     extend_history,
 )
 from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 
 _KEPT: Final = frozenset(doubt.name for doubt in PERSISTENT_REASONS)
@@ -420,7 +420,7 @@ class Ledger:
         return ledger
 
 
-@prepared
+@build_decoder_now
 class _Saved(msgspec.Struct, array_like=True):
     position: int
     streams: list[tuple[str, int, Standing]]

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from kvevents.plane.records import Key
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 PREFIX: Final = "digest."
 """What keys of opinions begin with, in the bucket whose entries expire; the replica's name follows."""
@@ -38,7 +38,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         return cls(position, len(rows), sha256(msgspec.msgpack.encode(rows)).digest()[:DIGEST_BYTES].hex())
 
 
-@prepared
+@build_decoder_now
 class Opinion(msgspec.Struct, frozen=True):
     """What a replica held, by partition."""
 

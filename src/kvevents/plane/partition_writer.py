@@ -123,7 +123,7 @@ class BridgePartition:
         self._unreadable_seconds: Final = unreadable_seconds
         self._reader: PartitionReader | None = None
         self._refusal = ""
-        self._retry: Final = Backoff(first=RETRY_FIRST_SECONDS, most=RETRY_MOST_SECONDS)
+        self._retry: Final = Backoff(initial=RETRY_FIRST_SECONDS, maximum=RETRY_MOST_SECONDS)
         self._wake: Final = asyncio.Event()
         self._advanced: Final = asyncio.Event()
         self._written = 0
@@ -470,7 +470,7 @@ class BridgePartition:
         if error.fault == "away" and self._client.is_connected and self._reader is not None:
             self._reader.look_again()  # there may be no such stream any more
         self._say(error)
-        await asyncio.sleep(self._retry.pause())
+        await asyncio.sleep(self._retry.next_delay())
 
     def _is_shorter(self, error: PlaneError) -> bool:
         """Whether the partition ends before what was read of it: it is another one, and what it is must be known first."""

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvevents.settings import Seconds, Settings
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 PREFIX: Final = "shard."
 """What keys of announcements begin with, in the bucket whose entries expire; the replica's name follows."""
@@ -31,7 +31,7 @@ MAX_HOLDERS: Final = 8
 """Of each partition, whoever asks for more."""
 
 
-@prepared
+@build_decoder_now
 class SharePace(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often replicas with a share announce themselves, and how long they wait for each other: the same in all of them."""
 
@@ -53,7 +53,7 @@ class SharePace(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Seconds after a failure for which a replica is asked only if no other one holds the same."""
 
 
-@prepared
+@build_decoder_now
 class Announcement(msgspec.Struct, frozen=True):
     """What a replica that holds a part says of itself."""
 

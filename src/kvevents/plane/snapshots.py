@@ -29,7 +29,7 @@ from kvevents.plane.ledger import Ledger
 from kvevents.plane.reading import has_tail
 from kvevents.plane.records import Key, Tail
 from kvevents.stream import DegradedReason
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -88,7 +88,7 @@ class Kept(msgspec.Struct, frozen=True):
         return {f"{self.name}.{suffix}" for suffix in _SUFFIXES}
 
 
-@prepared
+@build_decoder_now
 class Entry(msgspec.Struct, frozen=True):
     """Which snapshots of a partition count, the newest first: at most two."""
 
@@ -96,7 +96,7 @@ class Entry(msgspec.Struct, frozen=True):
     kept: list[Kept]
 
 
-@prepared
+@build_decoder_now
 class Taken(msgspec.Struct, array_like=True):
     """What a snapshot has besides the index; of the same moment."""
 

@@ -35,7 +35,7 @@ class Rounds:
     """Which server is tried next, and when: all of them in a random order, then again after a pause that grows."""
 
     def __init__(self) -> None:
-        self._backoff = Backoff(first=RECONNECT_FIRST_SECONDS, most=RECONNECT_MOST_SECONDS)
+        self._backoff = Backoff(initial=RECONNECT_FIRST_SECONDS, maximum=RECONNECT_MOST_SECONDS)
         self._tried: set[str] = set()
 
     def begin(self, lasted: float) -> None:
@@ -50,7 +50,7 @@ class Rounds:
         pause = 0.0
         if not self._tried or not left:
             self._tried.clear()
-            left, pause = servers, self._backoff.pause()
+            left, pause = servers, self._backoff.next_delay()
         chosen = random.choice(left)  # noqa: S311 - no secret
         self._tried.add(chosen.uri.netloc)
         return chosen, pause

@@ -19,8 +19,8 @@ from typing import Any, Final, cast
 import zmq
 import zmq.backend
 
-from kvevents.bulk import FRAMES, bulk
 from kvevents.endpoints import connectable
+from kvevents.libzmq_io import FRAMES, libzmq_io
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.replay_server import ReplayServer, StreamingRouter
@@ -66,15 +66,15 @@ class EventSocket:
             self.bound = bind(socket, endpoint, "event") if is_bound else endpoint
             """The endpoint, with the port that the OS chose; of a connecting socket, where it connects to."""
             self._socket = socket
-        self._bulk = bulk()
+        self._native = libzmq_io()
         # The send method of pyzmq's backend: send_multipart costs six times as much for three frames.
         self._send: Callable[..., Any] = zmq.backend.Socket.send.__get__(socket)
 
     def send(self, topic: bytes, batches: Sequence[SequencedPayload]) -> None:
         """Send batches in order to each consumer that subscribed to a prefix of the topic."""
-        if self._bulk is None:
+        if self._native is None:
             self._send_frames(topic, batches)
-        elif (sent := self._bulk.send(self._socket.underlying, topic, batches)) < FRAMES * len(batches):
+        elif (sent := self._native.send(self._socket.underlying, topic, batches)) < FRAMES * len(batches):
             self._send_frames(topic, batches[sent // FRAMES :], sent % FRAMES)
 
     def _send_frames(self, topic: bytes, batches: Sequence[SequencedPayload], sent: int = 0) -> None:

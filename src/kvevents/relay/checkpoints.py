@@ -27,7 +27,7 @@ from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, Upstreams, resume_point
 from kvevents.stream import Checkpoint, DegradedReason, Fingerprint, Gap, Reset
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import decode_batch
 
@@ -37,7 +37,7 @@ _OWNERSHIP_PREFIX: Final = b"\xc1aside"
 """First bytes of a snapshot part that holds an `Ownership`. No payload of a batch starts with these."""
 
 
-@prepared
+@build_decoder_now
 class RelayCheckpoint(msgspec.Struct, frozen=True):
     """How far the upstreams were followed, and what a later process must know to continue."""
 
@@ -51,7 +51,7 @@ class RelayCheckpoint(msgspec.Struct, frozen=True):
     """Whether keys of a prompt with a salt were forwarded. The journal has no salt, so blocks behind it cannot get keys."""
 
 
-@prepared
+@build_decoder_now
 class Ownership(msgspec.Struct, frozen=True):
     """Whose blocks are whose in a shared stream, or a piece of it."""
 

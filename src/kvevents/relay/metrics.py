@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvevents import scraping
+from kvevents import prometheus
 from kvevents.relay.status import RelayStatus
 
 if TYPE_CHECKING:
@@ -91,4 +91,4 @@ class RelayCollector:
 
 def serve(status: Callable[[], RelayStatus], port: int, host: str = "127.0.0.1") -> Callable[[], None]:
     """Serve metrics at a port until the returned function is called. Raises `EndpointError` if the port cannot be bound."""
-    return scraping.serve(RelayCollector(status), port, host)
+    return prometheus.serve(RelayCollector(status), port, host)

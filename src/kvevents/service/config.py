@@ -15,7 +15,7 @@ from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.source_config import SourceTable, Template
 from kvevents.service.hosts import HostPatterns, is_loopback
 from kvevents.settings import Bytes, FilePath, FolderPath, Host, Name, Port, Positive, Range, Seconds, Settings, Unit, Url
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_ASK_SECONDS: Final = 30.0
@@ -158,7 +158,7 @@ class ShardSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"shard.url is {self.url!r}; write http://HOST:PORT as the other replicas reach this one")
 
 
-@prepared
+@build_decoder_now
 class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything `kvevents serve` can be told."""
 

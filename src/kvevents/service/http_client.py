@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
-from kvevents.errors import MissingDependencyError, PeerError
+from kvevents.errors import ExternalError, MissingDependencyError
 
 try:
     import aiohttp
@@ -34,7 +34,7 @@ MAX_LINE_BYTES: Final = 8_190
 """Of the status line and of each header; of headers there are 128 at most."""
 
 
-class HttpError(PeerError):
+class HttpError(ExternalError):
     """There is no answer that could be used; the text says what happened, and not to whom."""
 
     def __init__(self, trouble: HttpErrorKind, detail: str) -> None:

@@ -13,7 +13,7 @@ from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import GapView, SourceView, TrustStatus, WorkerMatch
 from kvevents.stream import Trust
 from kvevents.subscriber import StreamStatus
-from kvevents.weights import LOST, State, distance_of
+from kvevents.weights import DISTANCE_LOST, State, distance_of
 
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
 MAX_GAPS: Final = 64
@@ -178,7 +178,7 @@ class Member:
         """How far it is from taking a request, as `kvevents.weights` counts."""
         state = self.trust_status.state
         is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trust_status.reason_codes)
-        return LOST if is_known_dead else distance_of(state)
+        return DISTANCE_LOST if is_known_dead else distance_of(state)
 
     @property
     def block_sizes(self) -> list[int]:

@@ -109,10 +109,10 @@ class Prober:
             if probe is None:
                 # Replay is usually on its way; a connection is there at once or not at all.
                 wait = 0.0 if each[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
-                backoff = Backoff(most=self._settings.pause_seconds)
+                backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[each] = _Probe(now, now + wait, backoff)
             if probe.due <= now and len(self._running) < self._settings.at_once:
-                probe.due = now + self._settings.connect_seconds + probe.backoff.pause()
+                probe.due = now + self._settings.connect_seconds + probe.backoff.next_delay()
                 self._start(self._try(*each, is_patient=now - probe.since < self._settings.patience_seconds))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:

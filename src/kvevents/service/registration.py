@@ -11,7 +11,7 @@ from kvevents.errors import ConfigError
 from kvevents.security import Curve
 from kvevents.service.errors import ConflictError
 from kvevents.stream import Source
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 DEFAULT_GROUP: Final = "default"
 """Tenant, or routing group, of those who name none."""
@@ -61,7 +61,7 @@ class Scope(NamedTuple):
         return SEPARATOR.join(parts)
 
 
-@prepared
+@build_decoder_now
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One data-parallel rank of one engine, and whose prompts may find it."""
 

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import MAX_NAME_BYTES
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, State
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -78,7 +78,7 @@ class Media(Struct, frozen=True, kw_only=True, gc=False):
     """Tokens of its span."""
 
 
-@prepared
+@build_decoder_now
 class ScopedRequest(Struct, frozen=True, kw_only=True):
     """Whose prompts these are. A field that has several names may have any of them; two must not have different values."""
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from kvevents.errors import PeerError
+from kvevents.errors import ExternalError
 from kvevents.index import Applied, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.audit import Audit
@@ -49,7 +49,7 @@ class Follower:
         if self._thread is not None:
             self._thread.join(STOP_SECONDS)
             if self._thread.is_alive() and self._failure is None:
-                self._failure = PeerError(f"the fleet's own subscriber did not end within {STOP_SECONDS:g} s")
+                self._failure = ExternalError(f"the fleet's own subscriber did not end within {STOP_SECONDS:g} s")
 
     def exact(self, worker: Worker) -> bool:
         """Whether all that came before the last delivery was delivered. For the audit, in the thread.

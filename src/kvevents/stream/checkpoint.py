@@ -13,7 +13,7 @@ from kvevents.stream.deliveries import Batch, Gap, RawBatch, Reset
 from kvevents.stream.identity import MAX_ANCHORS, FingerprintChain
 from kvevents.stream.state import Anchor, payload_digest
 from kvevents.stream.trust import PERSISTENT_REASONS, DegradedReason
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 from kvevents.wire import MAX_SEQ
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
@@ -46,7 +46,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Anchor(self.seq, None, self.live, digest=self.digest)
 
 
-@prepared
+@build_decoder_now
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How far a stream was handed out, for `Subscriber.add(source, resume=...)` in a later process.
 

@@ -37,7 +37,7 @@ class HeartbeatMonitor:
     def says(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> bool:
         """Take a heartbeat of batch `seq`; False when nothing newer is known than what it says."""
         if live:
-            self._every = heartbeat.every
+            self._every = heartbeat.interval
         if seq < self._newest:
             return False
         self._newest, self._heartbeat = seq, heartbeat

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Generic
 
-from kvevents.backoff import MOST_SECONDS, Backoff
+from kvevents.backoff import MAX_DELAY, Backoff
 from kvevents.errors import ConfigError, EndpointError, UnknownSourceError
 from kvevents.stream import (
     Batch,
@@ -370,7 +370,7 @@ class Multiplexer(Generic[BatchT]):
             if entry.connection.read_into(entry.stream, now, self._messages_per_read):
                 self._readable[entry] = None
         except EndpointError as error:
-            if now - entry.opened_at > MOST_SECONDS:
+            if now - entry.opened_at > MAX_DELAY:
                 entry.backoff.reset()
             self._close_connection(entry)
             entry.stream.disconnected()
@@ -395,7 +395,7 @@ class Multiplexer(Generic[BatchT]):
         self._readable[entry] = None
 
     def _schedule_reopen(self, entry: _StreamEntry, error: EndpointError, now: float) -> None:
-        entry.reopen_at = now + entry.backoff.pause()
+        entry.reopen_at = now + entry.backoff.next_delay()
         self._set_error(entry, f"no connection: {error}")
 
     def _set_error(self, entry: _StreamEntry, error: str) -> None:

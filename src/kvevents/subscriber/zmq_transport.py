@@ -20,7 +20,7 @@ import zmq
 import zmq.backend
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.bulk import Bulk, bulk
+from kvevents.libzmq_io import LibzmqIO, libzmq_io
 from kvevents.security.zap import secure_sockets
 from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.subscriber.zmq_sockets import (
@@ -259,7 +259,7 @@ class LiveSocket:
         self._selector = transport.selector
         self._stalls = transport.stalls
         self._connection = connection
-        self._native = bulk()
+        self._native = libzmq_io()
         self._was_connected = False
         """Whether `connected` was ever fed to the stream."""
         self._is_connected = False
@@ -444,7 +444,7 @@ class ReceivedBatches(NamedTuple):
 
 
 def receive_batches(
-    native: Bulk | None, socket: zmq.Socket[bytes], topic: bytes, expected: range, limit: int
+    native: LibzmqIO | None, socket: zmq.Socket[bytes], topic: bytes, expected: range, limit: int
 ) -> ReceivedBatches:
     """Receive up to `limit` messages; those with this topic and the expected sequence numbers are reduced to their payloads.
 

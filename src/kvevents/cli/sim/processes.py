@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvevents.cli.sim.traffic import TrafficChoice
-from kvevents.errors import KVEventsError, PeerError
+from kvevents.errors import ExternalError, KVEventsError
 from kvevents.sim.fleet import Progress, simulate
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
@@ -25,7 +25,7 @@ _JOIN_SECONDS: Final = 5.0
 """A process that has said all ends at once; one that does not is killed."""
 
 
-class WorkerError(PeerError):
+class WorkerError(ExternalError):
     """A process ended before it was done."""
 
 

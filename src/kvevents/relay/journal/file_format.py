@@ -32,7 +32,7 @@ from zlib import crc32
 import msgspec
 
 from kvevents.relay.journal.disk import TEMPORARY, UNKNOWN_BOOT, Disk, Folder
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 MAGIC: Final = b"kvejrnl\n"
 VERSION: Final = 2
@@ -158,7 +158,7 @@ Record: TypeAlias = (
 )
 
 
-@prepared
+@build_decoder_now
 class _AllRecords(msgspec.Struct):
     """Makes msgspec prepare all records when this module is imported."""
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
-from kvevents.backoff import REAL_PACE, Backoff, Pace, jittered
+from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.endpoints import MAX_PORT
-from kvevents.errors import ConfigError, MissingDependencyError, PeerError
+from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
 from kvevents.service.discovery.provider import DiscoveryFault, Finding
 from kvevents.service.discovery.source_config import DEFAULT_TEMPLATE, Template, bracket_host
@@ -30,7 +30,7 @@ LOOKUP_SECONDS: Final = 5.0
 HOSTS: Final = Path("/etc/hosts")
 
 
-class ResolveError(PeerError):
+class ResolveError(ExternalError):
     """A name does not resolve; the message says why."""
 
 
@@ -191,7 +191,7 @@ class DnsProvider:
     max_seconds: float = MAX_SECONDS
     max_stale: float = MAX_STALE_SECONDS
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
-    pace: Pace = field(default=REAL_PACE, compare=False, repr=False)
+    clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         scheme, host, port = Target.parse(self.target)
@@ -205,27 +205,27 @@ class DnsProvider:
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
         """Who is there; while the name does not resolve, who was, for as long as `max_stale`, and why."""
-        backoff = Backoff(self.pace.random)
+        backoff = Backoff(self.clock.random)
         told, last = None, Finding()
-        good = self.pace.now()
+        good = self.clock.now()
         while True:
             try:
                 resolved = await self._resolve()
             except ResolveError as error:
-                pause = backoff.pause()
+                pause = backoff.next_delay()
                 # Looked at before the pause: what would be too old in the middle of it goes at its beginning.
-                if self.pace.now() + pause - good > self.max_stale:
+                if self.clock.now() + pause - good > self.max_stale:
                     last = Finding()
                 found = replace(last, faults=(self._fault(error, last),))
             else:
                 backoff.reset()
-                pause = jittered(min(max(resolved.ttl, self.min_seconds), self.max_seconds), self.pace.random)
-                good = self.pace.now()
+                pause = jittered(min(max(resolved.ttl, self.min_seconds), self.max_seconds), self.clock.random)
+                good = self.clock.now()
                 found = last = self._finding(resolved)
             if found != told:
                 yield found
             told = found
-            await self.pace.sleep(pause)
+            await self.clock.sleep(pause)
 
     async def _resolve(self) -> Resolved:
         _, host, port = Target.parse(self.target)
@@ -246,6 +246,6 @@ class DnsProvider:
         http = replace(self.http, server_name=self.http.server_name or name.strip("[]")) if port is not None else self.http
         return Finding(
             providers=tuple(
-                EngineProvider(f"{scheme}://{address}", self.template, http=http, pace=self.pace) for address in addresses
+                EngineProvider(f"{scheme}://{address}", self.template, http=http, clock=self.clock) for address in addresses
             )
         )

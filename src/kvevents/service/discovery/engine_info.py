@@ -38,7 +38,7 @@ from kvevents.service.discovery.source_config import (
     check_endpoint,
     replace_wildcard_host,
 )
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
 """What an engine is to be started with: it listens, and losses can be repaired."""
@@ -58,7 +58,7 @@ class EngineInfo:
     """Why it publishes nothing at all."""
 
 
-@prepared
+@build_decoder_now
 class _VllmSource(Struct):
     endpoint: str | None = None
     replay_endpoint: str | None = None
@@ -79,7 +79,7 @@ class _LocalSource(Struct):
     dp_rank: int
 
 
-@prepared
+@build_decoder_now
 class _ServerInfo(Struct):
     kv_events: _Descriptor | UnsetType | None = UNSET
     kv_events_config: str | None = None
@@ -204,7 +204,7 @@ class _Model(Struct):
     parent: str | None = None
 
 
-@prepared
+@build_decoder_now
 class _Models(Struct):
     data: list[_Model]
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from kvevents.backoff import REAL_PACE, Backoff, Pace, jittered
+from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engine_info import INFO_PATHS, EngineInfo, ServedModels, read_models
 from kvevents.service.discovery.provider import DiscoveryFault, Finding
@@ -117,7 +117,7 @@ class EngineProvider:
     """Its name for routers; host and port of the URL when not given."""
     interval: float = ASK_SECONDS
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
-    pace: Pace = field(default=REAL_PACE, compare=False, repr=False)
+    clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         BaseUrl.parse(self.base_url)
@@ -134,21 +134,21 @@ class EngineProvider:
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
         """What the engine says; while it says nothing, what it said last and why it does not."""
-        backoff = Backoff(self.pace.random)
+        backoff = Backoff(self.clock.random)
         told, last = None, Finding()
         while True:
             try:
                 found = last = await self._ask()
             except EngineQueryError as error:
                 found = replace(last, faults=(DiscoveryFault(self.label, str(error)),))
-                pause = backoff.pause()
+                pause = backoff.next_delay()
             else:
                 backoff.reset()
-                pause = jittered(self.interval, self.pace.random)
+                pause = jittered(self.interval, self.clock.random)
             if found != told:
                 yield found
             told = found
-            await self.pace.sleep(pause)
+            await self.clock.sleep(pause)
 
     async def _ask(self) -> Finding:
         url = BaseUrl.parse(self.base_url)

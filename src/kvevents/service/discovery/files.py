@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from kvevents.backoff import REAL_PACE, Pace, jittered
+from kvevents.backoff import SYSTEM_CLOCK, Clock, jittered
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import DiscoveryFault, Finding
@@ -59,7 +59,7 @@ class FileProvider:
     alone: bool = True
     """Whether it has tables of sources only; the service's configuration has settings beside them."""
     interval: float = LOOK_SECONDS
-    pace: Pace = field(default=REAL_PACE, compare=False, repr=False)
+    clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class FileProvider:
                 if stamp == await asyncio.to_thread(_stamp, self.path):
                     seen, found = stamp, read
                     yield found
-            await self.pace.sleep(jittered(self.interval, self.pace.random))
+            await self.clock.sleep(jittered(self.interval, self.clock.random))
 
     def _load(self, known: Finding) -> Finding:
         try:

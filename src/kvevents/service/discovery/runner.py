@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from kvevents.backoff import REAL_PACE, Pace
+from kvevents.backoff import SYSTEM_CLOCK, Clock
 from kvevents.errors import ConfigError
 from kvevents.service.config import DnsTable, EngineSources, Limits
 from kvevents.service.discovery.dns import DnsProvider
@@ -123,13 +123,13 @@ class ProviderRunner:
         *,
         max_sources: int = MAX_SOURCES,
         settle: float = SETTLE_SECONDS,
-        pace: Pace = REAL_PACE,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._providers = tuple(dict.fromkeys(providers))
         self._tell = tell
         self._max_sources = max_sources
         self._settle = settle
-        self._pace = pace
+        self._clock = clock
         self._branches: list[_Branch] = []
         self._running = 0
         self._changed = asyncio.Event()
@@ -149,7 +149,7 @@ class ProviderRunner:
         while True:
             await self._changed.wait()
             if self._settle > 0:
-                await self._pace.sleep(self._settle)
+                await self._clock.sleep(self._settle)
             self._changed.clear()
             found = self._discovered()
             if found != last:

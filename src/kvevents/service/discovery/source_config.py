@@ -8,11 +8,11 @@ from typing import Annotated, Any, Final, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp
-from kvevents.errors import ConfigError, PeerError
+from kvevents.errors import ConfigError, ExternalError
 from kvevents.security import Curve
 from kvevents.service.registration import DEFAULT_GROUP, Registration
 from kvevents.settings import Range, Settings, convert
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in what engines say
 """Hosts that say "every interface of mine": nothing connects to them."""
@@ -60,7 +60,7 @@ def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
 _PORTS: Final = {"http": 80, "https": 443}
 
 
-class EngineQueryError(PeerError):
+class EngineQueryError(ExternalError):
     """An engine could not be asked, or its answer cannot be used; the message is a sentence for people."""
 
 
@@ -190,7 +190,7 @@ DEFAULT_TEMPLATE: Final = Template()
 """Nothing is said beside where it is."""
 
 
-@prepared
+@build_decoder_now
 class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: its endpoint, or the URL of its HTTP server, where it tells its endpoints itself.
 

@@ -35,7 +35,7 @@ from kvevents.service.scope_fields import scope_of
 from kvevents.service.selection import SelectError, Standing
 from kvevents.service.selection import select as select_worker
 from kvevents.service.service import Service
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 
 MATCH: Final = Body.of(MatchRequest)
 MATCH_MANY: Final = Body.of(MatchManyRequest)
@@ -108,7 +108,7 @@ def _matched(service: Service, request: Request, scope: Scope, length: int, foun
     return answer(MatchAnswer(prompt_tokens=length, workers=_held(found.rows) + others, missing=found.missing), request)
 
 
-@prepared
+@build_decoder_now
 class _RawScope(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of a raw prompt."""
 

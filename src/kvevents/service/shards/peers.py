@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvevents.errors import ConfigError, PeerError
+from kvevents.errors import ConfigError, ExternalError
 from kvevents.service.access import token_of_file
 from kvevents.service.config import ShardSettings
 from kvevents.service.hosts import HostPatterns, address_of, is_loopback
@@ -68,7 +68,7 @@ MAX_SHOWN: Final = 200
 """Bytes of an answer that is an error."""
 
 
-class PeerUnavailableError(PeerError):
+class PeerUnavailableError(ExternalError):
     """Another replica did not answer, or what it answered cannot be used."""
 
 

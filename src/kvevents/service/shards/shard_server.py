@@ -19,7 +19,7 @@ from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import Name, Rank, ScopedRequest, SourceView
 from kvevents.service.scope_fields import scope_of
-from kvevents.structs import prepared
+from kvevents.structs import build_decoder_now
 from kvevents.weights import State
 
 Partition: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
@@ -54,7 +54,7 @@ class ShardMatch(Struct, frozen=True, array_like=True):
     reason_codes: tuple[Reason, ...] = ()
 
 
-@prepared
+@build_decoder_now
 class ShardAnswer(Struct, frozen=True, kw_only=True):
     """The answer to a question, of the partitions that the replica shows."""
 
@@ -84,7 +84,7 @@ class MemberDescription(Struct, frozen=True, kw_only=True):
     """Of the salt that the registration leaves out: prompts must have it to find this rank."""
 
 
-@prepared
+@build_decoder_now
 class MemberList(Struct, frozen=True, kw_only=True):
     """The ranks of some partitions."""
 
@@ -103,7 +103,7 @@ class Expectation(ScopedRequest, frozen=True, kw_only=True):
     seconds: Annotated[float, Meta(gt=0, le=60)]
 
 
-@prepared
+@build_decoder_now
 class ExpectationAnswer(Struct, frozen=True, kw_only=True):
     """What became of an expectation."""
 

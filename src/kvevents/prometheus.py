@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, of processes that have no HTTP server of their own."""
+"""Serves metrics to Prometheus, for programs without an HTTP server of their own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Collector(Protocol):
-    """What is asked whenever somebody scrapes, from a thread of its own."""
+    """Produces the metrics of a program. `collect` is called at each scrape, from a thread of its own."""
 
     def collect(self) -> Iterable[Metric]:
-        """Every family."""
+        """Return all metric families."""
         ...
 
 
@@ -29,7 +29,7 @@ def require() -> None:
 
 
 def registry(collector: Collector) -> CollectorRegistry:
-    """A registry of this and of the process. Raises `MissingDependencyError`."""
+    """Return a registry of the collector's metrics and of the process's. Raises `MissingDependencyError`."""
     require()
     from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
 
@@ -40,18 +40,18 @@ def registry(collector: Collector) -> CollectorRegistry:
 
 
 def check(port: int, host: str) -> None:
-    """Raise `EndpointError` if scrapes could not be answered at a port now."""
-    serve(_Nothing(), port, host)()
+    """Raise `EndpointError` if metrics cannot be served at this address now."""
+    serve(_EmptyCollector(), port, host)()
 
 
-class _Nothing:
+class _EmptyCollector:
     def collect(self) -> Iterable[Metric]:
-        """No families."""
+        """Return no metric families."""
         return ()
 
 
 def serve(collector: Collector, port: int, host: str = "127.0.0.1") -> Callable[[], None]:
-    """Answer scrapes at a port until the function that is returned is called. Raises `EndpointError`."""
+    """Serve metrics until the returned function is called. Raises `EndpointError`."""
     found = registry(collector)
     from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
 
@@ -62,9 +62,9 @@ def serve(collector: Collector, port: int, host: str = "127.0.0.1") -> Callable[
             error.errno, f"cannot serve metrics at {host}:{port}: {error.strerror}; choose another port"
         ) from error
 
-    def end() -> None:
+    def stop() -> None:
         server.shutdown()
         server.server_close()
         thread.join()
 
-    return end
+    return stop
