@@ -215,7 +215,7 @@ def test_config_has_pydantics_face() -> None:
         ("[]", "object"),
         ('{"publisher": null}', "publisher"),
         ('{"hwm": "ten"}', "hwm"),
-        ('{"format": "other"}', "format: 'default' or 'dynamo'"),
+        ('{"format": "other"}', "format: expected 'default' or 'dynamo'"),
         ('{"bind": 5}', "bind"),
         ('{"topic": 1, "hwm": []}', r"2 validation error(.|\n)*hwm(.|\n)*topic"),
     ],

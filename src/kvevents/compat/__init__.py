@@ -1,5 +1,5 @@
-"""The engines' own modules, on our publisher: swap the import and the program runs.
+"""Drop-in replacements of the engines' event modules, with the publisher of kvevents.
 
-`kvevents.compat.vllm` stands in for `vllm.distributed.kv_events`, `kvevents.compat.sglang` for
-`sglang.srt.disaggregation.kv_events`. Neither imports its engine.
+`kvevents.compat.vllm` replaces `vllm.distributed.kv_events`, and `kvevents.compat.sglang` replaces
+`sglang.srt.disaggregation.kv_events`. A program only changes its import. Neither module imports its engine.
 """

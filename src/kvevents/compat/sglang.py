@@ -1,32 +1,30 @@
-"""`sglang.srt.disaggregation.kv_events` of SGLang 0.5.23, on our publisher.
+"""`sglang.srt.disaggregation.kv_events` of SGLang 0.5.23, with the publisher of kvevents.
 
-Names, signatures, defaults, struct layouts and what a program can observe are SGLang's. Better than there: `publish` does not
-block, replay does not lose batches or delay live ones, `ipc://` endpoints work with ranks, `shutdown` never raises.
+Names, signatures, defaults, struct layouts and observable behaviour are SGLang's, with these improvements: `publish` does not
+block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks, and `shutdown` never raises.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 
 from kvevents import events, publisher
-from kvevents.compat.sglang_config import KVEventsConfig, uses_dynamo_format
-from kvevents.compat.sglang_ports import (
+from kvevents.compat.field_parsers import Field, choice_parser, parse_bool, parse_fields, parse_int, parse_str
+from kvevents.compat.sglang_endpoints import (
     parse_advertisable_tcp,
     parse_bindable_tcp,
     parse_tcp_port,
     resolve_load_pub_range,
 )
-from kvevents.compat.sglang_scheduler import (
-    is_kv_publisher_rank,
-    kv_event_namespace_seed,
-    namespaced_block_hash,
-    select_kv_publisher_dp_rank,
-)
 from kvevents.endpoints import connectable
+from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.publisher.factory import PublisherRegistry
 
 __all__ = [
@@ -56,11 +54,11 @@ __all__ = [
 ]
 
 LOAD_TOPIC: Final = "load"
-"""Topic of SGLang's load reports, which have a socket of their own."""
+"""Topic of SGLang's load reports, which are sent on their own socket."""
 
 
-class StorageMedium(str, enum.Enum):  # noqa: UP042 - as there: `str()` of a StrEnum differs
-    """Tiers of SGLang's hierarchical cache, by their names on the wire."""
+class StorageMedium(str, enum.Enum):  # noqa: UP042 - as in SGLang: `str()` of a StrEnum differs
+    """Tiers of SGLang's hierarchical cache, with their names on the wire."""
 
     GPU = "GPU"
     CPU = "CPU_PINNED"
@@ -69,14 +67,14 @@ class StorageMedium(str, enum.Enum):  # noqa: UP042 - as there: `str()` of a Str
 
 
 class OffloadedState(msgspec.Struct):
-    """How far one request's decoded tokens have been offloaded."""
+    """Progress of offloading the decoded tokens of one request."""
 
     inc_len: int = 0
     last_hash: str | None = None
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What one scheduler step announced: `[ts, events, attn_dp_rank]`."""
+    """The events of one scheduler step: `[ts, events, attn_dp_rank]`."""
 
     ts: float
     events: list[Any]
@@ -84,7 +82,7 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 class KVCacheEvent(events.KVCacheEvent, forbid_unknown_fields=False):
-    """Base class of all KV cache events; also one of `kvevents.events`."""
+    """Base class of all KV cache events; a subclass of the one in `kvevents.events`."""
 
 
 class BlockStored(KVCacheEvent):
@@ -118,16 +116,108 @@ class KVEventBatch(EventBatch):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
+_FIELDS: Final[Mapping[str, Field]] = {
+    "publisher": Field(parse_str),
+    "endpoint": Field(parse_str),
+    "bind": Field(parse_bool, is_optional=True),
+    "replay_endpoint": Field(parse_str, is_optional=True),
+    "buffer_steps": Field(parse_int),
+    "hwm": Field(parse_int),
+    "max_queue_size": Field(parse_int),
+    "topic": Field(parse_str),
+    "format": Field(choice_parser("default", "dynamo")),
+}
+
+
+class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, mutable, not hashable
+    """The configuration that SGLang 0.5.23 reads from `--kv-events-config`: a pydantic model there, the same interface here.
+
+    Fields are given by name; unknown ones are ignored, as in SGLang. Raises `ConfigError`, a ValueError, which names the
+    invalid fields.
+    """
+
+    publisher: str = "null"
+    endpoint: str = "tcp://*:5557"
+    bind: bool | None = None
+    """Bind or connect; None decides by the endpoint."""
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    format: str = "default"
+    """With `dynamo` the engine publishes namespaced hashes; the publisher does not use this field."""
+
+    def __init__(self, **data: Any) -> None:
+        found = parse_fields(type(self).__name__, _FIELDS, data)
+        self.model_fields_set = set(found)
+        for name in _FIELDS:
+            setattr(self, name, found.get(name, getattr(type(self), name)))
+
+    @classmethod
+    def from_cli(cls, cli_value: str) -> Self:
+        """Parse the value of `--kv-events-config`."""
+        return cls.model_validate_json(cli_value)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes) -> Self:
+        """Parse a JSON object."""
+        try:
+            found = msgspec.json.decode(json_data)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"invalid {cls.__name__}: it is not JSON: {error}") from error
+        return cls.model_validate(found)
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Self:
+        """Create an instance from a mapping; return an instance unchanged."""
+        if isinstance(obj, cls):
+            return obj
+        if not isinstance(obj, Mapping):
+            raise ConfigError(f"invalid {cls.__name__} {obj!r}: expected an object")
+        return cls(**obj)
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return all fields, in their order."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def model_dump_json(self) -> str:
+        """Return all fields as JSON without spaces."""
+        return msgspec.json.encode(self.model_dump()).decode()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
+        """Return a copy with some fields replaced; the new values are not checked."""
+        made = type(self)(**self.model_dump())
+        made.model_fields_set = self.model_fields_set | set(update or ())
+        for name, value in (update or {}).items():
+            setattr(made, name, value)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KVEventsConfig):
+            return NotImplemented
+        return self.model_dump() == other.model_dump()
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.model_dump().items())
+        return f"{type(self).__name__}({fields})"
+
+
+def uses_dynamo_format(kv_events_config: str | None) -> bool:
+    """Whether the JSON of `--kv-events-config` contains `"format": "dynamo"`."""
+    return bool(kv_events_config) and KVEventsConfig.from_cli(kv_events_config or "").format == "dynamo"
+
+
 class EventPublisher(publisher.EventPublisher):
-    """The face of every publisher."""
+    """Base class of all publishers."""
 
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:  # noqa: ARG002 - the engine's signature
-        """Where another process on this host can subscribe; None when nowhere."""
+        """Return where another process on this host can subscribe; None if it cannot."""
         return None
 
 
 class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
-    """Accepts everything, sends nothing."""
+    """Accepts every batch and sends nothing."""
 
 
 class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
@@ -145,13 +235,13 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         bind: bool | None = None,
     ) -> None:
         super().__init__(attn_dp_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, bind=bind)
-        # Now, since the working directory may change before anybody asks.
+        # Resolved now, since the working directory may change later.
         self._local_pub_endpoint = _absolute(self._bound) if self._binds else None
         self._local_replay_endpoint = None if self._replay_bound is None else _absolute(self._replay_bound)
 
     def publish(self, events: Any) -> None:
-        """As `kvevents.publisher.ZmqEventPublisher.publish`, with the rank under SGLang's name for it."""
-        # Spelled out again, since a call more would cost as much as all of this.
+        """Accept one batch, as `kvevents.publisher.ZmqEventPublisher.publish` does; its rank field is `attn_dp_rank`."""
+        # A copy of the fast path of the base class: one more call would double its cost.
         try:
             if events.attn_dp_rank is None:
                 events.attn_dp_rank = self._data_parallel_rank
@@ -164,9 +254,9 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         queue.append(events)
 
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
-        """Rank, endpoint, topic, block size, and the replay endpoint if any, as bound and reachable from this host.
+        """Return rank, endpoint, topic, block size, and the replay endpoint if any, as reachable from this host.
 
-        None in connect mode and for `inproc://`, to which no other process can subscribe.
+        None if the socket connects and for `inproc://`, to which no other process can subscribe.
         """
         endpoint = _reachable(self._local_pub_endpoint)
         if endpoint is None:
@@ -177,11 +267,11 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         return source if replay_endpoint is None else {**source, "replay_endpoint": replay_endpoint}
 
     def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
-        """Not here: a rank that has a node to itself runs with ports that would collide on one node, as it does in SGLang."""
+        """Accept all ports, as SGLang does: ranks on different nodes may use ports that would collide on one node."""
 
 
 def _absolute(endpoint: str) -> str:
-    """An `ipc://` path made absolute; names in the abstract namespace (`@...`) are no paths."""
+    """Make the path of an `ipc://` endpoint absolute; names in the abstract namespace (`@...`) are not paths."""
     transport, _, path = endpoint.partition("://")
     if transport != "ipc" or path.startswith("@"):
         return endpoint
@@ -195,15 +285,15 @@ def _reachable(endpoint: str | None) -> str | None:
 
 
 class EventPublisherFactory(PublisherRegistry):
-    """Makes the publisher that a configuration asks for."""
+    """Creates the publisher that a configuration names."""
 
     _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
 
     @classmethod
     def create(cls, config: str | None, attn_dp_rank: int = 0) -> publisher.EventPublisher:
-        """The publisher for one rank, from the JSON of `--kv-events-config`; without it a `NullEventPublisher`.
+        """Return the publisher for one rank from the JSON of `--kv-events-config`; a `NullEventPublisher` without it.
 
-        Raises ValueError for a name that is not registered or a configuration that cannot be read.
+        Raises ValueError for a name that is not registered and for an invalid configuration.
         """
         if not config:
             return NullEventPublisher()
@@ -211,3 +301,60 @@ class EventPublisherFactory(PublisherRegistry):
         del settings["format"]
         kind = settings.pop("publisher")
         return cls._constructor(kind)(attn_dp_rank=attn_dp_rank, **settings)
+
+
+# --- which rank publishes, and under which hashes -----------------------------------------------------------------------------
+
+_NAMESPACE_TAG: Final = b"sglang-kv-event-namespace-v1"
+"""Prefix of the hashed bytes; routers that compute namespaced hashes use the same."""
+
+
+def select_kv_publisher_dp_rank(attn_dp_size: int, attn_dp_rank: int, dp_rank: int | None) -> int:
+    """Return the rank that is added to a scheduler's ports.
+
+    With attention data parallelism it is the attention rank, otherwise the rank of the replica.
+    """
+    return attn_dp_rank if attn_dp_size > 1 else dp_rank or 0
+
+
+def is_kv_publisher_rank(kv_events_config: str | None) -> bool:
+    """Whether this scheduler publishes: of each KV cache, the first pipeline, tensor and context rank does.
+
+    Raises `MissingDependencyError` without SGLang, whose runtime knows the ranks.
+    """
+    if not kv_events_config:
+        return False
+    try:
+        runtime = import_module("sglang.srt.runtime_context")
+    except ImportError as error:
+        raise MissingDependencyError("is_kv_publisher_rank() needs the runtime of SGLang; install sglang") from error
+    parallel = runtime.get_parallel()
+    return bool(parallel.pp_rank == 0 and parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0)
+
+
+def kv_event_namespace_seed(*, extra_key: str | None, cache_salt: str | None) -> bytes | None:
+    """Return the 32-byte seed of the namespace of an extra key and a cache salt; None without either.
+
+    It is a SHA-256 over each part: a presence byte, the length in 8 bytes, little-endian, and the UTF-8 text.
+    """
+    if extra_key is None and cache_salt is None:
+        return None
+    parts = [_NAMESPACE_TAG]
+    for text in (extra_key, cache_salt):
+        if text is None:
+            parts.append(b"\0")
+        else:
+            encoded = text.encode()
+            parts += [b"\1", len(encoded).to_bytes(8, "little"), encoded]
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def namespaced_block_hash(block_hash: int, *, namespace_seed: bytes | None) -> int:
+    """Return the signed 64-bit hash of a block within a namespace: the first 8 bytes of SHA-256 over the seed and the hash.
+
+    Without a seed, return the hash unchanged. Raises OverflowError for a hash that is not a signed 64-bit integer.
+    """
+    if namespace_seed is None:
+        return block_hash
+    digest = hashlib.sha256(namespace_seed + block_hash.to_bytes(8, "big", signed=True)).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)

@@ -1,7 +1,7 @@
-"""`vllm.distributed.kv_events` and `vllm.config.kv_events` of vLLM 0.33, on our publisher.
+"""`vllm.distributed.kv_events` and `vllm.config.kv_events` of vLLM 0.33, with the publisher of kvevents.
 
-Names, signatures, defaults, struct layouts and what a program can observe are vLLM's. Better than there: `publish` does not
-block, replay does not lose batches or delay live ones, `ipc://` endpoints work with ranks, `shutdown` never raises.
+Names, signatures, defaults, struct layouts and observable behaviour are vLLM's, with these improvements: `publish` does not
+block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks, and `shutdown` never raises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from kvevents import events, publisher
 from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
-from kvevents.compat.lax import Field, read_bool, read_fields, read_int, read_str
+from kvevents.compat.field_parsers import Field, parse_bool, parse_fields, parse_int, parse_str
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch
 from kvevents.publisher.factory import PublisherRegistry
@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 ExternalBlockHash: TypeAlias = bytes | int
-"""Of `vllm.v1.core.kv_cache_utils`."""
+"""The type of this name in `vllm.v1.core.kv_cache_utils`."""
 
 
 class KVCacheEvent(events.KVCacheEvent, forbid_unknown_fields=False):
-    """Base class of all KV cache events; also one of `kvevents.events`."""
+    """Base class of all KV cache events; a subclass of the one in `kvevents.events`."""
 
 
 class BlockStored(KVCacheEvent):
@@ -119,14 +119,14 @@ class KVEventBatch(EventBatch):
 
 
 _FIELDS: Final[Mapping[str, Field]] = {
-    "enable_kv_cache_events": Field(read_bool),
-    "publisher": Field(read_str, optional=True),
-    "endpoint": Field(read_str),
-    "replay_endpoint": Field(read_str, optional=True),
-    "buffer_steps": Field(read_int),
-    "hwm": Field(read_int),
-    "max_queue_size": Field(read_int),
-    "topic": Field(read_str),
+    "enable_kv_cache_events": Field(parse_bool),
+    "publisher": Field(parse_str, is_optional=True),
+    "endpoint": Field(parse_str),
+    "replay_endpoint": Field(parse_str, is_optional=True),
+    "buffer_steps": Field(parse_int),
+    "hwm": Field(parse_int),
+    "max_queue_size": Field(parse_int),
+    "topic": Field(parse_str),
 }
 
 
@@ -134,14 +134,14 @@ _FIELDS: Final[Mapping[str, Field]] = {
 class KVEventsConfig:
     """`vllm.config.kv_events.KVEventsConfig`: a dataclass that checks its fields.
 
-    `publisher` names one that is registered with `EventPublisherFactory`: vLLM itself takes `null` and `zmq` only.
+    `publisher` is a name registered with `EventPublisherFactory`; vLLM itself accepts `null` and `zmq` only.
 
-    Raises `ConfigError`, a ValueError, which names the fields that cannot be read.
+    Raises `ConfigError`, a ValueError, which names the invalid fields.
     """
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
-    """None becomes `zmq` when events are enabled and `null` when not."""
+    """None becomes `zmq` if events are enabled, otherwise `null`."""
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
@@ -151,7 +151,7 @@ class KVEventsConfig:
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in read_fields(type(self).__name__, _FIELDS, given).items():
+        for name, value in parse_fields(type(self).__name__, _FIELDS, given).items():
             setattr(self, name, value)
         if self.publisher is None:
             self.publisher = "zmq" if self.enable_kv_cache_events else "null"
@@ -159,35 +159,35 @@ class KVEventsConfig:
 
     @classmethod
     def from_cli(cls, cli_value: str) -> Self:
-        """Read the JSON of `--kv-events-config`. Raises `ConfigError` for other text and for unknown keys."""
+        """Parse the JSON of `--kv-events-config`. Raises `ConfigError` for other text and for unknown keys."""
         try:
             found = msgspec.json.decode(cli_value)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{cls.__name__}: not JSON: {error}") from error
+            raise ConfigError(f"invalid {cls.__name__}: it is not JSON: {error}") from error
         if not isinstance(found, dict):
-            raise ConfigError(f"{cls.__name__}: a JSON object is expected, not {found!r}")
+            raise ConfigError(f"invalid {cls.__name__} {found!r}: expected a JSON object")
         unknown = sorted(found.keys() - _FIELDS.keys())
         if unknown:
-            raise ConfigError(f"{cls.__name__}: unexpected key {unknown[0]!r}; known keys: {', '.join(_FIELDS)}")
+            raise ConfigError(f"invalid {cls.__name__}: unexpected key {unknown[0]!r}; known keys: {', '.join(_FIELDS)}")
         return cls(**found)
 
 
 class EventPublisher(publisher.EventPublisher):
-    """The face of every publisher."""
+    """Base class of all publishers."""
 
     def get_publisher_config(self) -> KVEventsConfig | None:
-        """The settings in force, with endpoints as they were resolved; None without settings."""
+        """Return the settings in force, with resolved endpoints; None for a publisher without settings."""
         return None
 
 
 class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
-    """Accepts everything, sends nothing."""
+    """Accepts every batch and sends nothing."""
 
 
 class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
     """`kvevents.publisher.ZmqEventPublisher` with vLLM's parameters.
 
-    As in vLLM, `tcp://*:0` binds a port that the OS chooses at this node's address (`get_ip`), and nowhere else.
+    As in vLLM, `tcp://*:0` binds a port that the OS chooses, at this node's address (`get_ip`) only.
 
     Raises `ConfigError`, a ValueError, for `tcp://*:0` on a node without a known address.
     """
@@ -206,56 +206,56 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         super().__init__(data_parallel_rank, _at_node(endpoint), replay_at, buffer_steps, hwm, max_queue_size, topic)
 
     def get_publisher_config(self) -> KVEventsConfig:
-        """The settings in force; a port left to the OS is the one it chose, at this node's address."""
+        """Return the settings in force; port 0 is replaced by the port that the OS chose, at this node's address."""
         config = super().get_publisher_config()
         return KVEventsConfig(**{field.name: getattr(config, field.name) for field in fields(KVEventsConfig)})
 
     def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
-        """Not here: a rank that has a node to itself runs with ports that would collide on one node, as it does in vLLM."""
+        """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
 
 
 def _at_node(endpoint: str) -> str:
-    """What vLLM from 0.31 binds for an endpoint: `tcp://*:0` is a port that the OS chooses at this node's address."""
+    """Return the endpoint that vLLM from 0.31 binds: for `tcp://*:0`, port 0 at this node's address."""
     if endpoint != "tcp://*:0":
         return endpoint
     address = get_ip()
     if address in _WILDCARDS:
         raise ConfigError(
-            f"endpoint {endpoint} is published as this node's address, which is not known; "
-            "set VLLM_HOST_IP to it, or name an address or a port in the endpoint"
+            f"cannot bind {endpoint} at this node's address, which is unknown: "
+            "set VLLM_HOST_IP to the address, or put an address or a port into the endpoint"
         )
     return f"tcp://[{address}]:0" if ":" in address else f"tcp://{address}:0"
 
 
-_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - names to recognise
+_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - to recognise them
 _PROBED: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses reserved for documentation (RFC 5737, RFC 3849)."""
 
 
 def get_ip() -> str:
-    """`VLLM_HOST_IP`, or the address that this host uses towards the world, or `0.0.0.0` where it has no route there.
+    """Return `VLLM_HOST_IP`, or the address of this host's default route, or `0.0.0.0` without a route.
 
-    As `vllm.utils.network_utils.get_ip`.
+    It does the same as `vllm.utils.network_utils.get_ip`.
     """
     given = os.environ.get("VLLM_HOST_IP")
     if given:
         return given
     for family, address in _PROBED:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # of a datagram socket: this chooses a route and sends nothing
+            probe.connect((address, 9))  # on a datagram socket this selects a route and sends nothing
             found: str = probe.getsockname()[0]
             return found
     return _WILDCARDS[0]
 
 
 class EventPublisherFactory(PublisherRegistry):
-    """Makes the publisher that a configuration asks for."""
+    """Creates the publisher that a configuration names."""
 
     _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> publisher.EventPublisher:
-        """The publisher for one rank. Raises ValueError for a name that is not registered."""
+        """Return the publisher for one rank. Raises ValueError for a name that is not registered."""
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher()
         settings = asdict(config)

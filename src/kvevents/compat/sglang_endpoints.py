@@ -1,7 +1,7 @@
-"""SGLang's arithmetic of endpoints: what can be advertised, what can be bound, and where load reports go.
+"""SGLang's rules for endpoints: which can be advertised, which can be bound, and where load reports go.
 
-Rules of `sglang/srt/disaggregation/kv_events.py`, 0.5.23. Every function takes what a user wrote and answers None for what has
-no meaning, since `/server_info` asks per request and must not fail.
+The rules are those of `sglang/srt/disaggregation/kv_events.py`, 0.5.23. Every function takes the configured endpoint and
+returns None if it is invalid, since `/server_info` calls them for each request and must not fail.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Final, TypeAlias
 
 from kvevents.endpoints import MAX_PORT
 
-_BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - names to recognise in what users write
+_BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - to recognise them in settings
 
 Address: TypeAlias = tuple[str, int]
 """Host, without brackets, and port."""
 
 
 def _split(endpoint: str | None) -> Address | None:
-    """Host and port of a `tcp://` endpoint; an IPv6 host must stand in brackets, without them its port is ambiguous."""
+    """Return host and port of a `tcp://` endpoint. An IPv6 host needs brackets, since its port is ambiguous without them."""
     if not endpoint or not endpoint.startswith("tcp://"):
         return None
     host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -46,13 +46,13 @@ def _is_ipv6(host: str) -> bool:
 
 
 def parse_tcp_port(endpoint: str | None) -> int | None:
-    """The port, 1 to 65535, of a `tcp://` endpoint with whatever host."""
+    """Return the port, 1 to 65535, of a `tcp://` endpoint with any host."""
     found = _split(endpoint)
     return None if found is None else found[1]
 
 
 def parse_advertisable_tcp(endpoint: str | None) -> Address | None:
-    """Host and port as `/server_info` tells them, an IPv6 host in brackets."""
+    """Return host and port as `/server_info` reports them, an IPv6 host in brackets."""
     found = _split(endpoint)
     if found is None:
         return None
@@ -61,7 +61,7 @@ def parse_advertisable_tcp(endpoint: str | None) -> Address | None:
 
 
 def parse_bindable_tcp(endpoint: str | None) -> Address | None:
-    """Host and port when the host is a wildcard; SGLang connects to any other."""
+    """Return host and port if the host is a wildcard; SGLang connects to all other hosts."""
     found = _split(endpoint)
     return found if found is not None and found[0] in _BINDABLE_HOSTS else None
 
@@ -73,15 +73,15 @@ def resolve_load_pub_range(
     dp_size: int,
     load_publish_endpoint: str | None = None,
 ) -> tuple[Address | None, str | None]:
-    """Where ranks publish their load: the address of rank 0, rank r is r ports further. Beside it, why there is none.
+    """Return the address at which rank 0 publishes its load, and the reason if there is none.
 
-    `load_publish_endpoint` is `off` or empty (no address and no reason), `auto` (after the ports of the events, and after those
-    of replay if they would overlap), or an address.
+    Rank r publishes r ports higher. `load_publish_endpoint` is `off` or empty (no address and no reason), `auto` (the ports
+    after those of the events, or after those of replay if they would overlap), or an address.
     """
     mode = (load_publish_endpoint or "").strip()
     if dp_size < 1 or not mode or mode.lower() == "off":
         return None, None
-    pick = _after_events if mode.lower() == "auto" else _as_told
+    pick = _after_events if mode.lower() == "auto" else _as_configured
     found, reason = pick(kv_endpoint, replay_endpoint, dp_size, mode)
     if found is not None and found[1] + dp_size - 1 > MAX_PORT:
         return None, f"the load port range from {found[1]} would run past the u16 ceiling, {MAX_PORT}"
@@ -106,7 +106,7 @@ def _after_events(
     return (host, base), None
 
 
-def _as_told(
+def _as_configured(
     kv_endpoint: str | None, replay_endpoint: str | None, dp_size: int, mode: str
 ) -> tuple[Address | None, str | None]:
     if parse_tcp_port(kv_endpoint) is None:
