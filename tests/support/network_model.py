@@ -1,8 +1,8 @@
-"""A publisher, its lives, and the network between it and one stream, small enough to check by eye.
+"""A model of a publisher, its incarnations, and the network between it and one stream, small enough to check by reading.
 
-It does what released engines and real networks do, and nothing else: PUB drops whole messages; a replay reply loses messages
-after its first ones and maybe its end marker; the buffer is bounded; numbers are burnt; a restart cuts every connection; an
-event may be one that nobody can read. A publisher may be of ours, and tell in heartbeats what it holds, truly or not.
+It has the faults of released engines and real networks only. PUB drops whole messages. A replay reply loses messages after its
+first ones, and perhaps its end marker. The replay buffer is bounded. Numbers are skipped. A restart ends every connection. An
+event may be unreadable. The publisher may be kvevents, whose heartbeats state what it holds, correctly or not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def payload_of(life: int, seq: int, *, clear: bool, unreadable: bool = False) ->
 
 
 def resident(held: Held, newest: int) -> Held:
-    """What batch number `newest` leaves of what was held."""
+    """Return what is held after batch number `newest`."""
     return frozenset(each for each in held if each[1] > newest - RESIDENT)
 
 
@@ -73,7 +73,7 @@ class Life:
     clears: set[int] = field(default_factory=set)
 
     def holds(self, last: int) -> Held:
-        """The truth after number `last`."""
+        """Return the true state after number `last`."""
         sent = [seq for seq in self.payloads if seq <= last]
         first = max((seq for seq in self.clears if seq <= last), default=0)
         return resident(frozenset((self.number, seq) for seq in sent if seq >= first), max(sent, default=-1))
@@ -119,10 +119,10 @@ class Publisher:
 
 
 class Observer:
-    """An application: holds what a subscriber hands out against what was published, and applies each number once.
+    """An application that compares deliveries with what was published, and applies each number once.
 
-    `next_seq` is where its stream is, `applied` how far its state is. They differ while a stream that was resumed from an older
-    checkpoint delivers again what the state knows already.
+    `next_seq` is the position of its stream, `applied` that of its state. They differ while a stream that was resumed from an
+    older checkpoint delivers batches again that the state contains already.
     """
 
     def __init__(self, publisher: Publisher, *, can_tell_lives: bool) -> None:
@@ -149,11 +149,11 @@ class Observer:
         """What the sender's newest heartbeat says of itself."""
 
     def resume(self, incarnation: int, next_seq: int) -> None:
-        """The stream goes on from there; the state is as it was."""
+        """Continue the stream from a checkpoint, with the same state."""
         self.incarnation, self.next_seq = incarnation, next_seq
 
     def take(self, deliveries: Sequence[Batch | Gap | Reset]) -> list[tuple[Batch, BatchReport]]:
-        """What there is to report of them."""
+        """Apply deliveries and return what there is to report about them."""
         found: list[tuple[Batch, BatchReport]] = []
         for delivery in deliveries:
             if isinstance(delivery, Reset):
@@ -222,7 +222,7 @@ class Observer:
         self.gap_since_clear = self.unreadable_since_clear = self.spoilt = False
 
     def holds_everything(self) -> bool:
-        """Whether the state is that of an application that was there from the beginning, up to its newest batch."""
+        """Return whether the state is that of an application that has followed from the beginning to its newest batch."""
         return self.held == self.publisher.lives[self.life].holds(max(self.applied, self.next_seq - 1))
 
 
@@ -231,9 +231,11 @@ def clears(batch: Batch) -> bool:
 
 
 class Twins:
-    """A stream that delivers raw batches and one that decodes, fed alike; reports to the first come when a test lets them.
+    """Two streams with the same input, one with raw batches and one that decodes. Tests decide when the first one is reported
+    to.
 
-    It has the face of a stream. Both must deliver and ask the same; once everything is reported they must doubt the same.
+    It has the interface of a stream. Both must deliver and request the same, and have the same degraded reasons once everything
+    is reported.
     """
 
     def __init__(self, source: Source, limits: StreamLimits) -> None:
@@ -330,7 +332,7 @@ class Twins:
         self.decoding.report(batch, report)
 
     def report_one(self, which: int) -> None:
-        """Report one of the batches that wait for it."""
+        """Report about one of the batches that wait for it."""
         raw, batch = self.unreported.pop(which % len(self.unreported))
         self.raw.report(raw, BatchReport(batch.rejected, clears(batch)))
 
@@ -344,14 +346,14 @@ class Twins:
 
 @dataclass(frozen=True)
 class Saved:
-    """What an application has on its disk: a checkpoint and its state, both of one moment."""
+    """What an application has stored on disk: a checkpoint and the state of the same moment."""
 
     checkpoint: Checkpoint
     state: Observer
 
 
 class Network:
-    """Carries frames between one publisher and one stream; every fault is asked for by the test."""
+    """Carries frames between one publisher and one stream. The test decides on every fault."""
 
     def __init__(self, publisher: Publisher, stream: Stream | Twins) -> None:
         self.publisher = publisher
@@ -396,7 +398,10 @@ class Network:
             self.live.append(live_frames(TOPIC, *published))
 
     def cut(self) -> None:
-        """Frames that were sent before are still read; the subscriber has noticed before it reads anything newer."""
+        """End the connection.
+
+        Frames that were sent before are still read, and the subscriber notices the end before anything newer.
+        """
         if self.up:
             self.up = False
             self.announce = False
@@ -444,7 +449,7 @@ class Network:
     # --- a subscriber that restarts
 
     def save(self, waiting: int = 0) -> None:
-        """Keep a checkpoint as of before the last `waiting` of the newest deliveries, and the state of that moment."""
+        """Store a checkpoint from before the last `waiting` of the newest deliveries, and the state of that moment."""
         now, state = self.stream.position(), copy(self.observer)
         if waiting := min(waiting, len(self._delivered)):
             before, state = self._before[0], copy(self._before[1])
@@ -459,7 +464,7 @@ class Network:
             self.saved.append(Saved(checkpoint, state))
 
     def resubscribe(self, stream: Stream | Twins, which: int, newer: int) -> None:
-        """The subscriber's process restarts with an older checkpoint and the state of `newer` checkpoints later."""
+        """Restart the subscriber's process with an older checkpoint and the state of `newer` checkpoints later."""
         self.cut()
         older = which % len(self.saved)
         kept = self.saved[min(older + newer, len(self.saved) - 1)]
@@ -525,7 +530,7 @@ class Network:
             self.replies.append(replay_end_frames(with_topic=True))
 
     def check_exact(self) -> None:
-        """EXACT is never claimed falsely: no gap counts, and nothing below the newest delivered number is missing."""
+        """Check that EXACT is true: no gap counts, and nothing below the newest delivered number is missing."""
         if self.stream.trust == Trust.EXACT and not self.observer.spoilt:
             assert not self.observer.gap_since_clear, "EXACT after a gap"
             assert self.observer.said in {None, "EXACT"}, "EXACT though its sender is not"
@@ -535,7 +540,7 @@ class Network:
             assert self.observer.holds_everything(), "EXACT with another state than the truth"
 
     def quiesce(self) -> None:
-        """A healthy network again, until nothing moves any more."""
+        """Make the network healthy and wait until nothing changes any more."""
         self.reply_limit, self.lose_marker, self.mute = None, False, False
         self.connect()
         self._settle()

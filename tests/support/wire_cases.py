@@ -1,4 +1,4 @@
-"""What the wire tests share: the golden payloads, and generators of events and of msgpack."""
+"""Golden payloads, and strategies for events and msgpack, shared by the wire tests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Golden:
         return f"{self.engine}-{self.release.split(' ')[0]}-{self.case}"
 
     def batch(self) -> KVEventBatch:
-        """The canonical batch, built from `decoded_json` and not by our decoder."""
+        """Return the batch that is built from `decoded_json`, without our decoder."""
         if isinstance(self.decoded, dict):
             ts, events, rank = (self.decoded[name] for name in ("ts", "events", "data_parallel_rank"))
         else:
@@ -88,7 +88,10 @@ RELEASES = list({(golden.engine, golden.release): golden for golden in GOLDENS}.
 
 
 def canonical(event: Any) -> KVEvent:
-    """An event of `decoded_json` as ours: hashes unsigned, digests shortened and kept beside, extra keys as tuples."""
+    """Return an event of `decoded_json` as one of ours:
+
+    unsigned hashes, shortened byte hashes with their bytes, extra keys as tuples.
+    """
     if isinstance(event, list):
         tag, fields = event[0], dict(zip(ARRAY_FIELDS[event[0]], event[1:], strict=False))
     else:
@@ -119,12 +122,12 @@ def pack(value: Any) -> bytes:
 
 
 def batch_of(*events: Any, rank: int | None = 0) -> bytes:
-    """A payload whose events are given as Python values."""
+    """Return a payload of events that are given as Python values."""
     return pack([1700000000.25, list(events), rank])
 
 
 def stored(**fields: Any) -> dict[str, Any]:
-    """A small BlockStored as vLLM sends it, with `fields` on top."""
+    """Return a small BlockStored as vLLM sends it, with additional `fields`."""
     basis = {"type": "BlockStored", "block_hashes": [11], "parent_block_hash": None, "token_ids": [1, 2], "block_size": 2}
     return {**basis, "lora_id": None, "medium": "GPU", "lora_name": None} | fields
 
@@ -168,7 +171,7 @@ _FIELD_VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def events_of(row: Dialect) -> st.SearchStrategy[KVEvent]:
-    """Events that use exactly the fields of `row`."""
+    """Return events with exactly the fields of `row`."""
 
     def build(kind: Any, names: tuple[str, ...]) -> st.SearchStrategy[KVEvent]:
         found: st.SearchStrategy[KVEvent] = st.builds(kind, **{name: _FIELD_VALUES[name] for name in names})
@@ -183,7 +186,7 @@ def batches_of(row: Dialect) -> st.SearchStrategy[KVEventBatch]:
 
 
 def worded_as(native: Sequence[Rejected], python: Sequence[Rejected]) -> tuple[Rejected, ...]:
-    """What Python set aside, with the native decoder's words where its own are msgspec's or quote a peer."""
+    """Return Python's rejections with the native decoder's details where Python's quote msgspec or a peer."""
     found = []
     for ours, theirs in zip_longest(native, python):
         if ours is None or theirs is None:

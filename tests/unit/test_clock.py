@@ -11,8 +11,8 @@ from kvevents.errors import ConfigError
 from kvevents.testing import VirtualClock
 
 
-def test_stands_still_until_moved() -> None:
-    """The time is what the test said it is, and a call does not move it."""
+def test_the_clock_changes_only_when_it_is_advanced() -> None:
+    """Reading it does not advance it."""
     clock = VirtualClock(10)
     assert [clock(), clock()] == [10.0, 10.0]
     assert clock.advance(2.5) == clock() == 12.5
@@ -21,8 +21,8 @@ def test_stands_still_until_moved() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-0.1, math.inf, math.nan])
-def test_never_goes_back_nor_nowhere(seconds: float) -> None:
-    """A monotonic clock neither goes back nor becomes infinite: such a test is wrong, and is told."""
+def test_the_clock_never_goes_back_or_becomes_infinite(seconds: float) -> None:
+    """A test that tries raises `ConfigError`."""
     clock = VirtualClock(5)
     with pytest.raises(ConfigError):
         clock.advance(seconds)
@@ -32,7 +32,7 @@ def test_never_goes_back_nor_nowhere(seconds: float) -> None:
 
 
 def test_threads_advance_it_together() -> None:
-    """No advance is lost when several threads move the clock."""
+    """No advance is lost when several threads advance the clock."""
     clock = VirtualClock()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(clock.advance, [1.0] * 1000))

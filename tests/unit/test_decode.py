@@ -1,4 +1,4 @@
-"""The decoder: every form an engine sends, and whatever else arrives."""
+"""The decoder: every form that an engine sends, and any other input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROWS = dialects()
 
 
 def one(payload: bytes) -> Any:
-    """The only event of a payload of which nothing was rejected."""
+    """Return the only event of a payload of which nothing was rejected."""
     decoded = decode_batch(payload)
     assert decoded.rejected == ()
     (event,) = decoded.batch.events
@@ -52,7 +52,7 @@ def reasons(decoded: Decoded) -> list[tuple[int | None, str]]:
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
-def test_both_paths_read_a_golden_payload_alike(golden: Golden) -> None:
+def test_both_decoders_read_a_golden_payload_alike(golden: Golden) -> None:
     """The tolerant decoder reads all of them, the fast one all but byte hashes, map batches, and extra keys with digests."""
     quick = decode_fast(golden.payload, DEFAULT_WIRE_LIMITS)
     assert decode_tolerant(golden.payload, DEFAULT_WIRE_LIMITS) == (golden.batch(), ())
@@ -61,7 +61,7 @@ def test_both_paths_read_a_golden_payload_alike(golden: Golden) -> None:
 
 
 @given(st.sampled_from(ROWS).flatmap(lambda row: st.tuples(st.just(row), batches_of(row))))
-def test_every_dialect_reads_back_what_it_wrote_on_both_paths(case: tuple[Any, KVEventBatch]) -> None:
+def test_both_decoders_read_what_each_dialect_encodes(case: tuple[Any, KVEventBatch]) -> None:
     row, batch = case
     payload = encode_batch(batch, row)
     assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (batch, ())
@@ -74,7 +74,7 @@ def test_every_dialect_reads_back_what_it_wrote_on_both_paths(case: tuple[Any, K
 
 
 @pytest.mark.parametrize("release", ["0.9.0", "0.9.1", "0.17.0", "0.23.0", "0.24.0", "0.32.0", "0.33.0"])
-def test_every_vllm_release_takes_the_fast_path(release: str) -> None:
+def test_the_fast_decoder_reads_every_vllm_release(release: str) -> None:
     event = BlockStored([2**64 - 1, 5], 2**63, [1, 2, 3, 4], 2, None, "GPU", None)
     payload = encode_batch(
         KVEventBatch(1.0, [event, BlockRemoved([5], "GPU"), AllBlocksCleared()], 3), dialect_for("vllm", release)
@@ -86,8 +86,8 @@ def test_every_vllm_release_takes_the_fast_path(release: str) -> None:
 
 
 @pytest.mark.skipif(not CAPTURES.exists(), reason="the recorded vLLM run, tests/data/vllm-0.32-captures.jsonl.gz, is not here")
-def test_every_batch_of_a_real_engine_is_read_whole_and_written_back() -> None:
-    """vLLM 0.32.0 under load; int and byte hashes, salts, prompt embeddings."""
+def test_every_batch_of_a_real_engine_is_decoded_and_encoded_unchanged() -> None:
+    """vLLM 0.32.0 under load, with integer and byte hashes, salts and prompt embeddings."""
     row, read = dialect_for("vllm", "0.32.0"), 0
     for line in gzip.decompress(CAPTURES.read_bytes()).splitlines():
         frames = json.loads(line)
@@ -106,15 +106,15 @@ def test_every_batch_of_a_real_engine_is_read_whole_and_written_back() -> None:
 
 
 @pytest.mark.parametrize("rank", [None, 0, 7])
-@pytest.mark.parametrize("spelled", ["data_parallel_rank", "attn_dp_rank"])
-def test_a_batch_as_a_map_keeps_its_rank(spelled: str, rank: int | None) -> None:
-    """Rank 0 is a rank."""
-    decoded = decode_batch(pack({"ts": 1.5, "events": [stored()], spelled: rank}))
+@pytest.mark.parametrize("encoded_as", ["data_parallel_rank", "attn_dp_rank"])
+def test_a_map_batch_keeps_its_rank(encoded_as: str, rank: int | None) -> None:
+    """Including rank 0."""
+    decoded = decode_batch(pack({"ts": 1.5, "events": [stored()], encoded_as: rank}))
     assert decoded.batch == KVEventBatch(1.5, [GOOD], rank)
     assert decoded.rejected == ()
 
 
-def test_of_two_ranks_the_one_that_is_not_nil_counts() -> None:
+def test_of_two_rank_fields_the_one_that_is_not_nil_counts() -> None:
     both = pack({"ts": 1.5, "events": [], "data_parallel_rank": None, "attn_dp_rank": 0})
     assert decode_batch(both).batch.data_parallel_rank == 0
 
@@ -138,12 +138,12 @@ def test_an_empty_batch_is_a_batch(payload: bytes) -> None:
 @pytest.mark.parametrize(
     ("sent", "seconds"), [(1.7e9, 1.7e9), (0, 0.0), (1700000000, 1.7e9), (1700000000123, 1700000000.123), (1.7e12, 1.7e9)]
 )
-def test_a_timestamp_is_in_seconds_whatever_its_unit_was(sent: float, seconds: float) -> None:
+def test_a_timestamp_is_converted_to_seconds(sent: float, seconds: float) -> None:
     assert decode_batch(pack([sent, [], 0])).batch.ts == seconds
 
 
 @pytest.mark.parametrize("sent", [math.nan, math.inf, -math.inf, -1.0, 1e300, 2**64 - 1, "now", None, True, [1], b"1"])
-def test_a_timestamp_that_is_none_costs_the_timestamp_and_not_the_events(sent: Any) -> None:
+def test_an_invalid_timestamp_loses_no_events(sent: Any) -> None:
     decoded = decode_batch(pack([sent, [stored()], 3]))
     assert decoded.batch == KVEventBatch(0.0, [GOOD], 3)
     assert reasons(decoded) == [(None, "bad-timestamp")]
@@ -151,7 +151,7 @@ def test_a_timestamp_that_is_none_costs_the_timestamp_and_not_the_events(sent: A
 
 
 @pytest.mark.parametrize("rank", ["0", 0.0, True, [0], b"\0"])
-def test_a_rank_that_is_none_costs_the_rank_and_not_the_events(rank: Any) -> None:
+def test_an_invalid_rank_loses_no_events(rank: Any) -> None:
     decoded = decode_batch(pack([1.5, [stored()], rank]))
     assert decoded.batch == KVEventBatch(1.5, [GOOD])
     assert reasons(decoded) == [(None, "bad-rank")]
@@ -175,7 +175,7 @@ def test_a_rank_that_is_none_costs_the_rank_and_not_the_events(rank: Any) -> Non
         {"ts": 1, "events": 5},
     ],
 )
-def test_what_is_no_batch_is_said_to_be_none(value: Any) -> None:
+def test_a_payload_that_is_not_a_batch_is_rejected(value: Any) -> None:
     decoded = decode_batch(pack(value))
     assert decoded.batch == KVEventBatch(0.0, [])
     assert reasons(decoded) == [(None, "not-a-batch")]
@@ -186,7 +186,7 @@ def test_what_is_no_batch_is_said_to_be_none(value: Any) -> None:
 @pytest.mark.parametrize(
     "payload", [b"", b"\x93", b"\xc1", b"\x92\xcb\x00", batch_of(stored())[:-3], batch_of(stored()) + b"\0"]
 )
-def test_a_payload_that_is_cut_or_garbled_is_set_aside_whole(payload: bytes) -> None:
+def test_a_truncated_or_corrupt_payload_is_rejected_as_a_whole(payload: bytes) -> None:
     decoded = decode_batch(payload)
     assert decoded.batch.events == []
     assert len(decoded.rejected) == 1
@@ -196,14 +196,14 @@ def test_a_payload_that_is_cut_or_garbled_is_set_aside_whole(payload: bytes) -> 
 # --- forms of an event -----------------------------------------------------------------------------------------------------
 
 
-def test_fields_of_tomorrow_are_kept_by_name() -> None:
+def test_unknown_map_fields_are_kept_by_name() -> None:
     event = one(batch_of(stored(tier="L5", detail={"a": [1, "x", b"\1"], "b": None})))
     assert event.unrecognised == {"tier": "L5", "detail": {"a": [1, "x", b"\1"], "b": None}}
     event.unrecognised = None
     assert event == GOOD
 
 
-def test_elements_of_tomorrow_are_kept_by_position() -> None:
+def test_unknown_array_elements_are_kept_by_position() -> None:
     known = [[11], None, [1, 2], 2, None, "GPU", None, None, 0, "full_attention", None]
     assert one(batch_of(["BlockStored", *known, "new", [5]])).unrecognised == {"12": "new", "13": [5]}
     assert one(batch_of(["BlockRemoved", [11], "GPU", 0, None, "LOCAL"])).unrecognised == {"5": "LOCAL"}
@@ -214,7 +214,7 @@ HEARTBEAT = Heartbeat("0123456789abcdef" * 2, 5.0, "STALE", "engine-0: disconnec
 
 
 @pytest.mark.parametrize("dialect", [None, *dialects()], ids=str)
-def test_a_heartbeat_is_read_in_every_dialect_as_it_was_sent(dialect: Dialect | None) -> None:
+def test_a_heartbeat_is_decoded_in_every_dialect(dialect: Dialect | None) -> None:
     beat = BlockRemoved([], heartbeat=HEARTBEAT)
     decoded = decode_batch(encode_batch(KVEventBatch(1.5, [beat], 0), dialect))
     assert decoded.batch.events == [beat]
@@ -225,30 +225,30 @@ def test_a_heartbeat_is_read_in_every_dialect_as_it_was_sent(dialect: Dialect | 
     "damaged",
     ["?", {}, {"digest": "x", "every": 1.0}, {"digest": "0" * 32, "every": 0}, {"digest": "0" * 32, "every": 1, "trust": 3}],
 )
-def test_a_heartbeat_that_is_none_costs_nothing(damaged: object) -> None:
+def test_an_invalid_heartbeat_is_an_unknown_field(damaged: object) -> None:
     event = one(batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": damaged}))
     assert (event.block_hashes, event.heartbeat, event.unrecognised) == ([1], None, {"heartbeat": damaged})
 
 
-def test_a_heartbeat_of_tomorrow_is_one() -> None:
+def test_a_heartbeat_with_more_elements_is_a_heartbeat() -> None:
     told = {"digest": "0" * 32, "every": 2, "more": [1]}
     assert one(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": told})).heartbeat == Heartbeat("0" * 32, 2.0)
 
 
-def test_keys_in_the_place_of_tokens_are_unsigned_and_few_enough() -> None:
+def test_block_keys_are_unsigned_and_limited() -> None:
     limit = WireLimits().max_hashes
     assert one(batch_of(stored(token_ids=[], block_keys=[-1]))).block_keys == [(1 << 64) - 1]
     (rejected,) = decode_batch(batch_of(stored(token_ids=[], block_keys=[1] * (limit + 1)))).rejected
     assert rejected.reason == "too-many-hashes"
 
 
-def test_what_was_not_recognised_goes_out_again_in_map_events() -> None:
+def test_unknown_fields_are_encoded_again_in_map_events() -> None:
     payload = batch_of(stored(tier="L5"), {"type": "AllBlocksCleared", "scope": [1]})
     assert encode_batch(decode_batch(payload).batch, dialect_for("vllm")) == payload
     assert encode_batch(decode_batch(payload).batch) == payload
 
 
-def test_names_that_only_a_decoder_sets_are_not_a_peers_to_set() -> None:
+def test_a_peer_cannot_set_fields_of_the_decoder() -> None:
     event = one(batch_of(stored(unrecognised={"a": 1}, block_digests=[b"x" * 32], parent_block_digest=b"y" * 32)))
     assert event.block_digests is event.parent_block_digest is None
     assert event.unrecognised == {
@@ -258,7 +258,7 @@ def test_names_that_only_a_decoder_sets_are_not_a_peers_to_set() -> None:
     }
 
 
-def test_tags_of_tomorrow_are_set_aside_and_named() -> None:
+def test_unknown_event_types_are_rejected_and_named() -> None:
     decoded = decode_batch(batch_of(stored(), {"type": "BlockTransferred", "x": 1}, ["BlockTransferred", 1], stored()))
     assert decoded.batch.events == [GOOD, GOOD]
     assert reasons(decoded) == [(1, "unknown-tag"), (2, "unknown-tag")]
@@ -269,7 +269,7 @@ def test_tags_of_tomorrow_are_set_aside_and_named() -> None:
     ("sent", "canonical"), [(5, 5), (-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1), (0, 0), (2**40, 2**40)]
 )
 @pytest.mark.parametrize("more", [{}, {"unknown": 1}], ids=["fast", "tolerant"])
-def test_hashes_are_canonical(sent: int, canonical: int, more: dict[str, Any]) -> None:
+def test_hashes_are_unsigned(sent: int, canonical: int, more: dict[str, Any]) -> None:
     event = one(batch_of(stored(block_hashes=[sent, 7], parent_block_hash=sent, **more)))
     assert event.block_hashes == [canonical, 7]
     assert event.parent_block_hash == canonical
@@ -277,7 +277,7 @@ def test_hashes_are_canonical(sent: int, canonical: int, more: dict[str, Any]) -
     assert removed.block_hashes == [canonical]
 
 
-def test_byte_hashes_are_shortened_as_vllm_does_and_kept_beside() -> None:
+def test_byte_hashes_are_shortened_as_vllm_does() -> None:
     digest, parent = bytes(range(32)), bytes(range(100, 132))
     event = one(batch_of(stored(block_hashes=[digest], parent_block_hash=parent)))
     assert event.block_hashes == [int.from_bytes(digest[-8:], "big")]
@@ -286,7 +286,7 @@ def test_byte_hashes_are_shortened_as_vllm_does_and_kept_beside() -> None:
     assert event.parent_block_digest == parent
 
 
-def test_hashes_of_both_kinds_in_one_event_are_read_without_digests() -> None:
+def test_hashes_of_both_kinds_in_one_event_have_no_digests() -> None:
     event = one(batch_of(stored(block_hashes=[3, b"\0" * 8])))
     assert event.block_hashes == [3, 0]
     assert event.block_digests is None
@@ -297,7 +297,7 @@ def test_a_parent_of_zero_is_a_hash() -> None:
     assert one(batch_of(stored(parent_block_hash=0, unknown=1))).parent_block_hash == 0
 
 
-def test_llm_d_wraps_events_in_a_bin_and_means_none_by_a_parent_of_zero() -> None:
+def test_in_an_event_that_llm_d_wraps_parent_zero_means_none() -> None:
     arrays = ["BlockStored", [11], 0, [1, 2], 2, None, "GPU", None]
     decoded = decode_batch(pack([1.5, [pack(stored(parent_block_hash=0)), pack(arrays), pack(["BlockRemoved", [11], "GPU"])]]))
     assert decoded.rejected == ()
@@ -305,19 +305,19 @@ def test_llm_d_wraps_events_in_a_bin_and_means_none_by_a_parent_of_zero() -> Non
 
 
 @pytest.mark.parametrize("event", [pack(pack(stored())), b"", b"\xc1", pack(5), pack(stored())[:-1], pack(stored()) + b"\0"])
-def test_a_bin_that_holds_no_event_costs_only_itself(event: bytes) -> None:
+def test_a_bin_without_an_event_is_rejected_alone(event: bytes) -> None:
     decoded = decode_batch(batch_of(stored(), event, pack(stored())))
     assert decoded.batch.events == [GOOD, GOOD]
     assert [entry.index for entry in decoded.rejected] == [1]
 
 
-def test_sglang_sends_pairs_under_eagle() -> None:
+def test_token_pairs_of_sglang_with_eagle() -> None:
     expected = [(100, 101), (101, 102)]
     assert one(batch_of(stored(token_ids=[[100, 101], [101, 102]]))).token_ids == expected
     assert one(batch_of(stored(token_ids=[[100, 101], [101, 102]], unknown=1))).token_ids == expected
 
 
-def test_tensorrt_llm_may_send_token_ids_as_strings() -> None:
+def test_token_ids_of_tensorrt_llm_as_strings() -> None:
     event = one(batch_of(stored(token_ids=["100", 7, "0"], mm_keys=[{"type": "mm_key", "hash": "ab", "start_offset": 3}])))
     assert event.token_ids == [100, 7, 0]
     assert event.unrecognised == {"mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 3}]}
@@ -326,7 +326,7 @@ def test_tensorrt_llm_may_send_token_ids_as_strings() -> None:
 @pytest.mark.parametrize(
     "token", ["", "-1", "1.5", "१२", "9" * 21, "9" * 20, "9" * 100_000, [1], [1, 2, 3], [1, "2"], None, 1.0]
 )
-def test_a_token_id_that_is_none_costs_its_event(token: Any) -> None:
+def test_an_invalid_token_id_rejects_its_event(token: Any) -> None:
     decoded = decode_batch(batch_of(stored(), stored(token_ids=[token]), stored()))
     assert decoded.batch.events == [GOOD, GOOD]
     assert reasons(decoded) == [(1, "bad-field")]
@@ -366,25 +366,25 @@ MOONCAKE_STORED = BlockStored(
 
 
 @pytest.mark.parametrize("form", [PLAIN, COMPAT], ids=["plain", "compat"])
-def test_mooncake_stores(form: dict[str, Any]) -> None:
+def test_a_mooncake_store(form: dict[str, Any]) -> None:
     decoded = decode_batch(pack([1700000000123, [form], 0]))
     assert decoded.rejected == ()
     assert decoded.batch == KVEventBatch(1700000000.123, [MOONCAKE_STORED], 0)
 
 
-def test_mooncake_stores_without_knowing_the_block_size() -> None:
+def test_a_mooncake_store_without_block_size() -> None:
     event = one(pack([1700000000123, [{"event_type": "stored", "seq_hashes": [3], "block_size": None, "parent_hash": 0}], 0]))
     assert event == BlockStored([3], 0, [], 0)
 
 
 @pytest.mark.parametrize("more", [{}, {"type": "BlockRemoved", "block_hashes": [-1]}], ids=["plain", "compat"])
-def test_mooncake_removes(more: dict[str, Any]) -> None:
+def test_a_mooncake_removal(more: dict[str, Any]) -> None:
     removed = {"event_type": "removed", "seq_hashes": [2**64 - 1], "medium": "disk", "block_size": None, "token_ids": None}
     assert one(pack([1700000000123, [removed | more], 0])) == BlockRemoved([2**64 - 1], "disk")
 
 
 @pytest.mark.parametrize("more", [{}, {"type": "AllBlocksCleared", "seq_hashes": None}], ids=["plain", "compat"])
-def test_mooncake_clears(more: dict[str, Any]) -> None:
+def test_a_mooncake_clear(more: dict[str, Any]) -> None:
     assert one(pack([1700000000123, [{"event_type": "cleared"} | more], 0])) == AllBlocksCleared()
 
 
@@ -397,7 +397,7 @@ def test_a_field_called_event_type_is_not_always_mooncakes() -> None:
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD_EVENTS.values(), ids=BAD_EVENTS)
-def test_a_bad_event_costs_only_itself(bad: bytes, reason: str) -> None:
+def test_an_invalid_event_is_rejected_alone(bad: bytes, reason: str) -> None:
     payload = (
         b"\x93\xcb"
         + b"\0" * 8
@@ -416,7 +416,7 @@ def test_a_bad_event_costs_only_itself(bad: bytes, reason: str) -> None:
     assert len(decoded.rejected[0].detail) <= 256
 
 
-def test_a_nested_bomb_costs_only_itself_in_a_batch_that_is_a_map() -> None:
+def test_a_deeply_nested_event_is_rejected_alone_in_a_map_batch() -> None:
     bomb = pack({"type": "AllBlocksCleared", "x": 0})[:-1] + b"\x91" * 5_000 + b"\x01"
     payload = b"\x82\xa2ts\x01\xa6events\x93" + pack(stored()) + bomb + pack(stored())
     decoded = decode_batch(payload)
@@ -424,7 +424,7 @@ def test_a_nested_bomb_costs_only_itself_in_a_batch_that_is_a_map() -> None:
     assert reasons(decoded) == [(1, "too-deep")]
 
 
-def test_of_equal_keys_the_last_counts_on_both_paths() -> None:
+def test_of_equal_keys_the_last_counts_in_both_decoders() -> None:
     twice = b"\x89" + pack(stored())[1:] + pack("medium") + pack("CPU")
     decoded = decode_batch(batch_of()[:10] + b"\x91" + twice + b"\x00")
     assert decoded.batch.events[0].medium == "CPU"  # type: ignore[union-attr]
@@ -470,7 +470,7 @@ def test_limit_of_events() -> None:
     ],
 )
 def test_limit_of_hashes(event: Any) -> None:
-    """It bounds what has one entry per block too, where the tolerant decoder reads it."""
+    """In the tolerant decoder it also limits other fields with one entry per block."""
     bound = WireLimits(max_hashes=2)
     decoded = decode_batch(batch_of(stored(unknown=1), event, b""), bound)
     assert reasons(decoded)[0] == (1, "too-many-hashes")
@@ -498,7 +498,7 @@ def test_limit_of_nesting() -> None:
     assert reasons(decode_batch(batch_of(nested), WireLimits(max_nesting=3))) == [(0, "too-deep")]
 
 
-def test_limit_of_kept_rejections() -> None:
+def test_limit_of_rejections() -> None:
     decoded = decode_batch(batch_of(*[None] * 10, stored()), WireLimits(max_rejected=4))
     assert decoded.batch.events == [GOOD]
     assert [entry.reason for entry in decoded.rejected] == ["malformed"] * 4 + ["more"]
@@ -506,7 +506,7 @@ def test_limit_of_kept_rejections() -> None:
 
 
 def test_a_large_payload_is_read_as_a_small_one() -> None:
-    """Above 1 MiB every length is checked before it is believed."""
+    """Above 1 MiB every declared length is checked before memory is allocated."""
     tokens = list(range(400_000))
     payload = batch_of(stored(token_ids=tokens), stored())
     assert decode_fast(payload, DEFAULT_WIRE_LIMITS) is None
@@ -519,7 +519,7 @@ def test_a_large_payload_is_read_as_a_small_one() -> None:
 
 
 def colliding_keys(count: int, step: int = 0) -> bytes:
-    """A msgpack map whose keys are arrays of two integers that all have one hash in CPython, or, with a `step`, different ones.
+    """Return a msgpack map whose keys are arrays of two integers with one hash in CPython or, with a `step`, different hashes.
 
     The hash of a tuple is xxHash's rounds over its items' hashes, each of which can be inverted: choose the first item and
     solve for the second.
@@ -538,7 +538,7 @@ def colliding_keys(count: int, step: int = 0) -> bytes:
     return b"\xdf" + count.to_bytes(4, "big") + b"".join(pairs)
 
 
-def test_the_keys_of_the_next_test_have_one_hash() -> None:
+def test_the_colliding_keys_have_one_hash() -> None:
     keys = msgspec.msgpack.decode(colliding_keys(5))
     assert len(keys) == 5
     assert len({hash(key) for key in keys}) == 1
@@ -556,8 +556,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("place", HOSTILE.values(), ids=HOSTILE)
 def test_keys_with_one_hash_do_not_take_quadratic_time(place: Any) -> None:
-    """Decoded into a dict, 20,000 such keys take a hundred times as long as keys with different hashes, and more of them even
-    longer. CPU time of this thread alone, the least of three."""
+    """Decoded into a dict, 20,000 such keys take a hundred times as long as keys with different hashes.
+
+    The test measures CPU time of this thread only and takes the shortest of three runs.
+    """
 
     def seconds(keys: bytes) -> float:
         payload = batch_of()[:10] + b"\x92" + pack(stored()) + place(keys) + b"\x00"
@@ -587,7 +589,7 @@ def test_a_few_megabytes_of_empty_lists_do_not_become_gigabytes(field: str) -> N
     assert decoded.rejected[0].reason in {"oversized", "too-many-hashes"}
 
 
-def test_a_flood_of_bad_events_is_counted_and_not_kept() -> None:
+def test_many_invalid_events_are_counted_and_not_stored() -> None:
     count = 200_000
     payload = b"\x93\x01\xdd" + count.to_bytes(4, "big") + b"\xc0" * count + b"\x00"
     decoded = decode_batch(payload)
@@ -600,7 +602,7 @@ def test_a_flood_of_bad_events_is_counted_and_not_kept() -> None:
 
 
 def is_sound(decoded: Decoded) -> None:
-    """What every result has in common, whatever was sent."""
+    """Check what every result must satisfy, whatever the input was."""
     batch = decoded.batch
     assert 0.0 <= batch.ts <= 1e11
     for event in batch.events:
@@ -659,16 +661,16 @@ FIELD_NAMES = st.sampled_from(
 )
 
 
-def spelled(row: Any, event: KVEvent) -> Any:
-    """One event as `row` spells it, undecoded."""
+def encoded_as(row: Any, event: KVEvent) -> Any:
+    """Return one event as `row` encodes it, as Python values."""
     batch = msgspec.msgpack.decode(encode_batch(KVEventBatch(0.0, [event]), row))
     return (batch["events"] if isinstance(batch, dict) else batch[1])[0]
 
 
 @given(st.lists(good_events | st.tuples(st.none(), msgpack_values), max_size=6))
-def test_good_events_survive_any_neighbour_in_order(items: list[tuple[Any, Any]]) -> None:
-    """A batch is what its events are one by one."""
-    sent = [value if row is None else spelled(row, value) for row, value in items]
+def test_valid_events_are_read_next_to_any_other(items: list[tuple[Any, Any]]) -> None:
+    """A batch decodes to what its events decode to one by one."""
+    sent = [value if row is None else encoded_as(row, value) for row, value in items]
     decoded = decode_batch(batch_of(*sent))
     alone = [decode_batch(batch_of(value)).batch.events for value in sent]
     assert decoded.batch.events == [event for events in alone for event in events]
@@ -677,7 +679,7 @@ def test_good_events_survive_any_neighbour_in_order(items: list[tuple[Any, Any]]
 
 
 @given(st.dictionaries(FIELD_NAMES, msgpack_values, max_size=4))
-def test_any_value_in_any_field_costs_at_most_its_event(fields: dict[str, Any]) -> None:
+def test_any_value_in_any_field_rejects_at_most_its_event(fields: dict[str, Any]) -> None:
     decoded = decode_batch(batch_of(stored(), stored(**fields), stored()))
     assert decoded.batch.events[0] == decoded.batch.events[-1] == GOOD
     assert len(decoded.batch.events) + len(decoded.rejected) == 3
@@ -685,13 +687,13 @@ def test_any_value_in_any_field_costs_at_most_its_event(fields: dict[str, Any]) 
 
 
 @given(st.dictionaries(FIELD_NAMES, msgpack_values, max_size=3))
-def test_what_the_fast_path_accepts_the_careful_path_reads_alike(fields: dict[str, Any]) -> None:
+def test_the_tolerant_decoder_agrees_with_the_fast_one(fields: dict[str, Any]) -> None:
     payload = batch_of(stored(**fields))
     quick = decode_fast(payload, DEFAULT_WIRE_LIMITS)
     if quick is not None:
         assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (quick, ())
 
 
-def test_a_result_says_what_it_is_in_one_line() -> None:
+def test_the_repr_of_a_result_is_one_line() -> None:
     assert repr(decode_batch(batch_of(stored(), None))) == "<Decoded 1 events, 1 rejected, dialect None>"
     assert repr(decode_batch(batch_of(stored()))) == "<Decoded 1 events, 0 rejected, dialect vllm-0.24.0>"

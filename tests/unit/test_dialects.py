@@ -11,8 +11,10 @@ from wire_cases import GOLDENS, RELEASES, Golden
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_a_golden_payload_encodes_to_the_same_bytes(golden: Golden) -> None:
-    """In the dialect of its release, from values that our decoder has never seen and from those that it read; and in the row
-    that its shape is taken for."""
+    """In the dialect of its release and in the dialect that is detected from its shape.
+
+    The values are those of the golden file, which our decoder has not read, and those that our decoder returns.
+    """
     released = dialect_for(golden.engine, golden.release)
     decoded = decode_batch(golden.payload)
     assert decoded.dialect is not None
@@ -26,8 +28,8 @@ def test_the_replay_shape_of_a_row_is_that_of_its_release(golden: Golden) -> Non
     assert dialect_for(golden.engine, golden.release).replay_topic == (len(golden.replay_frames) == 4)
 
 
-def test_every_row_has_goldens_of_the_release_that_began_it() -> None:
-    """A row is what a release was seen to send: without its bytes it is a guess."""
+def test_every_row_has_goldens_of_its_first_release() -> None:
+    """A row states what a release sends, so its bytes must be at hand."""
     released = {dialect_for(golden.engine, golden.release) for golden in GOLDENS}
     assert [row.name for row in dialects() if row not in released] == []
 
@@ -84,7 +86,7 @@ def test_every_row_has_goldens_of_the_release_that_began_it() -> None:
         ("sglang", "0.4.6.post5-cu124", "sglang-0.4.6.post5"),
     ],
 )
-def test_a_release_between_rows_speaks_the_older_one(engine: str, release: str, row: str) -> None:
+def test_a_release_between_rows_uses_the_older_row(engine: str, release: str, row: str) -> None:
     assert dialect_for(engine, release).name == row
 
 
@@ -99,26 +101,26 @@ def test_a_release_between_rows_speaks_the_older_one(engine: str, release: str, 
         ("vllm", "", "cannot read release '' of vllm; expected a version such as 0.33.0"),
     ],
 )
-def test_what_has_no_dialect_is_refused_with_a_sentence(engine: str, release: str, sentence: str) -> None:
+def test_an_unknown_dialect_raises_with_a_message(engine: str, release: str, sentence: str) -> None:
     with pytest.raises(UnknownDialectError) as refusal:
         dialect_for(engine, release)
     assert str(refusal.value) == sentence
 
 
-def test_an_absurd_release_is_refused_and_does_not_take_long() -> None:
-    """Python refuses to read a number of more than 4,300 digits; the refusal is ours."""
+def test_a_very_long_release_number_is_refused_quickly() -> None:
+    """Python refuses to convert more than 4,300 digits. The error is `UnknownDialectError`."""
     with pytest.raises(UnknownDialectError):
         dialect_for("vllm", "9" * 10_000)
 
 
 @pytest.mark.parametrize("row", dialects(), ids=str)
-def test_every_row_is_found_by_the_release_it_is_named_after(row: Dialect) -> None:
+def test_every_row_is_found_by_its_release(row: Dialect) -> None:
     assert dialect_for(row.engine, row.since) is row
     assert str(row) == row.name == f"{row.engine}-{row.since}"
 
 
 @pytest.mark.parametrize("row", dialects(), ids=str)
-def test_the_fields_of_every_row_begin_with_those_that_all_have(row: Dialect) -> None:
+def test_the_fields_of_every_row_begin_with_the_common_ones(row: Dialect) -> None:
     assert row.stored[:5] == ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
     assert row.removed[0] == "block_hashes"
     assert row.optional <= {*row.stored, *row.removed}

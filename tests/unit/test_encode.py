@@ -1,4 +1,4 @@
-"""The encoder: any event in any dialect, and what has no encoding."""
+"""The encoder: any event in any dialect, and values that cannot be encoded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plain(payload: bytes) -> Any:
 
 
 @given(batches_of(NEWEST))
-def test_as_declared_our_types_are_the_newest_vllm(batch: KVEventBatch) -> None:
+def test_without_a_dialect_events_have_the_layout_of_the_newest_vllm(batch: KVEventBatch) -> None:
     assert encode_batch(batch) == encode_batch(batch, NEWEST) == pack(batch)
 
 
@@ -67,7 +67,7 @@ def test_signed_hashes_are_accepted_for_an_unsigned_dialect() -> None:
     assert plain(encode_batch(KVEventBatch(1.0, [BlockRemoved([-1], "GPU")]), NEWEST))[1][0]["block_hashes"] == [2**64 - 1]
 
 
-def test_digests_go_out_where_digests_came_in() -> None:
+def test_byte_hashes_are_encoded_as_bytes_again() -> None:
     payload = batch_of(
         stored(block_hashes=[b"d" * 32], parent_block_hash=b"p" * 32),
         {"type": "BlockRemoved", "block_hashes": [b"r" * 32], "medium": None},
@@ -76,7 +76,7 @@ def test_digests_go_out_where_digests_came_in() -> None:
     assert plain(encode_batch(decode_batch(payload).batch)) == plain(payload)
 
 
-def test_array_events_have_no_place_for_what_was_not_recognised() -> None:
+def test_array_events_have_no_place_for_unknown_fields() -> None:
     batch = decode_batch(batch_of(stored(tier="L5"))).batch
     assert encode_batch(batch, dialect_for("vllm", "0.23.0")) == encode_batch(
         decode_batch(batch_of(stored())).batch, dialect_for("vllm", "0.23.0")
@@ -92,7 +92,7 @@ class _Plain(msgspec.Struct):
 
 
 class _EngineStored(KVCacheEvent, tag="BlockStored"):
-    """As `kvevents.compat.sglang` declares it: fewer fields, in its own order."""
+    """A store as `kvevents.compat.sglang` declares it: fewer fields, in another order."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -109,13 +109,13 @@ class _SGLangBatch(msgspec.Struct, array_like=True):
 
 
 @pytest.mark.parametrize("row", [None, *dialects()], ids=str)
-def test_users_own_events_are_encoded_as_they_declare_themselves(row: Any) -> None:
+def test_events_of_users_are_encoded_as_they_are_declared(row: Any) -> None:
     batch = plain(encode_batch(EventBatch(1.0, [_Custom(0.5), _Plain("x"), {"free": 1}], 0), row))
     events = batch["events"] if row is not None and row.batch == "map" else batch[1]
     assert events == [{"type": "Warmed", "weight": 0.5}, {"note": "x"}, {"free": 1}]
 
 
-def test_events_and_batches_of_the_engines_own_kind_are_spelled_in_the_dialect() -> None:
+def test_events_and_batches_of_engine_types_are_encoded_in_the_dialect() -> None:
     batch: Any = _SGLangBatch(1.0, [_EngineStored([2**64 - 1], None, [1], 1, None, "GPU")], 4)
     sent = plain(encode_batch(batch, dialect_for("sglang", "0.5.17")))
     assert sent == [1.0, [["BlockStored", [-1], None, [1], 1, None, "GPU"]], 4]
@@ -126,12 +126,12 @@ def test_events_and_batches_of_the_engines_own_kind_are_spelled_in_the_dialect()
     "events",
     [[object()], [BlockStored([object()], None, [], 1)], [{1, object()}], None],  # type: ignore[list-item]
 )
-def test_what_has_no_encoding_is_an_error_of_ours(events: Any, row: Any) -> None:
+def test_a_value_that_cannot_be_encoded_raises_encode_error(events: Any, row: Any) -> None:
     with pytest.raises(EncodeError, match=r"^cannot encode EventBatch: "):
         encode_batch(EventBatch(1.0, events), row)
 
 
-def test_what_is_nested_without_end_is_an_error_of_ours() -> None:
+def test_endless_nesting_raises_encode_error() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(EncodeError):
@@ -152,7 +152,7 @@ def test_hashes_of_any_size_are_taken_modulo_2_to_the_64(value: int) -> None:
         assert event.block_hashes == [value % 2**64]  # type: ignore[union-attr]
 
 
-def test_keys_in_the_place_of_tokens_need_events_as_maps() -> None:
+def test_block_keys_need_events_as_maps() -> None:
     keyed = KVEventBatch(1.0, [BlockStored([1], None, [], 16, block_keys=[7])])
     for dialect in (None, *dialects()):
         if dialect is not None and dialect.events == "array":

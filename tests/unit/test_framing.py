@@ -1,4 +1,4 @@
-"""Frames of the three conversations, built and parsed, good and bad."""
+"""Frames of live batches, replay requests and replay replies, encoded and parsed, valid and invalid."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def test_the_very_first_version_ends_a_replay_with_two_empty_frames() -> None:
 
 
 @pytest.mark.parametrize("topic", [None, b"t"])
-def test_an_empty_payload_under_a_number_of_batches_ends_nothing(topic: bytes | None) -> None:
-    """Somebody has sent it, and there may be more behind it."""
+def test_an_empty_payload_with_a_valid_number_is_a_batch(topic: bytes | None) -> None:
+    """It was sent empty, and more batches may follow."""
     assert parse_replay_reply(replay_batch_frames(topic, 7, b"")) == ReplayBatch(topic, 7, b"")
 
 
-def test_a_request_is_what_the_engines_routers_demand() -> None:
+def test_a_request_has_the_form_that_engines_require() -> None:
     assert replay_request_frames(258) == [b"", b"\0\0\0\0\0\0\1\2"]
     assert parse_replay_request([b"id", *replay_request_frames(258)]) == ReplayRequest(b"id", 258)
 
 
 @pytest.mark.parametrize("frames", [[b"t"], [b"t", encode_seq(0)], [b"t", encode_seq(0), b"p", b"x"], [b""] * 9, []])
-def test_live_frames_of_another_number_have_no_meaning(frames: list[bytes]) -> None:
+def test_another_count_of_live_frames_is_malformed(frames: list[bytes]) -> None:
     assert parse_live(frames) == Malformed("not 3 frames")
 
 
 @pytest.mark.parametrize("seq", [b"", b"\0" * 4, b"\0" * 16])
-def test_a_number_of_another_size_has_no_meaning(seq: bytes) -> None:
+def test_a_sequence_number_of_another_size_is_malformed(seq: bytes) -> None:
     fault = Malformed("sequence number is not 8 bytes")
     assert parse_live([b"t", seq, b"p"]) == fault
     assert parse_replay_reply([b"", seq, b"p"]) == fault
@@ -74,29 +74,29 @@ def test_a_number_of_another_size_has_no_meaning(seq: bytes) -> None:
 
 
 @pytest.mark.parametrize("seq", [MAX_SEQ, 2**63, 2**64 - 1])
-def test_a_number_that_no_publisher_can_reach_has_no_meaning(seq: int) -> None:
+def test_a_sequence_number_out_of_range_is_malformed(seq: int) -> None:
     """One corrupt frame with 2**63 would make every later number of the stream look old."""
     fault = Malformed("sequence number out of range")
     assert parse_live([b"t", encode_seq(seq), b"p"]) == fault
     assert parse_replay_reply([b"", encode_seq(seq), b"p"]) == fault
 
 
-def test_the_largest_number_is_read() -> None:
+def test_the_largest_sequence_number_is_valid() -> None:
     assert parse_live(live_frames(b"", MAX_SEQ - 1, b"p")) == Live(b"", MAX_SEQ - 1, b"p")
 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"x", b""], [b"", b"p"], [b"", b"t", encode_seq(1), b"p", b"more"], [b""] * 9])
-def test_a_reply_of_another_shape_has_no_meaning(frames: list[bytes]) -> None:
+def test_a_reply_of_another_form_is_malformed(frames: list[bytes]) -> None:
     assert parse_replay_reply(frames) == Malformed("not a replay reply")
 
 
 @pytest.mark.parametrize("frames", [[], [b"id"], [b"id", encode_seq(0)], [b"id", b"x", encode_seq(0)], [b"id", b"", b"", b""]])
-def test_a_request_of_another_shape_has_no_meaning(frames: list[bytes]) -> None:
+def test_a_request_of_another_form_is_malformed(frames: list[bytes]) -> None:
     assert parse_replay_request(frames) == Malformed("not [identity, empty, start]")
 
 
-def built_from(parsed: object) -> list[bytes] | None:
-    """The frames that would be sent for what a parser has read; None for what it could not read."""
+def encode_again(parsed: object) -> list[bytes] | None:
+    """Return the frames that encode what a parser has read; None for malformed frames."""
     match parsed:
         case Live(topic, seq, payload):
             return live_frames(topic, seq, payload)
@@ -109,8 +109,8 @@ def built_from(parsed: object) -> list[bytes] | None:
 
 
 @given(frame_sets)
-def test_whatever_arrives_is_read_as_it_was_sent_or_is_malformed(frames: list[bytes]) -> None:
-    """No parser raises, and none reads anything but what the frames say."""
+def test_any_frames_are_parsed_as_sent_or_malformed(frames: list[bytes]) -> None:
+    """No parser raises, and each returns only what the frames contain."""
     for parse in (parse_live, parse_replay_request, parse_replay_reply):
         parsed = parse(frames)
         if isinstance(parsed, Malformed):
@@ -118,11 +118,11 @@ def test_whatever_arrives_is_read_as_it_was_sent_or_is_malformed(frames: list[by
         elif isinstance(parsed, ReplayEnd):
             assert frames[0] == frames[-1] == b"", "an end has a delimiter and no payload"
         else:
-            assert built_from(parsed) == frames
+            assert encode_again(parsed) == frames
 
 
 @given(st.none() | st.binary(max_size=20), st.integers(0, MAX_SEQ - 1), st.binary(min_size=1, max_size=20))
-def test_what_is_built_is_parsed_back(topic: bytes | None, seq: int, payload: bytes) -> None:
+def test_encoded_frames_are_parsed_back(topic: bytes | None, seq: int, payload: bytes) -> None:
     assert parse_live(live_frames(topic or b"", seq, payload)) == Live(topic or b"", seq, payload)
     assert parse_replay_reply(replay_batch_frames(topic, seq, payload)) == ReplayBatch(topic, seq, payload)
     assert parse_replay_request([b"id", *replay_request_frames(seq)]) == ReplayRequest(b"id", seq)

@@ -1,6 +1,6 @@
-"""A heartbeat read by decoders as each release declares them: a removal of no blocks, and what stands beside it is untouched.
+"""Decoders of released engines read a heartbeat as a removal of no blocks, and the events next to it are unaffected.
 
-`python -m tests.system.faults.heartbeats` asks the released decoders themselves, and Dynamo's indexer.
+`python -m tests.system.faults.heartbeats` does the same with the released decoders themselves and with Dynamo's indexer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STORED = BlockStored([1], None, [1, 2], 2, medium="GPU")
 
 
 def decoder_of(dialect: Dialect) -> msgspec.msgpack.Decoder[Any]:
-    """Structs as vLLM and SGLang declare them: what a release does not know it passes over."""
+    """Return a decoder with the structs of a vLLM or SGLang release, which ignore unknown fields."""
     arrays = dialect.events == "array"
     required = {"block_hashes": list[int], "token_ids": list[int], "block_size": int}
 
@@ -40,7 +40,7 @@ def decoder_of(dialect: Dialect) -> msgspec.msgpack.Decoder[Any]:
 
 @pytest.mark.parametrize("dialect", dialects(), ids=str)
 @pytest.mark.parametrize("events", [[BEAT], [STORED, BEAT], [BEAT, STORED]], ids=["alone", "behind", "before"])
-def test_others_take_a_heartbeat_for_nothing(dialect: Dialect, events: list[KVEvent]) -> None:
+def test_released_decoders_ignore_a_heartbeat(dialect: Dialect, events: list[KVEvent]) -> None:
     payload = encode_batch(KVEventBatch(1.0, events, 0), dialect)
     found: list[Any] = decoder_of(dialect).decode(payload).events
     assert [type(event).__name__ for event in found] == [type(event).__name__ for event in events]
@@ -49,7 +49,7 @@ def test_others_take_a_heartbeat_for_nothing(dialect: Dialect, events: list[KVEv
 
 
 @pytest.mark.parametrize("dialect", dialects(), ids=str)
-def test_ours_reads_it_in_every_spelling(dialect: Dialect) -> None:
+def test_our_decoder_reads_a_heartbeat_in_every_dialect(dialect: Dialect) -> None:
     events: list[KVEvent] = [STORED, BEAT]
     decoded = decode_batch(encode_batch(KVEventBatch(1.0, events, 0), dialect))
     assert decoded.rejected == ()

@@ -1,6 +1,6 @@
-"""The tolerant decoder in Rust against `decode_batch`: whatever a peer sends, both read the same, and set aside the same.
+"""The tolerant decoder in Rust agrees with `decode_batch` on any input: the same events and the same rejections.
 
-What they leave to an index is the same too: events in the one form that the native scanner reads.
+What they pass to an index agrees too: events in the canonical form that the native scanner reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 def plain(value: Any) -> Any:
-    """A value of free form as the native decoder returns it."""
+    """Return a value of free form as the native decoder does."""
     match value:
         case list() | tuple():
             return [plain(item) for item in value]
@@ -69,8 +69,8 @@ def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> None:
     assert state == scanned(encode_canonical(batch.events))
 
 
-def spelled(*values: Any) -> bytes:
-    """A batch of these events as they are."""
+def batch_payload(*values: Any) -> bytes:
+    """Return a batch of these encoded events."""
     return b"\x93" + pack(1.5) + b"\xdc" + struct.pack(">H", len(values)) + b"".join(values) + b"\x03"
 
 
@@ -92,7 +92,7 @@ def test_damaged_payloads_are_read_alike(payload: bytes, mutations: list[tuple[s
 
 @pytest.mark.parametrize("golden", [GOLDENS[0], GOLDENS[-1]], ids=str)
 def test_any_byte_at_any_place_is_read_alike(golden: Golden) -> None:
-    """All values that msgpack distinguishes."""
+    """All byte values that msgpack distinguishes."""
     heads = (0x00, 0x7F, 0x80, 0x8F, 0x90, 0x91, 0x9F, 0xA0, 0xA3, 0xBF, *range(0xC0, 0xE1), 0xFF)
     for at in range(len(golden.payload)):
         check(golden.payload[:at])
@@ -111,8 +111,8 @@ def test_any_byte_at_any_place_is_read_alike(golden: Golden) -> None:
     ],
     ids=["lists", "one more", "maps", "nested", "one less"],
 )
-def test_lists_and_maps_of_free_form_are_bounded_alike(new: list[Any], is_read: bool) -> None:
-    """Of a batch together, and without extra keys as engines send them."""
+def test_lists_and_maps_of_free_form_are_limited_alike(new: list[Any], is_read: bool) -> None:
+    """The limit is for the whole batch, and does not count extra keys as engines send them."""
     usual = stored(extra_keys=[[("a", 1)] * 60_000])
     for payload in (
         batch_of(usual, stored(new=new)),
@@ -123,7 +123,7 @@ def test_lists_and_maps_of_free_form_are_bounded_alike(new: list[Any], is_read: 
     assert [one.reason for one in decode_batch(batch_of(usual, stored(new=new))).rejected] == ([] if is_read else ["oversized"])
 
 
-def test_extra_keys_behind_the_last_block_say_nothing() -> None:
+def test_extra_keys_behind_the_last_block_are_ignored() -> None:
     payload = batch_of(stored(extra_keys=[None] * 10, new=1))
     check(payload)
     assert encode_canonical(decode_batch(payload).batch.events) == encode_canonical(
@@ -182,14 +182,14 @@ NAMES = sorted(
     {"event_type": "stored"},
 )
 def test_any_value_of_any_field_is_read_alike(fields: list[tuple[str, bytes]], more: dict[str, Any]) -> None:
-    """Stores, removals and clears as maps, with fields in addition and twice."""
+    """Stores, removals and clears as maps, with additional and repeated fields."""
     bodies = (stored(**more), {"type": "BlockRemoved", "block_hashes": [1]}, {"type": "AllBlocksCleared"})
     events = []
     for body in bodies:
         pairs = [(name, pack(value)) for name, value in body.items()] + fields
         events.append(bytes([0xDE, 0, len(pairs)]) + b"".join(pack(name) + value for name, value in pairs))
-    check(spelled(*events))
-    check(spelled(*(pack(event) for event in events)))  # wrapped in a bin
+    check(batch_payload(*events))
+    check(batch_payload(*(pack(event) for event in events)))  # wrapped in a bin
 
 
 @given(
@@ -203,7 +203,7 @@ def test_any_element_of_an_array_event_is_read_alike(tag: str, values: list[byte
     for at, name in enumerate(names[: len(values)]):
         if name in good and data.draw(st.integers(0, 3)):
             values[at] = pack(good[name])
-    check(spelled(bytes([0xDC, 0, len(values) + 1]) + pack(tag) + b"".join(values)))
+    check(batch_payload(bytes([0xDC, 0, len(values) + 1]) + pack(tag) + b"".join(values)))
 
 
 @given(raw_values, raw_values)
@@ -221,7 +221,7 @@ def test_any_envelope_is_read_alike(one: bytes, other: bytes) -> None:
 
 
 @given(st.lists(st.lists(loose_stores | loose_removals | loose_clears, min_size=1, max_size=3), min_size=1, max_size=5))
-def test_events_at_the_edge_of_what_can_be_read_are_read_alike(batches: list[list[Any]]) -> None:
+def test_barely_readable_events_are_read_alike(batches: list[list[Any]]) -> None:
     for events in batches:
         check(batch_of(*events))
         check(batch_of(*(pack(event) for event in events)))
@@ -235,8 +235,8 @@ def test_any_bytes_are_read_alike(payload: bytes) -> None:
 
 
 @pytest.mark.parametrize("bad", [raw for raw, _ in BAD_EVENTS.values()], ids=BAD_EVENTS)
-def test_a_bad_event_is_set_aside_alike(bad: bytes) -> None:
-    check(spelled(pack(stored()), bad, pack(["BlockRemoved", [5], "GPU"]), bad))
+def test_an_invalid_event_is_rejected_alike(bad: bytes) -> None:
+    check(batch_payload(pack(stored()), bad, pack(["BlockRemoved", [5], "GPU"]), bad))
 
 
 HEARTBEATS: list[dict[Any, Any]] = [
@@ -289,7 +289,7 @@ LIMITS = (
 
 
 @pytest.mark.parametrize("changes", LIMITS, ids=repr)
-def test_limits_are_kept_alike(changes: dict[str, int]) -> None:
+def test_limits_apply_alike(changes: dict[str, int]) -> None:
     limits = replace(DEFAULT_WIRE_LIMITS, **changes)
     check(batch_of(stored()), limits)
     check(batch_of(stored(), stored(), 5, stored(), 6, 7), limits)

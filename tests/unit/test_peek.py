@@ -1,4 +1,4 @@
-"""What the ends of a payload show agrees with what decoding all of it shows."""
+"""What `kvevents.wire.peek` finds at both ends of a payload agrees with the decoded batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIALECTS = pytest.mark.parametrize("dialect", [None, *dialects()], ids=str)
 @DIALECTS
 @pytest.mark.parametrize("count", [0, 1, 20])
 def test_a_batch_that_begins_with_a_clear_is_recognised_in_every_dialect(dialect: Dialect | None, count: int) -> None:
-    """However many events follow; one that clears later, or not at all, does not begin with it."""
+    """Whatever events follow. A batch with a later clear, or without one, does not begin with a clear."""
     stores: list[KVEvent] = [STORE] * count
     for events, expected in (([CLEAR, *stores], True), ([STORE, CLEAR, *stores], False), (stores, False)):
         assert begins_with_clear(encode_batch(KVEventBatch(1.5, events, 3), dialect)) is expected
@@ -54,13 +54,13 @@ def test_a_part_of_a_snapshot_is_recognised_in_every_dialect(dialect: Dialect | 
     ],
 )
 def test_only_a_clear_of_everything_counts(event: Any, expected: bool) -> None:
-    """Wrapped in a bin it does; one of a tier, or with fields that are not known, does not."""
+    """Also one that is wrapped in a bin, but not a clear of one tier or with unknown fields."""
     assert begins_with_clear(msgspec.msgpack.encode([1.5, [event, ["BlockRemoved", [1]]]])) is expected
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
-def test_whatever_a_peer_sends_nothing_is_raised(before: bytes, after: bytes) -> None:
-    """Nor is a batch taken for a snapshot of which decoding shows another first event."""
+def test_any_input_does_not_raise(before: bytes, after: bytes) -> None:
+    """A batch is not taken for a snapshot if decoding shows another first event."""
     payload = before + b"\xb0AllBlocksCleared" + after
     decoded = decode_batch(payload)
     if begins_with_clear(payload) and not decoded.rejected:
@@ -71,7 +71,7 @@ def test_whatever_a_peer_sends_nothing_is_raised(before: bytes, after: bytes) ->
 
 
 def test_the_beginning_of_a_large_payload_is_enough() -> None:
-    """Of a batch with more events than 16 bits count, the first bytes show the same as the whole."""
+    """Of a batch with more events than 16 bits can count, the first bytes give the same result as the whole payload."""
     whole = encode_batch(KVEventBatch(1.5, [CLEAR, *[STORE] * 70_000]))
     assert begins_with_clear(whole)
     assert begins_with_clear(whole[:512])

@@ -85,8 +85,8 @@ def test_a_live_batch_that_contradicts_a_replay_begins_an_incarnation() -> None:
 # --- whole recordings
 
 
-def test_lives_and_gaps_of_a_recording_by_kvevents_record(tmp_path: Path) -> None:
-    """Notes tell the worker, its restart and what was lost; a note of a loss ends the wait at once."""
+def test_incarnations_and_gaps_of_a_recording_by_kvevents_record(tmp_path: Path) -> None:
+    """Notes name the worker, its restart and lost batches. A note of a loss ends the wait at once."""
     one, two = payload([stored([1], [1])], 5.0), payload([stored([2], [2])], 6.0)
     frames = [
         note("pod/3/life0", "pod", 3, endpoint="tcp://a:5557"),
@@ -114,8 +114,8 @@ def test_lives_and_gaps_of_a_recording_by_kvevents_record(tmp_path: Path) -> Non
     ]
 
 
-def test_replayed_frames_of_a_run_are_of_its_only_stream(tmp_path: Path) -> None:
-    """They fill what live frames lack, before anything live as well, and count once."""
+def test_replayed_frames_of_a_run_belong_to_its_only_stream(tmp_path: Path) -> None:
+    """They fill the gaps of live frames, also before the first live frame, and count once."""
     bodies = [payload([stored([seq + 1], [seq])], float(seq + 1)) for seq in range(4)]
     frames = [replay(0, bodies[0]), pub(1, bodies[1]), pub(3, bodies[3]), *(replay(seq, bodies[seq]) for seq in range(4))]
     done = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out")
@@ -145,7 +145,7 @@ def test_replays_of_a_run_with_several_endpoints_are_counted(tmp_path: Path) -> 
     ],
     ids=["pub", "replay"],
 )
-def test_messages_that_are_none_are_counted(tmp_path: Path, frame: RecordedFrame) -> None:
+def test_malformed_messages_are_counted(tmp_path: Path, frame: RecordedFrame) -> None:
     done = export([write(tmp_path / "run.jsonl", [pub(0, payload([removed(1)])), frame])], tmp_path / "out")
     assert done.counts["malformed"] == 1
     assert done.rows["batches"] == 1

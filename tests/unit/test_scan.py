@@ -1,6 +1,6 @@
-"""The native scanner against `decode_batch`: it reads a payload exactly as Python does, or says that it is not its business.
+"""The native scanner agrees with `decode_batch`: it reads a payload exactly as Python does, or leaves it to Python.
 
-An index that is given payloads and one that is given their events hold the same, and nothing that a peer sends raises.
+An index that is fed payloads and one that is fed their events hold the same blocks, and no input raises.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NAMES = {"BlockStored": STORED, "BlockRemoved": REMOVED, "AllBlocksCleared": CLE
 
 
 def events_of(payload: bytes) -> list[dict[str, Any]] | None:
-    """Events as the scanner sees them: extra keys in one list, of tokens out of range the lowest 32 bits."""
+    """Return events as the scanner reads them: extra keys in one list, and 32 bits of tokens out of range."""
     found = scanned(payload)
     if found is None:
         return None
@@ -57,7 +57,7 @@ def events_of(payload: bytes) -> list[dict[str, Any]] | None:
 
 
 def decoded(event: KVEvent) -> dict[str, Any]:
-    """The same of an event that Python decoded."""
+    """Return an event that Python decoded in the form of `events_of`."""
     kind = type(event).__name__
     if isinstance(event, AllBlocksCleared):
         return {"type": kind} | {name: (event.unrecognised or {}).get(name) for name in CLEARED}
@@ -83,7 +83,7 @@ KNOWN = batch_of(
 
 
 def check(payload: bytes) -> bool:
-    """Whether the scanner took the payload. What it takes, Python reads whole and in the same way."""
+    """Check that Python reads everything that the scanner reads, alike. Return whether the scanner read the payload."""
     agree(KNOWN, payload, payload)
     found = events_of(payload)
     if found is None:
@@ -95,7 +95,7 @@ def check(payload: bytes) -> bool:
 
 
 def agree(*payloads: bytes) -> None:
-    """Payloads and their events lead to the same state, and to the same report."""
+    """Check that a payload and its events lead to the same state and the same report."""
     by_payload, by_event = PrefixIndex(), PrefixIndex()
     for seq, payload in enumerate(payloads):
         raw = RawBatch("a", 0, 0, seq, False, payload)
@@ -112,7 +112,7 @@ def agree(*payloads: bytes) -> None:
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_every_golden_payload_is_read_as_python_reads_it(golden: Golden) -> None:
-    """All but the batch that is a map, of one commit between releases: that one is left to Python."""
+    """Except the map batch of one commit between releases, which is left to Python."""
     assert check(golden.payload) is (golden.case != "map_batch")
 
 
@@ -131,7 +131,7 @@ def test_damaged_payloads_are_read_as_python_reads_them_or_left_to_it(
 
 @pytest.mark.parametrize("golden", [GOLDENS[0], GOLDENS[-1]], ids=str)
 def test_every_byte_of_a_payload_may_be_any_byte(golden: Golden) -> None:
-    """All values that msgpack distinguishes, at every place."""
+    """All byte values that msgpack distinguishes, at every place."""
     heads = (0x00, 0x7F, 0x80, 0x8F, 0x90, 0x91, 0x9F, 0xA0, 0xA3, 0xBF, *range(0xC0, 0xE1), 0xFF)
     for at in range(len(golden.payload)):
         check(golden.payload[:at])
@@ -162,19 +162,19 @@ def test_any_value_of_any_field_is_read_as_python_reads_it_or_left_to_it(name: s
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_no_reason_to_fall(payload: bytes) -> None:
+def test_any_bytes_do_not_raise(payload: bytes) -> None:
     check(payload)
     check(b"\x93\xcb\x3f\xf0\0\0\0\0\0\0" + payload)
 
 
 @given(st.lists(st.lists(loose_stores | loose_removals | loose_clears, min_size=1, max_size=3), min_size=1, max_size=5))
-def test_events_at_the_edge_of_what_can_be_read_lead_to_one_state(batches: list[list[Any]]) -> None:
-    """Numbers of any width, media and keys of any kind, in each place where a decoder lets them through."""
+def test_barely_readable_events_lead_to_one_state(batches: list[list[Any]]) -> None:
+    """Numbers of any width, and media and keys of any kind, wherever a decoder accepts them."""
     agree(KNOWN, *(batch_of(*events) for events in batches))
 
 
-def test_what_is_within_the_limits_in_one_spelling_only_is_applied() -> None:
-    """Hashes and free bytes are bounded as a peer sends them; what Python makes of them may be larger."""
+def test_limits_apply_to_the_form_that_the_peer_sent() -> None:
+    """Hashes and bytes of free form are limited as the peer sends them. Their form in Python may be larger."""
     nils = b"\xdd" + struct.pack(">I", 1_000_001) + b"\xc0" * 1_000_001
     event = pack(stored())
     with_nils = bytes([event[0] + 1]) + event[1:] + pack("extra_keys") + nils
@@ -184,7 +184,7 @@ def test_what_is_within_the_limits_in_one_spelling_only_is_applied() -> None:
 
 
 def doubled() -> bytes:
-    """An event with a key twice, as no engine sends it."""
+    """Return an event with a repeated key, which no engine sends."""
     event = pack(stored())
     return b"\x93" + pack(1.0) + b"\x91" + bytes([event[0] + 1]) + event[1:] + pack("medium") + pack("CPU") + b"\x00"
 
@@ -230,12 +230,12 @@ BEAT = {"digest": "0" * 32, "every": 5.0}
     ],
     ids=repr,
 )
-def test_corners_are_read_as_python_reads_them_or_left_to_it(payload: bytes) -> None:
+def test_corner_cases_are_read_as_python_reads_them_or_left_to_it(payload: bytes) -> None:
     check(payload)
 
 
 def test_heartbeats_are_left_to_python_and_keys_are_not() -> None:
-    """A heartbeat is compared at its very batch, which the native index cannot do; keys are as common as tokens."""
+    """A heartbeat is compared after its own batch, which the native index cannot do. Block keys are as common as tokens."""
     removed = {"type": "BlockRemoved", "block_hashes": []}
     assert not check(batch_of(stored(), {**removed, "heartbeat": BEAT}))
     assert check(batch_of(stored(), {**removed, "heartbeat": None}))

@@ -1,4 +1,4 @@
-"""Telling the release from the shape alone."""
+"""Detection of the release from the shape of a payload."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVENT_SGLANG = {name: value for name, value in stored().items() if name != "lora
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
-def test_the_row_found_is_never_newer_than_the_release_nor_of_another_form(golden: Golden) -> None:
+def test_the_detected_row_is_not_newer_than_the_release(golden: Golden) -> None:
     found, sent = detect_dialect(golden.payload), dialect_for(golden.engine, golden.release)
     assert found is not None
     assert (found.batch, found.events) == (sent.batch, sent.events)
@@ -43,12 +43,12 @@ def test_the_row_found_is_never_newer_than_the_release_nor_of_another_form(golde
         (["BlockRemoved", [b"d" * 32], "GPU"], "vllm-0.10.2"),
     ],
 )
-def test_one_event_tells_its_release(event: Any, name: str) -> None:
+def test_one_event_shows_its_release(event: Any, name: str) -> None:
     assert str(detect_dialect(batch_of(event))) == name
 
 
-def test_vllm_0_33_is_known_by_its_header_whatever_it_omits() -> None:
-    """Its BlockStored declares 16 fields with the tag, and msgspec sizes the header by that."""
+def test_vllm_0_33_is_recognised_by_its_map_header() -> None:
+    """Its BlockStored declares 16 fields with the tag, and msgspec chooses the map header by that number."""
     batch = KVEventBatch(1.0, [BlockStored([1], None, [1], 1)], 0)
     newest = dialect_for("vllm", "0.33.0")
     assert detect_dialect(encode_batch(batch, newest)) is newest
@@ -81,5 +81,5 @@ def test_all_events_of_a_batch_must_agree() -> None:
         batch_of(stored()) + b"\0",
     ],
 )
-def test_what_no_row_explains_has_no_dialect(payload: bytes) -> None:
+def test_a_payload_that_matches_no_row_has_no_dialect(payload: bytes) -> None:
     assert detect_dialect(payload) is None
