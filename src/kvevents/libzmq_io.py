@@ -30,7 +30,7 @@ class LibzmqIO(Protocol):
 
         Returns the payloads of at most `due` messages with this topic and the numbers from `first` on; the frames of all
         messages from the first other one on; and whether no message is left. If all are empty and a message is left, only
-        pyzmq's exception can tell why.
+        pyzmq's exception has the reason.
         """
         ...
 

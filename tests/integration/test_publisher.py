@@ -1,4 +1,4 @@
-"""Publishing on real sockets: what arrives, with which numbers, and what is said about what does not."""
+"""Publishing on real sockets: which batches arrive, with which numbers, and how losses are reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Context = zmq.Context[Socket]
 
 
 def test_live_frames_are_topic_number_payload(context: Context) -> None:
-    """Three frames, numbers from 0, the payload as `encode_batch` makes it."""
+    """A message has three frames, numbers start at 0, and the payload is what `encode_batch` returns."""
     with publishing(topic="kv@pod@model") as publisher:
         subscriber = subscribe(context, publisher, b"kv@")
         for number in range(3):
@@ -50,7 +50,7 @@ def test_live_frames_are_topic_number_payload(context: Context) -> None:
 
 
 def test_a_batch_without_rank_gets_the_publishers(context: Context) -> None:
-    """Visible on the batch as soon as `publish` returns, as in the engines; a rank that is there stays."""
+    """The rank is set when `publish` returns, as in the engines. An existing rank does not change."""
     with publishing(3) as publisher:
         subscriber = subscribe(context, publisher)
         own, others = EventBatch(0.0, []), EventBatch(0.0, [], 7)
@@ -78,7 +78,7 @@ class Frozen(msgspec.Struct, array_like=True, frozen=True):
 
 
 def test_users_own_batch_types_publish(context: Context) -> None:
-    """SGLang's name for the rank is understood; a batch without any rank, or that cannot be changed, is sent as it is."""
+    """SGLang's name of the rank works; a batch without a rank, or an immutable one, is sent unchanged."""
     with publishing(2) as publisher:
         subscriber = subscribe(context, publisher)
         for made in (SGLangLike(1.0, []), WithoutRank(1.0, []), Frozen(1.0, [])):
@@ -87,7 +87,7 @@ def test_users_own_batch_types_publish(context: Context) -> None:
 
 
 def test_users_own_event_types_publish(context: Context) -> None:
-    """Any type that msgspec can encode, beside ours, in the order given."""
+    """Events of any type that msgspec can encode are sent in order, next to events of kvevents."""
 
     @dataclass
     class Note:
@@ -101,8 +101,8 @@ def test_users_own_event_types_publish(context: Context) -> None:
 
 
 @pytest.mark.parametrize("dialect", dialects(), ids=str)
-def test_any_dialect_is_spoken(context: Context, dialect: Dialect) -> None:
-    """A publisher of a release sends that release's bytes, and a decoder reads the same events back."""
+def test_a_publisher_encodes_every_dialect(context: Context, dialect: Dialect) -> None:
+    """A publisher with a dialect sends the bytes of that release, and the decoder returns the same events."""
     events = [
         BlockStored([5, 2**64 - 1], 4, list(range(32)), 16, medium="GPU"),
         BlockRemoved([5], medium="GPU"),
@@ -119,7 +119,7 @@ def test_any_dialect_is_spoken(context: Context, dialect: Dialect) -> None:
 
 
 def test_a_dialect_is_given_by_name() -> None:
-    """Engine and release; a name that no row covers is refused before any socket is opened."""
+    """A name has engine and release; an unknown one is rejected before any socket is opened."""
     with publishing(dialect="sglang-0.5.17", replay_endpoint=ANY) as publisher:
         assert publisher._dialect is not None
         assert publisher._dialect.name == "sglang-0.5.9"
@@ -128,7 +128,7 @@ def test_a_dialect_is_given_by_name() -> None:
 
 
 def test_what_was_seen_live_can_be_replayed(context: Context) -> None:
-    """A batch is in the replay buffer before it is on the wire: whoever saw it and asks at once gets it."""
+    """A batch is in the replay buffer before it is sent: a consumer that receives it live can request it at once."""
     with publishing(replay_endpoint=ANY) as publisher:
         subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
         for number in range(100):
@@ -139,10 +139,8 @@ def test_what_was_seen_live_can_be_replayed(context: Context) -> None:
 
 
 def test_a_full_queue_drops_visibly_and_never_blocks(context: Context) -> None:
-    """What does not fit is refused at once and counted; its numbers are missing on the wire, at the place where it would be.
-
-    An empty batch behind them shows that they are missing, whether or not another one is ever published.
-    """
+    """Batches beyond the limit are dropped and counted, and their numbers are missing on the wire. An empty batch after them
+    reveals the gap, even if no other batch follows."""
     with publishing(max_queue_size=10) as publisher:
         subscriber = subscribe(context, publisher)
         with held(publisher):  # burns number 0
@@ -160,8 +158,8 @@ def test_a_full_queue_drops_visibly_and_never_blocks(context: Context) -> None:
         assert receive(subscriber)[0] == 19
 
 
-def test_dropping_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """One line when it starts, however many batches follow."""
+def test_a_run_of_drops_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One record is logged at the start, however many batches are dropped."""
     with publishing(max_queue_size=1) as publisher:
         with caplog.at_level(logging.WARNING), held(publisher):
             for number in range(500):
@@ -185,8 +183,8 @@ def test_a_run_of_drops_ends_with_a_count(caplog: pytest.LogCaptureFixture) -> N
         assert caplog.records[-1].message == "losses: detail; consumers see a gap; further drops are counted"
 
 
-def test_a_batch_without_bytes_burns_its_number(context: Context, caplog: pytest.LogCaptureFixture) -> None:
-    """It is counted and told, the thread goes on, and consumers see the hole."""
+def test_a_batch_that_cannot_be_encoded_is_a_gap(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted and logged, the thread continues, and consumers see the gap."""
     with publishing(replay_endpoint=ANY) as publisher, caplog.at_level(logging.WARNING):
         subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
         publisher.publish(batch(0))
@@ -208,7 +206,7 @@ def test_a_batch_without_bytes_burns_its_number(context: Context, caplog: pytest
 
 
 def test_many_threads_may_publish(context: Context) -> None:
-    """Every batch is either received once or counted as dropped, and each thread's stay in order."""
+    """Every batch is received once or counted as dropped, and the batches of each thread stay in order."""
     threads, each = 4, 2_000
     with publishing(max_queue_size=500) as publisher:
         subscriber = subscribe(context, publisher)
@@ -258,7 +256,7 @@ def test_publish_wakes_a_sleeping_thread(context: Context) -> None:
 
 
 def test_stats_account_for_every_batch(context: Context) -> None:
-    """Nothing is unaccounted for: accepted is published, queued or failed; the buffer's bytes are those of the payloads."""
+    """Every accepted batch is published, queued or failed; `buffered_bytes` is the size of the payloads."""
     with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
         none = dict.fromkeys(("queue_full", "encode_failed", "send_failed", "ended"), 0)
         nothing = PublisherStats(dropped=none, history=publisher.stats().history)
@@ -275,7 +273,7 @@ def test_stats_account_for_every_batch(context: Context) -> None:
 
 
 def test_subscriptions_are_counted_down_too(context: Context) -> None:
-    """A consumer that leaves is not counted any more; one of two topics counts twice."""
+    """A consumer that leaves is no longer counted; one with two topics counts twice."""
     with publishing() as publisher:
         subscriber = subscribe(context, publisher, b"one")
         subscriber.subscribe(b"two")
@@ -287,8 +285,8 @@ def test_subscriptions_are_counted_down_too(context: Context) -> None:
         wait_until(lambda: publisher.stats().subscribers == 0, "both to be gone")
 
 
-def test_the_repr_tells_an_operator() -> None:
-    """Rank, where to connect, and the counters that matter."""
+def test_the_repr_has_the_main_facts() -> None:
+    """It has the rank, the endpoints, and the main counters."""
     with publishing(1, replay_endpoint=ANY) as publisher:
         publisher.publish(batch())
         wait_until(lambda: publisher.stats().published == 1, "the batch to be sent")
@@ -302,13 +300,13 @@ def test_the_repr_tells_an_operator() -> None:
 
 @pytest.mark.parametrize("name", ["data_parallel_rank", "buffer_steps", "hwm", "max_queue_size"])
 def test_counts_cannot_be_negative(name: str) -> None:
-    """Said with the name of the parameter."""
+    """The error names the parameter."""
     with pytest.raises(ConfigError, match=f"{name} is -1"):
         ZmqEventPublisher(**{"endpoint": ANY, name: -1})  # type: ignore[arg-type]
 
 
 def test_a_queue_of_zero_is_unlimited() -> None:
-    """As `queue.Queue(maxsize=0)` in the engines."""
+    """It means the same as `queue.Queue(maxsize=0)` in the engines."""
     with publishing(max_queue_size=0) as publisher:
         with held(publisher):
             for number in range(1_000):
@@ -318,7 +316,7 @@ def test_a_queue_of_zero_is_unlimited() -> None:
 
 
 def test_the_null_publisher_does_nothing() -> None:
-    """With or without a rank; even after shutdown."""
+    """It works with and without a rank, and after shutdown."""
     for publisher in (NullEventPublisher(), NullEventPublisher(3)):
         publisher.publish(batch())
         publisher.shutdown()
@@ -328,7 +326,7 @@ def test_the_null_publisher_does_nothing() -> None:
 
 
 def test_the_base_class_keeps_the_rank() -> None:
-    """Publishers of users' own need only `publish` and `shutdown`."""
+    """A user's own publisher needs only `publish` and `shutdown`."""
 
     class Mine(EventPublisher):
         def publish(self, events: Any) -> None:

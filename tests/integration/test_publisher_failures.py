@@ -1,4 +1,4 @@
-"""Faults in each part of a publisher: `publish` never raises, the rest goes on, and `stats()` says what failed."""
+"""Faults in each part of a publisher: `publish` never raises, all other parts continue, and `stats()` counts the fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS = replace(QUICK, error_delay=0.001, replay=ReplayServerSettings(error_d
 
 
 class Panic(BaseException):
-    """As a panic of native code: not an Exception."""
+    """Like a panic of native code, it is not an Exception."""
 
 
 def failing(*_: Any, **__: Any) -> Any:
@@ -54,7 +54,7 @@ def drained(publisher: ZmqEventPublisher) -> bool:
 def test_a_burst_that_cannot_be_sent_is_a_gap(
     context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged and counted, the next batch has the next number, and both are published."""
+    """It is logged and counted, and the next batch is sent with the next number."""
     with publishing(settings=SETTINGS, replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         with monkeypatch.context() as patch:
@@ -75,8 +75,8 @@ def test_a_burst_that_cannot_be_sent_is_a_gap(
     assert "thread failed: Panic('injected')" in caplog.text
 
 
-def test_a_replay_buffer_that_fails_leaves_live_batches_alone(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are sent live; replay has what came since, and no snapshot stands for what it forgot."""
+def test_live_batches_continue_when_the_replay_buffer_fails(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All batches are sent live; replay has the later ones, and no snapshot claims to contain the others."""
     with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=2) as publisher:
         subscriber = subscribe(context, publisher)
         for number in range(5):
@@ -105,7 +105,8 @@ def test_a_replay_buffer_that_fails_leaves_live_batches_alone(context: Context, 
 def test_compaction_that_fails_is_switched_off(
     context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
-    """No snapshot is sent any more, so that history is truncated and never wrong; said once in the log, and in statistics."""
+    """No snapshot is sent from then on, so history is truncated and never wrong. The log has one record, and the statistics
+    have the reason."""
     with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=4) as publisher, caplog.at_level(logging.ERROR):
         history = publisher._buffer._compactor
         assert history is not None
@@ -132,7 +133,7 @@ def test_compaction_that_fails_is_switched_off(
 
 
 def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches go on; a digest of a mirror that has missed one is never sent."""
+    """Batches continue, and a digest that lacks a batch is never sent."""
     with publishing(settings=SETTINGS, replay_endpoint=ANY, heartbeat=0.001) as publisher:
         subscriber = subscribe(context, publisher)
         assert publisher._digest_tracker is not None
@@ -150,8 +151,8 @@ def test_heartbeats_that_fail_are_switched_off(context: Context, monkeypatch: py
             last = receive(subscriber)[0]
 
 
-def test_an_answer_that_fails_is_given_up_and_the_next_one_served(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replay thread survives a request that it cannot answer, and a message that it cannot spell."""
+def test_a_failed_reply_is_abandoned_and_the_next_one_is_served(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay thread survives a request that it cannot answer and a message that it cannot encode."""
     with publishing(settings=SETTINGS, replay_endpoint=ANY) as publisher:
         server = publisher._server._replay
         assert server is not None
@@ -169,7 +170,7 @@ def test_an_answer_that_fails_is_given_up_and_the_next_one_served(context: Conte
 
 
 class Broken:
-    """An object whose every attribute raises."""
+    """Every attribute of it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise ValueError(name)
@@ -186,8 +187,8 @@ class Wordless(Broken):
 
 
 @pytest.mark.parametrize("make", [lambda: None, object, dict, lambda: 7, Broken, Wordless, lambda: EventBatch(0.0, [object()])])
-def test_what_is_no_batch_burns_a_number(context: Context, make: Callable[[], Any]) -> None:
-    """`publish` does not raise for it; it is counted, and the next batch is sent behind the gap."""
+def test_an_object_that_is_not_a_batch_is_a_gap(context: Context, make: Callable[[], Any]) -> None:
+    """`publish` does not raise; the object is counted, and the next batch is sent after the gap."""
     with publishing(settings=SETTINGS) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(make())
@@ -199,8 +200,8 @@ def test_what_is_no_batch_burns_a_number(context: Context, make: Callable[[], An
         assert seq >= 1
 
 
-def test_foreign_events_end_compaction_until_a_clear_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """What an event of a user's own type means for the cache is unknown: no snapshot can stand for it."""
+def test_unknown_events_stop_compaction_until_a_clear(caplog: pytest.LogCaptureFixture) -> None:
+    """The meaning of a user's own event is unknown, so no snapshot can contain it. The log says so."""
     with publishing(settings=SETTINGS, replay_endpoint=ANY, buffer_steps=1) as publisher:
         publisher.publish(EventBatch(0.0, [{"type": "Mine"}]))
         for number in range(5):
@@ -211,8 +212,8 @@ def test_foreign_events_end_compaction_until_a_clear_and_are_logged(caplog: pyte
         assert history.unavailable_reason == "payloads"
 
 
-def test_a_buffer_of_no_steps_has_its_snapshot() -> None:
-    """With compaction and `buffer_steps=0` everything has left the buffer, and is sent as a snapshot all the same."""
+def test_a_buffer_without_steps_sends_a_snapshot() -> None:
+    """With compaction and `buffer_steps=0` every batch has left the buffer, and replay sends the snapshot."""
     buffer = ReplayBuffer.compacting(0)
     for number in range(5):
         stored = BlockStored([number + 1], number or None, [1] * 16, 16)
@@ -228,8 +229,8 @@ def test_a_buffer_of_no_steps_has_its_snapshot() -> None:
 # --- when the thread looks
 
 
-def test_a_steady_pace_is_foreseen() -> None:
-    """The first look is shortly before the next batch, and the looks go on until it must have come."""
+def test_steady_batches_are_predicted() -> None:
+    """The first look is shortly before the next batch, and the looks continue until it must have arrived."""
     planner = NapPlanner(NAPS)
     for number in range(100):
         planner.record_arrival(number * 0.002)
@@ -239,7 +240,7 @@ def test_a_steady_pace_is_foreseen() -> None:
 
 
 def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
-    """A timer that is late each time by more than the pace allows for would otherwise lead to later and later looks."""
+    """Without the correction, a timer that is always late would lead to later and later looks."""
     planner, now, came = NapPlanner(NAPS), 0.0, 0.0
     waits = []
     for _ in range(1_000):
@@ -261,16 +262,16 @@ def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
 @pytest.mark.parametrize(
     "times", [[0.0, 1.0, 2.0], [0.0, 0.0005, 0.0045, 0.005, 0.009, 0.0095, 0.0135]], ids=["slow", "uneven"]
 )
-def test_what_cannot_be_foreseen_is_waited_for_asleep(times: list[float]) -> None:
-    """So that `publish` wakes the thread, and no batch waits for a look."""
+def test_unpredictable_batches_have_no_naps(times: list[float]) -> None:
+    """The thread sleeps until `publish` wakes it, so that no batch waits for a look."""
     planner = NapPlanner(NAPS)
     for time in times:
         planner.record_arrival(time)
     assert planner.plan(times[-1]) == []
 
 
-def test_however_quickly_batches_come_naps_have_a_length() -> None:
-    """Or looking would keep a CPU busy."""
+def test_naps_have_a_minimum() -> None:
+    """Otherwise looking at the queue would keep a CPU busy."""
     planner = NapPlanner(NAPS)
     for number in range(100):
         planner.record_arrival(number * 1e-5)

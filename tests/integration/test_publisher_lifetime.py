@@ -1,4 +1,4 @@
-"""How a publisher ends: shutdown in all its variants, forks, interpreter exit, and nothing left behind."""
+"""How a publisher ends: shutdown in all its variants, forks, and interpreter exit. Nothing is left behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SLACK = 5.0
 
 
 def test_shutdown_sends_what_is_queued(context: Context) -> None:
-    """All of it, and the report says so."""
+    """It sends everything, and the report says so."""
     publisher = ZmqEventPublisher(0, ANY)
     subscriber = subscribe(context, publisher)
     for number in range(3_000):
@@ -54,7 +54,7 @@ def test_shutdown_sends_what_is_queued(context: Context) -> None:
 
 
 def test_shutdown_may_be_repeated() -> None:
-    """The same report each time, also from threads that come at once; `publish` then raises."""
+    """Every call returns the same report, also from concurrent threads; `publish` then raises."""
     publisher = ZmqEventPublisher(0, ANY, ANY)
     reports: list[ShutdownReport] = []
     barrier = threading.Barrier(4)
@@ -74,8 +74,8 @@ def test_shutdown_may_be_repeated() -> None:
     assert publisher.stats().accepted == 0
 
 
-def test_an_interrupted_shutdown_is_finished_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of `shutdown`: a second call, as at interpreter exit, ends the threads and closes the context."""
+def test_an_interrupted_shutdown_is_completed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C during `shutdown`, a second call, as at interpreter exit, ends the threads and closes the context."""
     publisher = ZmqEventPublisher(0, ANY, ANY)
     threads = [publisher._thread, publisher._compaction, *publisher._server._threads]
 
@@ -92,8 +92,8 @@ def test_an_interrupted_shutdown_is_finished_by_the_next_one(monkeypatch: pytest
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_what_could_not_be_sent_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """With the thread held up, shutdown returns all the same, counts what is left, and warns once."""
+def test_unsent_batches_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """If the thread hangs, shutdown still returns, counts the queued batches, and logs one warning."""
     publisher = ZmqEventPublisher(0, ANY)
     with held(publisher), caplog.at_level(logging.WARNING):
         for number in range(5):
@@ -110,8 +110,8 @@ def test_what_could_not_be_sent_is_said(caplog: pytest.LogCaptureFixture) -> Non
     publisher._server._context.term()
 
 
-def test_a_subscriber_that_does_not_read_is_not_waited_for(context: Context) -> None:
-    """ZeroMQ gets the time that is left to flush, no more, and the report says that it did not."""
+def test_shutdown_does_not_wait_for_a_subscriber_that_does_not_read(context: Context) -> None:
+    """ZeroMQ flushes for the remaining time only, and the report says that it was not enough."""
     publisher = ZmqEventPublisher(0, ANY)
     stalled = open_consumer(context, zmq.SUB)
     stalled.rcvhwm, stalled.rcvbuf = 1, 4096
@@ -127,8 +127,8 @@ def test_a_subscriber_that_does_not_read_is_not_waited_for(context: Context) -> 
     assert not report.complete
 
 
-def test_replies_in_progress_are_cut_at_the_deadline(context: Context) -> None:
-    """A reader that does not read holds shutdown up until the deadline, and is counted."""
+def test_replies_in_progress_end_at_the_deadline(context: Context) -> None:
+    """A consumer that does not read delays shutdown until the deadline, and its reply is counted."""
     publisher = ZmqEventPublisher(0, ANY, ANY)
     for number in range(5_000):
         publisher.publish(batch(number, blocks=64))
@@ -147,13 +147,13 @@ def test_replies_in_progress_are_cut_at_the_deadline(context: Context) -> None:
 
 
 def test_an_inproc_name_is_free_after_shutdown() -> None:
-    """As after any other shutdown, the next publisher can be where the last one was, at once."""
+    """The next publisher can bind the same name at once, as with other transports."""
     for _ in range(200):
         ZmqEventPublisher(0, "inproc://lifetime-test", "inproc://lifetime-test-replay").shutdown()
 
 
-def test_a_context_ended_by_others_ends_the_publisher_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    """No traceback and no spinning thread: what is published is dropped and counted, and the log says why, once."""
+def test_a_terminated_context_ends_the_publisher_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """There is no traceback and no spinning thread. Batches are dropped and counted, and the log has the reason once."""
     own: Context = zmq.Context()
     publisher = ZmqEventPublisher(0, ANY, ANY, context=own)
     own.term()
@@ -168,7 +168,7 @@ def test_a_context_ended_by_others_ends_the_publisher_and_not_the_engine(caplog:
         publisher.publish(batch())
 
 
-def test_a_given_context_is_left_alone(context: Context) -> None:
+def test_a_shared_context_stays_open(context: Context) -> None:
     """Its owner ends it; what was sent is still flushed by it."""
     with publishing(context=context) as publisher:
         subscriber = subscribe(context, publisher)
@@ -185,7 +185,7 @@ def open_files() -> int:
 
 
 def test_nothing_is_left_behind(context: Context) -> None:
-    """Threads and file descriptors are back where they were, after use and after a failure to start."""
+    """Threads and file descriptors are as before, after use and after a failed start."""
     with publishing(replay_endpoint=ANY) as blocker:
         gc.collect()
         threads, files = threading.active_count(), open_files()
@@ -219,7 +219,8 @@ def _in_child(publisher: ZmqEventPublisher) -> list[str]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_has_no_publisher(context: Context) -> None:
-    """In the child `publish` drops and counts, and `shutdown` touches nothing; a new one works, and the parent's goes on."""
+    """In the child `publish` drops and counts, and `shutdown` does nothing. A new publisher works, and the parent's
+    continues."""
     with publishing(replay_endpoint=ANY) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(batch(0))
@@ -244,7 +245,7 @@ def test_a_forked_child_has_no_publisher(context: Context) -> None:
 
 
 def test_interpreter_exit_sends_what_is_queued(context: Context) -> None:
-    """A program that forgets `shutdown` ends cleanly and loses nothing: all is received by a subscriber that binds."""
+    """A program without `shutdown` exits cleanly and loses nothing: a binding subscriber receives everything."""
     subscriber = open_consumer(context, zmq.SUB)
     subscriber.bind(ANY)
     subscriber.subscribe(b"")
@@ -269,11 +270,9 @@ for number in range(2000):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own context", "shared context"])
-def test_interpreter_exit_in_the_midst_of_a_large_answer(context: Context, shared: bool) -> None:
-    """Large batches are sent as they lie in the publisher's memory, which stays until they have left: each arrives whole.
-
-    So do all of them, or it is told that the answer was cut where a slow machine had not read it in time.
-    """
+def test_interpreter_exit_during_a_large_reply(context: Context, shared: bool) -> None:
+    """Large batches are sent from the publisher's memory, which stays until they have left: each arrives complete. Either all
+    arrive, or the report counts the reply as unfinished because a slow machine did not read it in time."""
     program = f"""
 import sys, time, zmq
 from kvevents.events import BlockStored, EventBatch

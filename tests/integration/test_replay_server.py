@@ -1,4 +1,4 @@
-"""Replay over real sockets: complete for every reader, beside live batches, whatever else readers do."""
+"""Replay over real sockets: complete for every consumer, beside live batches, whatever other consumers do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Context = zmq.Context[Socket]
 
 
 def replaying(**settings: Any) -> AbstractContextManager[ZmqEventPublisher]:
-    """A publisher with replay and these settings of its replay server."""
+    """A publisher with replay, with these settings of its replay server."""
     return publishing(replay_endpoint=ANY, settings=replace(QUICK, replay=ReplayServerSettings(**settings)))
 
 
@@ -44,7 +44,7 @@ def fill(publisher: ZmqEventPublisher, count: int, blocks: int = 1) -> None:
 
 
 def stalled_reader(context: Context, publisher: ZmqEventPublisher, start: int = 0) -> Socket:
-    """A consumer with small buffers that has asked and reads nothing; the reply is longer than any buffer on its way."""
+    """A consumer with small buffers that sends a request and reads nothing; the reply is longer than all buffers on the way."""
     socket = open_consumer(context, zmq.DEALER)
     socket.rcvhwm, socket.rcvbuf = 1, 4096
     assert publisher.replay_endpoint is not None
@@ -57,9 +57,9 @@ def stalled_reader(context: Context, publisher: ZmqEventPublisher, start: int = 
     ("start", "expected"),
     [(0, range(10, 30)), (9, range(10, 30)), (10, range(10, 30)), (25, range(25, 30)), (29, [29]), (30, []), (2**63, [])],
 )
-def test_a_reply_holds_what_is_kept_from_the_start_on(context: Context, start: int, expected: range | list[int]) -> None:
-    """Without compaction: from the oldest kept when the start is older (exactly `buffer_steps` are kept); the end alone when it
-    is newer."""
+def test_a_reply_has_the_buffered_batches_from_the_start(context: Context, start: int, expected: range | list[int]) -> None:
+    """Without compaction it begins with the oldest buffered batch if the start is older (exactly `buffer_steps` are buffered),
+    and has only the end marker if the start is newer."""
     with publishing(replay_endpoint=ANY, buffer_steps=20, compact=False) as publisher:
         fill(publisher, 30)
         replay = dealer(context, publisher)
@@ -85,8 +85,8 @@ def test_a_reply_holds_what_is_kept_from_the_start_on(context: Context, start: i
     ],
     ids=str,
 )
-def test_either_shape_of_reply(context: Context, settings: dict[str, object], with_topic: bool) -> None:
-    """With the topic or without it, batches and end marker alike, as the dialect has it or as told."""
+def test_both_shapes_of_reply(context: Context, settings: dict[str, object], with_topic: bool) -> None:
+    """Batches and end marker have the topic or not, according to the dialect or the setting."""
     with publishing(replay_endpoint=ANY, topic="t", **settings) as publisher:
         fill(publisher, 1)
         replay = dealer(context, publisher)
@@ -96,8 +96,8 @@ def test_either_shape_of_reply(context: Context, settings: dict[str, object], wi
         assert end == ([b"", b"", END_SEQ, b""] if with_topic else [b"", END_SEQ, b""])
 
 
-def test_a_slow_reader_gets_everything_while_live_batches_go_on(context: Context) -> None:
-    """Its reply stands still, 10,000 batches of 32 blocks are more than all buffers hold; others are served meanwhile."""
+def test_a_slow_consumer_gets_everything_while_live_batches_continue(context: Context) -> None:
+    """Its reply of 10,000 batches of 32 blocks exceeds all buffers and stops; other consumers are served meanwhile."""
     with publishing(replay_endpoint=ANY, compact=False) as publisher:
         fill(publisher, 10_000, blocks=32)
         slow = stalled_reader(context, publisher)
@@ -115,8 +115,8 @@ def test_a_slow_reader_gets_everything_while_live_batches_go_on(context: Context
         assert (stats.requests, stats.batches, stats.active, stats.abandoned, stats.disconnected) == (2, 20_000, 0, 0, 0)
 
 
-def test_a_reader_that_goes_is_forgotten(context: Context) -> None:
-    """In the middle of its reply; nothing is kept for it, and the next reader is served."""
+def test_the_reply_of_a_disconnected_consumer_ends(context: Context) -> None:
+    """Nothing is held for it, and the next consumer is served."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 5_000, blocks=64)
         leaving = stalled_reader(context, publisher)
@@ -129,7 +129,7 @@ def test_a_reader_that_goes_is_forgotten(context: Context) -> None:
         assert numbers(read_reply(replay)) == list(range(4_990, 5_000))
 
 
-def test_a_reader_that_stands_still_too_long_is_given_up(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reply_without_progress_is_abandoned(context: Context, caplog: pytest.LogCaptureFixture) -> None:
     """After `progress_timeout` without progress the reply is counted, logged and released."""
     with replaying(progress_timeout=0.05) as publisher:
         fill(publisher, 5_000, blocks=64)
@@ -158,7 +158,8 @@ GOOD = bytes(8)
     ids=repr,
 )
 def test_malformed_requests_are_counted_and_ignored(context: Context, frames: list[bytes]) -> None:
-    """1 to 9 frames as the ROUTER sees them, numbers of 0, 4 and 16 bytes; the same consumer's next request is answered."""
+    """They have 1 to 9 frames as the ROUTER sees them, and numbers of 0, 4 and 16 bytes. The next request of the same consumer
+    is answered."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 1)
         replay = dealer(context, publisher)
@@ -169,7 +170,7 @@ def test_malformed_requests_are_counted_and_ignored(context: Context, frames: li
 
 
 def test_a_huge_request_ends_its_connection_only(context: Context) -> None:
-    """It never reaches memory; others are served."""
+    """It is never held in memory, and other consumers are served."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 1)
         huge, good = dealer(context, publisher), dealer(context, publisher)
@@ -184,7 +185,7 @@ def test_a_huge_request_ends_its_connection_only(context: Context) -> None:
 
 
 def test_requests_of_one_consumer_are_answered_in_order(context: Context) -> None:
-    """A second one waits for the first; a REQ's habit of one answer for each does not matter to a DEALER."""
+    """A second request waits for the first reply."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 100)
         replay = dealer(context, publisher)
@@ -193,7 +194,7 @@ def test_requests_of_one_consumer_are_answered_in_order(context: Context) -> Non
         assert [numbers(read_reply(replay)) for _ in range(4)] == [list(range(100)), list(range(50, 100)), [], [99]]
 
 
-def test_a_flood_of_requests_is_refused_beyond_a_number(context: Context) -> None:
+def test_the_waiting_requests_of_one_consumer_are_limited(context: Context) -> None:
     """While its first reply is in progress, `max_waiting_requests` wait and are answered; further ones are counted."""
     with publishing(replay_endpoint=ANY) as publisher:
         fill(publisher, 5_000, blocks=64)
@@ -208,8 +209,8 @@ def test_a_flood_of_requests_is_refused_beyond_a_number(context: Context) -> Non
         ] * ReplayServerSettings().max_waiting_requests
 
 
-def test_readers_beyond_the_limit_wait_their_turn(context: Context) -> None:
-    """With two replies allowed at once and both standing still, two more readers wait in ZeroMQ and lose nothing."""
+def test_consumers_beyond_the_limit_wait_in_zeromq(context: Context) -> None:
+    """With two replies allowed and both stalled, two more requests wait in ZeroMQ and lose nothing."""
     with replaying(max_sessions=2) as publisher:
         fill(publisher, 5_000, blocks=64)
         readers = [stalled_reader(context, publisher) for _ in range(4)]
@@ -228,8 +229,8 @@ def test_readers_beyond_the_limit_wait_their_turn(context: Context) -> None:
         assert publisher.stats().replay.requests == 4
 
 
-def test_a_req_client_gets_one_answer_and_may_ask_again(context: Context) -> None:
-    """The engines' example asks with REQ, which ZeroMQ gives the first message of a reply only."""
+def test_a_req_client_gets_one_message_and_may_request_again(context: Context) -> None:
+    """The engines' example uses REQ, to which ZeroMQ delivers the first message of a reply only."""
     with publishing(replay_endpoint=ANY, replay_topic=False) as publisher:
         fill(publisher, 3)
         req = open_consumer(context, zmq.REQ)
@@ -246,11 +247,10 @@ def test_a_req_client_gets_one_answer_and_may_ask_again(context: Context) -> Non
 
 
 @pytest.mark.parametrize("with_topic", [True, False])
-def test_the_engines_example_subscriber_reads_us(context: Context, with_topic: bool) -> None:
-    """Its loop, in both forms: a SUB on a topic, a gap found by the number, a request on REQ, the reply until the end marker.
-
-    Of the reply a REQ client reads one message, which is the example's fault; with a gap of one batch that is enough.
-    """
+def test_the_engines_example_subscriber_works(context: Context, with_topic: bool) -> None:
+    """Its loop, in both forms, uses a SUB on a topic, finds a gap by the number, requests on REQ, and reads until the end
+    marker. A REQ client reads one message of the reply, which is a limit of the example; for a gap of one batch that is
+    enough."""
     with publishing(replay_endpoint=ANY, topic="kv-events", replay_topic=with_topic) as publisher:
         subscriber, req = subscribe(context, publisher, b"kv-events"), open_consumer(context, zmq.REQ)
         assert publisher.replay_endpoint is not None
@@ -272,13 +272,14 @@ def test_the_engines_example_subscriber_reads_us(context: Context, with_topic: b
 
 
 def heavy(publisher: ZmqEventPublisher, count: int) -> int:
-    """Publish batches of about 130 KB; the bytes of one."""
+    """Publish batches of about 130 KB; return the size of one."""
     fill(publisher, count, blocks=2_000)
     return publisher.stats().buffered_bytes // count
 
 
-def test_large_batches_wait_for_a_reader_by_their_bytes(context: Context) -> None:
-    """250 of them are fewer than a pipe takes, and yet only so many bytes are handed over: the rest waits for its reader."""
+def test_the_bytes_in_flight_to_one_consumer_are_limited(context: Context) -> None:
+    """250 large batches would fit into a pipe by their number, but only the allowed bytes are sent before the consumer
+    reads."""
     with replaying(in_flight_bytes=1_000_000) as publisher:
         size = heavy(publisher, 250)
         reader = stalled_reader(context, publisher)
@@ -292,8 +293,8 @@ def test_large_batches_wait_for_a_reader_by_their_bytes(context: Context) -> Non
         wait_until(lambda: publisher.stats().replay.unsent_bytes == 0, "all to have left")
 
 
-def test_one_message_goes_however_large(context: Context) -> None:
-    """One at a time, where each is more than all limits."""
+def test_a_single_message_may_exceed_all_limits(context: Context) -> None:
+    """Each message exceeds all limits, and they are sent one at a time."""
     with replaying(in_flight_bytes=1, total_in_flight_bytes=1) as publisher:
         heavy(publisher, 20)
         readers = [dealer(context, publisher) for _ in range(3)]
@@ -302,8 +303,8 @@ def test_one_message_goes_however_large(context: Context) -> None:
         assert [numbers(read_reply(reader)) for reader in readers] == [list(range(20))] * 3
 
 
-def test_nobody_waits_for_those_who_do_not_read(context: Context) -> None:
-    """With all bytes taken by readers that stand still, another one gets everything; so do they when they go on."""
+def test_consumers_do_not_wait_for_others_that_do_not_read(context: Context) -> None:
+    """When stalled consumers use all allowed bytes, another consumer still gets everything, and so do they when they read."""
     with replaying(in_flight_bytes=1_000_000, total_in_flight_bytes=2_000_000) as publisher:
         size = heavy(publisher, 100)
         readers = [stalled_reader(context, publisher) for _ in range(6)]
@@ -317,8 +318,8 @@ def test_nobody_waits_for_those_who_do_not_read(context: Context) -> None:
         assert [numbers(read_reply(reader)) for reader in readers] == [list(range(100))] * 6
 
 
-def test_what_is_held_for_a_reader_that_stands_still_is_let_go(context: Context) -> None:
-    """Its reply is given up, and its connection, which takes nothing, ends: ZeroMQ holds nothing for it any more."""
+def test_the_memory_of_a_stalled_consumer_is_freed(context: Context) -> None:
+    """Its reply is abandoned, and its connection, which accepts no data, is closed: ZeroMQ holds nothing for it."""
     limits: dict[str, Any] = {"in_flight_bytes": 1_000_000, "min_read_rate": 100_000_000}
     with replaying(progress_timeout=0.05, unread_timeout=0.5, **limits) as publisher:
         heavy(publisher, 100)
@@ -331,8 +332,8 @@ def test_what_is_held_for_a_reader_that_stands_still_is_let_go(context: Context)
         assert not reader.closed
 
 
-def test_a_large_message_may_take_its_time(context: Context) -> None:
-    """While one is on its way, its reader is not given up before it could have had it on a slow connection."""
+def test_a_large_message_extends_the_timeout(context: Context) -> None:
+    """A reply is not abandoned before its large message could have arrived over a slow connection."""
     with replaying(in_flight_bytes=1_000_000, progress_timeout=0.01) as publisher:
         heavy(publisher, 100)
         reader = stalled_reader(context, publisher)

@@ -82,7 +82,7 @@ REST = {
 
 
 @pytest.mark.parametrize("faults", TOGETHER, ids=", ".join)
-def test_nobody_is_exact_and_wrong(faults: list[str]) -> None:
+def test_no_consumer_is_exact_and_wrong(faults: list[str]) -> None:
     """Under each fault: whoever says EXACT, at any time, holds what the engine held then, and the stage stands to the end."""
     tedious = ["no replay endpoint", "batches of garbage", "queue full", "half-open", "HWM overflow"]
     without = [*RELAYS, *(name for name in tedious if name not in faults)]

@@ -224,7 +224,7 @@ def test_nothing_is_lost_by_kills_and_restarts(kind: str, history: list[tuple[An
 @pytest.mark.parametrize("kind", KINDS)
 @given(history=ROUGH, steps=st.sampled_from([3, 10_000]))
 @settings(max_examples=EXAMPLES)
-def test_nobody_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
+def test_no_consumer_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
     """Engines lose batches, forget their history and do not answer; then consumers may doubt, and must where they are wrong."""
     count, options = KINDS[kind]
     with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as made:

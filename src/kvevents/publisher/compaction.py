@@ -63,7 +63,7 @@ class Compactor:
     """Takes the payloads of one stream, oldest first, and keeps only what is still live.
 
     `events` returns its state as a clear followed by stores that rebuild every chain: a consumer that applies them knows the
-    same as one that saw every batch. Blocks that nobody can key by tokens are left out: blocks of groups of an unknown kind,
+    same as one that saw every batch. Blocks that cannot be keyed by tokens are left out: blocks of groups of an unknown kind,
     and stores whose lengths disagree.
     """
 

@@ -1,4 +1,4 @@
-"""Heartbeats: a publisher says what its stream has left resident, and consumers agree."""
+"""Heartbeats: a publisher sends the digest of its resident blocks, and consumers agree with it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def heartbeat_of(payload: bytes) -> Heartbeat | None:
 
 
 @given(st.integers(0, 2**16), st.lists(st.integers(1, 20), min_size=1, max_size=5))
-def test_the_digest_is_an_indexs(seed: int, bursts: list[int]) -> None:
-    """Of the same payloads, in whatever bursts they are taken."""
+def test_the_digest_is_that_of_an_index(seed: int, bursts: list[int]) -> None:
+    """It is the same for the same payloads, whatever the bursts are."""
     engine, resident, index = Engine(seed), DigestTracker.create(), PrefixIndex()
     number = 0
     for burst in bursts:
@@ -53,8 +53,8 @@ def test_the_digest_is_an_indexs(seed: int, bursts: list[int]) -> None:
         assert resident.digest() == index.digest(WORKER)
 
 
-def test_payloads_that_only_python_reads_count_as_well() -> None:
-    """A nested unknown field, which the native decoder leaves alone, among others that it reads."""
+def test_payloads_that_only_python_can_decode_are_applied() -> None:
+    """A payload with a nested unknown field, which the native decoder rejects, is among others."""
     engine = Engine(1)
     plain = [encode_batch(KVEventBatch(1.0, engine.events(), 0)) for _ in range(3)]
     beat = encode_batch(KVEventBatch(1.0, [BlockRemoved([], heartbeat=Heartbeat("0" * 32, 1.0))], 0))
@@ -66,8 +66,8 @@ def test_payloads_that_only_python_reads_count_as_well() -> None:
     assert resident.digest() == index.digest(WORKER)
 
 
-def test_trust_is_gone_with_a_number_and_back_with_a_clear() -> None:
-    """Also where the missing number is the newest one; the digest is of what was sent all the same."""
+def test_a_missing_number_degrades_trust_until_a_clear() -> None:
+    """This also holds if the newest number is missing. The digest covers all batches that were sent."""
     resident = DigestTracker.create()
     assert resident.heartbeat(0, 1.0, 5) == Heartbeat("0" * 32, 1.0, incarnation=5)
     payload = encode_batch(KVEventBatch(1.0, Engine().events(), 0))
@@ -84,7 +84,7 @@ def test_trust_is_gone_with_a_number_and_back_with_a_clear() -> None:
 
 @pytest.mark.parametrize("dialect", [None, "vllm-0.10.2", "sglang-latest"])
 def test_a_subscribers_index_agrees_at_each_heartbeat(dialect: str | None) -> None:
-    """Live and replayed, while batches come and while none do, whatever is spoken."""
+    """It agrees live and in replay, with and without batches in between, in every dialect."""
     with publishing(1, replay_endpoint=ANY, heartbeat=OFTEN, dialect=dialect) as publisher:
         engine, index = Engine(3), PrefixIndex()
         source = Source(publisher.endpoint, publisher.replay_endpoint, name="engine")
@@ -105,8 +105,8 @@ def test_a_subscribers_index_agrees_at_each_heartbeat(dialect: str | None) -> No
     assert set(seen) == {True}
 
 
-def test_what_was_dropped_is_said(context: Context) -> None:
-    """Until everything is cleared; the numbers of heartbeats are among the others', and count nowhere else."""
+def test_heartbeats_report_dropped_batches(context: Context) -> None:
+    """They do until everything is cleared. Heartbeats have ordinary numbers and count in no other counter."""
     with publishing(heartbeat=OFTEN) as publisher:
         subscriber = subscribe(context, publisher)
         publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
@@ -126,7 +126,7 @@ def test_what_was_dropped_is_said(context: Context) -> None:
 
 
 def test_each_life_of_a_publisher_is_another_incarnation(context: Context) -> None:
-    """So that a consumer can tell one from the next."""
+    """So consumers can distinguish one life from the next."""
     found = set()
     for _ in range(2):
         with publishing(heartbeat=OFTEN) as publisher:
@@ -136,8 +136,8 @@ def test_each_life_of_a_publisher_is_another_incarnation(context: Context) -> No
 
 
 @pytest.mark.parametrize("every", [0, -1.0, 86_401.0, float("nan")])
-def test_heartbeats_are_some_seconds_apart(every: float) -> None:
-    """Refused where it is no such number, before any socket is opened."""
+def test_an_invalid_heartbeat_interval_is_rejected(every: float) -> None:
+    """It is rejected before any socket is opened."""
     with pytest.raises(ConfigError, match="heartbeat is"):
         ZmqEventPublisher(0, ANY, heartbeat=every)
     with pytest.raises(ConfigError, match="heartbeat is"):
@@ -145,7 +145,7 @@ def test_heartbeats_are_some_seconds_apart(every: float) -> None:
 
 
 def test_the_factory_passes_it_on() -> None:
-    """And there are none unless asked for."""
+    """By default there are no heartbeats."""
     made: Any = EventPublisherFactory.create(KVEventsConfig(enable_kv_cache_events=True, endpoint=ANY, heartbeat=OFTEN))
     wait_until(lambda: made.stats().heartbeats, "a heartbeat")
     made.shutdown()
@@ -156,7 +156,7 @@ def test_the_factory_passes_it_on() -> None:
 
 
 def test_they_need_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said with what to do about it."""
+    """The error says what to do."""
 
     def missing(name: str) -> Any:
         raise ImportError(name)

@@ -1,4 +1,4 @@
-"""Compactor that is older than the replay buffer, over real sockets: whoever asks for it is exact."""
+"""Compacted history over real sockets: a consumer that requests it is exact."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def indexed(reply: list[tuple[int, bytes]]) -> PrefixIndex:
 
 
 def naive(reply: list[tuple[int, bytes]]) -> set[int]:
-    """What somebody holds who knows three kinds of events and nothing of snapshots, as vLLM's example does."""
+    """What a consumer holds that applies three kinds of events and knows no snapshots, as vLLM's example does."""
     held: Counter[int] = Counter()
     for _, payload in reply:
         for event in decode_batch(payload).batch.events:
@@ -82,8 +82,9 @@ def naive(reply: list[tuple[int, bytes]]) -> set[int]:
 
 
 @pytest.mark.parametrize("dialect", [None, "vllm-0.10.2", "vllm-0.24", "sglang-0.5.9", "sglang-latest"])
-def test_whoever_asks_from_before_the_buffer_gets_a_snapshot_first(context: Context, dialect: str | None) -> None:
-    """Numbered as the last batch it stands for; with it an index, and a consumer that knows nothing of it, are exact."""
+def test_a_request_from_before_the_buffer_gets_a_snapshot_first(context: Context, dialect: str | None) -> None:
+    """The snapshot has the number of the last batch it contains. With it an index, and a consumer that knows no snapshots, are
+    exact."""
     engine = Engine()
     with publishing(replay_endpoint=ANY, buffer_steps=20, dialect=dialect) as publisher:
         batches = fill(publisher, engine, 200)
@@ -102,7 +103,7 @@ def test_whoever_asks_from_before_the_buffer_gets_a_snapshot_first(context: Cont
 
 
 def test_a_late_subscriber_is_exact() -> None:
-    """Ours, hours late: it knows everything, and knows that it does."""
+    """A subscriber that connects after the buffer has overflowed becomes EXACT."""
     with publishing(replay_endpoint=ANY, buffer_steps=10) as publisher:
         batches = fill(publisher, Engine(1), 500)
         index = PrefixIndex()
@@ -111,8 +112,8 @@ def test_a_late_subscriber_is_exact() -> None:
         assert index.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
-def test_who_was_away_for_longer_than_the_buffer_is_exact_again() -> None:
-    """A cut connection, and many times the buffer published meanwhile."""
+def test_a_subscriber_is_exact_after_a_long_disconnect() -> None:
+    """Meanwhile many times the size of the buffer is published."""
     engine = Engine(2)
     with publishing(replay_endpoint=ANY, buffer_steps=10) as publisher, FaultProxy(publisher.endpoint) as proxy:
         batches = fill(publisher, engine, 50)
@@ -127,7 +128,7 @@ def test_who_was_away_for_longer_than_the_buffer_is_exact_again() -> None:
 
 
 def follow(subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int, trust: str = "EXACT") -> None:
-    """Apply deliveries until the stream has that trust at number `last`."""
+    """Apply deliveries until the stream has this trust at number `last`."""
 
     def there() -> bool:
         for delivery in subscriber.receive_many(timeout=0.05):
@@ -138,10 +139,7 @@ def follow(subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int, trus
 
 
 def confirm(publisher: ZmqEventPublisher, subscriber: Subscriber[RawBatch], index: PrefixIndex, last: int) -> int:
-    """Follow to number `last`, where nothing but live confirmation is missing, and publish empty batches until it is EXACT.
-
-    Returns the number of the newest one.
-    """
+    """Follow to number `last`, then publish empty batches until live batches confirm it as EXACT. Return the newest number."""
     follow(subscriber, index, last, "DEGRADED")
     newest = last
 
@@ -160,8 +158,8 @@ def confirm(publisher: ZmqEventPublisher, subscriber: Subscriber[RawBatch], inde
     return newest
 
 
-def test_where_a_batch_was_never_sent_a_joiner_knows_the_rest_and_that_it_is_not_all(context: Context) -> None:
-    """The snapshot ends before the missing number, so everybody sees the hole; a clear that has left the buffer mends it."""
+def test_a_late_subscriber_sees_a_batch_that_was_never_sent(context: Context) -> None:
+    """The snapshot ends before the missing number, so every consumer sees the gap. A clear that leaves the buffer ends this."""
     with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher:
         known = fill(publisher, Engine(3), 3)
         publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
@@ -189,8 +187,8 @@ def test_where_a_batch_was_never_sent_a_joiner_knows_the_rest_and_that_it_is_not
         assert late.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
-def test_who_comes_back_after_something_was_lost_has_its_state_replaced() -> None:
-    """Exact until its connection was cut; then a number went missing and left the buffer. Nothing is counted twice."""
+def test_a_returning_subscriber_replaces_its_state_after_a_loss() -> None:
+    """It was exact until its connection was cut; then a number went missing and left the buffer. No block is counted twice."""
     with publishing(replay_endpoint=ANY, buffer_steps=2) as publisher, FaultProxy(publisher.endpoint) as proxy:
         batches = fill(publisher, Engine(6), 20)
         index = PrefixIndex()
@@ -204,8 +202,8 @@ def test_who_comes_back_after_something_was_lost_has_its_state_replaced() -> Non
         assert index.digest(WORKER) == index_of(batches).digest(WORKER)
 
 
-def test_a_snapshot_that_nobody_would_read_is_not_sent(context: Context) -> None:
-    """Larger than subscribers take: they hear of what is kept, and statistics say why."""
+def test_a_snapshot_that_is_too_large_is_not_sent(context: Context) -> None:
+    """Subscribers receive the buffered batches, and the statistics have the reason."""
     settings = replace(QUICK, buffer=ReplayBufferSettings(max_payload_bytes=10))
     with publishing(replay_endpoint=ANY, buffer_steps=2, settings=settings) as publisher:
         fill(publisher, Engine(), 10)
@@ -228,8 +226,8 @@ def test_compaction_is_on_in_the_drop_in_modules() -> None:
         publisher.shutdown()
 
 
-def test_compaction_is_off_when_asked_for_and_without_replay() -> None:
-    """`compact=False`, as an argument and in a configuration; and no endpoint at which anybody could ask."""
+def test_compaction_can_be_off() -> None:
+    """It is off with `compact=False`, as an argument and in a configuration, and without a replay endpoint."""
     for settings in ({"replay_endpoint": ANY, "compact": False}, {}):
         with publishing(**settings) as publisher:
             assert publisher.stats().history is None
@@ -239,11 +237,9 @@ def test_compaction_is_off_when_asked_for_and_without_replay() -> None:
     made.shutdown()
 
 
-def test_a_consumer_of_the_engines_kind_joins_late_and_is_exact(context: Context) -> None:
-    """The loop of vLLM's example on DEALER, with vLLM's event types: a request from 0, then every batch of the reply.
-
-    It knows nothing of snapshots: it applies stores, removals and clears in order, and holds what the engine holds.
-    """
+def test_a_consumer_like_the_engines_example_joins_late_and_is_exact(context: Context) -> None:
+    """It runs the loop of vLLM's example on a DEALER, with vLLM's event types: a request from 0, then every batch of the reply.
+    It knows no snapshots; it applies stores, removals and clears in order, and holds what the engine holds."""
     publisher = vllm.ZmqEventPublisher(0, ANY, ANY, buffer_steps=20)
     resident: set[int] = set()
     for number in range(200):
@@ -272,7 +268,8 @@ def test_a_consumer_of_the_engines_kind_joins_late_and_is_exact(context: Context
 
 
 def test_a_reply_holds_the_buffer_exactly(context: Context) -> None:
-    """However many batches wait to be folded as a group: `buffer_steps` as they were sent, and a snapshot of all before."""
+    """The reply has `buffer_steps` batches as they were sent and a snapshot of all others, even if evicted batches wait for
+    compaction."""
     with publishing(replay_endpoint=ANY, buffer_steps=1_000) as publisher:
         for number in range(1_010):
             publisher.publish(batch(number))
@@ -282,7 +279,9 @@ def test_a_reply_holds_the_buffer_exactly(context: Context) -> None:
         assert numbers(read_reply(replay)) == list(range(9, 1_010))
 
 
-def test_without_the_native_module_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_needs_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the module it is off by default, and `compact=True` is an error."""
+
     def missing(name: str) -> Any:
         raise ImportError(name)
 
@@ -297,8 +296,8 @@ def test_without_the_native_module_it_is_off_unless_asked_for(monkeypatch: pytes
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(0, 2**16), st.data())
-def test_any_question_at_any_time_has_an_exact_answer(steps: int, bursts: list[int], seed: int, drawn: st.DataObject) -> None:
-    """Bursts into a buffer, and questions between them: what is answered leads to the state of one who saw everything."""
+def test_any_request_at_any_time_has_an_exact_reply(steps: int, bursts: list[int], seed: int, drawn: st.DataObject) -> None:
+    """Bursts and requests alternate at random; every reply leads to the state of a consumer that saw every batch."""
     history = Compactor.create()
     assert history is not None
     buffer, engine = ReplayBuffer(steps, history, encode_batch), Engine(seed)

@@ -1,4 +1,4 @@
-"""SGLang's draft `snapshot-v1`, as its own consumers use it: they know what is resident, and go on from there."""
+"""SGLang's draft `snapshot-v1`, as its consumers use it: they get the resident blocks and continue from there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dealer(context: Context, publisher: ZmqEventPublisher) -> Socket:
 
 
 def read(socket: Socket, limit: int = 8_192) -> tuple[list[Any], list[Any]]:
-    """Header and records, each reply checked as the draft's consumer does."""
+    """Return header and records; check each reply as the consumer of the draft does."""
     kinds: list[bytes] = []
     payloads: list[bytes] = []
     while not kinds or kinds[-1] not in {b"end", b"error"}:
@@ -75,7 +75,8 @@ def read(socket: Socket, limit: int = 8_192) -> tuple[list[Any], list[Any]]:
 
 
 class Router:
-    """A consumer of the draft: subscribes, asks, waits for the barrier, takes the snapshot, and wants every number after it."""
+    """A consumer of the draft: it subscribes, requests, waits for the barrier, takes the snapshot, and needs every later
+    number."""
 
     def __init__(self, context: Context, publisher: ZmqEventPublisher) -> None:
         self._live = subscribe(context, publisher)
@@ -118,8 +119,8 @@ class Router:
 
 @pytest.mark.parametrize("steps", [3, 10_000])
 @pytest.mark.parametrize("chunk", [1, 5, 8_192])
-def test_a_consumer_of_the_draft_comes_out_exact(context: Context, steps: int, chunk: int) -> None:
-    """Whether history has left the buffer or not, and however many chunks there are."""
+def test_a_consumer_of_the_draft_is_exact(context: Context, steps: int, chunk: int) -> None:
+    """It is exact whether batches have left the buffer or not, and for any number of chunks."""
     engine = Engine(4)
     with serving(2, snapshots=SnapshotServerSettings(records_per_chunk=chunk), buffer_steps=steps) as publisher:
         fill(publisher, engine, 40)
@@ -132,8 +133,8 @@ def test_a_consumer_of_the_draft_comes_out_exact(context: Context, steps: int, c
         assert router.held == engine.live
 
 
-def test_several_at_once_share_one_cut(context: Context) -> None:
-    """Who asks while another one waits gets the same snapshot, and one barrier is enough."""
+def test_concurrent_requests_share_one_snapshot(context: Context) -> None:
+    """Requests that wait at the same time get the same snapshot, with one barrier."""
     with serving() as publisher:
         fill(publisher, Engine(), 10)
         readers = [dealer(context, publisher) for _ in range(5)]
@@ -147,8 +148,8 @@ def test_several_at_once_share_one_cut(context: Context) -> None:
         wait_until(lambda: publisher.stats().snapshots.finished == 5, "all to be counted")
 
 
-def test_only_what_device_memory_holds_is_told(context: Context) -> None:
-    """The draft has no tiers; its consumers take every record for device memory. Hashes are signed, as they keep them."""
+def test_a_snapshot_has_only_blocks_in_device_memory(context: Context) -> None:
+    """The draft has no tiers; its consumers take every record for device memory. Hashes are signed, as they store them."""
     events: list[KVEvent] = [
         BlockStored([1, 2, 2**64 - 1], None, list(range(12)), 4, medium="GPU"),
         BlockStored([1, 2], None, list(range(8)), 4, medium="CPU"),
@@ -163,8 +164,8 @@ def test_only_what_device_memory_holds_is_told(context: Context) -> None:
         assert read(reader)[1] == [[1, [2]], [2, [-1]]]
 
 
-def test_where_something_is_missing_there_is_an_error(context: Context) -> None:
-    """With a reason, until everything is cleared."""
+def test_a_missing_batch_is_an_error(context: Context) -> None:
+    """The error has a reason, and lasts until everything is cleared."""
     with serving() as publisher:
         publisher.publish(KVEventBatch(0.0, [object()]))  # type: ignore[list-item] # nothing that could be encoded
         fill(publisher, Engine(), 3)
@@ -181,8 +182,8 @@ def test_where_something_is_missing_there_is_an_error(context: Context) -> None:
 
 
 @pytest.mark.parametrize("request_frames", [[b"", b"snapshot-v2"], [b"x", b"snapshot-v1"], [b"snapshot-v1"], [b"", b"", b""]])
-def test_another_request_is_refused(context: Context, request_frames: list[bytes]) -> None:
-    """With an error, as by the draft's provider, and no barrier."""
+def test_an_invalid_request_is_rejected(context: Context, request_frames: list[bytes]) -> None:
+    """The reply is the error of the draft, and no barrier is sent."""
     with serving() as publisher:
         reader = dealer(context, publisher)
         reader.send_multipart(request_frames)
@@ -201,7 +202,7 @@ def stalled_reader(context: Context, publisher: ZmqEventPublisher) -> Socket:
 
 
 def large(publisher: ZmqEventPublisher) -> None:
-    """So many blocks that no buffer on the way holds the answer."""
+    """Publish more blocks than all buffers on the way hold."""
     for number in range(70):
         hashes = [(number << 32) + block + (1 << 60) for block in range(4_096)]
         publisher.publish(KVEventBatch(0.0, [BlockStored(hashes, None, [0] * 4_096, 1, medium="GPU")]))
@@ -232,8 +233,8 @@ def test_a_reply_that_is_not_read_is_abandoned_and_others_are_served(context: Co
         publisher.shutdown(timeout=0.0)
 
 
-def test_asking_again_and_again_is_refused(context: Context) -> None:
-    """Nobody has several snapshots kept for him."""
+def test_repeated_requests_are_refused(context: Context) -> None:
+    """No consumer has several snapshots held for it."""
     with serving() as publisher:
         large(publisher)
         reader = stalled_reader(context, publisher)
@@ -244,8 +245,8 @@ def test_asking_again_and_again_is_refused(context: Context) -> None:
         assert publisher.shutdown(timeout=0.1).replays_unfinished == 1
 
 
-def test_subscribers_that_know_nothing_of_it_stay_exact() -> None:
-    """Ours: barriers are batches without events, under topics that begin as before."""
+def test_ordinary_subscribers_stay_exact() -> None:
+    """For them barriers are batches without events, under topics with the same prefix."""
     with serving(replay_endpoint=ANY, topic="kv") as publisher:
         engine, index = Engine(9), PrefixIndex()
         source = Source(publisher.endpoint, publisher.replay_endpoint, name="engine", topic="kv")
@@ -270,8 +271,8 @@ def test_subscribers_that_know_nothing_of_it_stay_exact() -> None:
         assert publisher.stats().published == 15
 
 
-def test_it_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other rank's; and it needs what compaction needs."""
+def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port must not be that of another rank, and the same requirements as for compaction hold."""
     with pytest.raises(ConfigError, match="the snapshot port of rank 3"):
         ZmqEventPublisher(3, "tcp://*:5557", snapshot_endpoint="tcp://*:5559")
     with pytest.raises(ConfigError, match="the snapshot port of rank 3"):

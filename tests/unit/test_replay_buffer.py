@@ -1,4 +1,5 @@
-"""What stands for batches that have left the buffer: never taken for more than it is, whoever asks, whenever, from wherever."""
+"""`ReplayBuffer` and its snapshots: no consumer takes them for more than they are, whenever and from wherever it requests
+replay."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ FEW_BYTES = ReplayBufferSettings(max_bytes=MAX_BYTES)
 
 
 def limited(limit: int | None) -> ReplayBufferSettings:
-    """Settings with this limit of snapshot payloads; the default one for None."""
+    """Settings with this limit of snapshot payloads; None for the default limit."""
     return DEFAULTS if limit is None else ReplayBufferSettings(max_payload_bytes=limit)
 
 
@@ -50,7 +51,7 @@ def numbers(batches: list[SequencedPayload]) -> list[int]:
 
 
 class Sent:
-    """Everything that was sent, what it leaves resident after each number, and the buffer under test."""
+    """Everything that was sent, the digest after each number, and the buffer under test."""
 
     def __init__(
         self, seed: int, steps: int, limit: int | None = None, holes: float = 0.0, buffer: ReplayBufferSettings | None = None
@@ -66,7 +67,7 @@ class Sent:
         self._index = PrefixIndex()
 
     def publish(self) -> SequencedPayload | None:
-        """One more number; None where no batch has it."""
+        """Publish one more number; return None if it is a missing one."""
         number = len(self.digests)
         if self._random.random() < self._holes:
             self.digests.append(digest(self._index))
@@ -89,7 +90,7 @@ class Sent:
 
 
 class Consumer:
-    """A stream and an index behind connections that lose, lag and break."""
+    """A stream and an index behind connections that lose batches, lag and break."""
 
     def __init__(self, sent: Sent, seed: int, loss: float) -> None:
         self._sent = sent
@@ -107,7 +108,7 @@ class Consumer:
             self._live.append(batch)
 
     def act(self) -> None:
-        """One thing that may happen to a consumer, and what follows from it."""
+        """Do one random thing that may happen to a consumer, and handle its consequences."""
         chance = self._random.random()
         if not self._up:
             self._up = True
@@ -165,9 +166,9 @@ class Consumer:
     holes=st.sampled_from([0.0, 0.03]),
     loss=st.sampled_from([0.0, 0.05]),
 )
-def test_nobody_is_exact_and_wrong(seed: int, steps: int, limit: int | None, holes: float, loss: float) -> None:
-    """Random histories with numbers missing, snapshots of one batch and of several, and a consumer that lags behind the whole
-    buffer, loses live batches, and loses its connections in the middle of replies: whenever it is EXACT it is right."""
+def test_no_consumer_is_exact_and_wrong(seed: int, steps: int, limit: int | None, holes: float, loss: float) -> None:
+    """Random histories have missing numbers, snapshots of one part and of several, and a consumer that lags behind the whole
+    buffer, loses live batches, and loses its connections during replies. Whenever it is EXACT it is right."""
     sent = Sent(seed, steps, limit, holes)
     draw = random.Random(seed + 1)
     consumer = Consumer(sent, seed + 2, loss)
@@ -182,8 +183,9 @@ def test_nobody_is_exact_and_wrong(seed: int, steps: int, limit: int | None, hol
 
 @pytest.mark.parametrize("limit", [None, 600])
 @pytest.mark.parametrize("seed", range(8))
-def test_who_is_left_in_peace_becomes_exact(seed: int, limit: int | None) -> None:
-    """The property above would hold if nothing were ever exact: with nothing lost, a late joiner is, after live batches."""
+def test_a_consumer_without_losses_becomes_exact(seed: int, limit: int | None) -> None:
+    """The property above would hold if no consumer were ever exact. Without losses, a late consumer is exact after live
+    batches."""
     sent = Sent(seed, 3, limit).publish_many(50)
     consumer = Consumer(sent, seed, loss=0.0)
     for turn in range(400):
@@ -200,8 +202,8 @@ def test_who_is_left_in_peace_becomes_exact(seed: int, limit: int | None) -> Non
 # --- many bytes
 
 
-def test_many_bytes_leave_before_many_batches() -> None:
-    """However many batches may be kept: what leaves is in the snapshot, and whoever asks from anywhere has all there is."""
+def test_the_bytes_of_the_buffer_are_limited() -> None:
+    """Evicted batches are in the snapshot, and a request from anywhere gets everything."""
     sent = Sent(3, 10_000, buffer=FEW_BYTES)
     most = 0
     for _ in range(300):
@@ -216,8 +218,8 @@ def test_many_bytes_leave_before_many_batches() -> None:
     assert 5 < most < 100
 
 
-def test_the_newest_batch_is_kept_however_large() -> None:
-    """Replay goes by its number; what came before has left."""
+def test_the_newest_batch_stays_however_large() -> None:
+    """Replay needs its number; earlier batches have been evicted."""
     buffer = ReplayBuffer.compacting(100, settings=FEW_BYTES)
     large = encode_batch(KVEventBatch(0.0, [BlockStored([2], None, list(range(MAX_BYTES)), MAX_BYTES, medium="GPU")]))
     batches = [*Sent(3, 100).publish_many(5).batches, (5, large)]
@@ -227,8 +229,8 @@ def test_the_newest_batch_is_kept_however_large() -> None:
     assert indexed(buffer.batches_from(0)) == indexed(batches)
 
 
-def test_without_a_history_all_are_kept() -> None:
-    """As engines do, nobody could have what leaves; nor where the history cannot be told."""
+def test_without_compaction_bytes_are_not_limited() -> None:
+    """As in the engines, evicted batches would be lost. The same holds if the history is unavailable."""
     sent = Sent(3, 100).publish_many(100)
     plain = ReplayBuffer(100, settings=FEW_BYTES)
     plain.extend(sent.batches)
@@ -242,8 +244,8 @@ def test_without_a_history_all_are_kept() -> None:
 # --- something is missing
 
 
-def test_what_is_missing_is_behind_the_snapshot() -> None:
-    """The snapshot ends before the number that was never sent, and another content of its last batch follows."""
+def test_a_snapshot_ends_before_a_missing_number() -> None:
+    """An empty batch with the number of its last batch follows."""
     sent = Sent(0, 2).publish_many(4)
     batches = [(seq + (seq > 1), payload) for seq, payload in sent.batches]  # nobody has number 2
     buffer = ReplayBuffer.compacting(1)
@@ -257,8 +259,8 @@ def test_what_is_missing_is_behind_the_snapshot() -> None:
     assert indexed(buffer.batches_from(0)) == sent.digests[-1]
 
 
-def test_where_the_first_number_is_missing_there_is_no_place_for_a_snapshot() -> None:
-    """Who asks gets what is kept, and statistics say why that is all."""
+def test_without_the_first_number_there_is_no_snapshot() -> None:
+    """The reply has the buffered batches, and the statistics have the reason."""
     buffer = ReplayBuffer.compacting(1)
     buffer.extend([(seq + 1, payload) for seq, payload in Sent(0, 2).publish_many(4).batches])
     assert numbers(buffer.batches_from(0)) == [4]
@@ -268,7 +270,7 @@ def test_where_the_first_number_is_missing_there_is_no_place_for_a_snapshot() ->
 
 
 def test_numbers_may_begin_anywhere() -> None:
-    """With a clear in the first batch nothing is missing, whatever its number."""
+    """With a clear in the first batch nothing is missing, whatever its number is."""
     clear = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()], 3))
     batches = [(1000, clear), *((1001 + seq, payload) for seq, payload in Sent(1, 2).publish_many(6).batches)]
     buffer = ReplayBuffer.compacting(2)
@@ -280,8 +282,9 @@ def test_numbers_may_begin_anywhere() -> None:
 # --- more than one batch
 
 
-def test_a_large_snapshot_is_several_batches_for_those_who_ask_from_before_all_of_them() -> None:
-    """They end with the number of the last one they stand for; each is small enough; only the first one has a clear."""
+def test_a_large_snapshot_has_parts() -> None:
+    """They end with the number of the last batch they contain. Each one respects the limit, and only the first has a clear.
+    Only requests from before the first part get them."""
     sent = Sent(2, 3, limit=600).publish_many(60)
     reply = sent.buffer.batches_from(0)
     first = reply[0][0]
@@ -298,7 +301,7 @@ def test_a_large_snapshot_is_several_batches_for_those_who_ask_from_before_all_o
 
 
 def test_two_snapshots_share_no_number() -> None:
-    """Until the next one can have numbers of its own the last one is sent, and then what has left the buffer since."""
+    """Until a new snapshot can have its own numbers, the last one is sent, then the batches evicted since."""
     sent = Sent(2, 3, limit=600).publish_many(60)
     before = sent.buffer.batches_from(0)
     parts = {seq: payload for seq, payload in before if seq < 57}
@@ -314,8 +317,9 @@ def test_two_snapshots_share_no_number() -> None:
     pytest.fail("the first snapshot was never replaced")
 
 
-def test_without_numbers_for_all_its_batches_there_is_no_snapshot() -> None:
-    """Two batches need a number each, and one before them from which to ask; there is one when more batches have left."""
+def test_without_numbers_for_all_parts_there_is_no_snapshot() -> None:
+    """Two parts need a number each, and one more from which to request them. There is a snapshot when more batches have been
+    evicted."""
     blocks = BlockStored(list(range(1, 401)), None, list(range(1_600)), 4, medium="GPU")
     buffer = ReplayBuffer.compacting(1, settings=limited(2_000))
     payloads = [encode_batch(KVEventBatch(0.0, [blocks])), *[encode_batch(KVEventBatch(0.0, []))] * 20]
@@ -336,8 +340,8 @@ def test_without_numbers_for_all_its_batches_there_is_no_snapshot() -> None:
 @pytest.mark.parametrize("limit", [None, 900])
 @pytest.mark.parametrize("missing", [False, True])
 @given(st.integers(0, 2**16), st.integers(0, 12))
-def test_another_buffer_goes_on(limit: int | None, missing: bool, seed: int, more: int) -> None:
-    """With what the first one had collapsed and the batches since, it answers as the first one would have."""
+def test_another_buffer_continues_a_history(limit: int | None, missing: bool, seed: int, more: int) -> None:
+    """With the compacted history of the first buffer and the later batches, it replies as the first one would."""
     sent = Sent(seed, 4, limit, holes=0.1 if missing else 0.0).publish_many(30)
     collapsed = sent.buffer.compacted_history()
     assert collapsed is not None
@@ -356,8 +360,8 @@ def test_another_buffer_goes_on(limit: int | None, missing: bool, seed: int, mor
         assert {decode_batch(payload).batch.data_parallel_rank for _, payload in reply} == {3}
 
 
-def test_a_snapshot_has_the_time_of_the_last_batch_in_either_life() -> None:
-    """Also right after the second one began, when only its state is known."""
+def test_a_snapshot_has_the_time_of_the_last_batch() -> None:
+    """This also holds for a restored buffer, which has only the compacted history."""
     sent = Sent(0, 2).publish_many(9)
     collapsed = sent.buffer.compacted_history()
     assert collapsed is not None
@@ -369,13 +373,13 @@ def test_a_snapshot_has_the_time_of_the_last_batch_in_either_life() -> None:
         assert (batch.ts, batch.data_parallel_rank) == (6.0, 3)
 
 
-def test_nothing_collapses_where_nothing_has_left() -> None:
+def test_without_evicted_batches_there_is_no_history() -> None:
     assert Sent(0, 10).publish_many(5).buffer.compacted_history() is None
     assert ReplayBuffer(0).compacted_history() is None
 
 
-def test_any_thread_may_collapse_while_another_one_sends() -> None:
-    """Each time what it gets is the state after the number it gets."""
+def test_the_history_can_be_read_while_another_thread_sends() -> None:
+    """Each result has the state after its last number."""
     sent = Sent(5, 3)
     ended = threading.Event()
     found: list[CompactedHistory] = []
@@ -398,8 +402,8 @@ def test_any_thread_may_collapse_while_another_one_sends() -> None:
         assert indexed(other.batches_from(0)) == sent.digests[collapsed.last_seq]
 
 
-class Folds:
-    """What was folded at once, by which thread."""
+class Compactions:
+    """What was compacted in one call, and by which thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._found: list[tuple[threading.Thread, list[SequencedPayload]]] = []
@@ -415,7 +419,7 @@ class Folds:
         monkeypatch.setattr(Compactor, "extend", noting)
 
     def take(self, count: int) -> list[tuple[threading.Thread, list[SequencedPayload]]]:
-        """Those that together are so many batches, once they are folded."""
+        """Return the calls that compacted `count` batches together, when all are compacted."""
         with self._changed:
             assert self._changed.wait_for(lambda: sum(len(batches) for _, batches in self._found) >= count, 20.0)
             found, self._found = self._found, []
@@ -424,9 +428,10 @@ class Folds:
 
 
 @pytest.mark.parametrize(("waiting", "in_pieces"), [(GROUP, True), (2 * GROUP, True), (2 * GROUP + 1, False)])
-def test_the_compaction_thread_folds_in_small_pieces(monkeypatch: pytest.MonkeyPatch, waiting: int, in_pieces: bool) -> None:
-    """So that who sends does not wait long for a CPU; but not where it would be further behind after each pause."""
-    folds, steps, numbers = Folds(monkeypatch), GROUP * GROUPS, itertools.count()
+def test_the_compaction_thread_works_in_small_pieces(monkeypatch: pytest.MonkeyPatch, waiting: int, in_pieces: bool) -> None:
+    """The sending thread then waits for a CPU only briefly. With a large backlog, pauses would let it grow, so there are
+    none."""
+    folds, steps, numbers = Compactions(monkeypatch), GROUP * GROUPS, itertools.count()
     buffer = ReplayBuffer.compacting(steps)
     thread = threading.Thread(target=buffer.compact_until_stopped, daemon=True)
     events: list[KVEvent] = [BlockStored(list(range(100)), None, list(range(200)), 2)]
@@ -452,9 +457,9 @@ def test_the_compaction_thread_folds_in_small_pieces(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("steps", [1, 15, 16, 100, 64 * 16, 64 * 16 + 500])
-def test_batches_leave_in_groups(steps: int) -> None:
-    """No more than a group is kept beyond those that were asked for, and without a history nothing; what has left and what is
-    kept are everything together, whenever one looks."""
+def test_batches_are_evicted_in_groups(steps: int) -> None:
+    """At most one group is buffered beyond `steps`, and without compaction none. Compacted and buffered batches together are
+    always complete."""
     most = steps + min(GROUP - 1, steps // GROUPS)
     sent, plain, sizes = Sent(5, steps), ReplayBuffer(steps), set()
     for number in range(most + 3 * GROUP):

@@ -1,4 +1,4 @@
-"""Snapshots spelled as batches: each small enough, and together what was told."""
+"""`encode_snapshot`: each part respects the limit, and all parts together are the state."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def batches_of(seed: int, count: int) -> list[bytes]:
 
 @pytest.mark.parametrize("dialect", [dialects()[0], dialects()[-1], None], ids=str)
 @given(st.integers(0, 2**16), st.integers(0, 80), st.integers(700, 4_000))
-def test_every_part_fits_and_all_of_them_are_what_was_told(dialect: object, seed: int, count: int, limit: int) -> None:
-    """In any spelling; after each of several parts its heartbeat agrees, and only the last one is EXACT."""
+def test_every_part_fits_and_all_parts_are_the_state(dialect: object, seed: int, count: int, limit: int) -> None:
+    """In every dialect, the heartbeat of each part agrees, and only that of the last part is EXACT."""
 
     def encode(batch: KVEventBatch) -> bytes:
         return encode_batch(batch, dialect)  # type: ignore[arg-type]
@@ -75,8 +75,8 @@ def long_chain(blocks: int, *, pairs: bool, extra: bool) -> list[KVEvent]:
 
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("extra", [False, True])
-def test_a_chain_longer_than_a_batch_is_cut_between_blocks(pairs: bool, extra: bool) -> None:
-    """Blocks keep their tokens, parents, pairs and extra keys, so that an index has the same keys for them."""
+def test_a_long_chain_is_split_between_blocks(pairs: bool, extra: bool) -> None:
+    """Blocks keep their tokens, parents, pairs and extra keys, so that an index computes the same keys."""
     payload = encode_batch(KVEventBatch(1.0, long_chain(100, pairs=pairs, extra=extra), 0))
     told = folded([payload]).events()
     assert told is not None
@@ -87,7 +87,7 @@ def test_a_chain_longer_than_a_batch_is_cut_between_blocks(pairs: bool, extra: b
     assert digest(parts) == digest([payload])
 
 
-def test_a_cut_of_keyed_blocks_cuts_their_keys() -> None:
+def test_the_keys_of_keyed_blocks_are_split_too() -> None:
     keyed = BlockStored(list(range(1, 1001)), None, [], 16, block_keys=list(range(2**63, 2**63 + 1000)))
     payloads = [encode_batch(KVEventBatch(1.0, [keyed], 0))]
     told = folded(payloads).events()
@@ -98,8 +98,8 @@ def test_a_cut_of_keyed_blocks_cuts_their_keys() -> None:
     assert digest(parts) == digest(payloads)
 
 
-def test_there_is_an_end_to_how_many() -> None:
-    """And a block that takes more than a batch by itself cannot be told at all."""
+def test_the_number_of_parts_is_limited() -> None:
+    """A block that exceeds the limit by itself has no snapshot at all."""
     told = folded([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).events()
     assert told is not None
     assert encode_snapshot(told, 1.0, 0, encode_batch, 700) is None

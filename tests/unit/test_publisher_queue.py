@@ -1,4 +1,4 @@
-"""The queue and its numbers, without threads or sockets, against a model."""
+"""`QueuedPublisher`: the queue and its numbers against a model, without threads or sockets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from publisher_cases import DEADLINE, batch, wait_until
 BURST = 64
 
 
-class Plain(QueuedPublisher):
-    """Takes batches out when told to."""
+class QueueOnly(QueuedPublisher):
+    """A publisher from which the test takes batches."""
 
     def __init__(self, max_queue_size: int) -> None:
         super().__init__(0, max_queue_size, BURST)
@@ -42,9 +42,10 @@ class Plain(QueuedPublisher):
 
 
 @given(steps=st.lists(st.integers(0, 12) | st.none(), max_size=40), size=st.integers(1, 10))
-def test_a_batchs_number_is_its_place_in_the_calls(steps: list[int | None], size: int) -> None:
-    """However publishing (so many batches) and taking (None) alternate: the n-th call to `publish` has number n or a hole."""
-    publisher = Plain(size)
+def test_the_number_of_a_batch_is_the_number_of_its_call(steps: list[int | None], size: int) -> None:
+    """However publishing (a number of batches) and taking (None) alternate, the n-th call of `publish` has number n or leaves a
+    gap."""
+    publisher = QueueOnly(size)
     called = waiting = 0
     refused: set[int] = set()
     taken: list[tuple[int, bytes]] = []
@@ -70,16 +71,16 @@ def test_a_batchs_number_is_its_place_in_the_calls(steps: list[int | None], size
 
 
 def test_a_burst_is_bounded() -> None:
-    """A long queue is taken in pieces, so that the first batches do not wait for the last."""
-    publisher = Plain(0)
+    """A long queue is taken in bursts, so that the first batches do not wait for the last."""
+    publisher = QueueOnly(0)
     for _ in range(BURST + 5):
         publisher.publish(batch(0))
     assert [len(publisher.take()) for _ in range(3)] == [BURST, 5, 0]
 
 
-def test_sleeping_ends_with_a_batch_a_close_or_the_time() -> None:
-    """Each of the three."""
-    publisher = Plain(1)
+def test_a_batch_a_close_or_the_timeout_ends_a_sleep() -> None:
+    """Each of the three ends it."""
+    publisher = QueueOnly(1)
     publisher._sleep(0.001)
     assert not publisher._is_asleep
     publisher.publish(batch(0))
@@ -97,9 +98,9 @@ def test_sleeping_ends_with_a_batch_a_close_or_the_time() -> None:
     publisher._sleep(10 * DEADLINE)  # returns at once: closed
 
 
-def test_a_closed_intake_raises() -> None:
-    """As the engines, a RuntimeError that says it is closed."""
-    publisher = Plain(3)
+def test_a_closed_queue_raises() -> None:
+    """It raises a RuntimeError that says that it is closed, as the engines do."""
+    publisher = QueueOnly(3)
     publisher.shutdown()
     with pytest.raises(ClosedError, match=r"Publisher is closed: shutdown\(\) was called"):
         publisher.publish(batch())
@@ -113,7 +114,7 @@ def test_a_closed_intake_raises() -> None:
     start=st.integers(0, 2**64 - 1) | st.integers(0, 65),
 )
 def test_a_replay_buffer_against_a_list(numbers: set[int], steps: int, start: int) -> None:
-    """What is kept is the last `steps`, what is found is what is kept from `start` on, holes or not."""
+    """The buffer holds the last `steps` batches, and returns those from `start` on, with gaps or not."""
     batches = [(number, bytes([number])) for number in sorted(numbers)]
     buffer = ReplayBuffer(steps)
     for position in range(0, len(batches), 7):

@@ -18,8 +18,8 @@ SETTINGS = RouterSettings(in_flight_bytes=2 * LARGE, total_in_flight_bytes=3 * L
 """Room for two frames of one consumer, and for three of all."""
 
 
-class Held:
-    """Frames that somebody holds, as ZeroMQ does until they have left."""
+class HeldFrames:
+    """Frames that are held as ZeroMQ holds them until they have left."""
 
     def __init__(self) -> None:
         self.frames = InFlightFrames(SETTINGS)
@@ -31,8 +31,8 @@ class Held:
         assert frame.bytes == FRAME
         self._frames.append(frame)
 
-    def leave(self, place: int) -> None:
-        """Have one leave, and pyzmq tell so."""
+    def release(self, place: int) -> None:
+        """Release one frame, and wait until pyzmq reports it."""
         tracker = self._frames[place].tracker
         assert isinstance(tracker, zmq.MessageTracker)
         del self._frames[place]
@@ -40,50 +40,50 @@ class Held:
 
 
 @pytest.fixture(name="held")
-def held_frames() -> Held:
-    return Held()
+def held_frames() -> HeldFrames:
+    return HeldFrames()
 
 
-def test_a_consumer_has_room_for_so_many_bytes(held: Held) -> None:
-    """Until some of them have left."""
+def test_the_bytes_of_one_consumer_are_limited(held: HeldFrames) -> None:
+    """It has room again when some of them have left."""
     for _ in range(2):
         assert held.frames.has_room(b"a", LARGE)
         held.send(b"a")
     assert not held.frames.has_room(b"a", LARGE)
     assert (held.frames.bytes_of(b"a"), held.frames.size) == (2 * LARGE, 2 * LARGE)
-    held.leave(0)
+    held.release(0)
     assert held.frames.has_room(b"a", LARGE)
     assert not held.frames.has_room(b"a", LARGE + 1)
-    held.leave(0)
+    held.release(0)
     assert held.frames.has_room(b"a", 100 * LARGE)
     assert (held.frames.bytes_of(b"a"), held.frames.size) == (0, 0)
 
 
-def test_all_have_room_for_so_many_bytes_and_each_for_one_frame(held: Held) -> None:
-    """Whatever others have left unread, who has nothing on its way may be sent one."""
+def test_the_bytes_of_all_consumers_are_limited(held: HeldFrames) -> None:
+    """A consumer without a frame in flight may always be sent one."""
     for identity in (b"a", b"a", b"b"):
         assert held.frames.has_room(identity, LARGE)
         held.send(identity)
     assert not held.frames.has_room(b"b", LARGE)
     assert held.frames.has_room(b"c", 100 * LARGE)
-    held.leave(0)
+    held.release(0)
     assert not held.frames.has_room(b"b", LARGE)
     held.frames.poll()
     assert held.frames.has_room(b"b", LARGE)
 
 
-def test_to_wait_has_an_end(held: Held) -> None:
-    """With a frame that nobody lets go, and with none."""
+def test_waiting_is_bounded(held: HeldFrames) -> None:
+    """It ends at the deadline with a frame in flight, and at once without one."""
     held.send(b"a")
     held.frames.wait(0.0)
     assert held.frames.size == LARGE
-    held.leave(0)
+    held.release(0)
     held.frames.wait(float("inf"))
     assert held.frames.size == 0
 
 
-def test_where_no_thread_can_begin_frames_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of the interpreter, when what is left goes out."""
+def test_frames_are_copied_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This happens at the exit of the interpreter."""
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -94,8 +94,8 @@ def test_where_no_thread_can_begin_frames_are_copied(monkeypatch: pytest.MonkeyP
     assert frames.size == 0
 
 
-def test_a_forked_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
-    """Whoever made a frame at that moment."""
+def test_a_forked_child_has_its_own_lock() -> None:
+    """In the child the thread that held the lock does not exist."""
     with replay_server._frame_lock:
         child = os.fork()
         if child == 0:

@@ -1,4 +1,4 @@
-"""Pieces of batches against one list: whatever is added at once and taken at once, all that is asked is what the list says."""
+"""`ChunkedDeque` against a list: after any additions and removals it has the same batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_pieces_are_one_list(steps: list[tuple[int, int, float]]) -> None:
+def test_chunks_are_one_list(steps: list[tuple[int, int, float]]) -> None:
     kept, model, number = ChunkedDeque(), list[SequencedPayload](), 0
     for count, holes, part in steps:
         burst = [(number := number + 1 + holes, b"x" * (number % 7)) for _ in range(count)]
@@ -38,7 +38,7 @@ def test_pieces_are_one_list(steps: list[tuple[int, int, float]]) -> None:
             assert kept.batches_from(start) == [batch for batch in model if batch[0] >= start]
 
 
-def test_what_was_added_is_not_the_callers_list() -> None:
+def test_the_callers_list_is_copied() -> None:
     kept, burst = ChunkedDeque(), [(number, b"") for number in range(CHUNK)]
     kept.extend(burst)
     burst.clear()

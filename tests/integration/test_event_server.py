@@ -1,4 +1,4 @@
-"""A stream's sockets without a queue before them: what a relay sends with, from its own thread."""
+"""`EventServer`: the sockets of a stream without a queue, as a relay uses them from its own thread."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def payloads(seed: int, count: int) -> list[bytes]:
     return [clear, *(encode_batch(KVEventBatch(1.0, engine.events(), 0)) for _ in range(count))]
 
 
-def test_payloads_go_out_as_they_are_under_the_callers_numbers(context: Context) -> None:
-    """From any number on, and are kept first."""
+def test_payloads_are_sent_unchanged_under_the_callers_numbers(context: Context) -> None:
+    """Numbers may start anywhere; batches are stored before they are sent."""
     buffer = ReplayBuffer.compacting(10)
     with serving(buffer, topic="kv") as server:
         subscriber = open_consumer(context, zmq.SUB)
@@ -65,8 +65,8 @@ def test_payloads_go_out_as_they_are_under_the_callers_numbers(context: Context)
             assert subscriber.recv_multipart() == [b"kv", seq.to_bytes(8, "big"), payload]
 
 
-def test_a_subscriber_is_exact_with_a_stream_that_goes_on_in_another_life() -> None:
-    """The buffer is filled from what was collapsed before anybody can ask; live batches follow."""
+def test_a_subscriber_is_exact_with_a_restored_stream() -> None:
+    """The buffer is filled from a compacted history before any consumer can connect; live batches follow."""
     sent = list(enumerate(payloads(1, 60), 500))
     first = ReplayBuffer.compacting(5)
     first.extend(sent[:40])
@@ -96,8 +96,9 @@ def test_a_subscriber_is_exact_with_a_stream_that_goes_on_in_another_life() -> N
     assert index.digest(WORKER) == expected.digest(WORKER)
 
 
-def test_a_barrier_is_wanted_and_sent_by_the_caller(context: Context) -> None:
-    """Under the caller's number; without such an endpoint nobody wants one, and it is a batch like any other."""
+def test_the_caller_sends_a_requested_barrier(context: Context) -> None:
+    """The barrier has the caller's number. Without a snapshot endpoint none is requested, and `send_barrier` sends an ordinary
+    batch."""
     with serving(ReplayBuffer.compacting(10), snapshot_endpoint=ANY, rank=3, incarnation=11) as server:
         server.send(list(enumerate(payloads(2, 3))))
         assert not server.barrier_requested
@@ -117,7 +118,7 @@ def test_a_barrier_is_wanted_and_sent_by_the_caller(context: Context) -> None:
 
 
 def test_closing_is_bounded_and_may_be_repeated() -> None:
-    """Everything flushed is said, once; the ports are free afterwards, and the threads gone."""
+    """The first call reports that everything was flushed; then the ports are free and the threads have ended."""
     threads = threading.active_count()
     server = EventServer(ANY, ANY, buffer=ReplayBuffer.compacting(10), snapshot_endpoint=ANY)
     ends = server.endpoint, server.replay_endpoint
@@ -131,8 +132,8 @@ def test_closing_is_bounded_and_may_be_repeated() -> None:
     EventServer(*ends, buffer=ReplayBuffer(0)).close(0.0)
 
 
-def test_a_given_context_is_left_alone(context: Context) -> None:
-    """Its owner ends it, and flushes."""
+def test_a_shared_context_stays_open(context: Context) -> None:
+    """Its owner terminates it, which flushes the sockets."""
     server = EventServer(ANY, ANY, buffer=ReplayBuffer(1), context=context)
     assert server.close(DEADLINE) is None
     assert not context.closed
