@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvevents.service.http_client import Answer, Bounds, HttpConnections, HttpError
+from kvevents.service.http_client import Answer, HttpConnections, HttpError, RequestLimits
 
 DEADLINE = 20.0
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 OK = Answer(200, b"ok")
-BOUNDS = Bounds(DEADLINE, 1_000)
+BOUNDS = RequestLimits(DEADLINE, 1_000)
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -36,7 +36,7 @@ async def serving(serve: Serve) -> AsyncGenerator[str, None]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
 
 
-async def trouble(url: str, bounds: Bounds = BOUNDS) -> str:
+async def trouble(url: str, bounds: RequestLimits = BOUNDS) -> str:
     async with HttpConnections(bounds) as connections:
         with pytest.raises(HttpError) as caught:
             await connections.get(url, {})
@@ -53,7 +53,7 @@ async def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
             writer.write(ANSWER)
         await reader.readuntil(b"\r\n\r\n")
 
-    async with serving(serve) as url, HttpConnections(BOUNDS, kept=60.0) as connections:
+    async with serving(serve) as url, HttpConnections(BOUNDS, idle_seconds=60.0) as connections:
         assert [await connections.post(url, {}, b"") for _ in range(3)] == [OK] * 3
         assert left == []
         with pytest.raises(HttpError) as caught:
@@ -79,14 +79,16 @@ async def test_so_many_connections_and_no_more() -> None:
             now -= 1
             writer.write(ANSWER)
 
-    async with serving(serve) as url, HttpConnections(BOUNDS, kept=60.0, most=2) as connections:
+    async with serving(serve) as url, HttpConnections(BOUNDS, idle_seconds=60.0, max_connections=2) as connections:
         assert await asyncio.gather(*(connections.post(url, {}, b"") for _ in range(20))) == [OK] * 20
     assert (most, made) == (2, 2)
 
 
-@pytest.mark.parametrize("bounds", [Bounds(0.2, 1_000), Bounds(0.2, 1_000, DEADLINE)], ids=["all", "after connecting"])
+@pytest.mark.parametrize(
+    "bounds", [RequestLimits(0.2, 1_000), RequestLimits(0.2, 1_000, DEADLINE)], ids=["all", "after connecting"]
+)
 @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["head", "body"])
-async def test_bytes_now_and_then_do_not_prolong_the_time(bounds: Bounds, begin: bytes) -> None:
+async def test_bytes_now_and_then_do_not_prolong_the_time(bounds: RequestLimits, begin: bytes) -> None:
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(begin or b"HTTP/1.1 200 ")
         while True:

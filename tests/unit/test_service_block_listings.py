@@ -79,7 +79,7 @@ def test_what_is_kept_is_bounded() -> None:
     first = listings.next(A, first.next or "", 10)
     third = listings.first(B, some(40), 10, trust)
     assert len(listings) == 2
-    with pytest.raises(NotFoundError, match="no listing of this worker"):
+    with pytest.raises(NotFoundError, match="unknown cursor"):
         listings.next(A, second.next or "", 10)
     assert listings.next(A, first.next or "", 10).blocks[0].key == f"{20:016x}"
     clock.now += 61

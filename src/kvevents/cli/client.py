@@ -96,10 +96,10 @@ class ServiceClient:
             ) from error
 
     async def _exchange(self, target: str, body: bytes | None) -> Answer:
-        from kvevents.service.http_client import Bounds, HttpConnections  # noqa: PLC0415 - as above
+        from kvevents.service.http_client import HttpConnections, RequestLimits  # noqa: PLC0415 - as above
 
         url = self.url.rstrip("/") + target
-        async with HttpConnections(Bounds(self._timeout, MAX_ANSWER_BYTES), tls=self._tls) as connections:
+        async with HttpConnections(RequestLimits(self._timeout, MAX_ANSWER_BYTES), tls=self._tls) as connections:
             if body is None:
                 return await connections.get(url, self._headers)
             return await connections.post(url, self._headers, body)

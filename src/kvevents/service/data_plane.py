@@ -1,9 +1,9 @@
-"""The native HTTP server that clients are connected to, as the control plane sees it.
+"""The control plane's view of the data plane: the native HTTP server that clients connect to.
 
-Theory of operation. The data plane answers queries and probes without the interpreter, from the index and from a *routing
-table*: what `DataPlane.publish` writes about the fleet, all of it at once, whenever anything in it has changed. Other requests
-are forwarded to `kvevents.service.http.app`, and so are those that the data plane does not understand completely: there is one
-author of refusals. With shards or spans all queries are forwarded, which is decided once, at the start.
+The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
+`DataPlane.publish` writes the whole table whenever the fleet changes. The data plane forwards all other requests to
+`kvevents.service.http.app`, also queries that it does not fully understand, so that one place writes their errors. With shards
+or spans it forwards all queries; the start decides that once.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from kvevents.service.registration import Scope
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer
 
 CLOSE_SECONDS: Final = 1.0
-"""For clients to take the last answers once the control plane has ended."""
+"""Time for clients to read the last responses after the control plane stopped."""
 
 
 class HistogramCounts(msgspec.Struct):
-    """Values by bucket."""
+    """Counts of a histogram by bucket, and the sum of its values."""
 
     counts: list[int]
     sum: float
 
 
 class PathCounts(msgspec.Struct):
-    """What was answered at one path."""
+    """Responses of one path."""
 
     by_status: dict[int, int]
     seconds: HistogramCounts
 
 
 class Answers(msgspec.Struct):
-    """What was answered by the data plane itself."""
+    """Responses that the data plane computed itself."""
 
     lookups: int = 0
     hits: int = 0
@@ -71,36 +71,36 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class PromptSample:
-    """The beginning of a prompt that was looked up."""
+    """The first tokens of a prompt that was looked up."""
 
     scope: Scope
     tokens: memoryview = field(repr=False)
 
 
 class ControlPlane(Protocol):
-    """The service, as far as the data plane reads it."""
+    """The part of the service that the data plane reads."""
 
     @property
     def fleet(self) -> Fleet:
-        """The workers that queries are answered about."""
+        """The workers."""
         ...
 
     @property
     def adapters(self) -> frozenset[Scope]:
-        """LoRA adapters that requests name as their model."""
+        """LoRA adapters that requests may name as their model."""
         ...
 
     def health(self) -> HealthAnswer:
-        """The answer of the liveness probes."""
+        """Return the response of the liveness probes."""
         ...
 
     def readiness(self) -> ReadyAnswer:
-        """The answer of the readiness probe."""
+        """Return the response of the readiness probe."""
         ...
 
 
 class DataPlane:
-    """The server of one service. Before `start` and after `close` every method does nothing; any thread may call them."""
+    """The native server of one service. Any thread may call it. Methods do nothing before `start` and after `close`."""
 
     def __init__(self, service: ControlPlane) -> None:
         self._service: Final = service
@@ -111,10 +111,10 @@ class DataPlane:
         self._answers_queries = False
 
     def start(self, listening: socket.socket, accept: Callable[[socket.socket], None], settings: Mapping[str, Any]) -> None:
-        """Serve at a socket that listens; in the event loop.
+        """Serve at a listening socket. Only the event loop may call this.
 
-        `accept` is called with each connection over which requests are forwarded, for the control plane's HTTP application.
-        `settings` are those of `native/server/src/settings.rs`.
+        `accept` is called with each connection over which the data plane forwards requests. `settings` are the fields of
+        `native/server/src/settings.rs`.
         """
         self._answers_queries = settings["answers_queries"]
         upstream, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -128,16 +128,16 @@ class DataPlane:
         self.publish()
         self.refresh()
 
-    # --- what the control plane says
+    # --- from the control plane
 
     def publish(self) -> None:
-        """Answer from the fleet as it is now, if it has changed."""
+        """Replace the routing table if the fleet has changed."""
         native = self._native
         if native is None:
             return
         with self._lock:
             fleet = self._service.fleet
-            # Read before the fleet is, so that what changes meanwhile is published next.
+            # Read the version before the fleet, so that a concurrent change is published by the next call.
             version = (fleet.revision.number, self._service.adapters, fleet.failure, fleet.index)
             if version == self._published:
                 return
@@ -147,7 +147,7 @@ class DataPlane:
         self.refresh()
 
     def refresh(self) -> None:
-        """Answer probes by what is so now."""
+        """Replace the responses to probes."""
         if self._native is None:
             return
         health, ready = self._service.health(), self._service.readiness()
@@ -156,14 +156,14 @@ class DataPlane:
             (200 if ready.ready else 503, _encode(ready)),
         )
 
-    # --- what the data plane says
+    # --- from the data plane
 
     def counts(self) -> Counts:
-        """What it has counted."""
+        """Return the counters of the data plane."""
         return Counts() if self._native is None else _decode_counts(self._native.metrics())
 
     def samples(self) -> list[PromptSample]:
-        """Prompts that were looked up since the last call: as many of each scope as are of use."""
+        """Return a sample of the prompts that were looked up since the last call, limited for each scope."""
         if self._native is None:
             return []
         return [
@@ -171,15 +171,15 @@ class DataPlane:
             for (model, tenant, group, name, number, salt), tokens in self._native.samples()
         ]
 
-    # --- its end
+    # --- shutdown
 
     async def drain(self, seconds: float) -> None:
-        """Take no more connections, and wait until those that there are have their answers."""
+        """Stop accepting connections, and wait until open requests have their responses."""
         if self._native is not None:
             await asyncio.to_thread(self._native.drain, seconds)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections, after a short time to read their responses."""
         native, self._native = self._native, None
         upstream, self._upstream = self._upstream, None
         if native is not None:
@@ -191,13 +191,13 @@ class DataPlane:
             upstream.close()
 
     def abort(self) -> None:
-        """End all connections at once."""
+        """Close all connections at once."""
         if self._native is not None:
             self._native.close()
 
 
 def _accept_all(upstream: socket.socket, accept: Callable[[socket.socket], None]) -> None:
-    """Take the connections whose descriptors the data plane has sent."""
+    """Accept the connections whose file descriptors the data plane sent."""
     with suppress(BlockingIOError, ConnectionResetError):
         while number := upstream.recv(ctypes.sizeof(ctypes.c_int)):
             accept(socket.socket(fileno=int.from_bytes(number, sys.byteorder)))

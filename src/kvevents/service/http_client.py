@@ -1,8 +1,7 @@
-"""HTTP requests to others: to engines, to other replicas, and from the commands to a service.
+"""The HTTP client for requests to engines, to other replicas, and from commands to a service.
 
-aiohttp makes them. What it does not have stands here: one bound of time for a whole answer, however many bytes come in between,
-one of its size, and one kind of error, `HttpError`, with a word for programs. Redirects are not followed; what comes compressed
-is not unpacked, since nobody asks for that.
+It adds to aiohttp a time limit for a whole response, a size limit, and one error type, `HttpError`, with a kind for programs.
+It does not follow redirects and does not decompress responses, since it does not request compression.
 """
 
 from __future__ import annotations
@@ -22,28 +21,26 @@ try:
     import aiohttp
     from yarl import URL
 except ImportError as error:
-    raise MissingDependencyError(
-        f"HTTP requests need aiohttp, and there is {error}: pip install 'kvevents[service]'"
-    ) from error
+    raise MissingDependencyError(f"HTTP requests need aiohttp ({error}): pip install 'kvevents[service]'") from error
 
 HttpErrorKind: TypeAlias = Literal[
     "untrusted", "no-tls", "unknown-host", "timeout", "refused", "closed", "not-http", "too-large", "unreachable"
 ]
-"""`closed` is a connection that ended before an answer began, `not-http` one that brought something else, or not all of it."""
+"""`closed`: the connection ended before a response began. `not-http`: the response is malformed or incomplete."""
 MAX_LINE_BYTES: Final = 8_190
-"""Of the status line and of each header; of headers there are 128 at most."""
+"""Limit of the status line and of each header; aiohttp accepts at most 128 headers."""
 
 
 class HttpError(ExternalError):
-    """There is no answer that could be used; the text says what happened, and not to whom."""
+    """A request without a usable response. The text says what failed, without the URL."""
 
-    def __init__(self, trouble: HttpErrorKind, detail: str) -> None:
+    def __init__(self, kind: HttpErrorKind, detail: str) -> None:
         super().__init__(detail)
-        self.kind: Final[HttpErrorKind] = trouble
+        self.kind: Final[HttpErrorKind] = kind
 
 
 class Answer(NamedTuple):
-    """Status, body, and where a redirect points to."""
+    """Status, body, and the location of a redirect."""
 
     status: int
     body: bytes
@@ -51,38 +48,40 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Of each request."""
+class RequestLimits:
+    """Limits of each request."""
 
     seconds: float
-    """For everything, waiting for a connection included."""
+    """Time for the whole request, including the wait for a connection."""
     max_bytes: int
-    """Of the body."""
+    """Size of the response's body."""
     connect_seconds: float | None = None
-    """For name, connection and TLS; `seconds` then begin when these are done."""
+    """Time for name resolution, connection and TLS; `seconds` then count from their end."""
 
 
 class HttpConnections:
-    """Connections with these bounds. A context manager of one event loop, or `close` them.
+    """A pool of connections with these limits, and a context manager that closes it. It belongs to one event loop.
 
-    `kept` is for how many seconds an idle connection is used again, and `most` how many there are to one host at one time; more
-    requests wait for one of them. `tls` is used for `https` URLs; by default the system's authorities are trusted.
+    An idle connection is reused for `idle_seconds`. At most `max_connections` to one host are open at a time, and further
+    requests wait; 0 is no limit. `tls` is for `https` URLs; by default the system's certificate authorities are trusted.
     """
 
-    def __init__(self, bounds: Bounds, *, tls: ssl.SSLContext | None = None, kept: float = 0.0, most: int = 0) -> None:
-        """To be made in an event loop."""
+    def __init__(
+        self, bounds: RequestLimits, *, tls: ssl.SSLContext | None = None, idle_seconds: float = 0.0, max_connections: int = 0
+    ) -> None:
+        """Create the pool in a running event loop."""
         self._bounds = bounds
-        self._is_kept = kept > 0
+        self._reuses_connections = idle_seconds > 0
         self._traces = [] if bounds.connect_seconds is None else [_trace_connected()]
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,
-                limit_per_host=most,
+                limit_per_host=max_connections,
                 ssl=True if tls is None else tls,
-                resolver=aiohttp.ThreadedResolver(),  # as the system has it, whatever else is installed
+                resolver=aiohttp.ThreadedResolver(),  # the system's resolver, whatever else is installed
                 use_dns_cache=False,
-                # Those of one request are kept too, until `close` aborts them: ending TLS in order takes another round trip.
-                keepalive_timeout=kept or None,
+                # Without reuse, connections stay open until `close` aborts them: closing TLS in order takes another round trip.
+                keepalive_timeout=idle_seconds or None,
             ),
             timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -99,18 +98,18 @@ class HttpConnections:
         await self.close()
 
     async def close(self) -> None:
-        """End all connections, and with them what is still asked."""
+        """Close all connections and abort open requests."""
         await self._session.close()
 
     async def get(self, url: str, headers: Mapping[str, str], *, server_name: str | None = None) -> Answer:
-        """The answer to GET. `server_name` is whom the certificate must name, if not the URL's host. Raises `HttpError`."""
+        """Send GET and return the response. A certificate must be for `server_name` or the URL's host. Raises `HttpError`."""
         return await self._ask("GET", url, headers, None, server_name)
 
     async def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """The answer to POST. Raises `HttpError`.
+        """Send POST and return the response. Raises `HttpError`.
 
-        Where a connection is closed before anything of the answer has come, as one that was idle may be, it is asked once more:
-        only what may be asked twice is to be posted over connections that are kept.
+        If a reused connection closes before a response begins, the request is sent once more. So only requests that may be
+        sent twice are allowed with `idle_seconds`.
         """
         return await self._ask("POST", url, headers, body, None)
 
@@ -126,13 +125,13 @@ class HttpConnections:
             try:
                 return await self._exchange(method, target, options)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if isinstance(error, aiohttp.ClientConnectorError) or not self._may_repeat:
+                if isinstance(error, aiohttp.ClientConnectorError) or not self._may_retry:
                     raise
                 return await self._exchange(method, target, options)
 
     @property
-    def _may_repeat(self) -> bool:
-        return self._is_kept and not self._session.closed
+    def _may_retry(self) -> bool:
+        return self._reuses_connections and not self._session.closed
 
     async def _exchange(self, method: str, url: URL, options: dict[str, Any]) -> Answer:
         async with self._session.request(method, url, allow_redirects=False, **options) as response:
@@ -140,7 +139,7 @@ class HttpConnections:
             async for piece in response.content.iter_any():
                 left -= len(piece)
                 if left < 0:
-                    raise HttpError("too-large", f"an answer of more than {self._bounds.max_bytes} bytes")
+                    raise HttpError("too-large", f"the response has more than {self._bounds.max_bytes} bytes")
                 pieces.append(piece)
             return Answer(response.status, b"".join(pieces), response.headers.get("Location"))
 
@@ -156,8 +155,8 @@ def _trace_connected() -> aiohttp.TraceConfig:
     return trace
 
 
-# The first that fits; the order matters, for some are kinds of others.
-_TROUBLES: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
+# The first match counts: some types are subclasses of later ones.
+_ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (TimeoutError, "timeout"),
     (ssl.SSLCertVerificationError, "untrusted"),
     (ssl.SSLError, "no-tls"),
@@ -175,23 +174,23 @@ _TROUBLES: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
 
 @asynccontextmanager
 async def _mapped() -> AsyncGenerator[None, None]:
-    """Errors of aiohttp and of the system become `HttpError`."""
+    """Convert errors of aiohttp and of the system to `HttpError`."""
     try:
         yield
     except (aiohttp.ClientError, OSError, UnicodeError) as error:
         cause = _cause(error)
-        raise HttpError(_trouble(cause), _detail(cause)) from error
+        raise HttpError(_error_kind(cause), _detail(cause)) from error
 
 
-def _trouble(cause: BaseException) -> HttpErrorKind:
-    for kind, trouble in _TROUBLES:
-        if isinstance(cause, kind):
-            return trouble
+def _error_kind(cause: BaseException) -> HttpErrorKind:
+    for error_type, kind in _ERROR_KINDS:
+        if isinstance(cause, error_type):
+            return kind
     return "unreachable"
 
 
 def _cause(error: Exception) -> BaseException:
-    """The system's own error, where aiohttp has wrapped it."""
+    """Return the system's error if aiohttp has wrapped it."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
     if isinstance(error, aiohttp.ClientConnectorError):

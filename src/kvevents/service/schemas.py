@@ -1,6 +1,6 @@
-"""What `/v1` takes and gives: the types that answers are encoded from and the OpenAPI document is generated from.
+"""Types of the requests and responses of `/v1`, from which the OpenAPI document is generated.
 
-Counts of a prompt are tokens. Times are seconds since the epoch unless their name says otherwise.
+Counts of a prompt are tokens. Times are Unix times in seconds unless their name says otherwise.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 LoraId: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 MAX_MEDIA: Final = 1_024
-"""Images and other items of one request: they are read in Python, some microseconds each."""
+"""Images and other items of one request. Python decodes them, some microseconds each."""
 
 
 class Problem(Struct, frozen=True, kw_only=True):
-    """Every error is this: the problem details of RFC 9457, with members of ours behind `detail`.
+    """An error: problem details (RFC 9457) with extension members.
 
-    `native/server/src/problems.rs` writes the same about connections.
+    `native/server/src/problems.rs` writes the same for errors of connections.
     """
 
     type: str
-    """`urn:kvevents:problem:` and the reason."""
+    """`urn:kvevents:problem:` followed by the reason."""
     title: str
     """The reason in words."""
     status: int
-    """That of HTTP."""
+    """HTTP status."""
     detail: str
-    """What happened, as a sentence."""
+    """What failed, as a sentence."""
     reason: str
-    """The same for programs, such as `unknown-model`."""
+    """Code of the error, such as `unknown-model`."""
     hint: str
     """What to do."""
     error: str
-    """`detail` once more: clients of Dynamo's indexer read it here."""
+    """A copy of `detail`, where clients of Dynamo's indexer expect it."""
 
     @classmethod
     def of(cls, status: int, reason: str, detail: str, hint: str) -> Problem:
-        """With everything that follows from these."""
+        """Return a problem with the members that follow from these."""
         return cls(
             type=f"urn:kvevents:problem:{reason}",
             title=reason.replace("-", " ").capitalize(),
@@ -58,20 +58,20 @@ class Problem(Struct, frozen=True, kw_only=True):
 
 
 class TrustStatus(Struct, frozen=True):
-    """How far a worker's part of an answer can be trusted."""
+    """The trust in what the index knows of a worker."""
 
     state: State
     reason: str = ""
-    """Why it is not EXACT, as a sentence."""
+    """Why the state is not EXACT, as a sentence."""
     reason_codes: tuple[Reason, ...] = ()
-    """The same for programs: docs/runbook.md has all of them."""
+    """Codes of the reasons; docs/runbook.md lists them."""
 
 
 class Media(Struct, frozen=True, kw_only=True, gc=False):
     """One image or other item of a prompt."""
 
     id: str | int
-    """Its content hash, as the engine has it."""
+    """Content hash of the item, as the engine computes it."""
     start: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """First token of its span."""
     length: Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -80,7 +80,7 @@ class Media(Struct, frozen=True, kw_only=True, gc=False):
 
 @build_decoder_now
 class ScopedRequest(Struct, frozen=True, kw_only=True):
-    """Whose prompts these are. A field that has several names may have any of them; two must not have different values."""
+    """The scope of prompts. A field with several names accepts any of them; two names must not have different values."""
 
     model: Name | UnsetType = UNSET
     model_name: Name | UnsetType = UNSET
@@ -92,7 +92,7 @@ class ScopedRequest(Struct, frozen=True, kw_only=True):
     lora: Name | None = None
     lora_name: Name | None = None
     lora_id: LoraId | None = None
-    """Number of the LoRA, for engines whose events have no name of it (vLLM before 0.14)."""
+    """Number of the LoRA, for engines whose events have no LoRA name (vLLM before 0.14)."""
     salt: Name | None = None
     cache_salt: Name | None = None
     additionalsalt: Name | None = None
@@ -110,28 +110,28 @@ class ScopedRequest(Struct, frozen=True, kw_only=True):
             "additional_salt",
         }
     )
-    """Names that are not written into the OpenAPI document, since one name of each is enough."""
+    """Names that the OpenAPI document leaves out, since one name of each field is enough."""
     mm: Annotated[list[Media], Meta(max_length=MAX_MEDIA)] = []
     expected: bool = False
-    """Count what `select` has decided and no event has confirmed yet."""
+    """Include speculative entries: selections that no event has confirmed yet."""
     whole_prompt: bool = False
-    """Look up the last token too. Engines recompute it, and with it the block that it is in."""
+    """Look up the last token too. Engines recompute it and its block."""
 
 
 class MatchRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prompt."""
+    """A lookup of one prompt."""
 
     tokens: list[Token]
 
 
 class MatchManyRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Several prompts of one namespace."""
+    """A lookup of several prompts of one scope."""
 
     prompts: Annotated[list[list[Token]], Meta(max_length=1024)]
 
 
 class WorkerTrust(Struct, frozen=True, kw_only=True):
-    """How far one worker is trusted."""
+    """The trust in one worker."""
 
     instance: str
     rank: int
@@ -139,83 +139,83 @@ class WorkerTrust(Struct, frozen=True, kw_only=True):
 
 
 class WorkerMatch(Struct, frozen=True, kw_only=True):
-    """What one worker holds of a prompt."""
+    """How much of a prompt one worker holds."""
 
     instance: str
     rank: int
     tokens: int
-    """Tokens of the longest prefix, on whatever tiers."""
+    """Tokens of the longest prefix on any tiers."""
     tiers: dict[str, int]
-    """The same by tier, cumulative: `cpu` counts a prefix that begins on the GPU and goes on in host memory."""
+    """Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and continues in host memory."""
     trust: TrustStatus
 
 
 class MatchAnswer(Struct, frozen=True, kw_only=True):
-    """All workers that may hold a beginning of the prompt, those that hold nothing included."""
+    """All workers that may hold a prefix of the prompt, including workers that hold nothing."""
 
     prompt_tokens: int
     workers: list[WorkerMatch]
-    """Those that hold something come first."""
+    """Workers with a match come first."""
     missing: str = ""
-    """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
+    """Why the response lacks a part of the fleet that other replicas hold; empty if it is complete."""
 
 
 class PromptMatch(Struct, frozen=True, kw_only=True):
-    """Workers that hold a beginning of one of several prompts."""
+    """Workers that hold a prefix of one of several prompts."""
 
     prompt_tokens: int
     holders: list[WorkerMatch]
 
 
 class MatchManyAnswer(Struct, frozen=True, kw_only=True):
-    """One answer for each prompt, in their order."""
+    """Matches of each prompt, in the order of the prompts."""
 
     matches: list[PromptMatch]
     workers: list[WorkerTrust]
-    """All workers that may hold a beginning of the prompts: those that are not among the holders of one hold nothing of it."""
+    """All workers that may hold prefixes of the prompts. A worker that is not a holder of a prompt holds none of it."""
     missing: str = ""
-    """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
+    """Why the response lacks a part of the fleet that other replicas hold; empty if it is complete."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker that may be chosen."""
+    """A worker that may be selected."""
 
     instance: Name
     rank: Rank = 0
     load: Annotated[float, Meta(ge=0)] = 0.0
-    """Anything that grows with its work: tokens queued, requests running. Only proportions between candidates count."""
+    """A number that grows with its work: queued tokens, running requests. Only ratios between candidates count."""
 
 
 class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A prompt that some worker should take."""
+    """A request for the worker that should take a prompt."""
 
     tokens: list[Token]
     candidates: list[Candidate] | None = None
-    """All workers of the model when not given."""
+    """Candidates; default: all workers of the model."""
     tiers: dict[str, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
-    """What a token that a tier holds is worth, against computing it."""
+    """Value of a token on each tier; 1 is the cost of computing it."""
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.1
-    """What a load of the mean counts against computing the whole prompt; docs/adr/0008 says why so little."""
+    """Cost of the mean load; 1 is the cost of computing the whole prompt. docs/adr/0008 explains the default."""
     trust: dict[State, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
-    """How far a worker is believed in each state."""
+    """Factor on a worker's match in each trust state."""
     tie: Literal["rotate", "random", "first"] = "rotate"
-    """Between equal candidates."""
+    """Choice between candidates with equal scores."""
     expect_seconds: Annotated[float, Meta(ge=0, le=60)] = 0.0
-    """Believe for so long that the chosen worker will hold this prompt; 0 believes nothing."""
+    """Seconds for which the prompt counts as held by the selected worker; 0 adds no speculative entry."""
     explain: bool = False
 
 
 class ScoredCandidate(Struct, frozen=True, kw_only=True):
-    """Why a candidate has its score."""
+    """A candidate with the parts of its score."""
 
     instance: str
     rank: int
     score: float
-    """The smaller the better: uncached share of the prompt, and load."""
+    """Uncached fraction of the prompt plus load; the smallest score is selected."""
     uncached: float
-    """Share of the prompt that it would have to compute, 0 to 1, after trust and the tiers' weights."""
+    """Fraction of the prompt to compute, 0 to 1, after the weights of trust and tiers."""
     load: float
-    """Its load over the mean of all candidates, times the weight."""
+    """Load divided by the mean of all candidates, times `load_weight`."""
     tokens: int
     tiers: dict[str, int]
     trust: TrustStatus
@@ -228,19 +228,19 @@ class Selection(Struct, frozen=True, kw_only=True):
     rank: int
     score: float
     trust: TrustStatus
-    """CONNECTING or STALE only if no candidate has a connection."""
+    """Trust in the worker; CONNECTING or STALE only if no candidate has a connection."""
     why: str
-    """One sentence."""
+    """Reason for the selection, as a sentence."""
     considered: list[ScoredCandidate] | None = None
-    """With `explain`, the candidates that were scored, the best first."""
+    """Scored candidates, best first, if the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None
-    """With `explain`, the candidates that were left out because they have no connection and others do."""
+    """Candidates that were left out because they have no connection, if the request has `explain`."""
     missing: str = ""
-    """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
+    """Why the response lacks a part of the fleet that other replicas hold; empty if it is complete."""
 
 
 class GapView(Struct, frozen=True, kw_only=True):
-    """Batches that are lost for good."""
+    """A run of lost batches."""
 
     first: int
     last: int
@@ -259,44 +259,44 @@ class SourceView(Struct, frozen=True, kw_only=True):
     endpoint: str
     replay_endpoint: str | None
     origin: str
-    """Who named it: `http`, or a way of discovery."""
+    """`http`, or the discovery provider that found the source."""
     trust: TrustStatus
     since: float
-    """When it came into this state."""
+    """Time of the last change of the trust state."""
     fault: str | None
-    """What is wrong with its endpoints: nothing listens, a name does not resolve, it is another kind of socket."""
+    """Problem with an endpoint: nothing listens, a name does not resolve, or it is another kind of socket."""
     incarnation: int
-    """Lives of the publisher seen before."""
+    """Number of earlier incarnations of the publisher."""
     last_seq: int
-    """Number of the newest batch; -1 before the first."""
+    """Sequence number of the newest batch; -1 before the first."""
     last_event: float | None
-    """When the newest batch came."""
+    """Arrival time of the newest batch."""
     lag_seconds: float | None
-    """From the engine's clock to ours when the newest live batch came."""
+    """Delay of the newest live batch: receive time minus the publisher's timestamp."""
     waiting: int
-    """Batches held back because an earlier one is missing."""
+    """Batches that wait for an earlier one."""
     blocks: int
     tiers: dict[str, int]
-    """Of those, how many on each tier."""
+    """Blocks by tier."""
     orphans: int
     """Blocks that wait for their parent."""
     block_sizes: list[int]
-    """Tokens per block as its events say."""
+    """Tokens of a block, as events have them."""
     declared_block_size: int | None
     batches: int
     replayed: int
-    """Of those, how many came by replay."""
+    """Batches that arrived by replay."""
     lost: int
-    """Batches inside gaps."""
+    """Lost batches."""
     compacted: int = 0
-    """Older batches that a snapshot of the engine's state came in place of: nothing of them is lost."""
+    """Batches that a snapshot of the publisher replaced; they are not lost."""
     gap_count: int
     gaps: list[GapView]
-    """The newest ones."""
+    """The newest gaps."""
     resets: int
     reconnects: int
     rejected: dict[str, int]
-    """Events that could not be read or used, by reason."""
+    """Events that were rejected, by reason."""
 
 
 class SourcesAnswer(Struct, frozen=True, kw_only=True):
@@ -304,7 +304,7 @@ class SourcesAnswer(Struct, frozen=True, kw_only=True):
 
     sources: list[SourceView]
     faults: dict[str, list[str]]
-    """What ways of discovery could not find out: a missing rank, a name that does not resolve."""
+    """Faults by discovery provider: a missing rank, a name that does not resolve."""
 
 
 class BlockView(Struct, frozen=True, kw_only=True):
@@ -323,95 +323,95 @@ class BlocksAnswer(Struct, frozen=True, kw_only=True):
     """Blocks of one worker at one moment, in no order."""
 
     total: int
-    """Of all pages."""
+    """Blocks of all pages."""
     blocks: list[BlockView]
     next: str | None
-    """The `cursor` of the next page; None on the last one."""
+    """`cursor` of the next page; None on the last page."""
     trust: TrustStatus
-    """How far the worker could be trusted at that moment."""
+    """Trust in the worker at that moment."""
 
 
 class HotPrefix(Struct, frozen=True, kw_only=True):
-    """A node of the tree of prefixes that are asked for most."""
+    """A node of the tree of prefixes that prompts begin with most."""
 
     key: str
     """Rolling key of its last block, 16 hex digits."""
     parent: str | None
     tokens: int
-    """Length from the beginning of the prompt."""
+    """Length of the prefix."""
     lookups: int
-    """How many of the sampled prompts began with it."""
+    """Sampled prompts that begin with it."""
     workers: int
     """Workers that hold it."""
 
 
 class HotAnswer(Struct, frozen=True, kw_only=True):
-    """Prefixes by how many sampled prompts began with them, parents before children."""
+    """Prefixes, most frequent first and parents before children."""
 
     model: str
     sampled: int
-    """Prompts that were looked at."""
+    """Number of sampled prompts."""
     prefixes: list[HotPrefix]
     workers: list[WorkerTrust]
-    """All workers that may hold them."""
+    """All workers that may hold the prefixes."""
     missing: str = ""
-    """Why this is not of the whole fleet, where other replicas hold a part of it; empty where it is."""
+    """Why the response lacks a part of the fleet that other replicas hold; empty if it is complete."""
 
 
 class StatsAnswer(Struct, frozen=True, kw_only=True):
-    """The service in numbers."""
+    """Counters of the service."""
 
     version: str
     uptime_seconds: float
     sources: dict[State, int]
-    """By state."""
+    """Sources by trust state."""
     workers: int
     blocks: int
-    """Of all workers, as of the last look at each."""
+    """Blocks of all workers."""
     unique_blocks: int
     tiers: dict[str, int]
-    """The same by tier; a block on two tiers counts on each."""
+    """Blocks by tier; a block on two tiers counts on each."""
     index_bytes: int
     memory_limit: int | None
     orphans: int
     evicted: int
     lookups: int
     hits: int
-    """Lookups that found something."""
+    """Lookups that matched at least one block."""
     batches: int
     batches_per_second: float
-    """Batches of the last ten seconds, per second."""
+    """Mean over the last ten seconds."""
     snapshot_seconds: float | None
-    """Between two snapshots; None where nothing is kept."""
+    """Interval between snapshots; None without `state_dir`."""
     snapshot_at: float | None
-    """When the last one was written."""
+    """Time of the last snapshot."""
     snapshot_fault: str | None
 
 
 class HealthAnswer(Struct, frozen=True, kw_only=True):
-    """Whether this process works."""
+    """The liveness of the process."""
 
     status: Literal["ok", "failed"]
     warnings: list[str]
-    """What an operator should know: an open port without tokens, a disk that is full."""
+    """Problems that an operator should know: an open port without tokens, a full disk."""
 
 
 class ReadyAnswer(Struct, frozen=True, kw_only=True):
-    """Whether this process may be asked."""
+    """The readiness of the process for queries."""
 
     ready: bool
     why: str
     exact: int
-    """Sources that are EXACT."""
+    """Number of EXACT sources."""
     sources: int
     quorum: float
-    """Share of the sources that must be EXACT."""
+    """Fraction of the sources that must be EXACT."""
     deadline_seconds: float
-    """Seconds after the start from which it is ready in any case."""
+    """Seconds after the start from which the quorum no longer counts."""
 
 
 class SourceEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="state"):
-    """Of `/v1/events`: a source has come into another state."""
+    """Event of `/v1/events`: the trust state of a source changed."""
 
     at: float
     instance: str
@@ -424,7 +424,7 @@ class SourceEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="stat
 
 
 class BatchesEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="batches"):
-    """Of `/v1/events`: what a source has told since the last one of its kind."""
+    """Event of `/v1/events`: batches of a source since the previous event of this type."""
 
     at: float
     instance: str
@@ -435,11 +435,11 @@ class BatchesEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="bat
     batches: int
     last_seq: int
     blocks: int
-    """Blocks that it holds now."""
+    """Blocks that the source holds now."""
 
 
 class SnapshotEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="snapshot"):
-    """Of `/v1/events`: a snapshot of the engine's state came in place of older batches, of which nothing is lost."""
+    """Event of `/v1/events`: a snapshot of the publisher replaced older batches; nothing is lost."""
 
     at: float
     instance: str
@@ -452,7 +452,7 @@ class SnapshotEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="sn
 
 
 class LossEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="loss"):
-    """Of `/v1/events`: a gap, or a reset because the publisher began a new life."""
+    """Event of `/v1/events`: a gap, or a reset because the publisher restarted."""
 
     at: float
     instance: str

@@ -24,7 +24,7 @@ from kvevents.service.discovery.source_config import (
     Template,
     bracket_host,
 )
-from kvevents.service.http_client import Answer, Bounds, HttpConnections, HttpError
+from kvevents.service.http_client import Answer, HttpConnections, HttpError, RequestLimits
 from kvevents.service.registration import Scope
 
 MAX_ANSWER_BYTES: Final = 1 << 20
@@ -61,7 +61,7 @@ class EngineHttpClient:
         raise EngineQueryError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: BaseUrl) -> Answer:
-        bounds = Bounds(self.read_seconds, self.max_bytes, self.connect_seconds)
+        bounds = RequestLimits(self.read_seconds, self.max_bytes, self.connect_seconds)
         host = bracket_host(self.server_name or url.host)
         headers = {**_HEADERS, "Host": f"{host}:{url.port}"}
         try:

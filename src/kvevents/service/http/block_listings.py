@@ -1,9 +1,8 @@
-"""The blocks of one worker, page by page.
+"""Listings of one worker's blocks in pages.
 
-Theory of operation. The index keeps blocks in no order that a page could begin at, so the first page reads all blocks of the
-worker, and what does not fit into it is kept for the pages that follow, in 32 bytes a block. Each of those then costs what it
-has in it, and all pages together are the blocks of one moment. A listing is dropped when its last page was read, when no page
-was asked for in a while, and when newer ones need its room: then the client begins again.
+The index has no order at which a page could begin. So the request for the first page copies all blocks of the worker, in 32
+bytes each, and all pages together are the blocks of one moment. A listing is dropped after its last page, after some time
+without a request, and when newer listings need the memory; the client then starts over.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class _Listing:
         self.key: Final = key
         self.used_at = 0.0
         self._numbers: Final = array("Q")
-        """Key, hash, number of the tier with the group, and copies, one after the other."""
+        """Four numbers for each block: key, hash, tier number with group, and copies."""
         self._tiers: Final[list[str]] = []
         places: dict[str, int] = {}
         for block in blocks:
@@ -36,13 +35,13 @@ class _Listing:
                 place = places[block.tier] = len(places)
                 self._tiers.append(block.tier)
             self._numbers.extend((block.key, block.hash, place << 32 | block.group, block.copies))
-        self.trust: Final = trust()  # behind the blocks: trust is less before they are
+        self.trust: Final = trust()  # after the blocks: trust drops before blocks do
 
     def __len__(self) -> int:
         return len(self._numbers) // 4
 
     def page(self, start: int, limit: int) -> list[BlockView]:
-        """Some blocks, from a place on."""
+        """Return at most `limit` blocks from block number `start`."""
         numbers = self._numbers[4 * start : 4 * (start + limit)]
         return [
             BlockView(
@@ -57,10 +56,10 @@ class _Listing:
 
 
 class BlockListings:
-    """Listings whose next page is awaited. Of one thread.
+    """Listings with further pages. Only one thread may use it.
 
-    Of all of them together no more than `max_blocks` are kept, except that the newest one is kept whatever it has, each for
-    `seconds` after its last page.
+    All listings together have at most `max_blocks` blocks, except that the newest one may be larger. Each is dropped `seconds`
+    after its last request.
     """
 
     def __init__(self, max_blocks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,24 +67,24 @@ class BlockListings:
         self._seconds: Final = seconds
         self._clock: Final = clock
         self._listings: Final[dict[str, _Listing]] = {}
-        """By their names, the one used longest ago first."""
+        """Listings by name, least recently used first."""
 
     def __len__(self) -> int:
         return len(self._listings)
 
     def first(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], TrustStatus]) -> BlocksAnswer:
-        """The first page of a worker's blocks, which can be trusted as far as `trust` returns when they were read."""
+        """Return the first page of a worker's blocks. `trust` is called after the blocks were read."""
         listing = _Listing(key, blocks, trust)
         self._expire()
         return self._page(secrets.token_hex(8), listing, 0, limit)
 
     def next(self, key: Key, cursor: str, limit: int) -> BlocksAnswer:
-        """The page that a cursor of the same worker leads to. Raises `NotFoundError` for one that leads nowhere any more."""
+        """Return the page at a cursor of the same worker. Raises `NotFoundError` if its listing was dropped."""
         self._expire()
         name, _, place = cursor.partition(".")
         listing = self._listings.pop(name, None)
         if listing is None or listing.key != key:
-            raise NotFoundError(f"no listing of this worker has cursor {cursor!r}", "no-cursor", "begin again without one")
+            raise NotFoundError(f"unknown cursor {cursor!r} for this worker", "no-cursor", "start over without a cursor")
         return self._page(name, listing, int(place), limit)
 
     def _page(self, name: str, listing: _Listing, start: int, limit: int) -> BlocksAnswer:

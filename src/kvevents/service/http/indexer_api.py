@@ -1,8 +1,8 @@
-"""The field's contract: what clients of Dynamo's standalone indexer and of Mooncake Conductor (RFC #1403) ask, as they ask it.
+"""The indexer API of Dynamo's standalone indexer and of Mooncake Conductor (RFC #1403): registration and queries.
 
-Both derive from one draft and differ in names. A request that says `model_name` is answered as Dynamo answers, one that says
-`model` (`modelname` where it registers) as Mooncake does. Unknown fields are ignored and counted, as the originals ignore
-them, unless they are like one that says whose a prompt is (`kvevents.service.scope_fields`).
+Both APIs derive from one draft and differ in names. A request with `model_name` gets a response as from Dynamo. A request with
+`model` (`modelname` to register) gets a response as from Mooncake. Unknown fields are ignored, as both do, and counted. Unknown
+fields that resemble a field of the scope are rejected (`kvevents.service.scope_fields`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick
 from kvevents.service.service import Service
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
-_MISSING: Final = "see docs/service.md for both spellings"
+_HINT: Final = "see docs/service.md for the fields of both APIs"
 HASH: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
 Hash = Annotated[
     int | str,
@@ -40,15 +40,15 @@ Hash = Annotated[
     ),
 ]
 MISSING: Final = b"kvevents-missing"
-"""Header of an answer that is not of the whole fleet: why, in words."""
+"""Header of an incomplete response: why it lacks a part of the fleet."""
 MAX_WARNINGS: Final = 8
-"""Ignored fields that an answer names."""
+"""Ignored fields that a response names."""
 MAX_SHOWN: Final = 40
-"""Characters of something wrong that an error repeats."""
+"""Characters of an invalid value that an error quotes."""
 
 
 class ScopeFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whose prompts these are. A field that has several names may have any of them; two must not have different values."""
+    """The scope of prompts. A field with several names accepts any of them; two names must not have different values."""
 
     model_name: str | None = None
     modelname: str | None = None
@@ -66,11 +66,11 @@ class ScopeFields(Struct, kw_only=True, forbid_unknown_fields=True):
     additional_salt: str | None = None
 
     ALIASES: ClassVar = frozenset({"tenant", "group", "lora", "salt", "additional_salt"})
-    """Names that are not written into the OpenAPI document, since one name of each is enough."""
+    """Names that the OpenAPI document leaves out, since one name of each field is enough."""
 
 
 class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
-    """An engine's rank to follow. `model_name` is Dynamo's spelling, `modelname` Mooncake's."""
+    """An engine's rank to follow. Dynamo's API has `model_name`, Mooncake's `modelname`."""
 
     instance_id: Id
     endpoint: str
@@ -84,7 +84,7 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnregisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
-    """An instance, or one rank of it, to follow no more."""
+    """An instance, or one rank of it, that the service stops following."""
 
     instance_id: Id
     dp_rank: int | None = None
@@ -93,26 +93,27 @@ class UnregisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class IndexerRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
-    """What both questions have in common."""
+    """Fields that both kinds of query have."""
 
     instance_id: Id | None = None
     block_size: Annotated[int, Meta(gt=0, extra_json_schema={"maximum": (1 << 64) - 1})] | None = None
     whole_prompt: bool = False
-    """Look up the last token too. Engines recompute it, and with it the block that it is in."""
+    """Look up the last token too. Engines recompute it and its block."""
 
     ALIASES: ClassVar = ScopeFields.ALIASES | {"additionalsalt"}
 
 
 class QueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True):
-    """A prompt's token ids."""
+    """A query with the token ids of a prompt."""
 
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
 
 
 class HashQueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True):
-    """A prompt's hashes: `block_hashes` are Dynamo's, of each block alone; `seq_hashes` Mooncake's, rolling.
+    """A query with the hashes of a prompt's blocks.
 
-    Numbers may be signed or unsigned, or strings of them in decimal or, behind `0x`, hexadecimal digits.
+    `block_hashes` (Dynamo) are hashes of each block alone, `seq_hashes` (Mooncake) are rolling hashes. They are signed or
+    unsigned numbers, or strings with decimal digits, or `0x` and hexadecimal digits.
     """
 
     block_hashes: list[Hash] | None = None
@@ -142,7 +143,7 @@ SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     QueryRequest: _ONE_MODEL,
     HashQueryRequest: _TOLERANT | {"allOf": [_ONE_MODEL, _ONE_KIND]},
 }
-"""What a JSON Schema says of these beside their types."""
+"""JSON Schema rules of these bodies that their types do not express."""
 
 REGISTER: Final = Body.of(RegisterRequest, tolerant=True)
 UNREGISTER: Final = Body.of(UnregisterRequest, tolerant=True)
@@ -154,7 +155,7 @@ HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 
 
 async def register(service: Service, request: Request) -> Response:
-    """Follow an engine's rank."""
+    """Register a rank of an engine, which the service follows from then on."""
     asked: RegisterRequest = REGISTER.read(request, service.config.limits)
     registration = _registration(asked)
     await service.admit(registration)
@@ -162,7 +163,7 @@ async def register(service: Service, request: Request) -> Response:
     service.audit.log_change(change, caller=request.caller, peer=request.peer)
     service.metrics.record_ignored_fields(request)
     told: dict[str, Any] = {
-        "warnings": [f"unknown field {name[:MAX_SHOWN]!r} was ignored" for name in request.ignored[:MAX_WARNINGS]]
+        "warnings": [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored[:MAX_WARNINGS]]
     }
     if not request.ignored:
         told = {}
@@ -174,9 +175,11 @@ async def register(service: Service, request: Request) -> Response:
 def _registration(asked: RegisterRequest) -> Registration:
     scope = scope_of(asked)
     if isinstance(scope.lora, int):
-        raise RefusedError(f"lora_id {scope.lora} does not name a LoRA", "lora-id", "name it as lora_name, or leave it out")
+        raise RefusedError(
+            f"lora_id {scope.lora} does not name a LoRA", "lora-id", "send its name as lora_name, or leave it out"
+        )
     _check_endpoint("endpoint", asked.endpoint)
-    if asked.replay_endpoint:  # clients in Go send an empty one for none
+    if asked.replay_endpoint:  # clients in Go send an empty string for none
         _check_endpoint("replay_endpoint", asked.replay_endpoint)
     try:
         return Registration(
@@ -193,17 +196,19 @@ def _registration(asked: RegisterRequest) -> Registration:
             salt=scope.salt,
         )
     except ConfigError as error:
-        raise RefusedError(str(error), "bad-registration", _MISSING) from error
+        raise RefusedError(str(error), "bad-registration", _HINT) from error
 
 
 def _check_endpoint(name: str, endpoint: str) -> None:
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc"} or not address or (scheme == "tcp" and split_tcp(endpoint) is None):
-        raise RefusedError(f"{name} {endpoint!r} is none of ZeroMQ's", "bad-endpoint", "write tcp://HOST:PORT")
+        raise RefusedError(
+            f"invalid {name} {endpoint!r}: expected tcp://HOST:PORT or ipc:///PATH", "bad-endpoint", "see docs/service.md"
+        )
 
 
 async def unregister(service: Service, request: Request) -> Response:
-    """Follow it no more, and forget its blocks; without `dp_rank` all ranks of the instance."""
+    """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
     asked: UnregisterRequest = UNREGISTER.read(request, service.config.limits)
     instance, model = str(asked.instance_id), pick(asked, MODEL)
     tenant, group, lora, salt = (pick(asked, names) for names in (TENANT, GROUP, LORA, SALT))
@@ -216,14 +221,14 @@ async def unregister(service: Service, request: Request) -> Response:
     ]
     if not found:
         which = "" if asked.dp_rank is None else f" rank {asked.dp_rank}"
-        raise NotFoundError(f"instance {instance}{which} not found", "not-registered", "see /workers for what is registered")
+        raise NotFoundError(f"instance {instance}{which} not found", "not-registered", "see /workers for registered instances")
     if model is not None and found[0].model != model:
         raise NotFoundError(
-            f"instance {instance} is registered for model={found[0].model}", "other-model", "name that model, or none"
+            f"instance {instance} is registered for model={found[0].model}", "other-model", "send that model, or none"
         )
     if (lora and lora != found[0].lora_name) or (salt and salt != found[0].salt):
         raise NotFoundError(
-            f"instance {instance} is registered with another LoRA or salt", "other-scope", "name those, or none"
+            f"instance {instance} is registered with another LoRA or salt", "other-scope", "send those, or none"
         )
     service.metrics.record_ignored_fields(request)
     outcomes = await asyncio.gather(*(service.dismiss(registration.key) for registration in found), return_exceptions=True)
@@ -241,11 +246,11 @@ async def unregister(service: Service, request: Request) -> Response:
     return answer({"status": "unregistered successfully", "removed_instances": removed})
 
 
-# --- questions
+# --- queries
 
 
 async def query(service: Service, request: Request) -> Response:
-    """Who holds how much of a prompt."""
+    """Return how much of a prompt each worker holds."""
     asked, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.config.limits)
     service.check_tokens(len(tokens))
     service.metrics.record_ignored_fields(request)
@@ -256,12 +261,12 @@ async def query(service: Service, request: Request) -> Response:
 
 
 async def query_by_hash(service: Service, request: Request) -> Response:
-    """The same by hashes of its blocks."""
+    """Return how much of a prompt each worker holds, by the hashes of its blocks."""
     asked, keys = await request.run(_hashes, service, request)
     service.metrics.record_ignored_fields(request)
     scope = service.candidates.resolve(scope_of(asked))
     run = service.runner(request.run, len(service.candidates.of(scope).members))
-    # A salt, and the LoRA of events that name theirs, are in the hashes.
+    # The hashes include the salt, and the LoRA if the engine's events name it.
     found = await service.lookups.find_keys(run, scope, keys, local=asked.block_hashes is not None)
     return await run(_answered, service, asked, scope, found)
 
@@ -270,15 +275,15 @@ def _hashes(service: Service, request: Request) -> tuple[HashQueryRequest, list[
     asked: HashQueryRequest = HASH_QUERY.read(request, service.config.limits)
     given = [hashes for hashes in (asked.block_hashes, asked.seq_hashes, asked.block_hash) if hashes is not None]
     if len(given) != 1:
-        raise ServiceError("one of block_hashes and seq_hashes is wanted", "bad-shape", _MISSING, status=422)
+        raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _HINT, status=422)
     if len(given[0]) > (most := service.config.limits.max_hashes):
-        raise TooMuchError(f"{len(given[0])} hashes were sent", "too-many-hashes", f"limits.max_hashes allows {most}")
+        raise TooMuchError(f"{len(given[0])} hashes were sent", "too-many-hashes", f"limits.max_hashes is {most}")
     return asked, [_unsigned(each) for each in given[0]]
 
 
 def _answered(service: Service, asked: IndexerRequest, scope: Scope, found: Found) -> Response:
     rows, missing = found
-    if doubtful := service.candidates.of(scope).doubtful:  # they may hold more than is known, and their trust says so
+    if doubtful := service.candidates.of(scope).doubtful:  # they may hold more blocks than the index knows, as their trust says
         holders = {row.member.worker for row in rows}
         rows = rows + [MemberMatch(member, 0, 0, 0, 0) for member in doubtful if member.worker not in holders]
     rows = [each for each in rows if not each.member.is_hidden]
@@ -301,7 +306,12 @@ def _unsigned(given: int | str) -> int:
         number = 1 << 64
     if not -(1 << 63) <= number < 1 << 64:
         shown = given[:MAX_SHOWN] if isinstance(given, str) else given
-        raise ServiceError(f"{shown!r} is no 64-bit hash", "bad-hash", "send integers, signed or not, or 0x...", status=422)
+        raise ServiceError(
+            f"invalid hash {shown!r}: expected a 64-bit integer",
+            "bad-hash",
+            "send integers, signed or unsigned, or 0x...",
+            status=422,
+        )
     return number & 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -320,7 +330,7 @@ def _by_instance(rows: Iterable[MemberMatch]) -> dict[str, list[MemberMatch]]:
 
 
 def dynamo(rows: Iterable[MemberMatch]) -> bytes:
-    """As Dynamo's standalone indexer answers, with the trust of each rank."""
+    """Encode a response as Dynamo's standalone indexer does, with the trust of each rank."""
     scores: list[bytes] = []
     instances: list[bytes] = []
     for ranks in _by_instance(rows).values():
@@ -337,7 +347,7 @@ def dynamo(rows: Iterable[MemberMatch]) -> bytes:
 
 
 def mooncake(tenant: str, rows: Iterable[MemberMatch]) -> bytes:
-    """As Mooncake Conductor answers, with the trust of each rank."""
+    """Encode a response as Mooncake Conductor does, with the trust of each rank."""
     instances = [
         b'%b:{"longest_matched":%d,"GPU":%d,"DP":{%b},"CPU":%d,"DISK":%d,"trust":{%b}}'
         % (
@@ -354,7 +364,7 @@ def mooncake(tenant: str, rows: Iterable[MemberMatch]) -> bytes:
 
 
 def _longest(ranks: list[MemberMatch]) -> tuple[int, int]:
-    """On any tier, and on the device."""
+    """Return the longest match in tokens on any tier, and on the GPU."""
     return max(each.tokens for each in ranks), max(each.gpu for each in ranks)
 
 

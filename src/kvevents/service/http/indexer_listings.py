@@ -1,4 +1,8 @@
-"""The field's listings: what is registered, and who shares a cache, as Dynamo and Mooncake tell them."""
+"""The indexer API's listings: registered workers as Dynamo and Mooncake list them, and a dump of the index.
+
+`/dump` serves one client at a time. It holds the blocks of one worker, about 200 bytes each, and one piece of the response. It
+encodes the next piece when the client has read the previous one.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,11 @@ from kvevents.stream import trust_order
 
 _SCOPE: Final = ("model", "tenant", "group")
 _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
-"""Trust in the words that Dynamo's `/workers` has."""
+"""Status of Dynamo's `/workers` by trust state."""
 
 
 def workers(service: Service, request: Request) -> Response:
-    """Every instance with its ranks, by model and routing group."""
+    """List every instance with its ranks, by model and routing group."""
     found: dict[tuple[str, str, str], list[Member]] = {}
     for member in _members(service, request):
         registration = member.registration
@@ -32,7 +36,7 @@ def workers(service: Service, request: Request) -> Response:
 
 
 def _members(service: Service, request: Request) -> Iterator[Member]:
-    """Those of the model, tenant and group that a request names, in order."""
+    """Yield the members that match the request's filters, in order."""
     for _, member in sorted(service.members().items()):
         own = member.registration.scope[:3]
         if all(request.wanted.get(part, value) == value for part, value in zip(_SCOPE, own, strict=True)):
@@ -69,12 +73,12 @@ def _listener(member: Member) -> dict[str, Any]:
 
 
 def id_of(instance: str) -> int | str:
-    """Ids that Dynamo's clients gave as numbers are numbers again."""
+    """Return an instance id as a number if it is one, as Dynamo's clients sent it."""
     return int(instance) if instance.isascii() and instance.isdecimal() and str(int(instance)) == instance else instance
 
 
 def services(service: Service, request: Request) -> Response:
-    """Mooncake's list of what is registered."""
+    """List registered ranks as Mooncake does."""
     found = [_service(member) for member in _members(service, request)]
     return answer({"services": found, "count": len(found)}, request)
 
@@ -97,7 +101,7 @@ def _service(member: Member) -> dict[str, Any]:
 
 
 def global_view(service: Service, request: Request) -> Response:
-    """Mooncake's view: who shares a cache, by everything that keeps prompts apart."""
+    """List groups of workers that can share cached blocks, as Mooncake does."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in _members(service, request):
         registration = member.registration
@@ -130,28 +134,28 @@ def _ranks(members: list[Member]) -> dict[str, dict[str, Any]]:
 
 
 PIECE_BLOCKS: Final = 1_024
-"""Blocks of one piece, which are less than a MiB."""
+"""Blocks of one piece, which is smaller than 1 MiB."""
 _DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 
 
 async def dump(service: Service, request: Request) -> StreamingResponse:
-    """Events that rebuild the index, as Dynamo's replicas ask for them from each other.
+    """Return events that rebuild the index, as Dynamo's replicas request them from each other.
 
-    Blocks are told one by one and in no order: the index keeps no parents, so `parent_hash` is null, and `tokens_hash` is the
-    rolling key, which at a root is the hash of the block's tokens. Others wait while one client reads its dump.
-    A replica that holds a share tells its own blocks alone, and only who says `own=true`.
+    Each event has one block, in no order. The index stores no parents, so `parent_hash` is null. `tokens_hash` is the rolling
+    key, which for a root block is the hash of its tokens. Other clients wait while one reads its dump. A replica that holds a
+    shard returns its own blocks only, and only with `own=true`.
     """
     if service.shards is not None and request.wanted.get("own") != "true":
         raise ConflictError(
-            "this replica holds a share of the fleet",
+            "this replica holds a shard of the fleet",
             "share",
-            f"ask each replica for its own with ?own=true: {', '.join(service.shards.urls)}",
+            f"request the dump of each replica with ?own=true: {', '.join(service.shards.urls)}",
         )
     total = sum(member.blocks for member in list(service.fleet.members.values()))
     limit = service.config.limits.max_dump_blocks
     if total > limit:
         raise TooMuchError(
-            f"the index has {total} blocks, and /dump tells {limit} at most",
+            f"the index has {total} blocks, and /dump returns at most {limit}",
             "too-many-blocks",
             "read /v1/blocks page by page, or raise limits.max_dump_blocks",
         )
@@ -182,14 +186,14 @@ async def _pieces(service: Service) -> AsyncIterator[bytes]:
 def _blocks(service: Service, key: Key) -> Iterator[tuple[int, Block]]:
     try:
         return enumerate(service.fleet.index.blocks(key))
-    except LookupError:  # nothing has come yet
+    except LookupError:  # no event has arrived yet
         return enumerate(())
 
 
 def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
-    """How far each worker can be trusted, behind its blocks: also of one that has none.
+    """Return the trust of each worker, also of workers without blocks.
 
-    Of workers that have one name in several tenants, the one that can be trusted least counts.
+    If several tenants have workers of one name, the lowest trust counts.
     """
     found: dict[str, dict[str, TrustStatus]] = {}
     for member in sorted(members, key=lambda each: trust_order(each.trust_status.state), reverse=True):
@@ -198,7 +202,7 @@ def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
 
 
 def _encode(member: Member, blocks: Iterator[tuple[int, Block]]) -> bytes:
-    """The next events without the brackets around them; empty behind the last one."""
+    """Encode the next events without the brackets of the array; empty after the last event."""
     events = [_event(member, number, block) for number, block in islice(blocks, PIECE_BLOCKS)]
     return msgspec.json.encode(events)[1:-1]
 

@@ -1,4 +1,4 @@
-"""Requests and responses, no more than the endpoints need."""
+"""Requests, responses, and the decoders of request bodies."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 JSON: Final = b"application/json"
 PROBLEM: Final = b"application/problem+json"
-"""Of errors (RFC 9457), whatever a request accepts."""
+"""Media type of errors (RFC 9457), whatever the request accepts."""
 MSGPACK: Final = b"application/msgpack"
 RAW: Final = b"application/octet-stream"
 MAX_PARAMETERS: Final = 32
 MAX_ERROR: Final = 800
-"""Characters of an error's sentence, which may repeat what was sent, and is there twice."""
+"""Characters of an error's sentence. The sentence may quote the request, and the response has it twice."""
 ESCAPED: Final = re.compile(rb"\\u00[567]")
-"""A letter or an underscore that is escaped, as no encoder does: it may be in the name of a field that is there twice."""
+"""An escaped letter or underscore. No encoder writes one, and it can hide a field that occurs twice."""
 
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Headers:
-    """What is asked of a request's headers, whose names are in lower case; of several with one name the first one counts."""
+    """The headers that the endpoints use; of several headers with one name the first one counts."""
 
     __slots__ = ("accept", "announced", "authorization", "fetch_mode", "fetch_site", "host", "kind", "origin", "peer")
 
@@ -43,19 +43,19 @@ class Headers:
         self.authorization: Final = fields.get(b"authorization")
         self.accept: Final = fields.get(b"accept")
         self.kind: Final = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        """Media type of the body, without parameters; empty where none is given."""
+        """Media type of the body in lower case, without parameters; empty if there is none."""
         self.host: Final = fields.get(b"host")
         self.origin: Final = fields.get(b"origin")
         self.fetch_site: Final = fields.get(b"sec-fetch-site")
         self.fetch_mode: Final = fields.get(b"sec-fetch-mode")
         self.announced: Final = fields.get(b"kvevents-announced")
-        """Length of a body that the data plane has not received yet."""
+        """Length of a body that the data plane has not received yet; None if the body is here."""
         self.peer: Final = fields.get(b"kvevents-peer", b"an unknown address").decode("latin-1")
-        """The client's address and port for the log, as the data plane knows them."""
+        """Address and port of the client, from the data plane; for the log."""
 
 
 class Request:
-    """One request, its body complete."""
+    """A request with its complete body."""
 
     __slots__ = ("_parameters", "body", "caller", "headers", "ignored", "method", "path", "peer", "query", "run", "wanted")
 
@@ -68,14 +68,15 @@ class Request:
         self.body = body
         self.headers = headers
         self.caller = caller
-        """Name of the caller's token, and below where the request came from: for the audit log."""
+        """Name of the caller's token, for the audit log."""
         self.peer = peer
+        """Address of the client, for the audit log."""
         self.ignored: tuple[str, ...] = ()
-        """Unknown fields of the body that were left out."""
+        """Unknown fields of the body that were ignored."""
         self.wanted: Mapping[str, str] = {}
-        """Parameters of the query string, all of which the endpoint has, under their names of `/v1`."""
+        """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
         self.run: Run = run_inline
-        """How steps that may take long are called: in a thread if the body is large."""
+        """Calls slow steps: in a thread if the body is large, otherwise in the event loop."""
         self._parameters: dict[str, str] | None = None
 
     @property
@@ -85,7 +86,7 @@ class Request:
 
     @property
     def parameters(self) -> Mapping[str, str]:
-        """Of the query string. Raises `RefusedError`."""
+        """All parameters of the query string. Raises `RefusedError` if it cannot be parsed."""
         if self._parameters is None:
             self._parameters = _parameters(self.query)
         return self._parameters
@@ -95,19 +96,17 @@ def _parameters(query: bytes) -> dict[str, str]:
     try:
         pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict")
     except (UnicodeDecodeError, ValueError) as error:
-        raise RefusedError(
-            f"the query string cannot be read: {error}", "bad-query-string", "percent-encode it as UTF-8"
-        ) from error
+        raise RefusedError(f"invalid query string: {error}", "bad-query-string", "percent-encode it as UTF-8") from error
     found: dict[str, str] = {}
     for name, value in pairs:
         if name in found:
-            raise RefusedError(f"parameter {name!r} is given twice", "bad-parameter", "give it once")
+            raise RefusedError(f"parameter {name!r} occurs twice", "bad-parameter", "send it once")
         found[name] = value
     return found
 
 
 class Response:
-    """An answer, complete."""
+    """A complete response."""
 
     __slots__ = ("body", "headers", "kind", "status")
 
@@ -121,7 +120,7 @@ class Response:
 
 
 class StreamingResponse:
-    """An answer that is sent piece by piece; `release` is called at its end, whatever ends it."""
+    """A response that is sent in pieces; `release` is called when it ends or fails."""
 
     __slots__ = ("kind", "pieces", "release")
 
@@ -132,19 +131,19 @@ class StreamingResponse:
 
 
 def answer(value: Any, request: Request | None = None, *, status: int = 200) -> Response:
-    """A value as JSON, or as msgpack for those who accept that alone."""
+    """Return a value as JSON, or as msgpack if the request accepts only that."""
     if request is not None and request.headers.accept == MSGPACK:
         return Response(_encode_msgpack(value), status=status, kind=MSGPACK)
     return Response(_encode(value), status=status)
 
 
 def encoded(value: Any, request: Request) -> msgspec.Raw:
-    """A value as a part of the answer to a request."""
+    """Encode a value as a part of the response to a request."""
     return msgspec.Raw(_encode_msgpack(value) if request.headers.accept == MSGPACK else _encode(value))
 
 
 def problem(error: ServiceError, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Response:
-    """An error as clients see it."""
+    """Return an error as problem details."""
     problem = Problem.of(error.code, error.reason, _shortened(error.sentence), _shortened(error.hint))
     return Response(_encode(problem), status=error.code, kind=PROBLEM, headers=headers)
 
@@ -154,21 +153,21 @@ def _shortened(text: str) -> str:
 
 
 class Body(msgspec.Struct, frozen=True):
-    """How the bodies of one endpoint are read."""
+    """Decodes the request bodies of one endpoint."""
 
     json: Any
     msgpack: Any
     known: frozenset[str] | None = None
-    """Fields of a body whose other fields are left out if they are not like one of these; None to refuse other fields."""
+    """Known fields, if unknown fields are ignored unless they resemble a known one; None if they are rejected."""
 
     @classmethod
     def of(cls, kind: Any, *, tolerant: bool = False) -> Body:
-        """Decoders for one type, which forbids unknown fields; with `tolerant` those of other clients are ignored."""
+        """Return decoders for a type that forbids unknown fields; with `tolerant` they ignore fields of other clients."""
         known = frozenset(kind.__struct_fields__) if tolerant else None
         return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind), known)
 
     def read(self, request: Request, limits: Limits, *, apart: int = 0) -> Any:
-        """The body as a checked value; `apart` are bytes of it that do not count towards its limit. Raises `ServiceError`."""
+        """Decode and check the body; `apart` of its bytes do not count towards its limit. Raises `ServiceError`."""
         _check_size(len(request.body) - apart, limits)
         kind = request.kind
         if kind in {MSGPACK, b"application/x-msgpack"}:
@@ -176,7 +175,7 @@ class Body(msgspec.Struct, frozen=True):
         elif kind == JSON or kind.endswith(b"+json"):
             decoder = self.json
         else:
-            # Browsers send forms, text and bodies without a type across origins without asking first.
+            # Browsers send forms, text and bodies without a type to other origins without a preflight request.
             raise ServiceError(
                 f"unsupported content type {kind.decode('latin-1')!r}",
                 "unsupported-media-type",
@@ -186,7 +185,7 @@ class Body(msgspec.Struct, frozen=True):
         return self._decode(request, decoder, request.body)
 
     def read_tokens(self, request: Request, name: str, limits: Limits) -> tuple[Any, Any]:
-        """The body, and apart from it its token ids under `name`, in a buffer where that can be. Raises `ServiceError`."""
+        """Decode the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""
         lifted = extract_token_array(request.body, name) if request.kind == JSON else None
         if lifted is not None and ESCAPED.search(lifted[0]) is None:
             _check_size(len(lifted[0]), limits)
@@ -199,12 +198,12 @@ class Body(msgspec.Struct, frozen=True):
             return _decode(decoder, body)
         try:
             return decoder.decode(body)
-        except (ValueError, RecursionError):  # a body with unknown fields is rare; others are refused below
+        except (ValueError, RecursionError):  # unknown fields are rare; the second attempt reports other errors
             known = self._without_unknown(request, decoder, body)
             return _decode(decoder, body if known is None else known)
 
     def _without_unknown(self, request: Request, decoder: Any, body: bytes) -> bytes | None:
-        """The body without the fields that are not known; None if it has none, or cannot be read."""
+        """Encode the body without its unknown fields; None if it has none or is malformed."""
         codec: Any = msgspec.json if decoder is self.json else msgspec.msgpack
         try:
             fields = codec.decode(body, type=dict[str, msgspec.Raw])
@@ -219,9 +218,9 @@ class Body(msgspec.Struct, frozen=True):
 def _check_size(size: int, limits: Limits) -> None:
     if size > limits.max_json_bytes:
         raise TooMuchError(
-            f"the body has {size} bytes beside the token ids of a JSON prompt",
+            f"the body has {size} bytes beside its token ids",
             "too-large",
-            f"limits.max_json_bytes allows {limits.max_json_bytes}; send long prompts as JSON, or raw to /v1/match",
+            f"limits.max_json_bytes is {limits.max_json_bytes}; send long prompts as JSON, or as raw token ids to /v1/match",
         )
 
 
@@ -229,6 +228,6 @@ def _decode(decoder: Any, body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise ServiceError(f"the body has the wrong shape: {error}", "bad-shape", "see /openapi.json", status=422) from error
+        raise ServiceError(f"invalid body: {error}", "bad-shape", "see /openapi.json", status=422) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RefusedError(f"the body is malformed: {error}", "malformed-body", "send one JSON object") from error
+        raise RefusedError(f"malformed body: {error}", "malformed-body", "send one JSON object") from error

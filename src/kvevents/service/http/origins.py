@@ -1,11 +1,10 @@
-"""Which requests a browser may send: the defence against cross-site requests and DNS rebinding.
+"""The defence against cross-site requests and DNS rebinding: which requests a browser may send.
 
-Theory of operation. A web page that the user visits can make the user's browser send requests to any address that the machine
-reaches, loopback included. The browser names the page's origin in `Origin` and `Sec-Fetch-Site`, which scripts cannot change,
-so a request of another origin is refused whatever it asks. With DNS rebinding the page's own host name resolves to the
-service, and the two headers say "same origin"; but then `Host` has the name of the page. So, as long as anything can be done
-without a token, `Host` must be an address or a configured name: a page that was loaded from an address belongs to the server
-there. Where every request needs a token, `Host` may be anything: a browser does not add a bearer token by itself.
+A web page can make the browser of its visitor send requests to any address that the machine reaches, loopback included. The
+browser sends the page's origin in `Origin` and `Sec-Fetch-Site`, which scripts cannot change, so the service refuses requests
+of other origins. With DNS rebinding the host name of the page resolves to the service, and both headers say "same origin", but
+`Host` then has the name of the page. So `Host` must be an address or a configured name as long as callers without a token have
+any role. If every request needs a token, `Host` may be anything, because a browser does not add a bearer token by itself.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ if TYPE_CHECKING:
     from kvevents.service.config import ServiceConfig
 
 MAX_SHOWN: Final = 80
-"""Characters of a header that an error repeats."""
+"""Characters of a header that an error quotes."""
 _OWN_SITE: Final = frozenset({None, b"same-origin", b"none"})
-"""Values of `Sec-Fetch-Site` for requests of the page itself, of the user, and of programs that are not browsers."""
+"""Values of `Sec-Fetch-Site` in requests of the service's page, of the user, and of other programs than browsers."""
 
 
 class OriginPolicy:
     """Refuses requests that a web page of another origin makes a browser send.
 
-    `host` is the address that the service listens at, and `names` are the host names that it is reached by. `Host` is checked
-    if `checks_host` is true.
+    The service listens at `host`, and clients reach it by `names`. `checks_host` says whether `Host` is checked.
     """
 
     def __init__(self, host: str, names: Sequence[str], *, checks_host: bool) -> None:
@@ -44,7 +42,7 @@ class OriginPolicy:
 
     @classmethod
     def of(cls, config: ServiceConfig, access: Access) -> OriginPolicy:
-        """The policy of a service with these settings."""
+        """Return the policy of a service with these settings."""
         names = list(config.allowed_hosts)
         if config.shard is not None:
             names.append(host_of(config.shard.url.partition("://")[2].rstrip("/")))
@@ -53,22 +51,22 @@ class OriginPolicy:
     def check(self, headers: Headers, *, is_read: bool) -> None:
         """Raise `UnauthorizedError` for a request of another origin, and `ServiceError` (421) for an unknown host name.
 
-        `is_read` says that the request changes nothing, so that a link on another site may open it in a browser.
+        `is_read` says that the request changes nothing, so a link on another site may open it in a browser.
         """
         if self.checks_host and headers.host is not None and not self._is_own_host(host_of(_text(headers.host))):
             hint = "use an address of this service, or add the name to allowed_hosts"
             raise ServiceError(f"unknown host {_shown(headers.host)!r}", "unknown-host", hint, status=421)
         if headers.origin is not None and not self._is_own_origin(headers.origin, headers.host):
-            hint = "a browser may ask from the service's own page only; see allowed_hosts"
+            hint = "a browser may send requests only from the service's own page; see allowed_hosts"
             raise UnauthorizedError(f"foreign origin {_shown(headers.origin)!r}", "foreign-origin", hint, status=403)
         if headers.fetch_site not in _OWN_SITE and not (is_read and headers.fetch_mode == b"navigate"):
-            hint = "a browser may ask from the service's own page only"
+            hint = "a browser may send requests only from the service's own page"
             raise UnauthorizedError("a page of another origin sent this request", "foreign-origin", hint, status=403)
 
     def _is_own_origin(self, origin: bytes, host: bytes | None) -> bool:
         scheme, separator, place = _text(origin).lower().partition("://")
         if not separator or scheme not in {"http", "https"}:
-            return False  # `null` among them: sandboxed frames and files
+            return False  # also `null`, the origin of sandboxed frames and files
         return (host is not None and place == _text(host).lower()) or host_of(place) in self._names
 
     def _is_own_host(self, host: str) -> bool:

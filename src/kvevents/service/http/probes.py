@@ -1,4 +1,4 @@
-"""Whether the service lives, may be asked, and how it fares; its description, and its page."""
+"""Handlers for probes, metrics and the page."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 def health(service: Service, request: Request) -> Response:
-    """Whether engines are followed; 503 when this process has to be restarted."""
+    """Return whether the service receives events; 503 if the process must be restarted."""
     told = service.health()
     return answer(told, request, status=503 if told.status == "failed" else 200)
 
 
 def live(service: Service, request: Request) -> Response:
-    """The same, for Kubernetes."""
+    """Return the same as `/health`, under the path that Kubernetes uses."""
     return health(service, request)
 
 
 def ready(service: Service, request: Request) -> Response:
-    """Whether enough of the fleet is EXACT to be asked, or the deadline has passed; 503 before."""
+    """Return whether the service can be queried: enough sources are EXACT or the deadline has passed; 503 before."""
     told = service.readiness()
     return answer(told, request, status=200 if told.ready else 503)
 
 
 def metrics(service: Service, _request: Request) -> Response:
-    """For Prometheus."""
+    """Return the metrics in Prometheus' text format."""
     return Response(exposition(service), kind=METRICS)
 
 
@@ -42,7 +42,7 @@ def _page() -> bytes:
 
 
 def page(_service: Service, _request: Request) -> Response:
-    """The fleet, for people."""
+    """Return the page that shows the fleet in a browser."""
     nonce = secrets.token_urlsafe(16)
     policy = (
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "

@@ -1,4 +1,4 @@
-"""What the replicas of a sharded plane ask each other; bodies and answers are msgpack there, and may be JSON."""
+"""Handlers for requests between the replicas of a sharded plane. Replicas send msgpack; JSON works too."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvevents.service.http.messages import MSGPACK, Body, Request, Response, ans
 from kvevents.service.service import Service
 from kvevents.service.shards.shard_server import Expectation, PartitionQuery, ShardQuery, ShardServer
 
-QUESTION: Final = Body.of(ShardQuery)
+QUERY: Final = Body.of(ShardQuery)
 PARTITIONS: Final = Body.of(PartitionQuery)
 EXPECTATION: Final = Body.of(Expectation)
 
 
 class _Prompts(msgspec.Struct):
-    """Where the prompts of a body are, whose other fields are passed over."""
+    """The prompts of a body, without its other fields."""
 
     prompts: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
@@ -31,42 +31,42 @@ _PROMPTS: Final[dict[bytes, Any]] = {
 
 
 def match(service: Service, request: Request) -> Response:
-    """Who in some partitions holds how much of some prompts, as far as this replica shows them."""
-    answering = _answering(service)
-    asked: ShardQuery = _read(QUESTION, service, request)
+    """Return how much of some prompts the workers of some partitions hold, as far as this replica serves them."""
+    server = _shard_server(service)
+    asked: ShardQuery = _read(QUERY, service, request)
     service.check_tokens(sum(len(prompt) // 4 for prompt in asked.prompts) + sum(map(len, asked.keys)))
     if any(max(keys, default=0) >> 64 for keys in asked.keys):
         raise ServiceError("a key has more than 64 bits", "bad-hash", "send rolling keys or hashes of blocks", status=422)
-    return answer(answering.part(asked), request)
+    return answer(server.part(asked), request)
 
 
 def members(service: Service, request: Request) -> Response:
-    """The engines of some partitions, as far as this replica shows them."""
-    answering = _answering(service)
+    """List the engines of some partitions, as far as this replica serves them."""
+    server = _shard_server(service)
     asked: PartitionQuery = PARTITIONS.read(request, service.config.limits)
-    return answer(answering.members(asked), request)
+    return answer(server.members(asked), request)
 
 
 def expect(service: Service, request: Request) -> Response:
-    """Believe for a while that an engine will hold a prompt."""
-    answering = _answering(service)
+    """Count a prompt as held by an engine for a while."""
+    server = _shard_server(service)
     asked: Expectation = _read(EXPECTATION, service, request)
     service.check_tokens(len(asked.prompt) // 4)
-    return answer(answering.expect(asked), request)
+    return answer(server.expect(asked), request)
 
 
 def _read(body: Body, service: Service, request: Request) -> Any:
-    """The body; its prompts are bytes, which cost nothing to read, and have a limit of their own."""
+    """Decode the body. Its prompts are bytes that are cheap to decode and have a limit of their own."""
     limits = service.config.limits
     apart = 0
     if len(request.body) > limits.max_json_bytes and (decoder := _PROMPTS.get(request.kind)) is not None:
-        with suppress(ValueError, RecursionError):  # what cannot be read is refused for its size
+        with suppress(ValueError, RecursionError):  # a malformed body is rejected for its size
             found = decoder.decode(request.body)
             apart = len(found.prompts) + len(found.prompt)
     return body.read(request, limits, apart=apart)
 
 
-def _answering(service: Service) -> ShardServer:
+def _shard_server(service: Service) -> ShardServer:
     if service.shards is None:
-        raise ConflictError("this service holds no share of a plane", "no-shard", "ask it /v1/match, for all it knows")
+        raise ConflictError("this service holds no shard of a plane", "no-shard", "send the request to /v1/match")
     return service.shards.answering

@@ -1,4 +1,4 @@
-"""Our own, richer API: `/v1`. What it takes and gives is in `kvevents.service.schemas`."""
+"""The `/v1` API of kvevents. `kvevents.service.schemas` has the types of its requests and responses."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ MATCH: Final = Body.of(MatchRequest)
 MATCH_MANY: Final = Body.of(MatchManyRequest)
 SELECT: Final = Body.of(SelectRequest)
 MAX_PAGE: Final = 10_000
-"""Blocks of one answer of `/v1/blocks`."""
+"""Largest page of `/v1/blocks`, in blocks."""
 DEFAULT_PAGE: Final = 1_000
 MAX_HOT: Final = 500
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
-"""Where a page of `/v1/blocks` begins; empty for the first one."""
+"""Form of a cursor of `/v1/blocks`; empty for the first page."""
 MAX_DIGITS: Final = 10
-"""Of a number in a query string; Python refuses to read more than some thousands."""
+"""Digits of a number in a query string; Python does not parse very long numbers."""
 MAX_SHOWN: Final = 40
-"""Characters of something wrong that an error repeats."""
+"""Characters of an invalid value that an error quotes."""
 HEARTBEAT_SECONDS: Final = 15.0
-"""A comment on an idle `/v1/events`, so that proxies keep it open and a dead client is noticed."""
+"""Interval of comments on an idle `/v1/events`. They keep proxies from closing it and reveal disconnected clients."""
 
 
 def _held(found: list[MemberMatch]) -> list[WorkerMatch]:
@@ -68,7 +68,7 @@ def _held(found: list[MemberMatch]) -> list[WorkerMatch]:
 
 
 def _trusts(service: Service, scope: Scope) -> list[WorkerTrust]:
-    """How far each worker that may hold blocks of a prompt is trusted."""
+    """Return the trust of each worker that may hold blocks of a prompt."""
     return [
         WorkerTrust(instance=member.instance, rank=member.registration.rank, trust=member.trust_status)
         for member in service.candidates.of(scope).members
@@ -79,10 +79,10 @@ def _trusts(service: Service, scope: Scope) -> list[WorkerTrust]:
 
 
 async def match(service: Service, request: Request) -> Response:
-    """Who holds how long a prefix of one prompt.
+    """Return the longest prefix of a prompt that each worker holds.
 
-    The prompt is JSON or msgpack as `MatchRequest`, or raw: token ids as unsigned 32-bit little-endian numbers of
-    `application/octet-stream`, and everything else in the query string.
+    The body is a `MatchRequest` as JSON or msgpack, or raw token ids: unsigned 32-bit little-endian numbers with content type
+    `application/octet-stream`, and all other fields in the query string.
     """
     asked, tokens = await request.run(_prompt, service, request)
     scope = service.candidates.resolve(scope_of(asked))
@@ -110,25 +110,25 @@ def _matched(service: Service, request: Request, scope: Scope, length: int, foun
 
 @build_decoder_now
 class _RawScope(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of a raw prompt."""
+    """Query parameters of a raw prompt."""
 
 
 def _raw(request: Request) -> tuple[Any, ScopedRequest]:
     if len(request.body) % 4:
         raise RefusedError(
-            f"a raw body of {len(request.body)} bytes is not one of 32-bit numbers", "malformed-body", "send 4 bytes a token"
+            f"invalid raw body of {len(request.body)} bytes: expected 4 bytes for each token",
+            "malformed-body",
+            "send 32-bit numbers",
         )
     try:
         asked = msgspec.convert(dict(request.wanted), _RawScope, strict=False)
     except msgspec.ValidationError as error:
-        raise ServiceError(
-            f"the query string has the wrong shape: {error}", "bad-shape", "see /openapi.json", status=422
-        ) from error
+        raise ServiceError(f"invalid query string: {error}", "bad-shape", "see /openapi.json", status=422) from error
     return memoryview(request.body).cast("I"), asked
 
 
 async def match_many(service: Service, request: Request) -> Response:
-    """The same for several prompts of one namespace."""
+    """Return the longest prefix of each of several prompts of one scope that each worker holds."""
     asked: MatchManyRequest = await request.run(MATCH_MANY.read, request, service.config.limits)
     service.check_tokens(sum(map(len, asked.prompts)))
     scope = service.candidates.resolve(scope_of(asked))
@@ -139,7 +139,7 @@ async def match_many(service: Service, request: Request) -> Response:
 
 
 def _matched_many(service: Service, request: Request, scope: Scope, asked: MatchManyRequest, found: FoundMany) -> Response:
-    # Each is encoded alone, since nothing else runs while Python encodes.
+    # Each match is encoded alone, because the encoder holds the interpreter lock.
     matches: list[Any] = [
         encoded(PromptMatch(prompt_tokens=len(tokens), holders=_held(rows)), request)
         for tokens, rows in zip(asked.prompts, found.rows, strict=True)
@@ -148,7 +148,7 @@ def _matched_many(service: Service, request: Request, scope: Scope, asked: Match
 
 
 async def select(service: Service, request: Request) -> Response:
-    """Which worker should take a prompt, by what each holds, how far that can be trusted, and its load."""
+    """Select the worker for a prompt by what each worker holds, its trust and its load."""
     asked, tokens = await request.run(SELECT.read_tokens, request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
     scope = service.candidates.resolve(scope_of(asked))
@@ -158,7 +158,7 @@ async def select(service: Service, request: Request) -> Response:
         count = len(service.candidates.of(scope).members)
     elif (count := len(asked.candidates)) > limits.max_candidates:
         raise TooMuchError(
-            f"{count} candidates were sent", "too-many-candidates", f"limits.max_candidates allows {limits.max_candidates}"
+            f"the request has {count} candidates", "too-many-candidates", f"limits.max_candidates is {limits.max_candidates}"
         )
     run = service.runner(request.run, count)
     found = await service.lookups.find(
@@ -178,7 +178,7 @@ def _selected(service: Service, scope: Scope, asked: SelectRequest, found: list[
     if candidates is None:
         candidates = [Candidate(instance=instance, rank=rank) for instance, rank in standings]
     else:
-        # Of the same tenant and group but of another model, LoRA or salt: the prompt must not go there.
+        # Workers of the same tenant and group with another model, LoRA or salt cannot serve the prompt.
         others = {
             member.worker for member in service.members().values() if member.registration.scope[1:3] == scope[1:3]
         } - standings.keys()
@@ -187,7 +187,7 @@ def _selected(service: Service, scope: Scope, asked: SelectRequest, found: list[
             raise SelectError(
                 f"none of the {len(asked.candidates)} candidates serves model {scope.model!r} with this LoRA and salt",
                 "no-candidates",
-                "leave `candidates` out, or see /v1/sources",
+                "leave `candidates` out, or name workers of /v1/sources",
             )
     held = {(each.instance, each.rank): each for each in _held(found)}
     chosen = select_worker(asked, candidates, held, standings, service.ties)
@@ -198,7 +198,7 @@ def _selected(service: Service, scope: Scope, asked: SelectRequest, found: list[
 
 
 def sources(service: Service, request: Request) -> Response:
-    """Every source with its trust, lag, gaps and counters."""
+    """List every source with its trust, lag, gaps and counters."""
     views = [member.view() for _, member in sorted(service.members().items())]
     chosen = [view for view in views if _is_wanted(view, request.wanted)]
     return answer(SourcesAnswer(sources=chosen, faults=service.faults()), request)
@@ -209,16 +209,16 @@ def _is_wanted(view: SourceView | StreamEvent, wanted: Mapping[str, str]) -> boo
 
 
 def stats(service: Service, request: Request) -> Response:
-    """The service in numbers."""
+    """Return the counters of the service."""
     return answer(service.stats(), request)
 
 
 async def hot(service: Service, request: Request) -> Response:
-    """Prefixes that prompts begin with most, as a tree."""
+    """Return the tree of prefixes that prompts begin with most."""
     wanted = request.wanted
     model = wanted.get("model")
     if model is None:
-        raise RefusedError("model is missing", "missing-model", "name one of those in /v1/sources")
+        raise RefusedError("parameter model is missing", "missing-model", "send a model of /v1/sources")
     tenant, group = wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP)
     scope = Scope(model, tenant, group, wanted.get("lora") or None, wanted.get("salt") or None)
     scope = service.candidates.resolve(scope)
@@ -239,28 +239,30 @@ def _number(wanted: Any, name: str, default: int, most: int) -> int:
     if text is None:
         return default
     if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or not 1 <= int(text) <= most:
-        raise RefusedError(f"{name} is {text[:MAX_SHOWN]!r}", "bad-parameter", f"it is a number from 1 to {most}")
+        raise RefusedError(
+            f"invalid {name} {text[:MAX_SHOWN]!r}: expected a number from 1 to {most}", "bad-parameter", "see /openapi.json"
+        )
     return int(text)
 
 
 def blocks(service: Service, request: Request) -> Response:
-    """Blocks of one worker at one moment, page by page, in no order."""
+    """List the blocks of one worker at one moment, in pages and in no order."""
     wanted = request.wanted
     member = _member(service, wanted)
     key = member.registration.key
     if key not in service.fleet.members:
         raise ConflictError(
-            "another replica holds this worker", "other-replica", f"ask it: {service.holder(member) or 'none answers now'}"
+            "another replica holds this worker", "other-replica", f"send the request to {service.holder(member) or 'it'}"
         )
     limit = _number(wanted, "limit", DEFAULT_PAGE, MAX_PAGE)
     cursor = wanted.get("cursor", "")
     if CURSOR.fullmatch(cursor) is None:
-        raise RefusedError(f"cursor is {cursor[:MAX_SHOWN]!r}", "bad-parameter", "it is the `next` of the page before")
+        raise RefusedError(f"invalid cursor {cursor[:MAX_SHOWN]!r}", "bad-parameter", "send `next` of the previous page")
     if cursor:
         return answer(service.block_listings.next(key, cursor, limit), request)
     try:
         held: Iterable[Block] = service.fleet.index.blocks(key)
-    except LookupError:  # no event has come yet
+    except LookupError:  # no event has arrived yet
         held = ()
     return answer(service.block_listings.first(key, held, limit, lambda: member.trust_status), request)
 
@@ -268,7 +270,7 @@ def blocks(service: Service, request: Request) -> Response:
 def _member(service: Service, wanted: Any) -> Member:
     instance, rank = wanted.get("instance"), _rank(wanted.get("rank", "0"))
     if instance is None:
-        raise RefusedError("instance is missing", "bad-parameter", "name one of those in /v1/sources")
+        raise RefusedError("parameter instance is missing", "bad-parameter", "send an instance of /v1/sources")
     tenant, group = wanted.get("tenant", DEFAULT_GROUP), wanted.get("group", DEFAULT_GROUP)
     for member in service.members().values():
         registration = member.registration
@@ -284,18 +286,18 @@ def _member(service: Service, wanted: Any) -> Member:
 
 def _rank(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or int(text) >> 32:
-        raise RefusedError(f"rank is {text[:MAX_SHOWN]!r}", "bad-parameter", "ranks count from 0")
+        raise RefusedError(f"invalid rank {text[:MAX_SHOWN]!r}: expected a number from 0", "bad-parameter", "see /v1/sources")
     return int(text)
 
 
-# --- what happens
+# --- events
 
 
 def events(service: Service, request: Request) -> StreamingResponse:
-    """Server-sent events: changes of state, losses, and at most four times a second what came from each source."""
+    """Stream server-sent events: changes of trust, losses, and up to four times a second the batches of each source."""
     if len(service.fleet.event_bus) >= service.config.limits.max_listeners:
         raise UnavailableError(
-            f"{service.config.limits.max_listeners} clients listen, which is the limit",
+            f"{service.config.limits.max_listeners} clients are connected to /v1/events already",
             "too-many-listeners",
             "raise limits.max_listeners, or poll /v1/sources",
         )

@@ -20,7 +20,7 @@ from kvevents.errors import ConfigError, ExternalError
 from kvevents.service.access import token_of_file
 from kvevents.service.config import ShardSettings
 from kvevents.service.hosts import HostPatterns, address_of, is_loopback
-from kvevents.service.http_client import Bounds, HttpConnections, HttpError
+from kvevents.service.http_client import HttpConnections, HttpError, RequestLimits
 
 _LOOPBACK: Final = ("127.0.0.0/8", "::1", "localhost")
 
@@ -88,7 +88,7 @@ class Peers:
         }
         self._tls: Final = _tls(settings)
         self._failed: dict[str, float] = {}
-        self._bounds: Final = Bounds(settings.ask_seconds, MAX_ANSWER_BYTES)
+        self._bounds: Final = RequestLimits(settings.ask_seconds, MAX_ANSWER_BYTES)
         self._connections: HttpConnections | None = None
 
     def is_away(self, name: str) -> bool:
@@ -98,7 +98,9 @@ class Peers:
     async def ask(self, name: str, url: str, path: str, question: msgspec.Struct, kind: type[T]) -> T:
         """What replica `name` answers at `url`. Raises `PeerUnavailableError`."""
         if self._connections is None:
-            self._connections = HttpConnections(self._bounds, tls=self._tls, kept=IDLE_SECONDS, most=MAX_CONNECTIONS)
+            self._connections = HttpConnections(
+                self._bounds, tls=self._tls, idle_seconds=IDLE_SECONDS, max_connections=MAX_CONNECTIONS
+            )
         try:
             status, body, _ = await self._connections.post(url + path, self._headers, msgspec.msgpack.encode(question))
         except HttpError as error:
