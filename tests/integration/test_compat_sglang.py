@@ -1,4 +1,4 @@
-"""`kvevents.compat.sglang` against what SGLang 0.5.23's `sglang.srt.disaggregation.kv_events` shows to a program."""
+"""`kvevents.compat.sglang` against the observable behaviour of SGLang 0.5.23's `sglang.srt.disaggregation.kv_events`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parameters(function: Any) -> dict[str, Any]:
 
 
 def test_signatures_are_sglangs() -> None:
-    """Names, order and defaults, written down here from SGLang 0.5.23."""
+    """Names, order and defaults are copied here from SGLang 0.5.23."""
     assert list(parameters(sglang.ZmqEventPublisher).items()) == [
         ("attn_dp_rank", REQUIRED),
         ("endpoint", "tcp://*:5557"),
@@ -77,8 +77,9 @@ def test_signatures_are_sglangs() -> None:
 
 
 @pytest.mark.parametrize("golden", NEWEST, ids=str)
-def test_encoded_as_they_are_they_are_sglangs_bytes(golden: Golden, context: Context) -> None:
-    """By msgspec alone and through the publisher, live and replayed, byte by byte the golden frames of SGLang 0.5.22."""
+def test_events_encode_to_sglangs_bytes(golden: Golden, context: Context) -> None:
+    """By msgspec alone and through the publisher, live and replayed, they are byte by byte the golden frames of SGLang
+    0.5.22."""
     ts, made, rank = golden.decoded
     built = [getattr(sglang, event["type"])(**{k: v for k, v in event.items() if k != "type"}) for event in made]
     whole = sglang.KVEventBatch(ts, built, rank)
@@ -98,22 +99,20 @@ def test_encoded_as_they_are_they_are_sglangs_bytes(golden: Golden, context: Con
 
 
 def test_goldens_are_there() -> None:
-    """The test above would pass on nothing."""
+    """Without goldens the test above would prove nothing."""
     assert len(NEWEST) > 5
 
 
-def test_events_are_also_ours() -> None:
-    """So that they can be spelled in other dialects; a medium may be given as the enumeration."""
+def test_events_are_also_events_of_kvevents() -> None:
+    """So they can be encoded in other dialects. A medium may be a member of the enumeration."""
     event = sglang.BlockStored([1], None, [1], 1, None, medium=sglang.StorageMedium.CPU)
     assert isinstance(event, events.KVCacheEvent)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(event))["medium"] == "CPU_PINNED"
 
 
 def test_a_program_written_for_sglang(context: Context) -> None:
-    """JSON, factory, rank in the batch, buffer limit with the topic in replies, closed after shutdown.
-
-    What has left the buffer is in a snapshot, which SGLang does not have: a clear under the number of the last batch in it.
-    """
+    """It uses the JSON, the factory, the rank in the batch, the buffer limit with the topic in replies, and is closed after
+    shutdown. Evicted batches are in a snapshot, which SGLang does not have: a clear under the number of its last batch."""
     text = json.dumps({"publisher": "zmq", "endpoint": ANY, "replay_endpoint": ANY, "topic": "t", "buffer_steps": 10})
     publisher = sglang.EventPublisherFactory.create(text, attn_dp_rank=3)
     assert isinstance(publisher, sglang.ZmqEventPublisher)
@@ -135,8 +134,8 @@ def test_a_program_written_for_sglang(context: Context) -> None:
         publisher.publish(sglang.EventBatch(1.0, []))
 
 
-def test_batches_of_other_kinds_publish_too(context: Context) -> None:
-    """vLLM's, whose rank has another name, and with a queue that is full."""
+def test_batches_of_other_types_publish_too(context: Context) -> None:
+    """vLLM's batches, whose rank has another name, publish too, also with a full queue."""
     publisher = sglang.ZmqEventPublisher(2, ANY, max_queue_size=1)
     subscriber = subscribe(context, publisher)
     publisher.publish(events.EventBatch(1.0, []))
@@ -149,7 +148,7 @@ def test_batches_of_other_kinds_publish_too(context: Context) -> None:
 
 
 def test_a_local_source_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bound, reachable from this host, paths absolute as of the bind; nothing when there is nothing to subscribe to."""
+    """Endpoints are reachable from this host, with absolute paths as of the bind; None if no process can subscribe."""
     publisher = sglang.ZmqEventPublisher(1, "tcp://*:0", topic="t")
     assert publisher.describe_local_source(16) == {"dp_rank": 1, "endpoint": publisher.endpoint, "topic": "t", "block_size": 16}
     assert publisher.endpoint.startswith("tcp://127.0.0.1:")
@@ -179,8 +178,8 @@ def test_a_local_source_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- configuration and factory ---------------------------------------------------------------------------------------------
 
 
-def test_config_has_pydantics_face() -> None:
-    """Dump, JSON, validation of mappings and instances, copies, equality, repr; unknown fields are ignored."""
+def test_the_config_behaves_like_a_pydantic_model() -> None:
+    """It has dumps, JSON, validation of mappings and instances, copies, equality and repr; unknown fields are ignored."""
     config = sglang.KVEventsConfig(publisher="zmq", hwm="5", bind="true", tomorrow=1)
     assert config.model_dump() == {
         "publisher": "zmq",
@@ -221,7 +220,7 @@ def test_config_has_pydantics_face() -> None:
     ],
 )
 def test_config_errors_name_the_field(text: str, named: str) -> None:
-    """All that is wrong, in one ValueError."""
+    """One ValueError names all invalid fields."""
     with pytest.raises(ConfigError, match=named):
         sglang.KVEventsConfig.from_cli(text)
 
@@ -231,12 +230,12 @@ def test_config_errors_name_the_field(text: str, named: str) -> None:
     [(None, False), ("", False), ("{}", False), ('{"format": "default"}', False), ('{"format": "dynamo"}', True)],
 )
 def test_the_dynamo_format(text: str | None, expected: bool) -> None:
-    """Asked of the JSON."""
+    """`uses_dynamo_format` reads the JSON."""
     assert sglang.uses_dynamo_format(text) is expected
 
 
 def test_the_factory_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No JSON or no publisher gives the null publisher only where SGLang does; settings reach registered publishers."""
+    """It returns the null publisher in the same cases as SGLang, and passes settings to registered publishers."""
     monkeypatch.setattr(sglang.EventPublisherFactory, "_registry", dict(sglang.EventPublisherFactory._registry))
     for config in (None, ""):
         assert type(sglang.EventPublisherFactory.create(config)) is sglang.NullEventPublisher
@@ -260,12 +259,12 @@ def test_the_factory_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("size", "attn", "dp", "expected"), [(4, 3, 1, 3), (1, 0, 2, 2), (1, 0, None, 0), (0, 5, 1, 1)])
 def test_which_rank_offsets_the_port(size: int, attn: int, dp: int | None, expected: int) -> None:
-    """The attention rank with attention data parallelism, else the replica's."""
+    """It is the attention rank with attention data parallelism, otherwise that of the replica."""
     assert sglang.select_kv_publisher_dp_rank(size, attn, dp) == expected
 
 
 def test_which_scheduler_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of SGLang's runtime, which is imported only then; without it the error says what is missing."""
+    """SGLang's runtime decides, and is imported only then; without it the error says what is missing."""
     assert sglang.is_kv_publisher_rank(None) is False
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)
     with pytest.raises(MissingDependencyError, match="install sglang"):
@@ -281,7 +280,7 @@ def test_which_scheduler_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_namespaced_hashes() -> None:
-    """Bytes by bytes as the rule says, and a vector computed by SGLang 0.5.23 itself."""
+    """They follow the rule byte by byte, and equal a vector computed by SGLang 0.5.23."""
     seed = sglang.kv_event_namespace_seed
     assert seed(extra_key=None, cache_salt=None) is None
     by_hand = hashlib.sha256(b"sglang-kv-event-namespace-v1" + b"\1" + (1).to_bytes(8, "little") + b"a" + b"\0").digest()
@@ -318,7 +317,7 @@ VECTOR = 6078853747462455894
     ],
 )
 def test_parsing_endpoints(endpoint: str | None, port: int | None, advertised: Any, bindable: Any) -> None:
-    """Port with any host, what can be advertised, what can be bound; None for what has no meaning."""
+    """The functions return a port with any host, an advertisable address, a bindable address; None for invalid endpoints."""
     assert sglang.parse_tcp_port(endpoint) == port
     assert sglang.parse_advertisable_tcp(endpoint) == advertised
     assert sglang.parse_bindable_tcp(endpoint) == bindable
@@ -348,7 +347,8 @@ def test_parsing_endpoints(endpoint: str | None, port: int | None, advertised: A
 def test_where_load_reports_go(
     events_at: str | None, replay_at: str | None, ranks: int, told: str | None, found: Any, reason: str | None
 ) -> None:
-    """Off unless asked for, packed after the events' and the replay's ports, or where told unless that overlaps."""
+    """They are off by default, after the ports of events and replay with `auto`, or at a given address that must not
+    overlap."""
     place, why = sglang.resolve_load_pub_range(
         kv_endpoint=events_at, replay_endpoint=replay_at, dp_size=ranks, load_publish_endpoint=told
     )

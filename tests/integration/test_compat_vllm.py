@@ -1,4 +1,4 @@
-"""`kvevents.compat.vllm` against what vLLM 0.33's `vllm.distributed.kv_events` shows to a program."""
+"""`kvevents.compat.vllm` against the observable behaviour of vLLM 0.33's `vllm.distributed.kv_events`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 def test_signatures_are_vllms() -> None:
-    """Names, order and defaults, written down here from vLLM 0.33."""
+    """Names, order and defaults are copied here from vLLM 0.33."""
     assert list(parameters(vllm.ZmqEventPublisher).items()) == [
         ("data_parallel_rank", REQUIRED),
         ("endpoint", "tcp://*:5557"),
@@ -90,7 +90,7 @@ def test_required_fields_are_required() -> None:
 
 
 def native(event: dict[str, Any]) -> Any:
-    """An event of a golden, built with the drop-in's classes as vLLM builds it with its own."""
+    """Build an event of a golden with the classes of the drop-in, as vLLM builds it with its own."""
     fields = {name: value for name, value in event.items() if name != "type"}
     if fields.get("extra_keys") is not None:
         fields["extra_keys"] = [None if keys is None else tuple(keys) for keys in fields["extra_keys"]]
@@ -109,8 +109,8 @@ OF_0_33 = bytes.fromhex(
 )
 
 
-def test_encoded_as_they_are_they_are_vllms_bytes() -> None:
-    """Byte by byte what vLLM 0.33 sends, the 16-bit map header included: with 16 fields msgspec reserves it."""
+def test_events_encode_to_vllms_bytes() -> None:
+    """They are byte by byte what vLLM 0.33 sends, including the 16-bit map header that msgspec reserves for 16 fields."""
     hashes: list[int | bytes] = [1, 2**64 - 1]
     keys: list[tuple[str, ...] | None] = [None, ("salt",)]
     kind = "full_attention"
@@ -123,7 +123,8 @@ def test_encoded_as_they_are_they_are_vllms_bytes() -> None:
 
 @pytest.mark.parametrize("golden", NEWEST, ids=str)
 def test_goldens_from_these_classes(golden: Golden, context: Context) -> None:
-    """vLLM 0.32's payloads when spelled for it, the same values as they are, and its frames around them, live and replayed."""
+    """Encoded in its dialect they are vLLM 0.32's payloads, without a dialect the same values, in its frames, live and
+    replayed."""
     ts, made, rank = golden.decoded
     whole = vllm.KVEventBatch(ts, [native(event) for event in made], rank)
     assert encode_batch(whole, dialect_for("vllm", "0.32.0")) == golden.payload
@@ -145,18 +146,18 @@ def test_goldens_from_these_classes(golden: Golden, context: Context) -> None:
 
 
 def test_the_newest_field_is_sent() -> None:
-    """`lookahead_token_ids`, new in 0.33, under its name."""
+    """`lookahead_token_ids`, new in 0.33, is sent under its name."""
     event = vllm.BlockStored([1], None, [1], 1, None, "GPU", None, lookahead_token_ids=[[2, 3]])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(event))["lookahead_token_ids"] == [[2, 3]]
 
 
 def test_goldens_are_there() -> None:
-    """The test above would pass on nothing."""
+    """Without goldens the test above would prove nothing."""
     assert len(NEWEST) > 5
 
 
-def test_events_are_also_ours_and_hashable() -> None:
-    """So that they can be aggregated, spelled in other dialects, and told apart; what they are decoded from may hold more."""
+def test_events_are_also_events_of_kvevents_and_hashable() -> None:
+    """So they can be aggregated and encoded in other dialects. Decoding ignores unknown fields."""
     removed = vllm.BlockRemoved([1], "GPU", 2)
     full = vllm.BlockStored([1], b"x" * 32, [1], 1, None, "GPU", None, [("a",)], 0, "full", 5, "LOCAL", "o", "s", [[1]])
     for event in (removed, full, vllm.BlockStored([1], None, [1], 1, None, None, None)):
@@ -189,16 +190,15 @@ HASHED = {
 
 @pytest.mark.parametrize("name", HASHED)
 def test_events_hash_as_vllms(name: str) -> None:
-    """Events that differ in one of the fields that vLLM hashes have different hashes."""
+    """Events that differ in a field that vLLM hashes have different hashes."""
     event = vllm.BlockStored([1], None, [1], 1, None, "GPU", None)
     assert hash(event) != hash(msgspec.structs.replace(event, **{name: HASHED[name]}))
 
 
 def test_a_program_written_for_vllm(context: Context) -> None:
-    """Config with the flag, factory, rank offset, publish, topic in replies, buffer limit, closed after shutdown.
-
-    What has left the buffer is in a snapshot, which vLLM does not have: a clear under the number of the last batch in it.
-    """
+    """It uses the config with the flag, the factory, the rank offset, publish, the topic in replies, the buffer limit, and is
+    closed after shutdown. Evicted batches are in a snapshot, which vLLM does not have: a clear under the number of its last
+    batch."""
     config = vllm.KVEventsConfig(
         enable_kv_cache_events=True,
         endpoint="inproc://vllm-events",
@@ -230,7 +230,8 @@ def test_a_program_written_for_vllm(context: Context) -> None:
 
 
 def test_the_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As configured plus rank; a port left to the OS as this node's address with the chosen one (vLLM from 0.31)."""
+    """It has the configured endpoints plus the rank; port 0 becomes this node's address with the chosen port (vLLM from
+    0.31)."""
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     publisher = vllm.ZmqEventPublisher(2, "tcp://*:0", "tcp://*:0", buffer_steps=5, topic="t")
     found = publisher.get_publisher_config()
@@ -245,7 +246,7 @@ def test_the_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_our_own_publisher_has_its_configuration_too() -> None:
-    """vLLM asks every publisher for it when the engine starts, and ends the engine where the method is missing."""
+    """vLLM calls this method of every publisher when the engine starts, and fails without it."""
     own = publisher.ZmqEventPublisher(1, "tcp://*:0", buffer_steps=7, topic="t")
     port = own.endpoint.rpartition(":")[2]
     assert own.get_publisher_config() == OurConfig(
@@ -259,7 +260,7 @@ def test_our_own_publisher_has_its_configuration_too() -> None:
 def test_a_port_of_the_oss_choice_is_at_the_nodes_address(
     address: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is advertised is where the publisher listens, with either protocol, and it listens nowhere else."""
+    """The publisher listens at the advertised address only, with IPv4 and IPv6."""
     monkeypatch.setattr(vllm, "get_ip", lambda: address)
     publisher = vllm.ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0")
     found = publisher.get_publisher_config()
@@ -283,7 +284,7 @@ def test_a_port_of_the_oss_choice_is_at_the_nodes_address(
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])  # noqa: S104 - not bound
 def test_a_node_without_an_address_cannot_leave_the_port_to_the_os(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wildcard is nothing that a consumer could connect to; the message names the variable that helps."""
+    """No consumer could connect to a wildcard; the message names the variable to set."""
     monkeypatch.setattr(vllm, "get_ip", lambda: address)
     with pytest.raises(ConfigError, match="VLLM_HOST_IP"):
         vllm.ZmqEventPublisher(0, "tcp://*:0")
@@ -292,7 +293,7 @@ def test_a_node_without_an_address_cannot_leave_the_port_to_the_os(address: str,
 
 
 def test_the_address_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`VLLM_HOST_IP` as it is; otherwise an address of this host, or the wildcard where there is no route."""
+    """It is `VLLM_HOST_IP`, or an address of this host, or the wildcard without a route."""
     monkeypatch.setenv("VLLM_HOST_IP", "fe80::1")
     assert vllm.get_ip() == "fe80::1"
     monkeypatch.delenv("VLLM_HOST_IP")
@@ -300,7 +301,7 @@ def test_the_address_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_alone_on_its_node_keeps_vllms_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbouring ports of rank 1 work in vLLM when rank 0 is elsewhere; our own class refuses them before it binds."""
+    """In vLLM, adjacent ports of rank 1 work if rank 0 is on another node; our own class rejects them before it binds."""
     opened: list[tuple[str, str | None]] = []
 
     class Opened(Exception):  # noqa: N818 - not an error: how far construction came
@@ -319,7 +320,7 @@ def test_a_rank_alone_on_its_node_keeps_vllms_ports(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_full_queue_does_not_block(context: Context) -> None:
-    """vLLM would wait for the publisher thread here; a program only sees that it goes on."""
+    """vLLM would wait for its publisher thread here; a program only sees that `publish` returns."""
     publisher = vllm.ZmqEventPublisher(0, ANY, max_queue_size=2)
     with held(publisher):
         for number in range(10):
@@ -332,7 +333,7 @@ def test_a_full_queue_does_not_block(context: Context) -> None:
 
 
 def test_config_is_a_dataclass() -> None:
-    """`asdict`, equality, positional fields; `publisher` follows from the flag."""
+    """It has `asdict`, equality and positional fields; `publisher` follows from the flag."""
     config = vllm.KVEventsConfig(True)
     assert dataclasses.asdict(config) == dataclasses.asdict(vllm.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq"))
     assert vllm.KVEventsConfig().publisher == "null"
@@ -352,7 +353,7 @@ def test_config_is_a_dataclass() -> None:
     ids=str,
 )
 def test_config_takes_values_as_pydantic_does(given: dict[str, Any], expected: tuple[str, Any]) -> None:
-    """Numbers and flags written in other ways become what they mean."""
+    """Numbers and flags may be written in the ways that pydantic accepts."""
     value = getattr(vllm.KVEventsConfig(**given), expected[0])
     assert value == expected[1]
     assert type(value) is type(expected[1])
@@ -376,15 +377,15 @@ def test_config_takes_values_as_pydantic_does(given: dict[str, Any], expected: t
     ],
     ids=str,
 )
-def test_config_refuses_what_pydantic_refuses(given: dict[str, Any]) -> None:
-    """A ValueError that names the field."""
+def test_config_rejects_what_pydantic_rejects(given: dict[str, Any]) -> None:
+    """A ValueError names the field."""
     with pytest.raises(ConfigError, match=next(iter(given))) as caught:
         vllm.KVEventsConfig(**given)
     assert isinstance(caught.value, ValueError)
 
 
 def test_config_from_the_command_line() -> None:
-    """The JSON of `--kv-events-config`; other text and unknown keys are refused."""
+    """The JSON of `--kv-events-config` is read; other text and unknown keys are rejected."""
     assert vllm.KVEventsConfig.from_cli('{"enable_kv_cache_events": true, "topic": "x"}') == vllm.KVEventsConfig(
         True, topic="x"
     )
@@ -397,7 +398,7 @@ def test_config_from_the_command_line() -> None:
 
 
 def test_the_factory_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing wanted gives the null publisher; registered names work, with vLLM's settings; others raise as there."""
+    """Without events it returns the null publisher; registered names get vLLM's settings; other names raise as in vLLM."""
     monkeypatch.setattr(vllm.EventPublisherFactory, "_registry", dict(vllm.EventPublisherFactory._registry))
     for config in (None, vllm.KVEventsConfig(), vllm.KVEventsConfig(True, "null")):
         assert type(vllm.EventPublisherFactory.create(config)) is vllm.NullEventPublisher
@@ -425,5 +426,5 @@ def test_the_factory_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, 1, None), ("tcp://*:5557", 1, "tcp://*:5558"), ("inproc://a", 1, "inproc://a_dp1"), ("tcp://*:0", 1, "tcp://*:0")],
 )
 def test_port_offsets(endpoint: str | None, rank: int, expected: str | None) -> None:
-    """The static method that programs call to find a rank's endpoint."""
+    """Programs call the static method to find a rank's endpoint."""
     assert vllm.ZmqEventPublisher.offset_endpoint_port(endpoint, data_parallel_rank=rank) == expected

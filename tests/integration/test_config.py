@@ -1,4 +1,4 @@
-"""Configuration: defaults, both engines' JSON, and refusals that name the field."""
+"""Configuration: defaults, the JSON of both engines, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
 @pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
 def test_defaults_are_the_engines(engine: Any) -> None:
-    """Every setting of an engine has its name and default here too, except `format` and the publisher's name."""
+    """Every engine setting has its name and default here too, except `format` and the publisher's name."""
     theirs = engine.KVEventsConfig()
     names = inspect.get_annotations(engine.KVEventsConfig).keys() - {"publisher", "format"}
     assert {"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"} <= names
@@ -33,8 +33,8 @@ def test_defaults_are_the_engines(engine: Any) -> None:
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
 
 
-def test_settings_of_ours_are_off() -> None:
-    """A configuration of an engine, which names none of them, changes nothing of what its consumers see."""
+def test_our_own_settings_are_off_by_default() -> None:
+    """A configuration of an engine, which has none of them, changes nothing that consumers see."""
     config = KVEventsConfig()
     ours = ("bind", "dialect", "replay_topic", "compact", "heartbeat", "snapshot_endpoint", "curve")
     assert [getattr(config, name) for name in ours] == [None] * len(ours)
@@ -46,7 +46,7 @@ def test_settings_of_ours_are_off() -> None:
     ids=str,
 )
 def test_the_publisher_follows_from_whether_events_are_enabled(given: dict[str, Any], publisher: str) -> None:
-    """Unless it is named."""
+    """This holds unless a publisher is named."""
     assert KVEventsConfig(**given).publisher == publisher
 
 
@@ -61,13 +61,13 @@ def test_the_publisher_follows_from_whether_events_are_enabled(given: dict[str, 
     ],
 )
 def test_either_engines_json(text: str, enabled: bool, publisher: str) -> None:
-    """vLLM enables with a flag, SGLang by naming a publisher; the rest is spelled alike."""
+    """vLLM enables events with a flag, SGLang by naming a publisher; all other keys are the same."""
     for config in (KVEventsConfig.from_json(text), KVEventsConfig.from_cli(text), KVEventsConfig.from_json(text.encode())):
         assert (config.enable_kv_cache_events, config.publisher) == (enabled, publisher)
 
 
 def test_json_reaches_every_field() -> None:
-    """What `msgspec` writes is read back, keys included."""
+    """What `msgspec` writes is read back, including keys."""
     config = KVEventsConfig(
         enable_kv_cache_events=True,
         endpoint="tcp://10.0.0.1:7000",
@@ -116,8 +116,8 @@ def test_wrong_settings_are_named(text: str, sentence: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_config_does_not_change() -> None:
-    """It is frozen, and `publisher` is settled once."""
+def test_a_config_is_frozen() -> None:
+    """`publisher` is resolved once."""
     with pytest.raises(AttributeError):
         KVEventsConfig().topic = "x"  # type: ignore[misc]
 
@@ -138,12 +138,12 @@ def test_a_config_does_not_change() -> None:
     ],
 )
 def test_split_tcp(endpoint: str, found: tuple[str, int] | None) -> None:
-    """Host and port where both are there."""
+    """It returns host and port if the endpoint has both."""
     assert split_tcp(endpoint) == found
 
 
 def test_dialects_by_name() -> None:
-    """Engine and release, engine alone, a row itself, or none."""
+    """A name has engine and release or the engine alone; a row and None are accepted too."""
     newest = dialect_for("vllm")
     assert resolve_dialect("vllm-latest") is resolve_dialect("vllm") is resolve_dialect(newest) is newest
     assert resolve_dialect("sglang-0.5.17") is dialect_for("sglang", "0.5.17")
@@ -153,7 +153,7 @@ def test_dialects_by_name() -> None:
 
 
 def test_a_secret_key_is_never_shown() -> None:
-    """Neither by repr, also inside a config, nor by rich."""
+    """Neither repr, also of an enclosing config, nor rich shows it."""
     secret = KEY[5:] + KEY[:5]
     for curve in (Curve(public_key=KEY, secret_key=secret), Curve(public_key=KEY, secret_key=secret, server_key=KEY)):
         for shown in (repr(curve), str(curve), repr(KVEventsConfig(curve=curve)), repr(dict(curve.__rich_repr__()))):
@@ -162,7 +162,7 @@ def test_a_secret_key_is_never_shown() -> None:
 
 
 def test_keys_are_set_on_a_socket() -> None:
-    """As a server without `server_key`, as a client with it."""
+    """The socket is a server without `server_key` and a client with it."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     with zmq.Context() as context, context.socket(zmq.PUB) as server, context.socket(zmq.SUB) as client:
         Curve(public_key=public, secret_key=secret).apply(server)
@@ -189,20 +189,20 @@ assert "zmq" not in sys.modules
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A copy that the test may add to."""
+    """A copy of the registry, to which the test may add."""
     copy = dict(EventPublisherFactory._registry)
     monkeypatch.setattr(EventPublisherFactory, "_registry", copy)
     return copy
 
 
 @pytest.mark.parametrize("config", [None, KVEventsConfig(), KVEventsConfig(enable_kv_cache_events=True, publisher="null")])
-def test_no_publisher_is_wanted(config: KVEventsConfig | None) -> None:
-    """Without a configuration, when events are not enabled, or when it says `null`."""
+def test_the_null_publisher_is_used(config: KVEventsConfig | None) -> None:
+    """It is used without a configuration, if events are not enabled, and for the name `null`."""
     assert type(EventPublisherFactory.create(config, 2)) is NullEventPublisher
 
 
 def test_a_zmq_publisher_from_json() -> None:
-    """Rank and every setting arrive."""
+    """It gets the rank and every setting."""
     settings = {
         "endpoint": "tcp://127.0.0.1:*",
         "replay_endpoint": "tcp://127.0.0.1:*",
@@ -220,7 +220,7 @@ def test_a_zmq_publisher_from_json() -> None:
 
 
 def test_registered_publishers_get_the_engines_settings(registry: dict[str, Any]) -> None:
-    """And ours only when they are set, since a publisher written for an engine does not take them."""
+    """They get our own settings only if these are set, since a publisher written for an engine does not accept them."""
     calls: list[dict[str, Any]] = []
 
     def make(**settings: Any) -> EventPublisher:
@@ -235,7 +235,7 @@ def test_registered_publishers_get_the_engines_settings(registry: dict[str, Any]
 
 
 def test_names_are_registered_once_and_must_be_known(registry: dict[str, Any]) -> None:
-    """KeyError for a name taken, ValueError for one unknown, in the engines' words."""
+    """A registered name raises KeyError, an unknown one ValueError, with the messages of the engines."""
     with pytest.raises(KeyError, match="publisher 'zmq' already registered"):
         EventPublisherFactory.register_publisher("zmq", NullEventPublisher)
     with pytest.raises(ValueError, match="Unknown event publisher 'carrier-pigeon'"):

@@ -1,4 +1,4 @@
-"""Where publishers stand: endpoints of ranks, binding and connecting, contexts, keys, and refusals in words."""
+"""Endpoints of publishers: ranks, binding and connecting, contexts, keys, and error messages."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ Context = zmq.Context[Socket]
         "tcp://",
     ],
 )
-def test_what_is_no_endpoint_is_refused_in_words(endpoint: str) -> None:
-    """With the text that was given, and what is expected instead."""
+def test_an_invalid_endpoint_is_rejected(endpoint: str) -> None:
+    """The message has the given text and the expected form."""
     with pytest.raises(ConfigError, match=r"invalid endpoint '.*': .*expected tcp://HOST:PORT"):
         validate_endpoint(endpoint)
 
@@ -55,8 +55,8 @@ def test_what_is_no_endpoint_is_refused_in_words(endpoint: str) -> None:
 @pytest.mark.parametrize(
     "endpoint", ["tcp://h:5557", "tcp://[::1]:5557", "tcp://::1:5557", "tcp://*:*", "ipc:///run/kv", "inproc://kv"]
 )
-def test_endpoints_of_every_kind_are_taken(endpoint: str) -> None:
-    """IPv6 with and without brackets, wildcards, and what is not TCP."""
+def test_endpoints_of_every_kind_are_accepted(endpoint: str) -> None:
+    """They include IPv6 with and without brackets, wildcards, and other transports than TCP."""
     validate_endpoint(endpoint)
 
 
@@ -78,13 +78,13 @@ def test_endpoints_of_every_kind_are_taken(endpoint: str) -> None:
     ],
 )
 def test_a_ranks_endpoint(endpoint: str | None, rank: int, expected: str | None) -> None:
-    """Ports plus rank, names with a suffix, what the OS chooses unchanged."""
+    """The rank is added to ports and appended to names; ports left to the OS do not change."""
     assert offset_endpoint_port(endpoint, rank) == expected
     assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == expected
 
 
 def test_endpoints_no_rank_can_have() -> None:
-    """Other transports with the engines' own phrase; ports that do not exist."""
+    """Other transports have the engines' message; the others have ports that do not exist."""
     with pytest.raises(ValueError, match="Invalid endpoint: must contain 'inproc' or 'tcp'"):
         offset_endpoint_port("udp://nowhere", 1)
     with pytest.raises(ConfigError, match=r"rank 2 of tcp://\*:65534 would need port 65536"):
@@ -106,13 +106,13 @@ def test_endpoints_no_rank_can_have() -> None:
         ("tcp://router:5557", False),
     ],
 )
-def test_what_binds(endpoint: str, binds: bool) -> None:
-    """The engines' rule, and port 0, to which nothing connects."""
+def test_which_endpoints_bind(endpoint: str, binds: bool) -> None:
+    """The rule is that of the engines; port 0, to which nothing can connect, binds too."""
     assert should_bind(endpoint) is binds
 
 
-def test_small_arithmetic() -> None:
-    """Wildcards are reachable on loopback; brackets mean IPv6."""
+def test_connectable_and_ipv6() -> None:
+    """Wildcards become loopback addresses, and brackets mean IPv6."""
     assert connectable("tcp://0.0.0.0:7") == "tcp://127.0.0.1:7"
     assert connectable("tcp://[::]:7") == "tcp://[::1]:7"
     assert connectable("tcp://10.0.0.1:7") == "tcp://10.0.0.1:7"
@@ -132,7 +132,7 @@ def test_small_arithmetic() -> None:
     ],
 )
 def test_ports_of_ranks_that_collide(events: int, replay: int, rank: int, sentence: str) -> None:
-    """The sentence names rank, role and port on both sides; the publisher refuses with it before opening anything."""
+    """The message names rank, role and port on both sides; the publisher raises it before it opens a socket."""
     found = port_collision(f"tcp://*:{events}", f"tcp://*:{replay}", rank)
     assert found is not None
     assert found.startswith(sentence)
@@ -153,12 +153,12 @@ def test_ports_of_ranks_that_collide(events: int, replay: int, rank: int, senten
     ],
 )
 def test_ports_of_ranks_that_do_not_collide(endpoint: str, replay: str | None, rank: int) -> None:
-    """Far enough apart, on other hosts, chosen by the OS, or no ports at all."""
+    """They are far enough apart, on other hosts, chosen by the OS, or there are none."""
     assert port_collision(endpoint, replay, rank) is None
 
 
-def test_ports_chosen_by_the_os_are_told(context: Context) -> None:
-    """`endpoint` and `replay_endpoint` are what a consumer connects to, also for wildcards."""
+def test_ports_chosen_by_the_os_are_reported(context: Context) -> None:
+    """A consumer can connect to `endpoint` and `replay_endpoint`, also for wildcards."""
     with publishing(2, endpoint="tcp://*:0", replay_endpoint="tcp://*:0") as publisher:
         assert publisher.endpoint.startswith("tcp://127.0.0.1:")
         subscriber, replay = subscribe(context, publisher), dealer(context, publisher)
@@ -168,8 +168,8 @@ def test_ports_chosen_by_the_os_are_told(context: Context) -> None:
         assert numbers(read_reply(replay)) == [0]
 
 
-def test_ranks_share_an_ipc_path(context: Context, tmp_path: Path) -> None:
-    """Each rank has a path of its own, which the engines refuse to make."""
+def test_ranks_have_their_own_ipc_paths(context: Context, tmp_path: Path) -> None:
+    """The engines do not accept such paths."""
     paths = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
     with publishing(0, **paths) as first, publishing(1, **paths) as second:
         assert second.endpoint == f"ipc://{tmp_path}/e_dp1"
@@ -182,7 +182,7 @@ def test_ranks_share_an_ipc_path(context: Context, tmp_path: Path) -> None:
 
 
 def test_inproc_is_reachable_in_this_process() -> None:
-    """As in the engines, through the process's own context; ranks have names of their own."""
+    """As in the engines, it uses the process's own context; ranks have their own names."""
     shared: Context = zmq.Context.instance()
     with (
         publishing(1, endpoint="inproc://events", replay_endpoint="inproc://replay") as publisher,
@@ -201,7 +201,7 @@ def test_inproc_is_reachable_in_this_process() -> None:
 
 
 def test_a_publisher_may_connect(context: Context) -> None:
-    """To a subscriber that binds, by the heuristic or when told."""
+    """It connects to a binding subscriber, by the heuristic or by `bind=False`."""
     subscriber = open_consumer(context, zmq.SUB)
     subscriber.bind(ANY)
     subscriber.subscribe(b"")
@@ -216,7 +216,7 @@ def test_a_publisher_may_connect(context: Context) -> None:
 
 
 def test_a_concrete_address_may_be_bound() -> None:
-    """`bind=True` overrides the heuristic, under which this would connect."""
+    """`bind=True` overrides the heuristic, by which this address would connect."""
     endpoint = f"tcp://127.0.0.1:{quiet_port()}"
     with publishing(endpoint=endpoint, bind=True) as publisher:
         assert publisher.endpoint == endpoint
@@ -226,7 +226,7 @@ def test_a_concrete_address_may_be_bound() -> None:
 
 @pytest.mark.skipif(not plain.has_ipv6, reason="needs IPv6")
 def test_ipv6(context: Context) -> None:
-    """The socket option is set when the endpoint asks for it."""
+    """The socket option is set if the endpoint needs it."""
     try:
         with plain.socket(plain.AF_INET6) as probe:
             probe.bind(("::1", 0))
@@ -242,8 +242,8 @@ def test_ipv6(context: Context) -> None:
         assert receive(subscriber)[0] == 0
 
 
-def test_a_port_in_use_is_said_in_words() -> None:
-    """Endpoint, role, the system's words and a hint; the error is an OSError and ZeroMQ's own, with its number."""
+def test_the_error_of_a_port_in_use() -> None:
+    """It has endpoint, role, the system's message and a hint. It is an OSError and a ZMQError, with their number."""
     with publishing() as first:
         for kind in (EndpointError, OSError, zmq.ZMQError):
             with pytest.raises(kind, match="another process or rank uses it") as caught:
@@ -272,7 +272,7 @@ def _keys() -> tuple[str, str]:
     return public.decode(), secret.decode()
 
 
-def test_curve_lets_only_those_in_who_know_the_key(context: Context) -> None:
+def test_curve_accepts_only_clients_with_the_server_key(context: Context) -> None:
     """A consumer with the publisher's key gets everything; one without keys fails the handshake and gets nothing."""
     public, secret = _keys()
     client = Curve(**dict(zip(("public_key", "secret_key"), _keys(), strict=True)), server_key=public)

@@ -1,4 +1,4 @@
-"""The public surface: what the package root offers, and nothing by accident."""
+"""The public names of the package root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import kvevents
 
 
 def test_the_root_offers_exactly_these_names() -> None:
-    """A name that appears or goes is a decision, made here too."""
+    """Adding or removing a name is a decision that is repeated here."""
     assert sorted(kvevents.__all__) == [
         "AllBlocksCleared",
         "AsyncSubscriber",
@@ -55,7 +55,7 @@ def test_the_root_offers_exactly_these_names() -> None:
 
 
 def test_importing_needs_msgspec_and_pyzmq_only() -> None:
-    """An engine image can carry the package: importing it brings no other third-party module, and no testing or CLI code."""
+    """An engine image can carry the package: its import loads no other third-party module, and no code for tests or the CLI."""
     script = (
         "import sys, msgspec, zmq, zmq.utils.garbage, zmq.utils.monitor, importlib.metadata as m; before = set(sys.modules);"
         "import kvevents, kvevents.compat.vllm, kvevents.compat.sglang;"
@@ -69,7 +69,7 @@ def test_importing_needs_msgspec_and_pyzmq_only() -> None:
 
 
 def test_a_plane_without_its_extra_says_what_to_install() -> None:
-    """Its settings can be read all the same."""
+    """Its settings can be read without the extra."""
     script = (
         "import sys; sys.modules['nats'] = None;"  # as if it were not installed
         "import asyncio; from kvevents.plane.settings import PlaneSettings; from kvevents.plane.connection import connect;"

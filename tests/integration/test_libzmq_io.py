@@ -1,4 +1,4 @@
-"""Many messages in one native call: the same ones as pyzmq sends and receives, whatever they look like."""
+"""Native messages in one call are the same as those that pyzmq sends and receives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(MANY is None, reason="needs the native module, a
 
 @contextmanager
 def pipe() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """Two ends of a connection within the process, over which everything that is sent is there at once."""
+    """Two ends of a connection within the process, over which all messages are available at once."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -41,8 +41,8 @@ def pipe() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
         context.destroy(linger=0)
 
 
-def test_what_is_sent_arrives_frame_by_frame() -> None:
-    """Also empty frames, large ones, and the highest number."""
+def test_messages_arrive_frame_by_frame() -> None:
+    """They include empty and large frames, and the highest number."""
     batches = [(0, b"first"), (1, b""), (2**63, b"x" * 100_000), (2**64 - 1, b"last")]
     with pipe() as (sender, receiver):
         assert MANY is not None
@@ -53,8 +53,8 @@ def test_what_is_sent_arrives_frame_by_frame() -> None:
             receiver.recv(zmq.DONTWAIT)
 
 
-def test_what_libzmq_refuses_is_counted_and_left_to_pyzmq() -> None:
-    """Nothing is lost or sent twice: the rest of a message that was begun is what is left."""
+def test_refused_frames_are_left_to_pyzmq() -> None:
+    """The call counts the frames that were sent, so that nothing is lost or sent twice, even in the middle of a message."""
     with pipe() as (sender, receiver):
         assert MANY is not None
         assert MANY.send(sender.underlying, TOPIC, []) == 0
@@ -76,7 +76,7 @@ MESSAGE = st.one_of(
 @pytest.mark.parametrize("native", [MANY, None], ids=["native", "pyzmq"])
 @given(messages=st.lists(MESSAGE, max_size=6), lead=st.integers(0, 5), due=st.integers(0, 8), limit=st.integers(0, 9))
 def test_a_batch_is_a_whole_message(native: Any, messages: list[list[bytes]], lead: int, due: int, limit: int) -> None:
-    """One that goes on behind topic, number and payload is none, nor one that ends before, whatever comes behind it."""
+    """A message with more or fewer frames than topic, number and payload is not a batch."""
     sent = [[TOPIC, encode_seq(seq), b"%d" % seq] for seq in range(lead)] + messages
     expected: list[bytes] = []
     for number, message in enumerate(sent[: min(due, limit)]):
@@ -94,8 +94,8 @@ def test_a_batch_is_a_whole_message(native: Any, messages: list[list[bytes]], le
     assert drained == (limit > len(sent))
 
 
-def test_a_call_ends_where_its_bytes_are_many() -> None:
-    """So that no other thread waits long; what follows is there for the next one."""
+def test_the_bytes_of_a_call_are_limited() -> None:
+    """So no other thread waits long; the next call returns the rest."""
     with pipe() as (sender, receiver):
         for seq in range(4):
             sender.send_multipart([TOPIC, encode_seq(seq), bytes(400_000)])
@@ -105,8 +105,8 @@ def test_a_call_ends_where_its_bytes_are_many() -> None:
         assert ([len(each) for each in payloads], others, drained) == ([400_000], [], True)
 
 
-def test_what_libzmq_refuses_to_read_is_raised() -> None:
-    """Here: a socket that cannot receive."""
+def test_a_socket_that_cannot_receive_raises() -> None:
+    """It is pyzmq that raises."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         deaf = context.socket(zmq.PUB)
@@ -118,7 +118,7 @@ def test_what_libzmq_refuses_to_read_is_raised() -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_stream_is_the_same_without_native_sending(native: bool) -> None:
-    """Whoever has no native module, or another pyzmq, sends the same frames."""
+    """Without the native module, or with another pyzmq, the frames are the same."""
     server = EventServer("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     if not native:
         server._events._native = None
@@ -140,7 +140,7 @@ def test_a_stream_is_the_same_without_native_sending(native: bool) -> None:
 
 
 class _Half:
-    """Stands for a libzmq that refuses the second frame of the second message."""
+    """Behaves like a libzmq that refuses the second frame of the second message."""
 
     def __init__(self, outlet: EventSocket) -> None:
         self._outlet = outlet
@@ -152,8 +152,8 @@ class _Half:
         return done + 1
 
 
-def test_a_message_that_was_cut_short_is_finished() -> None:
-    """Of what the native call did not send, pyzmq sends the rest, from the very frame on."""
+def test_a_message_that_was_sent_in_part_is_completed() -> None:
+    """pyzmq sends the rest, from the refused frame on."""
     server = EventServer("tcp://127.0.0.1:*", buffer=ReplayBuffer(10), topic="kv")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -174,8 +174,8 @@ def test_a_message_that_was_cut_short_is_finished() -> None:
         server.close()
 
 
-def test_it_is_found_in_what_is_loaded_only() -> None:
-    """A file that is not loaded, or leads to no libzmq, is an error that says so; then pyzmq does everything."""
+def test_only_a_loaded_libzmq_is_used() -> None:
+    """A file that is not loaded, or has no libzmq, raises an error with the reason; then pyzmq does everything."""
     code = """
 import ctypes, sys
 from kvevents import _native

@@ -1,4 +1,4 @@
-"""Structs are known to msgspec before two threads can decode them for the first time at the same time."""
+"""msgspec knows all decoded structs before two threads can decode them for the first time at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLES = {"kind"}
 
 
 def decoded() -> list[tuple[str, str]]:
-    """Module and name of whatever is named to `decode` or `convert` inside of functions; `cls` is the class around it."""
+    """Yield module and name of each struct that a function passes to `decode` or `convert`; `cls` is the class around it."""
     found: set[tuple[str, str]] = set()
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -59,8 +59,8 @@ for line in sys.stdin:
 """
 
 
-def test_every_struct_that_is_decoded_is_prepared() -> None:
-    """As soon as its module is imported, that is without any use."""
+def test_every_decoded_struct_has_its_decoder_built() -> None:
+    """The import of its module is enough."""
     told = "\n".join(f"{module} {name}" for module, name in decoded() if name.isidentifier())
     done = subprocess.run([sys.executable, "-c", CODE], input=told, capture_output=True, text=True, check=True, timeout=60)
     rows = [line.split() for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""CURVE on real sockets: who is allowed gets everything, and a stranger nothing, at either end and on either socket."""
+"""CURVE on real sockets: an allowed key gets everything and an unknown key nothing, at both ends and on both sockets."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def publishing(**kwargs: Any) -> AbstractContextManager[ZmqEventPublisher]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No desk, and no thread of one, outlives what it was for."""
+def check_that_no_handler_is_left() -> Iterator[None]:
+    """No ZAP handler, and no thread of one, outlives its allow-lists."""
     yield
     assert not zap._registry.handlers
     assert not [thread for thread in threading.enumerate() if thread.name == "zmq-zap"]
@@ -85,7 +85,7 @@ def watching(socket: Socket, events: int) -> Iterator[Socket]:
 
 
 def gets_everything(context: Context, publisher: ZmqEventPublisher, curve: Curve) -> None:
-    """Live, and by replay."""
+    """Check that a consumer with these keys gets live batches and replay."""
     before = publisher.stats().subscribers
     live = connect(context, zmq.SUB, publisher.endpoint, curve)
     wait_until(lambda: publisher.stats().subscribers > before, "a subscription")
@@ -101,8 +101,8 @@ def exact(subscriber: Subscriber) -> bool:
     return subscriber.trust("e") == Trust.EXACT and subscriber.status("e").last_seq == 1
 
 
-def test_who_is_allowed_gets_everything_and_others_nothing(context: Context) -> None:
-    """A stranger with keys of its own is refused on both sockets, again and again, while a friend hears and asks."""
+def test_an_allowed_key_gets_everything_and_others_nothing(context: Context) -> None:
+    """A client with an unknown key is refused on both sockets at each attempt, while an allowed one subscribes and requests."""
     with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
         live = connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
         replay = connect(context, zmq.DEALER, publisher.replay_endpoint, client(STRANGER))
@@ -122,8 +122,8 @@ def test_who_is_allowed_gets_everything_and_others_nothing(context: Context) -> 
     [None, client(STRANGER, make_pair().public), client(FRIEND, make_pair().public)],
     ids=["without-keys", "wrong-server-key", "friend-with-wrong-server-key"],
 )
-def test_who_cannot_even_ask_is_hung_up_on(context: Context, keys: Curve | None, kind: int) -> None:
-    """Without the server's key there is no handshake that an allow-list could be asked about."""
+def test_a_client_without_the_server_key_is_disconnected(context: Context, keys: Curve | None, kind: int) -> None:
+    """Without the server's key the handshake fails before the allow-list is used."""
     with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
         stranger = open_consumer(context, kind)
         if keys is not None:
@@ -141,14 +141,14 @@ def test_who_cannot_even_ask_is_hung_up_on(context: Context, keys: Curve | None,
             assert stranger.poll(0) == 0
 
 
-def test_without_a_list_whoever_knows_the_key_may_come(context: Context) -> None:
+def test_without_an_allow_list_the_server_key_is_enough(context: Context) -> None:
     with publishing(replay_endpoint=ANY, curve=server(None)) as publisher:
         gets_everything(context, publisher, client(STRANGER))
         assert not zap._registry.handlers
 
 
-def test_an_empty_folder_lets_nobody_in_until_a_key_is_there(context: Context, tmp_path: Path) -> None:
-    """Who was refused comes in by itself once its key is added: nothing is restarted."""
+def test_a_key_that_is_added_to_an_empty_folder_is_accepted(context: Context, tmp_path: Path) -> None:
+    """The refused client connects by itself when its key is added, without a restart."""
     with publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher:
         pair = make_pair()
         live = connect(context, zmq.SUB, publisher.endpoint, client(pair))
@@ -160,8 +160,8 @@ def test_an_empty_folder_lets_nobody_in_until_a_key_is_there(context: Context, t
         assert receive(live)[0] == 0
 
 
-def test_who_is_removed_is_refused_at_the_next_connection(context: Context, tmp_path: Path) -> None:
-    """The connection that stands is left; a new one is not made."""
+def test_a_removed_key_is_refused_at_the_next_connection(context: Context, tmp_path: Path) -> None:
+    """The existing connection stays; a new one is refused."""
     pair, other = put(tmp_path, "leaving"), put(tmp_path, "staying")
     with publishing(replay_endpoint=ANY, curve=server(str(tmp_path))) as publisher:
         live = connect(context, zmq.SUB, publisher.endpoint, client(pair))
@@ -179,8 +179,8 @@ def test_who_is_removed_is_refused_at_the_next_connection(context: Context, tmp_
 
 
 @pytest.mark.parametrize("engine", [FRIEND, STRANGER], ids=["allowed", "stranger"])
-def test_a_consumer_that_listens_has_a_list_as_well(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Then the consumer is the CURVE server of both conversations, and hears and asks allowed engines only."""
+def test_a_binding_consumer_can_have_an_allow_list(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The consumer is then the CURVE server of both connections, and accepts allowed engines only."""
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
     keys = client(engine)
@@ -200,8 +200,8 @@ def test_a_consumer_that_listens_has_a_list_as_well(engine: Any, caplog: pytest.
     publisher.shutdown(0)
 
 
-def test_refusals_are_told_once_and_counted(context: Context, caplog: pytest.LogCaptureFixture) -> None:
-    """One line names the stranger's key; the others are told as a number, at the latest in the end."""
+def test_refusals_are_logged_once_and_counted(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    """One record has the refused key; a later one, at the latest at the end, has the number of the others."""
     with caplog.at_level(logging.WARNING, "kvevents.security.zap"), publishing(curve=server((FRIEND.public,))) as publisher:
         connect(context, zmq.SUB, publisher.endpoint, client(STRANGER))
         wait_until(lambda: publisher.connections_refused >= 3, "three attempts")
@@ -214,7 +214,7 @@ def test_refusals_are_told_once_and_counted(context: Context, caplog: pytest.Log
     assert SERVER.secret not in caplog.text
 
 
-def test_a_torn_key_is_told_and_the_others_hold(context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_key_file_is_logged(context: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pair = put(tmp_path, "friend")
     with (
         caplog.at_level(logging.WARNING, "kvevents.security.zap"),
@@ -229,8 +229,8 @@ def test_a_torn_key_is_told_and_the_others_hold(context: Context, tmp_path: Path
 
 
 @pytest.mark.parametrize("allowed", ["none", "torn"])
-def test_a_list_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path, allowed: str) -> None:
-    """Nothing is left open by it either: the same port can be bound at once."""
+def test_an_unusable_allow_list_is_an_error_at_the_start(tmp_path: Path, allowed: str) -> None:
+    """No socket stays open: the same port can be bound at once."""
     (tmp_path / "torn").write_text("public-")
     with pytest.raises(ConfigError, match=f"curve.allowed: .*{allowed}"):
         ZmqEventPublisher(0, ANY, ANY, curve=server(str(tmp_path / allowed)))
@@ -238,8 +238,8 @@ def test_a_list_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path, all
         Subscriber(Source(ANY, bind=True, curve=server(str(tmp_path / allowed))))
 
 
-def test_lists_in_one_context_are_kept_apart(context: Context) -> None:
-    """Publishers of one context share a desk; each has its own list, one has none, and each may end first."""
+def test_allow_lists_in_one_context_are_separate(context: Context) -> None:
+    """Publishers of one context share a handler. Each has its own list, one has none, and each may end first."""
     other = make_pair()
     with zmq.Context() as shared:
         with (
@@ -259,15 +259,15 @@ def test_lists_in_one_context_are_kept_apart(context: Context) -> None:
             gets_everything(context, again, client(FRIEND))
 
 
-def test_there_can_be_one_who_decides_in_a_context() -> None:
-    """Where the application decides about its context itself, a list of ours is refused instead of ignored."""
+def test_a_context_with_another_zap_handler_is_an_error() -> None:
+    """An allow-list is then rejected instead of ignored."""
     with zmq.Context() as shared, shared.socket(zmq.REP) as own:
         own.bind(ZAP_ENDPOINT)
         with pytest.raises(ConfigError, match=r"another ZAP handler.*pass another context"):
             ZmqEventPublisher(0, ANY, context=shared, curve=server((FRIEND.public,)))
 
 
-def test_keys_alone_let_nobody_in_where_there_is_a_list(context: Context) -> None:
+def test_an_allow_list_without_a_handler_refuses_everyone(context: Context) -> None:
     """`Curve.apply` without `secure_sockets` fails closed."""
     with zmq.Context() as serving, serving.socket(zmq.PUB) as socket:
         server((FRIEND.public,)).apply(socket)
@@ -281,8 +281,9 @@ def test_keys_alone_let_nobody_in_where_there_is_a_list(context: Context) -> Non
             assert int.from_bytes(watch.recv_multipart()[0][:2], "little") != zmq.Event.HANDSHAKE_SUCCEEDED
 
 
-def test_a_context_that_is_ended_by_others(context: Context) -> None:
-    """The desk gives its socket back, so that the end does not hang, and leaves no entry that another context could find."""
+def test_a_context_that_its_owner_terminates(context: Context) -> None:
+    """The handler closes its socket, so that the termination does not hang, and leaves no entry that another context could
+    find."""
     shared: Context = zmq.Context()
     kept = secure_sockets(shared, server((FRIEND.public,)), "e")
     assert kept is not None
@@ -293,8 +294,8 @@ def test_a_context_that_is_ended_by_others(context: Context) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_leaves_its_parents_desk_alone(context: Context) -> None:
-    """What it closes there does not stop the thread here."""
+def test_a_forked_child_does_not_stop_its_parents_handler(context: Context) -> None:
+    """Closing in the child does not stop the thread in the parent."""
     with publishing(replay_endpoint=ANY, curve=server((FRIEND.public,))) as publisher:
         kept = publisher._server.security
         assert kept is not None
@@ -309,7 +310,7 @@ def test_a_forked_child_leaves_its_parents_desk_alone(context: Context) -> None:
 
 
 def test_from_an_engines_configuration(context: Context, tmp_path: Path) -> None:
-    """The JSON names files, so that no secret is on a command line or in a deployment's text."""
+    """The JSON names files, so that no secret is on a command line or in a deployment."""
     put(tmp_path, "engine")
     (tmp_path / "clients").mkdir()
     pair = put(tmp_path / "clients", "router")

@@ -1,4 +1,4 @@
-"""What the publisher tests share: consumers on real sockets, waiting with a deadline, and a batch that holds the thread."""
+"""Shared by the publisher tests: consumers on real sockets, waiting with a deadline, and a batch that holds the thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _opened: list[Socket] = []
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Look every millisecond until it is so, or fail after `DEADLINE`."""
+    """Check the condition every millisecond until it holds; fail after `DEADLINE`."""
     until = monotonic() + DEADLINE
     pause = threading.Event()
     while not condition():
@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 
 @pytest.fixture(name="context")
 def consumers_context() -> Iterator[zmq.Context[Socket]]:
-    """For consumers; ended with all its sockets, which live until then."""
+    """A context for consumers; its sockets stay open until the test ends."""
     with zmq.Context() as made:
         yield made
         while _opened:
@@ -63,14 +63,14 @@ def open_consumer(context: zmq.Context[Socket], kind: int) -> Socket:
 
 
 def last_endpoint(socket: Socket) -> str:
-    """Where a socket is bound."""
+    """Return the endpoint to which a socket is bound."""
     found = socket.get(zmq.LAST_ENDPOINT)
     assert isinstance(found, bytes)
     return found.decode().rstrip("\0")
 
 
 def subscribe(context: zmq.Context[Socket], publisher: ZmqEventPublisher, topic: bytes = b"") -> Socket:
-    """A subscriber that the publisher knows of: it receives everything from now on."""
+    """Return a subscriber that the publisher has noticed: it receives everything from now on."""
     before = publisher.stats().subscribers
     socket = open_consumer(context, zmq.SUB)
     socket.connect(publisher.endpoint)
@@ -91,7 +91,7 @@ def ask(socket: Socket, start: int) -> None:
 
 
 def read_reply(socket: Socket) -> list[tuple[int, bytes]]:
-    """All of one reply, as its reader sees it, up to the end marker."""
+    """Return the batches of one reply, up to the end marker."""
     found: list[tuple[int, bytes]] = []
     while (frames := socket.recv_multipart())[-1] != b"":
         found.append((int.from_bytes(frames[-2], "big"), frames[-1]))
@@ -108,13 +108,13 @@ def receive(socket: Socket) -> tuple[int, bytes]:
 
 
 def batch(number: int = 0, blocks: int = 1) -> EventBatch:
-    """A batch that says which one it is."""
+    """Return a batch that contains its number."""
     hashes = [number * 1000 + block for block in range(blocks)]
     return EventBatch(float(number), [BlockStored(hashes, None, list(range(1000, 1000 + 16 * blocks)), 16)])
 
 
 class Gate:
-    """A batch of a user's own type whose encoding waits until the test lets it go, and then fails."""
+    """A batch of a user's own type. Its encoding waits until the test opens the gate, and then fails."""
 
     def __init__(self) -> None:
         self.data_parallel_rank = 0
@@ -133,7 +133,7 @@ class Gate:
 
 @contextmanager
 def held(publisher: ZmqEventPublisher) -> Iterator[Gate]:
-    """The publisher's thread, stopped in the middle of encoding; the gate has burnt one number."""
+    """Hold the publisher's thread while it encodes a batch; the gate uses one number."""
     gate = Gate()
     publisher.publish(gate)
     assert gate.reached.wait(DEADLINE)

@@ -1,4 +1,4 @@
-"""A small engine for the publisher tests: what it stores and removes, and what it holds."""
+"""A small engine for the publisher tests: the events it sends, and the blocks it holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZE = 4
 
 
 class Engine:
-    """A small cache with chains of blocks, of which the one that was stored first goes when it is full."""
+    """A small cache with chains of blocks. If it is full, it evicts the oldest leaf."""
 
     def __init__(self, seed: int = 0, room: int = 12) -> None:
         self._random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Events of several workers: what all of them announced."""
+"""Aggregation: the events that all workers announced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stored(kinds: Any, number: int) -> Any:
 
 @BOTH
 def test_only_what_every_worker_announced_is_common(kinds: Any) -> None:
-    """Equal events of different workers are one event; order is that of the first announcement."""
+    """Equal events of different workers are one event; the order is that of the first announcement."""
     aggregator = KVEventAggregator(num_workers=3)
     everyone, some = [stored(kinds, 1), kinds.BlockRemoved([2], "GPU"), kinds.AllBlocksCleared()], [stored(kinds, 3)]
     for worker in range(3):
@@ -32,7 +32,7 @@ def test_only_what_every_worker_announced_is_common(kinds: Any) -> None:
 
 
 def test_an_event_announced_too_often_is_not_common() -> None:
-    """Exactly as often as there are workers, as in vLLM 0.33."""
+    """It must be announced exactly as often as there are workers, as in vLLM 0.33."""
     aggregator = KVEventAggregator(1)
     aggregator.add_events([stored(events, 1)] * 2)
     assert aggregator.get_common_events() == []
@@ -41,7 +41,7 @@ def test_an_event_announced_too_often_is_not_common() -> None:
 
 
 def test_workers_are_counted() -> None:
-    """Up, back to one, and through a clear of the events."""
+    """The number rises, is reset to one, and stays when the events are cleared."""
     aggregator = KVEventAggregator(2)
     aggregator.increment_workers()
     aggregator.increment_workers(count=4)
@@ -54,7 +54,7 @@ def test_workers_are_counted() -> None:
 
 
 def test_wrong_arguments() -> None:
-    """The engines' errors, in their words."""
+    """The errors and messages are those of the engines."""
     for workers in (0, -1):
         with pytest.raises(ValueError, match="num_workers must be greater than zero"):
             KVEventAggregator(workers)
@@ -67,7 +67,7 @@ def test_wrong_arguments() -> None:
 
 
 class Collected(KVConnectorKVEvents):
-    """A connector's container, as LMCache writes it."""
+    """A container of a connector, as LMCache writes it."""
 
     def __init__(self) -> None:
         self._aggregator = KVEventAggregator(1)
@@ -96,7 +96,7 @@ class Collected(KVConnectorKVEvents):
 
 
 def test_a_connectors_events_merge_and_reduce() -> None:
-    """`merge` adds the other's events and returns itself, so that outputs of workers fold into one."""
+    """`merge` adds the events of the other and returns itself, so that outputs of workers can be reduced."""
     first, second = Collected(), Collected()
     first.add_events([stored(events, 1), stored(events, 2)])
     second.add_events([stored(events, 2)])

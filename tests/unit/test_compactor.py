@@ -1,4 +1,4 @@
-"""Compactor collapsed into one batch: whoever applies it knows what one knows who saw every batch."""
+"""`Compactor`: a consumer that applies its snapshot knows the same as one that saw every batch."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def folded(payloads: Sequence[bytes]) -> Compactor:
     return found
 
 
-def said(kept: Compactor, ts: float, rank: int | None = None) -> KVEventBatch | None:
-    """What is told, as one batch."""
+def snapshot_of(kept: Compactor, ts: float, rank: int | None = None) -> KVEventBatch | None:
+    """Return the snapshot as one batch."""
     told, batches = kept.events(), []
 
     def keep(batch: KVEventBatch) -> bytes:
@@ -78,7 +78,7 @@ def said(kept: Compactor, ts: float, rank: int | None = None) -> KVEventBatch | 
 
 
 def collapsed(kept: Compactor, dialect: Dialect | None = None) -> bytes | None:
-    batch = said(kept, 1.0)
+    batch = snapshot_of(kept, 1.0)
     return None if batch is None else encode_batch(batch, dialect)
 
 
@@ -100,7 +100,7 @@ def same(one: PrefixIndex, other: PrefixIndex, prompts: Sequence[Prompt]) -> Non
 def check_cuts(
     payloads: Sequence[bytes], cuts: Sequence[int], prompts: Sequence[Prompt], dialect: Dialect | None = None
 ) -> int:
-    """How many of the cuts could be told; all of those are exact, at once and after every later batch."""
+    """Return how many of the cuts had a snapshot; all of these are exact, at once and after every later batch."""
     kept, told = history(), 0
     for at, payload in enumerate(payloads):
         if at in cuts:
@@ -114,7 +114,7 @@ def check_cuts(
 
 
 def describe(batches: Sequence[Batch]) -> str:
-    """Events without the fields that say nothing."""
+    """Return events without fields that have no meaning."""
     lines = []
     for at, batch in enumerate(batches):
         for event in batch.events:
@@ -150,8 +150,8 @@ def prompts_of(adversary: Adversary, stream: Stream) -> list[Prompt]:
 @settings(max_examples=60)
 @given(histories, st.data())
 def test_a_snapshot_is_exact_wherever_history_is_cut(data: bytes, drawn: st.DataObject) -> None:
-    """Twins, equal hashes of pages, middles removed and stored again, orphans, tiers, groups, sparse groups, LoRA, salts,
-    scoped clears, EAGLE, keys, in any dialect: what is told is exact, and what is of distinct hashes is always told."""
+    """Histories have equal hashes, removed and restored middle blocks, orphans, tiers, groups, sparse groups, LoRA, salts,
+    scoped clears, EAGLE and keys, in any dialect. Every snapshot is exact, and with distinct hashes there always is one."""
     choices = Choices(data)
     hashing = drawn.draw(st.sampled_from(["opaque", "opaque", "page", "chaos"]))
     stream, adversary, batches = batches_of(choices, hashing)
@@ -166,9 +166,9 @@ def test_a_snapshot_is_exact_wherever_history_is_cut(data: bytes, drawn: st.Data
 
 @settings(max_examples=60)
 @given(histories, st.data())
-def test_what_is_spelled_natively_is_the_same_state(data: bytes, drawn: st.DataObject) -> None:
-    """The same histories: payloads within their limit lead an empty compactor, and an index, to the same state. Where no two
-    blocks share a hash, that is told in equal words again."""
+def test_native_payloads_have_the_same_state(data: bytes, drawn: st.DataObject) -> None:
+    """Payloads within their limit lead an empty compactor, and an index, to the same state. If no two blocks share a hash, the
+    events are equal too."""
     hashing = drawn.draw(st.sampled_from(["opaque", "opaque", "page", "chaos"]))
     stream, _, batches = batches_of(Choices(data), hashing)
     payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
@@ -197,7 +197,7 @@ def alone(payload: bytes) -> bool:
     return isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= 1
 
 
-def test_payloads_begin_with_a_clear_and_have_the_time_that_is_asked_for() -> None:
+def test_payloads_begin_with_a_clear_and_have_the_given_time() -> None:
     kept = folded([payload_of(store(range(1, 9), range(16), 2))])
     one = decode_batch(native(kept).payloads(1 << 20, 7.5)[0]).batch
     assert (one.ts, one.events) == (7.5, [AllBlocksCleared(), store(range(1, 9), range(16), 2)])
@@ -207,13 +207,13 @@ def test_payloads_begin_with_a_clear_and_have_the_time_that_is_asked_for() -> No
 
 
 @pytest.mark.parametrize(("limit", "ts"), [(0, 1.0), (10, -1.0), (10, 1e12), (10, float("nan"))])
-def test_payloads_have_room_and_a_time(limit: int, ts: float) -> None:
+def test_limit_and_time_of_payloads_are_checked(limit: int, ts: float) -> None:
     with pytest.raises(ValueError, match="limit" if not limit else "ts"):
         native(history()).payloads(limit, ts)
 
 
-def test_what_is_missed_is_noted_until_everything_is_cleared() -> None:
-    """What is known is told meanwhile; a clear of a tier, or giving up, makes nothing whole."""
+def test_a_gap_is_noted_until_everything_is_cleared() -> None:
+    """The known state is still returned; a clear of one tier, or an invalid history, does not end the note."""
     kept = folded([payload_of(store([1], [1, 2], 2))])
     assert not native(kept).partial
     native(kept).miss()
@@ -230,23 +230,27 @@ def test_what_is_missed_is_noted_until_everything_is_cleared() -> None:
 
 @settings(max_examples=40)
 @given(histories)
-def test_folding_many_is_folding_each(data: bytes) -> None:
-    """Among them payloads that only Python reads, and some that nobody does."""
+def test_extend_is_append_for_each(data: bytes) -> None:
+    """Some payloads can be decoded by Python only, and some by neither."""
     choices = Choices(data)
     _, _, batches = batches_of(choices)
     payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
     for at in range(0, len(payloads), 5):
-        payloads[at] = (b"\xc1", payloads[at][:-1], tomorrow(batches[at]))[data[at % len(data)] % 3]
+        payloads[at] = (b"\xc1", payloads[at][:-1], with_unknown_fields(batches[at]))[data[at % len(data)] % 3]
     each, many = folded(payloads), history()
     cut = data[0] % (len(payloads) + 1)
     numbered = list(enumerate(payloads))
     many.extend(numbered[:cut])
     many.extend(numbered[cut:])
-    assert (each.live, each.unavailable_reason, said(each, 1.0)) == (many.live, many.unavailable_reason, said(many, 1.0))
+    assert (each.live, each.unavailable_reason, snapshot_of(each, 1.0)) == (
+        many.live,
+        many.unavailable_reason,
+        snapshot_of(many, 1.0),
+    )
 
 
-def tomorrow(batch: Batch) -> bytes:
-    """The batch with a field in each event that this release does not know, which only Python reads."""
+def with_unknown_fields(batch: Batch) -> bytes:
+    """Return the batch with an unknown field in each event, which only Python can decode."""
     events = [
         msgspec.structs.replace(event, unrecognised={**(event.unrecognised or {}), "tomorrow": 1}) for event in batch.events
     ]
@@ -256,7 +260,7 @@ def tomorrow(batch: Batch) -> bytes:
 @settings(max_examples=30)
 @given(histories)
 def test_memory_returns_to_the_baseline(data: bytes) -> None:
-    """Whatever was kept: after scoped clears of every tier that there is, and after a clear of everything."""
+    """It does after scoped clears of every tier, and after a clear of everything."""
     choices = Choices(data)
     _, _, batches = batches_of(choices)
     kept = folded([spelled(batch, 0) for batch in batches])
@@ -270,7 +274,7 @@ def test_memory_returns_to_the_baseline(data: bytes) -> None:
     assert compactor.bytes <= 2 * SLACK
     kept.clear()
     assert compactor.bytes <= SLACK
-    assert said(kept, 1.0) == KVEventBatch(1.0, [AllBlocksCleared()])
+    assert snapshot_of(kept, 1.0) == KVEventBatch(1.0, [AllBlocksCleared()])
 
 
 def test_memory_is_that_of_what_is_live() -> None:
@@ -303,8 +307,8 @@ def payload_of(*events: KVEvent) -> bytes:
 @pytest.mark.parametrize("windows", [(None,), (None, 9), (None, 6, 17)], ids=repr)
 @pytest.mark.parametrize("dialect", dialects()[10:13], ids=str)
 def test_an_engines_history_is_exact_wherever_it_is_cut(windows: tuple[int | None, ...], dialect: Dialect) -> None:
-    """vLLM's cache under load, with salts, evictions, resets and windows, in its own dialect: every fifth batch is a cut,
-    compared at once and after all that followed."""
+    """vLLM's cache runs under load, with salts, evictions, resets and windows, in its own dialect. Every fifth batch is a cut,
+    compared at once and after all later batches."""
     engine = Engine(7, 4, 40 * len(windows), windows)
     traffic = Traffic(engine, Choices(random.Random(11).randbytes(4000)), salts=(None, None, "t"), longest=56)
     payloads, prompts = [], []
@@ -330,8 +334,8 @@ def test_an_engines_history_is_exact_wherever_it_is_cut(windows: tuple[int | Non
 
 @pytest.mark.parametrize("stream", recorded_endpoints(CAPTURES), ids=lambda stream: stream.run)
 def test_a_real_run_is_exact_wherever_it_is_cut(stream: Any) -> None:
-    """Two runs of vLLM 0.32, spelled by its own dialect: the state at every 60th batch, and what follows; the snapshot takes
-    hardly more bytes than what it stands for."""
+    """In two runs of vLLM 0.32 in its own dialect, the state is compared at every 60th batch and after all later ones. The
+    snapshot is hardly larger than the batches that it contains."""
     payloads = [live.payload for live in live_batches(CAPTURES, stream.run, stream.endpoint)]
     dialect = next(row for row in dialects() if row.name == "vllm-0.30.0")
     kept, whole, before = history(), index_of(payloads), 0
@@ -348,7 +352,7 @@ def test_a_real_run_is_exact_wherever_it_is_cut(stream: Any) -> None:
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
-def test_a_golden_payload_is_folded_and_told_again(golden: Golden) -> None:
+def test_a_golden_payload_survives_compaction(golden: Golden) -> None:
     kept = folded([golden.payload])
     first = collapsed(kept)
     if first is None:
@@ -361,8 +365,8 @@ def test_a_golden_payload_is_folded_and_told_again(golden: Golden) -> None:
 
 
 class Chains:
-    """A cache whose stores are of 1 to 600 blocks: conversations that grow, begin alike, lose their tails, middles and
-    beginnings, and come back, some of their blocks a second time."""
+    """A cache with stores of 1 to 600 blocks: conversations grow, share beginnings, lose tails, middles and beginnings, and
+    return, some of their blocks a second time."""
 
     def __init__(self, choices: random.Random) -> None:
         self._random = choices
@@ -377,7 +381,7 @@ class Chains:
         return self._random.choice((self._grow, self._grow, self._again, self._tail, self._some, self._oldest))()
 
     def _grow(self) -> KVEvent:
-        """A new chain, or one that branches off another one."""
+        """Add a chain, or a branch of another one."""
         base = self._random.choice([*self._paths[-8:], []])
         base = base[: self._random.choice((len(base), len(base), len(base) // 2))]
         count = self._random.choice((1, 1, 3, 40, 64, 65, 600))
@@ -389,7 +393,7 @@ class Chains:
         return self._store(fresh, base[-1] if base else None)
 
     def _again(self) -> KVEvent:
-        """What is gone of a chain comes back behind what is left of it."""
+        """Store the removed blocks of a chain again after its remaining ones."""
         path = self._random.choice(self._paths or [[1]])
         first = next((at for at, value in enumerate(path) if value not in self._live), len(path) - 1)
         return self._store(path[first:], path[first - 1] if first else None)
@@ -418,7 +422,7 @@ class Chains:
 @settings(max_examples=40)
 @given(st.integers(0, 1 << 32), st.integers(20, 100), st.integers(2, 30))
 def test_a_history_of_long_stores_is_exact_wherever_it_is_cut(seed: int, count: int, every: int) -> None:
-    """What is told again and again, and what is told once, lead an index to what one knows who saw everything."""
+    """Snapshots of snapshots, and a snapshot of everything, lead an index to the state of a consumer that saw every batch."""
     chains, often, once, whole = Chains(random.Random(seed)), history(), history(), PrefixIndex()
     for seq in range(count):
         payload = chains.batch()
@@ -444,13 +448,14 @@ def test_a_history_of_long_stores_is_exact_wherever_it_is_cut(seed: int, count: 
 
 
 def test_a_chain_is_one_store_however_it_came() -> None:
-    """Decoded block by block, with a copy on another tier: a run per tier, and hardly more bytes than its tokens."""
+    """It arrives block by block, with a copy on another tier. The snapshot has one store per tier, hardly larger than the
+    tokens."""
     kept = history()
     for value in range(1, 200):
         event = store([value], [value % 100, 2], 2, value - 1 or None)
         kept.append(payload_of(event))
         kept.append(payload_of(store([value], [value % 100, 2], 2, value - 1 or None, medium="CPU")))
-    batch = said(kept, 5.0, 3)
+    batch = snapshot_of(kept, 5.0, 3)
     assert batch is not None
     assert (batch.ts, batch.data_parallel_rank) == (5.0, 3)
     assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockStored, BlockStored]
@@ -458,9 +463,9 @@ def test_a_chain_is_one_store_however_it_came() -> None:
     assert len(encode_batch(batch)) < 2 * (199 * (3 + 2)) + 500
 
 
-def test_dead_ancestors_are_told_and_taken_away() -> None:
+def test_dead_ancestors_are_stored_and_removed() -> None:
     kept = folded([payload_of(store([1, 2, 3], [1, 2, 3, 4, 5, 6], 2), removal(1), removal(2))])
-    batch = said(kept, 1.0)
+    batch = snapshot_of(kept, 1.0)
     assert batch is not None
     assert batch.events[1:] == [
         store([1, 2], [1, 2, 3, 4], 2),
@@ -470,15 +475,15 @@ def test_dead_ancestors_are_told_and_taken_away() -> None:
     assert kept.live == 1
 
 
-def test_a_parent_that_was_never_seen_is_told_as_the_engine_told_it() -> None:
+def test_an_unknown_parent_is_kept() -> None:
     orphan = store([5, 6], [1, 2, 3, 4], 2, 4, lora_name="x", extra_keys=[["x"], ["x", ["image", 0]]])
-    batch = said(folded([payload_of(orphan)]), 1.0)
+    batch = snapshot_of(folded([payload_of(orphan)]), 1.0)
     assert batch is not None
     assert batch.events == [AllBlocksCleared(), orphan]
 
 
-def test_what_groups_count_for_is_told_without_blocks() -> None:
-    """A group whose blocks are all gone still counts in what is matched later."""
+def test_groups_without_blocks_are_kept() -> None:
+    """A group whose blocks are all removed still counts in later matches."""
     window: dict[str, Any] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5}
     first = [
         payload_of(store([1], [1, 2], 2, group_idx=0), store([1], [1, 2], 2, **window)),
@@ -492,53 +497,53 @@ def test_what_groups_count_for_is_told_without_blocks() -> None:
     same(whole, joined, [([1, 2, 3], Scope())])
 
 
-def test_too_much_of_what_is_not_live_is_lost_until_a_clear() -> None:
-    """Orphans above the limit: there is no snapshot, hardly any memory, and after a clear everything is as it should be."""
+def test_too_many_orphans_make_the_history_unavailable() -> None:
+    """There is no snapshot and hardly any memory; after a clear everything works again."""
     kept = history()
     kept.append(payload_of(store(range(10, 65_600), [1] * 65_590, 1, 5)))
-    assert (kept.unavailable_reason, said(kept, 1.0), kept.live) == ("orphans", None, 0)
+    assert (kept.unavailable_reason, snapshot_of(kept, 1.0), kept.live) == ("orphans", None, 0)
     assert repr(kept).startswith("<Compactor unavailable: orphans, ")
     kept.append(payload_of(store([1], [1], 1)))
     kept.append(payload_of(AllBlocksCleared(), store([2], [2], 1)))
     assert kept.unavailable_reason is None
-    batch = said(kept, 1.0)
+    batch = snapshot_of(kept, 1.0)
     assert batch is not None
     assert batch.events == [AllBlocksCleared(), store([2], [2], 1)]
     assert repr(kept).startswith("<Compactor 1 blocks, ")
 
 
 def test_a_heartbeat_changes_nothing() -> None:
-    """It is of no use to a history; the rest of its batch is."""
+    """It is ignored; the rest of its batch is applied."""
     beat = BlockRemoved([], heartbeat=Heartbeat("0" * 32, 5.0))
     payload = payload_of(store([1], [1, 2], 2), beat)
     kept = history()
     kept.append(payload)
-    batch = said(kept, 1.0)
+    batch = snapshot_of(kept, 1.0)
     assert batch is not None
     assert batch.events == [AllBlocksCleared(), store([1], [1, 2], 2)]
 
 
-def test_blocks_of_keys_are_told_by_their_keys() -> None:
-    """Without tokens and parents, those of one place in one event; a child with tokens behind them."""
+def test_keyed_blocks_keep_their_keys() -> None:
+    """They have no tokens and parents; those of one placement share an event, and a child with tokens follows."""
     keyed = [store([at, at + 1], [], 16, at - 1, block_keys=[9 * at, 2**64 - at]) for at in (1, 3, 5)]
     child = store([9], [1, 2], 2, 4)
-    batch = said(folded([payload_of(*keyed, child, removal(2))]), 1.0)
+    batch = snapshot_of(folded([payload_of(*keyed, child, removal(2))]), 1.0)
     assert batch is not None
     keys = [9, 27, 2**64 - 3, 45, 2**64 - 5]
     assert batch.events == [AllBlocksCleared(), store([1, 3, 4, 5, 6], [], 16, block_keys=keys), child]
 
 
 @pytest.mark.parametrize("reason", ["batches", "payloads", "digests"])
-def test_a_history_with_holes_is_not_told_until_a_clear(reason: Any) -> None:
+def test_an_invalid_history_is_unavailable_until_a_clear(reason: Any) -> None:
     kept = folded([payload_of(store([1], [1], 1))])
     kept.invalidate(reason)
     kept.append(payload_of(store([2], [2], 1)))
-    assert (kept.unavailable_reason, said(kept, 1.0)) == (reason, None)
+    assert (kept.unavailable_reason, snapshot_of(kept, 1.0)) == (reason, None)
     kept.append(payload_of(AllBlocksCleared(), store([3], [3], 1)))
-    assert said(kept, 1.0) == KVEventBatch(1.0, [AllBlocksCleared(), store([3], [3], 1)])
+    assert snapshot_of(kept, 1.0) == KVEventBatch(1.0, [AllBlocksCleared(), store([3], [3], 1)])
 
 
-def test_without_the_native_module_there_is_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_native_module_there_is_no_compactor(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)
 

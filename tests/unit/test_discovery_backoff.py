@@ -1,4 +1,4 @@
-"""Pauses between attempts; and `Steps`, a clock that the tests of discovery share."""
+"""Delays between attempts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from kvevents.backoff import BACKOFF_JITTER, INTERVAL_JITTER, Backoff, Clock, jittered
 
 
-def test_pauses_double_up_to_the_most_and_start_again_after_a_success() -> None:
-    """0.5 s doubling to 30 s, never more, however long it fails."""
+def test_delays_double_up_to_the_maximum_until_a_success() -> None:
+    """They start at 0.5 s and never exceed 30 s, however many attempts fail."""
     backoff = Backoff(lambda: 0.0)
     assert [backoff.next_delay() for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
     for _ in range(5_000):
@@ -19,18 +19,18 @@ def test_pauses_double_up_to_the_most_and_start_again_after_a_success() -> None:
 
 @pytest.mark.parametrize("random", [0.0, 0.5, 0.999])
 def test_jitter_only_shortens(random: float) -> None:
-    """What is promised in time comes in time: neither pauses nor intervals become longer, and none shorter than its share."""
+    """Neither delays nor intervals become longer, and none is shortened by more than its share."""
     pauses = Backoff(lambda: random, initial=8, maximum=8)
     assert 8 * (1 - BACKOFF_JITTER) <= pauses.next_delay() <= 8
     assert 10 * (1 - INTERVAL_JITTER) <= jittered(10, lambda: random) <= 10
 
 
-def test_it_says_what_comes_next() -> None:
+def test_the_repr_has_the_next_delay() -> None:
     """The repr is one line for operators."""
     assert repr(Backoff(initial=0.5, maximum=30)) == "<Backoff next 0.5 s of at most 30 s>"
 
 
-async def test_the_real_pace_sleeps_and_its_clock_does_not_go_back() -> None:
+async def test_the_system_clock_sleeps_and_does_not_go_back() -> None:
     """The defaults are asyncio's sleep, the monotonic clock and random numbers below 1."""
     clock = Clock()
     before = clock.now()

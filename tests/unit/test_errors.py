@@ -1,4 +1,5 @@
-"""One root; "you did wrong" apart from "the peer did wrong" and "we did wrong"; each also what Python calls it."""
+"""The exceptions have one root, and separate errors of the caller, of the outside and of kvevents; each is also a built-in
+type."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from kvevents import errors
 ALL = {name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__}
 
 
-def test_every_exception_has_the_one_root() -> None:
+def test_every_exception_has_the_same_root() -> None:
     assert all(issubclass(kind, errors.KVEventsError) for kind in ALL.values())
 
 
-def test_each_but_ours_is_either_the_callers_or_the_peers() -> None:
+def test_each_error_is_of_the_caller_or_external_except_our_own() -> None:
     leaves = ALL.keys() - {"KVEventsError", "UsageError", "ExternalError", "DamagedIndexError"}
     for name in leaves:
         assert issubclass(ALL[name], errors.UsageError) != issubclass(ALL[name], errors.ExternalError), name
@@ -31,6 +32,6 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
-def test_each_has_a_sentence(kind: type[Exception]) -> None:
+def test_each_has_a_docstring(kind: type[Exception]) -> None:
     assert kind.__doc__
     assert str(kind("what happened; what to do")) == "what happened; what to do"

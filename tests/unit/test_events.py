@@ -1,4 +1,4 @@
-"""The event types: their layout, their hashes, their words."""
+"""The event types: layout, hashes and media."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBa
 STORED = BlockStored([1, 2], None, [1, 2, 3, 4], 2, None, "GPU", None)
 
 
-def test_media_are_the_engines_words() -> None:
+def test_media_are_those_of_the_engines() -> None:
     words = {name: getattr(events, name) for name in dir(events) if name.startswith("MEDIUM_")}
     assert words == {f"MEDIUM_{word}": word for word in ("GPU", "CPU", "STORAGE", "CPU_PINNED", "DISK", "EXTERNAL")}
 
 
 def test_the_fields_begin_with_vllm_0_33_s_in_its_order() -> None:
-    """Positional construction, as in programs written for vLLM, must keep its meaning."""
+    """Programs written for vLLM may construct events positionally."""
     assert BlockStored.__struct_fields__[:15] == (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
         *("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id"),
@@ -39,12 +39,12 @@ def test_equal_events_have_equal_hashes(event: KVCacheEvent) -> None:
     "change",
     [{"block_hashes": [1]}, {"medium": "CPU"}, {"group_idx": 1}, {"session_id": "s"}, {"cache_salt": "s"}, {"lora_name": "l"}],
 )
-def test_events_that_differ_where_it_matters_have_other_hashes(change: dict[str, object]) -> None:
+def test_different_events_have_different_hashes(change: dict[str, object]) -> None:
     assert hash(msgspec.structs.replace(STORED, **change)) != hash(STORED)
 
 
 def test_an_event_with_extra_keys_and_pairs_of_tokens_can_be_hashed() -> None:
-    """Lists inside extra keys are not hashable themselves; the hash leaves them to equality."""
+    """Lists inside extra keys are not hashable; the hash ignores them, and equality compares them."""
     event = BlockStored([1], None, [(1, 2)], 1, extra_keys=[("lora", ["image", 3]), None], lookahead_token_ids=[[1]])
     assert hash(event) == hash(msgspec.structs.replace(event))
 

@@ -1,4 +1,4 @@
-"""Key files: ZeroMQ's own format both ways, who may read them, and allow-lists that follow their files."""
+"""Key files in ZeroMQ's format, their permissions, and allow-lists that follow their files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from kvevents.security.zap import AllowList, SecuritySettings
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_keys_are_spelt_as_zeromq_spells_them(key: bytes) -> None:
+def test_z85_is_that_of_zeromq(key: bytes) -> None:
     assert z85_encode(key) == z85.encode(key).decode()
     assert z85_decode(z85_encode(key)) == key
 
 
 @pytest.mark.parametrize("text", ["", "x" * 39, "x" * 41, "x" * 39 + '"', "x" * 39 + "é", "#" * 40])
-def test_what_is_no_key(text: str) -> None:
-    """Too short, too long, of other characters, or more than 32 bytes can hold."""
+def test_text_that_is_not_a_key(text: str) -> None:
+    """It is too short, too long, has other characters, or exceeds 32 bytes."""
     assert z85_decode(text) is None
 
 
-def test_files_are_zeromqs_own(tmp_path: Path) -> None:
-    """pyzmq reads ours, and we read pyzmq's, whose secret is secret once its mode is."""
+def test_files_are_compatible_with_pyzmq(tmp_path: Path) -> None:
+    """pyzmq reads our files, and we read those of pyzmq when their mode is secret."""
     pair = make_pair()
     public, secret = write_pair(tmp_path / "ours", pair, "A test's.", replace=False)
     assert load_certificate(public) == (pair.public.encode(), None)
@@ -45,8 +45,8 @@ def test_files_are_zeromqs_own(tmp_path: Path) -> None:
     assert pair.secret not in f"{pair!r} {pair}"
 
 
-def test_modes_whatever_the_umask_says(tmp_path: Path) -> None:
-    """The public file is for everybody, the secret one for its owner, also when it replaces one that was open."""
+def test_file_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
+    """Everyone may read the public file, and its owner the secret one, even if it replaces a readable one."""
     (tmp_path / "e.key_secret").touch(0o666)
     before = os.umask(0)
     try:
@@ -58,7 +58,7 @@ def test_modes_whatever_the_umask_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", ["e.key", "e.key_secret"])
-def test_nothing_is_replaced_unasked(tmp_path: Path, existing: str) -> None:
+def test_existing_files_are_not_replaced_by_default(tmp_path: Path, existing: str) -> None:
     (tmp_path / existing).write_text("precious")
     with pytest.raises(ConfigError, match=r"exists.*--force"):
         write_pair(tmp_path / "e", make_pair(), "", replace=False)
@@ -71,8 +71,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644])
-def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    """With what to do; wherever it is named."""
+def test_a_secret_that_others_can_read_is_rejected(tmp_path: Path, mode: int) -> None:
+    """The error says what to do, in every place where the file is named."""
     put(tmp_path, "e")
     path = tmp_path / "e.key_secret"
     path.chmod(mode)
@@ -81,8 +81,8 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> 
             read(path)
 
 
-def test_a_secret_of_another_owner_may_be_the_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A secret that is mounted into a container belongs to root, and its group is how it can be read at all."""
+def test_a_secret_of_another_owner_may_be_readable_by_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret that is mounted into a container belongs to root, and is readable through its group."""
     pair = put(tmp_path, "e")
     path = tmp_path / "e.key_secret"
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
@@ -102,7 +102,7 @@ def test_a_secret_of_another_owner_may_be_the_groups(tmp_path: Path, monkeypatch
         ("x" * (MAX_FILE_BYTES + 1), "longer than"),
     ],
 )
-def test_files_that_hold_no_pair(tmp_path: Path, text: str, said: str) -> None:
+def test_files_without_a_pair(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "e.key_secret"
     path.touch(0o600)
     path.write_text(text)
@@ -112,7 +112,7 @@ def test_files_that_hold_no_pair(tmp_path: Path, text: str, said: str) -> None:
         read_pair(tmp_path / "none")
 
 
-def test_files_that_hold_no_public_key(tmp_path: Path) -> None:
+def test_files_without_a_public_key(tmp_path: Path) -> None:
     path = tmp_path / "e.key"
     path.write_text("# public-key = 'x'\n")
     with pytest.raises(ConfigError, match="holds no public key"):
@@ -130,8 +130,8 @@ def test_a_list_of_keys_in_code() -> None:
     assert not allowed.errors
 
 
-def test_a_folder_is_followed_as_it_changes(tmp_path: Path) -> None:
-    """Files that come, change in place and go; hidden files, secrets and other files do not count."""
+def test_changes_of_a_folder_are_noticed(tmp_path: Path) -> None:
+    """Files are added, changed and removed; hidden files, secret files and other files are ignored."""
     one, other = put(tmp_path, "one"), make_pair()
     put(tmp_path, ".hidden")
     (tmp_path / "README").write_text("public-key = nothing")
@@ -151,7 +151,7 @@ def test_a_folder_is_followed_as_it_changes(tmp_path: Path) -> None:
     assert not allowed.errors
 
 
-def test_a_file_may_hold_several(tmp_path: Path) -> None:
+def test_a_file_may_have_several_keys(tmp_path: Path) -> None:
     pairs = [put(tmp_path, name) for name in ("a", "b")]
     path = tmp_path / "all"
     path.write_text("".join((tmp_path / f"{name}.key").read_text() for name in ("a", "b")))
@@ -161,7 +161,7 @@ def test_a_file_may_hold_several(tmp_path: Path) -> None:
 
 
 def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once its files have been as they are for a while: strangers must not make a server read for each knock."""
+    """This holds once its files have not changed for a while, so that unknown clients cannot cause a read per connection."""
     put(tmp_path, "one")
     long_ago = time.time() - 10
     os.utime(tmp_path / "one.key", (long_ago, long_ago))
@@ -179,8 +179,8 @@ def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pyte
     assert reads == [tmp_path / "one.key"]
 
 
-def test_what_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
-    """A torn file loses its own key only; a folder that is gone, or too full, loses all."""
+def test_unreadable_files_allow_no_key(tmp_path: Path) -> None:
+    """An invalid file only loses its own key; a folder that is missing or too full loses all."""
     folder = tmp_path / "clients"
     folder.mkdir()
     one = put(folder, "one")
@@ -203,7 +203,7 @@ def test_what_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
 
 
 def test_the_other_ends_key_may_be_in_a_file(tmp_path: Path) -> None:
-    """In settings as on the command line: the key itself, or the path of `NAME.key`."""
+    """Settings and the command line accept the key itself or the path of `NAME.key`."""
     own, other = make_pair(), make_pair()
     for name, pair in (("own", own), ("other", other)):
         write_pair(tmp_path / name, pair, "A test's.", replace=True)
