@@ -1,4 +1,4 @@
-"""The journal: whatever happens to the process, the disk or a file, what is recovered is all that was sent, or is doubted."""
+"""The journal: whatever happens to the process, the disk or a file, recovery returns all that was sent or is incomplete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvevents.errors import ExternalError, JournalError
 from kvevents.relay.journal import Batches, Journal, JournalLimits, Origin, Recovered, file_format
 from kvevents.relay.journal.disk import Folder
-from relay_journal_cases import TINY, Killed, Model, TornError, WatchedDisk, batches_of, crash, open_journal, willing
+from relay_journal_cases import TINY, Killed, Model, TornError, WatchedDisk, batches_of, crash, no_failure, open_journal
 
 Step: TypeAlias = Callable[[Journal, Model], None]
 LIFE = 7
@@ -56,12 +56,12 @@ def set_checkpoint(journal: Journal, model: Model, text: bytes) -> None:
 
 
 def wants_snapshot(journal: Journal) -> bool:
-    """A type checker takes a property that was false to stay so."""
+    """A type checker assumes that a property keeps its value."""
     return journal.wants_snapshot
 
 
 def snapshot(journal: Journal, model: Model, back: int = 3) -> bool:
-    """As a relay does it: whenever the journal wants one."""
+    """Write a snapshot if the journal wants one, as a relay does."""
     if not wants_snapshot(journal):
         return False
     number = max([-1, *(each for each in model.states if each < model.next_number)], default=-1)
@@ -70,7 +70,7 @@ def snapshot(journal: Journal, model: Model, back: int = 3) -> bool:
 
 
 def again(journal: Journal, model: Model) -> None:
-    """Nothing is appended: another process goes on."""
+    """A step that marks the start of another process."""
 
 
 def step(function: Callable[..., object], *arguments: st.SearchStrategy[object]) -> st.SearchStrategy[Step]:
@@ -78,7 +78,7 @@ def step(function: Callable[..., object], *arguments: st.SearchStrategy[object])
 
 
 def _drop(_: object) -> None:
-    """Nobody looks at it."""
+    """Ignore a result."""
 
 
 upstreams = st.integers(0, 2)
@@ -96,7 +96,7 @@ steps = st.lists(
 
 
 class Run:
-    """A journal beside its model, whose process may be taken away."""
+    """A journal and its model, across restarts of the process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -123,10 +123,10 @@ class Run:
         self.journal.resume(found)
 
 
-# --- what is there again
+# --- recovery
 
 
-def test_what_was_recorded_is_there_again(path: Path) -> None:
+def test_recorded_batches_are_recovered(path: Path) -> None:
     journal, model = begun(path)
     store(journal, model, [0, 1, 300])
     store(journal, model, [20], upstream=3)
@@ -154,8 +154,8 @@ def _folder(journal: Journal) -> Folder:
     return journal._folder
 
 
-def test_a_snapshot_stands_for_what_was_before(path: Path) -> None:
-    """It takes the place of the files before it, and holds positions, mark and origins."""
+def test_a_snapshot_replaces_earlier_files(path: Path) -> None:
+    """It replaces the files before it, and holds positions, checkpoint and origins."""
     journal, model = begun(path)
     set_checkpoint(journal, model, b"mark")
     journal.set_origin(0, Origin(0, 5, bytes(32)))
@@ -186,8 +186,8 @@ def test_files_stay_bounded(path: Path) -> None:
     crash(journal)
 
 
-def test_a_snapshot_is_written_beside_the_log(path: Path) -> None:
-    """By another thread; a kill before it is done costs nothing."""
+def test_appends_continue_while_a_snapshot_is_written(path: Path) -> None:
+    """A thread writes it, and a kill before it is complete loses nothing."""
     journal = Journal(path, TINY)
     journal.begin(LIFE)
     model = Model()
@@ -202,8 +202,8 @@ def test_a_snapshot_is_written_beside_the_log(path: Path) -> None:
     assert model.is_in(found)
 
 
-def test_a_tail_is_cut_into_frames() -> None:
-    """By batches, by bytes and where numbers are missing, at both ends too; no frame is larger than the log's."""
+def test_a_tail_is_split_into_frames() -> None:
+    """By number of batches, by bytes and at missing numbers, also at both ends."""
     rows = [(at, b"x") for at in (2, 3, 4, 5, 6, 7, 8, 11, 14)] + [(15, bytes(5)), (16, bytes(6)), (17, bytes(50)), (18, b"")]
     shape = [
         (each.first, each.last) if isinstance(each, file_format.SkippedNumbers) else [each.first, len(each.payloads)]
@@ -214,7 +214,7 @@ def test_a_tail_is_cut_into_frames() -> None:
     assert list(file_format.tail_records([], 4, 4, OWN, max_batches=3, max_bytes=10)) == []
 
 
-# --- kills, refusals and damage anywhere
+# --- kills, disk failures and damage at any point
 
 
 @given(taken=steps, more=steps, kill_at=st.integers(0, 150), part=st.floats(0, 1))
@@ -222,8 +222,8 @@ def test_a_tail_is_cut_into_frames() -> None:
 def test_a_kill_anywhere_loses_nothing_that_was_acknowledged(
     taken: list[Step], more: list[Step], kill_at: int, part: float
 ) -> None:
-    """Killed at any call to the system, in the middle of a write too: the next process has all that was acknowledged, and at
-    most the one thing that was being recorded."""
+    """Killed at any system call, or in the middle of a write: the next process has all that was acknowledged, and at most the
+    one record that was being written."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder, "journal"))
         run.journal.begin(LIFE)
@@ -243,7 +243,7 @@ def test_a_kill_anywhere_loses_nothing_that_was_acknowledged(
             pass
         else:
             before = run.model
-        run.disk.before = willing
+        run.disk.before = no_failure
         crash(run.journal)
         run.journal = open_journal(run.folder, disk=run.disk)
         found = run.journal.recover()
@@ -278,11 +278,11 @@ REFUSALS = (
     last=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_disk_that_refuses_anywhere_never_leads_to_wrong_data(
+def test_a_disk_that_fails_at_any_point_never_causes_wrong_data(
     taken: list[Step], more: list[Step], refused: set[str], begins: int, count: int, last: bool
 ) -> None:
-    """Nothing raises. Wherever the process dies then, the files hold all that was sent, or are doubted; or, where not even a
-    note could be written, the stats say that."""
+    """Nothing raises. If the process is killed afterwards, the files hold all that was sent or are marked as broken; if they
+    could not be marked, the statistics say so."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder, "journal"))
         run.journal.begin(LIFE)
@@ -297,7 +297,7 @@ def test_a_disk_that_refuses_anywhere_never_leads_to_wrong_data(
             if each is not again:
                 run.take(each)
         if last:
-            run.disk.before = willing
+            run.disk.before = no_failure
             run.now += 1_000
             run.journal.tick(run.now)
             assert run.journal.state == "disk" or snapshot(run.journal, run.model)
@@ -312,7 +312,7 @@ def test_a_disk_that_refuses_anywhere_never_leads_to_wrong_data(
 
 
 def history(path: Path) -> tuple[Model, dict[str, bytes]]:
-    """A snapshot, a log that is continued, and one more; with what is in the files."""
+    """Return a model with a snapshot, a continued log and one more log, and the content of these files."""
     journal, model = begun(path)
     for _ in range(30):
         store(journal, model, [100])
@@ -340,8 +340,8 @@ def changed(tmp_path: Path, content: dict[str, bytes]) -> Recovered:
     return found
 
 
-def test_a_file_cut_off_anywhere_is_doubted(tmp_path: Path, path: Path) -> None:
-    """Also where a frame ends: what was acknowledged is known."""
+def test_a_truncated_file_is_incomplete(tmp_path: Path, path: Path) -> None:
+    """Also at the end of a frame: the committed size is known."""
     model, content = history(path)
     assert model.is_in(changed(tmp_path, content))
     for name, data in content.items():
@@ -349,8 +349,8 @@ def test_a_file_cut_off_anywhere_is_doubted(tmp_path: Path, path: Path) -> None:
             assert changed(tmp_path, {**content, name: data[:size]}).incomplete
 
 
-def test_what_was_written_and_not_acknowledged_is_ignored(tmp_path: Path, path: Path) -> None:
-    """Whatever it is; the next process writes another log."""
+def test_bytes_that_were_not_acknowledged_are_ignored(tmp_path: Path, path: Path) -> None:
+    """Whatever their content: the next process writes another log."""
     model, content = history(path)
     newest = max(name for name in content if name.endswith("log"))
     for rest in (b"\0", b"garbage" * 100, content[newest][file_format.FRAMES_AT :]):
@@ -359,21 +359,21 @@ def test_what_was_written_and_not_acknowledged_is_ignored(tmp_path: Path, path: 
         assert model.is_in(found)
 
 
-def test_a_file_that_is_missing_is_doubted(tmp_path: Path, path: Path) -> None:
+def test_a_missing_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
     _, content = history(path)
     for name in content:
         assert changed(tmp_path, {each: data for each, data in content.items() if each != name}).incomplete
 
 
-def test_a_file_under_another_name_is_doubted(tmp_path: Path, path: Path) -> None:
-    """Swapped, renamed, or twice there."""
+def test_a_renamed_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
+    """Swapped, renamed, or copied."""
     _, content = history(path)
     one, two = sorted(name for name in content if name.endswith("log"))
     assert changed(tmp_path, {**content, one: content[two], two: content[one]}).incomplete
     assert changed(tmp_path, {**content, "0000000000000099.log": content[two]}).incomplete
 
 
-def test_a_flipped_bit_anywhere_never_gives_wrong_data(tmp_path: Path, path: Path) -> None:
+def test_a_flipped_bit_never_gives_wrong_data(tmp_path: Path, path: Path) -> None:
     _, content = history(path)
     for name, data in content.items():
         for at in range(0, len(data), 7):
@@ -396,12 +396,14 @@ def test_many_changed_bytes_never_give_wrong_data(data: st.DataObject) -> None:
         assert found.incomplete or model.is_in(found)
 
 
-# --- other runs of the machine
+# --- restarts of the machine
 
 
 @pytest.mark.parametrize(("closes", "continues"), [(True, False), (True, True), (False, False)])
-def test_a_machine_that_was_started_again(path: Path, tmp_path: Path, closes: bool, continues: bool) -> None:
-    """What it may have lost with its power begins a new incarnation; a journal that was closed, and not continued, is whole."""
+def test_after_a_restart_of_the_machine_an_open_journal_is_incomplete(
+    path: Path, tmp_path: Path, closes: bool, continues: bool
+) -> None:
+    """Batches can be lost in a power failure; a journal that was closed and not continued is complete."""
     journal, model = begun(path)
     store(journal, model, [5])
     if closes:
@@ -417,7 +419,7 @@ def test_a_machine_that_was_started_again(path: Path, tmp_path: Path, closes: bo
     assert not found.incomplete or "the machine was restarted" in found.incomplete
 
 
-def test_a_machine_that_does_not_say_which_run_it_is(path: Path, tmp_path: Path) -> None:
+def test_without_a_boot_id_an_open_journal_is_incomplete(path: Path, tmp_path: Path) -> None:
     disk = WatchedDisk(boot_id_file=tmp_path / "none")
     journal, model = begun(path, disk)
     store(journal, model, [5])
@@ -427,10 +429,10 @@ def test_a_machine_that_does_not_say_which_run_it_is(path: Path, tmp_path: Path)
     assert disk.boot_id() == bytes.fromhex("00112233445566778899aabbccddeeff")
 
 
-# --- disks that refuse
+# --- disk failures
 
 
-def refusing(error: int, *calls: str) -> Callable[[str, bytes], None]:
+def failing_calls(error: int, *calls: str) -> Callable[[str, bytes], None]:
     def refuse(call: str, _data: bytes) -> None:
         if call in calls:
             raise OSError(error, os.strerror(error))
@@ -439,12 +441,12 @@ def refusing(error: int, *calls: str) -> Callable[[str, bytes], None]:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
-def test_a_disk_that_refuses_is_done_without(path: Path, error: int) -> None:
-    """It is tried after growing pauses, and a snapshot is the way back."""
+def test_a_failed_disk_is_retried_with_growing_delays(path: Path, error: int) -> None:
+    """Meanwhile nothing is recorded; a snapshot leads back to the disk."""
     disk = WatchedDisk()
     journal, model = begun(path, disk)
     store(journal, model, [5, 5])
-    disk.before = refusing(error, "write", "create")
+    disk.before = failing_calls(error, "write", "create")
     store(journal, model, [5, 5])
     skip(journal, model)
     stats = journal.stats()
@@ -459,7 +461,7 @@ def test_a_disk_that_refuses_is_done_without(path: Path, error: int) -> None:
         journal.tick(float(second))
         failures.append(journal.stats().failures)
     assert [at for at in range(1, 100) if failures[at] > failures[at - 1]] == [1, 3, 7, 15, 31, 63]
-    disk.before = willing
+    disk.before = no_failure
     journal.tick(200.0)
     assert snapshot(journal, model)
     assert (journal.stats().state, journal.stats().reason) == ("disk", "")
@@ -468,10 +470,10 @@ def test_a_disk_that_refuses_is_done_without(path: Path, error: int) -> None:
     assert model.is_in(open_journal(path).recover())
 
 
-def test_where_the_logs_cannot_be_marked_an_operator_is_told(path: Path) -> None:
+def test_the_reason_says_if_the_logs_could_not_be_marked(path: Path) -> None:
     disk = WatchedDisk()
     journal, model = begun(path, disk)
-    disk.before = refusing(errno.EROFS, "write", "create", "open", "overwrite", "remove", "rename")
+    disk.before = failing_calls(errno.EROFS, "write", "create", "open", "overwrite", "remove", "rename")
     store(journal, model, [5])
     assert journal.stats().reason == (
         "Read-only file system; the logs could not be marked as broken: remove the folder before another relay starts with it"
@@ -483,27 +485,27 @@ def test_a_log_that_cannot_be_marked_is_removed(path: Path) -> None:
     disk = WatchedDisk()
     journal, model = begun(path, disk)
     store(journal, model, [5])
-    disk.before = refusing(errno.ENOSPC, "write", "overwrite")
+    disk.before = failing_calls(errno.ENOSPC, "write", "overwrite")
     store(journal, model, [5])
     assert not list(path.glob("*.log"))
     assert journal.stats().reason == "No space left on device"
     crash(journal)
 
 
-def test_a_snapshot_for_which_there_is_no_room_is_done_without(path: Path) -> None:
-    """The log goes on; another snapshot is tried after a pause."""
+def test_the_log_continues_if_a_snapshot_cannot_be_written(path: Path) -> None:
+    """Another snapshot is tried after a delay."""
     disk = WatchedDisk()
     journal, model = begun(path, disk)
     while not wants_snapshot(journal):
         store(journal, model, [100])
-    refused = refusing(errno.ENOSPC, "sync")
+    refused = failing_calls(errno.ENOSPC, "sync")
     disk.before = refused
     assert snapshot(journal, model)
     assert (journal.stats().state, journal.stats().snapshots) == ("disk", 0)
     assert journal.stats().reason == "no snapshot was written: No space left on device"
     assert not wants_snapshot(journal)
     store(journal, model, [5])
-    disk.before = willing
+    disk.before = no_failure
     journal.tick(1.5)
     assert snapshot(journal, model)
     store(journal, model, [5])
@@ -512,7 +514,7 @@ def test_a_snapshot_for_which_there_is_no_room_is_done_without(path: Path) -> No
     assert model.is_in(open_journal(path).recover())
 
 
-def test_a_journal_without_snapshots_ends_at_its_limit(path: Path) -> None:
+def test_a_journal_without_snapshots_stops_at_its_limit(path: Path) -> None:
     journal = open_journal(path, JournalLimits(max_log_bytes=3_000))
     journal.begin(LIFE)
     model = Model()
@@ -523,8 +525,8 @@ def test_a_journal_without_snapshots_ends_at_its_limit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "emptied"])
-def test_a_folder_that_goes_away_is_noticed(path: Path, how: str) -> None:
-    """Within a second, though everything written still succeeds; with a snapshot it begins again in a folder of that name."""
+def test_a_deleted_or_moved_folder_is_noticed(path: Path, how: str) -> None:
+    """Within a second, though writes still succeed; a snapshot begins the journal again in a folder of that name."""
     journal, model = begun(path)
     if how == "deleted":
         shutil.rmtree(path)
@@ -548,17 +550,17 @@ def test_a_folder_that_goes_away_is_noticed(path: Path, how: str) -> None:
         assert open_journal(path.with_name("moved")).recover().incomplete
 
 
-def test_a_disk_that_is_ill_from_the_beginning(path: Path) -> None:
-    """Begun or resumed: in memory, until it is well."""
-    disk = WatchedDisk(refusing(errno.ENOSPC, "create"))
+def test_a_disk_that_fails_at_the_start(path: Path) -> None:
+    """A journal that is begun or resumed stays in memory until the disk works."""
+    disk = WatchedDisk(failing_calls(errno.ENOSPC, "create"))
     journal, model = begun(path, disk)
     store(journal, model, [1])
     assert (journal.stats().state, journal.stats().dropped) == ("memory", 1)
-    disk.before = willing
+    disk.before = no_failure
     journal.tick(100.0)
     assert snapshot(journal, model)
     journal.close()
-    disk.before = refusing(errno.ENOSPC, "create")
+    disk.before = failing_calls(errno.ENOSPC, "create")
     journal = open_journal(path, disk=disk)
     found = journal.recover()
     assert model.is_in(found)
@@ -568,8 +570,8 @@ def test_a_disk_that_is_ill_from_the_beginning(path: Path) -> None:
     assert open_journal(path).recover().incomplete, "numbers beyond may have been sent"
 
 
-def test_a_folder_that_the_disk_does_not_give(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of what it holds then; the relay begins anew, in memory."""
+def test_a_folder_that_cannot_be_opened_now(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its content is unknown; the relay begins a new incarnation, in memory."""
 
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -591,7 +593,7 @@ def test_a_folder_that_the_disk_does_not_give(path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """256 KiB, full when they are."""
+    """A file system of 256 KiB."""
     place = tmp_path / "tiny"
     place.mkdir()
     mounted = subprocess.run(
@@ -606,8 +608,8 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)  # noqa: S607 - as above
 
 
-def test_a_real_disk_that_is_full(tiny_disk: Path) -> None:
-    """The journal is doubted from then on; with room again, it comes back and is whole."""
+def test_a_full_file_system(tiny_disk: Path) -> None:
+    """The journal is incomplete from then on; with free space it becomes complete again."""
     path = tiny_disk / "journal"
     journal = Journal(path, JournalLimits(probe_bytes=20_000))
     journal.begin(LIFE)
@@ -629,12 +631,12 @@ def test_a_real_disk_that_is_full(tiny_disk: Path) -> None:
     assert model.is_in(open_journal(path).recover())
 
 
-def test_a_real_disk_that_becomes_read_only(tiny_disk: Path) -> None:
+def test_a_file_system_that_becomes_read_only(tiny_disk: Path) -> None:
     journal = Journal(tiny_disk / "journal")
     journal.begin(LIFE)
     model = Model()
     if subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=False, capture_output=True).returncode:  # noqa: S607
-        # A file that is open for writing keeps it as it is: the disk is that of the next process.
+        # A file that is open for writing prevents the remount, so only the next process sees it.
         journal.close()
         subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)  # noqa: S607 - as above
         journal = Journal(tiny_disk / "journal")
@@ -646,11 +648,11 @@ def test_a_real_disk_that_becomes_read_only(tiny_disk: Path) -> None:
     journal.close()
 
 
-# --- what an operator must change
+# --- errors that an operator must correct
 
 
-def test_one_process_at_a_time(path: Path) -> None:
-    """The message names the other one; after it ended, the folder is free."""
+def test_a_second_process_is_rejected(path: Path) -> None:
+    """The message names the first one; after that is closed, the folder can be opened."""
     journal, _ = begun(path)
     with pytest.raises(JournalError, match=f"another process uses it \\(pid {os.getpid()}\\); choose another folder"):
         open_journal(path)
@@ -659,8 +661,8 @@ def test_one_process_at_a_time(path: Path) -> None:
     open_journal(path).close()
 
 
-def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
-    """A file, or a place where nobody can make one. It is a `ExternalError`."""
+def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
+    """A file of that name, or a parent that does not allow folders. It is an `ExternalError`."""
     (tmp_path / "file").write_text("")
     with pytest.raises(
         JournalError, match=r"cannot open the journal folder .*file: .*; choose a folder that this process can write"
@@ -671,7 +673,7 @@ def test_a_folder_that_cannot_be_one(tmp_path: Path) -> None:
 
 
 def test_files_of_a_later_release_are_not_touched(path: Path) -> None:
-    """Told apart from damage by their own check, however long their header is."""
+    """Their checksum distinguishes them from damaged files, whatever the length of their header."""
     journal, model = begun(path)
     store(journal, model, [1])
     crash(journal)
@@ -686,7 +688,7 @@ def test_files_of_a_later_release_are_not_touched(path: Path) -> None:
     assert open_journal(path).recover().incomplete
 
 
-def test_files_that_are_gone_before_they_were_read_are_told_of(path: Path) -> None:
+def test_files_that_vanish_before_they_are_read_again_raise(path: Path) -> None:
     journal, model = begun(path)
     store(journal, model, [1])
     crash(journal)
@@ -697,7 +699,7 @@ def test_files_that_are_gone_before_they_were_read_are_told_of(path: Path) -> No
         list(found.batches())
 
 
-def test_other_files_in_the_folder_do_not_matter(path: Path) -> None:
+def test_other_files_in_the_folder_are_ignored(path: Path) -> None:
     journal, model = begun(path)
     store(journal, model, [1])
     crash(journal)
@@ -712,8 +714,8 @@ def test_other_files_in_the_folder_do_not_matter(path: Path) -> None:
     crash(journal)
 
 
-def test_a_log_that_a_killed_process_had_begun_is_no_log(path: Path) -> None:
-    """It has no name yet, and the next one takes its place: none is missing between the logs then."""
+def test_an_unfinished_log_of_a_killed_process_is_ignored(path: Path) -> None:
+    """It has no final name yet, and the next log replaces it, so that no log is missing."""
     journal, model = begun(path)
     store(journal, model, [1])
     crash(journal)
@@ -729,7 +731,7 @@ def test_a_log_that_a_killed_process_had_begun_is_no_log(path: Path) -> None:
     assert sorted(each.name for each in path.glob("*.log*")) == [f"{number:016}.log" for number in (1, 2, 3)]
 
 
-def test_payloads_are_for_their_owner_only(path: Path) -> None:
+def test_only_the_owner_can_read_payloads(path: Path) -> None:
     journal, model = begun(path)
     while not snapshot(journal, model):
         store(journal, model, [100])
@@ -738,12 +740,12 @@ def test_payloads_are_for_their_owner_only(path: Path) -> None:
     crash(journal)
 
 
-def test_an_empty_folder_is_neither_resumable_nor_doubted(path: Path) -> None:
+def test_an_empty_folder_is_neither_resumable_nor_incomplete(path: Path) -> None:
     found = open_journal(path).recover()
     assert (found.incarnation, found.incomplete, found.is_resumable) == (None, "", False)
 
 
-def test_beginning_anew_leaves_nothing_of_before(path: Path) -> None:
+def test_a_new_incarnation_removes_earlier_files(path: Path) -> None:
     history(path)
     journal = open_journal(path)
     journal.begin(LIFE + 1)

@@ -1,4 +1,4 @@
-"""A relay on real sockets, driven by the test: replay and history, keys, placement snapshots, metrics, its ports."""
+"""A relay on real sockets: replay and history, keys, placement snapshots, metrics, ports."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def settings(publisher: Any, **more: Any) -> RelaySettings:
     return RelaySettings(**{**given, **more})
 
 
-def test_who_comes_late_has_the_engines_digest(tmp_path: Path) -> None:
-    """And who was there keeps it, through a journal, a connection that is cut, and an end of the relay."""
+def test_a_late_consumer_has_the_engines_digest(tmp_path: Path) -> None:
+    """And an early one keeps it through a cut connection and a restart of the relay from its journal."""
     with publishing(replay_endpoint=ANY, buffer_steps=50, heartbeat=0.05) as publisher, FaultProxy(publisher.endpoint) as live:
         truth = Truth(publisher)
         upstream = Source(live.endpoint, publisher.replay_endpoint)
@@ -92,7 +92,7 @@ def test_who_comes_late_has_the_engines_digest(tmp_path: Path) -> None:
 
 
 def test_keys_on_both_sides(tmp_path: Path) -> None:
-    """The engine lets the relay in, the relay the consumer, and neither of them a stranger."""
+    """The engine accepts the relay, the relay accepts the consumer, and both reject unknown keys."""
     engine, own, friend = make_pair(), make_pair(), make_pair()
 
     def server(pair: Any, allowed: Any) -> Curve:
@@ -119,7 +119,7 @@ def test_keys_on_both_sides(tmp_path: Path) -> None:
             assert not unknown.digest
 
 
-def test_the_draft_of_placement_snapshots_is_answered() -> None:
+def test_placement_snapshots_are_served() -> None:
     with publishing(replay_endpoint=ANY) as publisher, zmq.Context() as context:
         publisher.publish(EventBatch(1.0, [block(1), block(2)]))
         with Relay(settings(publisher, snapshot_endpoint=ANY)) as relay, context.socket(zmq.DEALER) as asking:
@@ -134,7 +134,7 @@ def test_the_draft_of_placement_snapshots_is_answered() -> None:
             assert msgspec.msgpack.decode(header)[1] == f"{relay.status().incarnation:016x}"
 
 
-def test_prometheus_is_told_of_everything(tmp_path: Path) -> None:
+def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
     with (
         publishing(replay_endpoint=ANY) as publisher,
         Relay(settings(publisher, journal=str(tmp_path / "j"))) as relay,
@@ -166,8 +166,8 @@ def test_prometheus_is_told_of_everything(tmp_path: Path) -> None:
         assert line in page, page
 
 
-def test_a_port_that_is_taken_leaves_nothing_open(tmp_path: Path) -> None:
-    """Not the journal's folder either, in which a relay goes on once it has a port; two at once it does not have."""
+def test_a_port_in_use_leaves_nothing_open(tmp_path: Path) -> None:
+    """Not even the journal's folder: a relay resumes from it once it has a port, and two relays at once are rejected."""
     with publishing(replay_endpoint=ANY) as publisher:
         given = settings(publisher, journal=str(tmp_path / "j"))
         with Relay(given) as relay:

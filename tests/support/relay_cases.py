@@ -1,4 +1,4 @@
-"""What the relay's tests share: a relay between engines and consumers that are all in memory, and ends where a test says."""
+"""Shared by tests of the relay: a relay with engines and consumers in memory, which a test can kill at any step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from relay_journal_cases import TINY, Killed, WatchedDisk, crash, open_journal
 SIZE = 4
 """Tokens of a block."""
 MANY_TURNS = 150
-"""Of a tenth of a second each: longer than anybody waits for an answer."""
+"""Of a tenth of a second each: longer than all timeouts for answers."""
 
 TICK = 1e-6
 """Seconds between two batches at least."""
@@ -35,13 +35,13 @@ LIMITS: Final = RelayLimits(journal=TINY)
 """With a journal of tiny files."""
 
 FOREIGN = -1.0
-"""The time of batches that another engine has made."""
+"""The time of batches of another engine."""
 
 Held = Counter[tuple[int, str]]
 
 
 def block(number: int, *, parent: int | None = None, medium: str = "GPU", **fields: Any) -> BlockStored:
-    """One block, of tokens that no other number has."""
+    """Return a store of one block, with tokens that depend on its number."""
     return BlockStored([number], parent, list(range(number * SIZE, (number + 1) * SIZE)), SIZE, medium=medium, **fields)
 
 
@@ -54,10 +54,10 @@ class Upstream:
         self.held: Held = Counter()
         self._is_forged = False
         self.told: dict[float, Held] = {}
-        """What it held after each batch, by the batch's time: no two are of the same."""
+        """What it held after each batch, by the batch's time, which is unique."""
 
     def say(self, *events: KVEvent, lost: bool = False) -> int:
-        """Publish a batch; `lost` keeps it from those who listen, until they ask."""
+        """Publish a batch; with `lost` it arrives by replay only."""
         self._note(*events)
         seq = self.engine.publish(*events, lost=lost)
         if self._is_forged:
@@ -65,7 +65,7 @@ class Upstream:
         return seq
 
     def fail_to_say(self, *events: KVEvent, payload: bytes | None = None) -> None:
-        """Nobody ever gets the batch; or bytes in its place, which nobody can read."""
+        """Lose a batch, or replace it with bytes that cannot be decoded."""
         self._note(*events)
         if payload is None:
             self.engine.skip_number()
@@ -82,7 +82,7 @@ class Upstream:
         return self.say(AllBlocksCleared())
 
     def restart(self, *unseen: KVEvent) -> None:
-        """Another life, in which something happened before anybody was connected again."""
+        """Begin another incarnation, which publishes events before consumers are connected again."""
         self.held.clear()
         self.engine.disconnect()
         self.forget()
@@ -92,11 +92,11 @@ class Upstream:
         self.engine.reconnect()
 
     def forget(self) -> None:
-        """Its replay buffer is empty from here on."""
+        """Empty its replay buffer."""
         self.engine._buffer.clear()
 
     def forge(self) -> None:
-        """From now on replay has another engine's batches under its numbers: their times are `FOREIGN`."""
+        """Have replay return another engine's batches from now on; their times are `FOREIGN`."""
         self._is_forged = True
 
     def _note(self, *events: KVEvent) -> None:
@@ -117,8 +117,8 @@ class Upstream:
             self.held -= Counter(places)
 
 
-class Station(FakeEngine):
-    """Where consumers hear the relay that is there at the moment."""
+class RelayEndpoint(FakeEngine):
+    """The endpoint at which consumers find the current relay."""
 
     buffer: ReplayBuffer
 
@@ -132,11 +132,11 @@ class Station(FakeEngine):
 
 
 class FakeEventServer:
-    """In the place of sockets. `step` may end the relay: it is told `keep` and `send`, each before it is done, and `sent`."""
+    """Replaces the sockets. `step`, called before `keep` and `send` and after `sent`, can kill the relay."""
 
     endpoint, replay_endpoint, barrier_requested, subscribers = "fake://relay", None, False, 0
 
-    def __init__(self, station: Station, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]) -> None:
+    def __init__(self, station: RelayEndpoint, buffer: ReplayBuffer, incarnation: int, step: Callable[[str], None]) -> None:
         self.incarnation = buffer.incarnation = incarnation
         self.sent: list[SequencedPayload] = []
         self._station, self._buffer, self._step = station, buffer, step
@@ -151,34 +151,34 @@ class FakeEventServer:
             self._step("sent")
 
     def poll(self) -> None:
-        """Nobody subscribes."""
+        """Do nothing: there are no sockets."""
 
     def replay_stats(self) -> ReplayStats:
         return ReplayStats()
 
     def close(self, seconds: float) -> None:
-        """Nothing to close."""
+        """Do nothing: there are no sockets."""
 
 
 class Consumer:
     """A subscriber of the relay with an index."""
 
-    def __init__(self, station: Station, transport: FakeTransport, *, heeds: bool = True) -> None:
+    def __init__(self, station: RelayEndpoint, transport: FakeTransport, *, reads_heartbeats: bool = True) -> None:
         self.index = PrefixIndex()
         self.seen: list[Batch | RawBatch | Reset | Gap] = []
         self.applied: list[Applied] = []
-        self.heeds = heeds
+        self.reads_heartbeats = reads_heartbeats
         source = Source(station.endpoint, station.replay_endpoint, name="relay")
         self._subscriber = Subscriber(source, transport=transport, clock=transport.clock, decode=False)
 
     def turn(self) -> None:
-        """Take what there is. One that does not heed heartbeats is as one that knows nothing of them."""
+        """Receive and apply. Without `reads_heartbeats` it ignores heartbeats, like a consumer that does not know them."""
         for delivery in self._subscriber.receive_many(timeout=0):
             self.seen.append(delivery)
             applied = self.index.apply(delivery)
             self.applied.append(applied)
             report = applied.report
-            if report is not None and (self.heeds or report.heartbeat is None):
+            if report is not None and (self.reads_heartbeats or report.heartbeat is None):
                 self._subscriber.report(delivery, report)
 
     @property
@@ -221,7 +221,7 @@ class MemoryRelay(Relay):
 
 
 class World:
-    """Upstreams, one relay at a time in the same folder, and consumers, all of one clock."""
+    """Upstreams, one relay at a time with the same folder, and consumers, on one clock."""
 
     def __init__(self, folder: Path | None, stack: ExitStack, count: int = 1, buffer_steps: int = 10_000) -> None:
         self.clock = VirtualClock()
@@ -230,16 +230,16 @@ class World:
             Upstream(self._below.engine(f"tcp://e:{at}", f"tcp://r:{at}", buffer_steps=buffer_steps), self.clock)
             for at in range(count)
         ]
-        self.station = Station(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
+        self.station = RelayEndpoint(self.clock, "tcp://relay:1", "tcp://relay:2", b"", 0)
         self._above._engines[self.station.endpoint] = self.station
         self.station.buffer = ReplayBuffer(1)
         self.station.disconnect()
         self.relay: Relay
         self.event_server: FakeEventServer
         self.before: Callable[[str], None] = lambda _: None
-        """Called before each step that a kill may come before: those of the disk, `keep` and `send`."""
+        """Called before each step at which the relay can be killed: those of the disk, `keep` and `send`."""
         self.sent: Callable[[], None] = lambda: None
-        """Called when a message is on its way."""
+        """Called after a message was sent."""
         self._folder = folder
         self._stack = stack
         self._consumers: list[Consumer] = []
@@ -256,7 +256,7 @@ class World:
         return RelaySettings(upstreams=sources, **{"journal": journal, "heartbeat": 1.0, **more})
 
     def begin(self, disk: Disk | None = None, limits: RelayLimits = LIMITS, **settings: Any) -> Relay:
-        """A relay, to which consumers are connected once it is open."""
+        """Open a relay, and connect the consumers to it."""
         found = disk or WatchedDisk(lambda call, _: self.before(call))
         self.relay = MemoryRelay(
             self.settings(**settings), self, limits=limits, clock=self.clock, transport=self._transport(), disk=found
@@ -266,7 +266,7 @@ class World:
         return self.relay
 
     def _transport(self) -> FakeTransport:
-        """Each relay has connections of its own to the same engines."""
+        """Return a transport with new connections to the same engines."""
         made = FakeTransport(self.clock)
         made._engines = self._below._engines
         return made
@@ -282,19 +282,19 @@ class World:
             self.before(name)
 
     def kill(self) -> None:
-        """The relay's process is gone, with whatever it had in memory."""
+        """Kill the relay: everything in memory is lost."""
         self.station.disconnect()
         self.relay._upstreams.close()
         if self.relay._journal is not None:
             crash(self.relay._journal)
 
     def end(self) -> None:
-        """The relay is told to end."""
+        """Close the relay."""
         self.relay.close()
         self.station.disconnect()
 
-    def consumer(self, *, heeds: bool = True) -> Consumer:
-        made = Consumer(self.station, self._above_transport(), heeds=heeds)
+    def consumer(self, *, reads_heartbeats: bool = True) -> Consumer:
+        made = Consumer(self.station, self._above_transport(), reads_heartbeats=reads_heartbeats)
         self._stack.callback(made.close)
         self._consumers.append(made)
         return made
@@ -305,7 +305,7 @@ class World:
         return made
 
     def turn(self, count: int = 1) -> None:
-        """The relay takes its turn, then each consumer."""
+        """Run a turn of the relay, then of each consumer."""
         for _ in range(count):
             self.relay.turn(0.1)
             for consumer in self._consumers:
@@ -315,7 +315,7 @@ class World:
         self.turn(MANY_TURNS)
 
     def confirm(self) -> None:
-        """Settle, have each upstream publish an empty batch, and settle: a live batch confirms what replay has brought."""
+        """Settle, have each upstream publish an empty batch, and settle again: a live batch confirms replayed ones."""
         self.settle()
         for each in self.upstreams:
             if each.engine.is_up:
@@ -329,13 +329,13 @@ class World:
 
 @contextmanager
 def world(folder: Path | None = None, count: int = 1, buffer_steps: int = 10_000) -> Iterator[World]:
-    """A world whose journals have tiny files, and whose relays have no sockets."""
+    """Create a world whose journals have tiny files, and whose relays have no sockets."""
     with ExitStack() as stack:
         yield World(folder, stack, count, buffer_steps)
 
 
-def killing(world: World, step: str, after: int = 0) -> None:
-    """Have the relay die before it does a step, the next one or that `after` so many."""
+def kill_before(world: World, step: str, after: int = 0) -> None:
+    """Kill the relay before a step: before the next one, or after `after` more."""
     left = after
 
     def before(each: str) -> None:

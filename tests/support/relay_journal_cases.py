@@ -1,4 +1,4 @@
-"""Disks that refuse or kill, and what a journal has to hold, in a form that a reader can check by eye."""
+"""Disks that fail or kill the process, and a model of what a journal must hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvevents.relay.journal.disk import BOOT_ID_FILE
 from kvevents.relay.journal.file_format import SkippedNumbers
 
 TINY = JournalLimits(compact_bytes=2_000, max_log_bytes=1 << 20, probe_bytes=10)
-"""A few batches make a snapshot due."""
+"""A snapshot is due after a few batches."""
 
 
 class Killed(BaseException):
@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 class TornError(Exception):
-    """What to raise from a write, of which so many bytes were done."""
+    """Has a write raise `error` after `written` bytes."""
 
     def __init__(self, written: int, error: BaseException) -> None:
         super().__init__()
@@ -28,16 +28,16 @@ class TornError(Exception):
         self.error = error
 
 
-def willing(*_: object) -> None:
-    """Refuses nothing."""
+def no_failure(*_: object) -> None:
+    """Fail no call."""
 
 
 class WatchedDisk(Disk):
-    """Does everything, and calls `before` first, which may refuse: with the name of the call, and the bytes to be written."""
+    """A disk that calls `before` first, with the name of the call and the bytes to write; that can raise."""
 
     def __init__(self, before: Callable[[str, bytes], None] | None = None, boot_id_file: Path = BOOT_ID_FILE) -> None:
         super().__init__(boot_id_file)
-        self.before = before or willing
+        self.before = before or no_failure
         self.calls: list[str] = []
 
     def create(self, name: str, folder: int) -> int:
@@ -56,7 +56,7 @@ class WatchedDisk(Disk):
         self._note("overwrite", data)
         super().overwrite(file, at, data)
 
-    def sync(self, file: int) -> None:  # noqa: ARG002 - the real disk need not be asked
+    def sync(self, file: int) -> None:  # noqa: ARG002 - the real disk is not needed
         self._note("sync")
 
     def rename(self, name: str, to: str, folder: int) -> None:
@@ -78,12 +78,12 @@ class WatchedDisk(Disk):
 
 
 def open_journal(folder: Path, limits: JournalLimits = TINY, disk: Disk | None = None) -> Journal:
-    """Without a thread, and with a disk that asks nothing of the real one."""
+    """Open a journal that writes snapshots at once, and does not sync the real disk."""
     return Journal(folder, limits, disk=disk or WatchedDisk(), threaded=False)
 
 
 def crash(journal: Journal) -> None:
-    """Release the folder as the system does for a killed process: nothing is tidied up."""
+    """Release the folder without cleanup, as the system does for a killed process."""
     if journal._log is not None:
         journal._log.close()
     if journal._folder is not None and journal.state != "closed":
@@ -99,13 +99,13 @@ def batches_of(rows: Sequence[ForwardedBatch]) -> Batches:
 
 @dataclass
 class Model:
-    """What a journal was given, and nothing else."""
+    """The records that a journal was given."""
 
     records: list[ForwardedBatch | SkippedNumbers] = field(default_factory=list)
     checkpoint: bytes | None = None
     positions: dict[int, tuple[int, int]] = field(default_factory=dict)
     states: dict[int, list[bytes]] = field(default_factory=dict)
-    """By number, the parts of the snapshots that were begun."""
+    """Parts of the snapshots that were begun, by number."""
 
     def copy(self) -> Model:
         return Model(list(self.records), self.checkpoint, dict(self.positions), dict(self.states))
@@ -116,7 +116,7 @@ class Model:
         return last.last + 1 if isinstance(last, SkippedNumbers) else last.number + 1
 
     def batches(self, sizes: Sequence[int], upstream: int) -> list[ForwardedBatch]:
-        """Batches of such sizes, and take note of them."""
+        """Create and record batches of these sizes."""
         first, (incarnation, seq) = self.next_number, self.positions.get(upstream, (0, -1))
         made = [
             ForwardedBatch(first + at, upstream, incarnation, seq + 1 + at, payload_of(first + at, size))
@@ -141,14 +141,14 @@ class Model:
         return self.states[number]
 
     def tail(self, number: int) -> list[tuple[int, bytes]]:
-        """What was sent behind `number`, as a relay repeats it."""
+        """Return what was sent after `number`, as a relay passes it to a snapshot."""
         return [(each.number, each.payload) for each in self._behind(number) if isinstance(each, ForwardedBatch)]
 
     def _behind(self, number: int) -> list[ForwardedBatch | SkippedNumbers]:
         return [each for each in self.records if (each.last if isinstance(each, SkippedNumbers) else each.number) > number]
 
     def is_in(self, found: Recovered) -> bool:
-        """Whether this is what was found. A snapshot does not say which upstream a batch was of."""
+        """Return whether a recovered journal equals this. A snapshot does not hold the upstreams of batches."""
         number = found.snapshot_number
         return (
             found.next_number == self.next_number
@@ -160,5 +160,5 @@ class Model:
 
 
 def payload_of(number: int, size: int) -> bytes:
-    """Different for each number."""
+    """Return a payload that is different for each number."""
     return (number.to_bytes(8, "little") * (size // 8 + 1))[:size]

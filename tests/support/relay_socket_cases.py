@@ -13,7 +13,7 @@ from kvevents.subscriber import Subscriber
 
 
 class Listener:
-    """A consumer of ours."""
+    """A consumer with an index."""
 
     def __init__(self, source: Source) -> None:
         self.index = PrefixIndex()

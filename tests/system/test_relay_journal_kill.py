@@ -1,4 +1,4 @@
-"""A process that appends is killed, again and again; the next one goes on where it was."""
+"""A process that appends is killed repeatedly, and the next one continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import sys
 from dataclasses import replace
 from kvevents.relay.journal import Batches, Journal
 from relay_journal_cases import TINY, payload_of
-journal = Journal(sys.argv[1], replace(TINY, max_log_bytes=1 << 30))  # a disk may be slow: more must not make it give up
+journal = Journal(sys.argv[1], replace(TINY, max_log_bytes=1 << 30))  # slow disks delay snapshots
 found = journal.recover()
 assert not found.incomplete, found.incomplete
 journal.resume(found) if found.is_resumable else journal.begin(5)
@@ -37,7 +37,7 @@ while True:
 
 
 def test_a_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    """Numbers go on without a gap through every life, and each payload is that of its number."""
+    """Numbers continue without a gap through all processes, and each payload belongs to its number."""
     dice = random.Random(11)
     path, acknowledged, compacted = tmp_path / "journal", -1, 0
     for _ in range(KILLS):

@@ -1,4 +1,4 @@
-"""One relay between engines and consumers in memory: what it says, what it remembers, and what it must never say."""
+"""A relay between engines and consumers in memory: what it sends, what it restores, and what it must never send."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvevents.relay.checkpoints import _incarnation_after
 from kvevents.stream import Gap, RawBatch, Reset, Source
 from kvevents.wire import decode_batch, encode_batch
 from kvevents.wire.encode import batch_encoder
-from relay_cases import SIZE, Consumer, World, block, killing, world
+from relay_cases import SIZE, Consumer, World, block, kill_before, world
 from relay_journal_cases import TINY, Killed, WatchedDisk
 
 SECRET = 1_234_567
-"""A token id that is nowhere but in prompts."""
+"""A token id that occurs in prompts only."""
 CLEAR = encode_batch(KVEventBatch(0.0, [AllBlocksCleared()]))
 
 
@@ -51,16 +51,16 @@ def exact(made: World, *consumers: Consumer) -> None:
 
 
 def honest(made: World, *consumers: Consumer) -> None:
-    """Who is wrong does not say EXACT."""
+    """Settle, and check that no consumer that holds something else is EXACT."""
     made.settle()
     for consumer in consumers:
         assert consumer.trust.name != "EXACT" or consumer.held == made.truth
 
 
-# --- what goes out ----------------------------------------------------------------------------------------------------------
+# --- forwarding
 
 
-def test_payloads_go_on_as_they_came_behind_a_clear(made: World) -> None:
+def test_payloads_are_forwarded_unchanged_behind_a_clear(made: World) -> None:
     payloads = [encode_batch(KVEventBatch(float(number), [block(number)])) for number in range(5)]
     for payload in payloads:
         made.upstream.engine.publish_payload(payload)
@@ -72,7 +72,7 @@ def test_payloads_go_on_as_they_came_behind_a_clear(made: World) -> None:
     assert told[1:] == payloads
 
 
-def test_who_comes_late_is_told_what_is_live(made: World) -> None:
+def test_a_late_consumer_receives_the_live_blocks(made: World) -> None:
     made.begin(buffer_steps=3)
     early = made.consumer()
     made.upstream.store(*range(1, 20))
@@ -85,10 +85,10 @@ def test_who_comes_late_is_told_what_is_live(made: World) -> None:
     assert late.index.digest("relay") == early.index.digest("relay") == made.relay.status().digest
 
 
-def test_a_restart_of_the_upstream_is_a_clear_and_numbers_go_on(made: World) -> None:
-    """Whoever knows nothing of relays is right after it."""
+def test_a_restart_of_the_upstream_is_a_clear_and_numbers_continue(made: World) -> None:
+    """A consumer without heartbeats holds the right blocks after it."""
     made.begin()
-    plain, ours = made.consumer(heeds=False), made.consumer()
+    plain, ours = made.consumer(reads_heartbeats=False), made.consumer()
     made.upstream.store(1, 2, 3)
     made.settle()
     made.upstream.restart(block(7))
@@ -97,8 +97,8 @@ def test_a_restart_of_the_upstream_is_a_clear_and_numbers_go_on(made: World) -> 
     assert not any(isinstance(each, Reset | Gap) for each in plain.seen)
 
 
-def test_a_doubt_is_told_before_the_batches_that_are_in_doubt(made: World) -> None:
-    """What replay has may be another engine's, before a live batch has confirmed it: nobody is EXACT about it for a moment."""
+def test_lower_trust_is_sent_before_doubtful_batches(made: World) -> None:
+    """Replayed batches can be another engine's until a live batch confirms them: no consumer is EXACT meanwhile."""
     for number in range(3):
         made.upstream.store(number + 1, lost=True)
     made.begin()
@@ -116,8 +116,8 @@ def test_a_doubt_is_told_before_the_batches_that_are_in_doubt(made: World) -> No
 
 
 @pytest.mark.parametrize("between", [Reset("u0", 0, 1, "another"), Gap("u0", 0, 10, 11, 1, compacted=True)])
-def test_a_doubt_is_told_before_the_batches_around_a_reset_or_a_gap(made: World, between: Reset | Gap) -> None:
-    """What came before it, in the same turn, was in doubt; a snapshot that comes after it may have several batches."""
+def test_lower_trust_is_sent_before_batches_around_a_reset_or_a_gap(made: World, between: Reset | Gap) -> None:
+    """Batches before it in the same turn are doubtful, and a snapshot after it can have several batches."""
     relay = made.begin()
     made.upstream.store(1)
     exact(made, consumer := made.consumer())
@@ -151,20 +151,20 @@ SENT_ON: dict[str, list[list[KVEvent]]] = {
     "a clear and a store": [[AllBlocksCleared(), block(5)]],
     "a store and a heartbeat": [[block(5)], [BlockRemoved([], heartbeat=Heartbeat("", 1.0))]],
 }
-"""Batches that a relay sends on behind its last checkpoint."""
+"""Batches that a relay forwards after its last checkpoint."""
 
 
 @pytest.mark.parametrize("sent_on", SENT_ON)
 @pytest.mark.parametrize(("upstreams", "settings"), [*((1, settings) for settings in ({}, *REWRITING)), (2, {})])
-def test_what_was_sent_on_after_the_last_checkpoint_must_be_the_upstreams_after_a_kill(
+def test_after_a_kill_the_upstream_must_have_sent_what_was_forwarded_after_the_checkpoint(
     upstreams: int, settings: dict[str, Any], sent_on: str, tmp_path: Path
 ) -> None:
-    """Another life that is the same up to the checkpoint, and not behind it: what is known there is not passed over."""
+    """Another incarnation is equal up to the checkpoint and differs after it: its batches there are not skipped."""
     with world(tmp_path / "journal", upstreams) as made:
-        sent_on_after_the_last_checkpoint(made, settings, SENT_ON[sent_on])
+        forward_after_the_last_checkpoint(made, settings, SENT_ON[sent_on])
 
 
-def sent_on_after_the_last_checkpoint(made: World, settings: dict[str, Any], sent_on: list[list[KVEvent]]) -> None:
+def forward_after_the_last_checkpoint(made: World, settings: dict[str, Any], sent_on: list[list[KVEvent]]) -> None:
     engine = made.upstream.engine
     payloads = [encode_batch(KVEventBatch(float(number), [block(number)])) for number in range(1, 5)]
     for payload in payloads[:3]:
@@ -180,7 +180,9 @@ def sent_on_after_the_last_checkpoint(made: World, settings: dict[str, Any], sen
     made.turn(1)
     held = {number for number, _ in consumer.held}
     assert held != {1, 2, 3, 4}
-    assert marked == made.relay._checkpoints.checkpoints[0].last_seq == 3, "what follows was not sent on behind the checkpoint"
+    assert marked == made.relay._checkpoints.checkpoints[0].last_seq == 3, (
+        "the batches that follow were forwarded before a new checkpoint"
+    )
     made.kill()
     made.upstream.restart()
     engine.disconnect()
@@ -195,9 +197,9 @@ def sent_on_after_the_last_checkpoint(made: World, settings: dict[str, Any], sen
     assert sorted(number for number, _ in consumer.held) == [1, 2, 3, 4, 21, 22, 23]
 
 
-def test_a_gap_of_the_upstream_is_a_hole_that_a_clear_heals(made: World) -> None:
+def test_a_gap_of_the_upstream_skips_a_number_until_a_clear(made: World) -> None:
     made.begin()
-    plain, ours = made.consumer(heeds=False), made.consumer()
+    plain, ours = made.consumer(reads_heartbeats=False), made.consumer()
     made.upstream.store(1)
     made.upstream.engine.skip_number()
     made.upstream.store(2)
@@ -217,12 +219,12 @@ CLEARING = RawBatch("u0", 0, 0, 9, False, CLEAR)
 
 
 @pytest.mark.parametrize(("between", "holes"), [(None, 1), (CLEARING, 2), (Reset("u0", 0, 0, "another"), 2)])
-def test_gaps_that_come_together_are_one_hole_unless_something_between_them_heals_it(
+def test_gaps_of_one_turn_skip_one_number_unless_a_clear_is_between_them(
     made: World, between: RawBatch | Reset | None, holes: int
 ) -> None:
-    """As when a snapshot takes the place of what waits; consumers would ask twice for all that is kept, for each hole."""
+    """For each skipped number consumers request the whole replay buffer twice."""
     relay = made.begin()
-    plain, ours = made.consumer(heeds=False), made.consumer()
+    plain, ours = made.consumer(reads_heartbeats=False), made.consumer()
     store = [encode_batch(KVEventBatch(0.0, [block(number)])) for number in range(3)]
     relay._forward(
         [
@@ -243,8 +245,8 @@ def test_gaps_that_come_together_are_one_hole_unless_something_between_them_heal
     assert len(plain.held) == (3 if between is None else 1)
 
 
-def test_numbers_that_a_snapshot_represents_are_no_hole(made: World) -> None:
-    """What the upstream has compacted is complete downstream too: no number is left out, and nothing is counted as lost."""
+def test_numbers_that_a_snapshot_replaces_skip_no_number(made: World) -> None:
+    """Compacted history of the upstream is complete downstream too, and does not count as lost."""
     relay = made.begin()
     consumer = made.consumer()
     relay._forward([Gap("u0", 0, 0, 8, compacted=True), CLEARING])
@@ -254,8 +256,8 @@ def test_numbers_that_a_snapshot_represents_are_no_hole(made: World) -> None:
     assert relay._checkpoints.checkpoints[0].degraded_reasons == {}
 
 
-def test_history_that_was_truncated_before_the_relay_came_is_told_of_as_far_as_it_is_known(made: World) -> None:
-    """The clear that every life begins with leaves a number for a snapshot, although a hole comes at once."""
+def test_history_that_was_truncated_before_the_relay_started_is_sent_as_far_as_known(made: World) -> None:
+    """The clear at the start of each incarnation leaves a number for a snapshot, although a number is skipped at once."""
     made.upstream.store(1)
     made.upstream.forget()
     made.upstream.store(2)
@@ -271,7 +273,7 @@ def test_history_that_was_truncated_before_the_relay_came_is_told_of_as_far_as_i
     exact(made, late)
 
 
-def test_a_hole_at_the_end_is_seen_before_anything_follows(made: World) -> None:
+def test_a_skipped_number_at_the_end_is_noticed_after_a_kill(made: World) -> None:
     made.begin()
     consumer = made.consumer()
     made.upstream.store(1)
@@ -282,15 +284,15 @@ def test_a_hole_at_the_end_is_seen_before_anything_follows(made: World) -> None:
     made.settle()
     assert any(isinstance(each, Gap) for each in consumer.seen)
     made.confirm()
-    assert consumer.trust.name == "EXACT"  # by digest: nothing was in it
+    assert consumer.trust.name == "EXACT"  # by digest: no batch had it
 
 
 @pytest.mark.parametrize("payload", [b"\xc1", b"\xc1" * (32 * 1024 * 1024 + 1)], ids=["unreadable", "oversized"])
 @pytest.mark.parametrize("tokens", ["keep", "drop"])
-def test_what_nobody_can_read_is_doubted_by_all_until_a_clear(made: World, payload: bytes, tokens: str) -> None:
-    """By those who were there, those who come late, and those who heed no heartbeats; also when the relay was killed since."""
+def test_all_consumers_are_degraded_by_an_undecodable_batch_until_a_clear(made: World, payload: bytes, tokens: str) -> None:
+    """Early consumers, late ones, and those without heartbeats; also if the relay was killed since."""
     made.begin(tokens=tokens, buffer_steps=3)
-    early = made.consumer(heeds=False)
+    early = made.consumer(reads_heartbeats=False)
     made.upstream.store(1)
     made.upstream.engine.publish_payload(payload)
     made.upstream.store(2)
@@ -300,7 +302,7 @@ def test_what_nobody_can_read_is_doubted_by_all_until_a_clear(made: World, paylo
     for number in range(3, 10):
         made.upstream.store(number)
     made.settle()
-    late, ours = made.consumer(heeds=False), made.consumer()
+    late, ours = made.consumer(reads_heartbeats=False), made.consumer()
     made.settle()
     assert {each.trust.name for each in (early, late, ours)} == {"DEGRADED"}
     assert made.relay.trust().name == "DEGRADED"
@@ -309,12 +311,12 @@ def test_what_nobody_can_read_is_doubted_by_all_until_a_clear(made: World, paylo
     exact(made, early, late, ours)
 
 
-# --- trust ------------------------------------------------------------------------------------------------------------------
+# --- trust
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 50])
-def test_who_comes_late_hears_at_once_how_far_the_relay_is_to_be_trusted(made: World, steps: int) -> None:
-    """A snapshot of what is older does not tell, and the next heartbeat may be far: there is one in what is kept, always."""
+def test_a_late_consumer_learns_the_trust_of_the_relay_at_once(made: World, steps: int) -> None:
+    """A snapshot has no trust, and the next heartbeat can be far away: the replay buffer always holds one."""
     made.begin(buffer_steps=steps, heartbeat=600.0)
     made.upstream.say(BlockRemoved([], heartbeat=Heartbeat("0" * 32, 600.0, "DEGRADED", "something was lost")))
     made.turn()
@@ -328,7 +330,7 @@ def test_who_comes_late_hears_at_once_how_far_the_relay_is_to_be_trusted(made: W
                 late.turn()
                 assert late.trust.name != "EXACT"
             assert late.trust.name == "DEGRADED"
-    # Once when it began, once for the news, and then by what has left the buffer, not by each batch.
+    # One at the start, one for the changed trust, then by batches that leave the buffer, not for each batch.
     assert made.relay.status().heartbeats <= 4 + 120 // max(1, steps // 2)
 
 
@@ -342,10 +344,8 @@ def _unreadable(made: World) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50])
 @pytest.mark.parametrize("harm", [_lost, _unreadable])
-def test_no_heartbeat_in_the_midst_of_a_turn_passes_over_what_came_before_it(
-    made: World, harm: Callable[[World], None], steps: int
-) -> None:
-    """Who listens looks after every message, and one that agreed, and said EXACT, would heal what is doubted."""
+def test_a_heartbeat_within_a_turn_covers_the_batches_before_it(made: World, harm: Callable[[World], None], steps: int) -> None:
+    """The consumer is checked after every message: a heartbeat with the right digest and EXACT would end its doubt."""
     made.begin(buffer_steps=steps)
     consumer = made.consumer()
     for number in range(1, 120):
@@ -368,8 +368,8 @@ def test_no_heartbeat_in_the_midst_of_a_turn_passes_over_what_came_before_it(
     exact(made, consumer)
 
 
-def test_what_was_lost_before_a_reset_is_doubted_until_that_is_told(made: World) -> None:
-    """They were received together, so that nobody knows any more what the life before was worth."""
+def test_batches_lost_before_a_reset_degrade_until_the_reset_is_sent(made: World) -> None:
+    """They were received together, so the trust of the earlier incarnation is not known any more."""
     relay = made.begin(buffer_steps=4)
     consumer = made.consumer()
     store = [encode_batch(KVEventBatch(0.0, [block(number)])) for number in range(60)]
@@ -398,7 +398,7 @@ def test_what_was_lost_before_a_reset_is_doubted_until_that_is_told(made: World)
     assert (len(consumer.held), consumer.trust.name) == (20, "EXACT")
 
 
-def test_the_trust_of_the_upstream_is_heard_of_and_comes_back(made: World) -> None:
+def test_consumers_follow_the_trust_of_the_upstream(made: World) -> None:
     made.begin()
     consumer = made.consumer()
     made.upstream.store(1)
@@ -412,8 +412,8 @@ def test_the_trust_of_the_upstream_is_heard_of_and_comes_back(made: World) -> No
     assert all(consumer.agreements())
 
 
-def test_a_relay_that_is_back_says_so_before_it_has_caught_up(made: World) -> None:
-    """Consumers that were there must not take what they have for the newest."""
+def test_a_restarted_relay_sends_its_trust_before_it_has_caught_up(made: World) -> None:
+    """Connected consumers must not take what they hold for the newest state."""
     made.begin(heartbeat=60.0)
     consumer = made.consumer()
     made.upstream.store(1)
@@ -431,8 +431,8 @@ def test_a_relay_that_is_back_says_so_before_it_has_caught_up(made: World) -> No
     exact(made, consumer)
 
 
-def test_a_batch_that_is_too_large_without_its_heartbeat_is_several(made: World) -> None:
-    """A part of a snapshot has a heartbeat; spelled anew without it, it may have more bytes than before."""
+def test_a_batch_that_is_too_large_without_its_heartbeat_is_split(made: World) -> None:
+    """A part of a snapshot has a heartbeat; encoded again without it, it can be larger."""
     limit = 6_000
     history, encode = Compactor.create(), batch_encoder(resolve_dialect("vllm-0.22"))
     assert history is not None
@@ -455,7 +455,7 @@ def test_a_batch_that_is_too_large_without_its_heartbeat_is_several(made: World)
     assert consumer.held.total() == 60 * 40
 
 
-def test_an_upstreams_digest_is_compared_and_its_heartbeats_go_no_further(made: World) -> None:
+def test_an_upstreams_digest_is_compared_and_its_heartbeats_are_not_forwarded(made: World) -> None:
     made.begin()
     consumer = made.consumer()
     made.upstream.store(1)
@@ -471,8 +471,8 @@ def test_an_upstreams_digest_is_compared_and_its_heartbeats_go_no_further(made: 
 
 
 @pytest.mark.parametrize("release", ["vllm-0.9", "vllm-0.22", "sglang-0.5.9", "vllm-0.24", "sglang-0.5.22", "vllm"])
-def test_what_the_relay_says_itself_is_spelled_as_its_stream_is(made: World, release: str) -> None:
-    """Heartbeats, clears and snapshots, also after a restart behind which nothing of the upstream is in the buffer."""
+def test_the_relays_own_batches_have_the_dialect_of_the_stream(made: World, release: str) -> None:
+    """Heartbeats, clears and snapshots, also after a restart with no batch of the upstream in the buffer."""
     row = resolve_dialect(release)
     assert row is not None
     for number in range(1, 9):
@@ -498,14 +498,14 @@ def _blocks(consumer: Consumer) -> set[tuple[int, int]]:
     return {(each.hash, each.copies) for each in consumer.index.blocks("relay")}
 
 
-# --- its end ----------------------------------------------------------------------------------------------------------------
+# --- kills and restarts
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("step", ["write", "keep", "send"])
 @pytest.mark.parametrize("after", range(8))
-def test_a_kill_before_any_step_is_not_noticed(tmp_path: Path, count: int, step: str, after: int) -> None:
-    """Of a turn with batches and a restart of an upstream, which the next relay sees done or must do itself."""
+def test_consumers_do_not_notice_a_kill_before_any_step(tmp_path: Path, count: int, step: str, after: int) -> None:
+    """In a turn with batches and a restart of an upstream, which the next relay finds recorded or handles itself."""
     with world(tmp_path / "journal", count) as made:
         made.begin()
         consumer = made.consumer()
@@ -515,7 +515,7 @@ def test_a_kill_before_any_step_is_not_noticed(tmp_path: Path, count: int, step:
         life = made.relay.status().incarnation
         made.upstream.restart(block(3))
         made.upstream.store(4)
-        killing(made, step, after)
+        kill_before(made, step, after)
         with pytest.raises(Killed):
             made.settle()
         made.kill()
@@ -524,7 +524,7 @@ def test_a_kill_before_any_step_is_not_noticed(tmp_path: Path, count: int, step:
         assert consumer.resets == 0
 
 
-def test_a_relay_that_dies_in_its_first_turns_goes_on(made: World) -> None:
+def test_a_relay_killed_in_its_first_turns_resumes(made: World) -> None:
     made.begin()
     life = made.relay.status().incarnation
     consumer = made.consumer()
@@ -539,18 +539,18 @@ def test_a_relay_that_dies_in_its_first_turns_goes_on(made: World) -> None:
     made.begin()
     exact(made, consumer)
     cleared = [each for each in consumer.seen if isinstance(each, RawBatch) and each.decode().events == [AllBlocksCleared()]]
-    assert len(cleared) == 1, "its upstream was recognised"
+    assert len(cleared) == 1, "the upstream was recognised"
 
 
 @pytest.mark.parametrize("after", range(12))
-def test_an_upstream_that_starts_over_in_one_life_is_not_passed_over(made: World, after: int) -> None:
-    """A wrong digest has the relay take everything back; killed in the middle, it must not go on behind what it took back."""
+def test_batches_repeated_after_a_wrong_digest_are_not_skipped(made: World, after: int) -> None:
+    """After a wrong digest the relay retracts everything; a relay killed meanwhile must not skip what it retracted."""
     made.begin()
-    consumer, plain = made.consumer(), made.consumer(heeds=False)
+    consumer, plain = made.consumer(), made.consumer(reads_heartbeats=False)
     for number in range(1, 7):
         made.upstream.store(number)
     made.settle()
-    killing(made, "send", after)
+    kill_before(made, "send", after)
     made.upstream.say(BlockRemoved([], heartbeat=Heartbeat("f" * 32, 5.0)))
     with pytest.raises(Killed):
         made.settle()
@@ -560,8 +560,8 @@ def test_an_upstream_that_starts_over_in_one_life_is_not_passed_over(made: World
     assert consumer.held == plain.held == made.truth
 
 
-def kill_before_the_mark(made: World, holes: int) -> None:
-    """When a batch has been sent behind so many holes, and how far the upstream was followed is not yet written."""
+def kill_before_the_checkpoint(made: World, skipped: int) -> None:
+    """Kill the relay when a batch was sent after `skipped` skipped numbers, before the checkpoint is written."""
     sent = False
 
     def before(step: str) -> None:
@@ -569,21 +569,21 @@ def kill_before_the_mark(made: World, holes: int) -> None:
         if step == "write" and sent:
             made.before = lambda _: None
             raise Killed
-        sent = sent or (step == "send" and made.relay.status().skipped_seqs >= holes)
+        sent = sent or (step == "send" and made.relay.status().skipped_seqs >= skipped)
 
     made.before = before
 
 
-def test_what_was_given_up_and_is_answered_later_is_not_taken_for_sent(made: World) -> None:
-    """The numbers behind a gap are known to the next relay, those in it are not; if nothing else, it knows that."""
+def test_lost_batches_that_are_replayed_later_do_not_count_as_forwarded(made: World) -> None:
+    """The next relay knows the numbers after the gap, and that those in it are lost."""
     made.begin()
-    ours, plain = made.consumer(), made.consumer(heeds=False)
+    ours, plain = made.consumer(), made.consumer(reads_heartbeats=False)
     made.upstream.store(1)
     made.settle()
     made.upstream.engine.answers_replay = False
     made.upstream.store(2, lost=True)
     made.upstream.store(3)
-    kill_before_the_mark(made, holes=1)
+    kill_before_the_checkpoint(made, skipped=1)
     with pytest.raises(Killed):
         made.settle()
     made.kill()
@@ -595,15 +595,15 @@ def test_what_was_given_up_and_is_answered_later_is_not_taken_for_sent(made: Wor
     exact(made, ours, plain)
 
 
-def test_nothing_is_passed_over_of_an_upstream_that_is_not_proven_to_be_the_same(made: World) -> None:
-    """Another life has the numbers that were known, and begins with a clear among them; nobody answers replay at first."""
+def test_no_batch_is_skipped_of_an_upstream_with_unproven_identity(made: World) -> None:
+    """Another incarnation has the forwarded numbers, and a clear among them; replay is not answered at first."""
     made.begin()
-    ours, plain = made.consumer(), made.consumer(heeds=False)
+    ours, plain = made.consumer(), made.consumer(reads_heartbeats=False)
     made.upstream.store(1)
     made.settle()
     for number in range(2, 30):
         made.upstream.store(number)
-    made.turn()  # sent, and not marked yet
+    made.turn()  # sent, before a checkpoint
     made.kill()
     made.upstream.engine.answers_replay = False
     made.upstream.restart(*(block(number) for number in range(40, 45)))
@@ -618,7 +618,7 @@ def test_nothing_is_passed_over_of_an_upstream_that_is_not_proven_to_be_the_same
     exact(made, ours, plain)
 
 
-def test_a_turn_that_was_broken_off_is_the_last_and_nothing_is_lost(made: World) -> None:
+def test_an_interrupted_turn_is_the_last_and_nothing_is_lost(made: World) -> None:
     made.begin()
     consumer = made.consumer()
     made.upstream.store(1)
@@ -641,7 +641,7 @@ def test_a_turn_that_was_broken_off_is_the_last_and_nothing_is_lost(made: World)
     assert consumer.resets == 0
 
 
-def test_a_relay_that_was_ended_goes_on(made: World) -> None:
+def test_a_closed_relay_resumes(made: World) -> None:
     made.begin()
     consumer = made.consumer()
     made.upstream.store(1)
@@ -657,7 +657,7 @@ def test_a_relay_that_was_ended_goes_on(made: World) -> None:
     assert "EXACT" in repr(made.relay)
 
 
-def test_other_settings_are_another_life(made: World) -> None:
+def test_other_settings_begin_a_new_incarnation(made: World) -> None:
     made.begin()
     consumer = made.consumer()
     made.upstream.store(1)
@@ -670,7 +670,7 @@ def test_other_settings_are_another_life(made: World) -> None:
     assert consumer.resets == 1
 
 
-def test_a_damaged_journal_is_another_life(made: World, tmp_path: Path) -> None:
+def test_a_damaged_journal_begins_a_new_incarnation(made: World, tmp_path: Path) -> None:
     made.begin()
     consumer = made.consumer()
     for number in range(1, 30):
@@ -689,16 +689,16 @@ def test_a_damaged_journal_is_another_life(made: World, tmp_path: Path) -> None:
     assert consumer.resets == 1
 
 
-def test_lives_are_told_apart_though_the_clock_went_back() -> None:
+def test_incarnations_increase_although_the_clock_was_set_back() -> None:
     assert _incarnation_after(1 << 60) == (1 << 60) + 1
     assert _incarnation_after(None) > 1_700_000_000_000
 
 
-# --- the disk ---------------------------------------------------------------------------------------------------------------
+# --- the disk
 
 
 class FullDisk(WatchedDisk):
-    """Takes nothing while it is `full`."""
+    """Fails all writes while it is `full`."""
 
     def __init__(self) -> None:
         super().__init__(self._refuse)
@@ -709,7 +709,7 @@ class FullDisk(WatchedDisk):
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_survived_in_memory_and_left_again(made: World) -> None:
+def test_a_relay_survives_a_full_disk(made: World) -> None:
     disk = FullDisk()
     made.begin(disk, buffer_steps=5)
     consumer = made.consumer()
@@ -735,8 +735,8 @@ def test_a_full_disk_is_survived_in_memory_and_left_again(made: World) -> None:
     assert consumer.resets == 0
 
 
-def test_what_cannot_be_told_keeps_the_journal_in_memory(made: World) -> None:
-    """A journal that came back without what has left the buffer would have the next relay believe that there is no more."""
+def test_the_journal_stays_in_memory_while_the_history_is_lost(made: World) -> None:
+    """A journal without the batches that left the buffer would be incomplete, and the next relay would not know."""
     disk = FullDisk()
     made.begin(disk, buffer_steps=5)
     consumer = made.consumer()
@@ -758,10 +758,10 @@ def test_what_cannot_be_told_keeps_the_journal_in_memory(made: World) -> None:
     made.kill()
     made.begin(buffer_steps=5)
     exact(made, consumer)
-    assert consumer.resets == 1, "it is another life"
+    assert consumer.resets == 1, "it is another incarnation"
 
 
-# --- several upstreams ------------------------------------------------------------------------------------------------------
+# --- several upstreams
 
 
 def test_tiers_of_one_worker_become_one_stream(two: World) -> None:
@@ -779,7 +779,7 @@ def test_tiers_of_one_worker_become_one_stream(two: World) -> None:
     assert consumer.resets == 0
 
 
-def test_ranks_with_equal_hashes_count_each_for_itself(two: World) -> None:
+def test_equal_hashes_of_ranks_are_separate_copies(two: World) -> None:
     first, second = two.upstreams
     two.begin(buffer_steps=3)
     consumer = two.consumer()
@@ -796,11 +796,11 @@ def test_ranks_with_equal_hashes_count_each_for_itself(two: World) -> None:
     assert consumer.held == {(2, "GPU"): 1}
 
 
-def test_a_hole_of_a_shared_stream_is_healed_when_nobody_holds_anything(two: World) -> None:
-    """No upstream's clear is one of the stream, so those who heed no heartbeats would doubt for ever."""
+def test_a_shared_stream_is_cleared_after_a_gap_when_all_upstreams_are_empty(two: World) -> None:
+    """No upstream's clear clears the stream, so consumers without heartbeats would stay DEGRADED."""
     first, second = two.upstreams
     two.begin()
-    plain, ours = two.consumer(heeds=False), two.consumer()
+    plain, ours = two.consumer(reads_heartbeats=False), two.consumer()
     first.store(1)
     second.store(2)
     first.engine.skip_number()
@@ -815,7 +815,7 @@ def test_a_hole_of_a_shared_stream_is_healed_when_nobody_holds_anything(two: Wor
     exact(two, ours, plain)
 
 
-def test_a_clear_of_one_tier_that_cannot_be_told_clears_all_and_is_a_hole(made: World) -> None:
+def test_a_clear_of_one_tier_that_the_dialect_cannot_express_clears_all(made: World) -> None:
     made.begin(dialect="vllm-0.22")
     consumer = made.consumer()
     made.upstream.store(1)
@@ -829,8 +829,8 @@ def test_a_clear_of_one_tier_that_cannot_be_told_clears_all_and_is_a_hole(made: 
     exact(made, consumer)
 
 
-def test_what_a_dialect_has_no_words_for_is_a_hole_and_not_the_end(made: World) -> None:
-    """Keys of another relay have no place in an array."""
+def test_an_event_that_the_dialect_cannot_express_skips_a_number(made: World) -> None:
+    """Events as arrays have no field for keys of another relay."""
     made.begin(dialect="vllm-0.22")
     consumer = made.consumer()
     made.upstream.say(BlockStored([1], None, [], SIZE, medium="GPU", block_keys=[5]), block(2))
@@ -842,8 +842,8 @@ def test_what_a_dialect_has_no_words_for_is_a_hole_and_not_the_end(made: World) 
 @pytest.mark.parametrize(
     ("dialect", "told"), [(None, {1, 2, 3}), ("vllm", {1, 3}), ("sglang", {1, 2}), ("vllm-0.10", {1}), ("vllm-0.17", {1, 3})]
 )
-def test_a_prompt_with_a_salt_is_never_taken_for_a_plain_one(two: World, dialect: str | None, told: set[int]) -> None:
-    """A dialect without room for it leaves the block out, and one with room does not lose it to a field that nobody knows."""
+def test_a_prompt_with_a_salt_never_matches_a_plain_one(two: World, dialect: str | None, told: set[int]) -> None:
+    """A dialect without a field for it drops the block; one with a field keeps it beside unknown fields."""
     two.begin(dialect=dialect)
     consumer = two.consumer()
     two.upstream.say(BlockStored([1], None, prompt(1), SIZE, medium="GPU"))
@@ -860,15 +860,15 @@ def test_a_prompt_with_a_salt_is_never_taken_for_a_plain_one(two: World, dialect
     assert _matched(consumer, strange, Scope(salt="tenant")) == (told != {1})
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------------------
+# --- tokens
 
 
 def prompt(blocks: int = 3) -> list[int]:
     return [SECRET + place for place in range(blocks * SIZE)]
 
 
-def told_of(made: World, tmp_path: Path) -> bytes:
-    """Everything that anybody can read: what was sent, what is replayed, and what is on the disk."""
+def readable_bytes(made: World, tmp_path: Path) -> bytes:
+    """Return everything that others can read: sent and replayed payloads, and the files."""
     sent = [payload for _, payload in [*made.event_server.sent, *made.relay._buffer.batches_from(0)]]
     files = [path.read_bytes() for path in (tmp_path / "journal").iterdir() if path.is_file()]
     return b"".join((*sent, *files))
@@ -876,8 +876,8 @@ def told_of(made: World, tmp_path: Path) -> bytes:
 
 @pytest.mark.parametrize("tokens", ["hash", "drop"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_tokens_are_nowhere_and_prompts_still_match_keys(tmp_path: Path, tokens: str, count: int) -> None:
-    """Nor is a salt, or an extra key; after a restart as well, and for who comes late."""
+def test_redacted_streams_contain_no_tokens_and_match_by_key(tmp_path: Path, tokens: str, count: int) -> None:
+    """Nor salts or extra keys; also after a restart, and for late consumers."""
     with world(tmp_path / "journal", count) as made:
         made.begin(tokens=tokens, buffer_steps=3)
         early = made.consumer()
@@ -903,7 +903,7 @@ def test_tokens_are_nowhere_and_prompts_still_match_keys(tmp_path: Path, tokens:
                 made.upstream.say(BlockStored([4], 3, [SECRET] * SIZE, SIZE, medium="GPU"))
             late = made.consumer()
             exact(made, early, late)
-            told = told_of(made, tmp_path)
+            told = readable_bytes(made, tmp_path)
             assert msgspec.msgpack.encode(SECRET) not in told
             assert b"secret" not in told
             wanted = (4 if restarted else 3) if tokens == "hash" else 0
@@ -913,13 +913,13 @@ def test_tokens_are_nowhere_and_prompts_still_match_keys(tmp_path: Path, tokens:
 
 
 def _matched(consumer: Consumer, tokens: list[int], scope: Scope = Scope()) -> int:  # noqa: B008 - frozen
-    """Blocks of a prompt."""
+    """Return how many blocks of a prompt a consumer holds."""
     return tokens_of(consumer.index, tokens, scope, ("relay", 0)) // SIZE
 
 
 @pytest.mark.parametrize("salted", [False, True])
-def test_a_prompt_with_a_salt_is_not_continued_from_its_keys_alone(made: World, salted: bool) -> None:
-    """The journal has the keys and not the salt, which counts in every block: so the relay begins anew, and is right."""
+def test_a_journal_with_salted_prompts_begins_a_new_incarnation(made: World, salted: bool) -> None:
+    """It has the keys but not the salt, on which the keys of all following blocks depend."""
     made.begin(tokens="hash")
     scope = Scope(salt="of-a-tenant" if salted else None)
     made.upstream.say(BlockStored([1], None, prompt()[:SIZE], SIZE, medium="GPU", cache_salt=scope.salt))
@@ -935,7 +935,7 @@ def test_a_prompt_with_a_salt_is_not_continued_from_its_keys_alone(made: World, 
 
 
 def test_keys_of_another_relay_are_kept(made: World) -> None:
-    """The tokens are gone already; that must not make the blocks unknown."""
+    """The tokens are removed already; the blocks must stay known."""
     made.begin(tokens="hash")
     consumer = made.consumer()
     made.upstream.say(BlockStored([1, 2], None, [], SIZE, medium="GPU", block_keys=block_keys(prompt(2), SIZE)))
@@ -943,7 +943,7 @@ def test_keys_of_another_relay_are_kept(made: World) -> None:
     assert _matched(consumer, prompt()) == 2
 
 
-# --- settings and status ----------------------------------------------------------------------------------------------------
+# --- settings and status
 
 
 @pytest.mark.parametrize(
@@ -961,12 +961,12 @@ def test_keys_of_another_relay_are_kept(made: World) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_work_is_said_in_a_sentence(wrong: dict[str, Any], told: str) -> None:
+def test_invalid_settings_raise(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=told):
         RelaySettings(**{"upstreams": (Source("tcp://a:1"),), **wrong})
 
 
-def test_status_may_be_asked_from_any_thread(made: World) -> None:
+def test_the_status_can_be_read_from_any_thread(made: World) -> None:
     made.begin(buffer_steps=5)
     failed: list[BaseException] = []
     stop, asked = threading.Event(), threading.Event()

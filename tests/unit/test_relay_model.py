@@ -1,4 +1,4 @@
-"""A relay against what its upstreams hold: whatever happens to it and to them, no consumer is exact and wrong."""
+"""A relay compared with what its upstreams hold: whatever happens, no consumer is EXACT and wrong."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.stream import RawBatch
-from relay_cases import FOREIGN, Consumer, Held, Upstream, World, block, killing, world
+from relay_cases import FOREIGN, Consumer, Held, Upstream, World, block, kill_before, world
 from relay_journal_cases import Killed
 
 EXAMPLES: Final = 20
-"""Of each kind; each is some 500 turns."""
+"""For each kind; an example has about 500 turns."""
 UPSTREAM = st.integers(0, 1)
 NUMBER = st.integers(1, 6)
 MEDIUM = st.sampled_from(["GPU", "GPU", "CPU"])
@@ -55,19 +55,19 @@ ROUGH = st.lists(st.one_of(HARMLESS, HARMLESS, HARMFUL), max_size=40)
 
 
 def chain(number: int, medium: str = "GPU") -> list[BlockStored]:
-    """A block, with the one before it if it has a parent: of each hash there is one prefix."""
+    """A block and its parent, if it has one: each hash has one prefix."""
     parent = number - 1 if number % 2 == 0 else None
     found = [block(number, parent=parent, medium=medium)]
     return found if parent is None else [block(parent, medium=medium), *found]
 
 
 class Play:
-    """One history."""
+    """Runs one history of operations."""
 
     def __init__(self, world: World, options: dict[str, Any]) -> None:
         self.world, self._options = world, options
         self.world.begin(**options)
-        self.consumers = [world.consumer(), world.consumer(heeds=False)]
+        self.consumers = [world.consumer(), world.consumer(reads_heartbeats=False)]
 
     def run(self, history: list[tuple[Any, ...]]) -> None:
         for name, *rest in history:
@@ -75,8 +75,8 @@ class Play:
         for each in self.world.upstreams:
             each.engine.answers_replay = True
         self.settle()
-        self.join(heeds=True)
-        self.join(heeds=False)
+        self.join(reads_heartbeats=True)
+        self.join(reads_heartbeats=False)
         self.settle()
 
     def upstream(self, which: int) -> Upstream:
@@ -87,7 +87,7 @@ class Play:
 
     def remove(self, which: int, number: int, medium: str, lost: bool) -> None:
         upstream = self.upstream(which)
-        # Where tiers are one, a removal from the wrong one is of what is there.
+        # Without tiers, a removal from the wrong tier would remove the block.
         if "dialect" not in self._options or (number, medium) in upstream.held:
             upstream.remove(number, medium=medium, lost=lost)
 
@@ -105,20 +105,20 @@ class Play:
                 self.kill()
 
     def settle(self) -> None:
-        """Then everybody knows what there is to know; a life that says nothing cannot be told from another one."""
+        """Let all consumers catch up. Each upstream stores a block first: a silent incarnation cannot be recognised."""
         for each in self.world.upstreams:
             each.store(7)
         self.turn(150)
         for consumer in self.consumers:
-            # Whoever hears no heartbeats does not know what the relay doubts, only what is missing.
-            if consumer.trust.name == "EXACT" and (consumer.heeds or self.world.relay.trust().name == "EXACT"):
+            # A consumer without heartbeats does not learn the relay's trust, only skipped numbers.
+            if consumer.trust.name == "EXACT" and (consumer.reads_heartbeats or self.world.relay.trust().name == "EXACT"):
                 self.agrees(consumer)
 
     def agrees(self, consumer: Consumer) -> None:
         assert self.view(consumer.held) == self.view(self.world.truth), consumer.trust
 
     def view(self, held: Held) -> Counter[Any]:
-        """As the dialect can tell it."""
+        """Reduce placements to what the dialect can express."""
         if self._options.get("dialect") != "vllm-0.9":
             return held
         merged: Counter[Any] = Counter()
@@ -136,22 +136,22 @@ class Play:
         self.world.end()
         self.world.begin(**self._options)
 
-    def join(self, heeds: bool) -> None:
-        self.consumers.append(self.world.consumer(heeds=heeds))
+    def join(self, reads_heartbeats: bool) -> None:
+        self.consumers.append(self.world.consumer(reads_heartbeats=reads_heartbeats))
 
 
 NEVER: Final[Held] = Counter({(-1, "GPU"): 1})
-"""What nobody ever holds."""
+"""What no engine ever holds."""
 
 
 class Witness:
-    """Looks at a consumer after every message that it gets: what it has when it says EXACT is what its engine had then."""
+    """Checks a consumer after every message: if it is EXACT, it holds what its engine held then."""
 
     def __init__(self, world: World, consumer: Consumer) -> None:
         self._world, self._consumer = world, consumer
         self._seen = 0
         self._due: Held | None = Counter()
-        """What the engine held after the newest batch; None where that is not one of its batches."""
+        """What the engine held after the newest batch; None if that is not one of its batches."""
 
     def look(self) -> None:
         self._consumer.turn()
@@ -182,7 +182,7 @@ OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "scoped": Play.scoped,
     "restart": Play.restart,
     "turn": Play.turn,
-    "kill": lambda play, step, after: killing(play.world, step, after),
+    "kill": lambda play, step, after: kill_before(play.world, step, after),
     "kill now": Play.kill,
     "end": Play.end,
     "join": Play.join,
@@ -209,7 +209,7 @@ KINDS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
 @given(history=HISTORIES, steps=st.sampled_from([3, 10_000]))
 @settings(max_examples=EXAMPLES)
 def test_nothing_is_lost_by_kills_and_restarts(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
-    """As long as engines answer, all consumers are exact in the end: those that were there, and those that come late."""
+    """If engines answer replay, all consumers are EXACT in the end, early and late ones."""
     count, options = KINDS[kind]
     if "dialect" in options:
         history = [each for each in history if each[0] != "scoped"]
@@ -225,7 +225,7 @@ def test_nothing_is_lost_by_kills_and_restarts(kind: str, history: list[tuple[An
 @given(history=ROUGH, steps=st.sampled_from([3, 10_000]))
 @settings(max_examples=EXAMPLES)
 def test_no_consumer_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
-    """Engines lose batches, forget their history and do not answer; then consumers may doubt, and must where they are wrong."""
+    """Engines lose batches, forget their history and do not answer replay; a consumer with wrong blocks must not be EXACT."""
     count, options = KINDS[kind]
     with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal", count) as made:
         Play(made, {"buffer_steps": steps, **options}).run(history)
@@ -237,8 +237,8 @@ def test_no_consumer_is_exact_and_wrong(kind: str, history: list[tuple[Any, ...]
 )
 @example(history=[("forge", 0), ("store", 0, 1, "GPU", True), ("turn", 3)], steps=10_000)
 @given(history=st.lists(st.one_of(HARMLESS, MISSING, FORGED, RUSH, RUSH), max_size=40), steps=st.sampled_from([3, 8, 10_000]))
-def test_nobody_is_exact_and_wrong_between_two_messages_of_a_turn(history: list[tuple[Any, ...]], steps: int) -> None:
-    """Nor at its end: at whatever batch of the engine's it says so; and never behind another engine's, which replay had."""
+def test_no_consumer_is_exact_and_wrong_between_two_messages_of_a_turn(history: list[tuple[Any, ...]], steps: int) -> None:
+    """Whatever the batch at which it is EXACT, and never after a replayed batch of another engine."""
     with tempfile.TemporaryDirectory() as folder, world(Path(folder) / "journal") as made:
         play = Play(made, {"buffer_steps": steps})
         witness = Witness(made, play.consumers[0])

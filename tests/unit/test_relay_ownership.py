@@ -1,4 +1,4 @@
-"""Several upstreams in one stream: what one of them clears leaves the blocks of the others alone."""
+"""Several upstreams in one stream: a clear of one keeps the blocks of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVENTS = st.lists(st.one_of(STORES, REMOVALS, CLEARS), max_size=40)
 
 
 def held(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
-    """Copies by block and place, as whoever applies the events counts them."""
+    """Count copies by block and placement, as a consumer does."""
     copies: Counter[tuple[object, ...]] = Counter()
     for event in events:
         if isinstance(event, AllBlocksCleared):
@@ -57,7 +57,7 @@ def test_a_shared_stream_holds_what_all_its_upstreams_hold(history: list[tuple[i
 
 
 @given(EVENTS, CLEARS)
-def test_what_is_kept_across_a_restart_is_all_that_counts(events: list[KVEvent], clear: AllBlocksCleared) -> None:
+def test_a_dump_restores_the_same_blocks(events: list[KVEvent], clear: AllBlocksCleared) -> None:
     first = UpstreamBlocks()
     first.apply(events)
     second = UpstreamBlocks()
@@ -75,7 +75,7 @@ def _stores(blocks: UpstreamBlocks) -> list[KVEvent]:
     return found
 
 
-def test_one_who_holds_nothing_has_nothing_to_take_back() -> None:
+def test_an_upstream_without_blocks_has_no_removals() -> None:
     blocks = UpstreamBlocks()
     assert blocks.clear() == []
     blocks.apply([BlockStored([1, 1, 2], None, [], 4, medium="GPU", locality="LOCAL", ownership="tier")])
