@@ -60,7 +60,7 @@ def _cases(engine: str, release: str) -> Iterator[tuple[str, list[Fields], int]]
 
 def _named(event: list[Any], dialect: Dialect) -> Fields:
     """The fields of an event that was sent as an array."""
-    names = {"BlockStored": dialect.stored, "BlockRemoved": dialect.removed}.get(event[0], ())
+    names = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}.get(event[0], ())
     return {"type": event[0], **dict(zip(names, event[1:], strict=False))}
 
 

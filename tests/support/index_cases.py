@@ -119,9 +119,12 @@ def workers_of(index: PrefixIndex) -> set[Worker]:
 def carries(row: Dialect, event: KVEvent) -> bool:
     """Whether `row` spells everything that `event` says."""
     if isinstance(event, AllBlocksCleared):
-        return event.unrecognised is None or row.events == "map"
-    names = (row.stored if isinstance(event, BlockStored) else row.removed) + ("block_digests", "parent_block_digest")
-    names += ("block_keys",) if row.events == "map" else ()
+        return event.unrecognised is None or row.event_form == "map"
+    names = (row.stored_fields if isinstance(event, BlockStored) else row.removed_fields) + (
+        "block_digests",
+        "parent_block_digest",
+    )
+    names += ("block_keys",) if row.event_form == "map" else ()
     return all(name in names or getattr(event, name) is None for name in event.__struct_fields__)
 
 

@@ -177,11 +177,11 @@ def events_of(row: Dialect) -> st.SearchStrategy[KVEvent]:
         found: st.SearchStrategy[KVEvent] = st.builds(kind, **{name: _FIELD_VALUES[name] for name in names})
         return found
 
-    return build(BlockStored, row.stored) | build(BlockRemoved, row.removed) | st.just(AllBlocksCleared())
+    return build(BlockStored, row.stored_fields) | build(BlockRemoved, row.removed_fields) | st.just(AllBlocksCleared())
 
 
 def batches_of(row: Dialect) -> st.SearchStrategy[KVEventBatch]:
-    rank = st.none() | st.integers(0, 64) if row.rank else st.none()
+    rank = st.none() | st.integers(0, 64) if row.has_rank else st.none()
     return st.builds(KVEventBatch, st.floats(0, 1e11), st.lists(events_of(row), max_size=4), rank)
 
 

@@ -485,11 +485,11 @@ def test_limit_of_fields() -> None:
 
 
 def test_limit_of_free_bytes_is_that_of_the_batch() -> None:
-    decoded = decode_batch(batch_of(stored(a="x" * 30), stored(a="x" * 30), stored(a="x")), WireLimits(max_free_bytes=50))
+    decoded = decode_batch(batch_of(stored(a="x" * 30), stored(a="x" * 30), stored(a="x")), WireLimits(max_free_form_bytes=50))
     assert len(decoded.batch.events) == 2
     assert reasons(decoded) == [(1, "oversized")]
     keys = stored(extra_keys=[["x" * 60]], more=1)
-    assert reasons(decode_batch(batch_of(keys), WireLimits(max_free_bytes=50))) == [(0, "oversized")]
+    assert reasons(decode_batch(batch_of(keys), WireLimits(max_free_form_bytes=50))) == [(0, "oversized")]
 
 
 def test_limit_of_nesting() -> None:
@@ -657,7 +657,7 @@ def test_damaged_goldens_never_raise(golden: Golden, data: st.DataObject) -> Non
 
 good_events = st.sampled_from(ROWS).flatmap(lambda row: st.tuples(st.just(row), events_of(row)))
 FIELD_NAMES = st.sampled_from(
-    [*dialect_for("vllm").stored, "cache_salt", "unrecognised", "block_digests", "type", "event_type", "seq_hashes"]
+    [*dialect_for("vllm").stored_fields, "cache_salt", "unrecognised", "block_digests", "type", "event_type", "seq_hashes"]
 )
 
 

@@ -18,7 +18,7 @@ EVENT_SGLANG = {name: value for name, value in stored().items() if name != "lora
 def test_the_detected_row_is_not_newer_than_the_release(golden: Golden) -> None:
     found, sent = detect_dialect(golden.payload), dialect_for(golden.engine, golden.release)
     assert found is not None
-    assert (found.batch, found.events) == (sent.batch, sent.events)
+    assert (found.batch_form, found.event_form) == (sent.batch_form, sent.event_form)
     if found.engine == sent.engine:
         assert dialects().index(found) <= dialects().index(sent)
 

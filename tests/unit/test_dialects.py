@@ -25,7 +25,7 @@ def test_a_golden_payload_encodes_to_the_same_bytes(golden: Golden) -> None:
 
 @pytest.mark.parametrize("golden", RELEASES, ids=str)
 def test_the_replay_shape_of_a_row_is_that_of_its_release(golden: Golden) -> None:
-    assert dialect_for(golden.engine, golden.release).replay_topic == (len(golden.replay_frames) == 4)
+    assert dialect_for(golden.engine, golden.release).has_replay_topic == (len(golden.replay_frames) == 4)
 
 
 def test_every_row_has_goldens_of_its_first_release() -> None:
@@ -121,6 +121,6 @@ def test_every_row_is_found_by_its_release(row: Dialect) -> None:
 
 @pytest.mark.parametrize("row", dialects(), ids=str)
 def test_the_fields_of_every_row_begin_with_the_common_ones(row: Dialect) -> None:
-    assert row.stored[:5] == ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
-    assert row.removed[0] == "block_hashes"
-    assert row.optional <= {*row.stored, *row.removed}
+    assert row.stored_fields[:5] == ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
+    assert row.removed_fields[0] == "block_hashes"
+    assert row.optional_fields <= {*row.stored_fields, *row.removed_fields}

@@ -47,12 +47,12 @@ def test_without_a_dialect_events_have_the_layout_of_the_newest_vllm(batch: KVEv
 @pytest.mark.parametrize("row", dialects(), ids=str)
 def test_fields_that_a_release_does_not_have_are_left_out(row: Any) -> None:
     batch = plain(encode_batch(KVEventBatch(1.0, [FULL], 3), row))
-    event = (batch["events"] if row.batch == "map" else batch[1])[0]
-    if row.events == "array":
+    event = (batch["events"] if row.batch_form == "map" else batch[1])[0]
+    if row.event_form == "array":
         assert event[0] == "BlockStored"
-        assert len(event) == 1 + len(row.stored)
+        assert len(event) == 1 + len(row.stored_fields)
     else:
-        assert event.keys() == {"type", *row.stored}
+        assert event.keys() == {"type", *row.stored_fields}
 
 
 @pytest.mark.parametrize(("engine", "release"), [("vllm", "0.9.1"), ("sglang", "0.5.17"), ("sglang", "0.5.23")])
@@ -111,7 +111,7 @@ class _SGLangBatch(msgspec.Struct, array_like=True):
 @pytest.mark.parametrize("row", [None, *dialects()], ids=str)
 def test_events_of_users_are_encoded_as_they_are_declared(row: Any) -> None:
     batch = plain(encode_batch(EventBatch(1.0, [_Custom(0.5), _Plain("x"), {"free": 1}], 0), row))
-    events = batch["events"] if row is not None and row.batch == "map" else batch[1]
+    events = batch["events"] if row is not None and row.batch_form == "map" else batch[1]
     assert events == [{"type": "Warmed", "weight": 0.5}, {"note": "x"}, {"free": 1}]
 
 
@@ -141,8 +141,8 @@ def test_endless_nesting_raises_encode_error() -> None:
 def test_a_clear_is_one_tag_in_every_dialect() -> None:
     for row in dialects():
         batch = plain(encode_batch(KVEventBatch(1.0, [AllBlocksCleared()], None), row))
-        events = batch["events"] if row.batch == "map" else batch[1]
-        assert events == ([["AllBlocksCleared"]] if row.events == "array" else [{"type": "AllBlocksCleared"}])
+        events = batch["events"] if row.batch_form == "map" else batch[1]
+        assert events == ([["AllBlocksCleared"]] if row.event_form == "array" else [{"type": "AllBlocksCleared"}])
 
 
 @given(st.integers())
@@ -155,7 +155,7 @@ def test_hashes_of_any_size_are_taken_modulo_2_to_the_64(value: int) -> None:
 def test_block_keys_need_events_as_maps() -> None:
     keyed = KVEventBatch(1.0, [BlockStored([1], None, [], 16, block_keys=[7])])
     for dialect in (None, *dialects()):
-        if dialect is not None and dialect.events == "array":
+        if dialect is not None and dialect.event_form == "array":
             with pytest.raises(
                 EncodeError, match=r"the dialect .* has no field for block_keys; choose a dialect with events as maps"
             ):

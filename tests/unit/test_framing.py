@@ -37,7 +37,7 @@ def test_live_frames_are_those_of_the_release(golden: Golden) -> None:
 
 @pytest.mark.parametrize("golden", RELEASES, ids=str)
 def test_replay_frames_are_those_of_the_release(golden: Golden) -> None:
-    topic = b"kv-events" if dialect_for(golden.engine, golden.release).replay_topic else None
+    topic = b"kv-events" if dialect_for(golden.engine, golden.release).has_replay_topic else None
     assert replay_batch_frames(topic, 7, golden.payload) == golden.replay_frames
     assert replay_end_frames(topic is not None) == golden.replay_end_frames
     assert parse_replay_reply(golden.replay_frames) == ReplayBatch(topic, 7, golden.payload)

@@ -20,20 +20,24 @@ STORED = BlockStored([1], None, [1, 2], 2, medium="GPU")
 
 def decoder_of(dialect: Dialect) -> msgspec.msgpack.Decoder[Any]:
     """Return a decoder with the structs of a vLLM or SGLang release, which ignore unknown fields."""
-    arrays = dialect.events == "array"
+    arrays = dialect.event_form == "array"
     required = {"block_hashes": list[int], "token_ids": list[int], "block_size": int}
 
     def event(tag: str, names: tuple[str, ...]) -> type[msgspec.Struct]:
         fields: list[Any] = [(name, required[name]) if name in required else (name, Any, None) for name in names]
         return msgspec.defstruct(tag, fields, array_like=arrays, tag=True, kw_only=True)
 
-    kinds = [event("BlockStored", dialect.stored), event("BlockRemoved", dialect.removed), event("AllBlocksCleared", ())]
+    kinds = [
+        event("BlockStored", dialect.stored_fields),
+        event("BlockRemoved", dialect.removed_fields),
+        event("AllBlocksCleared", ()),
+    ]
     union: Any = kinds[0] | kinds[1] | kinds[2]
-    rank = [("data_parallel_rank", int | None, None)] if dialect.rank else []
+    rank = [("data_parallel_rank", int | None, None)] if dialect.has_rank else []
     batch = msgspec.defstruct(
         "KVEventBatch",
         [("ts", float), ("events", list[union]), *rank],
-        array_like=dialect.batch == "array",
+        array_like=dialect.batch_form == "array",
     )
     return msgspec.msgpack.Decoder(batch)
 

@@ -281,7 +281,7 @@ LIMITS = (
     {"max_events": 2},
     {"max_hashes": 2},
     {"max_fields": 9},
-    {"max_free_bytes": 12},
+    {"max_free_form_bytes": 12},
     {"max_nesting": 5},
     {"max_rejected": 1},
     {"max_rejected": 0},

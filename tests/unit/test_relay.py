@@ -487,7 +487,7 @@ def test_the_relays_own_batches_have_the_dialect_of_the_stream(made: World, rele
     spelled = [payload for _, payload in made.relay._buffer.batches_from(0)]
     events = [event for payload in spelled for event in msgspec.msgpack.decode(payload)[1]]
     assert len(events) > 3
-    assert {type(event) for event in events} == {list if row.events == "array" else dict}
+    assert {type(event) for event in events} == {list if row.event_form == "array" else dict}
     consumer = made.consumer()
     made.confirm()
     assert consumer.trust.name == "EXACT"

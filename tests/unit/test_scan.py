@@ -178,7 +178,7 @@ def test_limits_apply_to_the_form_that_the_peer_sent() -> None:
     nils = b"\xdd" + struct.pack(">I", 1_000_001) + b"\xc0" * 1_000_001
     event = pack(stored())
     with_nils = bytes([event[0] + 1]) + event[1:] + pack("extra_keys") + nils
-    floats = pack(stored(extra_keys=[[1.5] * (DEFAULT_WIRE_LIMITS.max_free_bytes // 9 - 10)]))
+    floats = pack(stored(extra_keys=[[1.5] * (DEFAULT_WIRE_LIMITS.max_free_form_bytes // 9 - 10)]))
     for body in (with_nils, floats):
         agree(b"\x93" + pack(1.0) + b"\x91" + body + b"\x00")
 

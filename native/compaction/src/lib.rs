@@ -66,7 +66,7 @@ impl Compactor {
         let scanned = scan(&read.payload, &schema.unlimited(), &mut self.scratch);
         scanned.expect("normalised events are what the scanner reads");
         self.apply_scanned(&read.payload);
-        if read.rejected.iter().any(Rejected::costs_events) {
+        if read.rejected.iter().any(Rejected::loses_events) {
             self.state.invalidate("payloads");
         }
     }

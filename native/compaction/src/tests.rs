@@ -151,7 +151,7 @@ fn read_all() -> Schema {
         max_payload_bytes: none,
         max_events: none,
         max_hashes: none,
-        max_free_bytes: none,
+        max_free_form_bytes: none,
         ..Limits::default()
     };
     Schema::new(limits).expect("the limits are high enough")

@@ -15,7 +15,7 @@ use crate::msgpack::Int;
 use crate::scan::layouts::{REMOVED_ARRAY, STORED_ARRAY};
 use crate::scan::{Limits, SECONDS};
 
-use fields::{Fields, FreeForm};
+use fields::{Fields, FreeFormBudget};
 use refusal::Refusal;
 use value::{NIL, declared, elements, head_of, is_array, is_map, pairs};
 
@@ -91,7 +91,7 @@ pub struct Rejected {
 
 impl Rejected {
     /// Whether events are missing because of it; a bad timestamp or rank costs none.
-    pub fn costs_events(&self) -> bool {
+    pub fn loses_events(&self) -> bool {
         self.index.is_some() || !matches!(self.reason, Reason::BadTimestamp | Reason::BadRank)
     }
 }
@@ -277,7 +277,7 @@ fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> B
         }
         rank
     };
-    let mut free = FreeForm::new(limits.max_free_bytes);
+    let mut free = FreeFormBudget::new(limits.max_free_form_bytes);
     for (index, raw) in envelope.events.into_iter().enumerate() {
         match event(raw, limits, &mut free, false) {
             Ok(event) => take(event),
@@ -377,7 +377,7 @@ fn timestamp(raw: &[u8]) -> Option<f64> {
     (sent > *SECONDS.end() && sent <= SECONDS.end() * 1000.0).then_some(sent / 1000.0)
 }
 
-fn event<'a>(raw: &'a [u8], limits: &Limits, free: &mut FreeForm, is_wrapped: bool) -> Result<Event, Refusal<'a>> {
+fn event<'a>(raw: &'a [u8], limits: &Limits, free: &mut FreeFormBudget, is_wrapped: bool) -> Result<Event, Refusal<'a>> {
     let head = head_of(raw);
     if !is_wrapped && let Some(inner) = value::bin(raw) {
         // llm-d's storage connector wraps each event in a bin, and writes 0 for "no parent".

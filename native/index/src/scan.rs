@@ -242,7 +242,7 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
         reader: Reader::new(payload, 0),
         schema,
         scratch,
-        free_bytes: schema.limits.max_free_bytes,
+        free_form_bytes_left: schema.limits.max_free_form_bytes,
         hashes_at: 0,
     };
     scanner.batch().filter(|()| scanner.reader.left() == 0)
@@ -252,7 +252,7 @@ struct Scanner<'a> {
     reader: Reader<'a>,
     schema: &'a Schema,
     scratch: &'a mut Scratch,
-    free_bytes: usize,
+    free_form_bytes_left: usize,
     /// Where the list of hashes of the last event begins.
     hashes_at: usize,
 }
@@ -427,7 +427,7 @@ impl<'a> Scanner<'a> {
     }
 
     fn free(&mut self, bytes: usize) -> Option<()> {
-        self.free_bytes = self.free_bytes.checked_sub(bytes)?;
+        self.free_form_bytes_left = self.free_form_bytes_left.checked_sub(bytes)?;
         Some(())
     }
 

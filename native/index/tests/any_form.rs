@@ -1,4 +1,4 @@
-//! Batches that only the careful decoder reads, applied by a Rust program without Python.
+//! Batches that only the tolerant decoder reads, applied by a Rust program without Python.
 
 use kvevents_index::decode::{Reason, decode, normalised};
 use kvevents_index::index::{Index, Outcome};

@@ -59,7 +59,7 @@ class PrefixIndex(_native.NativeIndex):
             wire.max_events,
             wire.max_hashes,
             wire.max_fields,
-            wire.max_free_bytes,
+            wire.max_free_form_bytes,
             wire.max_nesting,
         )
         self = super().__new__(

@@ -117,7 +117,7 @@ class ZmqEventPublisher(QueuedPublisher):
             hwm=hwm,
             topic=topic,
             bind=self._binds,
-            replay_topic=self._dialect is None or self._dialect.replay_topic if replay_topic is None else replay_topic,
+            replay_topic=self._dialect is None or self._dialect.has_replay_topic if replay_topic is None else replay_topic,
             curve=curve,
             context=context,
             snapshot_endpoint=self.offset_endpoint_port(snapshot_endpoint, data_parallel_rank),

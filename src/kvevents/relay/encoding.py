@@ -84,7 +84,7 @@ class DialectEncoder:
         events = decode_batch(payload).batch.events
         dialect = detect_dialect(payload)
         if events and dialect is not None:
-            self._use(_form_of(dialect, signed=dialect.signed and any(map(_has_hashes, events)), before=self.form))
+            self._use(_form_of(dialect, signed=dialect.has_signed_hashes and any(map(_has_hashes, events)), before=self.form))
 
     def _use(self, form: str) -> None:
         self.form, self._dialect = form, _FORMS[form]
@@ -123,11 +123,11 @@ def loses_events(report: BatchReport) -> bool:
 
 
 def _form_of(dialect: Dialect, *, signed: bool, before: str) -> str:
-    if dialect.batch == "map":
+    if dialect.batch_form == "map":
         return "map batch"
     # Hashes below 2**63 do not show whether they are signed: the form detected before is kept.
-    kept = before.startswith(dialect.events) and before.endswith("signed")
-    return f"{dialect.events} signed" if signed or kept else dialect.events
+    kept = before.startswith(dialect.event_form) and before.endswith("signed")
+    return f"{dialect.event_form} signed" if signed or kept else dialect.event_form
 
 
 def _has_hashes(event: KVEvent) -> bool:

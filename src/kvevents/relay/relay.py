@@ -183,7 +183,7 @@ class Relay:
             hwm=settings.hwm,
             topic=settings.upstreams[0].topic if settings.topic is None else settings.topic,
             bind=should_bind(settings.endpoint) or settings.endpoint.startswith("tcp://"),
-            replay_topic=dialect is None or dialect.replay_topic,
+            replay_topic=dialect is None or dialect.has_replay_topic,
             curve=settings.curve,
             snapshot_endpoint=settings.snapshot_endpoint,
             rank=settings.upstreams[0].rank,

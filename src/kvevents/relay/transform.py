@@ -201,7 +201,7 @@ class BatchTransform:
         """Drop stores of namespaces that the dialect cannot express: consumers would match them with plain prompts."""
         if self._dialect is None:
             return [_with_salt_as_unknown_field(event) for event in events]
-        fields = self._dialect.stored
+        fields = self._dialect.stored_fields
         return [event for event in events if not isinstance(event, BlockStored) or _namespace_fields(event).issubset(fields)]
 
     def _encode(self, batch: KVEventBatch, rejected: list[Rejected]) -> list[bytes]:
@@ -229,12 +229,12 @@ class BatchTransform:
 
 def expressible_placement(dialect: Dialect | None) -> frozenset[str]:
     """Return the fields of a `Placement` that a dialect has."""
-    return PLACEMENT_FIELDS if dialect is None else PLACEMENT_FIELDS.intersection(dialect.removed)
+    return PLACEMENT_FIELDS if dialect is None else PLACEMENT_FIELDS.intersection(dialect.removed_fields)
 
 
 def _expressible_scopes(dialect: Dialect | None, *, shared: bool) -> frozenset[str]:
     """Return what a clear can be limited by. A shared stream sends it as removals, any other as a map with more fields."""
-    can_limit = shared or dialect is None or dialect.events == "map"
+    can_limit = shared or dialect is None or dialect.event_form == "map"
     return expressible_placement(dialect) if can_limit else frozenset()
 
 

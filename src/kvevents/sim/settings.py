@@ -63,9 +63,9 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check_words(self, wire: Dialect) -> None:
         """Whether the dialect has words for what the engines would announce."""
-        if self.window is not None and "kv_cache_spec_kind" not in wire.stored:
+        if self.window is not None and "kv_cache_spec_kind" not in wire.stored_fields:
             raise ConfigError(f"{wire} does not tell groups of a hybrid model; leave out the window, or use vllm-0.22 or later")
-        if self.host_blocks and "medium" not in wire.stored:
+        if self.host_blocks and "medium" not in wire.stored_fields:
             raise ConfigError(f"{wire} does not tell tiers; leave out host_blocks, or use vllm-0.10.2 or later")
 
     @property
@@ -104,7 +104,7 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     def check(self, request: Request) -> None:
         """Raises `ConfigError` for a request whose blocks the dialect would announce as if they were anybody's."""
         wire = self.wire
-        if request.salt is not None and not {"extra_keys", "cache_salt"} & set(wire.stored):
+        if request.salt is not None and not {"extra_keys", "cache_salt"} & set(wire.stored_fields):
             raise ConfigError(f"{wire} does not tell salts; leave them out, or use vllm-0.17 or sglang-0.5.20 or later")
-        if request.lora is not None and "lora_name" not in wire.stored:
+        if request.lora is not None and "lora_name" not in wire.stored_fields:
             raise ConfigError(f"{wire} does not tell LoRAs by name; leave them out, or use vllm-0.14 or sglang-0.5.22 or later")

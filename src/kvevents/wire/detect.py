@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.wire.dialects import Dialect, Shape, dialects
+from kvevents.wire.dialects import Dialect, Form, dialects
 from kvevents.wire.raw_msgpack import MSGPACK_ERRORS, NIL, array_items, first_byte, is_array, is_map, map_items, scalar
 from kvevents.wire.rejected import DecodeRejectedError
 from kvevents.wire.wire_limits import DEFAULT_WIRE_LIMITS
@@ -18,7 +18,7 @@ _decode_hashes: Final = msgspec.msgpack.Decoder(int | bytes | list[int | bytes] 
 class _BatchShape(NamedTuple):
     """The form of a batch and its raw events."""
 
-    form: Shape
+    form: Form
     width: int
     """Number of elements of an array; 0 for a map."""
     events: msgspec.Raw
@@ -27,7 +27,7 @@ class _BatchShape(NamedTuple):
 class _EventShape(NamedTuple):
     """The properties of an event that differ between releases."""
 
-    form: Shape
+    form: Form
     tag: str
     names: tuple[str, ...]
     """Keys of a map in their order, which differs between SGLang and vLLM; empty for an array."""
@@ -47,7 +47,7 @@ def detect_dialect(payload: bytes) -> Dialect | None:
     limits = DEFAULT_WIRE_LIMITS
     try:
         form, width, events = _batch_shape(payload)
-        rows = [row for row in dialects() if row.batch == form and (form == "map" or width == 2 + row.rank)]
+        rows = [row for row in dialects() if row.batch_form == form and (form == "map" or width == 2 + row.has_rank)]
         seen: set[_EventShape] = set()
         for raw in array_items(events, "the list of events", limits.max_events, "too-many-events"):
             shape = _event_shape(raw)
@@ -102,12 +102,16 @@ def _hash_signs(raws: list[msgspec.Raw]) -> tuple[bool, bool]:
 
 def _matches(row: Dialect, event: _EventShape) -> bool:
     """Return whether `row` could have sent this event, by its form, its fields and the sign of its hashes."""
-    names = {"BlockStored": row.stored, "BlockRemoved": row.removed, "AllBlocksCleared": ()}.get(event.tag)
-    if names is None or row.events != event.form or (event.has_high_hash if row.signed else event.has_negative_hash):
+    names = {"BlockStored": row.stored_fields, "BlockRemoved": row.removed_fields, "AllBlocksCleared": ()}.get(event.tag)
+    if (
+        names is None
+        or row.event_form != event.form
+        or (event.has_high_hash if row.has_signed_hashes else event.has_negative_hash)
+    ):
         return False
     if event.form == "array":
         return event.width == len(names)
     if event.has_wide_header and len(names) < 15:
         return False
     present = frozenset(event.names)
-    return event.names == tuple(name for name in names if name in present or name not in row.optional)
+    return event.names == tuple(name for name in names if name in present or name not in row.optional_fields)

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from kvevents.errors import UnknownDialectError
 
-Shape = Literal["array", "map"]
+Form = Literal["array", "map"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,19 +21,19 @@ class Dialect:
 
     engine: str
     since: str
-    stored: tuple[str, ...]
+    stored_fields: tuple[str, ...]
     """Fields of BlockStored in wire order, by their names in `kvevents.events`."""
-    removed: tuple[str, ...]
+    removed_fields: tuple[str, ...]
     """Fields of BlockRemoved in wire order."""
-    batch: Shape = "array"
-    rank: bool = True
+    batch_form: Form = "array"
+    has_rank: bool = True
     """Whether a batch carries the data-parallel rank."""
-    events: Shape = "array"
-    optional: frozenset[str] = frozenset()
+    event_form: Form = "array"
+    optional_fields: frozenset[str] = frozenset()
     """Fields that map events leave out when nil."""
-    signed: bool = False
+    has_signed_hashes: bool = False
     """Whether 64-bit hashes are sent as signed integers."""
-    replay_topic: bool = False
+    has_replay_topic: bool = False
     """Whether replay replies repeat the topic."""
 
     @property
@@ -48,63 +48,83 @@ class Dialect:
 _BASE: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
 
 # vLLM, vllm/distributed/kv_events.py
-_V0_9_0: Final = Dialect("vllm", "0.9.0", stored=_BASE, removed=("block_hashes",), rank=False, signed=True)
-_V0_9_1: Final = replace(_V0_9_0, since="0.9.1", rank=True)
-_V0_10_2: Final = replace(_V0_9_1, since="0.10.2", stored=(*_BASE, "medium"), removed=("block_hashes", "medium"), signed=False)
-_V0_14: Final = replace(_V0_10_2, since="0.14.0", stored=(*_V0_10_2.stored, "lora_name"))
-_V0_17: Final = replace(_V0_14, since="0.17.0", stored=(*_V0_14.stored, "extra_keys"))
-_V0_20: Final = replace(_V0_17, since="0.20.0", stored=(*_V0_17.stored, "group_idx"), removed=(*_V0_17.removed, "group_idx"))
-_V0_22: Final = replace(_V0_20, since="0.22.0", stored=(*_V0_20.stored, "kv_cache_spec_kind", "kv_cache_spec_sliding_window"))
+_V0_9_0: Final = Dialect(
+    "vllm", "0.9.0", stored_fields=_BASE, removed_fields=("block_hashes",), has_rank=False, has_signed_hashes=True
+)
+_V0_9_1: Final = replace(_V0_9_0, since="0.9.1", has_rank=True)
+_V0_10_2: Final = replace(
+    _V0_9_1,
+    since="0.10.2",
+    stored_fields=(*_BASE, "medium"),
+    removed_fields=("block_hashes", "medium"),
+    has_signed_hashes=False,
+)
+_V0_14: Final = replace(_V0_10_2, since="0.14.0", stored_fields=(*_V0_10_2.stored_fields, "lora_name"))
+_V0_17: Final = replace(_V0_14, since="0.17.0", stored_fields=(*_V0_14.stored_fields, "extra_keys"))
+_V0_20: Final = replace(
+    _V0_17,
+    since="0.20.0",
+    stored_fields=(*_V0_17.stored_fields, "group_idx"),
+    removed_fields=(*_V0_17.removed_fields, "group_idx"),
+)
+_V0_22: Final = replace(
+    _V0_20, since="0.22.0", stored_fields=(*_V0_20.stored_fields, "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+)
 _V0_24: Final = replace(
     _V0_22,
     since="0.24.0",
-    events="map",
-    optional=frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}),
+    event_form="map",
+    optional_fields=frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}),
 )
 # One unreleased commit between 0.23 and 0.24 sent the batch itself as a map; nightly images carry it.
-_V_MAP_BATCH: Final = replace(_V0_24, since="main@0181ea3173e5", batch="map")
+_V_MAP_BATCH: Final = replace(_V0_24, since="main@0181ea3173e5", batch_form="map")
 _V0_26: Final = replace(
     _V0_24,
     since="0.26.0",
-    stored=(*_V0_24.stored, "locality"),
-    removed=(*_V0_24.removed, "locality"),
-    optional=_V0_24.optional | {"locality"},
-    replay_topic=True,
+    stored_fields=(*_V0_24.stored_fields, "locality"),
+    removed_fields=(*_V0_24.removed_fields, "locality"),
+    optional_fields=_V0_24.optional_fields | {"locality"},
+    has_replay_topic=True,
 )
 _V0_29: Final = replace(
     _V0_26,
     since="0.29.0",
-    stored=(*_V0_26.stored, "ownership"),
-    removed=(*_V0_26.removed, "ownership"),
-    optional=_V0_26.optional | {"ownership"},
+    stored_fields=(*_V0_26.stored_fields, "ownership"),
+    removed_fields=(*_V0_26.removed_fields, "ownership"),
+    optional_fields=_V0_26.optional_fields | {"ownership"},
 )
 _V0_30: Final = replace(
-    _V0_29, since="0.30.0", stored=(*_V0_29.stored, "session_id"), optional=_V0_29.optional | {"session_id"}
+    _V0_29,
+    since="0.30.0",
+    stored_fields=(*_V0_29.stored_fields, "session_id"),
+    optional_fields=_V0_29.optional_fields | {"session_id"},
 )
 _V0_33: Final = replace(
     _V0_30,
     since="0.33.0",
-    stored=(*_V0_30.stored, "lookahead_token_ids"),
-    optional=_V0_30.optional | {"lookahead_token_ids"},
+    stored_fields=(*_V0_30.stored_fields, "lookahead_token_ids"),
+    optional_fields=_V0_30.optional_fields | {"lookahead_token_ids"},
 )
 
 # SGLang, python/sglang/srt/disaggregation/kv_events.py
-_S0_4_6: Final = Dialect("sglang", "0.4.6.post5", stored=_BASE, removed=("block_hashes",), rank=False, signed=True)
-_S0_4_7: Final = replace(_S0_4_6, since="0.4.7", rank=True)
-_S0_5_9: Final = replace(_S0_4_7, since="0.5.9", stored=(*_BASE, "medium"), removed=("block_hashes", "medium"))
+_S0_4_6: Final = Dialect(
+    "sglang", "0.4.6.post5", stored_fields=_BASE, removed_fields=("block_hashes",), has_rank=False, has_signed_hashes=True
+)
+_S0_4_7: Final = replace(_S0_4_6, since="0.4.7", has_rank=True)
+_S0_5_9: Final = replace(_S0_4_7, since="0.5.9", stored_fields=(*_BASE, "medium"), removed_fields=("block_hashes", "medium"))
 _S0_5_20: Final = replace(
     _S0_5_9,
     since="0.5.20",
-    stored=(*_S0_5_9.stored, "cache_salt", "session_id"),
-    events="map",
-    optional=frozenset({"medium", "cache_salt", "session_id"}),
+    stored_fields=(*_S0_5_9.stored_fields, "cache_salt", "session_id"),
+    event_form="map",
+    optional_fields=frozenset({"medium", "cache_salt", "session_id"}),
 )
 _S0_5_22: Final = replace(
     _S0_5_20,
     since="0.5.22",
-    stored=(*_S0_5_20.stored, "lora_name"),
-    optional=_S0_5_20.optional | {"lora_name"},
-    replay_topic=True,
+    stored_fields=(*_S0_5_20.stored_fields, "lora_name"),
+    optional_fields=_S0_5_20.optional_fields | {"lora_name"},
+    has_replay_topic=True,
 )
 
 _TABLE: Final[tuple[Dialect, ...]] = (
@@ -130,9 +150,9 @@ _TABLE: Final[tuple[Dialect, ...]] = (
 
 NEWEST_VLLM: Final = _V0_33
 """The layout of the structs in `kvevents.events`."""
-ARRAY_STORED: Final = _V0_22.stored
+ARRAY_STORED: Final = _V0_22.stored_fields
 """The longest array form of BlockStored. Every shorter form, including SGLang's, is a prefix of it."""
-ARRAY_REMOVED: Final = (*_V0_22.removed, "heartbeat")
+ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")
 """The longest array form of BlockRemoved, followed by the field that only kvevents sends."""
 
 # A single letter after a hyphen begins the suffix of an image, as in `v0.5.20-b200`, and does not mark a pre-release.

@@ -19,7 +19,9 @@ _MODULUS: Final = 1 << 64
 _TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 _DECLARED: Final = replace(
-    NEWEST_VLLM, stored=(*NEWEST_VLLM.stored, "cache_salt"), optional=NEWEST_VLLM.optional | {"cache_salt"}
+    NEWEST_VLLM,
+    stored_fields=(*NEWEST_VLLM.stored_fields, "cache_salt"),
+    optional_fields=NEWEST_VLLM.optional_fields | {"cache_salt"},
 )
 """All fields of `kvevents.events`, in the order of the newest vLLM."""
 _OWN_FIELDS: Final = ("heartbeat", "block_keys")
@@ -79,9 +81,9 @@ def _convert_batch(batch: EventBatch, dialect: Dialect) -> Any:
     """Return a batch in the layout of `dialect`, as values that msgspec encodes."""
     events = [_converter(event.__class__, dialect)(event) for event in batch.events]
     rank = batch_rank(batch)
-    if dialect.batch == "map":
+    if dialect.batch_form == "map":
         return {"ts": batch.ts, "events": events, **({} if rank is None else {"data_parallel_rank": rank})}
-    return [batch.ts, events, rank] if dialect.rank else [batch.ts, events]
+    return [batch.ts, events, rank] if dialect.has_rank else [batch.ts, events]
 
 
 def batch_rank(batch: EventBatch) -> int | None:
@@ -100,7 +102,7 @@ def _converter(kind: Any, dialect: Dialect) -> _Converter:
     names = wire_type.__struct_fields__
 
     def convert(event: Any) -> Any:
-        values = [_value(event, name, dialect.signed) for name in names]
+        values = [_value(event, name, dialect.has_signed_hashes) for name in names]
         return _add_extra_fields(wire_type(*values), event, dialect)
 
     return convert
@@ -132,7 +134,7 @@ def _wire_hash(value: Any, signed: bool) -> Any:
 def _add_extra_fields(converted: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
     """Add the fields of kvevents and, to map events, the unknown fields; array events have no place for those."""
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
-    if dialect.events == "array":
+    if dialect.event_form == "array":
         return _extend_array(converted, extra, dialect) if extra else converted
     extra |= getattr(event, "unrecognised", None) or {}
     if not extra:
@@ -153,16 +155,16 @@ def _extend_array(converted: msgspec.Struct, extra: dict[str, Any], dialect: Dia
 @cache
 def _wire_type(tag: str, dialect: Dialect) -> type[msgspec.Struct]:
     """Return a struct type with the layout of the release, so that msgspec orders and omits fields as the release does."""
-    names: Sequence[str] = {"BlockStored": dialect.stored, "BlockRemoved": dialect.removed}.get(tag, ())
+    names: Sequence[str] = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}.get(tag, ())
     fields = [_field(name, dialect) for name in names]
     return msgspec.defstruct(
-        f"{tag}_{dialect.name}", fields, tag=tag, array_like=dialect.events == "array", omit_defaults=True, gc=False
+        f"{tag}_{dialect.name}", fields, tag=tag, array_like=dialect.event_form == "array", omit_defaults=True, gc=False
     )
 
 
 def _field(name: str, dialect: Dialect) -> tuple[str, Any] | tuple[str, Any, Any]:
     # Positional structs need defaults only after required fields. msgspec sends a default from a factory and omits a plain one.
-    if name in dialect.optional:
+    if name in dialect.optional_fields:
         return (name, Any, None)
     return (name, Any) if name == "block_hashes" else (name, Any, msgspec.field(default_factory=_nil))
 

@@ -63,7 +63,7 @@ def decode_tolerant(payload: bytes, limits: WireLimits) -> tuple[KVEventBatch, t
     raw_ts, raw_events, raw_rank = _envelope(payload, limits)
     rejections = _RejectionLog(limits.max_rejected)
     ts, rank = _timestamp(raw_ts, rejections), _rank(raw_rank, rejections)
-    budget = FreeFormBudget(limits.max_free_bytes)
+    budget = FreeFormBudget(limits.max_free_form_bytes)
     events: list[KVEvent] = []
     for index, raw in enumerate(raw_events):
         try:
@@ -287,7 +287,7 @@ class FreeFormBudget:
         """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` above the limit."""
         if size > self._bytes_left:
             raise DecodeRejectedError(
-                "oversized", f"{name} has {size} bytes; the limit max_free_bytes of a batch is {self._max_bytes}"
+                "oversized", f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"
             )
         self._bytes_left -= size
 

@@ -22,7 +22,7 @@ class WireLimits:
     """Block hashes in one event: 16 million tokens at the smallest common block size."""
     max_fields: int = 256
     """Fields of one event, or elements of one batch. Engines send up to 16. An unknown field takes a hundred times its size."""
-    max_free_bytes: int = 4 * 1024 * 1024
+    max_free_form_bytes: int = 4 * 1024 * 1024
     """Bytes of one batch in fields of free form, which are `extra_keys` and unknown fields. While they are read, empty lists
     take 140 times their size. Extra keys of a million tokens with a LoRA are about 2 MiB."""
     max_nesting: int = 8

@@ -55,7 +55,7 @@ class Speech:
     def of(cls, dialect: Dialect) -> Self:
         """All that a dialect spells."""
         below = (MEDIUM_CPU_PINNED, MEDIUM_DISK) if dialect.engine == "sglang" else (MEDIUM_CPU, MEDIUM_STORAGE)
-        said = dialect.stored
+        said = dialect.stored_fields
         return cls(
             media=(MEDIUM_GPU, *below) if "medium" in said else (None,),
             groups="kv_cache_spec_kind" in said,

@@ -148,7 +148,7 @@ class _Drawing:
         options: dict[str, Any] = {}
         if make == "ours":
             options = {"compact": self.chance(0.6), "heartbeat": random.choice((None, 0.1, 0.5))}
-        shape: ReplyShape = "topic" if row.replay_topic else "bare-end" if self.chance(0.1) else "no-topic"
+        shape: ReplyShape = "topic" if row.has_replay_topic else "bare-end" if self.chance(0.1) else "no-topic"
         faults = Faults(seed=random.randrange(1 << 30), reply_shape=shape)
         engine = Engine(make, (row.engine, row.since), "", "", habits, faults=faults, options=tuple(options.items()))
         transport: Transport = "ipc" if self.chance(0.15) else "tcp"
@@ -169,7 +169,7 @@ class _Drawing:
             journal=self.chance(0.8),
             heartbeat=random.choice((0.1, 0.5)),
             dialect=random.choice((None, None, own, f"{row.engine}-latest")),
-            tokens="hash" if row.events == "map" and self.chance(0.2) else "keep",
+            tokens="hash" if row.event_form == "map" and self.chance(0.2) else "keep",
             buffer_steps=random.choice((50, 1_000, 10_000)),
             brisk=brisk,
         )

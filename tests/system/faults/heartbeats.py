@@ -57,7 +57,7 @@ def by_decoders() -> Iterator[tuple[str, str, str]]:
             yield engine.title, "", "no wheel is at hand"
             continue
         for dialect in dialects():
-            if dialect.engine == engine.package and (dialect.batch, dialect.events) == ("array", form_of(engine)):
+            if dialect.engine == engine.package and (dialect.batch_form, dialect.event_form) == ("array", form_of(engine)):
                 yield engine.title, str(dialect), read_by(engine, dialect)
 
 

@@ -14,13 +14,13 @@ use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 const MAX_FREE_CONTAINERS: usize = 50_000;
 
 /// What of free form a batch may still have.
-pub struct FreeForm {
+pub struct FreeFormBudget {
     limit: usize,
     bytes: usize,
     containers: usize,
 }
 
-impl FreeForm {
+impl FreeFormBudget {
     pub fn new(bytes: usize) -> Self {
         Self {
             limit: bytes,
@@ -30,7 +30,7 @@ impl FreeForm {
     }
 
     fn take<'a>(&mut self, name: &Cow<'a, str>, raw: &[u8]) -> Result<(), Refusal<'a>> {
-        let unit = "bytes; the limit max_free_bytes of a batch is";
+        let unit = "bytes; the limit max_free_form_bytes of a batch is";
         let refusal = || Refusal::above(Reason::Oversized, name.clone(), raw.len(), unit, self.limit);
         self.bytes = self.bytes.checked_sub(raw.len()).ok_or_else(refusal)?;
         Ok(())
@@ -41,7 +41,7 @@ impl FreeForm {
 pub struct Fields<'f, 'a> {
     fields: Vec<(Cow<'a, str>, &'a [u8])>,
     limits: &'f Limits,
-    free: &'f mut FreeForm,
+    free: &'f mut FreeFormBudget,
 }
 
 /// A hash, or a digest.
@@ -89,7 +89,7 @@ fn integers(raw: &[u8]) -> Result<Vec<i128>, Reason> {
 }
 
 impl<'f, 'a> Fields<'f, 'a> {
-    pub fn new(fields: Vec<(Cow<'a, str>, &'a [u8])>, limits: &'f Limits, free: &'f mut FreeForm) -> Self {
+    pub fn new(fields: Vec<(Cow<'a, str>, &'a [u8])>, limits: &'f Limits, free: &'f mut FreeFormBudget) -> Self {
         Self { fields, limits, free }
     }
 

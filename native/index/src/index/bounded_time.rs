@@ -363,7 +363,7 @@ fn many_orphans() {
     }
 }
 
-// --- what only the careful decoder reads
+// --- what only the tolerant decoder reads
 
 /// A store with one block, and these fields.
 fn stored_with(fields: &[Vec<u8>]) -> Vec<u8> {

@@ -20,7 +20,7 @@ use crate::yielding_lock::Writer;
 pub struct Applied {
     /// What became of it.
     pub outcome: Outcome,
-    /// What only the careful decoder reads; None, as nearly always, where that is nothing.
+    /// What only the tolerant decoder reads; None, as nearly always, where that is nothing.
     pub findings: Option<Box<Findings>>,
 }
 

@@ -15,7 +15,7 @@ pub struct Limits {
     /// Elements of a batch, or of an event with its tag.
     pub max_fields: usize,
     /// Bytes of `extra_keys` in a batch.
-    pub max_free_bytes: usize,
+    pub max_free_form_bytes: usize,
     /// Levels of containers in an event.
     pub max_nesting: usize,
     /// Entries of what `decode` sets aside of a batch; one more stands for all that follow.
@@ -29,7 +29,7 @@ impl Default for Limits {
             max_events: 1_000_000,
             max_hashes: 1_000_000,
             max_fields: 256,
-            max_free_bytes: 4 << 20,
+            max_free_form_bytes: 4 << 20,
             max_nesting: 8,
             max_rejected: 1_000,
         }
@@ -132,7 +132,7 @@ impl Schema {
             max_payload_bytes: usize::MAX,
             max_events: usize::MAX,
             max_hashes: usize::MAX,
-            max_free_bytes: usize::MAX,
+            max_free_form_bytes: usize::MAX,
             ..self.limits
         };
         Self { limits, ..self.clone() }

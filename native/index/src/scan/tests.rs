@@ -386,7 +386,7 @@ fn limits_are_those_of_python() {
         max_events: 1,
         max_hashes: 3,
         max_fields: 6,
-        max_free_bytes: 4,
+        max_free_form_bytes: 4,
         max_nesting: 4,
         ..Limits::default()
     };
@@ -400,7 +400,7 @@ fn limits_are_those_of_python() {
         Limits { max_hashes: 2, ..within },
         Limits { max_fields: 5, ..within },
         Limits {
-            max_free_bytes: 3,
+            max_free_form_bytes: 3,
             ..within
         },
     ] {

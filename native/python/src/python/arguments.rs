@@ -342,7 +342,7 @@ pub(super) fn wire_limits_of(limits: [usize; 6]) -> scan::Limits {
         max_events,
         max_hashes,
         max_fields,
-        max_free_bytes,
+        max_free_form_bytes,
         max_nesting,
     ] = limits;
     scan::Limits {
@@ -350,7 +350,7 @@ pub(super) fn wire_limits_of(limits: [usize; 6]) -> scan::Limits {
         max_events,
         max_hashes,
         max_fields,
-        max_free_bytes,
+        max_free_form_bytes,
         max_nesting,
         ..scan::Limits::default()
     }

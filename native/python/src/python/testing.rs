@@ -1,4 +1,4 @@
-//! What tests compare with Python's decoder: events as the scanner, or the careful decoder, reads them; and what they count. No wheel has
+//! What tests compare with Python's decoder: events as the scanner, or the tolerant decoder, reads them; and what they count. No wheel has
 //! this.
 
 use std::sync::atomic::Ordering;
@@ -105,7 +105,7 @@ type Decoded<'py> = (
     Bound<'py, PyBytes>,
 );
 
-/// A payload as the careful decoder reads it.
+/// A payload as the tolerant decoder reads it.
 #[pyfunction]
 pub(super) fn decoded<'py>(
     py: Python<'py>,
