@@ -324,7 +324,7 @@ def test_parsing_endpoints(endpoint: str | None, port: int | None, advertised: A
 
 
 @pytest.mark.parametrize(
-    ("events_at", "replay_at", "ranks", "told", "found", "reason"),
+    ("events_at", "replay_at", "ranks", "setting", "found", "reason"),
     [
         ("tcp://*:5557", None, 2, None, None, None),
         ("tcp://*:5557", None, 2, " OFF ", None, None),
@@ -332,8 +332,8 @@ def test_parsing_endpoints(endpoint: str | None, port: int | None, advertised: A
         ("tcp://*:5557", None, 2, "auto", ("*", 5559), None),
         ("tcp://*:5557", "tcp://*:5558", 2, "auto", ("*", 5560), None),
         ("tcp://*:5557", "tcp://h:5600", 2, "auto", ("*", 5559), None),
-        ("tcp://h:5557", None, 2, "auto", None, "is not one"),
-        (None, None, 2, "auto", None, "--kv-events-config is not set"),
+        ("tcp://h:5557", None, 2, "auto", None, "it is 'tcp://h:5557'"),
+        (None, None, 2, "auto", None, "it is not set"),
         ("tcp://*:65534", None, 2, "auto", None, "u16 ceiling"),
         ("tcp://*:5557", None, 2, "tcp://*:6000", ("*", 6000), None),
         ("tcp://h:5557", None, 2, "tcp://[::]:6000", ("::", 6000), None),
@@ -345,12 +345,12 @@ def test_parsing_endpoints(endpoint: str | None, port: int | None, advertised: A
     ],
 )
 def test_where_load_reports_go(
-    events_at: str | None, replay_at: str | None, ranks: int, told: str | None, found: Any, reason: str | None
+    events_at: str | None, replay_at: str | None, ranks: int, setting: str | None, found: Any, reason: str | None
 ) -> None:
     """They are off by default, after the ports of events and replay with `auto`, or at a given address that must not
     overlap."""
     place, why = sglang.resolve_load_pub_range(
-        kv_endpoint=events_at, replay_endpoint=replay_at, dp_size=ranks, load_publish_endpoint=told
+        kv_endpoint=events_at, replay_endpoint=replay_at, dp_size=ranks, load_publish_endpoint=setting
     )
     assert place == found
     assert (reason in (why or "")) if reason else why is None

@@ -208,7 +208,7 @@ def test_a_publisher_may_connect(context: Context) -> None:
     endpoint = last_endpoint(subscriber)
     for bind in (None, False):
         with publishing(endpoint=endpoint, bind=bind) as publisher:
-            # A socket that bound accepts a peer only while somebody reads from it.
+            # A bound socket accepts a peer only while it is being read.
             while not publisher.stats().subscribers:
                 assert subscriber.poll(1) == 0
             publisher.publish(batch())

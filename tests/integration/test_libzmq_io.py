@@ -60,7 +60,7 @@ def test_refused_frames_are_left_to_pyzmq() -> None:
         assert MANY.send(sender.underlying, TOPIC, []) == 0
         sender.disconnect("inproc://pipe")
         sender.setsockopt(zmq.SNDTIMEO, 0)
-        assert MANY.send(sender.underlying, TOPIC, [(0, b"nobody is there")]) == 0
+        assert MANY.send(sender.underlying, TOPIC, [(0, b"no consumer")]) == 0
         receiver.close()
         with pytest.raises(ValueError, match="closed"):
             MANY.receive(0, TOPIC, 0, 1, 1)

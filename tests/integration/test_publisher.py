@@ -266,7 +266,7 @@ def test_stats_account_for_every_batch(context: Context) -> None:
             publisher.publish(batch(number))
         payloads = [receive(subscriber)[1] for _ in range(5)]
         wait_until(lambda: publisher.stats().queued == 0, "the last batch to be counted")
-        wait_until(lambda: publisher.stats().buffered_batches == 2, "the others to be folded")
+        wait_until(lambda: publisher.stats().buffered_batches == 2, "the others to be compacted")
         stats = publisher.stats()
         assert (stats.accepted, stats.published, stats.next_seq, stats.subscribers) == (5, 5, 5, 1)
         assert (stats.buffered_batches, stats.buffered_bytes) == (2, sum(map(len, payloads[-2:])))

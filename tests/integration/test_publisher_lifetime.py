@@ -225,7 +225,7 @@ def test_a_forked_child_has_no_publisher(context: Context) -> None:
         subscriber = subscribe(context, publisher)
         publisher.publish(batch(0))
         reading, writing = os.pipe()
-        # In the middle of the slow way: locks are held that nobody will release in the child.
+        # The parent holds locks that no thread releases in the child.
         with publisher._lock, publisher._buffer._buffer_lock:
             child = os.fork()
             if child == 0:
@@ -263,7 +263,7 @@ for number in range(2000):
 """
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
-        # A socket that bound accepts a peer only while somebody reads from it.
+        # A bound socket accepts a peer only while it is being read.
         assert [receive(subscriber)[0] for _ in range(2_000)] == list(range(2_000))
         assert child.communicate(timeout=DEADLINE)[0] == ""
     assert child.returncode == 0

@@ -326,7 +326,7 @@ def test_from_an_engines_configuration(context: Context, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda _: Curve(), "curve needs key_file"),
         (lambda path: Curve(key_file=path, public_key="x" * 40), "not that of curve.key_file"),
@@ -334,7 +334,7 @@ def test_from_an_engines_configuration(context: Context, tmp_path: Path) -> None
         (lambda path: Curve(key_file=path, server_key=FRIEND.public, allowed=()), "is for a CURVE server"),
     ],
 )
-def test_settings_that_cannot_work(tmp_path: Path, wrong: Callable[[str], Curve], said: str) -> None:
+def test_settings_that_cannot_work(tmp_path: Path, wrong: Callable[[str], Curve], message: str) -> None:
     put(tmp_path, "e")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         wrong(str(tmp_path / "e.key_secret"))

@@ -124,7 +124,7 @@ class Gate:
     @property
     def events(self) -> list[Any]:
         self.reached.set()
-        assert self._open.wait(DEADLINE), "nobody opened the gate"
+        assert self._open.wait(DEADLINE), "the gate was not opened"
         raise ValueError("a gate has no bytes")
 
     def open(self) -> None:

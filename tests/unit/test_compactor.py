@@ -57,7 +57,7 @@ def index_of(payloads: Sequence[bytes]) -> PrefixIndex:
     return index
 
 
-def folded(payloads: Sequence[bytes]) -> Compactor:
+def compactor_of(payloads: Sequence[bytes]) -> Compactor:
     found = history()
     for payload in payloads:
         found.append(payload)
@@ -66,14 +66,14 @@ def folded(payloads: Sequence[bytes]) -> Compactor:
 
 def snapshot_of(kept: Compactor, ts: float, rank: int | None = None) -> KVEventBatch | None:
     """Return the snapshot as one batch."""
-    told, batches = kept.events(), []
+    events, batches = kept.events(), []
 
     def keep(batch: KVEventBatch) -> bytes:
         batches.append(batch)
         return b""
 
-    if told is not None:
-        encode_snapshot(told, ts, rank, keep, 1 << 62)
+    if events is not None:
+        encode_snapshot(events, ts, rank, keep, 1 << 62)
     return batches[0] if batches else None
 
 
@@ -101,16 +101,16 @@ def check_cuts(
     payloads: Sequence[bytes], cuts: Sequence[int], prompts: Sequence[Prompt], dialect: Dialect | None = None
 ) -> int:
     """Return how many of the cuts had a snapshot; all of these are exact, at once and after every later batch."""
-    kept, told = history(), 0
+    kept, exact = history(), 0
     for at, payload in enumerate(payloads):
         if at in cuts:
             first = collapsed(kept, dialect)
             if first is not None:
-                told += 1
+                exact += 1
                 same(index_of([*payloads[:at], *([b"\x92\x01\x90"] if not at else [])]), index_of([first]), prompts)
                 same(index_of(payloads), index_of([first, *payloads[at:]]), prompts)
         kept.append(payload)
-    return told
+    return exact
 
 
 def describe(batches: Sequence[Batch]) -> str:
@@ -158,10 +158,10 @@ def test_a_snapshot_is_exact_wherever_history_is_cut(data: bytes, drawn: st.Data
     payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
     note(describe(batches))
     cuts = drawn.draw(st.lists(st.integers(0, max(len(payloads) - 1, 0)), min_size=1, max_size=4, unique=True))
-    told = check_cuts(payloads, cuts, prompts_of(adversary, stream))
+    exact = check_cuts(payloads, cuts, prompts_of(adversary, stream))
     # A hash that came with tokens once and with a key another time stands for two blocks.
     if hashing == "opaque" and not stream.keyed and not any(has_digests(event) for batch in batches for event in batch.events):
-        assert told == len(cuts)
+        assert exact == len(cuts)
 
 
 @settings(max_examples=60)
@@ -173,7 +173,7 @@ def test_native_payloads_have_the_same_state(data: bytes, drawn: st.DataObject) 
     stream, _, batches = batches_of(Choices(data), hashing)
     payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
     cut = drawn.draw(st.integers(0, len(payloads)))
-    kept, limit = folded(payloads[:cut]), drawn.draw(st.sampled_from([1, 150, 700, 1 << 20]))
+    kept, limit = compactor_of(payloads[:cut]), drawn.draw(st.sampled_from([1, 150, 700, 1 << 20]))
     written = native(kept).payloads(limit, 2.0)
     assert (written is None) == (kept.events() is None)
     if written is None:
@@ -198,7 +198,7 @@ def alone(payload: bytes) -> bool:
 
 
 def test_payloads_begin_with_a_clear_and_have_the_given_time() -> None:
-    kept = folded([payload_of(store(range(1, 9), range(16), 2))])
+    kept = compactor_of([payload_of(store(range(1, 9), range(16), 2))])
     one = decode_batch(native(kept).payloads(1 << 20, 7.5)[0]).batch
     assert (one.ts, one.events) == (7.5, [AllBlocksCleared(), store(range(1, 9), range(16), 2)])
     several = [decode_batch(payload).batch.events for payload in native(kept).payloads(120, 7.5)]
@@ -214,7 +214,7 @@ def test_limit_and_time_of_payloads_are_checked(limit: int, ts: float) -> None:
 
 def test_a_gap_is_noted_until_everything_is_cleared() -> None:
     """The known state is still returned; a clear of one tier, or an invalid history, does not end the note."""
-    kept = folded([payload_of(store([1], [1, 2], 2))])
+    kept = compactor_of([payload_of(store([1], [1, 2], 2))])
     assert not native(kept).partial
     native(kept).miss()
     kept.append(payload_of(store([2], [3, 4], 2, 1), cleared(medium="CPU")))
@@ -237,7 +237,7 @@ def test_extend_is_append_for_each(data: bytes) -> None:
     payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
     for at in range(0, len(payloads), 5):
         payloads[at] = (b"\xc1", payloads[at][:-1], with_unknown_fields(batches[at]))[data[at % len(data)] % 3]
-    each, many = folded(payloads), history()
+    each, many = compactor_of(payloads), history()
     cut = data[0] % (len(payloads) + 1)
     numbered = list(enumerate(payloads))
     many.extend(numbered[:cut])
@@ -263,7 +263,7 @@ def test_memory_returns_to_the_baseline(data: bytes) -> None:
     """It does after scoped clears of every tier, and after a clear of everything."""
     choices = Choices(data)
     _, _, batches = batches_of(choices)
-    kept = folded([spelled(batch, 0) for batch in batches])
+    kept = compactor_of([spelled(batch, 0) for batch in batches])
     for medium in ("gpu", "cpu", "disk", "TAPE"):
         kept.append(encode_batch(KVEventBatch(1.0, [cleared(medium=medium)])))
     compactor: Any = kept._native
@@ -353,7 +353,7 @@ def test_a_real_run_is_exact_wherever_it_is_cut(stream: Any) -> None:
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_a_golden_payload_survives_compaction(golden: Golden) -> None:
-    kept = folded([golden.payload])
+    kept = compactor_of([golden.payload])
     first = collapsed(kept)
     if first is None:
         assert (kept.unavailable_reason, "bytes_hashes" in golden.case) == ("digests", True)
@@ -444,7 +444,7 @@ def test_a_history_of_long_stores_is_exact_wherever_it_is_cut(seed: int, count: 
         assert kept.bytes <= 4 * SLACK
 
 
-# --- what is told -------------------------------------------------------------------------------------------------------------
+# --- events of a snapshot -----------------------------------------------------------------------------------------------------
 
 
 def test_a_chain_is_one_store_however_it_came() -> None:
@@ -464,7 +464,7 @@ def test_a_chain_is_one_store_however_it_came() -> None:
 
 
 def test_dead_ancestors_are_stored_and_removed() -> None:
-    kept = folded([payload_of(store([1, 2, 3], [1, 2, 3, 4, 5, 6], 2), removal(1), removal(2))])
+    kept = compactor_of([payload_of(store([1, 2, 3], [1, 2, 3, 4, 5, 6], 2), removal(1), removal(2))])
     batch = snapshot_of(kept, 1.0)
     assert batch is not None
     assert batch.events[1:] == [
@@ -477,7 +477,7 @@ def test_dead_ancestors_are_stored_and_removed() -> None:
 
 def test_an_unknown_parent_is_kept() -> None:
     orphan = store([5, 6], [1, 2, 3, 4], 2, 4, lora_name="x", extra_keys=[["x"], ["x", ["image", 0]]])
-    batch = snapshot_of(folded([payload_of(orphan)]), 1.0)
+    batch = snapshot_of(compactor_of([payload_of(orphan)]), 1.0)
     assert batch is not None
     assert batch.events == [AllBlocksCleared(), orphan]
 
@@ -490,7 +490,7 @@ def test_groups_without_blocks_are_kept() -> None:
         payload_of(removal(1, group_idx=1), removal(1, group_idx=0)),
     ]
     later = payload_of(store([1], [1, 2], 2, group_idx=0))
-    snapshot = collapsed(folded(first))
+    snapshot = collapsed(compactor_of(first))
     assert snapshot is not None
     whole, joined = index_of([*first, later]), index_of([snapshot, later])
     assert answer(whole.match([1, 2, 3])) == answer(joined.match([1, 2, 3])) == {}
@@ -527,7 +527,7 @@ def test_keyed_blocks_keep_their_keys() -> None:
     """They have no tokens and parents; those of one placement share an event, and a child with tokens follows."""
     keyed = [store([at, at + 1], [], 16, at - 1, block_keys=[9 * at, 2**64 - at]) for at in (1, 3, 5)]
     child = store([9], [1, 2], 2, 4)
-    batch = snapshot_of(folded([payload_of(*keyed, child, removal(2))]), 1.0)
+    batch = snapshot_of(compactor_of([payload_of(*keyed, child, removal(2))]), 1.0)
     assert batch is not None
     keys = [9, 27, 2**64 - 3, 45, 2**64 - 5]
     assert batch.events == [AllBlocksCleared(), store([1, 3, 4, 5, 6], [], 16, block_keys=keys), child]
@@ -535,7 +535,7 @@ def test_keyed_blocks_keep_their_keys() -> None:
 
 @pytest.mark.parametrize("reason", ["batches", "payloads", "digests"])
 def test_an_invalid_history_is_unavailable_until_a_clear(reason: Any) -> None:
-    kept = folded([payload_of(store([1], [1], 1))])
+    kept = compactor_of([payload_of(store([1], [1], 1))])
     kept.invalidate(reason)
     kept.append(payload_of(store([2], [2], 1)))
     assert (kept.unavailable_reason, snapshot_of(kept, 1.0)) == (reason, None)

@@ -247,7 +247,7 @@ def test_without_compaction_bytes_are_not_limited() -> None:
 def test_a_snapshot_ends_before_a_missing_number() -> None:
     """An empty batch with the number of its last batch follows."""
     sent = Sent(0, 2).publish_many(4)
-    batches = [(seq + (seq > 1), payload) for seq, payload in sent.batches]  # nobody has number 2
+    batches = [(seq + (seq > 1), payload) for seq, payload in sent.batches]  # number 2 is missing
     buffer = ReplayBuffer.compacting(1)
     buffer.extend(batches)
     assert numbers(buffer.batches_from(0)) == [1, 3, 4]
@@ -442,7 +442,7 @@ def test_the_compaction_thread_works_in_small_pieces(monkeypatch: pytest.MonkeyP
 
     send(steps)
     thread.start()
-    for _ in range(100_000):  # until it has begun, `extend` folds
+    for _ in range(100_000):  # until it has started, `extend` compacts
         send(GROUP)
         if folds.take(GROUP)[0][0] is thread:
             break

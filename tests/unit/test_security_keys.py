@@ -94,7 +94,7 @@ def test_a_secret_of_another_owner_may_be_readable_by_the_group(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "no pair"),
         ('public-key = "short"\nsecret-key = "short"\n', "no pair"),
@@ -102,11 +102,11 @@ def test_a_secret_of_another_owner_may_be_readable_by_the_group(tmp_path: Path, 
         ("x" * (MAX_FILE_BYTES + 1), "longer than"),
     ],
 )
-def test_files_without_a_pair(tmp_path: Path, text: str, said: str) -> None:
+def test_files_without_a_pair(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "e.key_secret"
     path.touch(0o600)
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_pair(path)
     with pytest.raises(ConfigError, match=r"cannot read keys from .*No such file"):
         read_pair(tmp_path / "none")

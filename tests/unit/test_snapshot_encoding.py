@@ -25,7 +25,7 @@ def digest(payloads: list[bytes]) -> str:
     return index.digest(WORKER)
 
 
-def folded(payloads: list[bytes]) -> Compactor:
+def compactor_of(payloads: list[bytes]) -> Compactor:
     history = Compactor.create()
     assert history is not None
     history.extend(list(enumerate(payloads)))
@@ -46,9 +46,9 @@ def test_every_part_fits_and_all_parts_are_the_state(dialect: object, seed: int,
         return encode_batch(batch, dialect)  # type: ignore[arg-type]
 
     payloads = batches_of(seed, count)
-    told = folded(payloads).events()
-    assert told is not None
-    parts = encode_snapshot(told, 1.0, 0, encode, limit, incarnation=7)
+    events = compactor_of(payloads).events()
+    assert events is not None
+    parts = encode_snapshot(events, 1.0, 0, encode, limit, incarnation=7)
     if parts is None:
         return
     assert len(parts) <= MAX_SNAPSHOT_PARTS
@@ -78,9 +78,9 @@ def long_chain(blocks: int, *, pairs: bool, extra: bool) -> list[KVEvent]:
 def test_a_long_chain_is_split_between_blocks(pairs: bool, extra: bool) -> None:
     """Blocks keep their tokens, parents, pairs and extra keys, so that an index computes the same keys."""
     payload = encode_batch(KVEventBatch(1.0, long_chain(100, pairs=pairs, extra=extra), 0))
-    told = folded([payload]).events()
-    assert told is not None
-    parts = encode_snapshot(told, 1.0, 0, encode_batch, 2_000)
+    events = compactor_of([payload]).events()
+    assert events is not None
+    parts = encode_snapshot(events, 1.0, 0, encode_batch, 2_000)
     assert parts is not None
     assert len(parts) > 1
     assert max(map(len, parts)) <= 2_000
@@ -90,9 +90,9 @@ def test_a_long_chain_is_split_between_blocks(pairs: bool, extra: bool) -> None:
 def test_the_keys_of_keyed_blocks_are_split_too() -> None:
     keyed = BlockStored(list(range(1, 1001)), None, [], 16, block_keys=list(range(2**63, 2**63 + 1000)))
     payloads = [encode_batch(KVEventBatch(1.0, [keyed], 0))]
-    told = folded(payloads).events()
-    assert told is not None
-    parts = encode_snapshot(told, 1.0, 0, encode_batch, 5_000, incarnation=7)
+    events = compactor_of(payloads).events()
+    assert events is not None
+    parts = encode_snapshot(events, 1.0, 0, encode_batch, 5_000, incarnation=7)
     assert parts is not None
     assert len(parts) > 1
     assert digest(parts) == digest(payloads)
@@ -100,7 +100,7 @@ def test_the_keys_of_keyed_blocks_are_split_too() -> None:
 
 def test_the_number_of_parts_is_limited() -> None:
     """A block that exceeds the limit by itself has no snapshot at all."""
-    told = folded([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).events()
-    assert told is not None
-    assert encode_snapshot(told, 1.0, 0, encode_batch, 700) is None
-    assert encode_snapshot(told, 1.0, 0, encode_batch, 20) is None
+    events = compactor_of([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).events()
+    assert events is not None
+    assert encode_snapshot(events, 1.0, 0, encode_batch, 700) is None
+    assert encode_snapshot(events, 1.0, 0, encode_batch, 20) is None

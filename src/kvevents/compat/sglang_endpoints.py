@@ -97,8 +97,8 @@ def _after_events(
 ) -> tuple[Address | None, str | None]:
     events = parse_bindable_tcp(kv_endpoint)
     if events is None:
-        why = "--kv-events-config is not set" if kv_endpoint is None else f"{kv_endpoint!r} is not one"
-        return None, f"--load-publish-endpoint=auto goes after a wildcard tcp:// endpoint of --kv-events-config; {why}"
+        why = "it is not set" if kv_endpoint is None else f"it is {kv_endpoint!r}"
+        return None, f"--load-publish-endpoint=auto needs a wildcard tcp:// endpoint in --kv-events-config; {why}"
     host, base = events[0], events[1] + dp_size
     replay = parse_tcp_port(replay_endpoint)
     if replay is not None and _overlap(replay, base, dp_size):
