@@ -34,14 +34,17 @@ DOCS = paths.ROOT / "docs"
 README = (DOCS.parent / "README.md").read_text()
 
 
-def test_the_picture_of_the_phases_is_the_table() -> None:
-    """docs/stream.md shows exactly the transitions that the machine allows."""
+def test_the_state_diagram_is_the_transition_table() -> None:
+    """docs/stream.md shows exactly the changes of state in the table, with the inputs that cause them."""
+    edges: dict[tuple[str, str], list[str]] = {}
+    for state, row in TRANSITIONS.items():
+        for input_, transition in row.items():
+            if transition.state is not state:
+                edges.setdefault((state.name, transition.state.name), []).append(input_.name)
+    diagram = ["stateDiagram-v2", "    [*] --> CONNECTING", "    [*] --> RESTORED"]
+    diagram += [f"    {one} --> {other}: {', '.join(inputs)}" for (one, other), inputs in edges.items()]
     text = (DOCS / "stream.md").read_text()
-    picture = text.split("```")[1].strip()
-    table = "\n".join(
-        f"{phase.name:<12} -> {after.name:<12} {why}" for phase, ways in TRANSITIONS.items() for after, why in ways.items()
-    )
-    assert picture == table
+    assert text.split("```mermaid\n")[1].split("\n```")[0] == "\n".join(diagram)
 
 
 def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) -> None:

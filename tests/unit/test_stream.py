@@ -22,17 +22,17 @@ from kvevents.stream import (
     DegradedReason,
     Fingerprint,
     Gap,
-    Phase,
     RawBatch,
     Reset,
     Source,
+    State,
     Stream,
     StreamLimits,
     Trust,
     payload_digest,
 )
-from kvevents.stream.identity import MAX_ANCHORS, CrossCheck
-from kvevents.stream.state import Anchor
+from kvevents.stream.identity import MAX_FINGERPRINTS, CrossCheck
+from kvevents.stream.transitions import Action, Input
 from kvevents.wire import Rejected, encode_batch, live_frames, replay_batch_frames, replay_end_frames
 from network_model import TOPIC, payload_of
 
@@ -93,8 +93,8 @@ class Wire:
 
     def believe(self) -> None:
         """As if a live batch before all others had been compared."""
-        self.stream._evidence.first_live = 0
-        self.stream._evidence.agreed(0)
+        self.stream._cross_check.first_live = 0
+        self.stream._cross_check.confirm(0)
 
     def taken(self) -> list[str]:
         """`b5` a batch, `r5` a replayed one, `g2-4` a gap, `c2-4` a compacted one, `R1` a reset."""
@@ -1600,7 +1600,7 @@ ANCHOR = Fingerprint(5, bytes(32), live=True)
         ({"fingerprints": [{"seq": 5, "digest": "?" * 43 + "=", "live": True}]}, "base64"),
         ({"fingerprints": [{"seq": 5}]}, "required field `digest`"),
         ({"fingerprints": [msgspec.to_builtins(ANCHOR)] * 2}, "not in rising order"),
-        ({"fingerprints": [msgspec.to_builtins(ANCHOR)] * (MAX_ANCHORS + 1)}, "length <= 16"),
+        ({"fingerprints": [msgspec.to_builtins(ANCHOR)] * (MAX_FINGERPRINTS + 1)}, "length <= 16"),
         ({"degraded_reasons": {"EVERYTHING": 3}}, "unknown degraded reason 'EVERYTHING'"),
         ({"degraded_reasons": {"NO_REPLAY": 3}}, "unknown degraded reason 'NO_REPLAY'"),
         ({"degraded_reasons": {"LOST": None}}, "got `null`"),
@@ -1652,10 +1652,13 @@ def test_a_state_of_a_later_moment_is_kept_with_the_doubts_of_both(checkpoint: C
     assert other.taken() == ["R5"]
 
 
-def test_every_phase_can_be_left_and_every_transition_is_explained() -> None:
-    """The table is complete: each phase has a way out, and each way a reason."""
-    assert set(TRANSITIONS) == set(Phase)
-    assert all(ways and all(ways.values()) for ways in TRANSITIONS.values())
+def test_every_state_has_a_transition_and_every_input_and_action_is_used() -> None:
+    """The table is complete: each state can be entered and left, and nothing in it is out of use."""
+    transitions = [transition for row in TRANSITIONS.values() for transition in row.values()]
+    assert all(TRANSITIONS[state] for state in State)
+    assert {transition.state for transition in transitions} | {State.RESTORED} == set(State)
+    assert {input_ for row in TRANSITIONS.values() for input_ in row} == set(Input)
+    assert {transition.action for transition in transitions} == set(Action)
 
 
 def test_trust_compares_by_state_and_carries_the_reason() -> None:
@@ -1911,7 +1914,7 @@ class Consumer:
 
     def gives_up(self) -> None:
         """Replay is mute, until the stream goes on without it."""
-        while self.wire.stream.phase is not Phase.FOLLOWING:
+        while self.wire.stream.state is not State.FOLLOWING:
             self.wire.asked()
             self.wire.until_due()
         self.take()
@@ -1929,7 +1932,7 @@ def test_after_more_unproven_connections_than_are_remembered_a_doubt_stays() -> 
     """Each needs batches of its own; those that are left do not prove all, in this process or in another one."""
     life = list(map(payload, range(40)))
     doubts: list[frozenset[DegradedReason]] = []
-    for reconnects in (MAX_ANCHORS // 2 - 1, MAX_ANCHORS // 2 + 1):
+    for reconnects in (MAX_FINGERPRINTS // 2 - 1, MAX_FINGERPRINTS // 2 + 1):
         for end in ("reconnects", "restarts"):
             consumer = Consumer()
             consumer.wire.stream.connected(0.0)
@@ -1964,7 +1967,7 @@ def test_a_checkpoint_amid_deliveries_has_the_anchors_of_those_that_were_handed_
         wire.stream.disconnected()
         wire.stream.connected(wire.now)
         wire.feed(*map(live, seqs))
-        while wire.stream.phase is not Phase.FOLLOWING:
+        while wire.stream.state is not State.FOLLOWING:
             wire.asked()
             wire.until_due()
     batches, now = wire.stream.deliveries(), wire.stream.position()
@@ -2022,46 +2025,46 @@ def test_a_live_batch_before_replayed_ones_is_compared_however_late_they_come() 
 
     What was live before the hole is of this publisher only if replay agrees with a live batch once more.
     """
-    evidence = CrossCheck()
-    evidence.first_live = 134
-    evidence.agreed(134)
-    seen = [evidence.is_missing]
-    evidence.brought(Anchor(133, b"replayed", live=False), Anchor(124, b"before", live=True))
-    seen.append(evidence.is_missing)
-    assert evidence.before is not None
-    evidence.agreed(135)
-    seen.append(evidence.is_missing)
+    cross_check = CrossCheck()
+    cross_check.first_live = 134
+    cross_check.confirm(134)
+    seen = [cross_check.is_incomplete]
+    cross_check.add_replayed(Fingerprint.of(133, b"replayed", live=False), Fingerprint.of(124, b"before", live=True))
+    seen.append(cross_check.is_incomplete)
+    assert cross_check.live_before_replay is not None
+    cross_check.confirm(135)
+    seen.append(cross_check.is_incomplete)
     assert seen == [False, True, False]
-    assert evidence.before is None
+    assert cross_check.live_before_replay is None
 
 
 def test_answers_that_do_not_begin_with_each_other_are_proven_by_one_that_repeats_both() -> None:
     """A live batch in the newest answer says nothing of the one before."""
-    evidence = CrossCheck()
-    evidence.first_live = 0
+    cross_check = CrossCheck()
+    cross_check.first_live = 0
     for seq in (1, 5):
-        evidence.begin_apart()
-        evidence.brought(Anchor(seq, b"", live=False), None)
-    assert [anchor.seq for anchor in evidence.anchors] == [1, 5]
-    evidence.agreed(6)
-    assert [anchor.seq for anchor in evidence.anchors] == [1]
-    evidence.agreed(7)
-    assert evidence.is_missing
-    evidence.repeated(Anchor(1, b"", live=False))
-    evidence.agreed(8)
-    assert not evidence.is_missing
+        cross_check.separate_next_answer()
+        cross_check.add_replayed(Fingerprint.of(seq, b"", live=False), None)
+    assert [each.seq for each in cross_check.all_unconfirmed] == [1, 5]
+    cross_check.confirm(6)
+    assert [each.seq for each in cross_check.all_unconfirmed] == [1]
+    cross_check.confirm(7)
+    assert cross_check.is_incomplete
+    cross_check.repeat(Fingerprint.of(1, b"", live=False))
+    cross_check.confirm(8)
+    assert not cross_check.is_incomplete
 
 
 def test_no_more_answers_are_kept_apart_than_can_be_repeated() -> None:
     """Then the next one has to begin with the one before."""
-    evidence = CrossCheck()
-    for seq in range(2 * MAX_ANCHORS):
-        evidence.begin_apart()
-        evidence.brought(Anchor(seq, b"", live=False), None)
-    assert len(evidence.anchors) == MAX_ANCHORS + 1
-    evidence.first_live = 0
-    evidence.vouched_for(2 * MAX_ANCHORS)
-    assert not evidence.is_missing
+    cross_check = CrossCheck()
+    for seq in range(2 * MAX_FINGERPRINTS):
+        cross_check.separate_next_answer()
+        cross_check.add_replayed(Fingerprint.of(seq, b"", live=False), None)
+    assert len(cross_check.all_unconfirmed) == MAX_FINGERPRINTS + 1
+    cross_check.first_live = 0
+    cross_check.match_digest(2 * MAX_FINGERPRINTS)
+    assert not cross_check.is_incomplete
 
 
 def test_an_answer_of_another_engine_is_found_out_though_later_ones_are_of_the_right_one(wire: Wire) -> None:
@@ -2138,7 +2141,7 @@ def test_a_replay_endpoint_that_was_distrusted_is_asked_again_after_a_while(wire
 
 REACHED = {
     "max_pending_batches": "test_what_does_not_fit_the_buffer_is_replayed_later",
-    "max_pending_bytes": "test_pending.py",
+    "max_pending_bytes": "test_stream_sequencer.py",
     "replay_timeout": "test_a_mute_replay_endpoint_is_given_up_in_bounded_time",
     "reply_idle_timeout": "test_an_answer_that_pauses_has_ended",
     "max_duplicate_replies": "test_an_endless_answer_without_anything_new_is_cut_off",
@@ -2150,7 +2153,7 @@ REACHED = {
     "max_probe_interval": "test_a_later_probe_settles_a_doubted_identity",
     "max_conflicts": "test_a_replay_endpoint_of_another_stream_is_found_out",
     "distrust_cooldown": "test_a_replay_endpoint_that_was_distrusted_is_asked_again_after_a_while",
-    "max_replayed_digests": "test_pending.py",
+    "max_replayed_digests": "test_stream_sequencer.py",
     "max_missed_heartbeats": "test_stream_heartbeats.py",
     "max_consecutive_resyncs": "test_stream_heartbeats.py",
 }

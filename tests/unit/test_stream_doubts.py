@@ -12,7 +12,7 @@ from kvevents.stream.trust import MAX_MARKS, DegradedReason, TrustLedger
 NUMBERS = st.integers(0, 30)
 
 
-SAID = st.lists(st.tuples(st.sampled_from(("lost", "clear", "agree")), NUMBERS), max_size=40)
+SAID = st.lists(st.tuples(st.sampled_from(("lost", "clear", "match_digest")), NUMBERS), max_size=40)
 
 
 def told(said: list[tuple[str, int]]) -> tuple[TrustLedger, list[int]]:
@@ -34,7 +34,7 @@ def test_every_gap_counts_until_a_clear_or_an_agreement_behind_it(said: list[tup
     doubts, standing = told(said)
     assert (DegradedReason.LOST in doubts) == bool(standing)
     assert doubts.explains(asked) == any(mark <= asked for mark in standing)
-    assert doubts.kept().get(DegradedReason.LOST) == max(standing, default=None)
+    assert doubts.persistent().get(DegradedReason.LOST) == max(standing, default=None)
 
 
 @given(SAID, NUMBERS)
@@ -44,7 +44,7 @@ def test_with_more_gaps_than_are_remembered_none_is_passed_over(said: list[tuple
         doubts, standing = told(said)
     assert doubts.explains(asked) >= any(mark <= asked for mark in standing)
     assert (DegradedReason.LOST in doubts) == bool(standing)
-    assert doubts.kept().get(DegradedReason.LOST) == max(standing, default=None)
+    assert doubts.persistent().get(DegradedReason.LOST) == max(standing, default=None)
 
 
 def test_a_gap_among_hundreds_explains_what_is_found_long_after_it() -> None:

@@ -13,10 +13,10 @@ from kvevents.stream import (
     Checkpoint,
     DegradedReason,
     Gap,
-    Phase,
     RawBatch,
     Reset,
     Source,
+    State,
     Stream,
     StreamLimits,
     Trust,
@@ -85,8 +85,8 @@ class Wire:
 
     def believe(self) -> None:
         """As if a live batch before all others had been compared with what replay says."""
-        self.stream._evidence.first_live = 0
-        self.stream._evidence.agreed(0)
+        self.stream._cross_check.first_live = 0
+        self.stream._cross_check.confirm(0)
 
     def report(self, delivery: Any, agrees: bool | None) -> None:
         if isinstance(delivery, Batch | RawBatch):
@@ -220,7 +220,7 @@ def test_a_divergence_is_counted_and_everything_is_asked_for_again(wire: Wire) -
     assert wire.stream.trust == Trust.DEGRADED
     assert wire.stream.degraded_reasons == {DegradedReason.DIVERGED}
     (reset,) = wire.stream.deliveries()
-    assert (type(reset), wire.stream.phase) == (Reset, Phase.CATCHING_UP)
+    assert (type(reset), wire.stream.state) == (Reset, State.CATCHING_UP)
     wire.settle(agrees=True)
     assert [delivery.seq for delivery in wire.out[-2:]] == [0, 1]
     wire.send(telling(2))
@@ -314,7 +314,7 @@ def test_a_divergence_while_the_connection_is_gone_waits_for_it(wire: Wire) -> N
     wire.report(delivery, agrees=False)
     assert wire.stream.deliveries() == []
     wire.stream.connected(1.0)
-    assert wire.stream.phase is Phase.VERIFYING
+    assert wire.stream.state is State.VERIFYING
     wire.settle(agrees=True)
     assert len(wire.resets) == 1
     wire.send(telling(2))
@@ -596,7 +596,7 @@ def test_a_snapshot_that_was_cut_is_told_again(raw: bool, parts: int) -> None:
 def test_a_snapshot_whose_end_never_comes_is_a_loss(raw: bool, parts: int) -> None:
     """Replay is mute from then on, and live batches go on behind the part that came: what the others had is lost."""
     wire = asked_for_a_snapshot(raw, parts)
-    while wire.stream.phase is not Phase.FOLLOWING:
+    while wire.stream.state is not State.FOLLOWING:
         wire.later(LIMITS.replay_timeout)
         wire.stream.request_to_send(wire.now)
     wire.stream.receive_live(live_frames(TOPIC, 14, beating()), wire.now)

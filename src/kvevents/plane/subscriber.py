@@ -114,11 +114,11 @@ class _Seen:
             # Of a snapshot in several batches each has a heartbeat, and only that of the last one is EXACT.
             self.represented = -1
         if report.digest_matches:
-            doubts.agree(seq)
+            doubts.match_digest(seq)
         if report.digest_matches is not False:
             return False
         explained = doubts.explains(seq)
-        return doubts.diverge(seq) and not explained
+        return doubts.mismatch_digest(seq) and not explained
 
 
 class LogSubscriber:

@@ -1,12 +1,15 @@
 """One stream, sans I/O: frames in, ordered deliveries and trust out."""
 
-from kvevents.stream.checkpoint import Checkpoint, Fingerprint, StreamPosition
+from kvevents.stream.checkpoint import Checkpoint, StreamPosition
+from kvevents.stream.counters import StreamCounters
 from kvevents.stream.deliveries import Batch, BatchT, Delivery, Gap, RawBatch, RawDelivery, Reset
+from kvevents.stream.identity import Fingerprint, payload_digest
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
-from kvevents.stream.machine import Stream
+from kvevents.stream.replay_fetch import FetchRequest
 from kvevents.stream.report import BatchReport, inspect_events
 from kvevents.stream.source import Source
-from kvevents.stream.state import TRANSITIONS, FetchRequest, Phase, StreamCounters, payload_digest
+from kvevents.stream.stream import Stream
+from kvevents.stream.transitions import TRANSITIONS, State
 from kvevents.stream.trust import PERSISTENT_REASONS, REASONS_ENDED_BY_CLEAR, DegradedReason, Trust, TrustLedger, trust_order
 
 __all__ = [
@@ -23,11 +26,11 @@ __all__ = [
     "FetchRequest",
     "Fingerprint",
     "Gap",
-    "Phase",
     "RawBatch",
     "RawDelivery",
     "Reset",
     "Source",
+    "State",
     "Stream",
     "StreamCounters",
     "StreamLimits",

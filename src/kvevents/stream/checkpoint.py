@@ -4,46 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Annotated, Final, NamedTuple, Self
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
 from kvevents.errors import SnapshotError
 from kvevents.stream.deliveries import Batch, Gap, RawBatch, Reset
-from kvevents.stream.identity import MAX_ANCHORS, FingerprintChain
-from kvevents.stream.state import Anchor, payload_digest
+from kvevents.stream.identity import MAX_FINGERPRINTS, Fingerprint, FingerprintChain, NewestBatch
 from kvevents.stream.trust import PERSISTENT_REASONS, DegradedReason
 from kvevents.structs import build_decoder_now
 from kvevents.wire import MAX_SEQ
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
-_Through = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
-_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-_KEPT_NAMES: Final = frozenset(doubt.name for doubt in PERSISTENT_REASONS)
-
-
-class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A delivered batch by which a life is recognised, without its bytes: those may be megabytes, and are prompts."""
-
-    seq: _Count
-    digest: _Digest
-    """SHA-256 of the payload."""
-    live: bool
-    """Whether it came live rather than by replay."""
-
-    @classmethod
-    def of(cls, seq: int, payload: bytes, *, live: bool) -> Self:
-        """Return the fingerprint of a batch."""
-        return cls(seq, payload_digest(payload), live)
-
-    @classmethod
-    def of_anchor(cls, anchor: Anchor) -> Self:
-        """What is kept of it."""
-        return cls(anchor.seq, anchor.digest, anchor.live)
-
-    def anchor(self) -> Anchor:
-        """What is known of it in another process."""
-        return Anchor(self.seq, None, self.live, digest=self.digest)
+_LastSeq = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
+_PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 
 
 @build_decoder_now
@@ -57,16 +31,16 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
     rank: _Count
     incarnation: _Count
-    last_seq: _Through
+    last_seq: _LastSeq
     """Number of the newest batch handed out, or inside of a gap handed out, in this incarnation; -1 before the first."""
-    fingerprints: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_ANCHORS)] = ()
+    fingerprints: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_FINGERPRINTS)] = ()
     """What the publisher must still hold to be the same, by their numbers; without any the stream begins with a `Reset`.
 
     It is one batch, or two for each connection since the publisher was last known to be the same.
     """
     replay_seen: bool = False
     """Whether the replay endpoint ever held a batch: one that did and holds none now is of another life."""
-    degraded_reasons: dict[str, _Through] = {}
+    degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the doubts that stood and that outlive a process, each with the last number in doubt."""
     fingerprints_dropped: bool = False
     """Whether there were more anchors than are kept: a doubt about the publisher's identity stays, whatever it holds."""
@@ -76,7 +50,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"fingerprint of batch {self.fingerprints[0].seq} is after last_seq {self.last_seq}")
         if any(other.seq <= one.seq for one, other in pairwise(self.fingerprints)):
             raise ValueError("fingerprints are not in rising order of seq")
-        for unknown in self.degraded_reasons.keys() - _KEPT_NAMES:
+        for unknown in self.degraded_reasons.keys() - _PERSISTENT_NAMES:
             raise ValueError(f"unknown degraded reason {unknown!r}")
 
     def encode(self) -> bytes:
@@ -92,92 +66,102 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SnapshotError(f"this is no checkpoint of a stream: {error}; add its source without one") from error
 
     def merge_later(self, later: Checkpoint) -> Checkpoint:
-        """The one to keep with a state that was saved at some moment between this and `later`, while the stream went on.
+        """Return the checkpoint for a state that was saved at some moment between this checkpoint and `later`.
 
-        What followed this one is delivered again, so the state must pass over numbers that it knows already. Doubts are those
-        of both. Where a new incarnation began in between, everything is delivered again, after a `Reset`.
+        Everything after this checkpoint is delivered again, so the state must skip numbers that it knows. The result has the
+        degraded reasons of both. If a new incarnation began in between, everything is delivered again after a `Reset`.
         """
         if later.incarnation != self.incarnation:
             return Checkpoint(self.source, self.rank, max(self.incarnation, later.incarnation), -1)
         reasons = dict(self.degraded_reasons)
         for name, last in later.degraded_reasons.items():
             reasons[name] = max(last, reasons.get(name, -1))
-        proof = self.fingerprint_chain().joined(later.fingerprint_chain()) if self.fingerprints else FingerprintChain()
-        return msgspec.structs.replace(
-            self, fingerprints=_kept(proof), degraded_reasons=reasons, fingerprints_dropped=proof.is_lost
-        )
+        chain = self.fingerprint_chain().merge(later.fingerprint_chain()) if self.fingerprints else FingerprintChain()
+        return msgspec.structs.replace(self._with_chain(chain), degraded_reasons=reasons)
 
     def with_fingerprint(self, fingerprint: Fingerprint) -> Checkpoint:
-        """Return a checkpoint that requires the publisher to hold one more batch, which was handed out after this checkpoint.
+        """Return a checkpoint that requires the publisher to hold one more batch, which was taken after this checkpoint.
 
         Return the checkpoint itself if it has no fingerprints, or one that is not older than this.
         """
         if not self.fingerprints or fingerprint.seq <= self.fingerprints[-1].seq:
             return self
-        proof = self.fingerprint_chain()
-        proof.needs(fingerprint.anchor())
-        return msgspec.structs.replace(self, fingerprints=_kept(proof), fingerprints_dropped=proof.is_lost)
+        chain = self.fingerprint_chain()
+        chain.add(fingerprint)
+        return self._with_chain(chain)
+
+    def _with_chain(self, chain: FingerprintChain) -> Checkpoint:
+        return msgspec.structs.replace(self, fingerprints=tuple(chain.fingerprints), fingerprints_dropped=chain.is_incomplete)
 
     def fingerprint_chain(self) -> FingerprintChain:
-        """What shows that the publisher is the same."""
-        return FingerprintChain([each.anchor() for each in self.fingerprints], is_lost=self.fingerprints_dropped)
+        """Return what replay must repeat before the publisher is known to be the same."""
+        return FingerprintChain(self.fingerprints, is_incomplete=self.fingerprints_dropped)
 
 
 class StreamPosition(NamedTuple):
-    """How a stream stands, as a checkpoint before anything was digested."""
+    """How far a stream has delivered: a checkpoint before its newest batch is digested."""
 
     incarnation: int
     last_seq: int
-    proof: FingerprintChain
+    chain: FingerprintChain
+    newest: Fingerprint | NewestBatch | None
+    """The newest batch delivered, which the chain does not include yet."""
     replay_seen: bool
-    doubts: dict[DegradedReason, int]
+    degraded_reasons: dict[DegradedReason, int]
 
-    def after_deliveries(self, handed_out: Iterable[Batch | RawBatch | Reset | Gap], now: StreamPosition) -> StreamPosition:
-        """How it stood after these deliveries, where `now` is how it stands after these and others that still wait.
+    def after_deliveries(self, taken: Iterable[Batch | RawBatch | Reset | Gap], current: StreamPosition) -> StreamPosition:
+        """Return the position after the application has taken some deliveries, of which others still wait.
 
-        Anchors stay where they were, so that a life in doubt is not proven by its own batches.
+        `current` is the position after all of them. Fingerprints stay as they were, so that a life in doubt is not verified by
+        its own batches.
         """
-        incarnation, last_seq, proof, doubts = (
-            self.incarnation,
-            self.last_seq,
-            self.proof.until(self.last_seq),
-            dict(self.doubts),
-        )
+        incarnation, last_seq, reasons = self.incarnation, self.last_seq, dict(self.degraded_reasons)
+        chain = self._whole_chain().up_to(self.last_seq)
         newest: Batch | RawBatch | None = None
-        for delivery in handed_out:
+        for delivery in taken:
             if isinstance(delivery, Reset):
-                incarnation, last_seq, proof, doubts, newest = delivery.incarnation, -1, FingerprintChain(), {}, None
+                incarnation, last_seq, chain, reasons, newest = delivery.incarnation, -1, FingerprintChain(), {}, None
             elif isinstance(delivery, Gap):
                 last_seq = delivery.last
                 if not delivery.compacted:
-                    doubts[DegradedReason.LOST] = last_seq
+                    reasons[DegradedReason.LOST] = last_seq
             else:
                 last_seq = delivery.seq
                 newest = delivery
                 if isinstance(delivery, Batch) and any(each.loses_events for each in delivery.rejected):
-                    doubts[DegradedReason.REJECTED] = last_seq
-        if incarnation == now.incarnation:
-            # What ended a doubt was handed out, or waits and will be delivered again. Reports arrive without a delivery.
-            told = {DegradedReason.REJECTED, DegradedReason.REPLAY_UNCONFIRMED, DegradedReason.DIVERGED, DegradedReason.SENDER}
-            doubts = {doubt: doubts.get(doubt, last) for doubt, last in now.doubts.items() if doubt in doubts or doubt in told}
-            proof = proof.joined(now.proof.until(last_seq))
-        if newest is not None:
-            proof.needs(Anchor(newest.seq, newest.payload, not newest.replayed))
-        return StreamPosition(incarnation, last_seq, proof, now.replay_seen, doubts)
+                    reasons[DegradedReason.REJECTED] = last_seq
+        if incarnation == current.incarnation:
+            # What ended a reason was taken, or waits and will be delivered again. Reports arrive without a delivery.
+            reasons = {
+                reason: reasons.get(reason, last)
+                for reason, last in current.degraded_reasons.items()
+                if reason in reasons or reason in _REPORTED_REASONS
+            }
+            chain = chain.merge(current._whole_chain().up_to(last_seq))
+        batch = None if newest is None else NewestBatch(newest.seq, newest.payload, not newest.replayed)
+        return StreamPosition(incarnation, last_seq, chain, batch, current.replay_seen, reasons)
+
+    def _whole_chain(self) -> FingerprintChain:
+        whole = FingerprintChain(self.chain.fingerprints, is_incomplete=self.chain.is_incomplete)
+        whole.add(self.newest)
+        return whole
 
     def checkpoint(self, source: str, rank: int) -> Checkpoint:
-        """To be kept."""
+        """Return the checkpoint of this position."""
+        chain = self._whole_chain()
         return Checkpoint(
             source,
             rank,
             self.incarnation,
             self.last_seq,
-            _kept(self.proof),
+            tuple(chain.fingerprints),
             self.replay_seen,
-            {doubt.name: last for doubt, last in self.doubts.items()},
-            self.proof.is_lost,
+            {reason.name: last for reason, last in self.degraded_reasons.items()},
+            chain.is_incomplete,
         )
 
 
-def _kept(proof: FingerprintChain) -> tuple[Fingerprint, ...]:
-    return tuple(map(Fingerprint.of_anchor, proof.anchors))
+_REPORTED_REASONS: Final = frozenset(
+    {DegradedReason.REJECTED, DegradedReason.REPLAY_UNCONFIRMED, DegradedReason.DIVERGED, DegradedReason.SENDER}
+)
+"""Reasons that begin without a delivery."""

@@ -1,104 +1,111 @@
-"""What a stream's sender says of itself in its heartbeats: how far it trusts what it tells, and how soon it speaks again."""
+"""What a publisher says of itself in heartbeats: its trust, its life, and when the next heartbeat comes."""
 
 from __future__ import annotations
+
+from typing import Final
 
 from kvevents.events import Heartbeat
 from kvevents.stream.limits import StreamLimits
 from kvevents.stream.trust import Trust
 
+_STATES: Final = frozenset({"CONNECTING", "REPLAYING", "DEGRADED", "STALE"})
+
 
 class HeartbeatMonitor:
-    """The sender of one stream, as far as its heartbeats tell. One without heartbeats is never doubted for it.
+    """The heartbeats of one publisher. A publisher without heartbeats is trusted and never counts as silent.
 
-    It says only what it was told; what follows from that is the stream's to decide.
+    It records what the heartbeats say; `Stream` decides what follows.
     """
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self._heartbeat: Heartbeat | None = None
-        self._lives_in_a_row = 0
-        self._diverged_through = -1
-        self._divergences_in_a_row = 0
+        self._new_lives_in_a_row = 0
+        self._mismatch_up_to = -1
+        self._mismatches_in_a_row = 0
         self.begin_life()
 
     def begin_life(self) -> None:
-        """Another life of the publisher began, or may have: what it said is kept until it speaks again."""
-        self._newest = -1
+        """Begin another life of the publisher. Its last heartbeat counts until it sends the next one."""
+        self._newest_seq = -1
         self._incarnation: int | None = None
-        self.disconnected()
+        self.disconnect()
 
-    def disconnected(self) -> None:
-        """Whether it will speak at all on the next connection is not known."""
-        self._every: float | None = None
+    def disconnect(self) -> None:
+        """Expect no heartbeat before the first one of the next connection."""
+        self._interval: float | None = None
         self._replayed_at = 0.0
 
-    # --- what it says
+    # --- what heartbeats say
 
-    def says(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> bool:
-        """Take a heartbeat of batch `seq`; False when nothing newer is known than what it says."""
+    def receive(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> bool:
+        """Record the heartbeat of batch `seq`. Return False if a newer one is known."""
         if live:
-            self._every = heartbeat.interval
-        if seq < self._newest:
+            self._interval = heartbeat.interval
+        if seq < self._newest_seq:
             return False
-        self._newest, self._heartbeat = seq, heartbeat
+        self._newest_seq, self._heartbeat = seq, heartbeat
         return True
 
-    def is_another(self, heartbeat: Heartbeat, *, live: bool) -> bool:
-        """Whether it is of another life than the others since `begin_life`."""
+    def is_other_life(self, heartbeat: Heartbeat, *, live: bool) -> bool:
+        """Record the life of a heartbeat. Return whether it differs from the life of the heartbeat before, if there was one."""
         known, self._incarnation = self._incarnation, heartbeat.incarnation
         if known is None or known == heartbeat.incarnation:
             if live and known is not None:
-                self._lives_in_a_row = 0
+                self._new_lives_in_a_row = 0
             return False
         return True
 
     @property
     def trust(self) -> Trust:
-        """What it said last of its own state, as trust in what it tells; of one that never spoke, EXACT."""
+        """What the last heartbeat says of the publisher's state, as trust in its batches. EXACT without a heartbeat."""
         if self._heartbeat is None or self._heartbeat.trust == Trust.EXACT.name:
             return Trust.EXACT
         stale = self._heartbeat.trust == Trust.STALE.name
-        name = self._heartbeat.trust if self._heartbeat.trust in _KNOWN else Trust.DEGRADED.name
+        name = self._heartbeat.trust if self._heartbeat.trust in _STATES else Trust.DEGRADED.name
         reason = "".join(letter if letter.isprintable() else "?" for letter in self._heartbeat.reason)
         sentence = f"its sender is {name}: {reason}" if reason else f"its sender is {name}"
         return (Trust.STALE if stale else Trust.DEGRADED).with_reason(sentence)
 
-    # --- whether it still speaks
+    # --- silence
 
-    def replayed(self, now: float) -> None:
-        """Something new of it came by replay."""
+    def hear_replay(self, now: float) -> None:
+        """Record that replay brought something new."""
         self._replayed_at = now
 
     def silent_at(self, heard_at: float) -> float | None:
-        """When it counts as silent if nothing more is heard; None while it has not said when it speaks again."""
-        if self._every is None:
+        """Return when the publisher counts as silent if nothing more arrives. None if it has not promised a heartbeat.
+
+        `heard_at` is when the last live batch arrived.
+        """
+        if self._interval is None:
             return None
-        return max(heard_at, self._replayed_at) + self._every * self._limits.max_missed_heartbeats
+        return max(heard_at, self._replayed_at) + self._interval * self._limits.max_missed_heartbeats
 
     @property
     def silence(self) -> str:
-        """The sentence for one that is silent."""
-        every = f"it said that it speaks every {self._every:g} s, and " if self._every is not None else ""
+        """The reason that an operator reads while the publisher is silent."""
+        every = f"it said that it speaks every {self._interval:g} s, and " if self._interval is not None else ""
         return f"silent: {every}nothing was heard for {self._limits.max_missed_heartbeats:g} times as long"
 
     # --- starting over
 
-    def agreed(self, seq: int, *, live: bool) -> None:
-        """What was delivered up to `seq` is what it held then. Of replayed ones that only counts beyond the last difference."""
-        if live or seq >= self._diverged_through:
-            self._diverged_through = -1
-            self._divergences_in_a_row = 0
+    def match_digest(self, seq: int, *, live: bool) -> None:
+        """Record that the state after batch `seq` has the publisher's digest.
 
-    def may_send_again(self, seq: int) -> bool:
-        """Whether to ask it once more for everything, because what was delivered up to `seq` is not what it held then."""
-        self._diverged_through = max(seq, self._diverged_through)
-        self._divergences_in_a_row += 1
-        return self._divergences_in_a_row <= self._limits.max_consecutive_resyncs
+        A replayed match counts only if it is not before the last mismatch.
+        """
+        if live or seq >= self._mismatch_up_to:
+            self._mismatch_up_to = -1
+            self._mismatches_in_a_row = 0
 
-    def may_be_reborn(self) -> bool:
-        """Whether to believe once more that it is of another life, unless those come in turns."""
-        self._lives_in_a_row += 1
-        return self._lives_in_a_row <= self._limits.max_consecutive_resyncs
+    def allow_resync(self, seq: int) -> bool:
+        """Count a digest mismatch after batch `seq`. Return whether to fetch everything once more."""
+        self._mismatch_up_to = max(seq, self._mismatch_up_to)
+        self._mismatches_in_a_row += 1
+        return self._mismatches_in_a_row <= self._limits.max_consecutive_resyncs
 
-
-_KNOWN = frozenset({"CONNECTING", "REPLAYING", "DEGRADED", "STALE"})
+    def allow_new_life(self) -> bool:
+        """Count a heartbeat of another life. Return whether to start over once more; False if two lives alternate."""
+        self._new_lives_in_a_row += 1
+        return self._new_lives_in_a_row <= self._limits.max_consecutive_resyncs

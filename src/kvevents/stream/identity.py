@@ -1,39 +1,242 @@
-"""Whose batches they are: frames whose life is not certain yet, and whether replay and live stream are of one life."""
+"""Whose batches are these: fingerprints, the cross-check of replay with live batches, and quarantine.
+
+A number and its payload together identify a life of a publisher. A life may equal another one up to some number, or between two
+numbers. So after a reconnect, replay must repeat a chain of fingerprints: of each connection since the publisher was last
+verified, the first batch and the newest one (`FingerprintChain`), and each batch in quarantine (`Quarantine`).
+
+A replay endpoint may belong to another engine, for one answer or for all of them. The next life may also answer a request while
+the last frames of the life before still wait. `CrossCheck` records what connects replayed batches with live ones.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final, Self
+
+import msgspec
 
 from kvevents.stream.limits import StreamLimits
-from kvevents.stream.state import Anchor
-from kvevents.wire import Live
+from kvevents.wire import MAX_SEQ, Live
 
-MAX_ANCHORS: Final = 16
-"""Each connection of which nothing could be proven needs two; if there are more of them in a row, a doubt stays."""
+MAX_FINGERPRINTS: Final = 16
+"""Each connection without a verified publisher adds two. If there are more of them in a row, IDENTITY stays in doubt."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+def payload_digest(payload: bytes) -> bytes:
+    """Return the SHA-256 of a payload."""
+    return hashlib.sha256(payload).digest()
+
+
+class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Number and digest of a batch, by which a life is recognised. The payload is not kept: it may be megabytes of prompts."""
+
+    seq: _Count
+    digest: _Digest
+    """SHA-256 of the payload."""
+    live: bool
+    """Whether the batch came live. If so, a replay that repeats it is of the same stream."""
+
+    @classmethod
+    def of(cls, seq: int, payload: bytes, *, live: bool) -> Self:
+        """Return the fingerprint of a batch."""
+        return cls(seq, payload_digest(payload), live)
+
+    def matches(self, payload: bytes) -> bool:
+        """Whether this is the payload of the batch."""
+        return self.digest == payload_digest(payload)
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint itself, as `NewestBatch.fingerprint` does."""
+        return self
+
+
+class NewestBatch(msgspec.Struct, frozen=True, gc=False):
+    """The newest batch of its kind. On a busy stream the next one replaces it before its digest is needed."""
+
+    seq: int
+    payload: bytes
+    live: bool
+
+    def matches(self, payload: bytes) -> bool:
+        """Whether this is the payload of the batch."""
+        return self.payload == payload
+
+    def fingerprint(self) -> Fingerprint:
+        """Return the fingerprint of the batch."""
+        return Fingerprint.of(self.seq, self.payload, live=self.live)
+
+
+class FingerprintChain:
+    """The fingerprints that replay must repeat before everything delivered is known to be of one life."""
+
+    __slots__ = ("fingerprints", "is_incomplete", "wants_first_of_connection")
+
+    def __init__(self, fingerprints: Sequence[Fingerprint] = (), *, is_incomplete: bool = False) -> None:
+        self.fingerprints = list(fingerprints)
+        """In rising order of their numbers."""
+        self.is_incomplete = is_incomplete
+        """Whether there were more than `MAX_FINGERPRINTS`. Those that are left do not verify everything."""
+        self.wants_first_of_connection = False
+        """Whether the next batch is the first one of a connection whose publisher was not verified."""
+
+    def add(self, *batches: Fingerprint | NewestBatch | None) -> None:
+        """Add batches, except those that are not newer than the last one. Beyond `MAX_FINGERPRINTS`, replace the last one."""
+        for batch in batches:
+            if batch is None or (self.fingerprints and batch.seq <= self.fingerprints[-1].seq):
+                continue
+            if len(self.fingerprints) >= MAX_FINGERPRINTS:
+                self.is_incomplete = True
+                self.fingerprints.pop()
+            self.fingerprints.append(batch.fingerprint())
+
+    def add_first_of_connection(self, first: Fingerprint | NewestBatch) -> None:
+        """Add the first batch of a connection, if one is wanted and this one is newer than the whole chain."""
+        if not self.fingerprints or first.seq > self.fingerprints[-1].seq:
+            self.wants_first_of_connection = False
+            self.add(first)
+
+    @property
+    def first(self) -> Fingerprint | None:
+        """The oldest fingerprint: an answer that repeats it may be of the same life."""
+        return self.fingerprints[0] if self.fingerprints else None
+
+    @property
+    def last(self) -> Fingerprint | None:
+        """The newest fingerprint."""
+        return self.fingerprints[-1] if self.fingerprints else None
+
+    def after(self, seq: int) -> Fingerprint | None:
+        """Return the first fingerprint with a number above `seq`."""
+        return next((each for each in self.fingerprints if each.seq > seq), None)
+
+    def merge(self, other: FingerprintChain) -> FingerprintChain:
+        """Return the chain that requires what both chains of one stream require."""
+        by_seq = {each.seq: each for each in (*other.fingerprints, *self.fingerprints)}
+        fingerprints = [by_seq[seq] for seq in sorted(by_seq)]
+        merged = FingerprintChain(fingerprints[:MAX_FINGERPRINTS], is_incomplete=self.is_incomplete or other.is_incomplete)
+        merged.add(*fingerprints[MAX_FINGERPRINTS:])
+        return merged
+
+    def up_to(self, seq: int) -> FingerprintChain:
+        """Return the chain of what was delivered up to number `seq`."""
+        return FingerprintChain([each for each in self.fingerprints if each.seq <= seq], is_incomplete=self.is_incomplete)
+
+
+class CrossCheck:
+    """Whether replayed and live batches are of one publisher and of one life.
+
+    One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection whose number
+    is not below anything that the answer brought. A later answer can confirm it too, if that one first repeats the newest batch
+    of the earlier answer. Until then, the newest batch of the answer is *unconfirmed*, and later requests begin with it.
+    """
+
+    __slots__ = ("_earlier", "first_live", "has_matched", "last_live", "live_before_replay", "unconfirmed")
+
+    def __init__(self) -> None:
+        self.first_live: int | None = None
+        """Number of the first live batch of this connection."""
+        self.has_matched = False
+        """Whether replay and a live batch of this connection have matched at any number."""
+        self.unconfirmed: Fingerprint | None = None
+        """The newest batch that the newest answer has brought or repeated, until it is confirmed."""
+        self._earlier: list[Fingerprint] = []
+        """The same of earlier answers with which the newest answer did not begin, in rising order."""
+        self.live_before_replay: Fingerprint | None = None
+        """The live batch before the first unconfirmed answer, unless that answer began with a live batch."""
+        self.last_live: NewestBatch | None = None
+        """The newest live batch that has to be compared with replay."""
+
+    def reconnect(self) -> None:
+        """Begin a new connection: matches on the connection before say nothing about its publisher."""
+        self.first_live = None
+        self.has_matched = False
+
+    @property
+    def all_unconfirmed(self) -> list[Fingerprint]:
+        """What one answer has to repeat before a live batch, in rising order."""
+        return self._earlier if self.unconfirmed is None else [*self._earlier, self.unconfirmed]
+
+    def unconfirmed_after(self, seq: int) -> Fingerprint | None:
+        """Return the first unconfirmed fingerprint with a number above `seq`."""
+        return next((each for each in self.all_unconfirmed if each.seq > seq), None)
+
+    def add_replayed(self, replayed: Fingerprint, live_before: Fingerprint | NewestBatch | None) -> None:
+        """Record that the newest answer brought a batch, and the live batch before it if the answer did not begin with it."""
+        if live_before is not None and not self.all_unconfirmed:
+            self.live_before_replay = live_before.fingerprint()
+        self.unconfirmed = replayed
+
+    def repeat(self, fingerprint: Fingerprint) -> None:
+        """Record that an answer has repeated this batch and all unconfirmed ones before it."""
+        if self.is_incomplete and all(each.seq <= fingerprint.seq for each in self.all_unconfirmed):
+            self._earlier.clear()
+            self.unconfirmed = fingerprint
+
+    def separate_next_answer(self) -> None:
+        """Prepare for an answer that does not begin with the unconfirmed batch, unless too many are unconfirmed."""
+        if self.unconfirmed is not None and len(self._earlier) < MAX_FINGERPRINTS:
+            self._earlier.append(self.unconfirmed)
+            self.unconfirmed = None
+
+    def confirm(self, seq: int) -> None:
+        """Record that the newest answer and the live stream have the same batch `seq`."""
+        if self.first_live is None or seq < self.first_live:
+            return
+        self.has_matched = True
+        if self.unconfirmed is not None and self.unconfirmed.seq <= seq:
+            self.unconfirmed = None
+        if not self.all_unconfirmed:
+            self.live_before_replay = None
+        if not self.all_unconfirmed or (self.last_live is not None and self.last_live.seq <= seq):
+            self.last_live = None
+
+    def forget_unconfirmed(self) -> None:
+        """Forget unconfirmed batches: a snapshot replaces them."""
+        self.unconfirmed = None
+        self._earlier.clear()
+
+    def clear(self) -> None:
+        """Record a live batch that clears everything: replayed batches before it no longer matter."""
+        self.live_before_replay = None
+        self.forget_unconfirmed()
+
+    def match_digest(self, seq: int) -> None:
+        """Record that the consumer's state after live batch `seq` is the publisher's, wherever the state came from."""
+        if self.first_live is not None and seq >= self.first_live:
+            self._earlier.clear()
+            self.confirm(seq)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something delivered may be of another publisher, or of another life, than the live batches."""
+        return not self.has_matched or self.unconfirmed is not None or bool(self._earlier)
 
 
 class Quarantine:
-    """Live frames that wait until it is known whether their publisher is the one from before, in the order they came in."""
+    """Live frames that wait until it is known whether their publisher is the one from before, in order of arrival."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self._frames: list[Live] = []
         self._bytes = 0
-        self._seams = [0]
-        """How many waited at each reconnect, behind 0: what was delivered may be of another connection."""
+        self._connection_starts = [0]
+        """Index of the first frame of each connection. The first entry is 0: delivered batches may be of another connection."""
 
     def __len__(self) -> int:
         return len(self._frames)
 
     @property
     def newest(self) -> Live | None:
-        """The one that came last."""
+        """The frame that arrived last."""
         return self._frames[-1] if self._frames else None
 
     def add(self, live: Live) -> bool:
-        """Let one more wait; False when there is no room."""
+        """Add a frame. Return False if there is no room."""
         size = self._bytes + len(live.payload)
         if len(self._frames) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
             return False
@@ -41,194 +244,35 @@ class Quarantine:
         self._bytes = size
         return True
 
-    def reconnected(self) -> None:
-        """Those that wait are of the connection before."""
-        if self._old < len(self._frames):
-            self._seams.append(len(self._frames))
-
-    @property
-    def _old(self) -> int:
-        return self._seams[-1]
+    def reconnect(self) -> None:
+        """Begin a new connection: the frames so far are of the connection before."""
+        if self._connection_starts[-1] < len(self._frames):
+            self._connection_starts.append(len(self._frames))
 
     @property
     def has_new(self) -> bool:
-        """Whether any came over the connection at hand."""
-        return len(self._frames) > self._old
+        """Whether any frame is of the current connection."""
+        return len(self._frames) > self._connection_starts[-1]
 
-    def around_seams(self) -> list[Anchor]:
-        """The last one of each connection and the first one of the next, in order."""
-        found = [live for at in self._seams for live in self._frames[max(0, at - 1) : at + 1]]
-        return [Anchor(live.seq, live.payload, live=True) for live in found]
+    def around_reconnects(self) -> list[NewestBatch]:
+        """Return the last frame of each connection and the first frame of the next one, in order."""
+        found = [live for start in self._connection_starts for live in self._frames[max(0, start - 1) : start + 1]]
+        return [NewestBatch(live.seq, live.payload, True) for live in found]
 
-    def old_behind(self, seq: int) -> Live | None:
-        """Of those that came before the reconnect the first one behind this number."""
-        at = bisect_right(self._frames, seq, hi=self._old, key=_number)
-        return self._frames[at] if at < self._old else None
+    def old_after(self, seq: int) -> Fingerprint | None:
+        """Return the fingerprint of the first frame of earlier connections with a number above `seq`."""
+        old = self._connection_starts[-1]
+        at = bisect_right(self._frames, seq, hi=old, key=lambda live: live.seq)
+        return Fingerprint.of(self._frames[at].seq, self._frames[at].payload, live=True) if at < old else None
 
     def take(self) -> list[Live]:
-        """All of them; none waits any more."""
+        """Remove and return all frames."""
         frames, self._frames = self._frames, []
         self._bytes = 0
-        self._seams = [0]
+        self._connection_starts = [0]
         return frames
 
     def take_new(self) -> tuple[int, list[Live]]:
-        """How many were of the connection before, which are dropped, and the others."""
-        old = self._old
+        """Remove all frames. Return how many were of earlier connections, and the frames of the current one."""
+        old = self._connection_starts[-1]
         return old, self.take()[old:]
-
-
-def _number(live: Live) -> int:
-    return live.seq
-
-
-class FingerprintChain:
-    """What replay must repeat, so that all that was delivered is known to be of one life: the *anchors*.
-
-    A life may be like another one up to some number only, or from one number to another. So of each connection since replay and
-    stream agreed last, the first batch counts and the newest one.
-    """
-
-    __slots__ = ("anchors", "is_lost", "wants_next")
-
-    def __init__(self, anchors: Sequence[Anchor] = (), *, is_lost: bool = False) -> None:
-        self.anchors = list(anchors)
-        """By their numbers."""
-        self.is_lost = is_lost
-        """Whether there were more than `MAX_ANCHORS`: those that are left do not prove all."""
-        self.wants_next = False
-        """Whether the next batch is the first one of a connection of which nothing is proven."""
-
-    def needs(self, *anchors: Anchor | None) -> None:
-        """These as well, of which those count that are newer than all others; of the ones after `MAX_ANCHORS` the newest."""
-        for anchor in anchors:
-            if anchor is None or (self.anchors and anchor.seq <= self.anchors[-1].seq):
-                continue
-            if len(self.anchors) >= MAX_ANCHORS:
-                self.is_lost = True
-                self.anchors.pop()
-            self.anchors.append(anchor)
-
-    def drop_payloads(self) -> None:
-        """Keep digests only."""
-        for anchor in self.anchors:
-            _ = anchor.digest
-
-    def goes_on(self, first: Anchor) -> None:
-        """The first batch behind all anchors, where one is wanted."""
-        if not self.anchors or first.seq > self.anchors[-1].seq:
-            self.wants_next = False
-            self.needs(first)
-
-    @property
-    def first(self) -> Anchor | None:
-        """By which an answer is recognised."""
-        return self.anchors[0] if self.anchors else None
-
-    @property
-    def last(self) -> Anchor | None:
-        """The newest."""
-        return self.anchors[-1] if self.anchors else None
-
-    def behind(self, seq: int) -> Anchor | None:
-        """The next one."""
-        return next((anchor for anchor in self.anchors if anchor.seq > seq), None)
-
-    def joined(self, other: FingerprintChain) -> FingerprintChain:
-        """What both need, of one stream."""
-        of_both = {anchor.seq: anchor for anchor in (*other.anchors, *self.anchors)}
-        anchors = [of_both[seq] for seq in sorted(of_both)]
-        found = FingerprintChain(anchors[:MAX_ANCHORS], is_lost=self.is_lost or other.is_lost)
-        found.needs(*anchors[MAX_ANCHORS:])
-        return found
-
-    def until(self, seq: int) -> FingerprintChain:
-        """The same for what was delivered up to this number."""
-        return FingerprintChain([anchor for anchor in self.anchors if anchor.seq <= seq], is_lost=self.is_lost)
-
-
-class CrossCheck:
-    """Whether what was replayed and what came live are of one publisher and of one life.
-
-    A replay endpoint may belong to another engine, for one answer or for all of them, or be answered by the next life while the
-    last frames of the one before still wait. One answer comes of one process. So what an answer brings is trusted once the same
-    answer repeats a live batch of this connection whose number is not below it, or once another answer does that behind the
-    newest batch which the first one brought. That one is *unproven* until then, and later answers begin with it.
-    """
-
-    __slots__ = ("agreed_once", "apart", "before", "first_live", "joint", "unproven")
-
-    def __init__(self) -> None:
-        self.first_live: int | None = None
-        """Number of the first live batch of this connection."""
-        self.agreed_once = False
-        """Whether replay and a live batch of this connection agree on any number."""
-        self.unproven: Anchor | None = None
-        """The newest batch that the newest answer has brought or repeated, while nothing shows whose it is."""
-        self.apart: list[Anchor] = []
-        """The same of answers before it, by their numbers, if the newest one did not begin with them."""
-        self.before: Anchor | None = None
-        """The live batch before all of those, unless the answer that brought them began with a live one."""
-        self.joint: Anchor | None = None
-        """The newest live batch that has to be compared."""
-
-    def connected(self) -> None:
-        """A new connection begins: what the one before has shown says nothing about its publisher."""
-        self.first_live = None
-        self.agreed_once = False
-
-    @property
-    def anchors(self) -> list[Anchor]:
-        """What one answer has to repeat before a live batch, by their numbers."""
-        return self.apart if self.unproven is None else [*self.apart, self.unproven]
-
-    def behind(self, seq: int) -> Anchor | None:
-        """The next one of the anchors."""
-        return next((anchor for anchor in self.anchors if anchor.seq > seq), None)
-
-    def brought(self, replayed: Anchor, last_live: Anchor | None) -> None:
-        """The newest answer has brought this batch behind a live one, or not."""
-        if not self.anchors and last_live is not None:
-            self.before = last_live
-            _ = last_live.digest
-        self.unproven = replayed
-
-    def repeated(self, anchor: Anchor) -> None:
-        """An answer has repeated this one, and all anchors before it."""
-        if self.is_missing and all(each.seq <= anchor.seq for each in self.anchors):
-            self.apart.clear()
-            self.unproven = anchor
-
-    def begin_apart(self) -> None:
-        """The next answer will not begin with what is unproven: there is one more of them, if there are not too many."""
-        if self.unproven is not None and len(self.apart) < MAX_ANCHORS:
-            self.apart.append(self.unproven)
-            self.unproven = None
-
-    def agreed(self, seq: int) -> None:
-        """The newest answer and the live stream have the same batch `seq`."""
-        if self.first_live is None or seq < self.first_live:
-            return
-        self.agreed_once = True
-        if self.unproven is not None and self.unproven.seq <= seq:
-            self.unproven = None
-        if not self.anchors:
-            self.before = None
-        if not self.anchors or (self.joint is not None and self.joint.seq <= seq):
-            self.joint = None
-
-    def cleared(self) -> None:
-        """A live batch has voided all that replay has brought."""
-        self.unproven = self.before = None
-        self.apart.clear()
-
-    def vouched_for(self, seq: int) -> None:
-        """The state after batch `seq` is that of the live publisher, wherever it came from."""
-        if self.first_live is not None and seq >= self.first_live:
-            self.apart.clear()
-            self.agreed(seq)
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether something delivered may be of another publisher, or of another life, than what comes live."""
-        return not self.agreed_once or self.unproven is not None or bool(self.apart)

@@ -183,7 +183,7 @@ class TrustLedger:
         if seq >= self._cleared and seq > self._agreed:
             self.add(DegradedReason.REJECTED, seq)
 
-    def agree(self, seq: int) -> None:
+    def match_digest(self, seq: int) -> None:
         """After batch `seq` the state is the sender's: what was doubted up to there has made no difference."""
         self._agreed = max(seq, self._agreed)
         self._heal(seq)
@@ -191,7 +191,7 @@ class TrustLedger:
         if rejected is not None and rejected.last == seq:
             self.discard(DegradedReason.REJECTED)
 
-    def diverge(self, seq: int) -> bool:
+    def mismatch_digest(self, seq: int) -> bool:
         """After batch `seq` the state is not the sender's. False where a later clear or agreement has ended that already."""
         matters = seq >= self._cleared and seq > self._agreed
         if matters:
@@ -202,7 +202,7 @@ class TrustLedger:
         """Whether it is known already why the state after batch `seq` may not be the sender's."""
         return any(doubt in REASONS_ENDED_BY_CLEAR and marks.first <= seq for doubt, marks in self._through.items())
 
-    def kept(self) -> dict[DegradedReason, int]:
+    def persistent(self) -> dict[DegradedReason, int]:
         """Those that outlive a process, each with the last number in doubt."""
         return {doubt: self._through[doubt].last for doubt in self if doubt in PERSISTENT_REASONS}
 

@@ -1,0 +1,354 @@
+"""The lower layer of a stream: its parts, the deliveries they make, and what consumers report of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, ClassVar, Final, Generic
+
+from kvevents.events import Heartbeat
+from kvevents.stream.checkpoint import StreamPosition
+from kvevents.stream.counters import StreamCounters
+from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch
+from kvevents.stream.heartbeat import HeartbeatMonitor
+from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
+from kvevents.stream.limits import StreamLimits
+from kvevents.stream.replay_fetch import CheckSchedule, ReplayFetch, RequestPacer
+from kvevents.stream.report import BatchReport, inspect_events
+from kvevents.stream.sequencer import GapEnd, ReorderBuffer, Sequencer
+from kvevents.stream.source import Source
+from kvevents.stream.transitions import Input, State, Steps
+from kvevents.stream.trust import DegradedReason, Trust, TrustLedger
+from kvevents.wire import Decoded
+from kvevents.wire.peek import begins_with_clear
+
+UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)
+"""States without a connection."""
+
+
+class DeliveryLayer(Generic[BatchT]):
+    """The parts of a stream and the deliveries of one life. `ReplayLayer` reads answers above it, and `Stream` feeds both."""
+
+    _STEPS: ClassVar[Steps] = {}
+    """The transition table with the method of each action. `Stream` defines it."""
+
+    def __init__(
+        self, source: Source, limits: StreamLimits, decode: Callable[[bytes], Decoded] | None, first_incarnation: int
+    ) -> None:
+        self.source = source
+        self.counters = StreamCounters()
+        self.state = State.CONNECTING
+        self.incarnation = self._first_incarnation = first_incarnation
+        self.topic = source.topic.encode()
+        """The topic of the newest message."""
+        self._limits = limits
+        self._decode = decode
+        self._name, self._rank = source.label, source.rank
+        self._deliveries: list[Any] = []
+        self._early = ReorderBuffer(limits)
+        self._quarantine = Quarantine(limits)
+        self._fetch: ReplayFetch | None = None
+        self._pacer = RequestPacer(limits)
+        self._checks = CheckSchedule(limits)
+        self._ledger = TrustLedger()
+        self._heartbeats = HeartbeatMonitor(limits)
+        self._now = 0.0
+        self._heard_at = 0.0
+        self._has_replayed = False
+        """Whether the replay endpoint has ever sent a batch."""
+        self._conflicts = 0
+        """Conflicts in a row, with no match between."""
+        self._distrusted_at = 0.0
+        self._retries_distrusted = False
+        """Whether the replay endpoint was distrusted and is asked again."""
+        self._resyncs = 0
+        """Restarts in a row because replay no longer held what it had brought, with no match between."""
+        self._begin_life()
+        if not source.replay_endpoint:
+            self._degrade(DegradedReason.NO_REPLAY)
+
+    def _begin_life(self) -> None:
+        self._order = Sequencer(self._limits, self._early)
+        self._newest: NewestBatch | Fingerprint | None = None
+        """The newest batch delivered in this life."""
+        self._chain = FingerprintChain()
+        self._cross_check = CrossCheck()
+        self._has_delivered = False
+        self._answers_behind_live = 0
+        """Answers in a row that end with the requested batch although the live batch that should confirm them is newer."""
+        self._is_silent = False
+        self._restart_reason: str | None = None
+        """Why to start over when deliveries are taken next, because of a heartbeat."""
+        self._heartbeats.begin_life()
+        self._ledger.begin_life()
+
+    def _apply(self, input_: Input, *context: Any) -> None:
+        """Enter the state that the table gives for an input, and carry out its action."""
+        try:
+            self.state, act = self._STEPS[self.state][input_]
+        except KeyError:
+            raise AssertionError(f"input {input_.name} in state {self.state.name} is not in the transition table") from None
+        act(self, *context)
+
+    # --- observe --------------------------------------------------------------------------------------------------------
+
+    @property
+    def trust(self) -> Trust:
+        """How far the deliveries so far can be trusted."""
+        if self.state is State.FOLLOWING:
+            return self._trust_while_following()
+        if self.state is State.CONNECTING:
+            return Trust.CONNECTING
+        if self.state in UNCONNECTED:
+            return Trust.STALE.with_reason(self.state.value)
+        return Trust.REPLAYING.with_reason(_PACED if self._pacer.is_waiting else self.state.value)
+
+    def _trust_while_following(self) -> Trust:
+        if self._ledger:
+            stale = self._is_silent or (DegradedReason.SENDER in self._ledger and self._heartbeats.trust == Trust.STALE)
+            reasons = [reason for reason in DegradedReason if reason in self.degraded_reasons]
+            return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(map(self._sentence, reasons)))
+        if not self._is_unproven:
+            return Trust.EXACT
+        if self._cross_check.last_live is not None and not self._checks.failed_comparisons:
+            return Trust.REPLAYING.with_reason(_COMPARING)
+        return Trust.DEGRADED.with_reason(DegradedReason.REPLAY_UNPROVEN.value)
+
+    @property
+    def _is_unproven(self) -> bool:
+        return self.state not in UNCONNECTED and self._can_replay and self._cross_check.is_incomplete
+
+    def _sentence(self, reason: DegradedReason) -> str:
+        if reason is DegradedReason.SENDER:
+            return self._heartbeats.trust.reason or reason.value
+        return self._heartbeats.silence if reason is DegradedReason.SILENT else reason.value
+
+    @property
+    def degraded_reasons(self) -> frozenset[DegradedReason]:
+        """Why the stream is, or would be, DEGRADED. It includes `REPLAY_UNPROVEN` while a comparison is on its way."""
+        reasons = frozenset(self._ledger)
+        return reasons | _UNPROVEN if self._is_unproven else reasons
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest batch delivered or given up in this life; -1 before the first."""
+        return self._order.next_seq - 1
+
+    @property
+    def waiting(self) -> int:
+        """Batches held back because an earlier one is missing, or because their publisher is not verified."""
+        return len(self._early) + len(self._quarantine)
+
+    def position(self) -> StreamPosition:
+        """Return what a checkpoint needs, once the deliveries so far were taken."""
+        last_seq = self._order.next_seq - 1
+        chain = self._chain.up_to(last_seq)
+        chain.add(self._cross_check.live_before_replay, *self._cross_check.all_unconfirmed)
+        return StreamPosition(self.incarnation, last_seq, chain, self._newest, self._has_replayed, self._ledger.persistent())
+
+    # --- reports -----------------------------------------------------------------------------------------------------------
+
+    def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
+        """Take what reading and applying a delivered batch has shown; of a decoded batch, only `digest_matches` is new.
+
+        Reports may come late and in any order. A clear or a matching digest ends the degraded reasons that are older than its
+        batch and no newer ones. Take the deliveries afterwards: they may begin with a `Reset`.
+        """
+        incarnation, seq = delivery.incarnation, delivery.seq
+        if (incarnation, seq) >= (self.incarnation, self._order.next_seq):
+            return
+        if isinstance(delivery, RawBatch):
+            self._take_report(delivery, report)
+        if report.digest_matches is not None and incarnation == self.incarnation:
+            self._compare_digest(seq, matches=report.digest_matches, live=not delivery.replayed)
+            if report.digest_matches and not delivery.replayed:
+                self._cross_check.match_digest(seq)
+
+    def _take_report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
+        seq, heartbeat = delivery.seq, report.heartbeat
+        for each in report.rejected:
+            self._count(self.counters.rejected, each.reason, each.count)
+        self.counters.heartbeats += heartbeat is not None
+        if delivery.incarnation != self.incarnation:
+            return
+        if report.cleared:
+            self._ledger.clear(seq)
+        if any(each.loses_events for each in report.rejected):
+            self._ledger.reject(seq)
+        if heartbeat is not None:
+            if delivery.replayed and heartbeat.trust != Trust.EXACT.name:
+                self._order.parts.last_not_final = seq
+                self._degrade_if_truncated()
+            self._take_heartbeat(seq, heartbeat, live=not delivery.replayed and self.state not in UNCONNECTED)
+
+    def _take_heartbeat(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> None:
+        monitor = self._heartbeats
+        if monitor.is_other_life(heartbeat, live=live):
+            self._ledger.add(DegradedReason.IDENTITY, seq - 1)
+            if monitor.allow_new_life():
+                self._restart_reason = f"publisher restarted: it is of another life at number {seq} than before"
+        if monitor.receive(seq, heartbeat, live=live):
+            self._ledger.discard(DegradedReason.SENDER)
+            if monitor.trust != Trust.EXACT:
+                self._ledger.add(DegradedReason.SENDER, seq)
+
+    def _compare_digest(self, seq: int, *, matches: bool, live: bool) -> None:
+        if matches:
+            self.counters.digests_matched += 1
+            self._heartbeats.match_digest(seq, live=live)
+            self._ledger.match_digest(seq)
+            return
+        is_explained = self._ledger.explains(seq)
+        if self._ledger.mismatch_digest(seq):
+            self.counters.digests_mismatched += not is_explained
+            if self._heartbeats.allow_resync(seq) and self._can_replay:
+                self._restart_reason = f"what was delivered up to number {seq} is not what its sender holds"
+
+    # --- deliveries --------------------------------------------------------------------------------------------------------
+
+    def _deliver(self, seq: int, payload: bytes, *, replayed: bool) -> None:
+        self._order.advance(seq)
+        if replayed:
+            self._record_replayed(seq, payload)
+        else:
+            self._newest = newest = NewestBatch(seq, payload, True)
+            if self._chain.wants_first_of_connection:
+                self._chain.add_first_of_connection(newest)
+            if self._cross_check.is_incomplete:
+                self._set_last_live(newest, payload)
+        self._has_delivered = True
+        self.counters.delivered += 1
+        if self._decode is None:
+            self._deliveries.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
+        else:
+            self._deliver_decoded(self._decode(payload), seq, payload, replayed)
+
+    def _record_replayed(self, seq: int, payload: bytes) -> None:
+        """Record a batch that replay has brought: live batches have to confirm it."""
+        before, fetch = self._newest, self._fetch
+        is_repair = before is not None and before.live
+        self.counters.gaps_repaired += is_repair
+        self.counters.replayed += 1
+        self._heartbeats.hear_replay(self._now)
+        if self._is_silent:
+            self._end_silence()
+        self._newest = fingerprint = Fingerprint.of(seq, payload, live=False)
+        if not begins_with_clear(payload):
+            # A snapshot has another content than the batch of its number.
+            self._order.replayed_digests.add(seq, fingerprint.digest)
+        if self._chain.wants_first_of_connection:
+            self._chain.add_first_of_connection(fingerprint)
+        began_with_live = fetch is not None and fetch.began_with_live
+        self._cross_check.add_replayed(fingerprint, before if is_repair and not began_with_live else None)
+
+    def _deliver_decoded(self, decoded: Decoded, seq: int, payload: bytes, replayed: bool) -> None:
+        batch, rejected = decoded.batch, decoded.rejected
+        delivery = Batch(
+            self._name, self._rank, self.incarnation, seq, batch.ts, batch.events, replayed, payload, self.topic, rejected
+        )
+        self._deliveries.append(delivery)
+        report = inspect_events(batch.events, rejected)
+        if report is not None:
+            self._take_report(delivery, report)
+
+    def _deliver_run(self, first: int, payloads: Sequence[bytes]) -> None:
+        """Deliver live payloads behind which nothing waits."""
+        count = len(payloads)
+        if self._decode is not None or count == 1:
+            for seq, payload in enumerate(payloads, first):
+                self._deliver(seq, payload, replayed=False)
+            return
+        if self._chain.wants_first_of_connection:
+            self._chain.add_first_of_connection(NewestBatch(first, payloads[0], True))
+        if self._cross_check.is_incomplete:
+            self._set_last_live(NewestBatch(first, payloads[0], True))
+            if self._cross_check.all_unconfirmed and any(map(begins_with_clear, payloads)):
+                self._cross_check.clear()
+        name, rank, life, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
+        self._deliveries.extend(map(RawBatch, name, rank, life, range(first, first + count), repeat(False), payloads, topic))
+        self._order.next_seq = first + count
+        self._order.highest_seen = first + count - 1
+        newest = self._newest = NewestBatch(first + count - 1, payloads[-1], True)
+        if self._cross_check.is_incomplete:
+            self._set_last_live(newest)
+        self._has_delivered = True
+        self.counters.delivered += count
+
+    def _set_last_live(self, live: NewestBatch, payload: bytes = b"") -> None:
+        """Record a live batch that has to be compared. `payload` is its payload if it is delivered.
+
+        The open answer may repeat the first one of them. The newest one is requested later.
+        """
+        cross_check, fetch = self._cross_check, self._fetch
+        if cross_check.all_unconfirmed and begins_with_clear(payload):
+            cross_check.clear()
+        cross_check.last_live = live
+        if fetch is not None:
+            known, unconfirmed = fetch.live_batch, cross_check.unconfirmed
+            if known is None or (unconfirmed is not None and known.seq < unconfirmed.seq):
+                fetch.live_batch = live
+
+    def _drain(self) -> None:
+        while (batch := self._order.pop_next()) is not None:
+            self._deliver(self._order.next_seq, batch.payload, replayed=batch.replayed)
+
+    def _declare_gap_before_early(self) -> None:
+        first = self._early.first()
+        waiting = None if first is None else self._early.get(first)
+        is_snapshot = waiting is not None and waiting.replayed and begins_with_clear(waiting.payload)
+        self._declare_gap(self._order.gap_before_early(is_snapshot))
+
+    def _declare_gap(self, gap: GapEnd) -> None:
+        first = self._order.next_seq
+        count = self._order.skip_to(gap.last)
+        self._deliveries.append(Gap(self._name, self._rank, first, gap.last, self.incarnation, gap.compacted))
+        self._has_delivered = True
+        if gap.compacted:
+            self.counters.compacted += count
+        else:
+            self.counters.gaps += 1
+            self.counters.lost += count
+            self._degrade(DegradedReason.LOST)
+        self._drain()
+
+    def _end_snapshot(self) -> None:
+        """Expect no further part of a snapshot, whether or not all parts have come."""
+        if self._order.parts.is_open:
+            self._order.parts.stop()
+            self._degrade_if_truncated()
+            self._drain()
+
+    def _degrade_if_truncated(self) -> None:
+        if self._order.parts.is_truncated:
+            self._ledger.add(DegradedReason.LOST, self._order.parts.stopped_at)
+
+    def _confirm(self, seq: int) -> None:
+        """Replay and the live stream have the same batch `seq`."""
+        self._cross_check.confirm(seq)
+        self._checks.reset_comparisons()
+        self._pacer.reset()
+        self._answers_behind_live = 0
+        self._conflicts = self._resyncs = 0
+        self._retries_distrusted = False
+        self._ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
+
+    @property
+    def _can_replay(self) -> bool:
+        return not (DegradedReason.NO_REPLAY in self._ledger or DegradedReason.REPLAY_FOREIGN in self._ledger)
+
+    def _degrade(self, reason: DegradedReason) -> None:
+        """Add a degraded reason for everything delivered or given up so far, but not for what follows."""
+        self._ledger.add(reason, self._order.next_seq - 1)
+
+    def _end_silence(self) -> None:
+        self._is_silent = False
+        self._ledger.discard(DegradedReason.SILENT)
+
+    @staticmethod
+    def _count(counter: dict[str, int], reason: str, count: int = 1) -> None:
+        counter[reason] = counter.get(reason, 0) + count
+
+
+_PACED: Final = "many replay requests in a row have not shown that nothing is missing; the next one has to wait"
+_COMPARING: Final = "a live batch is compared with what replay says of its number"
+_UNPROVEN: Final = frozenset({DegradedReason.REPLAY_UNPROVEN})

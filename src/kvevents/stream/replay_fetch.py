@@ -1,0 +1,207 @@
+"""Fetch batches by replay: the open request with its purpose and progress, the pace of requests, and the schedule of checks."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from kvevents.stream.identity import Fingerprint, NewestBatch
+from kvevents.stream.limits import StreamLimits
+
+NOW: Final = float("-inf")
+"""A time that has passed."""
+
+
+class FetchRequest(NamedTuple):
+    """A replay request to send, from number `start`."""
+
+    start: int
+    new_connection: bool
+    """Whether to send it on a new connection, where no answer to an earlier request can arrive."""
+
+
+class Purpose(enum.Enum):
+    """Why batches are requested."""
+
+    FILL = "batches are missing"
+    VERIFY = "is the publisher the one from before the reconnect?"
+    PROBE = "was the tail of a quiet stream lost?"
+    COMPARE = "does replay hold the newest live batch?"
+
+
+class Stage(enum.Enum):
+    """What the next messages of an answer are."""
+
+    MATCHING = enum.auto()
+    """Until the fingerprint is repeated, nothing says whose batches these are."""
+    COLLECTING = enum.auto()
+    """Batches to deliver."""
+    CONFIRMING = enum.auto()
+    """Nothing is missing any more. The answer is read up to the live batch that confirms it."""
+
+
+@dataclass(slots=True)
+class ReplayFetch:
+    """One open request and what its answer has brought so far. A retry takes over the counts of the attempts before it."""
+
+    purpose: Purpose
+    start: int
+    fingerprint: Fingerprint | None
+    """What the answer must repeat next, before anything that follows in it is history; None if nothing is left to repeat."""
+    live_batch: Fingerprint | NewestBatch | None = None
+    """The live batch that confirms the answer if the answer repeats it too."""
+    stage: Stage = Stage.COLLECTING
+    new_connection: bool = True
+    sent: bool = False
+    active_at: float = 0.0
+    """When the request was sent or last brought something new."""
+    next_seq_before: int = 0
+    """The next number to deliver when the request was sent, or when its fingerprints had been repeated."""
+    is_first: bool = True
+    """Whether the next batch is the first of its answer: the one that no engine drops."""
+    verifies_reconnect: bool = False
+    """Whether the answer has repeated the fingerprint from before a reconnect, so that the rest of the chain must follow."""
+    has_more: bool = False
+    """Whether the answer held more than its fingerprints: such an answer may have lost some of its messages."""
+    live_before: int = -1
+    """The number of the newest live batch when this was requested; -1 for none. The right endpoint holds it, or newer ones."""
+    highest: int = -1
+    """The highest number in the answer."""
+    highest_early: int = -1
+    """The highest number that this answer, or attempts in a row before it, brought before its turn."""
+    began_with_live: bool = False
+    """Whether the answer began with a batch that had come live."""
+    snapshot_part: int = -2
+    """The newest part of the snapshot with which the answer began; -2 if the next message cannot be the next part."""
+    duplicates: int = 0
+    """Messages in a row that brought nothing new."""
+    unanswered: int = 0
+    """Attempts before this one, in a row, that brought nothing in time."""
+    incomplete: int = 0
+    """Answers before this one, in a row, without the batch that was requested."""
+
+    def __post_init__(self) -> None:
+        if self.fingerprint is not None:
+            self.stage = Stage.MATCHING
+
+    def send(self, now: float, next_seq: int) -> FetchRequest:
+        """Mark the request as sent and return it."""
+        self.sent = True
+        self.active_at = now
+        self.next_seq_before = next_seq
+        return FetchRequest(self.start, self.new_connection)
+
+    def deadline(self, limits: StreamLimits) -> float:
+        """Return when the request counts as unanswered, or its answer as ended."""
+        return self.active_at + (limits.replay_timeout if self.is_first else limits.reply_idle_timeout)
+
+    def begin_message(self, seq: int) -> bool:
+        """Count a batch of the answer as a duplicate until it brings something new. Return whether it is the first batch."""
+        is_first, self.is_first = self.is_first, False
+        self.highest = max(self.highest, seq)
+        self.duplicates += 1
+        return is_first
+
+    def repeat(self, now: float) -> None:
+        """Record that the answer goes on. Every attempt repeats its fingerprints, so `unanswered` keeps its count."""
+        self.active_at = now
+        self.duplicates = 0
+
+    def progress(self, now: float) -> None:
+        """Record that the answer brought something new."""
+        self.repeat(now)
+        self.unanswered = 0
+
+    def collect(self, next_seq: int) -> None:
+        """Begin to collect: the fingerprints were repeated, and what follows in the answer is history."""
+        self.fingerprint = None
+        self.stage = Stage.COLLECTING
+        self.next_seq_before = next_seq
+        self.has_more = False
+        if self.purpose is not Purpose.FILL:
+            self.incomplete = 0
+
+    def end_incomplete(self, next_seq: int, limits: StreamLimits) -> bool:
+        """Count an answer without the missing batch. Return whether the batch has to be given up."""
+        self.incomplete = 0 if next_seq > self.next_seq_before else self.incomplete + 1
+        return self.incomplete >= limits.max_incomplete_answers
+
+    def end_without_fingerprint(self, limits: StreamLimits) -> bool:
+        """Count an answer without the fingerprint. Return whether the fingerprint has to be given up."""
+        self.incomplete += 1
+        return self.incomplete >= limits.max_incomplete_answers
+
+    def end_unanswered(self, next_seq: int, limits: StreamLimits) -> bool:
+        """Count a request that brought nothing in time. Return whether replay has to be given up."""
+        self.unanswered = 0 if next_seq > self.next_seq_before else self.unanswered + 1
+        return self.unanswered >= limits.max_unanswered_requests
+
+    def retry(self, again: ReplayFetch, *, new_connection: bool) -> ReplayFetch:
+        """Return the next attempt, with the counts of the attempts so far."""
+        again.new_connection = new_connection
+        again.unanswered, again.incomplete, again.highest_early = self.unanswered, self.incomplete, self.highest_early
+        return again
+
+
+class RequestPacer:
+    """Pace replay requests: at most `max_request_burst` at once, then one per `request_interval`."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self.next_at = NOW
+        """No request is sent before."""
+        self.is_waiting = False
+        """Whether a request waits for its turn."""
+
+    def take(self, now: float) -> bool:
+        """Return whether a request may be sent now, and use up its interval.
+
+        Unused intervals are kept, as many as requests may be sent at once.
+        """
+        self.is_waiting = now < self.next_at
+        if self.is_waiting:
+            return False
+        interval = self._limits.request_interval
+        self.next_at = max(self.next_at, now - (self._limits.max_request_burst - 1) * interval) + interval
+        return True
+
+    def reset(self) -> None:
+        """Allow a whole burst: the requests so far have led to a live batch."""
+        self.next_at = NOW
+
+
+class CheckSchedule:
+    """When to probe a quiet stream, and when to compare a live batch again. Both wait longer while nothing comes of it."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self.compare_at = NOW
+        """No comparison is requested before."""
+        self.failed_comparisons = 0
+        """Comparisons in a row to which replay gave no result."""
+        self._probed_at = 0.0
+        self.probes = 0
+        """Probes in a row, with no live batch between."""
+
+    def probe(self, now: float) -> None:
+        """Record a probe, or a request that failed like one."""
+        self._probed_at = now
+        self.probes += 1
+
+    def probe_at(self, heard_at: float) -> float:
+        """Return when the next probe is due."""
+        idle = self._limits.idle_before_probe
+        if self.probes == 0:
+            return heard_at + idle
+        return self._probed_at + min(idle * (1 << min(self.probes, 16)), self._limits.max_probe_interval)
+
+    def fail_comparison(self, now: float) -> None:
+        """Record that replay did not say what it has under the number of a live batch."""
+        pause = self._limits.idle_before_probe * (1 << min(self.failed_comparisons, 16))
+        self.failed_comparisons += 1
+        self.compare_at = now + min(pause, self._limits.max_probe_interval)
+
+    def reset_comparisons(self) -> None:
+        """Request the next comparison at once."""
+        self.failed_comparisons, self.compare_at = 0, NOW

@@ -1,0 +1,203 @@
+"""Put the batches of one life in order: the next number, batches that arrive early, and gaps."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from typing import NamedTuple
+
+from kvevents.stream.limits import StreamLimits
+
+
+class EarlyBatch(NamedTuple):
+    """A batch that waits until everything before it was delivered or given up."""
+
+    payload: bytes
+    replayed: bool
+
+
+class ReorderBuffer:
+    """Early batches by number, bounded by `StreamLimits.max_pending_batches` and `max_pending_bytes`."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._batches: dict[int, EarlyBatch] = {}
+        self._order: list[int] = []
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def get(self, seq: int) -> EarlyBatch | None:
+        """Return the batch with this number."""
+        return self._batches.get(seq)
+
+    def add(self, seq: int, payload: bytes, *, replayed: bool) -> bool:
+        """Add a batch with a number that is not in the buffer. Return False if there is no room."""
+        size = self._bytes + len(payload)
+        if len(self._batches) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
+            return False
+        self._batches[seq] = EarlyBatch(payload, replayed)
+        heapq.heappush(self._order, seq)
+        self._bytes = size
+        return True
+
+    def pop(self, seq: int) -> EarlyBatch | None:
+        """Remove and return the batch with this number."""
+        found = self._batches.pop(seq, None)
+        if found is not None:
+            self._bytes -= len(found.payload)
+            # Numbers that were removed out of order leave the heap here.
+            while self._order and self._order[0] not in self._batches:
+                heapq.heappop(self._order)
+        return found
+
+    def first(self) -> int | None:
+        """Return the lowest number in the buffer."""
+        return self._order[0] if self._order else None
+
+    def drop_replayed(self) -> None:
+        """Drop the batches that did not come live."""
+        for seq in [seq for seq, batch in self._batches.items() if batch.replayed]:
+            self.pop(seq)
+
+    def clear(self) -> int:
+        """Drop all batches. Return how many there were."""
+        count = len(self._batches)
+        self._batches.clear()
+        self._order.clear()
+        self._bytes = 0
+        return count
+
+
+class ReplayedDigests:
+    """Digests of the batches that replay delivered last, at most `StreamLimits.max_replayed_digests`."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._digests: dict[int, bytes] = {}
+
+    def add(self, seq: int, digest: bytes) -> None:
+        """Add the digest of a batch, and evict the oldest one if there are too many."""
+        self._digests.pop(seq, None)
+        self._digests[seq] = digest
+        if len(self._digests) > self._limits.max_replayed_digests:
+            del self._digests[next(iter(self._digests))]
+
+    def pop(self, seq: int) -> bytes | None:
+        """Remove and return the digest of this number."""
+        return self._digests.pop(seq, None)
+
+
+class Order(enum.Enum):
+    """Where the number of a live batch is, compared with what was received before."""
+
+    NEXT = enum.auto()
+    """The next number to deliver."""
+    AHEAD = enum.auto()
+    """A batch before it is missing, or a part of a snapshot may still take its place."""
+    KNOWN = enum.auto()
+    """Replay has delivered this number already."""
+    REGRESSED = enum.auto()
+    """Not above the newest live number: numbers of one connection always rise."""
+
+
+class SnapshotParts:
+    """The parts of a snapshot in several batches, which replay delivers under rising numbers; -1 where there is none."""
+
+    __slots__ = ("last", "last_not_final", "stopped_at")
+
+    def __init__(self) -> None:
+        self.last = -1
+        """The newest part delivered, while the answer may hold the next part."""
+        self.stopped_at = -1
+        """The newest part after which an answer stopped."""
+        self.last_not_final = -1
+        """The newest part whose heartbeat says that more parts follow."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next part may follow."""
+        return self.last >= 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether an answer stopped after a part that is not the final one."""
+        return self.stopped_at >= 0 and self.stopped_at == self.last_not_final
+
+    def stop(self) -> None:
+        """Record that no further part comes."""
+        self.stopped_at, self.last = self.last, -1
+
+
+class GapEnd(NamedTuple):
+    """The last number of a gap, and whether a snapshot represents the missing batches."""
+
+    last: int
+    compacted: bool
+
+
+class Sequencer:
+    """The order of one life. Every number from 0 is delivered once or is part of one gap, in rising order."""
+
+    def __init__(self, limits: StreamLimits, early: ReorderBuffer) -> None:
+        self.next_seq = 0
+        """The only number that may be delivered next."""
+        self.highest_seen = -1
+        """The highest number that is known to exist."""
+        self.last_live = -1
+        """The newest number that came live."""
+        self.early = early
+        self.replayed_digests = ReplayedDigests(limits)
+        self.parts = SnapshotParts()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no batch that is known to exist is missing."""
+        return self.next_seq > self.highest_seen
+
+    def order_of(self, seq: int) -> Order:
+        """Classify the number of a live batch."""
+        if seq <= self.last_live:
+            return Order.REGRESSED
+        if seq == self.next_seq and self.parts.last < 0:
+            return Order.NEXT
+        return Order.KNOWN if seq < self.next_seq else Order.AHEAD
+
+    def see(self, seq: int) -> None:
+        """Record that this number exists."""
+        self.highest_seen = max(self.highest_seen, seq)
+
+    def advance(self, seq: int) -> None:
+        """Record that everything up to this number was delivered."""
+        self.next_seq = seq + 1
+        self.highest_seen = max(self.highest_seen, seq)
+
+    def pop_next(self) -> EarlyBatch | None:
+        """Remove and return the early batch whose turn it is, unless the next part of a snapshot may take its place."""
+        return None if self.parts.last >= 0 else self.early.pop(self.next_seq)
+
+    def skip_to(self, last: int) -> int:
+        """Give up the numbers up to `last`. Return how many they are."""
+        count = last + 1 - self.next_seq
+        self.next_seq = last + 1
+        return count
+
+    def gap_before_early(self, is_snapshot: bool) -> GapEnd:
+        """Return the gap before the first early batch, or up to the highest number seen if none waits.
+
+        `is_snapshot` says whether that early batch begins with a clear. A live one is the engine's own clear, and no snapshot.
+        """
+        first = self.early.first()
+        if first is None or (batch := self.early.get(first)) is None:
+            return GapEnd(self.highest_seen, compacted=False)
+        return GapEnd(first - 1, compacted=batch.replayed and is_snapshot)
+
+    def gap_before(self, seq: int, *, compacted: bool) -> GapEnd:
+        """Return the gap before `seq`, the first number of an answer, or before an earlier batch that waits.
+
+        The gap before a batch that waits is a loss even if a snapshot with a higher number follows: until the snapshot is
+        applied, the state lacks what was in the gap.
+        """
+        last = min(seq, self.early.first() or seq) - 1
+        return GapEnd(last, compacted=compacted and last == seq - 1)

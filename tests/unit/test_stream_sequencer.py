@@ -1,0 +1,168 @@
+"""The sequencer: deliveries and gaps tile the numbers of a life; its buffers are bounded in number and in bytes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.stream import StreamLimits, payload_digest
+from kvevents.stream.sequencer import Order, ReorderBuffer, ReplayedDigests, Sequencer, SnapshotParts
+
+LIMITS = StreamLimits(max_pending_batches=5, max_pending_bytes=40, max_replayed_digests=5)
+
+payloads = st.binary(max_size=50)
+seqs = st.integers(0, 12)
+
+
+@given(st.lists(st.tuples(st.booleans(), seqs, payloads)))
+def test_the_newest_replayed_digests_are_kept(steps: list[tuple[bool, int, bytes]]) -> None:
+    """The digests are those of a list whose oldest entries are dropped beyond the bound."""
+    recent, model = ReplayedDigests(LIMITS), list[tuple[int, bytes]]()
+    for adds, seq, payload in steps:
+        known = next((each for number, each in model if number == seq), None)
+        model = [each for each in model if each[0] != seq]
+        if not adds:
+            assert recent.pop(seq) == (None if known is None else payload_digest(known))
+            continue
+        recent.add(seq, payload_digest(payload))
+        model.append((seq, payload))
+        del model[: -LIMITS.max_replayed_digests]
+    assert {seq: digest for seq in range(13) if (digest := recent.pop(seq))} == {
+        seq: payload_digest(each) for seq, each in model
+    }
+
+
+@given(st.lists(st.tuples(st.booleans(), seqs, payloads)))
+def test_the_reorder_buffer_is_within_both_bounds(steps: list[tuple[bool, int, bytes]]) -> None:
+    """A batch without room is refused. Room that a batch leaves can be used again."""
+    pending, model = ReorderBuffer(LIMITS), dict[int, bytes]()
+    for adds, seq, payload in steps:
+        if not adds:
+            taken = pending.pop(seq)
+            assert (None if taken is None else taken[0]) == model.pop(seq, None)
+        elif seq not in model:
+            fits = len(model) < 5 and sum(map(len, model.values())) + len(payload) <= 40
+            assert pending.add(seq, payload, replayed=False) == fits
+            model |= {seq: payload} if fits else {}
+        assert len(pending) == len(model)
+        assert pending.first() == min(model, default=None)
+
+
+def test_a_batch_that_was_removed_out_of_order_leaves_the_heap() -> None:
+    """A snapshot takes the place of a waiting batch, and another batch with its number arrives."""
+    pending = ReorderBuffer(LIMITS)
+    for seq in (1, 2):
+        assert pending.add(seq, b"", replayed=False)
+    assert pending.pop(2)
+    assert pending.add(2, b"", replayed=False)
+    for seq in range(1, 1000):
+        assert pending.pop(seq)
+        assert pending.add(seq + 2, b"", replayed=False)
+    assert len(pending._order) == 2
+    assert pending.first() == 1000
+
+
+class Tiling:
+    """Feeds a sequencer as a stream does, and records the numbers that deliveries and gaps cover."""
+
+    def __init__(self) -> None:
+        self.sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
+        self.covered: list[int] = []
+
+    def live(self, seq: int) -> None:
+        order = self.sequencer.order_of(seq)
+        if order is not Order.REGRESSED:
+            self.sequencer.last_live = seq
+        if order is Order.NEXT:
+            self.deliver()
+        elif order is Order.AHEAD:
+            self.wait(seq, replayed=False)
+
+    def replayed(self, seq: int) -> None:
+        if seq == self.sequencer.next_seq:
+            self.deliver()
+        elif seq > self.sequencer.next_seq:
+            self.wait(seq, replayed=True)
+
+    def wait(self, seq: int, *, replayed: bool) -> None:
+        self.sequencer.see(seq)
+        if self.sequencer.early.get(seq) is None:
+            self.sequencer.early.add(seq, b"", replayed=replayed)
+
+    def deliver(self) -> None:
+        self.covered.append(self.sequencer.next_seq)
+        self.sequencer.advance(self.sequencer.next_seq)
+        self.drain()
+
+    def drain(self) -> None:
+        while self.sequencer.pop_next() is not None:
+            self.covered.append(self.sequencer.next_seq)
+            self.sequencer.advance(self.sequencer.next_seq)
+
+    def give_up(self) -> None:
+        if not self.sequencer.is_complete:
+            gap = self.sequencer.gap_before_early(is_snapshot=False)
+            self.covered.extend(range(self.sequencer.next_seq, gap.last + 1))
+            assert self.sequencer.skip_to(gap.last) > 0
+            self.drain()
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from(("live", "replayed", "give up"))), max_size=60))
+def test_deliveries_and_gaps_tile_the_numbers(steps: list[tuple[int, str]]) -> None:
+    """Whatever arrives in whatever order, each number is delivered once or is part of one gap, in rising order."""
+    tiling = Tiling()
+    for seq, step in steps:
+        if step == "live":
+            tiling.live(seq)
+        elif step == "replayed":
+            tiling.replayed(seq)
+        else:
+            tiling.give_up()
+    while not tiling.sequencer.is_complete:
+        tiling.give_up()
+    assert tiling.covered == list(range(tiling.sequencer.next_seq))
+    assert len(tiling.sequencer.early) == 0
+
+
+@given(st.integers(0, 20), st.integers(-1, 20), st.integers(0, 20))
+def test_the_order_of_a_live_number(next_seq: int, last_live: int, seq: int) -> None:
+    """Numbers of one connection rise. Below the next number, replay was faster; above it, something is missing."""
+    sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
+    sequencer.next_seq, sequencer.last_live = next_seq, last_live
+    order = sequencer.order_of(seq)
+    assert (order is Order.REGRESSED) == (seq <= last_live)
+    assert (order is Order.NEXT) == (last_live < seq == next_seq)
+    assert (order is Order.KNOWN) == (last_live < seq < next_seq)
+    assert (order is Order.AHEAD) == (seq > last_live and seq > next_seq)
+
+
+@given(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3), st.integers(1, 12), st.booleans())
+def test_the_gap_before_an_answer_ends_at_an_earlier_batch_that_waits(
+    next_seq: int, early: list[int], first: int, compacted: bool
+) -> None:
+    """A snapshot represents only the gap right before it: until it is applied, the state lacks what was in an earlier gap."""
+    sequencer = Sequencer(LIMITS, ReorderBuffer(LIMITS))
+    sequencer.next_seq = next_seq
+    waiting = {next_seq + 1 + seq for seq in early}
+    for seq in waiting:
+        sequencer.early.add(seq, b"", replayed=False)
+    seq = next_seq + first
+    gap = sequencer.gap_before(seq, compacted=compacted)
+    assert gap.last == min(waiting | {seq}) - 1
+    assert gap.compacted == (compacted and not any(each < seq for each in waiting))
+
+
+@given(st.integers(0, 5), st.booleans(), st.booleans())
+def test_a_snapshot_is_truncated_if_an_answer_stops_after_a_part_that_is_not_final(
+    seq: int, is_final: bool, is_read_late: bool
+) -> None:
+    """The heartbeat of the part may be read before or after the answer stops."""
+    parts = SnapshotParts()
+    parts.last = seq
+    if not is_final and not is_read_late:
+        parts.last_not_final = seq
+    assert not parts.is_truncated
+    parts.stop()
+    if not is_final and is_read_late:
+        parts.last_not_final = seq
+    assert (parts.is_open, parts.is_truncated) == (False, not is_final)
