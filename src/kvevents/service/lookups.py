@@ -149,12 +149,12 @@ class Lookups:
         self._record(scope, (), rows)
         return Found(rows, missing)
 
-    def expect(self, scope: Scope, worker: tuple[str, int], asked: SelectRequest) -> None:
+    def expect(self, scope: Scope, worker: tuple[str, int], request: SelectRequest) -> None:
         """Count a prompt as held by a worker for `expect_seconds`, until its events arrive."""
-        seconds = asked.expect_seconds
-        if self._fleet.expect(scope, worker, asked.tokens, seconds) or self._shards is None:
+        seconds = request.expect_seconds
+        if self._fleet.expect(scope, worker, request.tokens, seconds) or self._shards is None:
             return
-        prompt = packed(asked.tokens)
+        prompt = packed(request.tokens)
         self._shards.expect(Expectation(**fields_of(scope), instance=worker[0], rank=worker[1], prompt=prompt, seconds=seconds))
 
     def _sample(self, scope: Scope, tokens: Any) -> None:

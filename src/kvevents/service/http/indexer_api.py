@@ -156,40 +156,40 @@ HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 
 async def register(service: Service, request: Request) -> Response:
     """Register a rank of an engine, which the service follows from then on."""
-    asked: RegisterRequest = REGISTER.read(request, service.config.limits)
-    registration = _registration(asked)
+    body: RegisterRequest = REGISTER.read(request, service.config.limits)
+    registration = _registration(body)
     await service.admit(registration)
     change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
     service.audit.log_change(change, caller=request.caller, peer=request.peer)
     service.metrics.record_ignored_fields(request)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "warnings": [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored[:MAX_WARNINGS]]
     }
     if not request.ignored:
-        told = {}
-    if asked.model_name is not None:
-        return answer({"status": "ok", **told}, status=201)
-    return answer({"status": "registered successfully", "instance_id": asked.instance_id, **told})
+        fields = {}
+    if body.model_name is not None:
+        return answer({"status": "ok", **fields}, status=201)
+    return answer({"status": "registered successfully", "instance_id": body.instance_id, **fields})
 
 
-def _registration(asked: RegisterRequest) -> Registration:
-    scope = scope_of(asked)
+def _registration(body: RegisterRequest) -> Registration:
+    scope = scope_of(body)
     if isinstance(scope.lora, int):
         raise RefusedError(
             f"lora_id {scope.lora} does not name a LoRA", "lora-id", "send its name as lora_name, or leave it out"
         )
-    _check_endpoint("endpoint", asked.endpoint)
-    if asked.replay_endpoint:  # clients in Go send an empty string for none
-        _check_endpoint("replay_endpoint", asked.replay_endpoint)
+    _check_endpoint("endpoint", body.endpoint)
+    if body.replay_endpoint:  # clients in Go send an empty string for none
+        _check_endpoint("replay_endpoint", body.replay_endpoint)
     try:
         return Registration(
-            instance=str(asked.instance_id),
-            endpoint=asked.endpoint,
+            instance=str(body.instance_id),
+            endpoint=body.endpoint,
             model=scope.model,
-            rank=asked.dp_rank or 0,
-            replay_endpoint=asked.replay_endpoint or None,
-            topic=asked.topic,
-            block_size=asked.block_size,
+            rank=body.dp_rank or 0,
+            replay_endpoint=body.replay_endpoint or None,
+            topic=body.topic,
+            block_size=body.block_size,
             tenant=scope.tenant,
             group=scope.group,
             lora_name=scope.lora,
@@ -209,18 +209,18 @@ def _check_endpoint(name: str, endpoint: str) -> None:
 
 async def unregister(service: Service, request: Request) -> Response:
     """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
-    asked: UnregisterRequest = UNREGISTER.read(request, service.config.limits)
-    instance, model = str(asked.instance_id), pick(asked, MODEL)
-    tenant, group, lora, salt = (pick(asked, names) for names in (TENANT, GROUP, LORA, SALT))
+    body: UnregisterRequest = UNREGISTER.read(request, service.config.limits)
+    instance, model = str(body.instance_id), pick(body, MODEL)
+    tenant, group, lora, salt = (pick(body, names) for names in (TENANT, GROUP, LORA, SALT))
     found = [
         member.registration
         for member in service.members().values()
         if (member.registration.instance, member.registration.tenant, member.registration.group)
         == (instance, DEFAULT_GROUP if tenant is None else tenant, DEFAULT_GROUP if group is None else group)
-        and asked.dp_rank in {None, member.registration.rank}
+        and body.dp_rank in {None, member.registration.rank}
     ]
     if not found:
-        which = "" if asked.dp_rank is None else f" rank {asked.dp_rank}"
+        which = "" if body.dp_rank is None else f" rank {body.dp_rank}"
         raise NotFoundError(f"instance {instance}{which} not found", "not-registered", "see /workers for registered instances")
     if model is not None and found[0].model != model:
         raise NotFoundError(
@@ -240,7 +240,7 @@ async def unregister(service: Service, request: Request) -> Response:
     failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if failures and (not ended or not all(isinstance(failure, NotFoundError) for failure in failures)):
         raise next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[0])
-    if asked.model_name is not None:
+    if body.model_name is not None:
         return Response(b'{"status":"ok"}')
     removed = [f"{each.instance}|{each.tenant}|{each.rank}" for each in ended]
     return answer({"status": "unregistered successfully", "removed_instances": removed})
@@ -251,48 +251,48 @@ async def unregister(service: Service, request: Request) -> Response:
 
 async def query(service: Service, request: Request) -> Response:
     """Return how much of a prompt each worker holds."""
-    asked, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.config.limits)
+    body, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.config.limits)
     service.check_tokens(len(tokens))
     service.metrics.record_ignored_fields(request)
-    scope = service.candidates.resolve(scope_of(asked))
+    scope = service.candidates.resolve(scope_of(body))
     run = service.runner(request.run, len(service.candidates.of(scope).members))
-    found = await service.lookups.find(run, scope, tokens, whole_prompt=asked.whole_prompt)
-    return await run(_answered, service, asked, scope, found)
+    found = await service.lookups.find(run, scope, tokens, whole_prompt=body.whole_prompt)
+    return await run(_answered, service, body, scope, found)
 
 
 async def query_by_hash(service: Service, request: Request) -> Response:
     """Return how much of a prompt each worker holds, by the hashes of its blocks."""
-    asked, keys = await request.run(_hashes, service, request)
+    body, keys = await request.run(_hashes, service, request)
     service.metrics.record_ignored_fields(request)
-    scope = service.candidates.resolve(scope_of(asked))
+    scope = service.candidates.resolve(scope_of(body))
     run = service.runner(request.run, len(service.candidates.of(scope).members))
     # The hashes include the salt, and the LoRA if the engine's events name it.
-    found = await service.lookups.find_keys(run, scope, keys, local=asked.block_hashes is not None)
-    return await run(_answered, service, asked, scope, found)
+    found = await service.lookups.find_keys(run, scope, keys, local=body.block_hashes is not None)
+    return await run(_answered, service, body, scope, found)
 
 
 def _hashes(service: Service, request: Request) -> tuple[HashQueryRequest, list[int]]:
-    asked: HashQueryRequest = HASH_QUERY.read(request, service.config.limits)
-    given = [hashes for hashes in (asked.block_hashes, asked.seq_hashes, asked.block_hash) if hashes is not None]
+    body: HashQueryRequest = HASH_QUERY.read(request, service.config.limits)
+    given = [hashes for hashes in (body.block_hashes, body.seq_hashes, body.block_hash) if hashes is not None]
     if len(given) != 1:
         raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _HINT, status=422)
     if len(given[0]) > (most := service.config.limits.max_hashes):
         raise TooMuchError(f"{len(given[0])} hashes were sent", "too-many-hashes", f"limits.max_hashes is {most}")
-    return asked, [_unsigned(each) for each in given[0]]
+    return body, [_unsigned(each) for each in given[0]]
 
 
-def _answered(service: Service, asked: IndexerRequest, scope: Scope, found: Found) -> Response:
+def _answered(service: Service, body: IndexerRequest, scope: Scope, found: Found) -> Response:
     rows, missing = found
     if doubtful := service.candidates.of(scope).doubtful:  # they may hold more blocks than the index knows, as their trust says
         holders = {row.member.worker for row in rows}
         rows = rows + [MemberMatch(member, 0, 0, 0, 0) for member in doubtful if member.worker not in holders]
     rows = [each for each in rows if not each.member.is_hidden]
-    if asked.instance_id is not None and asked.model_name is None:
-        rows = [each for each in rows if each.member.registration.instance == str(asked.instance_id)]
-    if asked.block_size is not None:
-        rows = [each for each in rows if each.member.registration.block_size in {None, asked.block_size}]
+    if body.instance_id is not None and body.model_name is None:
+        rows = [each for each in rows if each.member.registration.instance == str(body.instance_id)]
+    if body.block_size is not None:
+        rows = [each for each in rows if each.member.registration.block_size in {None, body.block_size}]
     headers = ((MISSING, missing.encode("ascii", "replace")),) if missing else ()
-    if asked.model_name is not None:
+    if body.model_name is not None:
         return Response(dynamo(rows), headers=headers)
     return Response(mooncake(scope.tenant, rows), headers=headers)
 

@@ -60,7 +60,7 @@ def _instance(members: list[Member]) -> dict[str, Any]:
 
 
 def _listener(member: Member) -> dict[str, Any]:
-    told = {
+    fields = {
         "endpoint": member.registration.endpoint,
         "replay_endpoint": member.registration.replay_endpoint,
         "status": _STATUS[member.trust_status.state],
@@ -68,8 +68,8 @@ def _listener(member: Member) -> dict[str, Any]:
         "blocks": member.blocks,
     }
     if member.trust_status.reason:
-        told["last_error"] = member.trust_status.reason
-    return told
+        fields["last_error"] = member.trust_status.reason
+    return fields
 
 
 def id_of(instance: str) -> int | str:

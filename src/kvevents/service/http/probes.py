@@ -16,8 +16,8 @@ METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 def health(service: Service, request: Request) -> Response:
     """Return whether the service receives events; 503 if the process must be restarted."""
-    told = service.health()
-    return answer(told, request, status=503 if told.status == "failed" else 200)
+    found = service.health()
+    return answer(found, request, status=503 if found.status == "failed" else 200)
 
 
 def live(service: Service, request: Request) -> Response:
@@ -27,8 +27,8 @@ def live(service: Service, request: Request) -> Response:
 
 def ready(service: Service, request: Request) -> Response:
     """Return whether the service can be queried: enough sources are EXACT or the deadline has passed; 503 before."""
-    told = service.readiness()
-    return answer(told, request, status=200 if told.ready else 503)
+    readiness = service.readiness()
+    return answer(readiness, request, status=200 if readiness.ready else 503)
 
 
 def metrics(service: Service, _request: Request) -> Response:

@@ -33,26 +33,26 @@ _PROMPTS: Final[dict[bytes, Any]] = {
 def match(service: Service, request: Request) -> Response:
     """Return how much of some prompts the workers of some partitions hold, as far as this replica serves them."""
     server = _shard_server(service)
-    asked: ShardQuery = _read(QUERY, service, request)
-    service.check_tokens(sum(len(prompt) // 4 for prompt in asked.prompts) + sum(map(len, asked.keys)))
-    if any(max(keys, default=0) >> 64 for keys in asked.keys):
+    query: ShardQuery = _read(QUERY, service, request)
+    service.check_tokens(sum(len(prompt) // 4 for prompt in query.prompts) + sum(map(len, query.keys)))
+    if any(max(keys, default=0) >> 64 for keys in query.keys):
         raise ServiceError("a key has more than 64 bits", "bad-hash", "send rolling keys or hashes of blocks", status=422)
-    return answer(server.part(asked), request)
+    return answer(server.part(query), request)
 
 
 def members(service: Service, request: Request) -> Response:
     """List the engines of some partitions, as far as this replica serves them."""
     server = _shard_server(service)
-    asked: PartitionQuery = PARTITIONS.read(request, service.config.limits)
-    return answer(server.members(asked), request)
+    query: PartitionQuery = PARTITIONS.read(request, service.config.limits)
+    return answer(server.members(query), request)
 
 
 def expect(service: Service, request: Request) -> Response:
     """Count a prompt as held by an engine for a while."""
     server = _shard_server(service)
-    asked: Expectation = _read(EXPECTATION, service, request)
-    service.check_tokens(len(asked.prompt) // 4)
-    return answer(server.expect(asked), request)
+    query: Expectation = _read(EXPECTATION, service, request)
+    service.check_tokens(len(query.prompt) // 4)
+    return answer(server.expect(query), request)
 
 
 def _read(body: Body, service: Service, request: Request) -> Any:

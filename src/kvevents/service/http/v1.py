@@ -84,22 +84,22 @@ async def match(service: Service, request: Request) -> Response:
     The body is a `MatchRequest` as JSON or msgpack, or raw token ids: unsigned 32-bit little-endian numbers with content type
     `application/octet-stream`, and all other fields in the query string.
     """
-    asked, tokens = await request.run(_prompt, service, request)
-    scope = service.candidates.resolve(scope_of(asked))
+    query, tokens = await request.run(_prompt, service, request)
+    scope = service.candidates.resolve(scope_of(query))
     run = service.runner(request.run, len(service.candidates.of(scope).members))
     found = await service.lookups.find(
-        run, scope, tokens, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+        run, scope, tokens, mm=query.mm, expected=query.expected, whole_prompt=query.whole_prompt
     )
     return await run(_matched, service, request, scope, len(tokens), found)
 
 
 def _prompt(service: Service, request: Request) -> tuple[ScopedRequest, Any]:
     if request.kind == RAW:
-        tokens, asked = _raw(request)
+        tokens, query = _raw(request)
     else:
-        asked, tokens = MATCH.read_tokens(request, "tokens", service.config.limits)
+        query, tokens = MATCH.read_tokens(request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
-    return asked, tokens
+    return query, tokens
 
 
 def _matched(service: Service, request: Request, scope: Scope, length: int, found: Found) -> Response:
@@ -121,60 +121,60 @@ def _raw(request: Request) -> tuple[Any, ScopedRequest]:
             "send 32-bit numbers",
         )
     try:
-        asked = msgspec.convert(dict(request.wanted), _RawScope, strict=False)
+        query = msgspec.convert(dict(request.wanted), _RawScope, strict=False)
     except msgspec.ValidationError as error:
         raise ServiceError(f"invalid query string: {error}", "bad-shape", "see /openapi.json", status=422) from error
-    return memoryview(request.body).cast("I"), asked
+    return memoryview(request.body).cast("I"), query
 
 
 async def match_many(service: Service, request: Request) -> Response:
     """Return the longest prefix of each of several prompts of one scope that each worker holds."""
-    asked: MatchManyRequest = await request.run(MATCH_MANY.read, request, service.config.limits)
-    service.check_tokens(sum(map(len, asked.prompts)))
-    scope = service.candidates.resolve(scope_of(asked))
+    query: MatchManyRequest = await request.run(MATCH_MANY.read, request, service.config.limits)
+    service.check_tokens(sum(map(len, query.prompts)))
+    scope = service.candidates.resolve(scope_of(query))
     found = await service.lookups.find_many(
-        request.run, scope, asked.prompts, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+        request.run, scope, query.prompts, mm=query.mm, expected=query.expected, whole_prompt=query.whole_prompt
     )
-    return await request.run(_matched_many, service, request, scope, asked, found)
+    return await request.run(_matched_many, service, request, scope, query, found)
 
 
-def _matched_many(service: Service, request: Request, scope: Scope, asked: MatchManyRequest, found: FoundMany) -> Response:
+def _matched_many(service: Service, request: Request, scope: Scope, query: MatchManyRequest, found: FoundMany) -> Response:
     # Each match is encoded alone, because the encoder holds the interpreter lock.
     matches: list[Any] = [
         encoded(PromptMatch(prompt_tokens=len(tokens), holders=_held(rows)), request)
-        for tokens, rows in zip(asked.prompts, found.rows, strict=True)
+        for tokens, rows in zip(query.prompts, found.rows, strict=True)
     ]
     return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, scope), missing=found.missing), request)
 
 
 async def select(service: Service, request: Request) -> Response:
     """Select the worker for a prompt by what each worker holds, its trust and its load."""
-    asked, tokens = await request.run(SELECT.read_tokens, request, "tokens", service.config.limits)
+    query, tokens = await request.run(SELECT.read_tokens, request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
-    scope = service.candidates.resolve(scope_of(asked))
-    asked = msgspec.structs.replace(asked, tokens=tokens, model=scope.model, tenant=scope.tenant, group=scope.group)
+    scope = service.candidates.resolve(scope_of(query))
+    query = msgspec.structs.replace(query, tokens=tokens, model=scope.model, tenant=scope.tenant, group=scope.group)
     limits = service.config.limits
-    if asked.candidates is None:
+    if query.candidates is None:
         count = len(service.candidates.of(scope).members)
-    elif (count := len(asked.candidates)) > limits.max_candidates:
+    elif (count := len(query.candidates)) > limits.max_candidates:
         raise TooMuchError(
             f"the request has {count} candidates", "too-many-candidates", f"limits.max_candidates is {limits.max_candidates}"
         )
     run = service.runner(request.run, count)
     found = await service.lookups.find(
-        run, scope, tokens, mm=asked.mm, expected=asked.expected, whole_prompt=asked.whole_prompt
+        run, scope, tokens, mm=query.mm, expected=query.expected, whole_prompt=query.whole_prompt
     )
-    chosen = await run(_selected, service, scope, asked, found.rows, found.missing)
-    if asked.expect_seconds > 0:
-        service.lookups.expect(scope, (chosen.instance, chosen.rank), asked)
+    chosen = await run(_selected, service, scope, query, found.rows, found.missing)
+    if query.expect_seconds > 0:
+        service.lookups.expect(scope, (chosen.instance, chosen.rank), query)
     return answer(chosen, request)
 
 
-def _selected(service: Service, scope: Scope, asked: SelectRequest, found: list[MemberMatch], missing: str) -> Selection:
+def _selected(service: Service, scope: Scope, query: SelectRequest, found: list[MemberMatch], missing: str) -> Selection:
     standings = {
         member.worker: Standing(member.trust_status, member.distance) for member in service.candidates.of(scope).members
     }
-    candidates = asked.candidates
+    candidates = query.candidates
     if candidates is None:
         candidates = [Candidate(instance=instance, rank=rank) for instance, rank in standings]
     else:
@@ -183,14 +183,14 @@ def _selected(service: Service, scope: Scope, asked: SelectRequest, found: list[
             member.worker for member in service.members().values() if member.registration.scope[1:3] == scope[1:3]
         } - standings.keys()
         candidates = [one for one in candidates if (one.instance, one.rank) not in others]
-        if asked.candidates and not candidates:
+        if query.candidates and not candidates:
             raise SelectError(
-                f"none of the {len(asked.candidates)} candidates serves model {scope.model!r} with this LoRA and salt",
+                f"none of the {len(query.candidates)} candidates serves model {scope.model!r} with this LoRA and salt",
                 "no-candidates",
                 "leave `candidates` out, or name workers of /v1/sources",
             )
     held = {(each.instance, each.rank): each for each in _held(found)}
-    chosen = select_worker(asked, candidates, held, standings, service.ties)
+    chosen = select_worker(query, candidates, held, standings, service.ties)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
 
