@@ -174,7 +174,7 @@ async def test_a_failure_is_told_at_once_and_its_engines_stay_for_a_bounded_time
     failing = await within(following)
     assert failing.registrations == good.registrations
     assert failing.faults[0].subject == "e.test"
-    assert "the 1 that it named stay for at most 100 s" in failing.faults[0].sentence
+    assert "the engines found before (1) stay for at most 100 s" in failing.faults[0].sentence
     following = soon(watched)
     # One fault for all of it; it would be too old in the pause after 91.5 s, so it goes at its beginning.
     assert [await steps.step() for _ in range(7)] == [0.5, 1, 2, 4, 8, 16, 30]
@@ -221,7 +221,7 @@ async def test_cancelling_ends_it_in_the_middle_of_a_question(server: NameServer
         await within(following)
 
 
-NO_NAME, NO_SCHEME = "is no name to resolve; write HOST:PORT", "cannot be followed; write tcp://"
+NO_NAME, NO_SCHEME = "expected HOST:PORT", "expected tcp://"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ NO_NAME, NO_SCHEME = "is no name to resolve; write HOST:PORT", "cannot be follow
 )
 def test_an_invalid_target_is_refused(target: str, says: str) -> None:
     """When it is written, with the target and what it should look like."""
-    with pytest.raises(ConfigError, match=re.escape(f"{target!r} {says}")):
+    with pytest.raises(ConfigError, match=re.escape(f"invalid DNS target {target!r}: {says}")):
         DnsProvider(target, MODEL)
 
 

@@ -147,7 +147,7 @@ async def test_ranks_that_the_operator_counts_on_are_missed(engine: Engine) -> N
     """`ranks = 4` beside a base_url: an engine that tells two of them lacks two."""
     engine.pages["/kv_event_sources"] = {rank: vllm_rank("tcp://*:5557") for rank in ("0", "1")}
     found = await ask(engine, SourceTable(model="m", base_url=engine.url, ranks=4))
-    assert sentences(found) == ["rank 2 of e is not told by it", "rank 3 of e is not told by it"]
+    assert sentences(found) == [f"rank {rank} of e is configured, but the engine does not report it" for rank in (2, 3)]
 
 
 async def test_sglang_tells_all_its_ranks(engine: Engine) -> None:
@@ -231,21 +231,21 @@ async def test_the_template_goes_before_what_the_engine_says(engine: Engine) -> 
     ("pages", "words"),
     [
         ({}, "neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang)"),
-        ({"/kv_event_sources": []}, "no JSON object of ranks"),
-        ({"/kv_event_sources": {"zero": {}}}, "'zero' where vLLM has the number of a rank"),
-        ({"/kv_event_sources": {"0": {}, "999999999": {}}}, "claims 1000000000 data-parallel ranks"),
-        ({"/server_info": sglang(kv_events={"dp_size": 10**12})}, "claims 1000000000000 data-parallel ranks"),
-        ({"/server_info": sglang(kv_events={"dp_size": -1})}, "claims -1 data-parallel ranks"),
+        ({"/kv_event_sources": []}, "does not return a JSON object of ranks"),
+        ({"/kv_event_sources": {"zero": {}}}, "the key 'zero' in place of a rank number"),
+        ({"/kv_event_sources": {"0": {}, "999999999": {}}}, "reports 1000000000 data-parallel ranks"),
+        ({"/server_info": sglang(kv_events={"dp_size": 10**12})}, "reports 1000000000000 data-parallel ranks"),
+        ({"/server_info": sglang(kv_events={"dp_size": -1})}, "reports -1 data-parallel ranks"),
         ({"/server_info": sglang(kv_events={"endpoint_port_base": "x"})}, "$.kv_events.endpoint_port_base"),
-        ({"/server_info": "?"}, "not as SGLang's"),
-        ({"/server_info": {"kv_events": {"endpoint_port_base": 1}}}, "does not tell its model"),
-        ({"/server_info": {"kv_events": {"endpoint_port_base": 1}}, "/v1/models": {"data": []}}, "does not tell its model"),
-        ({"/server_info": {"kv_events": {"endpoint_port_base": 1}}, "/v1/models": 1}, "not as OpenAI's"),
+        ({"/server_info": "?"}, "does not have the shape of SGLang's"),
+        ({"/server_info": {"kv_events": {"endpoint_port_base": 1}}}, "lists no model"),
+        ({"/server_info": {"kv_events": {"endpoint_port_base": 1}}, "/v1/models": {"data": []}}, "lists no model"),
+        ({"/server_info": {"kv_events": {"endpoint_port_base": 1}}, "/v1/models": 1}, "does not have the shape of OpenAI's"),
         ({"/kv_event_sources": b"HTTP/1.0 200 OK\r\n\r\n<html>"}, "not answer in JSON"),
         ({"/kv_event_sources": b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 500_000}, "not answer in JSON"),
         ({"/kv_event_sources": b"HTTP/1.0 200 OK\r\n\r\n\xff\xfe"}, "not answer in JSON"),
         ({"/kv_event_sources": b"HTTP/1.0 503 Later\r\n\r\n"}, "answers with status 503"),
-        ({"/kv_event_sources": b"HTTP/1.0 401 No\r\n\r\n"}, "wants a key"),
+        ({"/kv_event_sources": b"HTTP/1.0 401 No\r\n\r\n"}, "requires a key"),
     ],
 )  # fmt: skip
 async def test_an_answer_that_cannot_be_used_is_a_fault(engine: Engine, pages: dict[str, Any], words: str) -> None:

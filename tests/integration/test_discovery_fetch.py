@@ -112,13 +112,13 @@ async def test_redirects_stay_on_the_host(engine: Engine) -> None:
     engine.pages |= {"/x": to("http://169.254.169.254/"), "/y": to("file:///etc/passwd"), "/z": to("//[bad")}
     for path in ("/x", "/y"):
         assert "another server" in await refused(engine, path)
-    assert "no URL" in await refused(engine, "/z")
+    assert "not a valid URL" in await refused(engine, "/z")
     assert "more than 3 times" in await refused(engine, "/round")
 
 
-async def test_so_many_are_asked_at_one_time_and_the_others_wait(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fleet does not need as many file descriptors as it has engines; who waits for a turn does not run out of time."""
-    monkeypatch.setattr("kvevents.service.discovery.engines.MAX_ASKING", 2)
+async def test_connections_at_one_time_are_bounded(engine: Engine) -> None:
+    """A fleet needs fewer file descriptors than it has engines, and a query that waits for a connection does not time out."""
+    client = EngineHttpClient(max_connections=2)
     lock, now, most = threading.Lock(), 0, 0
 
     def page(handler: BaseHTTPRequestHandler) -> None:
@@ -132,7 +132,7 @@ async def test_so_many_are_asked_at_one_time_and_the_others_wait(engine: Engine,
         handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n1")
 
     engine.pages["/x"] = page
-    found = await asyncio.gather(*(get(engine, "/x") for _ in range(50)))
+    found = await asyncio.gather(*(get(engine, "/x", client) for _ in range(50)))
     assert found == [(200, b"1")] * 50
     assert most <= 2
 

@@ -84,9 +84,7 @@ def test_the_first_of_two_that_differ_counts_and_the_other_is_told() -> None:
         "b rank 0": "tcp://h:1",
     }
     (fault,) = found.faults["dns x"]
-    assert fault == DiscoveryFault(
-        "a rank 0", "a rank 0 is named twice, with another endpoint: what config says first counts, this does not"
-    )
+    assert fault == DiscoveryFault("a rank 0", "a rank 0 is named twice, with another endpoint: the one of config takes effect")
 
 
 def test_the_same_said_twice_is_no_conflict() -> None:

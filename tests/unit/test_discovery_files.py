@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,9 @@ def put(path: Path, text: str) -> None:
 class Watched:
     """A provider of `path`, and what it found last."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
         self.steps = Steps()
-        self.provider = FileProvider(path, clock=self.steps.clock)
+        self.provider = FileProvider(path, clock=self.steps.clock, **options)
         self.found = self.provider.watch()
 
     async def first(self) -> Finding:
@@ -131,13 +132,12 @@ async def test_a_bad_file_keeps_what_was_known_and_says_where_it_is_bad(path: Pa
     assert await watched.after(lambda: put(path, GOOD)) == good
 
 
-async def test_a_file_that_is_not_utf8_or_too_large_is_bad(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that are no text, and more bytes than any fleet needs, are told as such."""
-    watched = Watched(path)
+async def test_a_file_that_is_not_utf8_or_too_large_is_bad(path: Path) -> None:
+    """The fault says that the bytes are not text, or that there are too many."""
+    watched = Watched(path, max_bytes=1000)
     await watched.first()
     assert "utf-8" in (await watched.after(lambda: path.write_bytes(b"\xff" * 999))).faults[0].sentence
-    monkeypatch.setattr("kvevents.service.discovery.files.MAX_FILE_BYTES", 100)
-    assert "more than 100 bytes" in (await watched.after(lambda: put(path, "#" * 101))).faults[0].sentence
+    assert "more than 1000 bytes" in (await watched.after(lambda: put(path, "#" * 1001))).faults[0].sentence
 
 
 async def test_a_file_that_disappears_keeps_what_was_known(path: Path) -> None:
@@ -167,9 +167,9 @@ async def test_a_file_that_is_written_while_it_is_read_counts_only_when_whole(
     watched = Watched(path)
     await watched.first()
 
-    def read_while_written(it: Path, *, alone: bool) -> object:
+    def read_while_written(it: Path, *, alone: bool, max_bytes: int) -> object:
         monkeypatch.undo()
-        half = read_sources(it, alone=alone)
+        half = read_sources(it, alone=alone, max_bytes=max_bytes)
         path.write_text(MORE)
         return half[:0]
 

@@ -16,7 +16,7 @@ def test_ranks_count_ports_up_as_a_source_does() -> None:
         instance="a", endpoint="tcp://h:5557", replay_endpoint="tcp://h:6557", model="m", ranks=3, rank=4, topic="kv"
     )
     expected = Source("tcp://h:5557", "tcp://h:6557", topic="kv", name="a", rank=4).ranks(3)
-    found = [each.source() for each in table.listed()]
+    found = [each.source() for each in table.static_registrations()]
     assert [(s.endpoint, s.replay_endpoint, s.rank, s.topic) for s in found] == [
         (s.endpoint, s.replay_endpoint, s.rank, s.topic) for s in expected
     ]
@@ -29,13 +29,13 @@ def test_every_field_arrives_in_the_registration() -> None:
         "tenant": "t", "group": "g", "topic": "kv", "bind": True, "lora_name": "l", "salt": "s",
         "curve": {"public_key": "p" * 40, "secret_key": "s" * 40, "server_key": "k" * 40},
     }  # fmt: skip
-    (found,) = parse_table(1, fields).listed()
+    (found,) = parse_table(1, fields).static_registrations()
     assert msgspec.to_builtins(found) == fields
 
 
 def test_an_engine_without_a_name_is_called_by_its_address() -> None:
     """As in the command line: the endpoint without its transport."""
-    assert SourceTable(endpoint="tcp://10.0.0.7:5557", model="m").listed()[0].instance == "10.0.0.7:5557"
+    assert SourceTable(endpoint="tcp://10.0.0.7:5557", model="m").static_registrations()[0].instance == "10.0.0.7:5557"
 
 
 def test_a_wildcard_replay_host_is_the_engines_own() -> None:
@@ -55,7 +55,7 @@ def test_a_wildcard_replay_host_is_the_engines_own() -> None:
         ({"model": "m", "endpoint": "h:1"}, ["endpoint", "tcp://HOST:PORT"]),
         ({"model": "m", "endpoint": "tcp://h"}, ["endpoint", "port from 1"]),
         ({"model": "m", "endpoint": "tcp://h:0"}, ["endpoint", "port from 1"]),
-        ({"model": "m", "endpoint": "tcp://*:5557"}, ["endpoint", "names no host", "bind = true"]),
+        ({"model": "m", "endpoint": "tcp://*:5557"}, ["endpoint", "wildcard host", "bind = true"]),
         ({"model": "m", "endpoint": "tcp://h:1", "replay_endpoint": "udp://h:1"}, ["replay_endpoint"]),
         ({"model": "m", "endpoint": "tcp://h:65535", "ranks": 2}, ["65536", "65535"]),
         ({"model": "m", "endpoint": "tcp://h:5557", "replay_endpoint": "tcp://h:5558", "ranks": 2}, ["5558", "rank 1"]),

@@ -52,11 +52,11 @@ class Following:
     def __init__(self, bridge: Bridge, curve: Curve | None) -> None:
         self.labels: dict[Key, str] = {}
         """What people call each stream."""
-        self.refused: dict[Key, str] = {}
+        self.follow_errors: dict[Key, str] = {}
         self._bridge: Final = bridge
         self._curve: Final = curve
 
-    def replace(
+    def replace_registrations(
         self, _origin: str, registrations: Iterable[Registration], _resume: Callable[[Key], Checkpoint | None], /
     ) -> list[str]:
         """Follow just these from now on. Returns sentences about what cannot be."""

@@ -72,7 +72,7 @@ class Fleet(Listener):
         """Another number whenever a member has come into another state."""
         self.failure: str | None = None
         """Why nothing is followed any more."""
-        self.refused: dict[Key, str] = {}
+        self.follow_errors: dict[Key, str] = {}
         """Why engines that were found, not registered by clients, are not followed: an endpoint that cannot be listened at."""
         self._max_sources = max_sources
         self._hide_stale_seconds = hide_stale_seconds
@@ -181,7 +181,7 @@ class Fleet(Listener):
                 self._drop(member)
                 self.on_change()
             if member.origin != HTTP:  # clients are told by the answer
-                self.refused[member.registration.key] = f"{member.registration.label} cannot be followed: {error}"
+                self.follow_errors[member.registration.key] = f"{member.registration.label} cannot be followed: {error}"
 
     def _drop(self, member: Member) -> None:
         del self.members[member.registration.key]
@@ -208,11 +208,11 @@ class Fleet(Listener):
             return False
         return True
 
-    def replace(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
+    def replace_registrations(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
         """Make what one origin has registered be just this. Returns sentences about what could not be."""
         wanted = {registration.key: registration for registration in registrations}
         faults: list[str] = []
-        self.refused.clear()
+        self.follow_errors.clear()
         for member in [member for member in list(self.members.values()) if member.origin == origin]:
             if wanted.get(member.registration.key) != member.registration:
                 with suppress(NotFoundError):  # it was refused just now

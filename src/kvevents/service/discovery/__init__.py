@@ -1,1 +1,1 @@
-"""Where the service learns of engines: one interface, one module a kind."""
+"""Discovery of engines: one interface, and one module for each way to find them."""

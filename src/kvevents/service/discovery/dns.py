@@ -1,4 +1,4 @@
-"""Engines behind a DNS name: every address, or every SRV target, is one instance.
+"""Discovery of the engines behind a DNS name: every address, or every SRV target, is one instance.
 
 A name is looked up in the hosts file first, then in DNS, as a container's `nsswitch.conf` has it. dnspython sends the queries
 instead of `getaddrinfo`, which knows no SRV records and no TTL. `getaddrinfo` also blocks a thread, which cannot be cancelled,
@@ -24,84 +24,96 @@ from kvevents.service.discovery.source_config import DEFAULT_TEMPLATE, Template,
 if TYPE_CHECKING:
     import dns.resolver
 
-
 LOOKUP_SECONDS: Final = 5.0
-"""For one question, all nameservers and repetitions together."""
+"""Longest time for one lookup: all nameservers and repetitions together."""
 HOSTS: Final = Path("/etc/hosts")
+MIN_SECONDS: Final = 5.0
+"""Shortest pause between two lookups, however short the TTL. CoreDNS sends a TTL of 5 for a headless service, some servers
+0."""
+MAX_SECONDS: Final = 60.0
+"""Longest pause between two lookups, however long the TTL. A new engine is found after this time at the latest."""
+MAX_STALE_SECONDS: Final = 300.0
+"""Time for which the engines of a name that no longer resolves stay. A nameserver that is down must not empty the index."""
+_SCHEMES: Final = ("tcp", "http", "https")
+
+
+# --- names
 
 
 class ResolveError(ExternalError):
-    """A name does not resolve; the message says why."""
+    """A name does not resolve. The message says why."""
 
 
 class Resolved(NamedTuple):
-    """Hosts, each once and in order, with the port where the name gives one, and for how many seconds this is true."""
+    """The result of a lookup."""
 
     hosts: tuple[tuple[str, int | None], ...]
+    """Distinct hosts in order, each with its port if the record has one."""
     ttl: float = 0.0
+    """Seconds for which the result is valid."""
 
 
 class Resolver(Protocol):
-    """Who resolves names. Both raise `ResolveError` when nobody could be asked or there is nothing of that name."""
+    """Looks up names. Both methods raise `ResolveError` if no nameserver answers or the name does not exist."""
 
     async def addresses(self, name: str) -> Resolved:
-        """Its IP addresses."""
+        """Return the IP addresses of a name."""
         ...
 
     async def services(self, name: str) -> Resolved:
-        """Targets and ports of its SRV records."""
+        """Return targets and ports of the SRV records of a name."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DnsResolver:
-    """Asks the nameservers of `/etc/resolv.conf`, or those given.
+    """Looks up names at the nameservers of `/etc/resolv.conf`, or at given ones.
 
-    Raises `MissingDependencyError` where dnspython is not installed.
+    Raises `MissingDependencyError` if dnspython is not installed.
     """
 
     nameservers: tuple[str, ...] = ()
     port: int = 53
-    """Of the given nameservers."""
+    """Port of the given nameservers."""
     seconds: float = LOOKUP_SECONDS
     hosts: Path = HOSTS
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("dns") is None:
-            raise MissingDependencyError("finding engines by DNS needs dnspython: pip install 'kvevents[service]'")
+            raise MissingDependencyError("discovery by DNS needs dnspython: pip install 'kvevents[service]'")
 
     async def addresses(self, name: str) -> Resolved:
-        """IPv4 addresses, or IPv6 ones when it has none of those: a host with both is one engine, not two."""
-        listed = await asyncio.to_thread(_listed, self.hosts, name)
+        """Return IPv4 addresses, or IPv6 addresses if there are no others. A host that has both is one engine."""
+        listed = await asyncio.to_thread(_addresses_in, self.hosts, name)
         if listed:
             return Resolved(listed)
         for kind in ("A", "AAAA"):
-            found = await self._ask(name, kind)
+            found = await self._look_up(name, kind)
             if found.hosts:
                 return found
         raise ResolveError(f"{name} has no addresses")
 
     async def services(self, name: str) -> Resolved:
-        """Targets without the dot at their end."""
-        found = await self._ask(name, "SRV")
+        """Return targets, without the final dot, and ports."""
+        found = await self._look_up(name, "SRV")
         if not found.hosts:
             raise ResolveError(f"{name} has no SRV records")
         return found
 
-    async def _ask(self, name: str, kind: str) -> Resolved:
-        """No hosts where DNS says that there are none."""
+    async def _look_up(self, name: str, kind: str) -> Resolved:
+        """Return the records of one kind. There are no hosts in the result if DNS says that there are no such records."""
         from dns.asyncbackend import get_backend  # noqa: PLC0415
-        from dns.asyncresolver import Resolver as Asker  # noqa: PLC0415
+        from dns.asyncresolver import Resolver as AsyncResolver  # noqa: PLC0415
         from dns.exception import DNSException, Timeout  # noqa: PLC0415
         from dns.resolver import NXDOMAIN, NoNameservers  # noqa: PLC0415
 
         try:
-            # Made for each question, so that a changed resolv.conf counts.
-            asker = Asker(configure=not self.nameservers)
+            # A new resolver for each lookup reads a changed resolv.conf.
+            resolver = AsyncResolver(configure=not self.nameservers)
             if self.nameservers:
-                asker.nameservers, asker.port = list(self.nameservers), self.port
+                resolver.nameservers, resolver.port = list(self.nameservers), self.port
             backend = get_backend("asyncio")
-            answer = await asker.resolve(
+            answer = await resolver.resolve(
                 name, kind, raise_on_no_answer=False, lifetime=self.seconds, search=True, backend=backend
             )
         except NXDOMAIN:
@@ -109,7 +121,7 @@ class DnsResolver:
         except Timeout as error:
             raise ResolveError(f"{name} cannot be resolved: no nameserver answers in time") from error
         except NoNameservers as error:
-            raise ResolveError(f"{name} cannot be resolved: no nameserver answers with more than an error") from error
+            raise ResolveError(f"{name} cannot be resolved: every nameserver answers with an error") from error
         except (DNSException, OSError) as error:
             raise ResolveError(f"{name} cannot be resolved: {error}") from error
         return _resolved(answer)
@@ -119,7 +131,7 @@ def _resolved(answer: dns.resolver.Answer) -> Resolved:
     if answer.rrset is None:
         return Resolved(())
     hosts = [_host(record) for record in answer.rrset]
-    # Sorted: nameservers turn the order of records with every answer.
+    # Sorted, because nameservers rotate the order of records.
     return Resolved(tuple(sorted({host for host in hosts if host[0]})), float(answer.chaining_result.minimum_ttl))
 
 
@@ -130,8 +142,8 @@ def _host(record: object) -> tuple[str, int | None]:
     return str(target).rstrip("."), int(getattr(record, "port", 0))
 
 
-def _listed(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
-    """Addresses of a name in a hosts file; of an address, itself."""
+def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
+    """Return the addresses of a name in a hosts file. The address of an address is itself."""
     address = name.removeprefix("[").removesuffix("]")
     if ":" in address or address.replace(".", "").isdecimal():
         return ((address, None),)
@@ -146,42 +158,40 @@ def _listed(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
     return tuple((address, None) for address in ipv4 or addresses)
 
 
-MIN_SECONDS: Final = 5.0
-"""Between two resolutions, however short the TTL: CoreDNS gives 5 for a headless service, some servers 0."""
-MAX_SECONDS: Final = 60.0
-"""However long it is: how late an engine that was added is found."""
-MAX_STALE_SECONDS: Final = 300.0
-"""How long engines stay whose name does not resolve any more: a nameserver that is away does not empty the index."""
-_SCHEMES: Final = ("tcp", "http", "https")
+# --- the provider
 
 
 class Target(NamedTuple):
-    """What is to be resolved, and what there is at each address of it."""
+    """A name to look up, and the kind of server at each of its addresses."""
 
     scheme: str
+    """`tcp` for the events of an engine, `http` or `https` for a server that describes an engine."""
     host: str
     port: int | None
-    """None where an SRV record gives it."""
+    """None if an SRV record contains it."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `HOST:PORT`, `_service._tcp.NAME`, or either after `tcp://`, `http://` or `https://`. Raises `ConfigError`."""
+        """Parse `HOST:PORT` or `_service._tcp.NAME`, optionally after `tcp://`, `http://` or `https://`.
+
+        Raises `ConfigError`.
+        """
         scheme, separator, address = text.rpartition("://")
         host, colon, port = address.rpartition(":")
         if scheme not in _SCHEMES and separator:
-            raise ConfigError(f"{text!r} cannot be followed; write tcp://, or http:// for engines that describe themselves")
+            raise ConfigError(f"invalid DNS target {text!r}: expected tcp://, or http:// for engines that describe themselves")
         if address.startswith("_") and not colon:
             return cls(scheme or "tcp", address, None)
         if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
-            raise ConfigError(f"{text!r} is no name to resolve; write HOST:PORT, or _service._tcp.NAME for SRV records")
+            raise ConfigError(f"invalid DNS target {text!r}: expected HOST:PORT, or _service._tcp.NAME for SRV records")
         return cls(scheme or "tcp", host, int(port))
 
 
 @dataclass(frozen=True, slots=True)
 class DnsProvider:
-    """The engines behind a name; `http://` in front of it asks each of them for its endpoints.
+    """Finds the engines behind a name. If the target begins with `http://`, each engine is queried for its endpoints.
 
-    Raises `ConfigError` for a target that cannot be resolved, or a template without a model where engines are not asked.
+    Raises `ConfigError` for an invalid target, and for a template without a model if the engines are not queried.
     """
 
     target: str
@@ -200,31 +210,31 @@ class DnsProvider:
 
     @property
     def name(self) -> str:
-        """As `dns engines.default.svc:5557`."""
+        """The name in logs, such as `dns engines.default.svc:5557`."""
         return f"dns {self.target}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Who is there; while the name does not resolve, who was, for as long as `max_stale`, and why."""
+        """Yield the engines behind the name. While it does not resolve, yield a fault, and the last engines for `max_stale`."""
         backoff = Backoff(self.clock.random)
-        told, last = None, Finding()
-        good = self.clock.now()
+        yielded, last = None, Finding()
+        resolved_at = self.clock.now()
         while True:
             try:
                 resolved = await self._resolve()
             except ResolveError as error:
                 pause = backoff.next_delay()
-                # Looked at before the pause: what would be too old in the middle of it goes at its beginning.
-                if self.clock.now() + pause - good > self.max_stale:
+                # Engines that would become too old during the pause are dropped at its beginning.
+                if self.clock.now() + pause - resolved_at > self.max_stale:
                     last = Finding()
                 found = replace(last, faults=(self._fault(error, last),))
             else:
                 backoff.reset()
                 pause = jittered(min(max(resolved.ttl, self.min_seconds), self.max_seconds), self.clock.random)
-                good = self.clock.now()
+                resolved_at = self.clock.now()
                 found = last = self._finding(resolved)
-            if found != told:
+            if found != yielded:
                 yield found
-            told = found
+            yielded = found
             await self.clock.sleep(pause)
 
     async def _resolve(self) -> Resolved:
@@ -233,7 +243,7 @@ class DnsProvider:
 
     def _fault(self, error: ResolveError, kept: Finding) -> DiscoveryFault:
         known = len(kept.registrations) + len(kept.providers)
-        stay = f"; the {known} that it named stay for at most {self.max_stale:g} s" if known else ""
+        stay = f"; the engines found before ({known}) stay for at most {self.max_stale:g} s" if known else ""
         return DiscoveryFault(Target.parse(self.target).host, f"{error}{stay}")
 
     def _finding(self, resolved: Resolved) -> Finding:
@@ -242,7 +252,7 @@ class DnsProvider:
         if scheme == "tcp":
             found = [self.template.registrations(address, f"tcp://{address}") for address in addresses]
             return Finding(registrations=tuple(each for ranks in found for each in ranks))
-        # A certificate names the host, not its addresses.
+        # A certificate contains the name of the host, not its addresses.
         http = replace(self.http, server_name=self.http.server_name or name.strip("[]")) if port is not None else self.http
         return Finding(
             providers=tuple(

@@ -1,4 +1,4 @@
-"""Engines that describe themselves: vLLM and SGLang, queried over HTTP."""
+"""Discovery of engines that describe themselves: vLLM and SGLang, queried over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.engine_info import INFO_PATHS, EngineInfo, ServedModels, read_models
+from kvevents.service.discovery.engine_info import INFO_PATHS, EngineInfo, ServedModels, parse_models
 from kvevents.service.discovery.provider import DiscoveryFault, Finding
 from kvevents.service.discovery.source_config import (
     DEFAULT_TEMPLATE,
@@ -27,32 +27,36 @@ from kvevents.service.discovery.source_config import (
 from kvevents.service.http_client import Answer, HttpConnections, HttpError, RequestLimits
 from kvevents.service.registration import Scope
 
-MAX_ANSWER_BYTES: Final = 1 << 20
-"""Of a body. SGLang's `/server_info`, the largest that is asked for, has some tens of kB."""
+QUERY_SECONDS: Final = 15.0
+"""Pause between two queries to an engine that answers. A change of its ports stays unknown for this long."""
 MAX_REDIRECTS: Final = 3
-MAX_ASKING: Final = 256
-"""Connections at one time, in one event loop: they need file descriptors, and their times should measure the peers and not the
-loop. Of 4,096 dead engines each has its turn every 32 s."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+_NOT_FOUND: Final = frozenset({404, 405})
+_UNAUTHORIZED: Final = frozenset({401, 403})
 _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHttpClient:
-    """Asks with these bounds."""
+    """Sends GET requests to engines, each over a connection of its own, within these bounds."""
 
     connect_seconds: float = 2.0
-    """For name, connection and TLS."""
+    """Longest time for the name, the connection and TLS."""
     read_seconds: float = 5.0
-    """For the whole answer."""
-    max_bytes: int = MAX_ANSWER_BYTES
+    """Longest time for the whole answer."""
+    max_bytes: int = 1 << 20
+    """Largest body of an answer. The largest that is requested, SGLang's `/server_info`, has some tens of kB."""
+    max_connections: int = 256
+    """Most connections at one time of all clients in one event loop; the first client in the loop sets it. More connections
+    would need many file descriptors and measure the loop instead of the engines. Of 4,096 dead engines each is queried every
+    32 s."""
     tls: ssl.SSLContext | None = None
-    """Of `https` URLs; the system's trusted authorities when not given."""
+    """TLS settings for `https` URLs; by default the system's authorities are trusted."""
     server_name: str | None = None
-    """Whom the certificate must name; the URL's host when not given."""
+    """Name that the certificate must have; by default the URL's host."""
 
     async def get(self, url: BaseUrl) -> Answer:
-        """The answer, after redirects on the same host. Raises `EngineQueryError` when there is none."""
+        """Return the answer after redirects on the same host. Raises `EngineQueryError` if there is none."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
             if answer.status not in _REDIRECTS or not answer.location:
@@ -64,17 +68,19 @@ class EngineHttpClient:
         bounds = RequestLimits(self.read_seconds, self.max_bytes, self.connect_seconds)
         host = bracket_host(self.server_name or url.host)
         headers = {**_HEADERS, "Host": f"{host}:{url.port}"}
+        slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_connections))
         try:
-            async with _turns(), HttpConnections(bounds, tls=self.tls or _default_tls()) as connections:
+            async with slots, HttpConnections(bounds, tls=self.tls or _default_tls()) as connections:
                 return await connections.get(str(url), headers, server_name=self.server_name)
         except HttpError as error:
-            raise EngineQueryError(_sentence(url, error, self.max_bytes)) from error
+            raise EngineQueryError(_describe(url, error, self.max_bytes)) from error
 
 
 DEFAULT_HTTP_CLIENT: Final = EngineHttpClient()
+_SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
-def _sentence(url: BaseUrl, error: HttpError, max_bytes: int) -> str:
+def _describe(url: BaseUrl, error: HttpError, max_bytes: int) -> str:
     match error.kind:
         case "timeout":
             return f"{url} does not answer in time"
@@ -86,36 +92,23 @@ def _sentence(url: BaseUrl, error: HttpError, max_bytes: int) -> str:
             return f"{url} cannot be reached: {error}"
 
 
-_TURNS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
-
-
-def _turns() -> asyncio.Semaphore:
-    return _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_ASKING))
-
-
 @functools.cache
 def _default_tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-ASK_SECONDS: Final = 15.0
-"""Between two questions to an engine that answers: how long a change of its ports stays unknown."""
-_ABSENT: Final = frozenset({404, 405})
-_LOCKED: Final = frozenset({401, 403})
-
-
 @dataclass(frozen=True, slots=True)
 class EngineProvider:
-    """One engine, by the URL of its HTTP server; all its ranks share the name `instance`.
+    """Finds the ranks of one engine by the URL of its HTTP server. All ranks have the same `instance`.
 
-    Raises `ConfigError` for a URL that is none.
+    Raises `ConfigError` for an invalid URL.
     """
 
     base_url: str
     template: Template = DEFAULT_TEMPLATE
     instance: str | None = None
-    """Its name for routers; host and port of the URL when not given."""
-    interval: float = ASK_SECONDS
+    """Name of the engine for routers; by default host and port of the URL."""
+    interval: float = QUERY_SECONDS
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
@@ -124,50 +117,50 @@ class EngineProvider:
 
     @property
     def name(self) -> str:
-        """As `engine http://10.0.0.7:8000`."""
+        """The name in logs, such as `engine http://10.0.0.7:8000`."""
         return f"engine {self.base_url}"
 
     @property
     def label(self) -> str:
-        """The instance that its ranks belong to."""
+        """The instance of the ranks."""
         return self.instance or BaseUrl.parse(self.base_url).address
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """What the engine says; while it says nothing, what it said last and why it does not."""
+        """Yield what the engine reports. While it does not answer, yield its last report and a fault."""
         backoff = Backoff(self.clock.random)
-        told, last = None, Finding()
+        yielded, last = None, Finding()
         while True:
             try:
-                found = last = await self._ask()
+                found = last = await self._query()
             except EngineQueryError as error:
                 found = replace(last, faults=(DiscoveryFault(self.label, str(error)),))
                 pause = backoff.next_delay()
             else:
                 backoff.reset()
                 pause = jittered(self.interval, self.clock.random)
-            if found != told:
+            if found != yielded:
                 yield found
-            told = found
+            yielded = found
             await self.clock.sleep(pause)
 
-    async def _ask(self) -> Finding:
+    async def _query(self) -> Finding:
         url = BaseUrl.parse(self.base_url)
-        for question in INFO_PATHS:
-            answer = await self._get(url.join(question.path))
+        for info_path in INFO_PATHS:
+            answer = await self._get(url.join(info_path.path))
             if answer is not None:
-                return await self._finding(url, question.read(answer, url.host))
+                return await self._finding(url, info_path.parse(answer, url.host))
         raise EngineQueryError(
             f"{url} has neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang): name its endpoint instead"
         )
 
     async def _get(self, url: BaseUrl) -> Any:
-        """Its JSON; None when there is no such path."""
+        """Return the JSON at a URL; None if the path does not exist."""
         answer = await self.http.get(url)
-        if answer.status in _ABSENT:
+        if answer.status in _NOT_FOUND:
             return None
-        if answer.status in _LOCKED:
+        if answer.status in _UNAUTHORIZED:
             raise EngineQueryError(
-                f"{url} wants a key (status {answer.status}): write what it would tell into a [[sources]] table"
+                f"{url} requires a key (status {answer.status}): name the engine's endpoints in a [[sources]] table"
             )
         if answer.status != 200:
             raise EngineQueryError(f"{url} answers with status {answer.status}")
@@ -176,48 +169,50 @@ class EngineProvider:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineQueryError(f"{url} does not answer in JSON: {error}") from error
 
-    async def _finding(self, url: BaseUrl, found: EngineInfo) -> Finding:
-        if found.silence is not None:
-            return Finding(faults=(DiscoveryFault(self.label, f"{self.label} {found.silence}"),))
-        models = await self._models(url, needed=not (self.template.model or found.model))
-        model = self.template.model or found.model or models.base
+    async def _finding(self, url: BaseUrl, info: EngineInfo) -> Finding:
+        if info.off_reason is not None:
+            return Finding(faults=(DiscoveryFault(self.label, f"{self.label} {info.off_reason}"),))
+        models = await self._models(url, is_needed=not (self.template.model or info.model))
+        model = self.template.model or info.model or models.base
         if model is None:
-            raise EngineQueryError(f"{url.join('/v1/models')} does not tell its model: name it with model")
-        self._add_claims(found)
+            raise EngineQueryError(f"{url.join('/v1/models')} lists no model: set model in the source's table")
+        self._add_configured_ranks(info)
         registrations = []
-        for place in found.places:
+        for found in info.endpoints:
             try:
-                registrations.append(self.template.registration(self.label, model, self._placed(place)))
+                registrations.append(self.template.registration(self.label, model, self._with_replay_endpoint(found)))
             except ConfigError as error:
-                found.missing[place.rank] = f"cannot be followed: {error}"
+                info.missing[found.rank] = f"cannot be followed: {error}"
         adapters = [Scope(model, self.template.tenant, self.template.group, name) for name in models.adapters]
-        return Finding(tuple(registrations), self._faults(found), adapters=tuple(adapters))
+        faults = tuple(
+            DiscoveryFault(f"{self.label} rank {rank}", f"rank {rank} of {self.label} {reason}")
+            for rank, reason in sorted(info.missing.items())
+        )
+        return Finding(tuple(registrations), faults, adapters=tuple(adapters))
 
-    async def _models(self, url: BaseUrl, *, needed: bool) -> ServedModels:
-        """The names that it serves; none if it does not list them and they are not needed. Raises `EngineQueryError`."""
+    async def _models(self, url: BaseUrl, *, is_needed: bool) -> ServedModels:
+        """Return the models that the engine lists. Raises `EngineQueryError` only if the list is needed."""
         try:
             answer = await self._get(url.join("/v1/models"))
-            return ServedModels(None) if answer is None else read_models(answer)
+            return ServedModels(None) if answer is None else parse_models(answer)
         except EngineQueryError:
-            if needed:
+            if is_needed:
                 raise
             return ServedModels(None)
 
-    def _placed(self, place: RankEndpoint) -> RankEndpoint:
+    def _with_replay_endpoint(self, found: RankEndpoint) -> RankEndpoint:
         if self.template.replay_endpoint is None:
-            return place
-        index = place.rank - self.template.rank
-        return replace(place, replay_endpoint=self.template.replay_of(index, place.endpoint))
+            return found
+        index = found.rank - self.template.rank
+        return replace(found, replay_endpoint=self.template.replay_endpoint_of(index, found.endpoint))
 
-    def _add_claims(self, found: EngineInfo) -> None:
-        """Ranks that the operator says there are, when they say so."""
-        told = found.missing.keys() | {place.rank for place in found.places}
+    def _add_configured_ranks(self, info: EngineInfo) -> None:
+        """Add the ranks of the template that the engine does not report to the missing ones."""
+        reported = info.missing.keys() | {found.rank for found in info.endpoints}
         first, count = self.template.rank, self.template.ranks
         if count > 1:
-            found.missing |= {rank: "is not told by it" for rank in range(first, first + count) if rank not in told}
-
-    def _faults(self, found: EngineInfo) -> tuple[DiscoveryFault, ...]:
-        return tuple(
-            DiscoveryFault(f"{self.label} rank {rank}", f"rank {rank} of {self.label} {reason}")
-            for rank, reason in sorted(found.missing.items())
-        )
+            info.missing |= {
+                rank: "is configured, but the engine does not report it"
+                for rank in range(first, first + count)
+                if rank not in reported
+            }

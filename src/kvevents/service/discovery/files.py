@@ -1,4 +1,4 @@
-"""Engines that tables name: those of the configuration, and those of a file, which is read again when it has changed."""
+"""Discovery of engines that `[[sources]]` tables name: those of the configuration, and those of watched files."""
 
 from __future__ import annotations
 
@@ -15,66 +15,64 @@ from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import DiscoveryFault, Finding
 from kvevents.service.discovery.source_config import SourceTable, parse_table
 
+CHECK_SECONDS: Final = 1.0
+"""Pause between two checks of a file for changes. A check is one `stat`. Unlike inotify it also works over NFS and through the
+symlinks of a Kubernetes ConfigMap."""
+MAX_FILE_BYTES: Final = 8 << 20
+"""Several times the size of 4,096 full tables."""
+MAX_FAULTS: Final = 16
+"""Most invalid tables of one file that are reported one by one."""
+
+_Stamp: TypeAlias = tuple[int, ...] | None
+"""What `stat` returns for a file: another value after each change and after each replacement. None if `stat` fails."""
+
+
+def build_finding(tables: Iterable[SourceTable]) -> Finding:
+    """Return the registrations of tables, and a provider for each engine that is to be queried."""
+    found = tuple(tables)
+    return Finding(
+        registrations=tuple(each for table in found for each in table.static_registrations()),
+        providers=tuple(EngineProvider(table.base_url, table, table.instance) for table in found if table.base_url is not None),
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class StaticProvider:
-    """Tables that do not change while the service runs."""
+    """Finds the engines of tables that do not change while the service runs."""
 
     tables: tuple[SourceTable, ...]
     name: str = "config"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """One finding, and the end."""
+        """Yield one finding."""
         yield build_finding(self.tables)
-
-
-def build_finding(tables: Iterable[SourceTable]) -> Finding:
-    """What tables name: registrations, and providers for those engines that are to be asked."""
-    told = tuple(tables)
-    return Finding(
-        registrations=tuple(each for table in told for each in table.listed()),
-        providers=tuple(EngineProvider(table.base_url, table, table.instance) for table in told if table.base_url is not None),
-    )
-
-
-__all__ = ["FileProvider", "SourceTable", "read_sources"]
-
-LOOK_SECONDS: Final = 1.0
-"""Between two looks at the file. Looking is one `stat`, which unlike inotify also sees through the symlinks of a Kubernetes
-ConfigMap and over NFS."""
-MAX_FILE_BYTES: Final = 8 << 20
-"""Several times what 4,096 full tables need."""
-MAX_FAULTS: Final = 16
-"""Wrong tables of one file that are told one by one."""
-
-_Stamp: TypeAlias = tuple[int, ...] | None
-"""What changes when a file does, in place or by another one under its name; None when it cannot be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileProvider:
-    """A watched file. A bad or missing one changes nothing but the faults: all of a file counts, or nothing."""
+    """Finds the engines of a watched file. An invalid or missing file only adds faults: the engines named before stay."""
 
     path: Path
     alone: bool = True
-    """Whether it has tables of sources only; the service's configuration has settings beside them."""
-    interval: float = LOOK_SECONDS
+    """Whether the file contains nothing but tables of sources; the service's configuration contains other settings too."""
+    interval: float = CHECK_SECONDS
+    max_bytes: int = MAX_FILE_BYTES
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
     @property
     def name(self) -> str:
-        """As `file /etc/fleet.toml`."""
+        """The name in logs, such as `file /etc/fleet.toml`."""
         return f"file {self.path}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """What the file names now."""
+        """Yield the engines of the file, at first and after each change."""
         found = Finding()
         seen: _Stamp | str = "never"
         while True:
             stamp = await asyncio.to_thread(_stamp, self.path)
             if stamp != seen:
                 read = await asyncio.to_thread(self._load, found)
-                # A file that was written to meanwhile may have been read by half; it counts as it is at the next look.
+                # If the file was written meanwhile, only half of it may have been read: the next check reads it again.
                 if stamp == await asyncio.to_thread(_stamp, self.path):
                     seen, found = stamp, read
                     yield found
@@ -82,7 +80,7 @@ class FileProvider:
 
     def _load(self, known: Finding) -> Finding:
         try:
-            return build_finding(read_sources(self.path, alone=self.alone))
+            return build_finding(read_sources(self.path, alone=self.alone, max_bytes=self.max_bytes))
         except ExceptionGroup as errors:
             kept = "; the sources that it named before stay" if known.registrations or known.providers else ""
             faults = tuple(DiscoveryFault(str(self.path), f"{error}{kept}") for error in errors.exceptions[:MAX_FAULTS])
@@ -97,9 +95,12 @@ def _stamp(path: Path) -> _Stamp:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def read_sources(path: Path, *, alone: bool = True) -> list[SourceTable]:
-    """The tables of a file. Raises an `ExceptionGroup` of `ConfigError`: one for each wrong table, or one for the file."""
-    raw = _read(path, alone=alone)
+def read_sources(path: Path, *, alone: bool = True, max_bytes: int = MAX_FILE_BYTES) -> list[SourceTable]:
+    """Return the tables of a file.
+
+    Raises an `ExceptionGroup` of `ConfigError`: one for each invalid table, or one for the file.
+    """
+    raw = _read(path, alone=alone, max_bytes=max_bytes)
     tables: list[SourceTable] = []
     errors: list[ConfigError] = []
     for number, fields in enumerate(raw, 1):
@@ -108,22 +109,22 @@ def read_sources(path: Path, *, alone: bool = True) -> list[SourceTable]:
         except ConfigError as error:
             errors.append(ConfigError(f"{path}: {error}"))
     if errors:
-        raise ExceptionGroup(f"{path} is wrong", errors)
+        raise ExceptionGroup(f"{path} is invalid", errors)
     return tables
 
 
-def _read(path: Path, *, alone: bool) -> list[Any]:
+def _read(path: Path, *, alone: bool, max_bytes: int) -> list[Any]:
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"it has more than {MAX_FILE_BYTES} bytes")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise ConfigError(f"it has more than {max_bytes} bytes")
         found = tomllib.loads(content.decode("utf-8"))
         return _sources_of(found, alone=alone)
     except OSError as error:
-        raise _alone(path, f"cannot be read: {error.strerror or error}") from error
+        raise _group(path, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError, TOMLDecodeError (which has the line), ConfigError
-        raise _alone(path, str(error)) from error
+        raise _group(path, str(error)) from error
 
 
 def _sources_of(found: dict[str, Any], *, alone: bool) -> list[Any]:
@@ -133,12 +134,12 @@ def _sources_of(found: dict[str, Any], *, alone: bool) -> list[Any]:
     elif unknown:
         raise ConfigError(f"unknown key {unknown[0]!r}; a file of sources has [[sources]] tables and nothing else")
     if "sources" not in found:
-        raise ConfigError("it has no [[sources]]; for none write sources = []")
+        raise ConfigError("it has no [[sources]]; write sources = [] if there are none")
     sources = found["sources"]
     if not isinstance(sources, list):
         raise ConfigError("sources is one table; write [[sources]], in double brackets")
     return sources
 
 
-def _alone(path: Path, sentence: str) -> ExceptionGroup[ConfigError]:
-    return ExceptionGroup(f"{path} is wrong", [ConfigError(f"{path}: {sentence}")])
+def _group(path: Path, sentence: str) -> ExceptionGroup[ConfigError]:
+    return ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {sentence}")])

@@ -1,8 +1,8 @@
-"""What every way of finding engines has in common.
+"""The interface of discovery providers. A provider is one way to find engines.
 
-A new way, such as Kubernetes' EndpointSlices, is one more module with one class: it has a name and a `watch()` that yields
-findings. It names engines by registrations (`Template.registrations` makes those of all ranks), or by further providers, such
-as an `EngineProvider` for each address that describes itself, which whoever runs providers (`merge.ProviderRunner`) runs too.
+A new provider, such as one for Kubernetes EndpointSlices, is one more module with one class. The class has a name and a
+`watch()` that yields findings. A finding contains registrations (`Template.registrations` makes those of all ranks of an
+engine). It can also contain further providers, such as an `EngineProvider` for each address; `ProviderRunner` runs those too.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from kvevents.service.registration import Registration, Scope
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryFault:
-    """Something that a provider could not find out: a name that does not resolve, a rank that is missing, a bad file."""
+    """Something that a provider could not find out: a name that does not resolve, a missing rank, a malformed file."""
 
     subject: str
-    """What it is about: an instance, a file, a host name."""
+    """The instance, file or host name that the fault is about."""
     sentence: str
     """What happened and what to do, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """All that one provider knows now. What it no longer names is unregistered."""
+    """All that one provider knows now. A registration that is no longer in it is removed."""
 
     registrations: tuple[Registration, ...] = ()
     faults: tuple[DiscoveryFault, ...] = ()
     providers: tuple[Provider, ...] = ()
-    """Further ways that it named, such as engines to be asked themselves: each runs for as long as one equal to it is named."""
+    """Further providers, such as engines to query. Each one runs for as long as a finding contains an equal one."""
     adapters: tuple[Scope, ...] = ()
     """LoRA adapters that requests name as their model: the base model of each, and its name as `lora`."""
 
 
 class Provider(Protocol):
-    """One way of finding engines. Hashable; equal to another that would find the same in the same way."""
+    """One way to find engines. Providers are hashable. Two are equal if they find the same engines in the same way."""
 
     @property
     def name(self) -> str:
-        """What it is called in logs and metrics, such as `file /etc/fleet.toml`."""
+        """The name in logs and metrics, such as `file /etc/fleet.toml`."""
         ...
 
     def watch(self) -> AsyncGenerator[Finding, None]:
-        """What is there at first, and again whenever it has changed, until it is closed or its task cancelled.
+        """Yield the first finding, and another one after each change, until the generator is closed or its task is cancelled.
 
-        It never raises for what is outside: that is a fault of a finding, which keeps the registrations that it knew before
-        where it could not find out otherwise. When it ends by itself, its last finding stays.
+        It does not raise for failures outside this process. Those are faults of a finding, which keeps the registrations that
+        the provider knew before. If the generator ends, its last finding stays valid.
         """
         ...

@@ -1,4 +1,4 @@
-"""Runs the providers of a configuration, merges their findings, and registers the engines that they found."""
+"""Runs the configured providers, merges their findings, and registers the engines that they find."""
 
 from __future__ import annotations
 
@@ -21,29 +21,38 @@ from kvevents.service.errors import ConflictError
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.stream import Checkpoint
 
+log = logging.getLogger(__name__)
+
+DISCOVERED: Final = "discovery"
+"""Origin of the registrations that providers find."""
+FLEET: Final = "fleet"
+"""Name under which engines that were found but cannot be followed are reported."""
 MAX_SOURCES: Final = 4_096
-"""Ranks that are registered, and providers that run, at most: a wrong answer of a DNS server or an engine ends here."""
+"""Most registered ranks, and most running providers. It bounds a wrong answer of a DNS server or an engine."""
 SETTLE_SECONDS: Final = 0.05
-"""For which further changes are waited, so that a thousand engines that answer at once are told once."""
+"""Delay after a change, so that the answers of a thousand engines are reported together."""
+
+
+# --- merging
 
 
 @dataclass(frozen=True, slots=True)
 class MergedFindings:
-    """What all providers know together."""
+    """The findings of all providers together."""
 
     registrations: dict[Key, Registration] = field(default_factory=dict)
     faults: dict[str, tuple[DiscoveryFault, ...]] = field(default_factory=dict)
-    """By the name of the provider; one without faults is not among them."""
+    """Faults by the name of the provider. Providers without faults are not in it."""
     waiting: tuple[str, ...] = ()
-    """Names of providers that have not said anything yet: what they will name is missing from the registrations."""
+    """Names of providers without a finding so far. Their engines are missing from the registrations."""
     adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests name as their model."""
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX_SOURCES) -> MergedFindings:
-    """The findings of providers, named, the most important first; None of one that has none yet.
+    """Merge findings in order of decreasing precedence, each with its provider's name; None if there is none yet.
 
-    Of two that name the same rank of the same engine differently the first counts, and the other gets a fault.
+    If two findings name the same rank differently, the first one takes effect and the provider of the other gets a fault.
     """
     registrations: dict[Key, Registration] = {}
     origins: dict[Key, str] = {}
@@ -55,20 +64,20 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
             waiting.append(name)
             continue
         adapters.update(finding.adapters)
-        told, ignored = list(finding.faults), 0
+        own_faults, ignored = list(finding.faults), 0
         for registration in finding.registrations:
             known = registrations.get(registration.key)
             if known is not None and known != registration:
-                told.append(_conflict(known, origins[known.key], registration))
+                own_faults.append(_conflict(known, origins[known.key], registration))
             elif known is None and len(registrations) >= max_sources:
                 ignored += 1
             elif known is None:
                 registrations[registration.key] = registration
                 origins[registration.key] = name
         if ignored:
-            told.append(_too_many(ignored, "ranks", max_sources))
-        if told:
-            faults[name] = faults.get(name, ()) + tuple(told)
+            own_faults.append(_too_many(ignored, "ranks", max_sources))
+        if own_faults:
+            faults[name] = faults.get(name, ()) + tuple(own_faults)
     return MergedFindings(registrations, faults, tuple(waiting), frozenset(adapters))
 
 
@@ -76,7 +85,7 @@ def _conflict(first: Registration, origin: str, other: Registration) -> Discover
     differing = [name for name in other.__struct_fields__ if getattr(first, name) != getattr(other, name)]
     return DiscoveryFault(
         other.label,
-        f"{other.label} is named twice, with another {', '.join(differing)}: what {origin} says first counts, this does not",
+        f"{other.label} is named twice, with another {', '.join(differing)}: the one of {origin} takes effect",
     )
 
 
@@ -84,49 +93,52 @@ def _too_many(ignored: int, what: str, most: int) -> DiscoveryFault:
     return DiscoveryFault("max_sources", f"{ignored} {what} are ignored: max_sources allows {most}")
 
 
+# --- running
+
+
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A provider that runs, and those that it named."""
+    """A running provider, and the providers of its finding."""
 
     provider: Provider
     finding: Finding | None = None
     children: dict[Provider, _Branch] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     refused: tuple[DiscoveryFault, ...] = ()
-    """Why not all of them run."""
+    """The fault that some of the children do not run."""
 
     def findings(self) -> Iterator[tuple[str, Finding | None]]:
-        """Its own and theirs, in order."""
+        """Yield the findings of the provider and of the providers below it, in order."""
         known = self.finding
         yield self.provider.name, known and replace(known, faults=known.faults + self.refused)
         for child in self.children.values():
             yield from child.findings()
 
-    def cut(self) -> None:
-        """End this one and all below."""
+    def cancel(self) -> None:
+        """Stop the provider and all providers below it."""
         if self.task is not None:
             self.task.cancel()
         for child in self.children.values():
-            child.cut()
+            child.cancel()
 
 
 class ProviderRunner:
-    """Runs providers, and those that they name, and tells `tell` what they know whenever that has changed.
+    """Runs providers, and the providers that they find, and reports all findings together after each change.
 
-    `tell` is called in the event loop and must not block. Of several providers the first ones go before the later.
+    `on_change` is called in the event loop and must not block. Earlier providers take precedence over later ones.
     """
 
     def __init__(
         self,
         providers: Sequence[Provider],
-        tell: Callable[[MergedFindings], None],
+        on_change: Callable[[MergedFindings], None],
         *,
         max_sources: int = MAX_SOURCES,
         settle: float = SETTLE_SECONDS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._providers = tuple(dict.fromkeys(providers))
-        self._tell = tell
+        self._on_change = on_change
         self._max_sources = max_sources
         self._settle = settle
         self._clock = clock
@@ -138,49 +150,49 @@ class ProviderRunner:
         return f"<ProviderRunner {len(self._providers)} providers, {self._running} running>"
 
     async def run(self) -> None:
-        """Until cancelled, which ends all providers. Raises what a provider or `tell` raises, as an `ExceptionGroup`."""
-        async with asyncio.TaskGroup() as group:
-            self._branches = [self._grown(group, provider) for provider in self._providers]
-            self._changed.set()
-            await self._tell_changes()
+        """Run until cancelled.
 
-    async def _tell_changes(self) -> None:
+        An error of a provider or of `on_change` ends all providers and is raised in an `ExceptionGroup`.
+        """
+        async with asyncio.TaskGroup() as group:
+            self._branches = [self._start(group, provider) for provider in self._providers]
+            self._changed.set()
+            await self._report_changes()
+
+    async def _report_changes(self) -> None:
         last = None
         while True:
             await self._changed.wait()
             if self._settle > 0:
                 await self._clock.sleep(self._settle)
             self._changed.clear()
-            found = self._discovered()
+            found = merge_findings((each for branch in self._branches for each in branch.findings()), self._max_sources)
             if found != last:
-                self._tell(found)
+                self._on_change(found)
             last = found
 
-    def _discovered(self) -> MergedFindings:
-        return merge_findings((each for branch in self._branches for each in branch.findings()), self._max_sources)
-
-    def _grown(self, group: asyncio.TaskGroup, provider: Provider) -> _Branch:
+    def _start(self, group: asyncio.TaskGroup, provider: Provider) -> _Branch:
         branch = _Branch(provider)
         branch.task = group.create_task(self._follow(group, branch), name=f"discovery: {provider.name}")
         self._running += 1
-        branch.task.add_done_callback(self._ended)
+        branch.task.add_done_callback(self._on_end)
         return branch
 
-    def _ended(self, _task: asyncio.Task[None]) -> None:
+    def _on_end(self, _task: asyncio.Task[None]) -> None:
         self._running -= 1
 
     async def _follow(self, group: asyncio.TaskGroup, branch: _Branch) -> None:
         async with aclosing(branch.provider.watch()) as findings:
             async for finding in findings:
                 branch.finding = finding
-                self._tend(group, branch)
+                self._adjust_children(group, branch)
                 self._changed.set()
 
-    def _tend(self, group: asyncio.TaskGroup, branch: _Branch) -> None:
-        """Let those run that the branch's finding names, in its order, and no others."""
+    def _adjust_children(self, group: asyncio.TaskGroup, branch: _Branch) -> None:
+        """Run exactly the providers of the branch's finding, in their order."""
         wanted = dict.fromkeys(branch.finding.providers if branch.finding else ())
         for gone in branch.children.keys() - wanted.keys():
-            branch.children.pop(gone).cut()
+            branch.children.pop(gone).cancel()
         before = branch.children
         branch.children = {}
         refused = 0
@@ -188,75 +200,70 @@ class ProviderRunner:
             if provider in before:
                 branch.children[provider] = before[provider]
             elif self._running < self._max_sources:
-                branch.children[provider] = self._grown(group, provider)
+                branch.children[provider] = self._start(group, provider)
             else:
                 refused += 1
         branch.refused = (_too_many(refused, "providers", self._max_sources),) if refused else ()
 
 
-log = logging.getLogger(__name__)
-
-DISCOVERED = "discovery"
-"""Origin of what was found."""
-FLEET = "fleet"
-"""Under which name it is told what the fleet cannot follow of it."""
+# --- registering
 
 
 class RegistrationTarget(Protocol):
-    """Who follows what is found: the service's fleet, or a bridge."""
+    """Follows the engines that are found: the service's fleet, or a bridge."""
 
     @property
-    def refused(self) -> dict[Key, str]:
-        """Why some of it cannot be followed, as sentences."""
+    def follow_errors(self) -> dict[Key, str]:
+        """Sentences about registered engines that cannot be followed."""
         ...
 
-    def replace(
+    def replace_registrations(
         self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None], /
     ) -> list[str]:
-        """Make what one origin has registered be just this. Returns sentences about what could not be."""
+        """Make `registrations` the only ones of their origin. Return sentences about those that cannot be registered."""
         ...
 
 
 class EngineDiscovery:
-    """Runs what the configuration names, and keeps the fleet to it."""
+    """Runs the providers of a configuration, and registers the engines that they find."""
 
     def __init__(
         self,
         config: EngineSources,
         watched: Path | None,
-        fleet: RegistrationTarget,
+        target: RegistrationTarget,
         resume: Callable[[Key], Checkpoint | None],
         max_sources: int = Limits().max_sources,
     ) -> None:
         self._max_sources = max_sources
-        self._fleet = fleet
+        self._target = target
         self._resume = resume
         self._providers = build_providers(config, watched)
         self._found = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
         self._refused: list[str] = []
-        self._told: set[str] = set()
-        """What the log was told is wrong with what was found."""
+        self._logged: set[str] = set()
+        """Sentences of the faults that the log contains as unresolved."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         if self._providers:
-            await ProviderRunner(self._providers, self._tell, max_sources=self._max_sources).run()
+            await ProviderRunner(self._providers, self._register, max_sources=self._max_sources).run()
         else:
             await asyncio.Event().wait()
 
-    def _tell(self, found: MergedFindings) -> None:
+    def _register(self, found: MergedFindings) -> None:
         self._found = found
-        self._refused = self._fleet.replace(DISCOVERED, found.registrations.values(), self._resume)
+        self._refused = self._target.replace_registrations(DISCOVERED, found.registrations.values(), self._resume)
         faults = {fault.sentence for each in found.faults.values() for fault in each}
-        for sentence in sorted(faults - self._told):
+        for sentence in sorted(faults - self._logged):
             log.warning("%s", sentence)
-        for sentence in sorted(self._told - faults):
-            log.info("no more: %s", sentence)
-        self._told = faults
+        for sentence in sorted(self._logged - faults):
+            log.info("resolved: %s", sentence)
+        self._logged = faults
 
     @property
     def has_completed(self) -> bool:
-        """Whether every provider has said something."""
+        """Whether every provider has yielded a finding."""
         return not self._found.waiting
 
     @property
@@ -265,26 +272,29 @@ class EngineDiscovery:
         return self._found.adapters
 
     def faults(self) -> dict[str, list[str]]:
-        """Sentences by provider."""
+        """Return the sentences of all faults by provider."""
         found = {name: [fault.sentence for fault in faults] for name, faults in self._found.faults.items()}
-        if refused := [*self._refused, *list(self._fleet.refused.values())]:
+        if refused := [*self._refused, *list(self._target.follow_errors.values())]:
             found[FLEET] = refused
         return found
 
 
 def build_providers(config: EngineSources, watched: Path | None) -> list[Provider]:
-    """Those of a configuration, the most important first; `watched` is a file with other settings beside its sources."""
+    """Return the providers of a configuration in order of decreasing precedence.
+
+    `watched` is a file that contains other settings beside its sources. Raises `ConfigError`.
+    """
     found: list[Provider] = []
     if watched is not None:
         found.append(FileProvider(watched, alone=False))
     if config.sources:
         found.append(StaticProvider(tuple(config.sources)))
     found += [FileProvider(Path(path)) for path in config.source_files]
-    found += [_dns(table) for table in config.dns]
+    found += [_build_dns_provider(table) for table in config.dns]
     return found
 
 
-def _dns(table: DnsTable) -> DnsProvider:
+def _build_dns_provider(table: DnsTable) -> DnsProvider:
     fields = {name: getattr(table, name) for name in Template.__struct_fields__}
     try:
         return DnsProvider(table.target, Template(**fields))
@@ -292,22 +302,26 @@ def _dns(table: DnsTable) -> DnsProvider:
         raise ConfigError(f"dns {table.target}: {error}") from error
 
 
+# --- checks before the start
+
+
 def check_engines(config: EngineSources, watched: Path | None) -> None:
-    """Raise `ConfigError` for engines that cannot be followed as they are named; `watched` is a file with more of them."""
+    """Raise `ConfigError` for engines that contradict each other. `watched` is a file with more of them."""
     build_providers(config, watched)
     named: dict[Key, tuple[Registration, str]] = {}
-    for registration, origin in _named(config, watched):
+    for registration, origin in _configured_registrations(config, watched):
         first, where = named.setdefault(registration.key, (registration, origin))
         if first != registration:
             differing = [name for name in first.__struct_fields__ if getattr(first, name) != getattr(registration, name)]
             raise ConfigError(
                 f"{registration.label} is named twice, in {where} and in {origin}, with another {', '.join(differing)}: "
-                "leave one of them out, or call it something else"
+                "remove one of them, or give it another instance name"
             )
     _check_ranks([registration for registration, _ in named.values()])
 
 
-def _named(config: EngineSources, watched: Path | None) -> Iterator[tuple[Registration, str]]:
+def _configured_registrations(config: EngineSources, watched: Path | None) -> Iterator[tuple[Registration, str]]:
+    """Yield the registrations of all tables, each with the place where it is configured."""
     tables: list[tuple[Iterable[SourceTable], str]] = []
     try:
         if watched is not None:
@@ -318,7 +332,7 @@ def _named(config: EngineSources, watched: Path | None) -> Iterator[tuple[Regist
         raise ConfigError(str(errors.exceptions[0])) from errors
     for found, origin in tables:
         for table in found:
-            for registration in table.listed():
+            for registration in table.static_registrations():
                 yield registration, origin
 
 
@@ -333,11 +347,11 @@ def _check_ranks(registrations: Sequence[Registration]) -> None:
         for name, endpoint in (("endpoint", registration.endpoint), ("replay_endpoint", registration.replay_endpoint)):
             if endpoint is None:
                 continue
-            # Ranks may publish at one endpoint, each under a topic of its own.
+            # Ranks can publish at one endpoint, each under a topic of its own.
             topic = registration.topic if name == "endpoint" else ""
             other, of_other = sockets.setdefault((registration.key[0], endpoint, topic), (registration, name))
             if (other, of_other) != (registration, name):
                 raise ConfigError(
                     f"{name} {endpoint} of {registration.label} is the {of_other} of {other.label}; "
-                    "each rank has endpoints of its own"
+                    "give each rank endpoints of its own"
                 )

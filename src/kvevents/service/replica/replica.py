@@ -247,7 +247,7 @@ class Replica:
         if any(known.get(each.key, each) != each for each in registrations):
             # Another model behind the same name: the index would forget what it holds of it, and could not learn it again.
             generation.broken = "the card of an engine has changed"
-        for fault in self._fleet.replace(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
+        for fault in self._fleet.replace_registrations(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
             log.warning("%s", fault)
         await asyncio.wrap_future(generation.follower.submit(self._fleet.look))
         self._answers = shown
