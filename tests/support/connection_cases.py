@@ -275,9 +275,9 @@ class FakeRigEngine:
         """Replace the answers that the fake has queued already."""
         assert self._engine.requests
         for connection in self._engine.connections:
-            connection.answers.clear()
-            connection.answers.extend([*(replay_batch_frames(TOPIC, number, PAYLOAD) for number in numbers)])
-            connection.answers.append(replay_end_frames(with_topic=True))
+            connection.replies.clear()
+            connection.replies.extend([*(replay_batch_frames(TOPIC, number, PAYLOAD) for number in numbers)])
+            connection.replies.append(replay_end_frames(with_topic=True))
 
 
 class FakeRig:

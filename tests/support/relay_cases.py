@@ -125,10 +125,10 @@ class RelayEndpoint(FakeEngine):
     def answer(self, connection: FakeConnection, start: int) -> None:
         self.requests.append(start)
         if self.is_up:
-            connection.answers.extend(
+            connection.replies.extend(
                 replay_batch_frames(b"", seq, payload) for seq, payload in self.buffer.batches_from(start)
             )
-            connection.answers.append(replay_end_frames(with_topic=True))
+            connection.replies.append(replay_end_frames(with_topic=True))
 
 
 class FakeEventServer:

@@ -150,8 +150,8 @@ class Multiplexer(Generic[BatchT]):
     """All streams of one subscriber.
 
     The failure of one stream does not affect the others. If a connection raises `EndpointError`, it is closed, its stream is
-    disconnected, and a new connection is opened after a delay. A replay request that cannot be sent counts as one without an
-    answer, so the stream repeats it.
+    disconnected, and a new connection is opened after a delay. A replay request that cannot be sent counts as one without a
+    reply, so the stream repeats it.
     """
 
     def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, *, decode: bool) -> None:

@@ -14,7 +14,7 @@ class Connection(Protocol):
     def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
         """Feed what has arrived to `stream`, at most about `limit` messages of each kind. Return True if there may be more.
 
-        While the stream misses nothing, live messages are fed before a replay answer, which may come from a later incarnation.
+        While the stream misses nothing, live messages are fed before a replay reply, which may come from a later incarnation.
         `disconnected` is fed before every message of a newer connection. If no newer connection is up yet, it is fed after
         every message of the old one. `connected` is fed after every message of the old connection.
 
@@ -36,7 +36,7 @@ class Connection(Protocol):
         ...
 
     def end_replay(self) -> None:
-        """Close the replay connection. Answers that have not been read are dropped."""
+        """Close the replay connection. Replies that have not been read are dropped."""
         ...
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ class ZmqConnection:
         self._transport = transport
         self._replay: zmq.Socket[bytes] | None = None
         self._read_ahead = 0
-        """Live messages that were read while a replay answer was waiting."""
+        """Live messages that were read while a replay reply was waiting."""
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
         self._security = secure_sockets(transport.context, source.curve, source.endpoint)
         self._sockets = SocketFactory(transport.context, transport.options, self._security, is_private=transport.owns_context)
@@ -190,34 +190,34 @@ class ZmqConnection:
         return self._live.reopen_at
 
     def read_into(self, stream: Stream[Any], now: float, limit: int) -> bool:
-        """Feed live messages, connection changes and replay answers to `stream`. Return True if there may be more."""
+        """Feed live messages, connection changes and replay replies to `stream`. Return True if there may be more."""
         has_more = self._live.read_into(stream, now, limit)
         replay = self._replay
         if replay is None:
             self._read_ahead = 0
             return has_more
-        # A live message may have been sent before the answer, by an incarnation that has ended: behind the answer, the stream
-        # would drop it. That does not matter while messages are missing, since live messages then wait for the answer. There
-        # is a limit, so that a busy stream does not postpone the answer for ever.
+        # A live message may have been sent before the reply, by an incarnation that has ended: behind the reply, the stream
+        # would drop it. That does not matter while messages are missing, since live messages then wait for the reply. There
+        # is a limit, so that a busy stream does not postpone the reply for ever.
         if has_more and stream.expected_run(1) and self._read_ahead < self._max_read_ahead and is_readable(replay):
             self._read_ahead += limit
             stream.defer_replay_timeout(now)
             return True
         self._read_ahead = 0
-        answers, is_drained = receive_messages(replay, limit)
-        for frames in answers:
+        replies, is_drained = receive_messages(replay, limit)
+        for frames in replies:
             stream.receive_replay(frames, now)
         return has_more or not is_drained
 
     def request_replay(self, request: FetchRequest) -> None:
-        """Send a replay request. If the socket refuses it, the stream gets no answer and requests again."""
+        """Send a replay request. If the socket refuses it, the stream gets no reply and requests again."""
         endpoint = self._source.replay_endpoint
         if request.new_connection:
             self.end_replay()
         if self._replay is None and endpoint is not None:
             self._replay = self._sockets.open(zmq.DEALER, endpoint)
             try:
-                # No limit: an engine's ROUTER drops what exceeds 1,000 queued messages, so answers are read as they arrive.
+                # No limit: an engine's ROUTER drops what exceeds 1,000 queued messages, so replies are read as they arrive.
                 self._replay.set(zmq.RCVHWM, 0)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):

@@ -82,7 +82,7 @@ class FakeEngine:
         if self.is_up:
             self.is_up = False
             for connection in self.connections:
-                connection.answers.clear()
+                connection.replies.clear()
                 connection.add_arrival(lambda stream, _now: stream.disconnected())
 
     def reconnect(self) -> None:
@@ -112,10 +112,10 @@ class FakeEngine:
         self.requests.append(start)
         if not (self.is_up and self.answers_replay):
             return
-        connection.answers.extend(
+        connection.replies.extend(
             replay_batch_frames(self._topic, seq, payload) for seq, payload in self._buffer if seq >= start
         )
-        connection.answers.append(replay_end_frames(with_topic=True))
+        connection.replies.append(replay_end_frames(with_topic=True))
 
 
 class FakeConnection:
@@ -126,14 +126,14 @@ class FakeConnection:
         self._transport = transport
         self._arrivals: deque[Callable[[Stream, float], None]] = deque()
         """Live messages and connection changes, as calls that feed them to the stream."""
-        self.answers: deque[list[bytes]] = deque()
-        """Frames of replay answers."""
+        self.replies: deque[list[bytes]] = deque()
+        """Frames of replay replies."""
         self._is_closed = False
 
     @property
     def is_readable(self) -> bool:
         """Whether `read_into` would feed something."""
-        return bool(self._arrivals or self.answers) and not self._is_closed
+        return bool(self._arrivals or self.replies) and not self._is_closed
 
     def add_arrival(self, feed: Callable[[Stream, float], None]) -> None:
         """Queue a live message or a connection change."""
@@ -143,11 +143,11 @@ class FakeConnection:
         """Feed what has arrived to `stream`. Return True if there is more."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)
-        if self._arrivals and self.answers and stream.expected_run(1):
+        if self._arrivals and self.replies and stream.expected_run(1):
             stream.defer_replay_timeout(now)
             return True
-        for _ in range(min(limit, len(self.answers))):
-            stream.receive_replay(self.answers.popleft(), now)
+        for _ in range(min(limit, len(self.replies))):
+            stream.receive_replay(self.replies.popleft(), now)
         return self.is_readable
 
     @property
@@ -162,12 +162,12 @@ class FakeConnection:
     def request_replay(self, request: FetchRequest) -> None:
         """Let the engine answer a replay request."""
         if request.new_connection:
-            self.answers.clear()
+            self.replies.clear()
         self._engine.answer(self, request.start)
 
     def end_replay(self) -> None:
-        """Drop what is left of the answers."""
-        self.answers.clear()
+        """Drop what is left of the replies."""
+        self.replies.clear()
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

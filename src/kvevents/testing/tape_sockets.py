@@ -60,7 +60,7 @@ class TapeCounts:
     requests: int = 0
     """Well-formed replay requests."""
     refused: int = 0
-    """Messages on the ROUTER socket without an answer: those that are not requests, and requests beyond the limit."""
+    """Messages on the ROUTER socket without a reply: those that are not requests, and requests beyond the limit."""
     replayed: int = 0
     """Batches passed to the ROUTER socket in replies."""
     withheld: int = 0
@@ -227,7 +227,7 @@ class TapeSockets:
                     self.condition.notify_all()
 
     def read_requests(self) -> None:
-        """Read replay requests. Only `[identity, "", start]` gets an answer, as in vLLM `distributed/kv_events.py`."""
+        """Read replay requests. Only `[identity, "", start]` gets a reply, as in vLLM `distributed/kv_events.py`."""
         for _ in range(MESSAGES_PER_ROUND):
             try:
                 frames = self._router.recv_multipart(zmq.DONTWAIT) if self._router is not None else None
