@@ -1,4 +1,4 @@
-"""The allow-list: what registrations over HTTP may name, however it is spelled and wherever a name leads."""
+"""The allow-list of endpoints for registrations over HTTP: spellings, resolved names and patterns."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("endpoint", HOSTILE, ids=repr)
 def test_hostile_spellings_are_refused(endpoint: str) -> None:
-    """Also where every address is allowed, also with addresses that would be, and whether to connect or to listen."""
+    """Even if every address is allowed, with allowed addresses, and both to connect and to listen."""
     for known in (DEFAULT, OPEN):
         assert not allows(known, endpoint)
         assert not allows(known, endpoint, ["127.0.0.1"])
@@ -152,7 +152,7 @@ def test_hostile_spellings_are_refused(endpoint: str) -> None:
 
 @pytest.mark.parametrize("spelling", ["2130706433", "0x7f.1", "0177.0.0.1", "127.1", "127.0.0.1:0;127.0.0.1", "127.0.0.1%lo"])
 def test_what_libzmq_makes_of_such_spellings(spelling: str) -> None:
-    """Why they are in the table: a socket that is given one reaches the loopback address."""
+    """These spellings are in the table because a socket reaches the loopback address by them."""
     with zmq.Context() as context, context.socket(zmq.SUB) as there, socket.create_server(("127.0.0.1", 0)) as here:
         there.linger = 0
         here.settimeout(20)
@@ -163,7 +163,7 @@ def test_what_libzmq_makes_of_such_spellings(spelling: str) -> None:
 @given(st.text(alphabet=st.sampled_from("tcpiro:/[]0123456789abx.*;@%-_~ \n"), max_size=40), st.booleans())
 @example("tcp://a:1", False)
 def test_nothing_but_a_refusal_is_raised(text: str, bind: bool) -> None:
-    """Whatever is registered; and what is let through is one host and one port."""
+    """`check` accepts or refuses any text, and an accepted endpoint has one host and one port."""
     for endpoint in (text, f"tcp://{text}", f"ipc://{text}"):
         if allows(OPEN, endpoint, bind=bind):
             assert re.fullmatch(r"tcp://(\*|[a-z0-9._-]+|\[[0-9a-f:.]+\]):[1-9][0-9]{0,4}", endpoint)
@@ -189,7 +189,7 @@ def test_nothing_but_a_refusal_is_raised(text: str, bind: bool) -> None:
     ],
 )
 def test_addresses_of_the_neighbourhood(endpoint: str) -> None:
-    """Loopback, private, carrier-grade NAT, and those mapped into IPv6."""
+    """Loopback, private and carrier-grade NAT addresses, also as IPv4-mapped IPv6."""
     assert allows(DEFAULT, endpoint)
 
 
@@ -227,7 +227,7 @@ NEVER = [
 
 @pytest.mark.parametrize("address", NEVER)
 def test_addresses_that_no_network_lets_in(address: str) -> None:
-    """Link-local, metadata, multicast, broadcast, unspecified: a pattern for the very address does, for its neighbour not."""
+    """Only a pattern for exactly that address allows link-local, metadata, multicast, broadcast and unspecified addresses."""
     endpoint = at(ipaddress.ip_address(address))
     known = AllowList(
         ["tcp://0.0.0.0/0:*", "tcp://[::/0]:*", "tcp://engine:*", "tcp://169.254.0.0/16:*", "tcp://[fe80::/10]:*"]
@@ -244,7 +244,7 @@ def test_addresses_that_no_network_lets_in(address: str) -> None:
 
 
 def test_a_name_goes_where_its_addresses_are() -> None:
-    """`check` lets it through, and every address must be allowed: one that is not is enough."""
+    """`check` accepts the name, and one address that is not allowed refuses it."""
     for name in ("engine", "ENGINE.prod.svc.cluster.local", "engine_1", "a.b-c.d", "engine."):
         assert allows(DEFAULT, f"tcp://{name}:5557")
         assert allows(DEFAULT, f"tcp://{name}:5557", ["10.0.0.1", "fd00::1", "::ffff:127.0.0.1"])
@@ -254,7 +254,7 @@ def test_a_name_goes_where_its_addresses_are() -> None:
 
 
 def test_only_loopback_is_listened_at() -> None:
-    """Unless a pattern names the very address; a network is where engines are, not where the service may listen."""
+    """The service listens elsewhere only if a pattern names exactly that address; a pattern for its network is not enough."""
     for endpoint in ("tcp://127.0.0.1:5557", "tcp://[::1]:5557"):
         assert allows(DEFAULT, endpoint, bind=True)
     for endpoint in ("tcp://10.0.0.1:5557", "tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://localhost:5557"):
@@ -307,7 +307,7 @@ def test_only_loopback_is_listened_at() -> None:
     ],
 )
 def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
-    """Each fits what it says, and stands in the place of the default."""
+    """Each pattern matches its endpoints and replaces the default."""
     known = AllowList([pattern])
     assert [endpoint for endpoint in fits if not allows(known, endpoint)] == []
     assert [endpoint for endpoint in fits_not if allows(known, endpoint)] == []
@@ -315,7 +315,7 @@ def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
 
 
 def test_a_pattern_for_a_name_lets_it_lead_anywhere_public() -> None:
-    """A name that no pattern names must lead to a network that one does."""
+    """A name without a pattern must resolve to addresses that a pattern allows."""
     known = AllowList(["tcp://engine.example:5557", "tcp://10.0.0.0/8:6000"])
     assert allows(known, "tcp://engine.example:5557", ["8.8.8.8", "10.0.0.1"])
     assert not allows(known, "tcp://engine.example:5557", ["169.254.169.254"])
@@ -326,12 +326,12 @@ def test_a_pattern_for_a_name_lets_it_lead_anywhere_public() -> None:
 
 
 def test_addresses_do_not_matter_to_paths() -> None:
-    """There is nothing to resolve."""
+    """Paths and inproc names need no resolver."""
     assert allows(AllowList(["ipc:///run/a"]), "ipc:///run/a", [])
 
 
 def test_a_path_is_listened_at_only_by_its_very_name() -> None:
-    """libzmq deletes whatever file is there, so a pattern with a wildcard does not do."""
+    """libzmq deletes a file at the path, so a pattern with a wildcard does not allow to listen there."""
     known = AllowList(["ipc:///run/engines/*", "ipc:///run/kv"])
     assert allows(known, "ipc:///run/kv", bind=True)
     assert not allows(known, "ipc:///run/engines/a", bind=True)
@@ -364,7 +364,7 @@ def test_a_path_is_listened_at_only_by_its_very_name() -> None:
     ],
 )
 def test_patterns_that_mean_nothing(pattern: str, why: str) -> None:
-    """They are told at the start, with the pattern in the sentence."""
+    """The error names the pattern."""
     with pytest.raises(ConfigError, match=re.escape(why)) as caught:
         AllowList(["tcp://engine:1", pattern])
     assert repr(pattern) in str(caught.value)
@@ -378,7 +378,7 @@ sixes = st.integers(0, 2**128 - 1).map(ipaddress.IPv6Address)
 
 @st.composite
 def networks_and_addresses(draw: st.DrawFn) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address]:
-    """An address that is in the network about every second time."""
+    """A network, and an address that is in it about every second time."""
     kind: st.SearchStrategy[Address] = draw(st.sampled_from([fours, sixes]))
     address = draw(kind)
     near = address if draw(st.booleans()) else draw(kind)
@@ -386,7 +386,7 @@ def networks_and_addresses(draw: st.DrawFn) -> tuple[ipaddress.IPv4Network | ipa
 
 
 def is_special(address: Address) -> bool:
-    """What the standard library knows of the addresses that need a pattern of their own; the metadata services are ours."""
+    """Return whether the standard library or the list of metadata services says that an address needs its own pattern."""
     return (
         address.is_link_local
         or address.is_multicast
@@ -402,7 +402,7 @@ def is_special(address: Address) -> bool:
 def test_networks_are_those_of_ipaddress(
     case: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address], port: int
 ) -> None:
-    """An ordinary address is allowed exactly where the network has it, spelled by itself or behind a name."""
+    """An ordinary address is allowed if and only if the network contains it, as a literal or behind a name."""
     network, address = case
     if isinstance(address, ipaddress.IPv6Address) and (address.ipv4_mapped or address.sixtofour):
         return
@@ -418,7 +418,7 @@ def test_networks_are_those_of_ipaddress(
 @example(ipaddress.IPv4Address("10.0.0.1"))
 @example(ipaddress.IPv4Address("169.254.169.254"))
 def test_mapped_addresses_are_what_they_map(address: ipaddress.IPv4Address) -> None:
-    """In the endpoint and from the resolver, for any list."""
+    """This holds for literals and for resolved addresses, with any pattern."""
     mapped = ipaddress.IPv6Address(f"::ffff:{address}")
     for known in (DEFAULT, OPEN, AllowList(["tcp://128.0.0.0/1:*"])):
         assert allows(known, at(mapped)) == allows(known, at(address))
@@ -428,7 +428,7 @@ def test_mapped_addresses_are_what_they_map(address: ipaddress.IPv4Address) -> N
 @given(fours)
 @example(ipaddress.IPv4Address("192.168.0.0"))
 def test_the_default_is_what_the_standard_library_calls_near(address: ipaddress.IPv4Address) -> None:
-    """Loopback, RFC 1918 and 100.64/10, without the metadata service that lies in the last one."""
+    """Loopback, RFC 1918 and 100.64/10, without the metadata service in the last one."""
     near = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
     wanted = address.is_loopback or any(address in ipaddress.ip_network(text) for text in near)
     assert allows(DEFAULT, at(address)) == (wanted and str(address) != "100.100.100.200")
@@ -447,7 +447,7 @@ def refusal(endpoint: str, addresses: Iterable[str] | None = None, *, bind: bool
 
 
 def test_a_refusal_says_why_and_what_to_do() -> None:
-    """With the address that a name led to, and the pattern that would let it in."""
+    """The error has the resolved address, and the hint has a pattern that would allow it."""
     error = refusal("tcp://engine.example:5557", ["10.0.0.1", "8.8.8.8"])
     assert (
         str(error)
@@ -469,5 +469,5 @@ def test_a_refusal_says_why_and_what_to_do() -> None:
 
 
 def test_an_allow_list_shows_its_patterns() -> None:
-    """As an operator wrote them."""
+    """The representation has the patterns as configured."""
     assert repr(AllowList(["tcp://*.svc:5557", "ipc:///run/a"])) == "<AllowList tcp://*.svc:5557, ipc:///run/a>"

@@ -1,4 +1,4 @@
-"""`native/server`: whatever clients do, probes are answered, and each connection has bounds."""
+"""`native/server`: probes have responses whatever clients do, and each connection has limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMITS: Final[dict[str, Any]] = {
     "max_received_bytes": 12 << 20,
 }
 PATIENT: Final[dict[str, Any]] = {**LIMITS, "request_seconds": 60.0, "idle_seconds": 60.0}
-"""For tests of what clients may do all at once."""
+"""Limits for tests with many clients at once."""
 
 
 def config(folder: Path, limits: dict[str, Any], more: str = "") -> Path:
@@ -43,7 +43,7 @@ def config(folder: Path, limits: dict[str, Any], more: str = "") -> Path:
 
 @pytest.fixture(scope="module", name="service", params=["plain", "traced"])
 def impatient_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """With short times. With tracing requests take another way through the service; its bounds are the same."""
+    """A service with short timeouts. With tracing, requests go through the control plane with the same limits."""
     settings = config(tmp_path_factory.mktemp("limits"), LIMITS)
     command = COMMAND if request.param == "plain" else (sys.executable, "-W", "error", "-c", TRACED)
     with serving("--config", settings, command=command) as service:
@@ -58,7 +58,7 @@ def patient_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servic
 
 @pytest.fixture(name="patient")
 def patient_and_idle_service(one_patient: Service) -> Iterator[Service]:
-    """Each test leaves it without connections."""
+    """A service that has no connections before each test."""
     yield one_patient
     until("connections to end", lambda: sum(metrics(one_patient, "kvevents_http_connections").values()) == 1)
 
@@ -71,7 +71,7 @@ def connected(service: Client, sent: bytes = b"") -> Iterator[socket.socket]:
 
 
 def everything(connection: socket.socket) -> bytes:
-    """All that comes until the service ends the connection, which it must before the deadline."""
+    """Return everything that arrives until the service closes the connection, before the deadline."""
     connection.settimeout(DEADLINE)
     received = bytearray()
     try:
@@ -83,7 +83,7 @@ def everything(connection: socket.socket) -> bytes:
 
 
 def one_answer(connection: socket.socket) -> bytes:
-    """The head of a whole answer."""
+    """Return the head of a complete response."""
     received = b""
     while (length := re.search(rb"content-length: (\d+).*\r\n\r\n", received, re.DOTALL)) is None or (
         len(received) < length.end() + int(length[1])
@@ -95,7 +95,7 @@ def one_answer(connection: socket.socket) -> bytes:
 
 
 def once(client: Client, path: str) -> int:
-    """Status of one request on a connection of its own."""
+    """Return the status of a request on a new connection."""
     asking = Client(f"http://{client.host}:{client.port}")
     try:
         return asking.get(path).status
@@ -104,7 +104,7 @@ def once(client: Client, path: str) -> int:
 
 
 def probe(client: Service, tls: ssl.SSLContext | None = None) -> None:
-    """Ask what orchestrators ask, each on a connection of its own."""
+    """Send the probes of orchestrators, each on a new connection."""
     for path, field in (("/livez", "status"), ("/health", "status"), ("/readyz", "ready")):
         asking = Client(client.url, tls=tls)
         try:
@@ -115,7 +115,7 @@ def probe(client: Service, tls: ssl.SSLContext | None = None) -> None:
 
 
 def metrics(service: Client, name: str) -> dict[str, float]:
-    """A family by its labels, asked for on a new connection: an old one may have made room for others."""
+    """Return a metric family by label text, over a new connection, because an old one may have been evicted."""
     service.close()
     text = service.get("/metrics").body.decode()
     return {found[1] or "": float(found[2]) for found in re.finditer(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)}
@@ -129,11 +129,11 @@ def head(body: int, path: str = "/query", *more: str) -> bytes:
 PROBE: Final = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
 QUESTION: Final = b'{"model_name": "m", "token_ids": [1]}'
 LONG_HEADER: Final = b"x-long: " + b"y" * 50_000 + b"\r\n"
-"""So that few requests are more than what sockets hold."""
+"""Few requests with responses of this size exceed the buffers of sockets."""
 
 
 def test_idle_connections_never_keep_probes_from_their_answers(patient: Service) -> None:
-    """However many there are, and whether they have asked something before; other clients are served as well."""
+    """This holds for any number of idle connections, with and without an earlier request; other clients have responses too."""
     with ExitStack() as stack:
         for number in range(4 * PATIENT["max_clients"]):
             made = stack.enter_context(
@@ -155,7 +155,7 @@ def test_idle_connections_never_keep_probes_from_their_answers(patient: Service)
     ids=["soft", "hard", "tiny"],
 )
 def test_connections_leave_descriptors_for_probes(command: str, lowered: bool) -> None:
-    """Shells and systemd allow 1,024 open files unless told otherwise: as many as there may be clients."""
+    """Shells and systemd allow 1,024 open files by default, as many as the default of `max_clients`."""
     limited = ("sh", "-c", f'{command} && exec {sys.executable} -W error -m kvevents serve --port 0 "$@"', "sh")
     with ExitStack() as stack:
         service = stack.enter_context(serving(command=limited))
@@ -174,7 +174,7 @@ def test_connections_leave_descriptors_for_probes(command: str, lowered: bool) -
 
 
 def test_busy_connections_never_keep_probes_from_their_answers(patient: Service) -> None:
-    """Of which each has a body that never ends; others hear that there is no room, as documented errors are."""
+    """Each of them sends a body without end. Others receive a documented error that the service is full."""
     with ExitStack() as stack:
         for number in range(PATIENT["max_clients"]):
             path = "/query" if number % 2 else "/v1/match_many"
@@ -211,7 +211,7 @@ BEFORE: Final = {
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_request_that_never_ends_does(service: Service, before: str) -> None:
-    """With 408 if it had begun, and within its time also on a connection that was kept; all of them at a time."""
+    """The service sends 408 if the request had begun, also in time on a reused connection, for many connections at once."""
     with ExitStack() as stack:
         made = {slow: stack.enter_context(connected(service, BEFORE[before])) for slow in SLOW}
         if before != "fresh":
@@ -244,7 +244,7 @@ REFUSED: Final = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_body_of_a_refused_request_is_not_waited_for(patient: Service, name: str) -> None:
-    """The answer comes first, says that the connection ends, and arrives though the client is still sending."""
+    """The response announces the close and arrives although the client is still sending."""
     sent, status = REFUSED[name]
     with connected(patient, sent + b"x") as connection:
         connection.sendall(b"y")
@@ -265,7 +265,7 @@ UNENDING: Final = {
 @pytest.mark.parametrize("path", ["/livez", "/health", "/readyz"])
 @pytest.mark.parametrize("what", UNENDING)
 def test_a_probe_is_answered_without_its_body(patient: Service, what: str, path: str) -> None:
-    """What it would be is not looked at; the connection ends, since what comes next cannot be known."""
+    """The service closes the connection, because it cannot find the beginning of the next request."""
     with connected(patient, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n".encode() + UNENDING[what]) as connection:
         answer = everything(connection)
     assert answer[9:12] in ({b"200"} if path != "/readyz" else {b"200", b"503"})
@@ -273,7 +273,7 @@ def test_a_probe_is_answered_without_its_body(patient: Service, what: str, path:
 
 
 def test_probes_without_their_bodies_never_keep_others_from_their_answers(patient: Service) -> None:
-    """With every other connection busy, and as many of them as there may be."""
+    """All other connections are busy, and there are as many as allowed."""
     with ExitStack() as stack:
         for _ in range(PATIENT["max_clients"]):
             stack.enter_context(connected(patient, head(1000) + b"{"))
@@ -291,7 +291,7 @@ def test_a_refused_request_without_a_body_keeps_its_connection(service: Service)
 
 
 def test_a_client_that_never_reads_is_cut_off(service: Service) -> None:
-    """It asks for long answers, of the data plane and of the control plane, until the service takes no more."""
+    """The client requests long responses of both planes until the service stops reading."""
     for question in (b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 4, (head(len(QUESTION)) + QUESTION) * 1000):
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -313,7 +313,7 @@ def test_a_client_that_never_reads_is_cut_off(service: Service) -> None:
 
 
 def test_requests_that_wait_for_answers_are_bounded(service: Service) -> None:
-    """On one connection: what it asks without reading does not pile up."""
+    """Responses that a client does not read do not accumulate."""
     asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
     with connected(service) as connection:
         connection.settimeout(1.0)
@@ -324,7 +324,7 @@ def test_requests_that_wait_for_answers_are_bounded(service: Service) -> None:
 
 
 def test_bodies_have_a_bound_over_all_connections(patient: Service) -> None:
-    """A bound that many large bodies reach: some are refused, in the end there is room again, and the memory shows it."""
+    """Large bodies reach the limit: some are rejected, and the memory is free again afterwards."""
     size = 7 << 20
     with ExitStack() as stack:
         made = [stack.enter_context(connected(patient, head(size, path))) for path in ["/query", "/register"] * 2]
@@ -343,7 +343,7 @@ def test_bodies_have_a_bound_over_all_connections(patient: Service) -> None:
 
 
 def test_requests_that_wait_for_an_answer_are_not_read() -> None:
-    """Behind one whose answer never ends: the client cannot send on."""
+    """A pipelined request waits behind a response without end, and the client cannot send more."""
     queued = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
     events = b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with serving() as service, connected(service, events) as connection:
@@ -356,7 +356,7 @@ def test_requests_that_wait_for_an_answer_are_not_read() -> None:
 
 
 def test_what_is_malformed_takes_no_earlier_answer_away(service: Service) -> None:
-    """Behind a request whose answer takes a while: it is refused when that answer is complete."""
+    """A malformed request behind a slow one is rejected after the slow one's response."""
     metrics_and = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with connected(service, metrics_and + b"no http at all\r\n\r\n") as connection:
         answer = everything(connection)
@@ -367,7 +367,7 @@ def test_what_is_malformed_takes_no_earlier_answer_away(service: Service) -> Non
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_handshakes_that_never_end_do(tmp_path: Path, silent: bool) -> None:
-    """They are connections as all others are: they make room for probes, and have the time of a request."""
+    """Unfinished TLS handshakes count as connections: they can be evicted for probes and have a timeout."""
     certificates = make_certificates(tmp_path)
     tls = f'tls = {{ certificate = "{certificates}/server.pem", key = "{certificates}/server.key" }}'
     context = ssl.create_default_context(cafile=certificates / "ca.pem")
@@ -384,7 +384,7 @@ def test_handshakes_that_never_end_do(tmp_path: Path, silent: bool) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux")
 async def test_more_silent_connections_than_the_default_limit(tmp_path: Path) -> None:
-    """1,200 of them, with the limits of production: a probe has its answer within the second that kubelet waits."""
+    """With 1,200 connections and default limits, a probe has its response within kubelet's timeout of a second."""
     with serving() as service:
         made = [await asyncio.open_connection(service.host, service.port) for _ in range(1_200)]
         try:

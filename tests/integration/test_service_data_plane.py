@@ -1,4 +1,4 @@
-"""`native/server`: the data plane answers what the control plane answers, which is asked where a request looks unusual."""
+"""`native/server`: both planes send the same responses; unusual requests go to the control plane."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from service_cases import BLOCK, Answer, Service, engines, prompt, serving, unti
 
 PROMPT: Final = prompt(1)
 FORWARDED: Final = {"sec_fetch_site": "none"}
-"""A header that has the control plane answer: a request as a browser sends it for its user."""
+"""A header that routes a request to the control plane, as a browser sends it for its user."""
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 
 
 @pytest.fixture(scope="module", name="service")
 def fleet() -> Iterator[Service]:
-    """Engines that hold different parts of a prompt: on several tiers, of a LoRA, behind a salt, and one that is not there."""
+    """Engines that hold parts of a prompt on several tiers, with a LoRA and with a salt, and an unreachable engine."""
     with engines(6) as made, serving() as service:
         for number, each in enumerate(made[:3]):
             service.register(f"e{number}", each.publisher)
@@ -102,13 +102,13 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 
 
 def both(service: Service, path: str, body: bytes, kind: str, accept: str) -> tuple[Answer, Answer]:
-    """What both planes answer."""
+    """Return the responses of both planes."""
     headers = {"content_type": kind, "accept": accept}
     return service.ask("POST", path, body, **headers), service.ask("POST", path, body, **headers, **FORWARDED)
 
 
 def plain(answer: Answer) -> tuple[int, dict[str, str], bytes]:
-    """An answer without what is another one each time."""
+    """Return a response without the parts that change with each request."""
     return answer.status, {name: value for name, value in answer.headers.items() if name != "date"}, answer.body
 
 
@@ -184,7 +184,7 @@ def test_lookups_of_both_planes_are_counted_together(service: Service) -> None:
 
 
 def test_http_2_is_spoken(service: Service) -> None:
-    """Its preface is answered with settings: nothing else begins so."""
+    """The server responds to the HTTP/2 preface with a SETTINGS frame."""
 
     with socket.create_connection((service.host, service.port), 5) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")

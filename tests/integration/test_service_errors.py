@@ -1,4 +1,4 @@
-"""Every error of the service is one shape (RFC 9457), whichever plane writes it, and the OpenAPI document describes it."""
+"""Both planes write every error as problem details (RFC 9457), as the OpenAPI document describes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 class _Received:
-    """What `http.client` reads a response from."""
+    """The socket interface from which `http.client` reads a response."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -40,7 +40,7 @@ class _Received:
 
 
 def exchange(service: Service, sent: bytes, *others: bytes) -> Answer:
-    """What comes for bytes, on a connection that is opened after those that send `others`."""
+    """Return the response to some bytes, on a connection that opens after connections that send `others`."""
     held = [socket.create_connection((service.host, service.port), DEADLINE) for _ in others]
     try:
         for connection, bytes_of in zip(held, others, strict=True):
@@ -74,7 +74,7 @@ def posting(path: str, value: Any, token: str | None = TOKENS["register"]) -> An
 
 
 def crowded(service: Service) -> Answer:
-    """Requests in progress on as many connections as there may be."""
+    """Unfinished requests on as many connections as allowed."""
     head = b"POST /query HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %b\r\n" % TOKENS["read"].encode()
     busy = head + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
 
@@ -125,7 +125,7 @@ ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Servic
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_problem_details(service: Service, name: str) -> None:
-    """`Answer.reason` checks the content type and all members; here they are held against the document as well."""
+    """`Answer.reason` checks the content type and the members; this test compares them with the document."""
     status, reason, operation, ask = ERRORS[name]
     answer = ask(service)
     assert (answer.status, answer.reason) == (status, reason), answer
@@ -141,7 +141,7 @@ def test_errors_are_problem_details(service: Service, name: str) -> None:
 
 
 def test_an_unknown_host_is_a_problem_too() -> None:
-    """While requests need no token."""
+    """This holds while requests need no token."""
     with serving() as service:
         answer = service.ask("POST", "/query", b"{}", host="evil.example", content_type=JSON)
         assert (answer.status, answer.reason) == (421, "unknown-host")

@@ -1,4 +1,4 @@
-"""HTTP requests to others, against servers that do as they are told."""
+"""`kvevents.service.http_client` against servers with scripted responses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def trouble(url: str, bounds: RequestLimits = BOUNDS) -> str:
 
 
 async def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
-    """The question is asked again over a new one; when that is closed as well, there is no answer."""
+    """The client sends the request again over a new connection; if that closes too, it raises an error."""
     left = [2, 1]  # answers of each connection
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -62,7 +62,7 @@ async def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
 
 
 async def test_so_many_connections_and_no_more() -> None:
-    """Further requests wait for one of them."""
+    """Further requests wait for a free connection."""
     now = most = made = 0
     full = asyncio.Event()
 
@@ -114,7 +114,7 @@ async def test_bytes_now_and_then_do_not_prolong_the_time(bounds: RequestLimits,
     ids=["headers", "header", "status", "body", "chunks"],
 )
 async def test_what_never_ends_is_given_up(head: bytes, again: bytes, word: str) -> None:
-    """Before it takes memory."""
+    """The client stops reading before the response takes memory."""
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head)
@@ -146,7 +146,7 @@ async def test_redirects_are_told_and_not_followed() -> None:
 
 
 def test_commands_that_ask_nobody_do_not_load_it() -> None:
-    """It takes a tenth of a second."""
+    """A request that takes a tenth of a second."""
     lines = (
         "import sys",
         "from kvevents.cli import main",

@@ -1,4 +1,4 @@
-"""What /metrics says, number by number; `test_observability.py` gives what a real service says to a real Prometheus."""
+"""The values of /metrics. `test_observability.py` tests a real service with a real Prometheus."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def register(service: Service, instance: str = "engine-0", **more: object) -> Me
 
 
 def look(service: Service) -> None:
-    """As the follower does now and then, at those of whom something came."""
+    """Refresh the members that received events, as the ingest thread does."""
     service.fleet.look()
 
 
 def store(service: Service, member: Member, *media: str) -> None:
-    """A block on each of these media."""
+    """Store a block on each of these media."""
     events = [BlockStored([1], None, list(range(BLOCK)), BLOCK, medium=medium) for medium in media]
     service.index.apply(RawBatch(*member.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, list(events)))))
     look(service)
 
 
 def samples(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """All of them, by name and labels; each of which is there once."""
+    """Return all samples by name and labels, each of which occurs once."""
     found = [
         ((sample.name, frozenset(sample.labels.items())), sample.value)
         for family in text_string_to_metric_families(exposition(service).decode())
@@ -65,7 +65,7 @@ def samples(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
 
 
 def value(service: Service, name: str, **wanted: str) -> float | None:
-    """Sum of the samples with these labels; None where there is none."""
+    """Return the sum of the samples with these labels; None without samples."""
     found = [each for (told, found), each in samples(service).items() if told == name and wanted.items() <= dict(found).items()]
     return sum(found) if found else None
 
@@ -117,7 +117,7 @@ def test_media_that_only_an_engine_knows_are_other(service: Service) -> None:
 
 
 def test_each_complaint_has_a_word(service: Service) -> None:
-    """Those that a member really makes: another sentence would be `other`."""
+    """The codes of faults that a member really has."""
     member = register(service, block_size=2 * BLOCK, replay_endpoint="tcp://127.0.0.1:2")
     store(service, member, "GPU")
     assert member.info
@@ -196,7 +196,7 @@ def test_requests_and_lookups_are_counted(service: Service) -> None:
 
 
 def test_requests_of_new_kinds_may_come_while_a_page_is_written(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop counts them, and a scrape is answered in another thread."""
+    """The event loop counts requests while another thread writes the page."""
     metrics = service.metrics
     metrics.record_request("/query", 200, 0.0003)
     statuses = iter(range(400, 500))
@@ -214,7 +214,7 @@ def test_requests_of_new_kinds_may_come_while_a_page_is_written(service: Service
 
 
 def test_lookups_of_several_threads_are_all_counted(service: Service) -> None:
-    """`/v1/match_many` looks up in a thread of its own."""
+    """`/v1/match_many` looks prompts up in a thread."""
 
     def look_up() -> None:
         for _ in range(5_000):
@@ -233,7 +233,7 @@ def test_lookups_of_several_threads_are_all_counted(service: Service) -> None:
 
 @given(st.text(min_size=1, max_size=50))
 def test_whatever_somebody_calls_an_engine_it_is_one_label(name: str) -> None:
-    """As prometheus_client reads it; half a pair of surrogates, which no encoding has, aside."""
+    """prometheus_client reads the same value, except for lone surrogates, which no encoding has."""
     text = f"x{{{labels(engine=name, rank=0)}}} 1\n".encode(errors="replace").decode()
     ((sample,),) = [family.samples for family in text_string_to_metric_families(text)]
     assert sample.labels == {"engine": name.encode(errors="replace").decode(), "rank": "0"}
@@ -263,7 +263,7 @@ def test_a_round_of_looking_reaches_every_source_whoever_comes_or_goes(
 
 
 def test_a_scrape_of_200_sources_is_quick(service: Service) -> None:
-    """Queries wait meanwhile. prometheus_client's own writing of the same page takes several times as long."""
+    """Queries wait while the page is written. prometheus_client takes several times as long for the same page."""
     for number in range(200):
         register(service, f"engine-{number}", rank=number % 8)
     look(service)
@@ -274,7 +274,7 @@ def test_a_scrape_of_200_sources_is_quick(service: Service) -> None:
 
 
 class Parsed(CollectorRegistry):
-    """A page for prometheus_client to write again."""
+    """A collector that returns parsed families."""
 
     def __init__(self, families: list[Metric]) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Parsed(CollectorRegistry):
 
 
 def quickest(work: Callable[[], object]) -> float:
-    """Seconds of this thread that the quickest of ten runs took."""
+    """Return the CPU seconds of the fastest of ten runs."""
     taken = []
     for _ in range(10):
         began = time.thread_time()

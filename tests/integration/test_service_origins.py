@@ -1,4 +1,4 @@
-"""Requests that a web page makes a browser send: the service refuses them, and answers its own page and programs."""
+"""The service refuses requests that another web page makes a browser send, and answers its own page and programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def one_service() -> Iterator[Service]:
 
 
 def refusal(policy: OriginPolicy, *, is_read: bool = False, **headers: str) -> int:
-    """Status of the refusal of a request with these headers; 0 if it passes."""
+    """Return the status of the error for a request with these headers; 0 if it is accepted."""
     given = Headers([(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()])
     try:
         policy.check(given, is_read=is_read)
@@ -67,13 +67,13 @@ def refusal(policy: OriginPolicy, *, is_read: bool = False, **headers: str) -> i
     ],
 )
 def test_a_host_name_of_another_site_is_refused(listens: str, host: str, status: int) -> None:
-    """Addresses pass, because a name that is rebound stays a name; loopback alone passes where only loopback is served."""
+    """Addresses are accepted, because a rebound name stays a name; only loopback if the service listens on loopback."""
     policy = OriginPolicy(listens, ["kv.example.com", "*.svc.cluster.local"], checks_host=True)
     assert refusal(policy, host=host) == status
 
 
 def test_host_is_free_where_every_request_needs_a_token() -> None:
-    """Behind a proxy or a load balancer; and without the header at all, as HTTP 1.0 has it."""
+    """Configured names are accepted, and requests without the header, as in HTTP 1.0."""
     assert refusal(OriginPolicy("0.0.0.0", [], checks_host=False), host="any.example") == 0  # noqa: S104
     assert refusal(OriginPolicy("127.0.0.1", [], checks_host=True)) == 0
 
@@ -95,14 +95,14 @@ def test_host_is_free_where_every_request_needs_a_token() -> None:
     ],
 )
 def test_only_own_origins_may_ask(origin: str, status: int) -> None:
-    """The origin that `Host` names, whatever the scheme, since a proxy may end TLS; and those of the configured names."""
+    """The origin of `Host` with any scheme, since a proxy may end TLS, and origins of configured names are accepted."""
     policy = OriginPolicy("127.0.0.1", ["kv.example.com"], checks_host=True)
     assert refusal(policy, host="127.0.0.1:8090", origin=origin) == status
     assert refusal(policy, host="127.0.0.1:8090", origin=origin, is_read=True) == status
 
 
 def test_requests_of_other_sites_are_refused_though_they_name_no_origin() -> None:
-    """Images, scripts and frames of another page send no `Origin`. A link to the page is followed, a form is not sent."""
+    """Images, scripts and frames of another page send no `Origin`. A link to the page works, and a form does not."""
     policy = OriginPolicy("127.0.0.1", [], checks_host=True)
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 0), ("none", 0)):
         assert refusal(policy, sec_fetch_site=site, is_read=True) == status
@@ -116,13 +116,13 @@ def test_requests_of_other_sites_are_refused_though_they_name_no_origin() -> Non
     [("a", "a"), ("A.b:80", "a.b"), ("a.:1", "a"), ("[::1]:1", "::1"), ("[::1]", "::1"), ("", ""), (":80", "")],
 )
 def test_the_host_of_a_place(place: str, host: str) -> None:
-    """Without port, brackets and final dot."""
+    """The host is returned without port, brackets and final dot."""
     assert host_of(place) == host
 
 
 @pytest.mark.parametrize("name", ["*", "a:80", "http://a", "a b", "", "*.", "a*"])
 def test_names_that_are_none_are_refused(name: str) -> None:
-    """When settings are read, with the setting's name."""
+    """The error comes when settings are read, and has the setting's name."""
     with pytest.raises(ConfigError, match="invalid allowed_hosts entry"):
         HostPatterns([name], "allowed_hosts")
     with pytest.raises(ConfigError, match="invalid allowed_hosts entry"):
@@ -133,7 +133,7 @@ def test_names_that_are_none_are_refused(name: str) -> None:
 
 
 def forged(service: Service, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
-    """A request as a browser sends it, with a `Host` of its own."""
+    """Send a request as a browser does, with a given `Host`."""
     sent = {"host": f"{service.host}:{service.port}", **headers}
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in sent.items())
     head = f"{method} {path} HTTP/1.1\r\n{lines}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -144,7 +144,7 @@ def forged(service: Service, method: str, path: str, body: bytes = b"", **header
 
 
 def kept(service: Service, path: str, body: bytes, **headers: str) -> Answer:
-    """The same on a connection that is kept, as the fast path sees it."""
+    """Send a request as a browser does, on a reused connection."""
     with socket.create_connection((service.host, service.port), 20) as connection:
         sent = {"host": f"{service.host}:{service.port}", "content-length": str(len(body)), **headers}
         lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in sent.items())
@@ -177,7 +177,7 @@ QUERY = msgspec.json.encode({"model": "m", "tokens": [1]})
     ids=["host", "origin", "site", "text", "form", "no type"],
 )
 def test_no_page_can_register_or_ask(service: Service, headers: dict[str, str], status: int, reason: str) -> None:
-    """Whatever a browser sends without asking first; on both paths that a request may take, and nothing is registered."""
+    """This holds for every request that a browser sends without a preflight request, in both planes."""
     for answer in (
         forged(service, "POST", "/register", REGISTRATION, **headers),
         kept(service, "/register", REGISTRATION, **headers),
@@ -190,7 +190,7 @@ def test_no_page_can_register_or_ask(service: Service, headers: dict[str, str], 
 
 
 def test_no_page_can_read(service: Service) -> None:
-    """Not by DNS rebinding and not from another port of this machine; probes answer under any name."""
+    """Neither DNS rebinding nor another port of this machine works; probes have responses under any name."""
     for path in ("/dump", "/v1/sources", "/metrics", "/", "/v1/events", "/openapi.json"):
         assert forged(service, "GET", path, host="evil.example").reason == "unknown-host"
         assert forged(service, "GET", path, origin="http://localhost:3000").reason == "foreign-origin"
@@ -199,7 +199,7 @@ def test_no_page_can_read(service: Service) -> None:
 
 
 def test_programs_and_the_own_page_are_answered(service: Service) -> None:
-    """A client without any of the headers, and a browser on the service's own page."""
+    """A client without these headers, and a browser on the service's page, have responses."""
     own = f"http://{service.host}:{service.port}"
     for headers in ({}, {"origin": own, "sec_fetch_site": "same-origin"}, {"host": f"localhost:{service.port}"}):
         answer = kept(service, "/v1/match", QUERY, content_type="application/json", **headers)
@@ -207,7 +207,7 @@ def test_programs_and_the_own_page_are_answered(service: Service) -> None:
 
 
 def test_with_tokens_a_page_still_needs_its_own_origin(tmp_path: Path) -> None:
-    """Under whatever host name; a configured name is an origin of its own though the proxy asks under another one."""
+    """Any host name is accepted; a configured name is an own origin even if the proxy sends another `Host`."""
     text = f'allowed_hosts = ["kv.example.com"]\naccess = {{ tokens = [{{ role = "read", token = "{TOKEN}" }}] }}\n'
     with serving("--config", write(tmp_path / "service.toml", text)) as service:
         sent = {"host": "kv.internal:8090", "authorization": f"Bearer {TOKEN}"}
@@ -224,7 +224,7 @@ def settings(**more: Any) -> ServiceConfig:
 
 
 def test_without_any_access_control_only_loopback_is_served() -> None:
-    """Unless the operator says that it is meant: with tokens, a role for anonymous callers, certificates, or `insecure`."""
+    """It starts with tokens, a role for anonymous callers, client certificates, or `insecure`."""
     with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 is reached by other machines and requests need no token"):
         settings()
     tokens = (TokenConfig(role="read", token=TOKEN),)
@@ -240,7 +240,7 @@ def test_without_any_access_control_only_loopback_is_served() -> None:
 
 
 def test_flags_and_file_agree_about_it(tmp_path: Path) -> None:
-    """A host from the file with the flag, and the flag's absence with either."""
+    """The host may come from the file and `insecure` from the flag."""
     file = write(tmp_path / "service.toml", 'host = "0.0.0.0"\n')
     for args, code in (
         (("--config", file), 1),

@@ -1,4 +1,4 @@
-"""Spans of requests: what they tell, what they never tell, whose children they are, and that nobody pays who takes none."""
+"""OpenTelemetry spans of requests: their attributes and parents, and no cost without an SDK."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 
 def ask(app: App, method: str, path: str, body: object = None, **headers: str) -> Answer:
-    """One request, without a server between."""
+    """Send one request to the application, without a server."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -56,7 +56,7 @@ def ask(app: App, method: str, path: str, body: object = None, **headers: str) -
 
 @pytest.fixture(name="service")
 def service_with_blocks() -> Iterator[Service]:
-    """It follows nothing, and its one engine holds two blocks of the prompt."""
+    """A service without connections, whose one engine holds two blocks of the prompt."""
     service = Service(ServiceConfig())
     registration = Registration(instance="engine-0", endpoint="tcp://127.0.0.1:1", model="tiny", block_size=BLOCK)
     service.fleet.register(registration).result()
@@ -68,7 +68,7 @@ def service_with_blocks() -> Iterator[Service]:
 
 @pytest.fixture(name="spans")
 def exported_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """An SDK is configured, as far as whoever asks for it can tell: the real thing can be set only once in a process."""
+    """Fake a configured SDK, because a process can set the real provider only once."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
@@ -136,7 +136,7 @@ def test_lookups_by_hash_and_in_other_threads_are_told_too(service: Service, spa
 def test_every_outcome_has_a_name_of_few(
     service: Service, spans: InMemorySpanExporter, method: str, path: str, status: int, name: str, route: str | None
 ) -> None:
-    """Clients choose paths and methods, and must not make names."""
+    """Clients choose paths and methods, so these must not become names of spans."""
     assert ask(App(service), method, path).status == status
     span, attributes = only(spans)
     assert (span.name, attributes["http.response.status_code"], attributes.get("http.route")) == (name, status, route)
@@ -162,7 +162,7 @@ def test_probes_and_scrapes_have_none(service: Service, spans: InMemorySpanExpor
 
 
 def told_by(span: ReadableSpan) -> str:
-    """All of a span but its times and ids, in whose digits anything may be found."""
+    """Return a span as text without times and ids, whose digits could match anything."""
     told = json.loads(span.to_json())
     for name in ("context", "parent_id", "start_time", "end_time"):
         told.pop(name, None)
@@ -186,7 +186,7 @@ def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpan
 
 
 def test_without_an_sdk_nothing_stands_in_the_way(service: Service) -> None:
-    """The API alone is installed here: the application is called as if there were no tracing."""
+    """With the API alone, the application is not wrapped."""
     assert find_tracer() is None
     app = App(service)
     assert app.service is service
@@ -212,11 +212,11 @@ provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(formatter=la
 trace.set_tracer_provider(provider)
 main()
 """
-"""As `opentelemetry-instrument kvevents serve` does."""
+"""A program that configures an SDK first, as `opentelemetry-instrument kvevents serve` does."""
 
 
 def test_an_sdk_that_is_configured_before_the_service_starts_is_found() -> None:
-    """A real service: real requests, the real global provider, and a router's span above them."""
+    """A real service with the real global provider, and a request with a parent span."""
     with serving(command=(sys.executable, "-W", "error", "-c", SERVING, "serve", "--port", "0")) as service:
         asked = service.ask(
             "POST",

@@ -49,7 +49,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def expressions() -> list[tuple[str, str]]:
-    """Title and PromQL of each target, with the dashboard's variables as Grafana fills them in for All."""
+    """Return title and PromQL of each target, with the dashboard's variables as Grafana sets them for All."""
     found = [(panel["title"], target["expr"]) for panel in panels() for target in panel["targets"]]
     found += [(each["name"], each["expr"]) for each in DASHBOARD["annotations"]["list"]]
     chosen = dict.fromkeys(("instance", "model", "engine"), ".*") | {"__rate_interval": "30s"}
@@ -65,10 +65,10 @@ class Fleet(NamedTuple):
 
     service: Service
     killed: Program
-    """An engine as a process of its own."""
+    """An engine in its own process."""
 
     def exported(self) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Samples by name."""
+        """Return samples by name."""
         answer = self.service.get("/metrics")
         assert (answer.status, answer.headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
         found: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -78,12 +78,12 @@ class Fleet(NamedTuple):
         return found
 
     def value(self, name: str, **labels: str) -> float:
-        """Sum of the samples with these labels."""
+        """Return the sum of the samples with these labels."""
         return sum(value for found, value in self.exported().get(name, []) if labels.items() <= found.items())
 
 
 def odd_tape() -> list[tuple[bytes, int, bytes]]:
-    """A prompt, an event that nobody knows, and one whose tokens are too few for its blocks."""
+    """A tape with a prompt, an unknown event, and an event with too few tokens for its blocks."""
     batches: list[bytes] = [
         encode_batch(EventBatch(time(), [BlockStored([1, 2], None, TOKENS[:32], 16, medium="GPU")])),
         msgspec.msgpack.encode([time(), [["BlockMoved", [1]]], 0]),
@@ -93,7 +93,7 @@ def odd_tape() -> list[tuple[bytes, int, bytes]]:
 
 
 def diverging_tape() -> list[tuple[bytes, int, bytes]]:
-    """A prompt, a digest that is right and one that is not."""
+    """A tape with a prompt, a heartbeat with the right digest and one with a wrong digest."""
     index, stored = PrefixIndex(), BlockStored([1, 2], None, TOKENS[:32], 16, medium="GPU")
     index.apply(Batch("a", 0, 0, 0, 0.0, [stored], False))
     beats = [BlockRemoved([], heartbeat=Heartbeat(digest, 3_600.0)) for digest in (index.digest("a"), "0" * 32)]
@@ -105,7 +105,7 @@ LENGTHS = {"odd": 3, "diverging": 3}
 
 @pytest.fixture(scope="module", name="fleet")
 def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A service whose engines have had their faults."""
+    """A service after the faults of its engines."""
     home = tmp_path_factory.mktemp("kvevents")
     config = home / "fleet.toml"
     config.write_text(f"""
@@ -144,7 +144,7 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def unproven(service: Service, name: str) -> bool:
-    """Whether an engine is followed from which nothing live has come yet."""
+    """Return whether an engine is connected and has sent no live batch yet."""
     codes: list[str] = service.source(name)["trust"]["reason_codes"]
     return codes == ["replay-unproven"]
 
@@ -195,7 +195,7 @@ def test_faults_are_counted_as_what_they_are(fleet: Fleet) -> None:
 
 
 def test_every_metric_that_is_used_is_exported(fleet: Fleet) -> None:
-    """With a sample, so that neither a dashboard nor an alert looks at nothing."""
+    """Each metric of the dashboard and the alerts has a sample."""
     used = {name: expression for _, expression in expressions() for name in metrics_in(expression)}
     used |= {name: rule["expr"] for rule in ALERTS for name in metrics_in(rule["expr"])}
     assert len(used) > 40
@@ -204,7 +204,7 @@ def test_every_metric_that_is_used_is_exported(fleet: Fleet) -> None:
 
 
 def test_labels_that_are_used_are_those_of_the_metric(fleet: Fleet) -> None:
-    """Of selectors; what sums up by a label that is not there is seen by looking."""
+    """This checks the labels of selectors, not those of aggregations."""
     exported = fleet.exported()
     for _, expression in [*expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
         for name, selector in re.findall(r"\b(kvevents_\w+)\{([^}]*)\}", expression):
@@ -227,7 +227,7 @@ def test_labels_have_few_values_and_none_is_a_peers_word(fleet: Fleet) -> None:
 
 @needs_prometheus
 def test_names_keep_to_the_conventions(fleet: Fleet) -> None:
-    """By Prometheus' own linter."""
+    """Prometheus' linter accepts the page."""
     done = subprocess.run(
         [PROMTOOL, "check", "metrics"],
         input=fleet.service.get("/metrics").body,
@@ -242,7 +242,7 @@ def test_names_keep_to_the_conventions(fleet: Fleet) -> None:
 
 
 def test_the_dashboard_can_be_imported_anywhere() -> None:
-    """It names no data source of its own, panels lie side by side, and every variable exists."""
+    """It has no fixed data source, its panels do not overlap, and every variable exists."""
     variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
     assert variables == {"datasource", "instance", "model", "engine"}
     text = json.dumps(DASHBOARD)
@@ -284,7 +284,7 @@ def test_the_runbook_lists_what_is_exported(fleet: Fleet) -> None:
 @needs_prometheus
 @pytest.mark.parametrize("check", [("check", "rules", RULES), ("test", "rules", RULES_TEST)], ids=["check", "test"])
 def test_the_rules_are_right(check: tuple[object, ...]) -> None:
-    """They can be loaded; and each fires when it should, and not before."""
+    """Prometheus can load the rules, and each alert fires when it is due and not before."""
     done = subprocess.run([PROMTOOL, *map(str, check)], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -324,7 +324,7 @@ def test_every_panel_shows_something(fleet: Fleet, prometheus: Prometheus) -> No
 
 @needs_prometheus
 def test_alerts_fire_when_an_engine_is_killed(fleet: Fleet, prometheus: Prometheus) -> None:
-    """And those of faults that were there before; each with the engine that it is about."""
+    """Alerts of earlier faults fire too, each with its engine."""
 
     def fires(alert: str, **labels: str) -> bool:
         return any({"alertname": alert, **labels}.items() <= found.items() for found in prometheus.firing())

@@ -1,4 +1,4 @@
-"""Tokens and roles: who may do what, what is refused at the start, and that no token is ever shown."""
+"""Tokens and roles: permissions, invalid configurations, and that no token is ever shown."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def bearer(token: str) -> bytes:
 
 
 def test_roles_include_those_below() -> None:
-    """So that one comparison decides."""
+    """One comparison decides."""
     assert Role.NONE < Role.READ < Role.REGISTER
 
 
 def test_without_tokens_everybody_may_register() -> None:
-    """The service listens on loopback unless told otherwise; a header that it does not ask for changes nothing."""
+    """The service listens on loopback by default, and ignores the header without tokens."""
     open_to_all = Access(AccessConfig())
     assert {open_to_all.caller(header).role for header in (None, b"", bearer(READER), b"Basic eDp5")} == {Role.REGISTER}
 
@@ -66,18 +66,18 @@ def test_without_tokens_everybody_may_register() -> None:
     ],
 )
 def test_a_header_has_a_role(header: bytes | None, role: Role) -> None:
-    """Only a whole token after the scheme `Bearer`, whose case does not matter."""
+    """Only a complete token after the scheme `Bearer` matches; the scheme is case-insensitive."""
     assert Access(AccessConfig(tokens=TOKENS)).caller(header).role is role
 
 
 @given(st.binary(max_size=200))
 def test_no_other_bytes_have_a_role(header: bytes) -> None:
-    """Whatever a client sends ends in no role, never in an exception."""
+    """Any other header gives no role, and never an exception."""
     assert Access(AccessConfig(tokens=TOKENS)).caller(header).role is Role.NONE
 
 
 def test_what_anonymous_callers_may_do() -> None:
-    """Read where it is said so; a wrong token is no reason to be taken for nobody, since its owner would never learn of it."""
+    """Anonymous callers may have a role, and callers with a wrong token have none, so that its owner notices."""
     public = Access(AccessConfig(tokens=TOKENS, anonymous="read"))
     assert public.caller(None).role is Role.READ
     assert public.caller(bearer("wrong-0123456789")).role is Role.NONE
@@ -87,14 +87,14 @@ def test_what_anonymous_callers_may_do() -> None:
 
 
 def test_callers_have_names_for_logs() -> None:
-    """The name of the token, else its number in the configuration."""
+    """A caller has the name of its token, or the token's number in the configuration."""
     known = Access(AccessConfig(tokens=TOKENS))
     headers = [bearer(READER), bearer(WRITER), bearer("wrong-0123456789"), None]
     assert [known.caller(header).name for header in headers] == ["grafana", "token 2", "unknown token", "no token"]
 
 
 def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them whatever matches, by digests of one length, with the comparison that is made for it."""
+    """The digests of all tokens are compared, in constant time, even after a match."""
     compared: list[tuple[int, int]] = []
 
     def compare(one: bytes, other: bytes) -> bool:
@@ -113,7 +113,7 @@ def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tokens_from_toml(tmp_path: Path) -> None:
-    """From the table itself, from a file with a newline at its end, and from the environment."""
+    """Tokens come from the configuration, from a file with a final newline, and from the environment."""
     (tmp_path / "token").write_text(f"{WRITER}\n")
     config = config_of(f"""
         anonymous = "read"
@@ -149,14 +149,14 @@ def test_tokens_from_toml(tmp_path: Path) -> None:
     ],
 )
 def test_configuration_that_means_nothing(text: str) -> None:
-    """It is told when it is read, without the token."""
+    """The error comes when the configuration is read, and does not have the token."""
     with pytest.raises(msgspec.ValidationError) as caught:
         config_of(text)
     assert "0123456789abcdef" not in str(caught.value)
 
 
 def test_exactly_one_place_for_a_token() -> None:
-    """The sentence names those given."""
+    """The error names the sources that were given."""
     with pytest.raises(ConfigError, match=r"expected exactly one of token, token_file, token_env, got none"):
         TokenConfig(role="read")
     with pytest.raises(ConfigError, match=r"got token and token_env"):
@@ -181,19 +181,19 @@ def test_exactly_one_place_for_a_token() -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_tokens_that_cannot_be_used(settings: dict[str, Any], sentence: str) -> None:
-    """Each is told at the start, with the name or number of the token and what to do."""
+    """The error has the name or number of the token and a hint."""
     with pytest.raises(ConfigError, match=sentence):
         Access(AccessConfig(tokens=(TokenConfig(role="read", **settings),)), {"KV_EMPTY": ""})
 
 
 def test_a_token_is_there_once() -> None:
-    """Two roles for one token would be decided by chance."""
+    """A token with two roles is an error."""
     with pytest.raises(ConfigError, match="grafana and token 2 are the same token"):
         Access(AccessConfig(tokens=(TOKENS[0], TokenConfig(role="register", token=READER))))
 
 
 def test_no_token_is_ever_shown() -> None:
-    """Neither by repr and str of any part, nor by rich, nor in what an exception says."""
+    """This holds for repr, str, rich and exceptions."""
     config = AccessConfig(tokens=TOKENS)
     known = Access(config)
     shown = [

@@ -1,4 +1,4 @@
-"""`kvevents.service.http.block_listings`: pages cost their size, and what is kept between them is bounded."""
+"""`kvevents.service.http.block_listings`: a page costs its size, and stored listings are bounded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def some(count: int, start: int = 0) -> list[Block]:
 
 @given(BLOCKS, st.integers(1, 12))
 def test_pages_have_every_block_once(blocks: list[Block], limit: int) -> None:
-    """As it is, and no page has more than its limit; when the last one was read nothing is kept."""
+    """All pages together are the listing, none exceeds the limit, and nothing is stored after the last page."""
     listings = BlockListings(1000, 60)
     page = listings.first(A, iter(blocks), limit, trust)
     found = list(page.blocks)
@@ -55,7 +55,7 @@ def test_pages_have_every_block_once(blocks: list[Block], limit: int) -> None:
 
 
 def test_the_blocks_are_read_once() -> None:
-    """Not for each page."""
+    """The index is read for the first page only."""
     read = 0
 
     def blocks() -> Iterator[Block]:
@@ -72,7 +72,7 @@ def test_the_blocks_are_read_once() -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    """In blocks, the listing used longest ago goes first; in time; and one alone is kept however large it is."""
+    """Listings are limited in blocks, least recently used first, and in time; a single listing may be larger."""
     clock = Clock()
     listings = BlockListings(100, 60, clock)
     first, second = (listings.first(A, some(40), 10, trust) for _ in range(2))
