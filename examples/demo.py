@@ -14,9 +14,8 @@ import time
 from typing import Final
 
 from kvevents.cli.console import Console, Span
-from kvevents.cli.sim.board import board
-from kvevents.cli.sim.comparing import judge, tell
-from kvevents.cli.sim.running import streams_line
+from kvevents.cli.sim.compare import print_comparison, report_disagreements
+from kvevents.cli.sim.run import live_view, streams_line
 from kvevents.routing import POLICIES
 from kvevents.sim.faults import parse_faults
 from kvevents.sim.live import LiveFleet
@@ -51,7 +50,7 @@ and with an engine of your own:
 def run(policy: str, requests: int, pace: float, console: Console) -> PolicyResult:
     """The fleet under one policy."""
     with LiveFleet(SETTINGS, policy, pace=pace, wishes=parse_faults(FAULTS)) as fleet:
-        with board(fleet, console) as show:
+        with live_view(fleet, console) as show:
             result = fleet.run(rescaled(workload("trace", requests=requests), SPEED), look=lambda _: show())
         console.line(Span(f"{policy}: ", "name"), streams_line(fleet.streams(), fleet.struck))
     return result
@@ -74,11 +73,11 @@ def main() -> int:
     results = [run(policy, asked.requests, asked.time_scale, console) for policy in POLICIES]
     comparison = Comparison(settings=described(SETTINGS, {"requests": asked.requests, "speed": SPEED}), policies=results)
     console.line()
-    tell(comparison, console, json=False)
+    print_comparison(comparison, console, json=False)
     console.line(f"{time.monotonic() - began:.0f} seconds.")
     for line in NEXT.splitlines():
         console.line(line)
-    return int(judge(results, console))
+    return int(report_disagreements(results, console))
 
 
 if __name__ == "__main__":

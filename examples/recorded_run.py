@@ -14,8 +14,9 @@ from pathlib import Path
 
 from kvevents import Batch, Delivery, Gap, Reset, Source, Subscriber
 from kvevents.cli.console import Console, Span
-from kvevents.cli.following import TrustWatch
-from kvevents.cli.lines import LineFormat, plural
+from kvevents.cli.delivery_loop import TrustChanges
+from kvevents.cli.event_format import LineFormat
+from kvevents.cli.humanize import plural
 from kvevents.recording import live_batches
 from kvevents.testing import Faults, TapePlayer
 
@@ -69,7 +70,7 @@ class Demo:
         self._subscriber = subscriber
         self._console = console
         self._lines = LineFormat(width=len("vllm/0"))
-        self._watch = TrustWatch(subscriber)
+        self._watch = TrustChanges(subscriber)
 
     def say(self, text: str) -> None:
         """Tell what happens on the stage."""
@@ -84,7 +85,7 @@ class Demo:
             if delivery is not None:
                 self._take(delivery)
                 continue
-            for source, rank, trust in self._watch.changes():
+            for source, rank, trust in self._watch.poll():
                 self._console.line(*self._lines.trust(source, rank, trust))
             if done():
                 return

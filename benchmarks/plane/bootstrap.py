@@ -154,13 +154,13 @@ def replica(url: str) -> None:
 
 
 async def _replica(url: str) -> None:
-    from kvevents.cli.responsive import be_responsive  # noqa: PLC0415 - as above
+    from kvevents.cli.process import configure_threads  # noqa: PLC0415 - as above
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
     from kvevents.service.replica.replica import Replica  # noqa: PLC0415 - as above
 
-    be_responsive()
+    configure_threads()
     fleet = Fleet(PrefixIndex(), max_sources=1_000)
     fleet.follower.start()
     found = Replica(PlaneSettings(servers=(url,), name=NAME), "replica", fleet, snapshot_seconds=1e6, memory_limit=None)

@@ -120,9 +120,9 @@ def source(bridges: int, *rest: int) -> None:
 
 def ours(url: str, name: str, port: int, *rest: int) -> None:
     """Ours, until it has written so many batches."""
-    from kvevents.cli.responsive import be_responsive  # noqa: PLC0415 - as above
+    from kvevents.cli.process import configure_threads  # noqa: PLC0415 - as above
 
-    be_responsive()
+    configure_threads()
     asyncio.run(_ours(url, name, port, Load(*rest)))
     os._exit(0)
 

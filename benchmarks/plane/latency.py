@@ -72,12 +72,12 @@ def bridge(url: str, endpoint: str, replay_endpoint: str) -> None:
 async def _bridge(url: str, endpoint: str, replay_endpoint: str) -> None:
     import msgspec  # noqa: PLC0415 - as above
 
-    from kvevents.cli.responsive import be_responsive  # noqa: PLC0415 - as above
+    from kvevents.cli.process import configure_threads  # noqa: PLC0415 - as above
     from kvevents.plane.bridge import Bridge, BridgeSettings, Watch  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.service.registration import Registration  # noqa: PLC0415 - as above
 
-    be_responsive()
+    configure_threads()
     plane = PlaneSettings(servers=(url,), name=NAME, partitions=1, partition_bytes=4 << 30)
     registration = Registration(instance="e", endpoint=endpoint, replay_endpoint=replay_endpoint, model="m")
     found = Bridge(
@@ -99,7 +99,7 @@ def replica(url: str, count: int, skipped: int) -> None:
 
 
 async def _replica(url: str, count: int, skipped: int) -> None:
-    from kvevents.cli.responsive import be_responsive  # noqa: PLC0415 - as above
+    from kvevents.cli.process import configure_threads  # noqa: PLC0415 - as above
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
@@ -119,7 +119,7 @@ async def _replica(url: str, count: int, skipped: int) -> None:
             return applied
 
     setattr(index_build, "IndexSink", Watched)  # noqa: B010 - it is the replica's own, not exported
-    be_responsive()
+    configure_threads()
     fleet = Fleet(PrefixIndex(), max_sources=10)
     fleet.follower.start()
     plane = PlaneSettings(servers=(url,), name=NAME, partitions=1)

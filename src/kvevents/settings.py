@@ -1,7 +1,7 @@
 """Settings as structs: what a field is measured in, and how the tables of a TOML file become a struct.
 
 A settings struct is the one definition of its settings: names, types, units, defaults, and texts (the docstrings behind the
-fields). `kvevents.cli.settings` derives options and environment variables from it.
+fields). `kvevents.cli.settings_parser` derives options and environment variables from it.
 """
 
 from __future__ import annotations

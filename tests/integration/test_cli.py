@@ -22,17 +22,19 @@ def test_help_names_every_command_with_its_examples() -> None:
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_help_of_a_command_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from kvevents.cli.program import _parser  # noqa: PLC0415
+    from kvevents.cli.program import make_parser  # noqa: PLC0415
 
     with pytest.raises(SystemExit) as ended:
-        _parser().parse_args([command, "--help"])
+        make_parser().parse_args([command, "--help"])
     assert ended.value.code == 0
     examples = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
     assert len(examples) >= 3
     for example in examples:
         parts = [part.split("   ")[0].replace("'", "").split() for part in example.strip().split(" | ")]
-        ours = [_parser().parse_args(words[1:]).command.name for words in parts if words[0] == "kvevents"]
-        assert command in ours
+        ours = [words for words in parts if words[0] == "kvevents"]
+        for words in ours:
+            make_parser().parse_args(words[1:])
+        assert command in [words[1] for words in ours]
 
 
 def test_version() -> None:
@@ -74,15 +76,15 @@ def test_wrong_usage_is_told_with_code_2(args: list[str], capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("args", "word"),
     [
-        ("relay --endpiont x 127.0.0.1:5557", "kvevents relay: error: there is no option --endpiont; did you mean --endpoint?"),
+        ("relay --endpiont x 127.0.0.1:5557", "kvevents relay: error: unknown option --endpiont; did you mean --endpoint?"),
         (
             "relay --replay x 127.0.0.1:5557",
-            "kvevents relay: error: there is no option --replay; did you mean --replay-endpoint?",
+            "kvevents relay: error: unknown option --replay; did you mean --replay-endpoint?",
         ),
-        ("relay --endpiont=x 127.0.0.1:5557", "kvevents relay: error: there is no option --endpiont; did you mean --endpoint?"),
-        ("tail --zzz x 127.0.0.1:5557", "kvevents tail: error: there is no option --zzz"),
-        ("plane status --ouptut", "kvevents plane status: error: there is no option --ouptut; did you mean --output?"),
-        ("sim compare --polcy x", "kvevents sim compare: error: there is no option --polcy; did you mean --policy?"),
+        ("relay --endpiont=x 127.0.0.1:5557", "kvevents relay: error: unknown option --endpiont; did you mean --endpoint?"),
+        ("tail --zzz x 127.0.0.1:5557", "kvevents tail: error: unknown option --zzz"),
+        ("plane status --ouptut", "kvevents plane status: error: unknown option --ouptut; did you mean --output?"),
+        ("sim compare --polcy x", "kvevents sim compare: error: unknown option --polcy; did you mean --policy?"),
         ("tail 5557 -- --zzz", "kvevents tail: error: argument ENDPOINT: invalid endpoint '5557'"),
     ],
 )

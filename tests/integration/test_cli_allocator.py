@@ -1,4 +1,4 @@
-"""`kvevents.cli.allocator`: what is free goes back to the machine."""
+"""`kvevents.cli.process`: what is free goes back to the machine."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from kvevents.cli.allocator import giving_back
+from kvevents.cli.process import trimming_memory
 
 BURST = """
 import os, sys
 from pathlib import Path
 from threading import Event
-from kvevents.cli import allocator
+from kvevents.cli import process
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
-given, trim = Event(), allocator._trim()
-allocator._trim = lambda: lambda pad: (trim(pad), given.set())
+given, trim = Event(), process._malloc_trim()
+process._malloc_trim = lambda: lambda pad: (trim(pad), given.set())
 # Of a burst of 60 MiB every thousandth piece is kept: what is free lies between.
 burst = [bytearray(1000) for _ in range(60_000)]
 kept = burst[::1000]
 full = resident()
 del burst
 before = resident()
-with allocator.giving_back(0.001):
+with process.trimming_memory(0.001):
     given.wait(20)
     given.clear()
     given.wait(20)
@@ -49,7 +49,7 @@ def test_what_a_burst_has_left_behind_is_given_back() -> None:
 def test_the_thread_ends_with_it() -> None:
     """Nothing stays behind."""
     before = threading.active_count()
-    with giving_back():
+    with trimming_memory():
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
 
@@ -64,8 +64,8 @@ def test_what_a_process_wants_to_keep_stays(monkeypatch: pytest.MonkeyPatch) -> 
         given.set()
         return 0
 
-    monkeypatch.setattr("kvevents.cli.allocator._trim", lambda: trim)
-    with giving_back(0.001, keep=64 << 20):
+    monkeypatch.setattr("kvevents.cli.process._malloc_trim", lambda: trim)
+    with trimming_memory(0.001, keep=64 << 20):
         assert given.wait(20)
     assert set(kept) == {64 << 20}
 
@@ -74,7 +74,7 @@ def test_without_glibc_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -
     """Another allocator has no such function."""
     monkeypatch.setattr("ctypes.CDLL", lambda _: os)
     before = threading.active_count()
-    with giving_back():
+    with trimming_memory():
         assert threading.active_count() == before
 
 
@@ -86,7 +86,7 @@ from kvevents.cli.program import main
 def entered(**_):
     sys.exit({ENTERED})
 
-importlib.import_module(sys.argv[1]).giving_back = entered
+importlib.import_module(sys.argv[1]).trimming_memory = entered
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -96,7 +96,7 @@ sys.exit(main(sys.argv[2:]))
     [
         ("relay", ["relay", "127.0.0.1:1"]),
         ("serve", ["serve", "--port", "0"]),
-        ("bridging", ["bridge", "--nats", "nats://127.0.0.1:1", "--model", "m", "--worker", "engine=tcp://127.0.0.1:1"]),
+        ("bridge", ["bridge", "--nats", "nats://127.0.0.1:1", "--model", "m", "--worker", "engine=tcp://127.0.0.1:1"]),
     ],
     ids=lambda each: each if isinstance(each, str) else None,
 )

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import paths
 from cli_cases import Ended, Program, run
 from kvevents.cli import bridge as cli
-from kvevents.cli.bridging import Teller, card_of
-from kvevents.cli.parser import CommandParser
+from kvevents.cli.bridge import StateLogger, encode_registration
+from kvevents.cli.command import CommandParser
 from kvevents.plane import metrics
 from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
@@ -155,7 +155,7 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
             write(more, source("b", second))
             has(log, "b", 1)
             confirmed(program, "b", second, 1)
-            program.err.wait("connected; streams: 2 EXACT; 3 batches written; 0 records of 0 bytes wait")
+            program.err.wait("connected; streams: 2 EXACT; 3 batches written; 0 records of 0 bytes queued")
             write(config, head)
             log.until("only b", lambda log: cards(log).keys() == {"b"})
             program.err.wait("a rank 0: no longer followed")
@@ -164,7 +164,7 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
             second.publish(batch(2))
             has(log, "b", 3)
             write(more, source("b", second))
-            program.err.wait("all that is named can be followed")
+            program.err.wait("discovery has no faults any more")
             assert program.interrupt(signal.SIGTERM).code == 0
 
 
@@ -182,7 +182,7 @@ def test_ranks_of_one_engine_that_cannot_be_of_one_are_told(server: NatsServer, 
 def test_cards_have_no_keys() -> None:
     curve = Curve(public_key="p" * 40, secret_key="s" * 40, server_key="o" * 40)
     registration = Registration(instance="a", endpoint="tcp://h:1", model=MODEL, block_size=16, curve=curve)
-    card = card_of(registration)
+    card = encode_registration(registration)
     assert b"pppp" not in card
     assert b"ssss" not in card
     assert b"oooo" not in card
@@ -204,13 +204,13 @@ def test_a_bridge_that_was_killed_comes_back_and_nothing_is_lost_or_doubled(serv
                 log.until("some", lambda log: len(log.numbers(key_of("a"))) >= number - 200)  # noqa: B023 - called at once
                 program.process.kill()
                 assert program.process.wait(SECONDS) == -signal.SIGKILL
-            assert not [line for line in program.err.all if "writes under it too" in line]
+            assert not [line for line in program.err.all if "has the same name" in line]
         with bridge(server, "killed", *worker("a", publisher), name="node.example"):
             has(log, "a", 900)
 
 
 def test_two_bridges_of_one_name_report_each_other_and_write_one_log(server: NatsServer, brisk: tuple[object, ...]) -> None:
-    """Both, and `plane status`. When one ends the other is well again."""
+    """Both, and `plane status`. When one ends the other is normal again."""
     port = quiet_port()
     with publishing(replay_endpoint=ANY) as publisher:
         arguments = (*worker("a", publisher), *brisk, "--metrics-port")
@@ -220,14 +220,14 @@ def test_two_bridges_of_one_name_report_each_other_and_write_one_log(server: Nat
             with bridge(server, "same", *arguments, quiet_port()) as second:
                 for one, other in ((first, second), (second, first)):
                     who = f"process {other.process.pid} at {re.escape(socket.gethostname())}"
-                    one.err.wait(f"WARNING .*name 'bridge': {who} writes under it too; give each bridge a name of its own")
+                    one.err.wait(f"WARNING .*name 'bridge': {who} has the same name; give each bridge another --bridge-name")
                 until("a metric", lambda: scrape(port)["kvevents_bridge_name_shared"] == [({}, 1.0)])
                 until("a fault", lambda: "bridge bridge is more than one process" in plane_status(server, "same").out)
                 for number in range(1, 100):
                     publisher.publish(batch(number))
                 has(Log(plane_at(server.url, name="same")), "a", 100)
                 assert second.interrupt(signal.SIGTERM).code == 0
-            first.err.wait("name 'bridge': well again")
+            first.err.wait("name 'bridge': normal again")
             publisher.publish(batch(100))
             has(Log(plane_at(server.url, name="same")), "a", 101)
 
@@ -247,7 +247,7 @@ def test_a_bridge_that_was_stopped_while_another_of_its_name_wrote_goes_on(
             confirmed(second, "a", publisher, 1)
             has(Log(plane_at(server.url, name="stopped")), "a", 2)
             first.process.send_signal(signal.SIGCONT)
-            second.err.wait(f"name 'bridge': process {first.process.pid} at .* writes under it too")
+            second.err.wait(f"name 'bridge': process {first.process.pid} at .* has the same name")
         publisher.publish(batch(2))
         has(Log(plane_at(server.url, name="stopped")), "a", 3)
         assert first.interrupt(signal.SIGTERM).code == 0
@@ -277,7 +277,7 @@ def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_onc
             assert hasty.interrupt(signal.SIGINT).code == 130
             ended = patient.end()
         assert ended.code == 0, ended.err
-        assert re.search("ended with [12] records that the servers did not take", ended.err)
+        assert re.search("ended with [12] unwritten records", ended.err)
         assert "Traceback" not in ended.err
 
 
@@ -324,7 +324,7 @@ def test_metrics_are_scraped(server: NatsServer) -> None:
 
 
 def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
-    teller = Teller()
+    logger = StateLogger()
     with caplog.at_level("INFO", "kvevents.bridge"):
         for states in (
             {"partitions": ""},
@@ -334,18 +334,18 @@ def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
             {"partitions": ""},
             {"partitions": ""},
         ):
-            teller.tell((what, words, 20) for what, words in states.items())
+            logger.log_states((what, words, 20) for what, words in states.items())
         for sentences in ([], ["x", "y"], ["y", "x"], ["z"], [], []):
-            teller.tell_faults(sentences)
+            logger.log_faults(sentences)
     told = [
         "partitions: 1",
         "partitions: 2",
         "a: EXACT",
-        "partitions: well again",
+        "partitions: normal again",
         "x",
         "y",
         "z",
-        "all that is named can be followed",
+        "discovery has no faults any more",
     ]
     assert caplog.messages == told
 
@@ -359,7 +359,7 @@ def test_the_document_lists_what_there_is() -> None:
     assert exported - listed == set()
     parser = CommandParser("bridge")
     cli.add_arguments(parser)
-    own = [each for path, each in parser.get_default("form").settings.items() if path.startswith(("plane.", "bridge."))]
+    own = [each for path, each in parser.get_default("settings").settings.items() if path.startswith(("plane.", "bridge."))]
     assert {each.path.partition(".")[2] for each in own} - listed == set()
     shown = parser.format_help()
     named = {"--metrics-port", "--metrics-host"}
@@ -374,8 +374,8 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--dns", "h:1"], 2, "no server is named; write --nats"),
-        (["--nats", "nats://127.0.0.1:1"], 2, "there is nothing to follow"),
+        (["--dns", "h:1"], 2, "no NATS server is given; use --nats"),
+        (["--nats", "nats://127.0.0.1:1"], 2, "no engine is given"),
         (["--nats", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 2, "--worker needs --model"),
         (["--nats", "nats://127.0.0.1:1", "--worker", "a"], 2, "invalid worker"),
         (["--nats", "http://127.0.0.1:1", *HERE], 1, "is no server of a plane"),
@@ -383,7 +383,7 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--nats", "nats://127.0.0.1:1", *HERE], 1, "cannot use the NATS server at nats://127.0.0.1:1: Connect"),
         (["--nats", "nats://127.0.0.1:1", "--copies", "2", *HERE], 1, "copies is 2"),
         (["--nats", "nats://127.0.0.1:1", "--partitions", "1000", *HERE], 1, "partitions is 1000"),
-        (["--nats", "nats://127.0.0.1:1", "--partition-size", "big", *HERE], 2, "is no size"),
+        (["--nats", "nats://127.0.0.1:1", "--partition-size", "big", *HERE], 2, "invalid size"),
         (["--nats", "nats://127.0.0.1:1", "--partition-size", "1", *HERE], 1, "partition_bytes is 1"),
         (["--nats", "nats://127.0.0.1:1", "--plane", "a b", *HERE], 1, "name is 'a b'; a plane's has"),
         (["--nats", "nats://127.0.0.1:1", "--bridge-name", "", *HERE], 1, "a bridge's name is ''"),
@@ -391,9 +391,9 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--nats", "nats://127.0.0.1:1", "--standby-delay", "4000", *HERE], 1, "hold_back is 4000"),
         (["--nats", "nats://127.0.0.1:1", "--creds", "/no/such", *HERE], 1, "cannot read /no/such"),
         (["--nats", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *HERE], 1, "tls_certificate is there without tls_key"),
-        (["--nats", "nats://127.0.0.1:1", "--metrics-port", "x", *HERE], 2, "is no port"),
+        (["--nats", "nats://127.0.0.1:1", "--metrics-port", "x", *HERE], 2, "invalid port"),
         (["--nats", "nats://127.0.0.1:1", "--config", "/no/such"], 1, "cannot read /no/such"),
-        (["--nats", "nats://127.0.0.1:1", "--topics", "3", *HERE], 2, "no option --topics"),
+        (["--nats", "nats://127.0.0.1:1", "--topics", "3", *HERE], 2, "unknown option --topics"),
     ],
     ids=str,
 )
@@ -461,7 +461,7 @@ def test_its_name_is_the_hosts_unless_told(server: NatsServer) -> None:
 def test_a_login_on_the_command_line_is_told(server: NatsServer) -> None:
     """And shown nowhere; this server takes any."""
     with Program("bridge", "--nats", server.url_of("user:secret"), "--plane", "login", *PARTITION, *HERE) as program:
-        program.err.wait("WARNING everybody on this machine sees a login in --nats; use --creds")
+        program.err.wait("WARNING all users of this machine can read a login in --nats; use --creds")
         program.err.wait("writes to the 2 partitions")
         ended = program.interrupt(signal.SIGTERM)
     assert ended.code == 0

@@ -81,7 +81,7 @@ def test_record_and_export_keep_that_nothing_is_lost(old_engine: ZmqEventPublish
     assert re.search(r"0 gaps, 0 lost, 0 resets, a snapshot of \d+ older batches, ", ended.err)
     exported = run("export", path, tmp_path / "tables")
     assert exported.code == 0
-    assert re.search(r"\d+ batches represented by a snapshot: nothing of them is lost", exported.err)
+    assert re.search(r"\d+ batches represented by a snapshot, so nothing is lost", exported.err)
     assert "missing" not in exported.err
     counts = export([path], tmp_path / "again").counts
     assert counts.get("lost", 0) == 0
@@ -93,7 +93,7 @@ def test_doctor_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
     ended = run("doctor", *named(old_engine), "--output=json", "--duration", "0.8")
     found = findings(ended)
     assert {check: finding["verdict"] for check, finding in found.items()} == dict.fromkeys(found, "ok")
-    assert re.search(r"the first is a snapshot of batches 0 to \d+: a late subscriber learns everything", ended.out)
+    assert re.search(r"the first is a snapshot of batches 0 to \d+, so a late subscriber is complete", ended.out)
     assert re.search(r"0 lost; a snapshot represents \d+ older ones", found["trust"]["text"])
 
 
@@ -114,7 +114,7 @@ def test_a_service_its_metrics_top_and_doctor_count_no_loss(old_engine: ZmqEvent
 
 def test_a_gap_that_is_lost_is_still_one() -> None:
     """Only `compacted` gaps are snapshots."""
-    from kvevents.cli.lines import LineFormat  # noqa: PLC0415
+    from kvevents.cli.event_format import LineFormat  # noqa: PLC0415
 
     texts = ["".join(str(part) for part in LineFormat().gap(Gap("a", 0, 1, 3, 0, compacted))) for compacted in (False, True)]
-    assert ["GAP     #1 to #3: 3 batches lost for good" in text for text in texts] == [True, False]
+    assert ["GAP     #1 to #3: 3 batches permanently lost" in text for text in texts] == [True, False]

@@ -18,9 +18,9 @@ import zmq
 from cli_cases import RECORDING, RUN, SECONDS, Program, adjacent, refusing, run, tape_of
 from cli_doctor_cases import findings, one, server
 from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
-from kvevents.cli.checkup import fleet, service
-from kvevents.cli.checkup.service import ENOUGH_LOOKUPS
-from kvevents.cli.checkup.traffic import check_topic
+from kvevents.cli.doctor import fleet, service
+from kvevents.cli.doctor.service import ENOUGH_LOOKUPS
+from kvevents.cli.doctor.traffic import check_topic
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.reasons import Reason
@@ -57,7 +57,7 @@ def test_a_healthy_engine() -> None:
         "seen: 'kv-events'",
         "vllm-0.24.0",
         "rank 0",
-        "holds #0 to #",
+        "has #0 to #",
         "complete since",
         "EXACT, after",
     ):
@@ -94,7 +94,7 @@ def test_nothing_listens() -> None:
 def test_the_replay_port_given_as_the_endpoint() -> None:
     with adjacent() as (tape,):
         found = findings(run("doctor", tape.replay_endpoint, "--output=json", *LOOK))
-        assert "ROUTER socket: a replay port" in found["address"]["text"]
+        assert "ROUTER socket: a replay endpoint" in found["address"]["text"]
         assert f"{tape.endpoint} is a publisher; use that as ENDPOINT" in found["address"]["advice"]
 
 
@@ -123,7 +123,7 @@ def test_a_lossy_replay_that_has_them_when_asked_again() -> None:
         tape.play(20)
         found = doctor(tape)
     assert found["replay"]["verdict"] == "warn"
-    assert "1 batch missing inside the answer (#5); asked again, the engine has them" in found["replay"]["text"]
+    assert "1 batch missing inside the response (#5); a second request returned them" in found["replay"]["text"]
 
 
 def test_history_that_is_gone() -> None:
@@ -131,7 +131,7 @@ def test_history_that_is_gone() -> None:
     with TapePlayer(batches, faults=Faults(buffer_steps=10)) as tape:
         tape.play()
         found = doctor(tape)
-    assert "what came before #40 is gone" in found["replay"]["text"]
+    assert "batches before #40 are gone" in found["replay"]["text"]
     assert found["trust"]["verdict"] == "warn"
     assert "DEGRADED" in found["trust"]["text"]
     assert "buffer_steps" in found["trust"]["advice"]
@@ -143,7 +143,7 @@ def test_a_garbage_publisher() -> None:
         tape.start_playing(rate=100.0, times=1_000)
         found = doctor(tape)
     assert found["decoding"]["verdict"] == "fail"
-    assert "can be read" in found["decoding"]["text"]
+    assert "can be decoded" in found["decoding"]["text"]
     assert "malformed" in found["decoding"]["text"] or "not-a-batch" in found["decoding"]["text"]
 
 
@@ -171,7 +171,7 @@ def test_an_idle_engine_is_no_fault_and_replay_tells_what_it_speaks() -> None:
     found = findings(ended)
     assert ended.code == 0
     assert found["traffic"]["verdict"] == "warn"
-    assert "an idle engine announces nothing" in found["traffic"]["text"]
+    assert "an idle engine publishes nothing" in found["traffic"]["text"]
     assert "20 batches replayed" in found["decoding"]["text"]
     assert found["decoding"]["text"].endswith("sglang-0.5.9 (20)")
     assert "as [seq, payload]" in found["replay"]["text"]
@@ -275,7 +275,7 @@ def test_a_healthy_service_and_its_fleet() -> None:
         "2 of 2 sources are EXACT",
         "2 sources of 2 engines",
         "2 of 2 sources EXACT",
-        "nobody is silent; the newest batch came",
+        "all sources send events; the newest batch arrived",
         "the newest batches came within",
         "2 lookups, 100% of them found something",
         "5 blocks in",
@@ -297,7 +297,7 @@ def test_a_service_that_is_not_there() -> None:
 def test_an_engine_port_given_as_the_service() -> None:
     with adjacent() as (tape,):
         found = examined(tape.endpoint.replace("tcp", "http"), "--timeout", 0.3)
-    assert "speaks ZeroMQ, not HTTP" in found["service"]["text"]
+    assert "uses ZeroMQ instead of HTTP" in found["service"]["text"]
     assert f"kvevents doctor {tape.endpoint.removeprefix('tcp://')}" in found["service"]["advice"]
 
 
@@ -308,7 +308,7 @@ def test_a_service_that_wants_a_token(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "KVEVENTS_TOKEN" in found["access"]["advice"]
         assert found["ready"]["verdict"] == "ok"
         monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
-        assert examined(url)["discovery"]["text"] == "no engine is registered, so nobody holds anything"
+        assert examined(url)["discovery"]["text"] == "no engine is registered"
 
 
 def test_engines_that_are_gone_or_cannot_be_replayed() -> None:
@@ -326,8 +326,8 @@ def test_engines_that_are_gone_or_cannot_be_replayed() -> None:
     assert re.search(r"fail +trust +engine-1/0 is STALE for \d", ended.out)
     assert re.search(r"fail +trust +engine-2/0 is CONNECTING for \S+ s: nothing listens at", ended.out)
     assert re.search(r"warn +trust +engine-0/0 is DEGRADED for \S+ s: no replay endpoint", ended.out)
-    assert "-> is the engine up, with KV events enabled" in ended.out
-    assert "-> name the engine's replay endpoint when it is registered" in ended.out
+    assert "-> check that the engine runs with KV events enabled" in ended.out
+    assert "-> register the engine with its replay endpoint" in ended.out
 
 
 def test_a_rank_that_is_missing() -> None:
@@ -360,7 +360,7 @@ def test_lookups_that_never_find_anything() -> None:
             served.ask("POST", "/v1/match", wrong)
         many = examined(served.url)["lookups"]
     assert (few["verdict"], many["verdict"]) == ("warn", "fail")
-    assert "1 lookup, and none found anything, though 2 blocks are held" in few["text"]
+    assert "1 lookup, and none found anything, though the index has 2 blocks" in few["text"]
     for said in ("model name", "block size", "tokenizer"):
         assert said in few["advice"]
 
@@ -378,8 +378,8 @@ def test_an_engine_of_another_block_size_than_declared() -> None:
         served.register("engine-0", one, block_size=32)
         served.wait("engine-0/0", lambda source: source["block_sizes"] == [BLOCK] and source["trust"]["state"] == "DEGRADED")
         found = examined(served.url)
-    assert found["blocks"]["text"] == "tokens per block: engine-0/0 is declared with 32 and sends 16"
-    assert "block size that it has" in found["trust"]["advice"]
+    assert found["blocks"]["text"] == "tokens per block: engine-0/0 is registered with 32 and sends 16"
+    assert "its block size" in found["trust"]["advice"]
 
 
 @contextmanager
@@ -434,10 +434,10 @@ def view(**more: Any) -> SourceView:
 
 def test_block_sizes_declared_and_seen() -> None:
     assert fleet.check_block_sizes([view(block_sizes=[])]) is None
-    assert one(fleet.check_block_sizes([view()])) == ("ok", "blocks of 16 tokens, as declared")
+    assert one(fleet.check_block_sizes([view()])) == ("ok", "blocks of 16 tokens, as registered")
     assert one(fleet.check_block_sizes([view(declared_block_size=None, block_sizes=[16, 32])]))[0] == "ok"
     verdict, text = one(fleet.check_block_sizes([view(), view(block_sizes=[32])]))
-    assert (verdict, text) == ("fail", "tokens per block: engine-001/0 is declared with 16 and sends 32")
+    assert (verdict, text) == ("fail", "tokens per block: engine-001/0 is registered with 16 and sends 32")
 
 
 def test_lag_and_clocks() -> None:
@@ -450,7 +450,7 @@ def test_lag_and_clocks() -> None:
 
 def test_silence() -> None:
     (never,) = fleet.check_traffic([view(last_event=None, blocks=0)], 1010.0)
-    assert one(never) == ("warn", "nothing ever came from engine-001/0")
+    assert one(never) == ("warn", "nothing ever arrived from engine-001/0")
     (silent,) = fleet.check_traffic([view(last_event=10.0)], 1010.0)
     assert one(silent) == ("warn", "silent: engine-001/0 for 17 min")
     assert list(fleet.check_traffic([source(1, "STALE")], 1010.0)) == []
@@ -461,14 +461,14 @@ def test_losses_and_rejected_events() -> None:
     losing = [view(lost=2, gaps=[gap], rejected={"bad-token": 3})]
     assert [*fleet.check_losses([view()], 1010.0)] == []
     (lossy,) = fleet.check_losses(losing, 1010.0)
-    assert one(lossy) == ("warn", "lost for good, some within the last hour: 2 batches of engine-001/0")
+    assert one(lossy) == ("warn", "permanently lost, some within the last hour: 2 batches of engine-001/0")
     (old,) = fleet.check_losses(losing, 9010.0)
     assert one(old)[0] == "ok"
     doubted = {"state": "DEGRADED", "reason": "no replay endpoint", "reason_codes": ["no-replay"]}
     without_replay = view(lost=1, gaps=[gap], trust=doubted)
     mute, lossy = fleet.check_losses([*losing, without_replay], 1010.0)
     assert one(mute)[1].endswith("without a replay endpoint: 1 batch of engine-001/0")
-    assert "name the engine's replay endpoint" in mute.advice
+    assert "register the engine with its replay endpoint" in mute.advice
     assert one(lossy)[1].endswith("within the last hour: 2 batches of engine-001/0")
     assert "buffer_steps" in lossy.advice
     assert one(fleet.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
@@ -489,17 +489,17 @@ def test_every_reason_has_advice(reason: Reason) -> None:
 def test_many_doubtful_sources_are_summed_up() -> None:
     sources = [source(number, "DEGRADED") for number in range(30)] + [source(99, "STALE")]
     told = [*fleet.check_trust(sources, 1010.0)]
-    assert len(told) == fleet.MAX_TOLD + 1
+    assert len(told) == fleet.MAX_LISTED + 1
     assert "engine-099/0 is STALE" in told[0].text
     assert told[-1].text == "and 21 sources more"
 
 
 def test_a_source_that_is_still_coming_up() -> None:
     (coming,) = fleet.check_trust([source(1, "REPLAYING")], 1001.0)
-    assert (coming.verdict.value, coming.advice) == ("warn", "give it a moment, and look again")
+    assert (coming.verdict.value, coming.advice) == ("warn", "wait a moment, and run doctor again")
     unproven = {"state": "REPLAYING", "reason": "", "reason_codes": [Reason.REPLAYING, Reason.REPLAY_UNPROVEN]}
     (coming,) = fleet.check_trust([view(trust=unproven)], 1001.0)
-    assert coming.advice == "give it a moment, and look again"
+    assert coming.advice == "wait a moment, and run doctor again"
     (stuck,) = fleet.check_trust([source(1, "CONNECTING")], 1100.0)
     assert stuck.verdict.value == "fail"
     assert "kvevents doctor tcp://10.0.0.7:5557" in stuck.advice
@@ -543,7 +543,7 @@ def test_readiness_and_health() -> None:
 
     assert (ready(), ready(ready=False), ready(sources=2)) == (["ok"], ["warn"], ["warn"])
     [empty] = service.check_ready(msgspec.structs.replace(READY, ready=False, sources=0, exact=0))
-    assert "until an engine is there" in str(empty.advice), "the deadline does not help there"
+    assert "when an engine is registered" in str(empty.advice), "the deadline does not help there"
     failed = HealthAnswer(status="failed", warnings=["the service no longer receives events: RuntimeError: x"])
     assert [finding.verdict.value for finding in service.check_health(failed, stats())] == ["fail"]
     assert [finding.verdict.value for finding in service.check_health(HealthAnswer(status="failed", warnings=[]), stats())] == [

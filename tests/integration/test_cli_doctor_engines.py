@@ -59,12 +59,12 @@ class Case:
 CASES: dict[str, Case] = {
     "healthy": Case(
         engine,
-        said=("complete since the engine started", "as published: it belongs to this stream", "no number missing between them"),
+        said=("complete since the engine started", "as published: it belongs to this stream", "no sequence number missing"),
     ),
     "healthy, replay not named": Case(
         engine,
         named=False,
-        said=("holds the live batches as published, and is used here", "name it for other commands: --replay tcp://"),
+        said=("has the live batches as published, and is used here", "with other commands"),
     ),
     "lossy": Case(
         lambda: engine(drop=0.3),
@@ -81,14 +81,14 @@ CASES: dict[str, Case] = {
     "burnt numbers": Case(
         lambda: engine(tape=stores(300), skipped=range(3, 10_000, 7)),
         verdicts={"losses": "warn", "replay": "warn", "trust": "warn"},
-        said=("replay holds 0 of these", "these numbers are lost"),
+        said=("replay has 0 of these", "these batches are lost"),
     ),
     "replay with random holes": Case(
         lambda: engine(rate=20.0, replay_holes=0.2),
         seconds="5",
         verdicts={"replay": "warn"},
-        said=("missing inside the answer (#",),
-        never_said=("nothing can bring them back", "complete since", "these numbers are lost"),
+        said=("missing inside the response (#",),
+        never_said=("nothing can bring them back", "complete since", "these batches are lost"),
     ),
     "mute replay": Case(
         lambda: engine(replay_silent=True),
@@ -99,40 +99,40 @@ CASES: dict[str, Case] = {
         lambda: engine(replay_silent=True),
         named=False,
         verdicts={"replay": "warn", "trust": "warn"},
-        said=("is open and does not answer replay requests", "the engine may hang or be busy"),
+        said=("is open and does not answer replay requests", "which may hang or be busy"),
         never_said=("start it with",),
     ),
     "idle, replay not named": Case(
         lambda: engine(idle=True),
         named=False,
         verdicts={"traffic": "warn", "replay": "warn", "trust": "warn"},
-        said=("may be one, but nothing live arrived that could be compared",),
+        said=("may be one, but no live batch arrived",),
     ),
     "replay of another engine that is ahead": Case(
         lambda: engine(replay_foreign=stores(2_000)),
         verdicts={"replay": "fail", "trust": "warn"},
-        said=("belongs to another stream: of #", "name this engine's own replay endpoint with --replay"),
+        said=("belongs to another stream: its batch #", "use this engine's own replay endpoint with --replay"),
     ),
     "replay of another engine that is behind": Case(
         lambda: engine(replay_foreign=stores(5)),
         verdicts={"replay": "fail", "trust": "warn"},
-        said=("belongs to another stream: it does not hold #", "name this engine's own replay endpoint with --replay"),
+        said=("belongs to another stream: it does not have #", "use this engine's own replay endpoint with --replay"),
     ),
     "replay of another engine, not named": Case(
         lambda: engine(replay_foreign=stores(2_000)),
         named=False,
         verdicts={"replay": "warn", "trust": "warn"},
-        said=("belongs to another stream: of #", "name the engine's replay endpoint with --replay"),
+        said=("belongs to another stream: its batch #", "use the engine's replay endpoint with --replay"),
     ),
     "history that is gone": Case(
         lambda: engine(tape=stores(300), buffer_steps=10),
         verdicts={"replay": "warn", "trust": "warn"},
-        said=("is gone", "raise buffer_steps"),
+        said=("are gone", "raise buffer_steps"),
     ),
     "compacted history": Case(
         lambda: engine(tape=compacted(15)),
-        said=("the first is a snapshot of batches 0 to 15: a late subscriber learns everything",),
-        never_said=("is gone",),
+        said=("the first is a snapshot of batches 0 to 15, so a late subscriber is complete",),
+        never_said=("are gone",),
     ),
 }
 

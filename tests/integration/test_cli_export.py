@@ -63,7 +63,7 @@ def test_an_answer_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["export", "--query", "reuse-distance", str(tmp_path / "out")]) == 0
     out, err = told(capsys)
     assert out.startswith("tier  distance_from")
-    assert err == "nothing: no row of the tables is of that kind\n"
+    assert err == "the query returned no rows\n"
 
 
 def test_the_questions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,15 +95,15 @@ def test_losses_and_oddities_are_told_each_in_a_line(tmp_path: Path, capsys: pyt
     assert main(["export", str(path), str(tmp_path / "out")]) == 0
     _, err = told(capsys)
     assert "line 5: the last line is incomplete" in err
-    assert "2 batches missing, as their numbers tell" in err
-    assert "1 event that could not be read (1 not-a-batch)" in err
+    assert "2 batches missing by their sequence numbers" in err
+    assert "1 event not decoded (1 not-a-batch)" in err
     assert "1 batch replayed from another incarnation" in err
-    assert "2 removals of blocks that were not there" in err
+    assert "2 removals of blocks that were not resident" in err
 
 
 def test_token_ids_come_with_a_word_of_caution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(small(tmp_path)), str(tmp_path / "out"), "--token-ids"]) == 0
-    assert "holds the prompts' token ids: keep it as you would keep the prompts" in told(capsys)[1]
+    assert "protect it like the prompts" in told(capsys)[1]
     assert table(tmp_path / "out", "events")[0]["token_ids"] == [4, 5, 6, 7]
 
 
@@ -121,10 +121,10 @@ def test_the_collector_rests_while_rows_are_made(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name recordings, and at the end the folder for the tables"),
-        (["out"], "name recordings, and at the end the folder for the tables"),
+        ([], "expected recordings, followed by the directory for the tables"),
+        (["out"], "expected recordings, followed by the directory for the tables"),
         (["--query", "what", "out"], "invalid query 'what': expected one of block-lifetime"),
-        (["--query", "hit-depth"], "name one folder to ask: kvevents export --query hit-depth out"),
+        (["--query", "hit-depth"], "expected one directory with tables: kvevents export --query hit-depth out"),
         (["--query", "hit-depth", "nowhere"], "nowhere does not contain an export: workers.parquet"),
         (["missing.jsonl", "out"], "cannot read missing.jsonl"),
         ([str(RECORDING), "no/out"], "does not exist"),
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_told_in_a_sentence(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["export", *arguments]) == (2 if message.startswith("name ") else 1)
+    assert main(["export", *arguments]) == (2 if message.startswith("expected ") else 1)
     out, err = told(capsys)
     assert out == ""
     assert err.startswith("kvevents: ")

@@ -13,8 +13,8 @@ import zmq
 
 from certificate_pairs import put
 from cli_cases import Program, run
-from kvevents.cli.asking import ask
-from kvevents.cli.unlocking import unlock
+from kvevents.cli.doctor.address import probe_curve
+from kvevents.cli.doctor.replay import request_replay
 from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.security import Curve
@@ -81,7 +81,7 @@ def test_a_pair_is_made_shown_and_kept(tmp_path: Path) -> None:
     ("args", "code", "said"),
     [
         ((), 2, "required"),
-        (("engine.key",), 1, "is no name"),
+        (("engine.key",), 1, "invalid name"),
         (("--show", "none.key"), 1, "cannot read keys"),
         (("no/such/folder/engine",), 1, "cannot write"),
     ],
@@ -132,9 +132,9 @@ def test_a_replay_endpoint_is_asked_with_keys(keys: Path) -> None:
     with publishing(engine_keys(keys, keys / "clients")) as publisher:
         replay = publisher.replay_endpoint
         assert replay is not None
-        assert ask(replay, 0, silence=20.0, seconds=20.0, curve=friend).answered
-        assert not ask(replay, 0, silence=0.2, seconds=0.2, curve=stranger).answered
-        assert not ask(replay, 0, silence=0.2, seconds=0.2).answered
+        assert request_replay(replay, 0, silence=20.0, seconds=20.0, curve=friend).answered
+        assert not request_replay(replay, 0, silence=0.2, seconds=0.2, curve=stranger).answered
+        assert not request_replay(replay, 0, silence=0.2, seconds=0.2).answered
 
 
 def test_a_consumer_that_listens(keys: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_consumer_that_listens(keys: Path) -> None:
         (("--curve-key", "engine.key_secret", "--curve-server-key", "none.key"), "cannot read keys from none.key"),
         (("--curve-key", "engine.key", "--curve-server-key", "engine.key"), "no pair of CURVE keys"),
         (("--curve-key", "open.key_secret", "--curve-server-key", "engine.key"), "chmod 600"),
-        (("--curve-key", "engine.key_secret", "--curve-server-key", "two.key"), "holds 2 keys"),
+        (("--curve-key", "engine.key_secret", "--curve-server-key", "two.key"), "has 2 keys"),
         (
             ("--curve-key", "engine.key_secret", "--curve-server-key", "engine.key", "--curve-allow", "clients"),
             "is for a CURVE server",
@@ -193,8 +193,8 @@ def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, o
 @pytest.mark.parametrize(
     ("who", "server", "allowed", "verdict", "said"),
     [
-        ("clients/router", "engine.key", True, "ok", "lets this key in"),
-        ("stranger", "engine.key", False, "ok", "lets this key in"),
+        ("clients/router", "engine.key", True, "ok", "accepts the key"),
+        ("stranger", "engine.key", False, "ok", "accepts the key"),
         ("stranger", "engine.key", True, "fail", "check that it allows"),
         ("clients/router", "stranger.key", True, "fail", "check that --curve-server-key is its public key"),
         (None, None, True, "fail", "--curve-key"),
@@ -217,7 +217,7 @@ def test_doctor_with_keys_for_an_engine_in_clear(keys: Path) -> None:
     with publishing(None) as publisher:
         ended = run("doctor", *towards(publisher, "--output=json", "--duration", "0.5", *as_client(keys, "stranger")))
     (finding,) = json.loads(ended.out)["findings"]
-    assert "speaks in clear" in finding["text"]
+    assert "does not use CURVE" in finding["text"]
 
 
 def test_servers_that_refuse_for_good_say_so(keys: Path) -> None:
@@ -232,7 +232,7 @@ def test_servers_that_refuse_for_good_say_so(keys: Path) -> None:
         Curve(public_key=pair.public, secret_key=pair.secret).apply(socket)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         with ThreadPoolExecutor(1) as pool:
-            outcome = pool.submit(unlock, f"tcp://127.0.0.1:{port}", stranger, zmq.SUB, 20.0)
+            outcome = pool.submit(probe_curve, f"tcp://127.0.0.1:{port}", stranger, zmq.SUB, 20.0)
             version, request, *_ = desk.recv_multipart()
             desk.send_multipart([version, request, b"400", b"no", b"", b""])
             assert outcome.result(20.0) == "refused"
@@ -242,4 +242,4 @@ def test_servers_that_refuse_for_good_say_so(keys: Path) -> None:
 
 def test_where_nobody_is_there_is_silence(keys: Path) -> None:
     curve = Curve(key_file=str(keys / "stranger.key_secret"), server_key=read_public_keys(keys / "engine.key")[0])
-    assert unlock("tcp://127.0.0.1:1", curve, zmq.SUB, 0.05) == "silent"
+    assert probe_curve("tcp://127.0.0.1:1", curve, zmq.SUB, 0.05) == "silent"

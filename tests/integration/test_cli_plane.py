@@ -92,9 +92,9 @@ def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer)
         for line in (
             r"partition   0 .*; held by a$",
             r"partition   1 .*; held by a, b$",
-            r"partition   2 .*; held by nobody$",
-            r"share     a at http://a:8090: partitions 0-1, said 0 s ago$",
-            r"share     b at http://b:8090: partition 1, said 0 s ago$",
+            r"partition   2 .*; held by no replica$",
+            r"shard     a at http://a:8090: partitions 0-1, announced 0 s ago$",
+            r"shard     b at http://b:8090: partition 1, announced 0 s ago$",
             r"snapshot  of partition   0: 5,000 blocks to page 7, 3.0 MiB, 6\d s ago by the clock of b$",
             r"snapshot  none of partitions 1, 3$",
             r"lease     the name of replica a: process 17 at host$",
@@ -142,7 +142,7 @@ def test_partitions_in_words() -> None:
 def test_what_is_not_there_is_one_sentence_and_an_error(server: NatsServer, tmp_path: Path) -> None:
     ended = status("--nats", server.url, "--plane", "nowhere")
     assert (ended.code, ended.out) == (4, "")
-    assert "there is no plane 'nowhere'" in ended.err
+    assert "plane 'nowhere' does not exist" in ended.err
     ended = status("--nats", "nats://127.0.0.1:1")
     assert ended.code == 4
     assert "127.0.0.1:1" in ended.err

@@ -91,7 +91,7 @@ def test_an_older_recording_is_not_replaced_unasked(tmp_path: Path) -> None:
         assert path.read_text() == "precious"
         forced = run(*record(path, tape, "--count", 3, "--force"))
     assert refused.code == 1
-    assert re.fullmatch(r"kvevents: \S+ exists; name another file, or give --force to replace it\n", refused.err)
+    assert re.fullmatch(r"kvevents: \S+ exists; name another file, or use --force to replace it\n", refused.err)
     assert forced.code == 0
     assert len(frames_of(path)) == 3
 
@@ -101,7 +101,7 @@ def test_a_folder_that_is_missing_is_told_before_the_wait(tmp_path: Path) -> Non
     with refusing() as nowhere:
         refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
     assert refused.code == 1
-    assert "there is no folder" in refused.err
+    assert "there is no directory" in refused.err
 
 
 def test_a_recording_is_not_lost_when_no_engine_comes(tmp_path: Path) -> None:
@@ -129,13 +129,13 @@ def test_play_lists_what_is_in_a_file_and_refuses_what_is_not() -> None:
     assert "bs64-emptytopic  tcp://127.0.0.1:5557  35 batches, #0 to #34, 1.1 s\n" in listed.out
     unknown = run("play", RECORDING, "--run", "nonsense")
     assert unknown.code == 1
-    assert unknown.err.startswith("kvevents: no run 'nonsense' in this recording; it has bs64-emptytopic, ")
+    assert unknown.err.startswith("kvevents: the recording has no run 'nonsense'; its runs are bs64-emptytopic, ")
 
 
 def test_play_gives_up_when_nobody_subscribes() -> None:
     ended = run("play", RECORDING, "--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", 0.1)
     assert ended.code == 1
-    assert re.search(r"kvevents: nobody subscribed within 0.1 s; `kvevents tail tcp://127.0.0.1:\d+` would", ended.err)
+    assert re.search(r"kvevents: no subscriber connected to tcp://127.0.0.1:\d+ within 0.1 s", ended.err)
 
 
 def test_play_goes_on_counting_round_after_round_and_leaves_when_told() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from cli_cases import Program, run
 from kvevents.cli.options import engine
-from kvevents.cli.relay import HINT_SECONDS, Teller
+from kvevents.cli.relay import HINT_SECONDS, RelayStatusLogger
 from kvevents.stream import DegradedReason, Source, Trust
 from ports import quiet_port
 from publisher_cases import ANY, DEADLINE, publishing
@@ -198,14 +198,14 @@ def test_an_upstream_that_never_comes_is_explained_once(caplog: pytest.LogCaptur
     now = [0.0]
     lone, known = (SimpleNamespace(source=name, rank=0, endpoint="tcp://e:1", trust=Trust.CONNECTING) for name in "ab")
     status: Any = SimpleNamespace(upstreams=(lone, known), journal=None, history=None)
-    teller = Teller(lambda: status, lambda: now[0])
+    logger = RelayStatusLogger(lambda: status, lambda: now[0])
     with caplog.at_level("WARNING", "kvevents.relay"):
-        teller.look()
+        logger.poll()
         known.trust = Trust.EXACT
         for moment in (1.0, HINT_SECONDS, 2 * HINT_SECONDS, 3 * HINT_SECONDS):
             now[0] = moment
-            teller.look()
+            logger.poll()
             known.trust = Trust.STALE
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("a rank 0: no connection to tcp://e:1 yet; with a concrete host in its own endpoint")
+    assert line.startswith("a rank 0: no connection to tcp://e:1 yet; an engine whose own endpoint has a concrete host")
     assert '"endpoint": "tcp://*:PORT"' in line

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvevents.cli import bridging, responsive
+from kvevents.cli import bridge, process
 from kvevents.cli.program import main
 from kvevents.service import server
 
@@ -42,9 +42,9 @@ def run_bridge(monkeypatch: pytest.MonkeyPatch, work: Callable[..., None]) -> No
     async def begin(*_: Any) -> None:
         work()
 
-    monkeypatch.setattr(bridging, "_main", begin)
+    monkeypatch.setattr(bridge, "_main", begin)
     config: Any = None
-    bridging.run(config, None)
+    bridge.run_bridge(config, None)
 
 
 @pytest.mark.parametrize("run", [run_service, run_bridge])
@@ -56,5 +56,5 @@ def test_no_thread_and_no_garbage_collection_keeps_others_waiting(
     """A collection of all that a service has imported stops it for 10 to 20 ms: it is not looked at."""
     run(monkeypatch, observe(observed))
     [(interval, frozen)] = observed
-    assert interval == pytest.approx(responsive.SWITCH_SECONDS)
+    assert interval == pytest.approx(process.SWITCH_SECONDS)
     assert frozen > 10_000

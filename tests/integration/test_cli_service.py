@@ -28,11 +28,11 @@ from rich.console import Console as RichConsole
 from cli_cases import SECONDS, Program, heeding_interrupts, refusing, run
 from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, told
 from kvevents.cli import main
-from kvevents.cli.amounts import duration, share, size, some, worker
-from kvevents.cli.client import MAX_ANSWER_BYTES, AskError, ServiceClient
+from kvevents.cli.humanize import duration, first_names, percentage, size
 from kvevents.cli.options import service_url
-from kvevents.cli.screen import Screen
-from kvevents.cli.watching import ORDERS, Frame, Source, in_order
+from kvevents.cli.poller import ORDERS, Frame, Source, in_order
+from kvevents.cli.service_client import MAX_RESPONSE_BYTES, ServiceClient, ServiceError, worker_name
+from kvevents.cli.top_view import TopView
 from kvevents.events import KVEventBatch
 from kvevents.service.schemas import HealthAnswer, Problem
 
@@ -69,7 +69,7 @@ def test_a_table_tells_who_holds_how_much(fleet: Served) -> None:
     ended = run("query", *PROMPT, "--whole-prompt", "--service", fleet.url)
     assert ended.code == 0, ended.err
     head, titles, *rows = ended.out.splitlines()
-    assert head == "64 tokens of model m: 2 workers hold a beginning of them"
+    assert head == "64 tokens of model m: 2 workers hold a prefix of them"
     assert titles.split() == ["worker", "tokens", "share", "held", "tiers", "trust"]
     assert rows == [
         f"engine-1/0      64   100%  {'█' * 12}{'▓' * 12}  gpu 32, cpu 64  EXACT",
@@ -117,7 +117,7 @@ def test_the_service_is_named_by_the_environment(fleet: Served, monkeypatch: pyt
 def test_select_tells_whom_and_why(fleet: Served) -> None:
     ended = run("query", *PROMPT, "--select", "--service", fleet.url)
     chosen, why, titles, *rows = ended.out.splitlines()
-    assert chosen == "engine-1/0 should take it"
+    assert chosen == "engine-1/0 should get the prompt"
     assert "holds 48 of 64 tokens" in why
     assert titles.startswith("worker")
     assert [row.split()[0] for row in rows] == ["engine-1/0", "engine-0/0"]
@@ -128,7 +128,7 @@ def test_select_tells_whom_and_why(fleet: Served) -> None:
 
 def test_why_nobody_holds_it(fleet: Served) -> None:
     short = run("query", *PROMPT[:5], "--service", fleet.url)
-    assert short.out == "5 tokens of model m: no worker holds a beginning of them, as far as is known\n"
+    assert short.out == "5 tokens of model m: no worker is known to hold a prefix of them\n"
     assert f"no longer than a block of {BLOCK} tokens" in short.err
     other = run("query", *reversed(PROMPT), "--service", fleet.url)
     assert "compare tokens, LoRA and salt" in other.err
@@ -154,7 +154,7 @@ def test_models_tenants_and_groups() -> None:
         served.register("engine-2", one, model_name="o")
         several = run("query", 1, "--service", served.url)
         assert several.code == 1
-        assert "several models are served for tenant default group default: m, o; name one with --model" in several.err
+        assert "tenant default group default has several models: m, o; name one with --model" in several.err
 
 
 def tokenizer_file(folder: Path) -> Path:
@@ -200,8 +200,8 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    assert "5 bytes, which is no number of 32-bit token ids" in told(capsys, "query", "--prompt-file", tmp_path / "odd.u32")
-    assert "word.json: '[1, two]' are no token ids" in told(capsys, "query", "--prompt-file", tmp_path / "word.json")
+    assert "5 bytes, which is not a multiple of 4" in told(capsys, "query", "--prompt-file", tmp_path / "odd.u32")
+    assert "word.json: invalid token ids '[1, two]'" in told(capsys, "query", "--prompt-file", tmp_path / "word.json")
     assert "no token ids" in told(capsys, "query", "--prompt-file", tmp_path / "minus.json")
     assert "No such file" in told(capsys, "query", "--prompt-file", tmp_path / "none.json")
     assert "- is the whole prompt" in told(capsys, "query", "-", 1, code=2)
@@ -257,7 +257,7 @@ def test_a_token_comes_from_a_file_or_the_environment(
         monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
         assert main([*top]) == 0
         capsys.readouterr()
-        assert "holds no token" in told(capsys, *top, "--token-file", tmp_path / "none")
+        assert "has no valid token" in told(capsys, *top, "--token-file", tmp_path / "none")
         assert "cannot read --token-file" in told(capsys, *top, "--token-file", tmp_path / "nowhere")
 
 
@@ -265,7 +265,7 @@ def test_a_token_is_never_an_argument_nor_told(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["query", "1", "--token", TOKEN])
     said = capsys.readouterr().err
-    assert "everybody on this machine sees arguments" in said
+    assert "all users of this machine can read arguments" in said
     assert TOKEN not in said
 
 
@@ -285,15 +285,17 @@ def test_https_with_an_authority_of_ones_own(
         assert "is not trusted" in told(capsys, *top)
         assert main([*top, "--tls-ca", str(pair[1])]) == 0
         capsys.readouterr()
-        assert "should it be https://?" in told(capsys, "top", "--once", "--service", url.replace("https", "http"))
+        assert "whether the URL begins with https://" in told(
+            capsys, "top", "--once", "--service", url.replace("https", "http")
+        )
     assert "cannot use --tls-ca" in told(capsys, *top, "--tls-ca", pair[0])
 
 
 # --- the client
 
 
-def asked(url: str, timeout: float = SECONDS) -> AskError:
-    with pytest.raises(AskError) as caught:
+def asked(url: str, timeout: float = SECONDS) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
         ServiceClient(url, timeout=timeout).get("/health", HealthAnswer)
     return caught.value
 
@@ -319,10 +321,10 @@ PROBLEM: Final = msgspec.json.encode(Problem.of(400, "cannot", "it cannot", "do 
     [
         (reply("400 Bad Request", PROBLEM), "cannot", "it cannot; do not"),
         (reply("503 Service Unavailable", PROBLEM), "cannot", "it cannot; do not"),
-        (reply("502 Bad Gateway", b"<html>\x1b[2J"), "not-kvevents", "is this a proxy whose service is down"),
+        (reply("502 Bad Gateway", b"<html>\x1b[2J"), "not-kvevents", "if this is a proxy"),
         (reply("302 Found", b"", b"Location: http://other"), "not-kvevents", "redirections are not followed"),
-        (reply("200 OK", b"<html>"), "not-kvevents", "is this another service's port"),
-        (reply("200 OK", b'{"status": "fine"}'), "not-kvevents", "/health is not what a kvevents service says"),
+        (reply("200 OK", b"<html>"), "not-kvevents", "check the port"),
+        (reply("200 OK", b'{"status": "fine"}'), "not-kvevents", "/health is not that of a kvevents service"),
         (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f", "not-http", "does not answer in HTTP"),
         (b"", "closed", "closes the connection"),
     ],
@@ -346,10 +348,10 @@ def test_what_does_not_answer() -> None:
 
 
 def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvevents.cli import client  # noqa: PLC0415
+    from kvevents.cli import service_client  # noqa: PLC0415
 
-    assert MAX_ANSWER_BYTES > 1 << 20
-    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 1 << 20)
+    assert MAX_RESPONSE_BYTES > 1 << 20
+    monkeypatch.setattr(service_client, "MAX_RESPONSE_BYTES", 1 << 20)
     with answering(reply("200 OK", b"x" * (2 << 20))) as url:
         assert asked(url).reason == "too-large"
 
@@ -527,13 +529,13 @@ def test_a_live_view_ends_with_ctrl_c(fleet: Served) -> None:
 
 def test_a_live_view_says_since_when_the_service_is_away_and_shows_it_again() -> None:
     with kept_port() as port, terminal("--service", f"127.0.0.1:{port}", "--interval", "0.05") as shown:
-        shown.wait(r"away since \d\d:\d\d:\d\d \(\S+ s\): nothing listens")
+        shown.wait(r"cannot be reached since \d\d:\d\d:\d\d \(\S+ s\): nothing listens")
         for _ in range(2):
             with Program("serve", "--port", port) as program:
                 Served(program)
                 shown.wait(r"ready.*0 of 0 sources")
-            shown.wait(r"away since")
-        shown.wait(r"what it said last")
+            shown.wait(r"cannot be reached since")
+        shown.wait(r"its last state")
         shown.press(b"q")
         assert shown.end() == 0
 
@@ -547,7 +549,7 @@ def drawn(
     console = RichConsole(width=width, force_terminal=False, highlight=False)
     made = Frame(at=1010.0, service="http://x:1", ready=READY, stats=stats(), sources=sources, **more)
     with console.capture() as captured:
-        console.print(Screen(limit, console).draw(made, width, height))
+        console.print(TopView(limit, console).draw(made, width, height))
     return captured.get().splitlines()
 
 
@@ -564,7 +566,9 @@ def test_many_sources_fit(height: int) -> None:
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 140, 200])
 def test_narrow_terminals_keep_name_and_trust(width: int) -> None:
     sources = [
-        source(1, "DEGRADED", reason="batches are lost for good, or history is truncated", lost=3, tiers={"gpu": 7, "cpu": 3})
+        source(
+            1, "DEGRADED", reason="batches are permanently lost, or history is truncated", lost=3, tiers={"gpu": 7, "cpu": 3}
+        )
     ]
     lines = drawn(sources, width)
     assert all(len(line) <= width for line in lines)
@@ -627,7 +631,7 @@ def test_amounts() -> None:
         "2 d",
     ]
     assert [size(value) for value in (24, 2048, 3 << 20, 8 << 30)] == ["24 bytes", "2.0 KiB", "3.0 MiB", "8.0 GiB"]
-    assert [share(*pair) for pair in ((0, 0), (0, 5), (1, 1000), (1, 2), (999, 1000), (5, 5))] == [
+    assert [percentage(*pair) for pair in ((0, 0), (0, 5), (1, 1000), (1, 2), (999, 1000), (5, 5))] == [
         "0%",
         "0%",
         "<1%",
@@ -635,8 +639,8 @@ def test_amounts() -> None:
         ">99%",
         "100%",
     ]
-    assert [worker("e", 1), worker("e", 1, "t"), worker("e", 1, "t", "g")] == ["e/1", "e/1@t", "e/1@t/g"]
-    assert some([str(number) for number in range(7)]) == "0, 1, 2, 3, 4 and 2 more"
+    assert [worker_name("e", 1), worker_name("e", 1, "t"), worker_name("e", 1, "t", "g")] == ["e/1", "e/1@t", "e/1@t/g"]
+    assert first_names([str(number) for number in range(7)]) == "0, 1, 2, 3, 4 and 2 more"
 
 
 def test_a_state_has_its_reason_once() -> None:

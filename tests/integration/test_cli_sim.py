@@ -21,11 +21,18 @@ import pytest
 
 from cli_cases import RECORDING, RUN, Program, run
 from kvevents.cli import main
-from kvevents.cli.sim import comparing, processes
-from kvevents.cli.sim.bars import bars
-from kvevents.cli.sim.options import add_fleet, add_traffic, fleet_of, traffic_of
-from kvevents.cli.sim.processes import WorkerError, run_policies
-from kvevents.cli.sim.traffic import DEFAULT_REQUESTS, TrafficChoice
+from kvevents.cli.sim import compare as compare_module
+from kvevents.cli.sim import parallel
+from kvevents.cli.sim.compare import progress_bars
+from kvevents.cli.sim.parallel import WorkerError, run_policies
+from kvevents.cli.sim.workload_options import (
+    DEFAULT_REQUESTS,
+    WorkloadOptions,
+    add_fleet,
+    add_workload,
+    read_fleet,
+    read_workload,
+)
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.fleet import Progress
@@ -127,12 +134,13 @@ def test_a_report_is_written_beside_the_table(compare: Any, tmp_path: Path) -> N
 
 def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = result("random", disagreements=2, examples=[Difference("engine-1", 0, 0, 17, 1, 4_096, 512, 528)])
-    monkeypatch.setattr(comparing, "run_policies", lambda *_, **__: [wrong])
+    monkeypatch.setattr(compare_module, "run_policies", lambda *_, **__: [wrong])
     code, out, err = compare()
     assert code == 1
     assert "DISAGREED on 2 of 100 lookups" in out
     assert (
-        "random: engine-1/0 found 512 of 4,096 tokens where the index says 528 (life 0, batch 17, after 1 event of it)" in err
+        "random: engine-1/0 found 512 of 4,096 tokens where the index says 528 (incarnation 0, batch 17, after 1 event of it)"
+        in err
     )
     assert "index and engines disagree on 2 lookups" in err
     assert compare("--output=json")[0] == 1
@@ -148,17 +156,17 @@ def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.
         (["--preset", "/none/costs.json"], r"cannot read the cost model /none/costs.json: No such file or directory"),
         (["--dialect", "llama-1.0"], r".*llama.*"),
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
-        (["--trace", os.devnull], r"there are no requests in /dev/null: .*"),
+        (["--trace", os.devnull], r"/dev/null has no requests; .*"),
         (["--trace", __file__], r".*test_cli_sim.py, line 1: .*"),
-        (["--workload", "chat", "--trace-speed", "2"], r"trace_speed is for traces; .*"),
+        (["--workload", "chat", "--trace-speed", "2"], r"trace_speed needs a trace; .*"),
         (
             ["--max-num-batched-tokens", "1"],
             r"--max-num-batched-tokens: max_num_batched_tokens is 1, less than.*",
         ),
         (["--engines", "100000"], r"100000 engines of 1 ranks are more than \d+ workers"),
         (["--dialect", "vllm-0.9", "--host-blocks", "5"], r".*does not tell tiers.*"),
-        (["--html", "/none/report.html"], r"cannot write /none/report.html: there is no folder /none; make it first"),
-        (["--html", "/"], r"cannot write /: it is a folder; name a file"),
+        (["--html", "/none/report.html"], r"cannot write /none/report.html: there is no directory /none"),
+        (["--html", "/"], r"cannot write /: it is a directory; use the name of a file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -196,7 +204,7 @@ def test_wrong_usage_is_code_2(args: list[str], capsys: pytest.CaptureFixture[st
 
 def test_without_matplotlib_a_report_is_refused_before_the_work(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delattr(comparing, "run_policies")
+    monkeypatch.delattr(compare_module, "run_policies")
     code, out, err = compare("--html", "report.html")
     assert (code, out) == (1, "")
     assert "pip install 'kvevents[sim]'" in err
@@ -218,8 +226,8 @@ def told_nothing(_policy: str, _now: Progress) -> None:
 
 
 @pytest.fixture(name="traffic")
-def traffic_of_the_trace(trace: Path) -> TrafficChoice:
-    return TrafficChoice(trace=str(trace), requests=3)
+def traffic_of_the_trace(trace: Path) -> WorkloadOptions:
+    return WorkloadOptions(trace=str(trace), requests=3)
 
 
 @pytest.fixture(name="no_child_left", autouse=True)
@@ -239,24 +247,24 @@ def dies(_pipe: Connection, policy: str, *_: object) -> None:
     signal.pause()
 
 
-def test_a_process_that_dies_is_told_and_ends_the_others(traffic: TrafficChoice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_work", dies)
-    with pytest.raises(WorkerError, match="the process for round-robin was ended by SIGKILL before it was done"):
-        run_policies(TWO, FLEET, traffic, jobs=2, told=told_nothing)
+def test_a_process_that_dies_is_told_and_ends_the_others(traffic: WorkloadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_work", dies)
+    with pytest.raises(WorkerError, match="the process for round-robin was killed by SIGKILL before the simulation was done"):
+        run_policies(TWO, FLEET, traffic, jobs=2, on_progress=told_nothing)
 
 
 def test_what_a_process_raises_is_raised_here(salted: Path) -> None:
     settings = FleetSettings(engines=1, blocks=400, dialect="vllm-0.10.2")
     for jobs in (1, 2):
         with pytest.raises(ConfigError, match="does not tell salts"):
-            run_policies(TWO, settings, TrafficChoice(trace=str(salted)), jobs=jobs, told=told_nothing)
+            run_policies(TWO, settings, WorkloadOptions(trace=str(salted)), jobs=jobs, on_progress=told_nothing)
 
 
-def test_fewer_jobs_than_policies_take_turns(traffic: TrafficChoice) -> None:
+def test_fewer_jobs_than_policies_take_turns(traffic: WorkloadOptions) -> None:
     """All are told of, and are in the order that was asked for."""
     ended: dict[str, Progress] = {}
     policies = ["round-robin", "random", "least-loaded"]
-    found = run_policies(policies, FLEET, traffic, jobs=2, told=ended.__setitem__)
+    found = run_policies(policies, FLEET, traffic, jobs=2, on_progress=ended.__setitem__)
     assert [one.policy for one in found] == policies == sorted(ended, key=policies.index)
     assert all(progress.finished == 3 for progress in ended.values())
 
@@ -265,19 +273,19 @@ def interrupting(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_ends_every_process(traffic: TrafficChoice) -> None:
+def test_an_interrupt_ends_every_process(traffic: WorkloadOptions) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_policies(TWO, FLEET, traffic, jobs=2, told=interrupting)
+        run_policies(TWO, FLEET, traffic, jobs=2, on_progress=interrupting)
 
 
 def test_an_interrupt_is_told(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "run_policies", interrupting)
-    assert compare() == (130, "", "interrupted when 0 of 5 runs were done; nothing is kept\n")
+    monkeypatch.setattr(compare_module, "run_policies", interrupting)
+    assert compare() == (130, "", "interrupted after 0 of 5 simulations; their results are discarded\n")
 
 
 def test_processes_do_not_see_ctrl_c() -> None:
     """The terminal sends it to them as well; they would each print a traceback."""
-    with processes._uninterrupted():
+    with parallel._uninterrupted():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
@@ -297,7 +305,7 @@ def test_bars_are_for_who_watches(stream: type[io.StringIO], term: str, shown: b
     written = stream()
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setenv("TERM", term)
-    with bars(["random"], 1_000) as told:
+    with progress_bars(["random"], 1_000) as told:
         told("random", Progress(90.0, 600, 500))
     assert ("random" in written.getvalue()) is shown
     assert ("500 / 1,000" in written.getvalue()) is shown
@@ -309,45 +317,48 @@ def test_bars_are_for_who_watches(stream: type[io.StringIO], term: str, shown: b
 def parsed(*args: str) -> Any:
     parser = ArgumentParser()
     add_fleet(parser)
-    add_traffic(parser)
+    add_workload(parser)
     return parser.parse_args(args)
 
 
 def test_every_setting_of_a_fleet_is_an_option() -> None:
-    assert fleet_of(parsed()) == FleetSettings()
+    assert read_fleet(parsed()) == FleetSettings()
     words = "--ranks 2 --max-num-seqs 7 --window 128 --host-blocks 0 --event-delay 0 --overlay 1.5 --seed 9 --dialect vllm-0.24"
-    assert fleet_of(parsed(*words.split())) == FleetSettings(
+    assert read_fleet(parsed(*words.split())) == FleetSettings(
         ranks=2, max_num_seqs=7, window=128, event_delay=0.0, overlay=1.5, seed=9, dialect="vllm-0.24"
     )
 
 
 def test_traffic_is_what_the_options_say(trace: Path) -> None:
     """Of a trace all of it unless told otherwise; the same requests each time, and the same as their count."""
-    chosen = traffic_of(parsed("--trace", str(trace), "--trace-speed", "3"))
-    times = [request.at for request in chosen.make()]
+    chosen = read_workload(parsed("--trace", str(trace), "--trace-speed", "3"))
+    times = [request.at for request in chosen.generate()]
     assert chosen.count() == len(times) == REQUESTS
     assert times[-1] == pytest.approx(0.15 * (REQUESTS - 1) / 3)
-    assert traffic_of(parsed("--trace", str(trace), "--requests", "7")).count() == 7
-    assert traffic_of(parsed("--workload", "agents")).count() == DEFAULT_REQUESTS
-    fast = list(traffic_of(parsed("--workload", "llm-d", "--rate", "50", "--requests", "100", "--seed", "2")).make())
+    assert read_workload(parsed("--trace", str(trace), "--requests", "7")).count() == 7
+    assert read_workload(parsed("--workload", "agents")).count() == DEFAULT_REQUESTS
+    fast = list(read_workload(parsed("--workload", "llm-d", "--rate", "50", "--requests", "100", "--seed", "2")).generate())
     assert len(fast) == 100
     assert 1 < fast[-1].at < 4
-    assert traffic_of(parsed()).count() == 1_000  # the packaged sample
-    with pytest.raises(ConfigError, match="choose one of them"):
-        TrafficChoice(trace="x", workload="chat")
+    assert read_workload(parsed()).count() == 1_000  # the packaged sample
+    with pytest.raises(ConfigError, match="use one of them"):
+        WorkloadOptions(trace="x", workload="chat")
 
 
 def test_other_commands_do_not_load_the_simulation() -> None:
     """A platform without the native index has them all the same."""
-    code = "import sys, kvevents.cli.program as p; p._parser(); print([m for m in sys.modules if m.startswith('kvevents.sim')])"
+    loaded = "[m for m in sys.modules if m.startswith('kvevents.sim')]"
+    code = f"import sys, kvevents.cli.program as p; p.make_parser(); print({loaded})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_without_the_index_its_absence_is_told() -> None:
-    code = "import sys; sys.modules['kvevents._native'] = None\nfrom kvevents.cli import main\nmain(['sim', 'compare'])"
+    code = (
+        "import sys; sys.modules['kvevents._native'] = None\nfrom kvevents.cli import main\nsys.exit(main(['sim', 'compare']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "kvevents.index needs the compiled module" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -375,7 +386,7 @@ def test_what_is_no_recording_is_told(tmp_path: Path) -> None:
     """Nothing there, nothing of that run, or no place to write: a sentence and exit code 1."""
     for arguments, told in (
         ([tmp_path / "nothing.jsonl", tmp_path / "out.jsonl"], "cannot read"),
-        ([RECORDING, tmp_path / "out.jsonl", "--run", "no such run"], "no request can be told from"),
+        ([RECORDING, tmp_path / "out.jsonl", "--run", "no such run"], "no request can be derived from"),
         ([RECORDING, tmp_path / "no" / "out.jsonl"], "cannot write"),
     ):
         with Program("sim", "convert", *arguments) as converting:

@@ -17,10 +17,9 @@ import pytest
 
 from cli_cases import Ended, Program
 from kvevents.cli import main
-from kvevents.cli.amounts import worker
-from kvevents.cli.sim import board as board_module
-from kvevents.cli.sim.board import MAX_ROWS, board, frame, line
-from kvevents.cli.sim.running import streams_line
+from kvevents.cli.service_client import worker_name
+from kvevents.cli.sim import run as run_module
+from kvevents.cli.sim.run import MAX_ROWS, fleet_line, fleet_table, live_view, streams_line
 from kvevents.service.discovery.files import read_sources
 from kvevents.sim.results import LiveResult, StreamResult
 from kvevents.sim.sockets import HIGHEST_PORT
@@ -74,11 +73,8 @@ def test_it_ends_when_all_is_answered(fleet: Callable[..., Ended]) -> None:
     assert head.split()[:3] == ["policy", "TTFT", "p50"]
     assert row.split()[0] == "prefix-aware"
     assert sentence.endswith(f"index and engines agreed on all {TURNS} lookups")
-    assert re.fullmatch(r"2 of 2 streams EXACT; \d+ batches delivered, 0 holes healed, 0 lost for good, 0 resets", streams)
-    assert (
-        len(re.findall(r"^engine-[01]/0 publishes at tcp://127\.0\.0\.1:\d+, answers replay at tcp:", ended.err, re.MULTILINE))
-        == 2
-    )
+    assert re.fullmatch(r"2 of 2 streams EXACT; \d+ batches delivered, 0 gaps repaired, 0 lost, 0 resets", streams)
+    assert len(re.findall(r"^engine-[01]/0 publishes at tcp://127\.0\.0\.1:\d+, replay at tcp:", ended.err, re.MULTILINE)) == 2
     assert "\x1b[" not in ended.out + ended.err
 
 
@@ -116,7 +112,7 @@ def test_it_ends_after_its_duration(fleet: Callable[..., Ended]) -> None:
 def test_ctrl_c_ends_it_with_the_table(number: signal.Signals) -> None:
     """What would go on for ever, and began when somebody had subscribed."""
     with program("--engines", 1, *ENDLESS, *FAST, "--wait-for-subscriber", 20) as running:
-        told = re.search(r"publishes at (\S+), answers replay at (\S+)", running.err.wait("engine-0/0 publishes"))
+        told = re.search(r"publishes at (\S+), replay at (\S+)", running.err.wait("engine-0/0 publishes"))
         assert told
         with Program("tail", told[1], "--replay", told[2], "--verbose") as follower:
             follower.out.wait(lambda lines: sum("+1 block" in one for one in lines) > 5)
@@ -131,7 +127,7 @@ def test_without_rich_and_a_terminal_it_prints_lines(fleet: Callable[..., Ended]
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.live", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(board_module, "LINE_SECONDS", 0.1)
+    monkeypatch.setattr(run_module, "LINE_SECONDS", 0.1)
     ended = fleet("--time-scale", 8)
     assert ended.code == 0
     lines = [one for one in ended.err.splitlines() if " answered, " in one]
@@ -204,7 +200,10 @@ def test_nobody_may_come(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "run", *SMALL, "--wait-for-subscriber", "0.05"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.search(r"kvevents: nobody subscribed within 0.05 s; `kvevents tail tcp://127\.0\.0\.1:\d+` would\n$", err)
+    assert re.search(
+        r"kvevents: no subscriber connected to tcp://127\.0\.0\.1:\d+ within 0.05 s; start one, such as kvevents tail tcp://\S+\n$",
+        err,
+    )
 
 
 # --- what goes wrong
@@ -223,11 +222,11 @@ def test_nobody_may_come(capsys: pytest.CaptureFixture[str]) -> None:
         (["--base-port", "99999999"], r".*99999999.*"),
         (["--host", "no such host"], r".*no such host.*"),
         (["--sources", "/none/fleet.toml"], r"cannot write /none/fleet.toml: No such file or directory"),
-        (["--sources", "/none", "--model", "a\x7f"], r"--model 'a\\x7f' has characters that no name should have"),
-        (["--sources", "/none", "--model", "a\udcff"], r"--model 'a\\udcff' has characters that no name should have"),
+        (["--sources", "/none", "--model", "a\x7f"], r"invalid --model 'a\\x7f': expected printable characters"),
+        (["--sources", "/none", "--model", "a\udcff"], r"invalid --model 'a\\udcff': expected printable characters"),
         (["--sources", "/"], r"cannot write /: Is a directory"),
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
-        (["--trace", os.devnull], r"there are no requests in /dev/null: .*"),
+        (["--trace", os.devnull], r"/dev/null has no requests; .*"),
         (["--dialect", "llama-1.0"], r".*llama.*"),
         (["--preset", "tpu"], r"there is no preset 'tpu'; .*"),
     ],
@@ -282,13 +281,13 @@ def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
     with opened(engines=MAX_ROWS + 2, pace=20) as fleet:
         fleet.run(conversations(20, rate=100))
         screen = rich.Console(width=200, record=True, file=io.StringIO())
-        screen.print(frame(fleet))
+        screen.print(fleet_table(fleet))
         shown = screen.export_text()
-        title = line(fleet)
+        title = fleet_line(fleet)
     assert shown.startswith(f"prefix-aware  {title}\n")
     row = r"^(engine-\d+/0) +(EXACT|DEGRADED) +[█·]{24} +[\d,]+ +0 +0 +\d+% +(\d+) +1 *$"
     rows = re.findall(row, shown, re.MULTILINE)
-    assert [name for name, _, _ in rows] == [worker(*view.worker) for view in fleet.views()[:MAX_ROWS]]
+    assert [name for name, _, _ in rows] == [worker_name(*view.worker) for view in fleet.views()[:MAX_ROWS]]
     # A stream of which nothing has been heard live is not EXACT.
     assert all((trust == "EXACT") == (batches != "0") for _, trust, batches in rows)
     assert "and 2 more" in shown
@@ -297,16 +296,16 @@ def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
 def test_a_terminal_gets_the_table_and_a_quiet_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     shown: list[str] = []
-    monkeypatch.setattr(board_module, "FRAME_SECONDS", 0.0)
-    monkeypatch.setattr(board_module, "frame", lambda fleet: shown.extend([fleet.name]))
+    monkeypatch.setattr(run_module, "FRAME_SECONDS", 0.0)
+    monkeypatch.setattr(run_module, "fleet_table", lambda fleet: shown.extend([fleet.name]))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     fleet: Any = type("Fleet", (), {"name": "mine"})()
     console: Any = None
-    with board(fleet, console) as show:
+    with live_view(fleet, console) as show:
         show()
     assert shown == ["mine"]
-    with board(fleet, console, quiet=True) as show:
+    with live_view(fleet, console, quiet=True) as show:
         show()
     assert shown == ["mine"]
 
@@ -326,5 +325,5 @@ def test_what_became_of_the_streams_is_a_line() -> None:
     )
     other = msgspec.structs.replace(stream, source="b", trust="STALE (disconnected)", lost=1_200)
     assert streams_line([stream, other], {"restart": 2, "cut": 1}) == (
-        "1 of 2 streams EXACT; 2,000 batches delivered, 2 holes healed, 1,200 lost for good, 4 resets, 2 restarts, 1 cut"
+        "1 of 2 streams EXACT; 2,000 batches delivered, 2 gaps repaired, 1,200 lost, 4 resets, 2 restarts, 1 cut"
     )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cli_cases import KVEVENTS, RECORDING, RUN, SECONDS, Program, adjacent, environment, refusing, run, tape_of
-from kvevents.cli import objects
+from kvevents.cli.event_format import encode_delivery, encode_trust
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import live_batches
 from kvevents.stream import Batch, Gap, Reset, Trust
@@ -87,14 +87,14 @@ def test_json_lines_are_a_promise() -> None:
     batch = '{"kind":"batch",' + head + f'"seq":3,"ts":1.5,"replayed":true,"events":[{stored},{{"type":"AllBlocksCleared"}}],'
     batch += '"rejected":[{"reason":"unknown-tag","detail":"BlockMoved","index":1,"count":1}]}'
     assert (
-        objects.encode(Batch("pod", 1, 2, 3, 1.5, [STORED, AllBlocksCleared()], True, b"raw", rejected=rejected)).decode()
+        encode_delivery(Batch("pod", 1, 2, 3, 1.5, [STORED, AllBlocksCleared()], True, b"raw", rejected=rejected)).decode()
         == batch
     )
     gap = '{"kind":"gap",' + head + '"first":4,"last":6,"compacted":'
-    assert objects.encode(Gap("pod", 1, 4, 6, 2)).decode() == f"{gap}false}}"
-    assert objects.encode(Gap("pod", 1, 4, 6, 2, compacted=True)).decode() == f"{gap}true}}"
-    assert objects.encode(Reset("pod", 1, 2, "why")).decode() == '{"kind":"reset",' + head + '"reason":"why"}'
-    trust = objects.encode_trust("pod", 1, Trust.STALE.with_reason("gone"))
+    assert encode_delivery(Gap("pod", 1, 4, 6, 2)).decode() == f"{gap}false}}"
+    assert encode_delivery(Gap("pod", 1, 4, 6, 2, compacted=True)).decode() == f"{gap}true}}"
+    assert encode_delivery(Reset("pod", 1, 2, "why")).decode() == '{"kind":"reset",' + head + '"reason":"why"}'
+    trust = encode_trust("pod", 1, Trust.STALE.with_reason("gone"))
     assert trust.decode() == '{"kind":"trust","source":"pod","rank":1,"trust":"STALE","reason":"gone"}'
 
 
@@ -124,11 +124,11 @@ def test_gaps_and_resets_stand_out_even_when_quiet() -> None:
     with TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={3, 4})) as tape, Program(*tail(tape, "--quiet")) as program:
         assert tape.wait_for_subscriber(SECONDS)
         tape.play(8)
-        program.out.wait(r"GAP +#3 to #4: 2 batches lost for good")
-        program.out.wait(r"trust +DEGRADED \(.*lost for good")
+        program.out.wait(r"GAP +#3 to #4: 2 batches permanently lost")
+        program.out.wait(r"trust +DEGRADED \(.*lost")
         tape.restart()
         tape.play(5)
-        program.out.wait(r"RESET +life 1 begins, forget what came before: ")
+        program.out.wait(r"RESET +incarnation 1 begins, all earlier blocks are void: ")
         ended = program.interrupt()
     assert not re.search(r" (live|replay) +[+-]", ended.out)
     assert re.search(r"1 gap, 2 lost, 1 reset,", ended.err)

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from kvevents.cli.asking import _request as request
-from kvevents.cli.asking import ask, dealers
+from kvevents.cli.doctor.replay import _request as request
+from kvevents.cli.doctor.replay import dealers, request_replay
 from kvevents.events import KVEventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 from kvevents.stream import Batch, FetchRequest, Source
@@ -149,7 +149,7 @@ def test_doctor_does_not_wait_for_a_peer_that_violated_zmtp(peer: Callable[..., 
         assert not socket.poll(0, zmq.POLLOUT)
         request(socket, 0)
     endpoint = peer(no_replay_endpoint, no_replay_endpoint).endpoint
-    assert not ask(endpoint, 0, silence=0.1, seconds=1).answered
+    assert not request_replay(endpoint, 0, silence=0.1, seconds=1).answered
 
 
 def test_a_connecting_publisher_reconnects_after_a_zmtp_violation(peer: Callable[..., Peer]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cli_cases import SECONDS, Ended
-from kvevents.cli.checkup.findings import Finding
+from kvevents.cli.doctor.findings import Finding
 
 
 def findings(ended: Ended) -> dict[str, dict[str, str]]:

@@ -21,7 +21,7 @@ import pytest
 import paths
 from cli_cases import Program
 from kvevents import KVEventBatch, RawBatch, Source, Subscriber
-from kvevents.cli.program import _parser
+from kvevents.cli.program import make_parser
 from kvevents.compat import sglang, vllm
 from kvevents.endpoints import should_bind
 from kvevents.index import PrefixIndex
@@ -63,7 +63,7 @@ def test_the_examples_about_traffic_run(name: str, capsys: pytest.CaptureFixture
 
 
 def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Following an engine until its first batch; one more rank is there for the last of them."""
+    """DeliveryLoop an engine until its first batch; one more rank is there for the last of them."""
     following, matching, moving = python_blocks(DOCS / "index.md")
     tokens = prompt(1)
     with engine() as made:
@@ -81,7 +81,7 @@ def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_examples_of_streams_run() -> None:
-    """Following an engine until its first batch, and going on with what was saved in another process."""
+    """DeliveryLoop an engine until its first batch, and going on with what was saved in another process."""
     following, saving = python_blocks(DOCS / "stream.md")
     with engine() as made:
         made.store(prompt(1))
@@ -201,7 +201,7 @@ def test_commands_of_documents_are_those_of_the_program(path: Path, capsys: pyte
     for words in commands(path):
         code: object = 0
         try:
-            _parser().parse_args(words)
+            make_parser().parse_args(words)
         except SystemExit as ended:
             code = ended.code
         assert code == 0, (words, capsys.readouterr().err)

@@ -18,7 +18,7 @@ import yaml
 from cli_cases import run
 from helm_cases import CHART, OPEN, ROOT, VERSIONS, Object, faults_of, helm, needs_helm, needs_schemas, rendered
 from kvevents.cli.options import engine
-from kvevents.cli.program import _parser as parser
+from kvevents.cli.program import make_parser as parser
 from kvevents.service.access import Access
 from kvevents.service.config import ServiceConfig
 from kvevents.settings import convert

@@ -30,8 +30,11 @@ PARTS = (
     "routing",
     "service",
     "sim",
-    "cli.bridging",
-    "cli.relay_config",
+    "cli.bridge",
+    "cli.export",
+    "cli.plane",
+    "cli.relay",
+    "cli.serve",
     "cli.sim.",
 )
 NATIVE = tuple(f"kvevents.{part}" for part in PARTS)

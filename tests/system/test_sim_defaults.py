@@ -12,7 +12,7 @@ import pytest
 import paths
 from kvevents.cli import main
 from kvevents.cli.console import Console
-from kvevents.cli.sim.comparing import tell
+from kvevents.cli.sim.compare import print_comparison
 from kvevents.routing import policy
 from kvevents.sim.fleet import simulate
 from kvevents.sim.results import Comparison, PolicyResult
@@ -49,7 +49,7 @@ def figures(result: PolicyResult) -> list[float]:
 
 def test_the_document_shows_what_the_command_prints(comparison: Comparison, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/cli.md, word by word; only lines are as long as lines of documents."""
-    tell(comparison, Console(), json=False)
+    print_comparison(comparison, Console(), json=False)
     printed = capsys.readouterr()
     shown = DOCUMENT.read_text(encoding="utf-8").partition("$ kvevents sim compare\n")[2].partition("\n```")[0]
     assert shown.split() == (printed.err + printed.out).split()

@@ -14,18 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.cli import bridge, plane, relay, serve
-from kvevents.cli.command import Command, CommandLineError
-from kvevents.cli.parser import CommandParser
-from kvevents.cli.settings import Form, Given, Setting
+from kvevents.cli.command import CommandLineError, CommandParser
+from kvevents.cli.settings_parser import Setting, SettingsParser, SettingsValues
 from kvevents.cli.sim import compare
+from kvevents.cli.source_options import read_sources
 from kvevents.errors import ConfigError
 from kvevents.settings import Range, Unit, parts_of
 from kvevents.sim.costs import PRESETS
 
-COMMANDS: dict[str, Command] = {
-    each.name: each for each in (serve.COMMAND, bridge.COMMAND, relay.COMMAND, plane.COMMAND, compare.COMMAND)
-}
-ARGUMENTS = {"plane": ["status"]}
+COMMANDS: dict[str, Any] = {"serve": serve, "bridge": bridge, "relay": relay, "plane": plane, "compare": compare}
+"""The module of each command."""
 SUBJECTS = st.text("abc", min_size=1, max_size=8)
 
 
@@ -37,19 +35,19 @@ def parser_of(command: str) -> CommandParser:
 
 
 def parsed(command: str, *words: str) -> Namespace:
-    return parser_of(command).parse_args([*ARGUMENTS.get(command, []), *words])
+    return parser_of(command).parse_args(words)
 
 
-def form_of(command: str) -> Form[Any]:
-    found: Form[Any] = parsed(command).form
+def settings_parser_of(command: str) -> SettingsParser[Any]:
+    found: SettingsParser[Any] = parsed(command).settings
     return found
 
 
-def tables_of(given: Given[Any]) -> dict[str, Any]:
+def tables_of(given: SettingsValues[Any]) -> dict[str, Any]:
     return given._tables
 
 
-ALL = [(command, path) for command in COMMANDS for path in form_of(command).settings]
+ALL = [(command, path) for command in COMMANDS for path in settings_parser_of(command).settings]
 
 
 def values(setting: Setting) -> st.SearchStrategy[Any]:
@@ -91,8 +89,8 @@ def words_of(setting: Setting, value: Any) -> list[str]:
     return [f"{setting.flag}={each}" for each in (value if setting.is_list else [value])]
 
 
-def file_of(form: Form[Any], path: str, value: Any, folder: Path) -> Path:
-    *tables, name = [*([form.within] if form.within else []), *path.split(".")]
+def file_of(settings_parser: SettingsParser[Any], path: str, value: Any, folder: Path) -> Path:
+    *tables, name = [*([settings_parser.within] if settings_parser.within else []), *path.split(".")]
     head = f"[{'.'.join(tables)}]\n" if tables else ""
     file = folder / "settings.toml"
     file.write_text(f"{head}{name} = {written(value)}\n")
@@ -109,14 +107,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=5, deadline=None)
 def test_a_setting_is_the_same_by_option_variable_and_file(command: str, path: str, data: st.DataObject, folder: Path) -> None:
     """Secrets have no option, since everybody on a machine sees arguments, nor have lists of tables, which hold some."""
-    form = form_of(command)
-    setting = form.settings[path]
+    settings_parser = settings_parser_of(command)
+    setting = settings_parser.settings[path]
     value = data.draw(values(setting))
-    given_ways = [form.read(parsed(command, "--config", str(file_of(form, path, value, folder))), {})]
+    given_ways = [settings_parser.read(parsed(command, "--config", str(file_of(settings_parser, path, value, folder))), {})]
     text = written(value) if setting.is_list or isinstance(value, bool) else str(value)
-    given_ways.append(form.read(parsed(command), {setting.variable: text}))
+    given_ways.append(settings_parser.read(parsed(command), {setting.variable: text}))
     if Unit.SECRET not in parts_of(setting.kind) and not setting.is_tables:
-        given_ways.append(form.read(parsed(command, *words_of(setting, value)), {}))
+        given_ways.append(settings_parser.read(parsed(command, *words_of(setting, value)), {}))
     first, *others = map(tables_of, given_ways)
     assert all(each == first for each in others)
     assert path in given_ways[0] or value in (0, False)
@@ -124,13 +122,13 @@ def test_a_setting_is_the_same_by_option_variable_and_file(command: str, path: s
 
 @pytest.mark.parametrize(("command", "path"), ALL, ids=str)
 def test_a_setting_says_what_it_is(command: str, path: str) -> None:
-    setting = form_of(command).settings[path]
+    setting = settings_parser_of(command).settings[path]
     assert setting.is_tables or len(setting.help) > 8
     assert "\n" not in setting.help
 
 
 def struct(**given: Any) -> Any:
-    return form_of("relay").kind(**given)
+    return settings_parser_of("relay").kind(**given)
 
 
 @pytest.fixture
@@ -142,7 +140,7 @@ def test_an_option_goes_before_a_variable_before_the_file_before_the_default(fil
     file.write_text("upstreams = ['h:1']\nhwm = 2\nbuffer_steps = 2\nheartbeat = 2\n")
     variables = {"KVEVENTS_RELAY_HWM": "3", "KVEVENTS_RELAY_HEARTBEAT": "3", "KVEVENTS_SERVE_PORT": "x", "OTHER": "1"}
     args = parsed("relay", "--config", str(file), "--heartbeat", "4")
-    found = args.form.read(args, variables).settings()
+    found = args.settings.read(args, variables).settings()
     assert found == struct(upstreams=("h:1",), buffer_steps=2, hwm=3, heartbeat=4.0)
 
 
@@ -151,7 +149,7 @@ def test_engines_of_all_places_count(file: Path) -> None:
     file.write_text("source_files = ['a']\n[[sources]]\nendpoint = 'tcp://h:1'\nmodel = 'm'\n")
     args = parsed("serve", "--config", str(file), "--sources", "c", "--worker", "x=h:3", "--model", "m")
     variables = {"KVEVENTS_SERVE_SOURCE_FILES": "b", "KVEVENTS_SERVE_SOURCES": "[{endpoint = 'tcp://h:2', model = 'm'}]"}
-    found = serve.following(args.form.read(args, variables), args)
+    found = read_sources(args.settings.read(args, variables), args)
     assert found.source_files == ["a", "b", "c"]
     assert [each.endpoint for each in found.sources] == ["tcp://h:2", "tcp://h:3"]
 
@@ -159,7 +157,7 @@ def test_engines_of_all_places_count(file: Path) -> None:
 def test_one_login_takes_the_place_of_another_one(file: Path) -> None:
     file.write_text("[plane]\nservers = ['nats://h:1']\ntoken = 't'\n")
     args = parsed("bridge", "--config", str(file), "--nkey", "seed")
-    assert tables_of(args.form.read(args, {}))["plane"] == {"servers": ["nats://h:1"], "nkey": "seed"}
+    assert tables_of(args.settings.read(args, {}))["plane"] == {"servers": ["nats://h:1"], "nkey": "seed"}
 
 
 def wrong() -> Iterator[Any]:
@@ -174,21 +172,27 @@ def wrong() -> Iterator[Any]:
     yield "serve", [], {}, "[limits]\nmax_tokens = 0", "FILE: limits.max_tokens is 0; it must be at least 1"
     yield "serve", ["--limits-drain-seconds", "0"], {}, "", "--limits-drain-seconds: drain_seconds is 0.0; it must be above 0"
     yield "serve", [], {"PROBE_PAUSE_SECONDS": "0"}, "", "KVEVENTS_SERVE_PROBE_PAUSE_SECONDS: pause_seconds is 0.0; it must be"
-    yield "serve", [], {"LIMITS_MAX_TOKENS": "x"}, "", "KVEVENTS_SERVE_LIMITS_MAX_TOKENS: 'x' must be a whole number above 0"
+    yield (
+        "serve",
+        [],
+        {"LIMITS_MAX_TOKENS": "x"},
+        "",
+        "KVEVENTS_SERVE_LIMITS_MAX_TOKENS: invalid value 'x': expected a whole number above 0",
+    )
     yield "serve", [], {"READY_QUORUM": "x"}, "", "KVEVENTS_SERVE_READY_QUORUM: invalid value 'x': Expected `float`"
     yield (
         "serve",
         [],
         {"LIMITS_MAX_TOKEN": "1"},
         "",
-        "KVEVENTS_SERVE_LIMITS_MAX_TOKEN: no setting has this variable; did you",
+        "unknown variable KVEVENTS_SERVE_LIMITS_MAX_TOKEN; did you",
     )
     yield "serve", [], {"INSECURE": "perhaps"}, "", "KVEVENTS_SERVE_INSECURE: invalid value 'perhaps': Expected `bool`"
     yield "serve", [], {"ACCESS_ANONYMOUS": "x"}, "", "KVEVENTS_SERVE_ACCESS_ANONYMOUS: invalid value 'x': Invalid enum"
     yield "serve", [], {"SOURCES": "[{"}, "", "KVEVENTS_SERVE_SOURCES: "
     yield "serve", ["--host", "10.0.0.1"], {}, "", "--host: host 10.0.0.1 is reached by other machines"
     yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum: quorum is 2.0; it must be from 0 to 1"
-    yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --nats, the URL of a NATS server; for HTTPS, name certificate"
+    yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --nats, the URL of a NATS server; for HTTPS use --https-cert"
     yield "serve", [], {"TLS_KEY": "x"}, "", "KVEVENTS_SERVE_TLS_KEY: missing field 'certificate'"
     yield "serve", ["--dns", "h:1"], {}, "[[dns]]\ntarge = 1", "FILE: dns[0]: unknown field 'targe'; did you mean 'target'?"
     yield (
@@ -206,8 +210,8 @@ def wrong() -> Iterator[Any]:
 
 
 def checked(args: Namespace, environ: dict[str, str]) -> Any:
-    given: Given[Any] = args.form.read(args, environ)
-    return serve.following(given, args) if "workers" in args else given.settings()
+    given: SettingsValues[Any] = args.settings.read(args, environ)
+    return read_sources(given, args) if "workers" in args else given.settings()
 
 
 @pytest.mark.parametrize(("command", "words", "variables", "text", "said"), [*wrong()])
@@ -227,7 +231,10 @@ def test_secrets_are_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("bridge", "--plane-token", "hunter2")
     said = capsys.readouterr().err
-    assert "everybody on this machine sees arguments; set KVEVENTS_BRIDGE_PLANE_TOKEN, or write it in --config" in said
+    assert (
+        "all users of this machine can read arguments; set KVEVENTS_BRIDGE_PLANE_TOKEN, or write it in the file of --config"
+        in said
+    )
     assert "hunter2" not in said
 
 
@@ -236,8 +243,8 @@ def test_a_service_of_our_name_in_kubernetes_is_no_setting() -> None:
     links = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80", "PORT": "tcp://10.0.0.1:80"}
     links |= {"PORT_80_TCP": "tcp://10.0.0.1:80", "PORT_80_TCP_ADDR": "10.0.0.1", "PORT_80_TCP_PROTO": "tcp"}
     args = parsed("serve")
-    assert tables_of(args.form.read(args, {f"KVEVENTS_SERVE_{name}": value for name, value in links.items()})) == {}
-    assert args.form.read(args, {"KVEVENTS_SERVE_PORT": "80"}).settings().port == 80
+    assert tables_of(args.settings.read(args, {f"KVEVENTS_SERVE_{name}": value for name, value in links.items()})) == {}
+    assert args.settings.read(args, {"KVEVENTS_SERVE_PORT": "80"}).settings().port == 80
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -250,10 +257,10 @@ def test_the_whole_help_has_every_setting(command: str, capsys: pytest.CaptureFi
         parsed(command, "--help-all")
     assert ended.value.code == 0
     whole = capsys.readouterr().out
-    for setting in form_of(command).settings.values():
+    for setting in settings_parser_of(command).settings.values():
         assert setting.is_tables or setting.path == "upstreams" or f"{setting.flag} " in whole, setting.path
 
 
 def test_the_help_names_the_presets() -> None:
-    told = form_of("compare").settings["preset"].help
+    told = settings_parser_of("compare").settings["preset"].help
     assert not [preset for preset in PRESETS if preset not in told]

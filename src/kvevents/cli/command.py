@@ -1,41 +1,152 @@
-"""What a command is, and what its exit codes mean."""
+"""Commands, their exit codes, and the argument parser that they share."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+import sys
+import textwrap
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from difflib import get_close_matches
+from importlib import import_module
+from itertools import takewhile
+from typing import Any, Final, NoReturn
 
-from kvevents.errors import UsageError
+from kvevents.cli.console import writing
+from kvevents.errors import KVEventsError, MissingDependencyError, UsageError
 
 OK: Final = 0
 FAILED: Final = 1
 WRONG_USAGE: Final = 2
-"""As argparse has it, and for options that do not go together."""
+"""The exit code of argparse, and that of options that exclude each other."""
 NOTHING_ARRIVED: Final = 3
-"""Nothing arrived before `--idle-timeout` ended the wait."""
-COULD_NOT_LOOK: Final = 4
-"""A command that checks something could not check it: what it would have found is unknown."""
+"""No batch arrived before `--idle-timeout` ended the command."""
+CHECK_NOT_POSSIBLE: Final = 4
+"""A command that checks something could not check it, so the result is unknown."""
 INTERRUPTED: Final = 130
-"""Ctrl-C or SIGTERM before the work was done, as shells have it."""
+"""SIGINT or SIGTERM ended the command before its work was done, as in shells."""
+
+
+class CommandLineError(UsageError):
+    """Arguments that exclude each other or need others; the message names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of the program: a row of the table in `kvevents.cli.program`."""
+    """One command of the program.
+
+    Its module is imported when the command is chosen, so that a command costs nothing, and needs no optional package, while
+    another one runs. The module has `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`.
+    """
 
     name: str
     summary: str
     """One line for the list of commands."""
+    module: str
+    """Module that implements the command, below `kvevents.cli`."""
+    on_error: int = FAILED
+    """Exit code if an error ends the command."""
+    extra: str = ""
+    """Extra of the distribution that has the packages which the module imports."""
+
+    def load(self) -> Any:
+        """Import the module. Raises `MissingDependencyError`."""
+        try:
+            return import_module(f"kvevents.cli.{self.module}")
+        except ImportError as error:
+            package = error.name or str(error)
+            if isinstance(error, KVEventsError) or not self.extra or package.startswith("kvevents"):
+                raise
+            raise MissingDependencyError(
+                f"kvevents {self.name} needs the package {package}: pip install 'kvevents[{self.extra}]'"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class CommandGroup:
+    """A command that consists of subcommands, such as `kvevents sim`."""
+
+    name: str
+    summary: str
     description: str
     examples: str
-    add_arguments: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], int]
-    """Does the work and returns the exit code."""
-    on_error: int = FAILED
-    """The exit code when an error ends it."""
+    commands: tuple[Command, ...]
 
 
-class CommandLineError(UsageError):
-    """Arguments that do not go together; the message names them."""
+class HelpFormatter(RawDescriptionHelpFormatter):
+    """Wraps descriptions at the width of the terminal. Indented lines, such as examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        return "\n".join(indent + (line if line.startswith(" ") else textwrap.fill(line, width)) for line in lines)
+
+
+class CommandParser(ArgumentParser):
+    """A parser that reports unknown options and commands before anything else, with a suggestion.
+
+    argparse reports them last: it takes the value of a misspelled option for a positional argument and rejects that first.
+    Abbreviated options are unknown too, since `--replay` of one command would be `--replay-endpoint` of another.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        settings.setdefault("allow_abbrev", False)
+        settings.setdefault("formatter_class", HelpFormatter)
+        super().__init__(*args, **settings)
+        self._commands: Any = None
+        self._command: Command | None = None
+
+    def add_commands(self, commands: Iterable[Command | CommandGroup]) -> None:
+        """Require one of these commands. The parsed arguments have it as `command`, and its function as `execute`."""
+        self._commands = self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
+        for command in commands:
+            parser: CommandParser = self._commands.add_parser(command.name, help=command.summary)
+            if isinstance(command, CommandGroup):
+                parser.description, parser.epilog = command.description, f"examples:\n{command.examples}"
+                parser.add_commands(command.commands)
+            else:
+                parser._command = command
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
+        """Parse arguments. A command declares its options here, when it was chosen."""
+        given = sys.argv[1:] if args is None else args
+        command, self._command = self._command, None
+        if command is not None:
+            self._declare(command)
+        if self._commands is None:
+            self._check_options(takewhile(lambda word: word != "--", given))
+        else:
+            options = [*takewhile(lambda word: word.startswith("-"), given)]
+            self._check_options(options)
+            self._check_command(given[len(options) :])
+        return super().parse_known_args(args, namespace)
+
+    def _declare(self, command: Command) -> None:
+        module = command.load()
+        module.add_arguments(self)
+        self.description, self.epilog = module.DESCRIPTION, f"examples:\n{module.EXAMPLES}"
+        self.set_defaults(command=command, execute=module.run)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print like any parser, but raise `OutputError` if stdout cannot be written, so that a full disk is an error."""
+        if file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        with writing():
+            file.write(message)
+            file.flush()
+
+    def _check_options(self, words: Iterable[str]) -> None:
+        known = list(self._option_string_actions)
+        for word in words:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known:
+                self._reject("option", option, known)
+
+    def _check_command(self, rest: Sequence[str]) -> None:
+        known = list(self._commands.choices)
+        if rest and rest[0] not in known:
+            self._reject("command", rest[0], [*known, *self._option_string_actions])
+
+    def _reject(self, kind: str, word: str, known: Sequence[str]) -> NoReturn:
+        similar = get_close_matches(word, known, 1)
+        self.error(f"unknown {kind} {word}" + "".join(f"; did you mean {each}?" for each in similar))

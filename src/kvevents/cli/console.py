@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, everything said beside them to stderr."""
+"""Output: results go to stdout, notes and progress to stderr."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SGR: Final[dict[Style, str]] = {
 }
 _ERASE_LINE: Final = "\r\x1b[K"
 _PROGRESS_SECONDS: Final = 0.1
-"""Progress is not written more often; nobody reads faster."""
+"""Between two updates of the progress at least."""
 
 
 class Span(NamedTuple):
@@ -40,12 +40,12 @@ Part: TypeAlias = Span | str
 
 
 class OutputError(ExternalError):
-    """The output cannot be written: the disk that it goes to is full, for example."""
+    """Stdout cannot be written, for example to a full disk."""
 
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Raise `OutputError` for what goes wrong when stdout is written; BrokenPipeError stays what it is."""
+    """Raise `OutputError` for errors of stdout, except BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:
@@ -55,7 +55,7 @@ def writing() -> Iterator[None]:
 
 
 class Console:
-    """Writes lines, flushed one by one; with color where a person reads them and `NO_COLOR` is not set."""
+    """Writes lines and flushes each; with color on a terminal unless `NO_COLOR` is set."""
 
     def __init__(self, out: TextIO | None = None, notes: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -67,26 +67,26 @@ class Console:
         self._progress_at = 0.0
 
     def line(self, *parts: Part) -> None:
-        """Write a line of results. Raises BrokenPipeError when its reader is gone, and `OutputError`."""
+        """Write a line of results. Raises BrokenPipeError if the reader has ended, and `OutputError`."""
         with writing():
             self._out.write(_paint(parts, self._out_color) + "\n")
             self._out.flush()
 
     def data(self, line: bytes) -> None:
-        """Write a line of results for programs, in UTF-8 whatever the terminal's encoding. Raises as `line` does."""
+        """Write a line of results in UTF-8, whatever the encoding of the terminal. Raises as `line` does."""
         with writing():
             self._out.buffer.write(line + b"\n")
             self._out.buffer.flush()
 
     def note(self, *parts: Part) -> None:
-        """A line beside the results."""
+        """Write a line to stderr."""
         erase = _ERASE_LINE if self._in_progress else ""
         self._in_progress = False
         self._notes.write(f"{erase}{_paint(parts, self._notes_color)}\n")
         self._notes.flush()
 
     def progress(self, text: str) -> None:
-        """A line that the next one replaces; nothing unless a person watches."""
+        """Write a line to a terminal that the next one replaces."""
         now = time.monotonic()
         if self._progress and now - self._progress_at >= _PROGRESS_SECONDS:
             self._progress_at = now
@@ -95,7 +95,7 @@ class Console:
             self._notes.flush()
 
     def check_reader(self) -> None:
-        """Raise BrokenPipeError when the reader of stdout is gone: an idle stream would notice at its next line only."""
+        """Raise BrokenPipeError if the reader of stdout has ended, which otherwise only the next line would detect."""
         try:
             descriptor = self._out.fileno()
         except (OSError, ValueError):
@@ -126,7 +126,7 @@ def _paint_span(span: Span, color: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped: names and reasons come from peers, who must not drive the terminal."""
+    """Return the text with control characters escaped. Names and reasons of peers must not control the terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,4 +1,4 @@
-"""`kvevents export`: recordings as tables, and questions to ask of them."""
+"""`kvevents export`: convert recordings to Parquet tables, and query them."""
 
 from __future__ import annotations
 
@@ -7,31 +7,42 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
-from kvevents.cli import options
-from kvevents.cli.command import OK, Command, CommandLineError
+from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span
-from kvevents.cli.lines import plural
+from kvevents.cli.humanize import plural
+from kvevents.cli.options import add_output
+from kvevents.export import ExportProgress, ExportSummary, QueryResult, export, find_query, queries, run_query
 
-if TYPE_CHECKING:
-    from kvevents.export import ExportProgress, ExportSummary, QueryResult
+DESCRIPTION: Final = (
+    "Convert recordings to Parquet tables with the history of every block, and query them with DuckDB.\n"
+    "Several recordings become one data set. Token ids are exported with --token-ids only."
+)
+EXAMPLES: Final = """\
+  kvevents export run.jsonl.gz out
+  kvevents export pod-*.jsonl.gz out --force
+  kvevents export --list-queries
+  kvevents export --query larger-cache out
+  kvevents export --query larger-cache --sql         print its SQL, to edit it as mine.sql
+  kvevents export --query mine.sql out -o json
+"""
 
-_SAID: Final = {
-    "lost": "{} missing, as their numbers tell; blocks that were resident meanwhile are marked `across_gap`",
-    "compacted": "{} represented by a snapshot: nothing of them is lost",
-    "rejected": "{} that could not be read ({reasons})",
-    "late": "{} replayed too late for their place",
+_COUNT_NOTES: Final = {
+    "lost": "{} missing by their sequence numbers; blocks that were resident meanwhile are marked `across_gap`",
+    "compacted": "{} represented by a snapshot, so nothing is lost",
+    "rejected": "{} not decoded ({reasons})",
+    "late": "{} replayed too late to be put in order",
     "conflicting": "{} replayed from another incarnation",
-    "unplaced": "{} replayed for nobody knows which of several endpoints",
-    "malformed": "{} that are no batches",
-    "unknown_removals": "{} of blocks that were not there",
-    "dropped": "{} taken for gone: more were resident than are kept in memory",
-    "forgotten": "{} without a reuse distance: more blocks than are remembered",
+    "unplaced": "{} replayed without a known endpoint",
+    "malformed": "{} that are not batches",
+    "unknown_removals": "{} of blocks that were not resident",
+    "dropped": "{} counted as removed: more were resident than fit into memory",
+    "forgotten": "{} without a reuse distance: too many blocks to remember",
 }
-"""What is told of counts that are not 0. The nouns are in `_NOUNS`."""
+"""The notes about counts that are not 0; their nouns are in `_NOUNS`."""
 _NOUNS: Final = {
     "rejected": "event",
     "malformed": "message",
@@ -39,43 +50,43 @@ _NOUNS: Final = {
     "dropped": "block",
     "forgotten": "block",
 }
-_NOT_GRAVE: Final = frozenset({"compacted", "unknown_removals"})
-"""A recording that began late has them, and nothing is wrong."""
+_NORMAL: Final = frozenset({"compacted", "unknown_removals"})
+"""Counts that are normal in a recording that began after the engine."""
 
 
 def run(args: Namespace) -> int:
-    """Export, or ask."""
+    """Export recordings, list queries, or run a query."""
     console = Console()
     if args.list_queries:
-        return _list(args, console)
+        return _list_queries(args, console)
     if args.query is not None:
-        return _ask(args, console)
+        return _run_query(args, console)
     return _export(args, console)
 
 
 def _export(args: Namespace, console: Console) -> int:
-    from kvevents.export import export  # noqa: PLC0415 - late: it needs an extra
-
     if len(args.paths) < 2:
-        raise CommandLineError("name recordings, and at the end the folder for the tables: kvevents export run.jsonl.gz out")
-    *recordings, folder = args.paths
+        raise CommandLineError(
+            "expected recordings, followed by the directory for the tables: kvevents export run.jsonl.gz out"
+        )
+    *recordings, directory = args.paths
 
     def progress(now: ExportProgress) -> None:
         console.progress(
             f"{now.recording}: {plural(now.batches, 'batch')}, {plural(now.rows, 'row')} of events; Ctrl-C ends it"
         )
 
-    with _without_collector():
-        done = export(recordings, folder, tokens=args.token_ids, force=args.force, progress=progress)
-    _tell(done, console)
+    with _without_garbage_collector():
+        done = export(recordings, directory, tokens=args.token_ids, force=args.force, progress=progress)
+    _print_result(done, console)
     if args.token_ids:
-        console.note(f"{folder} holds the prompts' token ids: keep it as you would keep the prompts")
+        console.note(f"prompts can be read from the token ids in {directory}: protect it like the prompts")
     return OK
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
-    """Rows make no cycles, and there are so many that looking for some takes a third of the time."""
+def _without_garbage_collector() -> Iterator[None]:
+    """Disable the garbage collector: rows have no cycles, and traversing them takes a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -85,28 +96,24 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _tell(done: ExportSummary, console: Console) -> None:
+def _print_result(done: ExportSummary, console: Console) -> None:
     for message in done.truncated:
         console.note(Span(message, "warn"))
     reasons = ", ".join(f"{count} {reason}" for reason, count in done.reject_reasons.items())
-    for name, text in _SAID.items():
+    for name, text in _COUNT_NOTES.items():
         count = done.counts.get(name, 0)
         if count:
-            said = text.format(plural(count, _NOUNS.get(name, "batch")), reasons=reasons)
-            console.note(Span(said, "dim" if name in _NOT_GRAVE else "warn"))
+            note = text.format(plural(count, _NOUNS.get(name, "batch")), reasons=reasons)
+            console.note(Span(note, "dim" if name in _NORMAL else "warn"))
     rows = ", ".join(f"{name} {count:,}" for name, count in done.rows.items())
     console.note(f"wrote {done.folder} in {done.seconds:.1f} s, {done.bytes:,} bytes; rows: {rows}")
-    console.note(
-        f"`kvevents export --list-queries` says what can be asked of it, `kvevents export --query NAME {done.folder}` asks"
-    )
+    console.note(f"`kvevents export --list-queries` lists queries, `kvevents export --query NAME {done.folder}` runs one")
 
 
-# --- questions
+# --- queries
 
 
-def _list(args: Namespace, console: Console) -> int:
-    from kvevents.export import queries  # noqa: PLC0415 - late: it needs an extra
-
+def _list_queries(args: Namespace, console: Console) -> int:
     width = max(map(len, queries()))
     if args.output == "json":
         for query in queries().values():
@@ -117,16 +124,14 @@ def _list(args: Namespace, console: Console) -> int:
     return OK
 
 
-def _ask(args: Namespace, console: Console) -> int:
-    from kvevents.export import find_query, run_query  # noqa: PLC0415 - late: it needs an extra
-
+def _run_query(args: Namespace, console: Console) -> int:
     query = find_query(args.query)
     if args.sql:
         for line in query.sql.splitlines():
             console.line(line)
         return OK
     if len(args.paths) != 1:
-        raise CommandLineError(f"name one folder to ask: kvevents export --query {args.query} out")
+        raise CommandLineError(f"expected one directory with tables: kvevents export --query {args.query} out")
     answer = run_query(args.paths[0], query)
     if args.output == "json":
         for row in answer.rows:
@@ -137,9 +142,9 @@ def _ask(args: Namespace, console: Console) -> int:
 
 
 def _table(answer: QueryResult, console: Console) -> None:
-    """Columns below each other, numbers to the right."""
+    """Print rows in columns, with numbers aligned to the right."""
     if not answer.rows:
-        console.note("nothing: no row of the tables is of that kind")
+        console.note("the query returned no rows")
     cells = [answer.columns, *([_cell(value) for value in row] for row in answer.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     texts = [all(isinstance(value, str | None) for value in column) for column in zip(*answer.rows, strict=True)]
@@ -170,29 +175,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         nargs="*",
         metavar="PATH",
         type=Path,
-        help="recordings, then the folder for their tables; to ask, that folder alone",
+        help="recordings, followed by the directory for their tables; with --query that directory only",
     )
-    parser.add_argument("--token-ids", action="store_true", help="export token ids, which are the users' words, as well")
-    parser.add_argument("-f", "--force", action="store_true", help="replace the tables in the folder if there are any")
-    parser.add_argument("--query", metavar="NAME", help="ask the tables a question that is shipped, or one in a file NAME.sql")
-    parser.add_argument("--list-queries", action="store_true", help="say which questions are shipped")
-    parser.add_argument("--sql", action="store_true", help="with --query: print its SQL, to read or to change, instead")
-    options.add_output(parser, "one JSON object per row or query")
-
-
-COMMAND: Final = Command(
-    "export",
-    "turn recordings into tables, and ask them questions",
-    "Turn recordings into tables of what happened to every block, as Parquet files, and ask them questions with DuckDB.\n"
-    "Several recordings become one data set. Token ids are left out unless --token-ids asks for them.",
-    """\
-  kvevents export run.jsonl.gz out
-  kvevents export pod-*.jsonl.gz out --force
-  kvevents export --list-queries
-  kvevents export --query larger-cache out
-  kvevents export --query larger-cache --sql         print it, to be changed and saved as mine.sql
-  kvevents export --query mine.sql out -o json
-""",
-    add_arguments,
-    run,
-)
+    parser.add_argument("--token-ids", action="store_true", help="export token ids as well, from which prompts can be read")
+    parser.add_argument("-f", "--force", action="store_true", help="replace the tables in the directory if there are any")
+    parser.add_argument("--query", metavar="NAME", help="run a shipped query, or the one in the file NAME.sql")
+    parser.add_argument("--list-queries", action="store_true", help="list the shipped queries")
+    parser.add_argument("--sql", action="store_true", help="with --query: print its SQL instead of running it")
+    add_output(parser, "one JSON object per row or query")

@@ -1,45 +1,101 @@
-"""Single keys of a terminal, as they are pressed."""
+"""`kvevents keys`: create CURVE keys, and show the public keys in files."""
 
 from __future__ import annotations
 
-import os
-import select
-import sys
-import termios
-import time
-import tty
-from types import TracebackType
-from typing import Any, Final, Self
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Final
 
-_ENDING: Final = frozenset(b"qQ\x04")
-"""q, and Ctrl-D."""
-_STDIN: Final = 0
+import msgspec
+import zmq
+
+from kvevents.cli import options
+from kvevents.cli.command import OK
+from kvevents.cli.console import Console, Span
+from kvevents.errors import UsageError
+from kvevents.security.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, read_pair, read_public_keys, write_pair
+from kvevents.version import version
+
+DESCRIPTION: Final = (
+    "Create a pair of CURVE keys: NAME.key has the public key, for the peers; NAME.key_secret has both keys and stays secret.\n"
+    "The files are ZeroMQ certificates, which czmq and pyzmq can read. The public key is printed.\n"
+    "Use them with --curve-key, --curve-server-key and --curve-allow of other commands."
+)
+EXAMPLES: Final = """\
+  kvevents keys engine-0                             engine-0.key and engine-0.key_secret
+  kvevents keys keys/router                          in the directory keys
+  kvevents keys --show engine-0.key
+"""
 
 
-class Keys:
-    """Inside, keys come without Enter and are not shown; where stdin is no terminal, none come."""
+class CreatedPair(msgspec.Struct, frozen=True):
+    """What `-o json` prints of a pair that was made."""
 
-    def __init__(self) -> None:
-        self._before: list[Any] | None = None
+    public_key: str
+    public_file: str
+    secret_file: str
 
-    def __enter__(self) -> Self:
-        if sys.stdin is not None and sys.stdin.isatty():
-            self._before = termios.tcgetattr(_STDIN)
-            tty.setcbreak(_STDIN)
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._before is not None:
-            termios.tcsetattr(_STDIN, termios.TCSADRAIN, self._before)
+class KeyFile(msgspec.Struct, frozen=True):
+    """What `-o json` prints of a file."""
 
-    def wait(self, seconds: float) -> bool:
-        """Wait; True as soon as somebody wants to end."""
-        if self._before is None:
-            time.sleep(seconds)
-            return False
-        until = time.monotonic() + seconds
-        while select.select([_STDIN], [], [], max(until - time.monotonic(), 0.0))[0]:
-            pressed = os.read(_STDIN, 64)
-            if not pressed or _ENDING & set(pressed):  # the terminal is gone, or the user goes
-                return True
-        return False
+    file: str
+    public_keys: list[str]
+    secret: bool
+    """Whether it has a secret key too."""
+
+
+def run(args: Namespace) -> int:
+    """Create a pair, or print the public keys of a file."""
+    console = Console()
+    if args.show is not None:
+        _show(args.show, console, json=args.output == "json")
+    else:
+        _create(args, console)
+    return OK
+
+
+def _create(args: Namespace, console: Console) -> None:
+    base: Path = args.name
+    if not base.name or base.name.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX)):
+        raise UsageError(
+            f"invalid name {str(base)!r}: expected a name without {PUBLIC_SUFFIX} and {SECRET_SUFFIX}, which the files get"
+        )
+    if not zmq.has("curve"):
+        raise UsageError("libzmq was built without CURVE; install a wheel of pyzmq, which has it")
+    pair = KeyPair(*(key.decode() for key in zmq.curve_keypair()))
+    public, secret = write_pair(base, pair, f"Made by kvevents {version()}.", replace=args.force)
+    if args.output == "json":
+        console.data(msgspec.json.encode(CreatedPair(pair.public, str(public), str(secret))))
+        return
+    console.line(pair.public)
+    console.note(f"{secret}: keep it where {base.name} runs, readable by its user only")
+    console.note(f"{public}: give it to the peers that accept {base.name} or connect to it")
+
+
+def _show(path: Path, console: Console, *, json: bool) -> None:
+    secret = path.name.endswith(SECRET_SUFFIX)
+    keys = [read_pair(path).public] if secret else read_public_keys(path)
+    if json:
+        console.data(msgspec.json.encode(KeyFile(str(path), keys, secret)))
+        return
+    for key in keys:
+        console.line(key)
+    if secret:
+        console.note(Span("the file has the secret key as well, which is not printed", "dim"))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "name", nargs="?", metavar="NAME", type=Path, help="name of the pair, which can have a directory: DIR/NAME"
+    )
+    what.add_argument("--show", metavar="FILE", type=Path, help="print the public keys of a file instead")
+    parser.add_argument(
+        "-f",
+        "--force",
+        action="store_true",
+        help="replace a pair that exists; peers that have its public key are then rejected",
+    )
+    options.add_output(parser, "one JSON object, which does not contain the secret key")

@@ -1,4 +1,4 @@
-"""Options that several commands have, each defined once."""
+"""Options that several commands share, and the functions that read their values."""
 
 from __future__ import annotations
 
@@ -6,206 +6,244 @@ import argparse
 import math
 import os
 import re
-from argparse import ArgumentParser
+import socket
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import closing
 from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
 from kvevents.cli.command import CommandLineError
+from kvevents.cli.console import Console, Span
 from kvevents.endpoints import MAX_PORT, split_tcp, validate_endpoint
-from kvevents.errors import ConfigError
+from kvevents.errors import ConfigError, ExternalError
 from kvevents.security import Curve
 from kvevents.security.keys import read_public_keys, z85_decode
 from kvevents.stream import Source
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
-"""How long `--wait-for-subscriber` waits unless told otherwise."""
+"""Default of `--wait-for-subscriber` without a value."""
 MAX_RANKS: Final = 1024
-"""More ranks than any engine has; without a bound a slip of the finger opens thousands of sockets."""
-FOREVER: Final = float("inf")
-SMALLEST: Final = math.ulp(0.0)
+"""Largest `--ranks`. No engine has more ranks, and without a bound a typing error opens thousands of sockets."""
+FOREVER: Final = math.inf
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
-ANSWER_SECONDS: Final = 5.0
-"""How long a service has for an answer unless told otherwise; it takes milliseconds."""
+RESPONSE_SECONDS: Final = 5.0
+"""Default of `--timeout`. A response takes milliseconds."""
+CONNECT_SECONDS: Final = 1.0
+"""Time of the first attempt to connect to an engine. The subscriber goes on trying after it."""
+
+CURVE_FLAGS: Final = {
+    "curve.key_file": "--curve-key",
+    "curve.server_key": "--curve-server-key",
+    "curve.allowed": "--curve-allow",
+}
+"""Options of the CURVE settings of a command, the same as those of `add_curve`."""
 
 Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
+_SMALLEST: Final = math.ulp(0.0)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 
 
+# --- values; every function raises `ArgumentTypeError`
+
+
 def endpoint(text: str) -> str:
-    """A ZeroMQ endpoint; `host:port` alone means tcp."""
+    """Return a ZeroMQ endpoint. `HOST:PORT` means `tcp://HOST:PORT`."""
     if "://" not in text and split_tcp(f"tcp://{text}") is not None:
         text = f"tcp://{text}"
     transport, separator, address = text.partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
-        raise argparse.ArgumentTypeError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
+        raise ArgumentTypeError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
     try:
         validate_endpoint(text)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ArgumentTypeError(str(error)) from None
     return text
 
 
 def engine(text: str) -> Source:
-    """`[NAME[:RANK]=]ENDPOINT[,REPLAY_ENDPOINT]`; an engine without a name is called by its address."""
-    head, separator, places = text.rpartition("=")
+    """Return the source that `[NAME[:RANK]=]ENDPOINT[,REPLAY_ENDPOINT]` describes. The default name is the address."""
+    head, separator, endpoints = text.rpartition("=")
     name, colon, rank = head.rpartition(":")
-    first, _, replay = places.partition(",")
+    first, _, replay = endpoints.partition(",")
     if not colon:
         name, rank = head, "0"
     if (separator and not name) or not rank.isdecimal():
-        raise argparse.ArgumentTypeError(
+        raise ArgumentTypeError(
             f"invalid engine {text!r}: expected NAME=tcp://HOST:PORT or NAME:RANK=tcp://HOST:PORT,tcp://HOST:REPLAY_PORT"
         )
     name = name or first.removeprefix("tcp://")
     return Source(endpoint(first), endpoint(replay) if replay else None, name=name, rank=int(rank))
 
 
-def seconds(text: str) -> float:
-    """A duration above 0."""
+def positive_seconds(text: str) -> float:
+    """Return a duration above 0."""
     return number(text, "a number of seconds above 0")
 
 
-def duration(text: str) -> float:
-    """A duration of 0 or more."""
-    return number(text, "a number of seconds, 0 or more", least=0.0)
+def seconds(text: str) -> float:
+    """Return a duration of 0 or more."""
+    return number(text, "a number of seconds, 0 or more", minimum=0.0)
 
 
 def size(text: str) -> int:
-    """Bytes, perhaps with a unit: `8GiB`."""
+    """Return a number of bytes, which can have a unit: `8GiB`."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or 512MiB, or 8GiB")
+        raise ArgumentTypeError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def port(text: str) -> int:
-    """A TCP port; 0 takes any free one."""
+    """Return a TCP port. 0 stands for any free one."""
     if not text.isascii() or not text.isdecimal() or int(text) > MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; it is a number from 0 to {MAX_PORT}")
+        raise ArgumentTypeError(f"invalid port {text!r}: expected a number from 0 to {MAX_PORT}")
     return int(text)
 
 
 def rate(text: str) -> float:
-    """Batches per second, above 0."""
+    """Return a rate above 0."""
     return number(text, "a number of batches per second above 0")
 
 
-def count(text: str) -> int:
-    """A whole number above 0."""
+def positive_int(text: str) -> int:
+    """Return a whole number above 0."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+        raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number above 0")
     return int(text)
 
 
-def whole(text: str) -> int:
-    """A whole number of 0 or more."""
+def whole_number(text: str) -> int:
+    """Return a whole number of 0 or more."""
     if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
+        raise ArgumentTypeError(f"invalid value {text!r}: expected a whole number, 0 or more")
     return int(text)
 
 
-def service_url(text: str) -> str:
-    """Where a service answers; `host:port` alone means http."""
-    return _url(text, "service")
-
-
-def engine_url(text: str) -> str:
-    """Where an engine's HTTP server answers; `host:port` alone means http."""
-    return _url(text, "engine")
-
-
-def _url(text: str, what: str) -> str:
-    url = text if "://" in text else f"http://{text}"
-    wrong = argparse.ArgumentTypeError(f"invalid URL of the {what} {text!r}: expected http://HOST:PORT or https://HOST:PORT")
-    try:
-        parts = urlsplit(url)
-        place = parts.hostname and parts.port != 0 and parts.username is None
-    except ValueError:  # a port that is none, brackets that do not close
-        raise wrong from None
-    usable = parts.scheme in {"http", "https"} and place and not parts.query and not parts.fragment
-    if not usable or not url.isascii() or not url.isprintable():
-        raise wrong
-    return url.rstrip("/")
-
-
-def _no_token(_text: str) -> NoReturn:
-    raise argparse.ArgumentTypeError("everybody on this machine sees arguments; set KVEVENTS_TOKEN, or use --token-file")
-
-
-def _ranks(text: str) -> int:
-    if count(text) > MAX_RANKS:
-        raise argparse.ArgumentTypeError(f"{text} ranks are more than {MAX_RANKS}")
-    return count(text)
-
-
-def number(text: str, what: str, least: float = SMALLEST) -> float:
-    """A number that is to be `what`, such as `a factor above 0`."""
+def number(text: str, expected: str, minimum: float = _SMALLEST) -> float:
+    """Return a finite number of at least `minimum`; `expected` describes it, such as `a factor above 0`."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not least <= value < FOREVER:
-        raise argparse.ArgumentTypeError(f"{text!r} must be {what}")
+    if not minimum <= value < math.inf:
+        raise ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
     return value
 
 
+def service_url(text: str) -> str:
+    """Return the URL of a service. `HOST:PORT` means `http://HOST:PORT`."""
+    return _url(text, "service")
+
+
+def engine_url(text: str) -> str:
+    """Return the URL of an engine's HTTP server. `HOST:PORT` means `http://HOST:PORT`."""
+    return _url(text, "engine")
+
+
+def _url(text: str, owner: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    invalid = ArgumentTypeError(f"invalid {owner} URL {text!r}: expected http://HOST:PORT or https://HOST:PORT")
+    try:
+        parts = urlsplit(url)
+        has_address = parts.hostname and parts.port != 0 and parts.username is None
+    except ValueError:  # an invalid port, or brackets that do not close
+        raise invalid from None
+    is_usable = parts.scheme in {"http", "https"} and has_address and not parts.query and not parts.fragment
+    if not is_usable or not url.isascii() or not url.isprintable():
+        raise invalid
+    return url.rstrip("/")
+
+
+def _reject_token(_text: str) -> NoReturn:
+    raise ArgumentTypeError("all users of this machine can read arguments; set KVEVENTS_TOKEN, or use --token-file")
+
+
+def _ranks(text: str) -> int:
+    if positive_int(text) > MAX_RANKS:
+        raise ArgumentTypeError(f"invalid value {text!r}: expected at most {MAX_RANKS} ranks")
+    return positive_int(text)
+
+
+# --- results
+
+
+def add_output(parser: ArgumentParser, json: str) -> None:
+    """Declare the format of the results; `json` describes the JSON form."""
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help=f"text, or json: {json} (default: text)"
+    )
+
+
+# --- the engine that a command subscribes to
+
+
 def add_engine(parser: ArgumentParser) -> None:
-    """Where an engine is and how to ask it for replay."""
-    parser.add_argument("endpoint", metavar="ENDPOINT", type=endpoint, help="where the engine publishes: tcp://HOST:PORT")
+    """Declare the endpoint of an engine, and the options of `add_engine_details`."""
+    parser.add_argument("endpoint", metavar="ENDPOINT", type=endpoint, help="endpoint of the engine's events: tcp://HOST:PORT")
     add_engine_details(parser)
 
 
 def add_engine_details(parser: ArgumentParser | Group) -> None:
-    """How to ask an engine for replay, and what to receive of it."""
+    """Declare how to request replay from an engine, and which of its topics to receive."""
     replay = parser.add_mutually_exclusive_group()
     replay.add_argument(
-        "--replay", metavar="ENDPOINT", type=endpoint, help="where it answers replay requests (its replay_endpoint)"
+        "--replay",
+        metavar="ENDPOINT",
+        type=endpoint,
+        help="replay endpoint of the engine, which repairs losses (default: none)",
     )
-    replay.add_argument("--no-replay", action="store_true", help="do without replay: losses are reported, not repaired")
-    parser.add_argument("--topic-prefix", default="", metavar="PREFIX", help="receive topics that begin with this only")
+    replay.add_argument("--no-replay", action="store_true", help="run without replay: losses are reported, not repaired")
     parser.add_argument(
-        "--bind", action="store_true", help="listen at ENDPOINT, for an engine whose own endpoint makes it connect"
+        "--topic-prefix", default="", metavar="PREFIX", help="receive only topics with this prefix (default: all)"
     )
-    add_keys(parser)
+    parser.add_argument("--bind", action="store_true", help="listen at ENDPOINT, for an engine that connects")
+    add_curve(parser)
 
 
-def add_keys(parser: ArgumentParser | Group) -> None:
-    """CURVE keys, which `curve_of` reads. Secrets are in files: everybody on this machine sees arguments."""
-    parser.add_argument("--curve-key", metavar="FILE", type=Path, help="own CURVE keys: a NAME.key_secret of `kvevents keys`")
+def add_curve(parser: ArgumentParser | Group) -> None:
+    """Declare CURVE keys, which `read_curve` reads. Secret keys are in files, since all users can read arguments."""
+    parser.add_argument(
+        "--curve-key", metavar="FILE", type=Path, help="own CURVE keys: a file NAME.key_secret of `kvevents keys`"
+    )
     parser.add_argument(
         "--curve-server-key",
         metavar="FILE|KEY",
-        help="public key of the other end, if that is the CURVE server, as engines are",
+        help="public key of the peer, or a file of it (NAME.key), if the peer is the CURVE server, as engines are",
     )
     parser.add_argument(
-        "--curve-allow", metavar="DIR|FILE", type=Path, help="public keys that may connect, if this end is the CURVE server"
+        "--curve-allow",
+        metavar="DIR|FILE",
+        type=Path,
+        help="public keys of the peers that are accepted, if this end is the CURVE server (default: all keys)",
     )
 
 
-def curve_of(args: argparse.Namespace) -> Curve | None:
-    """The keys that `add_keys` has asked for; None without.
+def read_curve(args: Namespace) -> Curve | None:
+    """Return the keys of `add_curve`; None if none are given. Raises as `make_curve` does."""
+    if args.curve_key is not None and args.curve_server_key is None and getattr(args, "bind", True) is False:
+        raise CommandLineError("--curve-key needs --curve-server-key: the engine's public key, or a file of it (NAME.key)")
+    return make_curve(args.curve_key, args.curve_server_key, args.curve_allow)
 
-    Raises `CommandLineError`, and `ConfigError` for files that cannot be used.
+
+def make_curve(key: Path | str | None, server_key: str | None, allowed: Path | None = None) -> Curve | None:
+    """Return CURVE keys; None without `key`.
+
+    Raises `CommandLineError` if `key` is missing, and `ConfigError` for a file that cannot be used.
     """
-    key: Path | None = args.curve_key
     if key is None:
-        if args.curve_server_key is not None or args.curve_allow is not None:
+        if server_key is not None or allowed is not None:
             raise CommandLineError(
-                "--curve-server-key and --curve-allow need --curve-key: your own keys, a file made by `kvevents keys NAME`"
+                "--curve-server-key and --curve-allow need --curve-key: a file NAME.key_secret, made by `kvevents keys NAME`"
             )
         return None
-    if args.curve_server_key is None and getattr(args, "bind", True) is False:
-        raise CommandLineError(
-            "--curve-key needs --curve-server-key as well: the engine's public key, or a file of it (NAME.key)"
-        )
     return Curve(
         key_file=str(key),
-        server_key=None if args.curve_server_key is None else _server_key(args.curve_server_key),
-        allowed=None if args.curve_allow is None else str(args.curve_allow),
+        server_key=None if server_key is None else _server_key(server_key),
+        allowed=None if allowed is None else str(allowed),
     )
 
 
@@ -214,99 +252,154 @@ def _server_key(text: str) -> str:
         return text
     found = read_public_keys(Path(text))
     if len(found) > 1:
-        raise ConfigError(f"--curve-server-key: {text} holds {len(found)} keys; the other end has one")
+        raise ConfigError(f"--curve-server-key: {text} has {len(found)} keys; name a file with one key")
     return found[0]
 
 
-def add_output(parser: ArgumentParser, json: str) -> None:
-    """Declare the format of the results; `json` says what the JSON form is."""
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help=f"text for people, or json: {json} (default: text)"
-    )
-
-
-def add_stream(parser: ArgumentParser) -> None:
-    """An engine as a subscriber follows it."""
+def add_source(parser: ArgumentParser) -> None:
+    """Declare the engine that `tail` and `record` subscribe to, which `read_sources` reads."""
     add_engine(parser)
-    parser.add_argument("--source-name", metavar="NAME", help="what to call the engine; its address when not given")
+    parser.add_argument("--source-name", metavar="NAME", help="name of the engine in the output (default: its address)")
     parser.add_argument(
         "--ranks",
         type=_ranks,
         default=1,
         metavar="N",
-        help="data-parallel ranks 0 to N-1, on ports counted up from both endpoints",
+        help="data-parallel ranks of the engine; rank R has the ports of rank 0 plus R (default: 1)",
     )
 
 
-def add_end(parser: ArgumentParser) -> None:
-    """When to stop by itself."""
-    parser.add_argument("-n", "--count", type=count, metavar="N", help="stop after N batches")
-    parser.add_argument("--duration", type=seconds, metavar="S", help="stop after S seconds")
+def source_name(args: Namespace) -> str:
+    """Return the name of the engine in the output."""
+    name: str | None = args.source_name
+    return name or str(args.endpoint).removeprefix("tcp://")
+
+
+def read_sources(args: Namespace) -> list[Source]:
+    """Return the source of each rank. Raises `ConfigError` if a port would be above 65535.
+
+    The replay endpoint is never guessed: a port that answers can belong to another engine, and its history would be wrong.
+    """
+    source = Source(
+        args.endpoint, args.replay, topic=args.topic_prefix, name=source_name(args), bind=args.bind, curve=read_curve(args)
+    )
+    return source.ranks(args.ranks)
+
+
+def note_missing_endpoints(args: Namespace, console: Console) -> None:
+    """Print a note if the engine does not listen yet, and if no replay endpoint is given."""
+    fault = None if args.bind else _connection_fault(args.endpoint)
+    if fault is not None:
+        console.note(Span(f"waiting for {args.endpoint}: {fault}", "warn"))
+    if args.replay is None and not args.no_replay:
+        text = "no replay endpoint given: lost batches stay lost; add --replay tcp://HOST:PORT"
+        search = "" if args.bind else f" (`kvevents doctor {args.endpoint}` looks for it)"
+        console.note(Span(f"{text}{search}, or --no-replay", "warn"))
+
+
+def _connection_fault(endpoint: str) -> str | None:
+    """Return why a TCP connection is impossible; None if it is possible, and for endpoints that are not TCP."""
+    found = split_tcp(endpoint)
+    if found is None:
+        return None
+    try:
+        connection = socket.create_connection((found[0].strip("[]"), found[1]), CONNECT_SECONDS)
+    except ConnectionRefusedError:
+        return "nothing listens there yet"
+    except OSError as error:
+        return str(error.strerror or error)
+    with closing(connection):
+        return None
+
+
+def add_limits(parser: ArgumentParser) -> None:
+    """Declare when a command ends by itself."""
+    parser.add_argument("-n", "--count", type=positive_int, metavar="N", help="stop after N batches (default: never)")
+    parser.add_argument("--duration", type=positive_seconds, metavar="S", help="stop after S seconds (default: never)")
     parser.add_argument(
         "--idle-timeout",
-        type=seconds,
+        type=positive_seconds,
         metavar="S",
-        help="stop when nothing arrived for S seconds; exit code 3 if nothing ever did",
+        help="stop after S seconds without a batch, with exit code 3 if none ever arrived (default: never)",
     )
+
+
+# --- the endpoints at which a command publishes
 
 
 def add_publisher(parser: ArgumentParser) -> None:
-    """Where to publish, and how long to be there."""
-    parser.add_argument("--endpoint", default="tcp://*:5557", type=endpoint, help="where to publish (default: %(default)s)")
+    """Declare the endpoints of a publisher, and when it begins and ends."""
+    parser.add_argument(
+        "--endpoint", default="tcp://*:5557", type=endpoint, help="endpoint of the live events (default: %(default)s)"
+    )
     parser.add_argument(
         "--replay-endpoint",
         default="tcp://*:5558",
         type=endpoint,
         metavar="ENDPOINT",
-        help="where to answer replay requests (default: %(default)s)",
+        help="endpoint that answers replay requests (default: %(default)s)",
     )
     add_wait_for_subscriber(parser)
     parser.add_argument(
         "--linger",
         nargs="?",
-        type=seconds,
+        type=positive_seconds,
         const=FOREVER,
         metavar="S",
-        help="go on answering replay requests for S seconds after the last batch, or until Ctrl-C",
+        help="answer replay requests for S seconds after the last batch, or until Ctrl-C without S (default: end at once)",
     )
 
 
 def add_wait_for_subscriber(parser: ArgumentParser) -> None:
-    """Whether to begin with nobody there."""
+    """Declare whether a publisher waits for a subscriber before it begins."""
     parser.add_argument(
         "--wait-for-subscriber",
         nargs="?",
-        type=seconds,
+        type=positive_seconds,
         const=WAIT_FOR_SUBSCRIBER_SECONDS,
         metavar="S",
-        help=f"begin when somebody has subscribed, within S seconds (default: {WAIT_FOR_SUBSCRIBER_SECONDS:.0f})",
+        help=f"begin after a subscriber has connected; fail after S seconds without one ({WAIT_FOR_SUBSCRIBER_SECONDS:.0f} "
+        "without S; default: begin at once)",
     )
 
 
+def no_subscriber(endpoint: str, seconds: float) -> ExternalError:
+    """Return the error of `--wait-for-subscriber` without a subscriber."""
+    return ExternalError(
+        f"no subscriber connected to {endpoint} within {seconds:g} s; start one, such as kvevents tail {endpoint}"
+    )
+
+
+# --- the service that a command asks
+
+
 def add_service(parser: ArgumentParser) -> None:
-    """Which service to ask."""
+    """Declare the service to ask, and the options of `add_access`."""
     parser.add_argument(
+        "-s",
         "--service",
         metavar="URL",
         type=service_url,
         default=os.environ.get(SERVICE_VARIABLE) or DEFAULT_SERVICE,
-        help=f"where the service answers (default: {SERVICE_VARIABLE}, or {DEFAULT_SERVICE})",
+        help=f"URL of the service (default: the variable {SERVICE_VARIABLE}, or {DEFAULT_SERVICE})",
     )
     add_access(parser)
 
 
 def add_access(parser: ArgumentParser | Group) -> None:
-    """How to be let in by a service."""
+    """Declare how to authenticate to a service, and how long to wait for it."""
     parser.add_argument(
-        "--token-file", metavar="FILE", type=Path, help="file of the bearer token (default: the variable KVEVENTS_TOKEN)"
+        "--token-file", metavar="FILE", type=Path, help="file with the bearer token (default: the variable KVEVENTS_TOKEN)"
     )
-    # Without this, `--token SECRET` would be short for --token-file, and the error would tell the secret.
-    parser.add_argument("--token", type=_no_token, help=argparse.SUPPRESS)
-    parser.add_argument("--tls-ca", metavar="FILE", type=Path, help="PEM file of the authority that signed its certificate")
+    # Without this option the error about `--token SECRET` would print the secret.
+    parser.add_argument("--token", type=_reject_token, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--tls-ca", metavar="FILE", type=Path, help="PEM file of the authority of its certificate (default: the system's)"
+    )
     parser.add_argument(
         "--timeout",
-        type=seconds,
-        default=ANSWER_SECONDS,
+        type=positive_seconds,
+        default=RESPONSE_SECONDS,
         metavar="S",
-        help="how long it has for an answer (default: %(default)g)",
+        help="seconds to wait for a response (default: %(default)g)",
     )

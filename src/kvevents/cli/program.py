@@ -1,4 +1,4 @@
-"""The program: its table of commands, and what they have in common when they end."""
+"""The program `kvevents`: the table of its commands, and how it ends."""
 
 from __future__ import annotations
 
@@ -10,102 +10,145 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
-from kvevents.cli import bridge, doctor, export, keypair, plane, play, publish, query, record, relay, serve, tail, top
-from kvevents.cli.command import FAILED, INTERRUPTED, OK, WRONG_USAGE, Command, CommandLineError
+from kvevents.cli.command import (
+    CHECK_NOT_POSSIBLE,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    WRONG_USAGE,
+    Command,
+    CommandGroup,
+    CommandLineError,
+    CommandParser,
+)
 from kvevents.cli.console import Console, Span
-from kvevents.cli.parser import CommandParser
-from kvevents.cli.sim import group as sim
-from kvevents.cli.stopping import interrupting
+from kvevents.cli.signals import signals_interrupt
 from kvevents.errors import KVEventsError
 from kvevents.version import version
 
-COMMANDS: Final[tuple[Command, ...]] = (
-    tail.COMMAND,
-    record.COMMAND,
-    play.COMMAND,
-    publish.COMMAND,
-    doctor.COMMAND,
-    relay.COMMAND,
-    bridge.COMMAND,
-    serve.COMMAND,
-    query.COMMAND,
-    top.COMMAND,
-    plane.COMMAND,
-    export.COMMAND,
-    keypair.COMMAND,
-    sim.COMMAND,
+COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
+    Command("tail", "print the events of an engine in order, as they happen", "tail"),
+    Command("record", "write the events of an engine to a recording", "record"),
+    Command("play", "publish a recording as its engine did", "play"),
+    Command("publish", "publish events given as JSON lines", "publish"),
+    Command("doctor", "check an engine or a service, with advice for each fault", "doctor.command", CHECK_NOT_POSSIBLE),
+    Command("relay", "republish an engine's stream with its full history", "relay"),
+    Command("bridge", "write the streams of engines to a log in NATS JetStream", "bridge", extra="plane,service"),
+    Command("serve", "index the prefix caches of a fleet, and answer queries", "serve", extra="service"),
+    Command("query", "ask a service which workers hold a prompt", "query"),
+    Command("top", "watch the fleet of a service", "top"),
+    CommandGroup(
+        "plane",
+        "inspect the log of a plane in NATS",
+        "Inspect the log of a plane in NATS JetStream, the bridges that write it and the replicas that read it.",
+        """\
+  kvevents plane status
+  kvevents plane status --nats nats://10.0.0.9:4222 --plane prod
+  kvevents plane status -o json | jq .faults
+""",
+        (
+            Command(
+                "status",
+                "print partitions, bridges, replicas, shards, snapshots and faults",
+                "plane",
+                CHECK_NOT_POSSIBLE,
+                extra="plane",
+            ),
+        ),
+    ),
+    Command("export", "convert recordings to Parquet tables, and query them", "export", extra="export"),
+    Command("keys", "create CURVE keys, which encrypt and authenticate", "keys"),
+    CommandGroup(
+        "sim",
+        "simulate a fleet of engines without a GPU",
+        "Simulate a fleet of engines: their caches, their schedulers and the events that they publish. No GPU is needed.",
+        """\
+  kvevents sim compare
+  kvevents sim compare --policy prefix-aware --policy round-robin --workload agents --rate 8
+  kvevents sim run --engines 8 --faults restart:60s,drop:1% --sources fleet.toml
+  kvevents sim convert run.jsonl.gz requests.jsonl.gz
+  kvevents sim fit measured.csv --cache-tokens 276184 | tee model.json
+""",
+        (
+            Command("compare", "compare routing policies on the same requests", "sim.compare"),
+            Command("run", "run a fleet that publishes over real sockets", "sim.run"),
+            Command("convert", "convert a recording to a trace of requests", "sim.convert"),
+            Command("fit", "fit a cost model to measurements of an engine", "sim.fit"),
+        ),
+    ),
 )
 
-_DESCRIPTION: Final = "Watch, record, play, publish, examine and serve the KV cache events of inference engines."
-_EXAMPLES: Final = """\
+_DESCRIPTION: Final = "Record, publish, check, index and query the KV cache events of inference engines."
+_EPILOG: Final = """\
 examples:
-  kvevents tail 127.0.0.1:5557 --replay 127.0.0.1:5558  every event of an engine, in order, as it happens
-  kvevents doctor tcp://127.0.0.1:5557                  what works, what does not, and what to do about it
-  kvevents record tcp://127.0.0.1:5557 run.jsonl.gz     keep it
-  kvevents play run.jsonl.gz --wait-for-subscriber      be that engine again, without a GPU
-  kvevents relay 127.0.0.1:5557,127.0.0.1:5558          the same stream, with a memory
-  kvevents bridge --nats nats://n1 --config fleet.toml  the streams of a fleet as a log, for any number of services
-  kvevents serve                                        know a fleet's caches, and answer for them over HTTP
-  kvevents top                                          how that fleet fares, live
-  kvevents export run.jsonl.gz out                      a recording as tables, to be asked
-  kvevents sim compare                                  how routing policies fare with a fleet, without a GPU
+  kvevents tail 127.0.0.1:5557 --replay 127.0.0.1:5558  print the events of an engine
+  kvevents doctor tcp://127.0.0.1:5557                  check an engine
+  kvevents record tcp://127.0.0.1:5557 run.jsonl.gz     record its events
+  kvevents play run.jsonl.gz --wait-for-subscriber      publish them again, without the engine
+  kvevents relay 127.0.0.1:5557,127.0.0.1:5558          republish its events with full history
+  kvevents bridge --nats nats://n1 --config fleet.toml  write the events of a fleet to NATS
+  kvevents serve                                        index a fleet, and answer queries over HTTP
+  kvevents top                                          watch that fleet
+  kvevents export run.jsonl.gz out                      convert a recording to tables
+  kvevents sim compare                                  compare routing policies on a simulated fleet
 
-`kvevents COMMAND --help` explains a command. Exit codes: 0 done, 1 an error or a failed check, 2 wrong usage, 3 nothing
-arrived, 4 a check could not be made.
+`kvevents COMMAND --help` explains a command.
+
+Exit codes: 0 success, 1 an error or a failed check, 2 wrong usage, 3 nothing arrived, 4 a check was not possible, 130
+interrupted.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    _tolerate_odd_terminals()
+    _escape_unencodable_characters()
     on_error = FAILED
     try:
-        with interrupting():
-            arguments = _parser().parse_args(argv)
-            command: Command = arguments.command
-            on_error = command.on_error
-            return command.run(arguments)
+        with signals_interrupt():
+            arguments = make_parser().parse_args(argv)
+            on_error = arguments.command.on_error
+            code: int = arguments.execute(arguments)
+            return code
     except CommandLineError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return WRONG_USAGE
     except KVEventsError as error:
-        _complain(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
+        _print_error(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
         return on_error
     except BrokenPipeError:
-        # The reader of our output has seen enough, as `head` does.
-        return OK
+        return OK  # the reader of the output has ended, as `head` does
     except OSError as error:
-        # The path says more than the operation: a folder that must not be entered, a name that is too long.
-        _complain(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
+        # The path says more than the operation: a directory without permission, a name that is too long.
+        _print_error(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
         return on_error
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        _let_go_of_output()
+        _flush_output()
 
 
-def _parser() -> ArgumentParser:
-    parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EXAMPLES)
-    parser.add_argument("-V", "--version", action="version", version=f"kvevents {version()}")
-    parser.set_defaults(command=None)
-    parser.add_commands(COMMANDS, "command")
+def make_parser() -> ArgumentParser:
+    """Return the parser of the program."""
+    parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("-V", "--version", action="version", version=f"kvevents {version()}", help="print the version and exit")
+    parser.add_commands(COMMANDS)
     return parser
 
 
-def _complain(text: str) -> None:
-    with suppress(OSError):  # stderr may be what cannot be written
+def _print_error(text: str) -> None:
+    with suppress(OSError):  # stderr may be closed or full
         Console().note(Span("kvevents: ", "bad"), " ".join(text.split()))
 
 
-def _tolerate_odd_terminals() -> None:
-    """A character that the terminal's encoding lacks is no reason to stop."""
+def _escape_unencodable_characters() -> None:
+    """Escape characters that the encoding of the terminal does not have, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _let_go_of_output() -> None:
-    """Leave nothing to the interpreter's own last flush, which would complain with a traceback."""
+def _flush_output() -> None:
+    """Flush stdout and stderr; discard what cannot be written, since the interpreter's own flush would print a traceback."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

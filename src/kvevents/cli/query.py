@@ -1,22 +1,22 @@
-"""`kvevents query`: who holds how much of a prompt."""
+"""`kvevents query`: look up which workers hold a prompt."""
 
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from kvevents.cli import options
-from kvevents.cli.amounts import share, some, worker
-from kvevents.cli.client import ServiceClient, client_of
-from kvevents.cli.command import OK, Command
+from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Part, Span, Style, printable
-from kvevents.cli.lines import plural, trust_style
-from kvevents.cli.prompt import add_prompt, prompt_of
-from kvevents.errors import ConfigError
+from kvevents.cli.event_format import trust_style
+from kvevents.cli.humanize import first_names, percentage, plural
+from kvevents.cli.options import add_output, add_service
+from kvevents.cli.service_client import ServiceClient, make_client, worker_name
+from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.service.registration import DEFAULT_GROUP
 from kvevents.service.schemas import (
     MatchAnswer,
@@ -30,6 +30,145 @@ from kvevents.service.schemas import (
 from kvevents.stream import Trust
 from kvevents.weights import tiers_by_reach
 
+DESCRIPTION: Final = (
+    "Ask a service which workers hold how much of a prompt, on which tiers, and whether that can be trusted.\n"
+    "The prompt is given as token ids, or as text with the tokenizer of the model."
+)
+EXAMPLES: Final = """\
+  kvevents query 791 6864 315 9822 374
+  kvevents query --text-file prompt.txt --tokenizer tokenizer.json --model llama
+  kvevents query --prompt-file prompt.u32 --select   which worker should get it, and why
+  kvevents query - -o json --service https://indexer:8090 --tls-ca ca.pem
+"""
+
+STDIN: Final = "-"
+MAX_PROMPT_BYTES: Final = 64 << 20
+"""Largest prompt file: four times the default limit of a service."""
+RAW_SUFFIXES: Final = frozenset({".u32", ".bin"})
+"""Suffixes of files with 32-bit little-endian token ids."""
+
+_TOKENS: Final[msgspec.json.Decoder[list[int]]] = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Return the token ids of a JSON array, or of numbers separated by spaces or commas. Raises `ArgumentTypeError`."""
+    stripped = text.strip()
+    array = stripped if stripped.startswith("[") else f"[{','.join(stripped.replace(',', ' ').split())}]"
+    try:
+        return _TOKENS.decode(array.encode())
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        shown = stripped if len(stripped) <= 40 else f"{stripped[:40]}..."
+        raise ArgumentTypeError(f"invalid token ids {shown!r}: expected numbers from 0 to 2**32 - 1: {error}") from error
+
+
+def _tokens_or_stdin(text: str) -> list[int] | str:
+    return text if text == STDIN else parse_tokens(text)
+
+
+def add_prompt(parser: ArgumentParser) -> None:
+    """Declare the prompt: exactly one of four options."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "tokens",
+        nargs="*",
+        default=[],
+        metavar="TOKENS",
+        type=_tokens_or_stdin,
+        help="token ids, or a JSON array of them, or - for stdin",
+    )
+    source.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        type=Path,
+        help="file with token ids: 32-bit little-endian numbers if its name ends in .u32 or .bin, else a JSON array",
+    )
+    source.add_argument("--text", help="text of the prompt, with the chat template applied; needs --tokenizer")
+    source.add_argument("--text-file", metavar="FILE", type=Path, help="file with that text, or - for stdin")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", type=Path, help="tokenizer.json of the model, as published on Hugging Face"
+    )
+    parser.add_argument(
+        "--no-special-tokens",
+        action="store_true",
+        help="do not add special tokens, such as the beginning of sequence, to the text",
+    )
+
+
+def read_prompt(args: Namespace) -> list[int]:
+    """Return the token ids of the prompt.
+
+    Raises `CommandLineError`, `ConfigError` for a file, and `MissingDependencyError` without the package of a tokenizer.
+    """
+    if args.text is None and args.text_file is None:
+        if args.tokenizer is not None:
+            raise CommandLineError("--tokenizer needs --text or --text-file; token ids need no tokenizer")
+        return _read_tokens(args.prompt_file) if args.prompt_file is not None else _given(args.tokens)
+    text = args.text if args.text is not None else _decoded(_read(args.text_file), f"--text-file {args.text_file}")
+    if args.tokenizer is None:
+        raise CommandLineError("--text and --text-file need --tokenizer: the tokenizer.json of the model")
+    return _encode(text, args.tokenizer, special=not args.no_special_tokens)
+
+
+def _given(arguments: list[list[int] | str]) -> list[int]:
+    if STDIN in arguments:
+        if len(arguments) > 1:
+            raise CommandLineError("- reads the whole prompt from stdin; remove the other tokens")
+        return _parsed(_decoded(_read(Path(STDIN)), "stdin"), "stdin")
+    return [token for part in arguments for token in part if isinstance(token, int)]
+
+
+def _read_tokens(file: Path) -> list[int]:
+    content = _read(file)
+    if file.suffix not in RAW_SUFFIXES:
+        return _parsed(_decoded(content, str(file)), str(file))
+    if len(content) % 4:
+        raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")
+    return [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)]
+
+
+def _parsed(text: str, origin: str) -> list[int]:
+    try:
+        return parse_tokens(text)
+    except ArgumentTypeError as error:
+        raise ConfigError(f"{origin}: {error}") from error
+
+
+def _read(file: Path) -> bytes:
+    try:
+        if str(file) == STDIN:
+            content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        else:
+            with file.open("rb") as opened:
+                content = opened.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+    if len(content) > MAX_PROMPT_BYTES:
+        raise ConfigError(f"{file} has more than {MAX_PROMPT_BYTES >> 20} MiB, more than any prompt")
+    return content
+
+
+def _decoded(content: bytes, origin: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _encode(text: str, file: Path, *, special: bool) -> list[int]:
+    try:
+        from tokenizers import Tokenizer  # noqa: PLC0415 - only for text
+    except ImportError as error:
+        raise MissingDependencyError("text needs the package tokenizers: pip install 'kvevents[tokenizer]'") from error
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(file))
+        # Tokenizer files have truncation and padding for training, which a prompt must not get.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"cannot use --tokenizer {file}: {error}; expected the tokenizer.json of the model") from error
+
+
 Cells: TypeAlias = list[list[Part]]
 
 BAR_CELLS: Final = 24
@@ -38,67 +177,67 @@ _TIERS: Final[dict[str, tuple[str, str, Style]]] = {
     "cpu": ("▓", "=", "name"),
     "disk": ("▒", "-", "warn"),
 }
-"""How a tier is drawn: where block characters can be, where not, and in which style; the fastest first."""
+"""How a tier is drawn: with block characters, in ASCII, and in which style; the fastest tier first."""
 _OTHER_TIER: Final[tuple[str, str, Style]] = ("░", "+", "loud")
 _NOT_HELD: Final[tuple[str, str, Style]] = ("·", ".", "dim")
 
 
 def run(args: Namespace) -> int:
-    """Ask, and show the answer."""
-    tokens = prompt_of(args)
-    client = client_of(args)
+    """Send the query, and print the response."""
+    tokens = read_prompt(args)
+    client = make_client(args)
     scope = {name: given for name in ("tenant", "group", "lora", "salt") if (given := getattr(args, name)) is not None}
     sources = _Sources(client, scope)
-    asked: dict[str, Any] = {"model": args.model or sources.only_model(), "tokens": tokens, **scope}
+    body: dict[str, Any] = {"model": args.model or sources.only_model(), "tokens": tokens, **scope}
     if args.whole_prompt:
-        asked["whole_prompt"] = True
+        body["whole_prompt"] = True
     answer: MatchAnswer | Selection
     if args.select:
-        answer = client.post("/v1/select", asked | {"explain": True}, Selection)
+        answer = client.post("/v1/select", body | {"explain": True}, Selection)
     else:
-        answer = client.post("/v1/match", asked, MatchAnswer)
+        answer = client.post("/v1/match", body, MatchAnswer)
     console = Console()
     if args.output == "json":
         console.data(msgspec.json.encode(answer))
     elif isinstance(answer, Selection):
-        _show_choice(answer, len(tokens), console)
+        _print_selection(answer, len(tokens), console)
     else:
-        _show_holders(answer, asked["model"], sources, console)
+        _print_matches(answer, body["model"], sources, console)
     return OK
 
 
 class _Sources:
-    """What the service follows for whoever asks, fetched when it is needed."""
+    """The sources of the service for one tenant and group, fetched when they are needed."""
 
     def __init__(self, client: ServiceClient, scope: Mapping[str, str]) -> None:
         self._client = client
-        self._whose = {name: scope.get(name, DEFAULT_GROUP) for name in ("tenant", "group")}
+        self._scope = {name: scope.get(name, DEFAULT_GROUP) for name in ("tenant", "group")}
 
-    def of(self, **wanted: str) -> list[SourceView]:
-        return self._client.get("/v1/sources", SourcesAnswer, {**self._whose, **wanted}).sources
+    def fetch(self, **wanted: str) -> list[SourceView]:
+        return self._client.get("/v1/sources", SourcesAnswer, {**self._scope, **wanted}).sources
 
     def only_model(self) -> str:
-        """The model of a fleet that has just one. Raises `ConfigError`."""
-        models = sorted({source.model for source in self.of()})
-        whom = " ".join(f"{name} {value}" for name, value in self._whose.items())
+        """Return the model of the fleet. Raises `ConfigError` unless there is exactly one."""
+        models = sorted({source.model for source in self.fetch()})
+        scope = " ".join(f"{name} {value}" for name, value in self._scope.items())
         if not models:
-            raise ConfigError(f"no engine of {whom} is registered at {self._client.url}; see `kvevents top`")
+            raise ConfigError(f"no engine of {scope} is registered at {self._client.url}; see `kvevents top`")
         if len(models) > 1:
-            raise ConfigError(f"several models are served for {whom}: {some(models)}; name one with --model")
+            raise ConfigError(f"{scope} has several models: {first_names(models)}; name one with --model")
         return models[0]
 
-    def why_nothing(self, model: str, prompt: int) -> str:
-        """What may be the reason that nobody holds anything of a prompt."""
-        sources = self.of(model=model)
+    def explain_no_match(self, model: str, prompt: int) -> str:
+        """Return a likely reason that no worker holds a part of a prompt."""
+        sources = self.fetch(model=model)
         if not any(source.blocks for source in sources):
-            return "no engine of this model has told of a block yet; `kvevents top` shows them"
+            return "no engine of this model has published a block yet; `kvevents top` lists the engines"
         smallest = min((size for source in sources for size in _block_sizes(source)), default=0)
         if prompt <= smallest:
             return (
-                f"the prompt is no longer than a block of {smallest} tokens: engines keep whole blocks, "
-                "and recompute the one of the last token"
+                f"the prompt is not longer than a block of {smallest} tokens: engines cache whole blocks, and recompute the "
+                "block of the last token"
             )
-        return "if an engine should hold it, compare tokens, LoRA and salt with its own: `kvevents tail ENDPOINT --token-ids`"
+        return "if an engine should hold it, compare tokens, LoRA and salt with those of `kvevents tail ENDPOINT --token-ids`"
 
 
 def _block_sizes(source: SourceView) -> list[int]:
@@ -106,19 +245,19 @@ def _block_sizes(source: SourceView) -> list[int]:
     return source.block_sizes or ([] if declared is None else [declared])
 
 
-# --- who holds what
+# --- the matches
 
 
-def _show_holders(answer: MatchAnswer, model: str, sources: _Sources, console: Console) -> None:
+def _print_matches(answer: MatchAnswer, model: str, sources: _Sources, console: Console) -> None:
     head: list[Part] = [Span(plural(answer.prompt_tokens, "token"), "bold"), " of model ", Span(model, "name")]
     holding = sum(held.tokens > 0 for held in answer.workers)
-    # A worker that is not EXACT may hold more than is known, also where that is nothing.
+    # A worker that is not EXACT can hold more than is known, so it is listed even without a match.
     shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
     if holding:
-        console.line(*head, f": {plural(holding, 'worker')} {_verb(holding)} a beginning of them")
+        console.line(*head, f": {plural(holding, 'worker')} {_verb(holding)} a prefix of them")
     else:
-        console.line(*head, ": no worker holds a beginning of them, as far as is known")
-        console.note(sources.why_nothing(model, answer.prompt_tokens))
+        console.line(*head, ": no worker is known to hold a prefix of them")
+        console.note(sources.explain_no_match(model, answer.prompt_tokens))
     if not shown:
         return
     holders = sorted(shown, key=lambda held: (-held.tokens, held.instance, held.rank))
@@ -133,21 +272,23 @@ def _verb(count: int) -> str:
 
 def _held(held: WorkerMatch, prompt: int) -> Cells:
     return [
-        [Span(worker(held.instance, held.rank), "name")],
+        [Span(worker_name(held.instance, held.rank), "name")],
         [f"{held.tokens:,}"],
-        [share(held.tokens, prompt)],
+        [percentage(held.tokens, prompt)],
         _bar(held.tiers, prompt),
-        [_reached(held.tiers)],
+        [_tier_prefixes(held.tiers)],
         _trust(held.trust),
     ]
 
 
-def _show_choice(selected: Selection, prompt: int, console: Console) -> None:
-    console.line(Span(worker(selected.instance, selected.rank), "name"), " should take it")
+def _print_selection(selected: Selection, prompt: int, console: Console) -> None:
+    console.line(Span(worker_name(selected.instance, selected.rank), "name"), " should get the prompt")
     console.line(selected.why)
     considered = selected.considered or []
     if left_out := selected.unreachable:
-        console.note("left out: " + some([f"{worker(one.instance, one.rank)} is {one.trust.state}" for one in left_out]))
+        console.note(
+            "left out: " + first_names([f"{worker_name(one.instance, one.rank)} is {one.trust.state}" for one in left_out])
+        )
     rows = [_considered(one, prompt) for one in considered]
     _table(("worker", "score", "to compute", "load", "tokens", "held", "tiers", "trust"), rows, console)
     _legend([one.tiers for one in considered], console)
@@ -155,22 +296,22 @@ def _show_choice(selected: Selection, prompt: int, console: Console) -> None:
 
 def _considered(one: ScoredCandidate, prompt: int) -> Cells:
     return [
-        [Span(worker(one.instance, one.rank), "name")],
+        [Span(worker_name(one.instance, one.rank), "name")],
         [f"{one.score:.3f}"],
-        [share(one.uncached, 1)],
+        [percentage(one.uncached, 1)],
         [f"{one.load:.2f}"],
         [f"{one.tokens:,}"],
         _bar(one.tiers, prompt),
-        [_reached(one.tiers)],
+        [_tier_prefixes(one.tiers)],
         _trust(one.trust),
     ]
 
 
-# --- how it looks
+# --- layout
 
 
 def _table(titles: Sequence[str], rows: Sequence[Cells], console: Console) -> None:
-    """Lines with their cells below each other; numbers to the right."""
+    """Print rows in columns, with numbers aligned to the right."""
     head: Cells = [[Span(title, "dim")] for title in titles]
     whole = [head, *rows]
     widths = [max(_width(row[place]) for row in whole) for place in range(len(titles))]
@@ -179,13 +320,13 @@ def _table(titles: Sequence[str], rows: Sequence[Cells], console: Console) -> No
         for title, cell, width in zip(titles, row, widths, strict=True):
             blank = " " * (width - _width(cell))
             line += [*cell, blank, "  "] if title in _LEFT else [blank, *cell, "  "]
-        console.line(*_without_end(line))
+        console.line(*_strip_end(line))
 
 
 _LEFT: Final = frozenset({"worker", "held", "tiers", "trust"})
 
 
-def _without_end(line: list[Part]) -> list[Part]:
+def _strip_end(line: list[Part]) -> list[Part]:
     while isinstance(line[-1], str) and not line[-1].strip():
         line.pop()
     return line
@@ -217,7 +358,7 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _reached(tiers: Mapping[str, int]) -> str:
+def _tier_prefixes(tiers: Mapping[str, int]) -> str:
     return ", ".join(f"{tier} {tokens:,}" for tier, tokens in tiers_by_reach(tiers))
 
 
@@ -238,32 +379,16 @@ def _trust(trust: TrustStatus) -> list[Part]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add_prompt(parser)
-    options.add_service(parser)
-    parser.add_argument("--model", metavar="NAME", help="whose tokens these are; needed where several models are served")
+    add_service(parser)
+    parser.add_argument("--model", metavar="NAME", help="model of the tokens; required if the service has several models")
     parser.add_argument("--tenant", metavar="NAME", help="tenant (default: default)")
     parser.add_argument("--group", metavar="NAME", help="routing group (default: default)")
-    parser.add_argument("--lora", metavar="NAME", help="LoRA adapter that the prompt is for")
-    parser.add_argument("--salt", metavar="SALT", help="cache salt that the prompt has")
+    parser.add_argument("--lora", metavar="NAME", help="LoRA adapter of the prompt (default: none)")
+    parser.add_argument("--salt", metavar="SALT", help="cache salt of the prompt (default: none)")
     parser.add_argument(
         "--whole-prompt",
         action="store_true",
-        help="look up the last token too, which engines recompute with its block",
+        help="include the last token, whose block engines recompute (default: exclude it)",
     )
-    parser.add_argument("--select", action="store_true", help="ask which worker should take the prompt, and why")
-    options.add_output(parser, "the service's response as one JSON object")
-
-
-COMMAND: Final = Command(
-    "query",
-    "ask a service who holds how much of a prompt",
-    "Ask a service who holds how much of a prompt, on which tiers, and how far that can be trusted.\n"
-    "The prompt is token ids, or text and the model's tokenizer.",
-    """\
-  kvevents query 791 6864 315 9822 374
-  kvevents query --text-file prompt.txt --tokenizer tokenizer.json --model llama
-  kvevents query --prompt-file prompt.u32 --select   which worker should take it, and why
-  kvevents query - -o json --service https://indexer:8090 --tls-ca ca.pem
-""",
-    add_arguments,
-    run,
-)
+    parser.add_argument("--select", action="store_true", help="ask which worker should get the prompt, and why")
+    add_output(parser, "the service's response as one JSON object")

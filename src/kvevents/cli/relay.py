@@ -1,85 +1,145 @@
-"""`kvevents relay`: an engine's stream with full history, for any number of consumers."""
+"""`kvevents relay`: republish an engine's stream with its full history."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import Final
 
 from kvevents import prometheus
-from kvevents.cli import logs, options
-from kvevents.cli.allocator import giving_back
-from kvevents.cli.checkup.address import BINDS, BOTH_CONNECT
-from kvevents.cli.command import OK, Command, CommandLineError
-from kvevents.cli.settings import Form, Given
-from kvevents.cli.stopping import Stop
+from kvevents.cli.command import OK, CommandLineError
+from kvevents.cli.doctor.address import BINDS, BOTH_CONNECT
+from kvevents.cli.options import CURVE_FLAGS, engine, make_curve, positive_seconds
+from kvevents.cli.process import add_log_options, configure_logging, trimming_memory
+from kvevents.cli.settings_parser import SettingsParser, SettingsValues
+from kvevents.cli.signals import Stop
+from kvevents.errors import ConfigError
+from kvevents.relay import Relay, RelayStatus, metrics
+from kvevents.relay.settings import RelayOptions, RelaySettings
+from kvevents.settings import FilePath, Host, Port, Positive, PublicKey
 from kvevents.stream import Trust
 
-if TYPE_CHECKING:
-    from kvevents.cli.relay_config import RelayConfig
-    from kvevents.relay import RelayStatus
-    from kvevents.subscriber import StreamStatus
+DESCRIPTION: Final = (
+    "Subscribe to an engine, and publish its stream again with full history: a consumer that connects late, or reconnects, "
+    "first receives all live blocks and is then exact. With --journal the relay continues after a restart with the same "
+    "sequence numbers, unless the engine has restarted too. Several upstreams become one stream: the tiers of a worker, or the "
+    "ranks of an engine. Any consumer of the engine can consume the relay instead; subscribers of kvevents also verify digests."
+)
+EXAMPLES: Final = """\
+  kvevents relay tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 --journal /var/lib/kvevents/relay
+  kvevents relay 10.0.0.7:5557,10.0.0.7:5558 --endpoint tcp://*:6557 --replay-endpoint tcp://*:6558 --token-policy hash
+  kvevents relay gpu=127.0.0.1:5557,127.0.0.1:5558 cpu=127.0.0.1:5657,127.0.0.1:5658   two tiers of one worker
+  kvevents relay engine=127.0.0.1:5557,127.0.0.1:5567 --ranks 4 --dialect vllm-0.22     four ranks, for an older router
+"""
+
+POLL_SECONDS: Final = 0.5
+"""Between two comparisons of the state with what was logged of it."""
+HINT_SECONDS: Final = 5.0
+"""How long an upstream can be without its first connection before the usual reason is logged."""
 
 log = logging.getLogger("kvevents.relay")
 
-LOOK_SECONDS: Final = 0.5
-"""Between two looks at whether something has changed."""
-HINT_SECONDS: Final = 5.0
-"""How long an upstream may be without its first connection before the usual reason is logged."""
+
+class RelayConfig(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the process."""
+
+    upstreams: tuple[str, ...]
+    """Endpoint of the engine's events, and its replay endpoint; several upstreams become one stream."""
+    ranks: Positive = 1
+    """Data-parallel ranks of each engine; rank R has the ports of rank 0 plus R."""
+    topic_prefix: str = ""
+    """Receive only topics with this prefix (default: all)."""
+    upstream_curve_key: FilePath | None = None
+    """Own CURVE keys for the engines: a file NAME.key_secret of `kvevents keys`."""
+    upstream_curve_server_key: PublicKey | None = None
+    """Public key of the engines, or a file of it (NAME.key)."""
+    metrics_port: Port | None = None
+    """Port at which Prometheus scrapes metrics (default: none)."""
+    metrics_host: Host = "127.0.0.1"
+    """Address of that port."""
+
+    def relay(self) -> RelaySettings:
+        """Return the settings of the relay. Raises `ConfigError`."""
+        curve = make_curve(self.upstream_curve_key, self.upstream_curve_server_key)
+        try:
+            engines = [replace(engine(each), topic=self.topic_prefix, curve=curve) for each in self.upstreams]
+        except ArgumentTypeError as error:
+            raise ConfigError(f"upstreams: {error}") from error
+        options = {name: getattr(self, name) for name in RelayOptions.__struct_fields__}
+        return RelaySettings(upstreams=tuple(source for each in engines for source in each.ranks(self.ranks)), **options)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    settings = SettingsParser(RelayConfig, "relay", flags=CURVE_FLAGS | {"tokens": "--token-policy"})
+    settings.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]", engine)
+    settings.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key", "journal")
+    output = parser.add_argument_group("the stream that the relay publishes")
+    settings.add(output, "endpoint", "replay_endpoint", "snapshot_endpoint", "topic", "dialect", "tokens", "heartbeat")
+    settings.add(output, "buffer_steps", "hwm", "curve.key_file", "curve.server_key", "curve.allowed")
+    operators = parser.add_argument_group("metrics and logs")
+    settings.add(operators, "metrics_port", "metrics_host")
+    add_log_options(operators)
+    parser.add_argument("--duration", type=positive_seconds, metavar="S", help="stop after S seconds (default: never)")
+    settings.add_rest(parser)
 
 
 def run(args: Namespace) -> int:
-    """Relay until SIGTERM or Ctrl-C."""
-    from kvevents.relay import Relay, metrics  # noqa: PLC0415 - late, since it needs the compiled module
-
-    given: Given[RelayConfig] = args.form.read(args)
+    """Run a relay until SIGTERM or SIGINT."""
+    given: SettingsValues[RelayConfig] = args.settings.read(args)
     if "upstreams" not in given:
-        raise CommandLineError("there is nothing to follow; name an engine as ENDPOINT[,REPLAY], or upstreams in --config")
+        raise CommandLineError("no engine is given; name one as ENDPOINT[,REPLAY], or upstreams in --config")
     config = given.settings()
     settings = config.relay()
-    logs.to_stderr(args)
+    configure_logging(args)
     if config.metrics_port is not None:
-        prometheus.require()  # before anything is bound
-    with Stop() as stop, giving_back(), ExitStack() as closing:
+        prometheus.require()  # before the relay binds its endpoints
+    with Stop() as stop, trimming_memory(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         if config.metrics_port is not None:
             closing.callback(metrics.serve(relay.status, config.metrics_port, config.metrics_host))
-        until = None if args.duration is None else time.monotonic() + args.duration
-        teller = Teller(relay.status)
-        relay.run(lambda: stop.requested or teller.look() or (until is not None and time.monotonic() > until))
+        until = math.inf if args.duration is None else time.monotonic() + args.duration
+        logger = RelayStatusLogger(relay.status)
+
+        def is_over() -> bool:
+            logger.poll()
+            return stop.requested or time.monotonic() > until
+
+        relay.run(is_over)
     return OK
 
 
-class Teller:
-    """One line for each change of state."""
+class RelayStatusLogger:
+    """Logs one line for each change of a relay's state."""
 
     def __init__(self, status: Callable[[], RelayStatus], clock: Callable[[], float] = time.monotonic) -> None:
         self._status: Final = status
         self._clock: Final = clock
-        self._look_at = 0.0
-        self._told: dict[str, str] = {}
+        self._poll_at = 0.0
+        self._logged: dict[str, str] = {}
         self._waiting: dict[tuple[str, int], float] = {}
-        """Since when each upstream has had no connection; infinity once it had one, or was warned about."""
+        """When each upstream began to wait for its first connection; infinity after that connection or the hint."""
 
-    def look(self) -> bool:
-        """Log what has changed. Never a reason to stop."""
+    def poll(self) -> None:
+        """Log what has changed. Call it often: it compares every `POLL_SECONDS`."""
         now = self._clock()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_SECONDS
-            status = self._status()
-            self._hint(status, now)
-            for what, words in _words(status).items():
-                before, self._told[what] = self._told.get(what), words
-                if words != before:
-                    log.log(logging.INFO if "memory" not in words else logging.WARNING, "%s: %s", what, words)
-        return False
+        if now < self._poll_at:
+            return
+        self._poll_at = now + POLL_SECONDS
+        status = self._status()
+        self._log_hints(status, now)
+        for name, state in _states(status).items():
+            if state != self._logged.get(name):
+                log.log(logging.INFO if "memory" not in state else logging.WARNING, "%s: %s", name, state)
+            self._logged[name] = state
 
-    def _hint(self, status: RelayStatus, now: float) -> None:
-        """Log once per upstream why an engine that runs may still not be there."""
+    def _log_hints(self, status: RelayStatus, now: float) -> None:
+        """Log once for each upstream why an engine that runs might not be connected."""
         for each in status.upstreams:
             since = self._waiting.setdefault((each.source, each.rank), now)
             if each.trust != Trust.CONNECTING:
@@ -91,61 +151,10 @@ class Teller:
                 )
 
 
-def _name(upstream: StreamStatus) -> str:
-    return f"{upstream.source} rank {upstream.rank}"
-
-
-def _words(status: RelayStatus) -> dict[str, str]:
-    words = {_name(each): str(each.trust) for each in status.upstreams}
-    if status.journal is not None:
-        words["journal"] = (
-            f"{status.journal.state} ({status.journal.reason})" if status.journal.reason else status.journal.state
-        )
+def _states(status: RelayStatus) -> dict[str, str]:
+    states = {f"{each.source} rank {each.rank}": str(each.trust) for each in status.upstreams}
+    if (journal := status.journal) is not None:
+        states["journal"] = f"{journal.state} ({journal.reason})" if journal.reason else journal.state
     if status.history is not None and status.history.unavailable_reason:
-        words["history"] = f"lost: {status.history.unavailable_reason}"
-    return words
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the options of this command. Raises `MissingDependencyError`."""
-    from kvevents.cli.relay_config import RelayConfig  # noqa: PLC0415 - late, since it needs the compiled module
-
-    form = Form(
-        RelayConfig,
-        "relay",
-        flags={
-            "curve.key_file": "--curve-key",
-            "curve.server_key": "--curve-server-key",
-            "curve.allowed": "--curve-allow",
-            "tokens": "--token-policy",
-        },
-    )
-    form.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]", options.engine)
-    form.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key")
-    out = parser.add_argument_group("what consumers get")
-    form.add(out, "endpoint", "replay_endpoint", "snapshot_endpoint", "topic", "dialect", "tokens", "heartbeat")
-    form.add(out, "buffer_steps", "hwm", "curve.key_file", "curve.server_key", "curve.allowed")
-    form.add(parser.add_argument_group("what outlives the process"), "journal")
-    seen = parser.add_argument_group("what operators see")
-    form.add(seen, "metrics_port", "metrics_host")
-    seen.add_argument("--duration", type=options.seconds, metavar="S", help="end after S seconds")
-    logs.add_arguments(parser)
-    form.add_rest(parser)
-
-
-COMMAND: Final = Command(
-    "relay",
-    "give an engine's stream full history, across restarts",
-    "Follow an engine, and publish its stream again with full history: a consumer that comes late, or comes back, is told "
-    "first what is live, and is exact. With --journal the relay itself may be killed: it goes on with the same numbers when "
-    "the engine is proven to be the same. Several upstreams become one stream: tiers of a worker, or ranks of an engine. "
-    "Consumers need to know nothing of relays; those of kvevents compare digests and know that they are exact.",
-    """\
-  kvevents relay tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 --journal /var/lib/kvevents/relay
-  kvevents relay 10.0.0.7:5557,10.0.0.7:5558 --endpoint tcp://*:6557 --replay-endpoint tcp://*:6558 --token-policy hash
-  kvevents relay gpu=127.0.0.1:5557,127.0.0.1:5558 cpu=127.0.0.1:5657,127.0.0.1:5658   two tiers of one worker
-  kvevents relay engine=127.0.0.1:5557,127.0.0.1:5567 --ranks 4 --dialect vllm-0.22     four ranks, for an older router
-""",
-    add_arguments,
-    run,
-)
+        states["history"] = f"lost: {status.history.unavailable_reason}"
+    return states

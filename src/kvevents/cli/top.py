@@ -1,109 +1,150 @@
-"""`kvevents top`: how the fleet of a service fares, live."""
+"""`kvevents top`: a live view of the fleet of a service."""
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
+import time
+import tty
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
-from kvevents.cli import options
-from kvevents.cli.client import client_of
-from kvevents.cli.command import OK, Command, CommandLineError
+from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console
-from kvevents.cli.keys import Keys
-from kvevents.cli.watching import ORDERS, Frame, Watch
+from kvevents.cli.options import add_output, add_service, positive_int, positive_seconds
+from kvevents.cli.poller import ORDERS, Frame, Poller
+from kvevents.cli.service_client import make_client
 from kvevents.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from kvevents.cli.screen import Screen
+    from kvevents.cli.top_view import TopView
+
+DESCRIPTION: Final = (
+    "Watch the fleet of a service: trust, blocks, rates and losses of each source, the least trusted first.\n"
+    "While the service cannot be reached, the view shows its last state and the time of the failure. q or Ctrl-C ends it."
+)
+EXAMPLES: Final = """\
+  kvevents top
+  kvevents top --service http://10.0.0.9:8090 --sort lag --interval 5
+  kvevents top --once --limit 20
+  kvevents top -o json --interval 10 | jq -c .stats
+"""
+
+
+_QUIT_KEYS: Final = frozenset(b"qQ\x04")
+"""q and Ctrl-D."""
+_STDIN: Final = 0
+
+
+class Keyboard:
+    """Reads single keys without Enter and without echo while it is open. Without a terminal there are none."""
+
+    def __init__(self) -> None:
+        self._previous: list[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stdin is not None and sys.stdin.isatty():
+            self._previous = termios.tcgetattr(_STDIN)
+            tty.setcbreak(_STDIN)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._previous is not None:
+            termios.tcsetattr(_STDIN, termios.TCSADRAIN, self._previous)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for `seconds`. Return True at once if q or Ctrl-D is pressed."""
+        if self._previous is None:
+            time.sleep(seconds)
+            return False
+        until = time.monotonic() + seconds
+        while select.select([_STDIN], [], [], max(until - time.monotonic(), 0.0))[0]:
+            pressed = os.read(_STDIN, 64)
+            if not pressed or _QUIT_KEYS & set(pressed):  # no input: the terminal has closed
+                return True
+        return False
+
 
 DEFAULT_INTERVAL: Final = 1.0
 
 
 def run(args: Namespace) -> int:
-    """Look until told to stop."""
-    watch = Watch(client_of(args), args.sort)
+    """Poll until q, Ctrl-D or a signal."""
+    poller = Poller(make_client(args), args.sort)
     if args.once:
-        _once(watch, args)
+        _print_once(poller, args)
         return OK
-    with suppress(KeyboardInterrupt):  # the normal end of what goes on
-        (_lines if args.output == "json" else _live)(watch, args)
+    with suppress(KeyboardInterrupt):  # the normal end of a live view
+        (_print_objects if args.output == "json" else _show_live)(poller, args)
     return OK
 
 
-def _once(watch: Watch, args: Namespace) -> None:
-    frame = watch.look()
+def _print_once(poller: Poller, args: Namespace) -> None:
+    frame = poller.poll()
     if args.output == "json":
-        Console().data(msgspec.json.encode(_cut(frame, args.limit)))
+        Console().data(msgspec.json.encode(_limited(frame, args.limit)))
     else:
-        _screen(args).show(frame)
+        _view(args).show(frame)
 
 
-def _lines(watch: Watch, args: Namespace) -> None:
+def _print_objects(poller: Poller, args: Namespace) -> None:
     console = Console()
-    with Keys() as keys:
+    with Keyboard() as keyboard:
         while True:
-            console.data(msgspec.json.encode(_cut(watch.look_anyhow(), args.limit)))
-            if keys.wait(args.interval):
+            console.data(msgspec.json.encode(_limited(poller.poll_or_error(), args.limit)))
+            if keyboard.wait(args.interval):
                 return
 
 
-def _live(watch: Watch, args: Namespace) -> None:
-    screen = _screen(args)
-    if not screen.is_terminal:
+def _show_live(poller: Poller, args: Namespace) -> None:
+    view = _view(args)
+    if not view.is_terminal:
         raise CommandLineError("a live view needs a terminal; use --once or --output json")
-    with screen.live() as update, Keys() as keys:
+    with view.live() as update, Keyboard() as keyboard:
         while True:
-            update(watch.look_anyhow())
-            if keys.wait(args.interval):
+            update(poller.poll_or_error())
+            if keyboard.wait(args.interval):
                 return
 
 
-def _cut(frame: Frame, limit: int | None) -> Frame:
+def _limited(frame: Frame, limit: int | None) -> Frame:
     return frame if limit is None else msgspec.structs.replace(frame, sources=frame.sources[:limit])
 
 
-def _screen(args: Namespace) -> Screen:
+def _view(args: Namespace) -> TopView:
     try:
-        from kvevents.cli.screen import Screen  # noqa: PLC0415 - late, for -o json and the other commands
+        from kvevents.cli.top_view import TopView  # noqa: PLC0415 - JSON output does not need rich
     except ImportError as error:
         raise MissingDependencyError(
-            "this needs the package rich: pip install 'kvevents[service]', or use --output json"
+            "text output needs the package rich: pip install 'kvevents[service]', or use --output json"
         ) from error
-    return Screen(args.limit)
+    return TopView(args.limit)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    options.add_service(parser)
+    add_service(parser)
     parser.add_argument(
-        "--sort", choices=ORDERS, default="trust", help="the worst or most of what first (default: %(default)s)"
+        "--sort", choices=ORDERS, default="trust", help="what comes first: the worst, or the most (default: %(default)s)"
     )
-    parser.add_argument("--limit", type=options.count, metavar="N", help="show N sources at most; a live view shows what fits")
+    parser.add_argument(
+        "--limit",
+        type=positive_int,
+        metavar="N",
+        help="show at most N sources (default: all, or in a live view as many as fit)",
+    )
     parser.add_argument(
         "--interval",
-        type=options.seconds,
+        type=positive_seconds,
         default=DEFAULT_INTERVAL,
         metavar="S",
-        help="between looks (default: %(default)g)",
+        help="seconds between polls (default: %(default)g)",
     )
-    parser.add_argument("--once", action="store_true", help="show one look and end; needs no terminal")
-    options.add_output(parser, "one JSON object per line for each poll")
-
-
-COMMAND: Final = Command(
-    "top",
-    "see how the fleet of a service fares, live",
-    "See how the fleet of a service fares, live: trust, blocks, rates and losses of each source, the least trusted first.\n"
-    "It goes on when the service goes away, and says since when. Stop with q or Ctrl-C.",
-    """\
-  kvevents top
-  kvevents top --service http://10.0.0.9:8090 --sort lag --interval 5
-  kvevents top --once --limit 20
-  kvevents top -o json --interval 10 | jq -c .stats
-""",
-    add_arguments,
-    run,
-)
+    parser.add_argument("--once", action="store_true", help="poll once and exit; works without a terminal")
+    add_output(parser, "one JSON object per line for each poll")

@@ -25,7 +25,7 @@ from random import Random
 from statistics import median
 from typing import Any, Final, NamedTuple, Self
 
-from kvevents.cli.allocator import giving_back
+from kvevents.cli.process import trimming_memory
 from kvevents.events import KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
@@ -85,7 +85,7 @@ class Note(NamedTuple):
 
     at: float
     memory: float
-    """Resident, MiB. Every process has glibc give back what is free (`giving_back`), which else looks like what is held."""
+    """Resident, MiB. Every process has glibc give back what is free (`trimming_memory`), which else looks like what is held."""
     descriptors: float
     threads: float
 
@@ -147,13 +147,13 @@ def note(pid: int, now: float) -> Note:
 
 def publish_on(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
     """An engine without an end, in a process of its own; asked to stop, it tells what is true then."""
-    with giving_back():
+    with trimming_memory():
         _publish_on(pipe, endpoint, replay_endpoint)
 
 
 def follow_on(pipe: Connection, consumer: Consumer) -> None:
     """A consumer in a process of its own."""
-    with giving_back():
+    with trimming_memory():
         follow(pipe, consumer)
 
 

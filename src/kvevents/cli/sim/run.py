@@ -1,82 +1,305 @@
-"""`kvevents sim run`: a fleet along the clock, over sockets."""
+"""`kvevents sim run`: a simulated fleet that publishes over real sockets."""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvevents.cli import options
-from kvevents.cli.command import Command
-from kvevents.cli.console import Console
+import msgspec
+
+from kvevents.cli.command import FAILED, OK
+from kvevents.cli.console import Console, Span
+from kvevents.cli.humanize import duration, percentage, plural
+from kvevents.cli.options import add_output, add_wait_for_subscriber, no_subscriber, positive_int, positive_seconds
+from kvevents.cli.signals import Stop
+from kvevents.cli.sim.compare import print_comparison, report_disagreements
+from kvevents.cli.sim.workload_options import WorkloadOptions, add_fleet, add_workload, positive, read_fleet, read_workload
+from kvevents.errors import ConfigError
+from kvevents.routing import POLICIES
+from kvevents.sim.faults import KINDS, parse_faults
+from kvevents.sim.live import LiveFleet, WorkerView
+from kvevents.sim.report import described
+from kvevents.sim.requests import Request
+from kvevents.sim.results import Comparison, LiveResult, StreamResult
+from kvevents.sim.sockets import Address
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+DESCRIPTION: Final = (
+    "Run a fleet of simulated engines that publish events over real sockets, with a router that sends requests to them, and "
+    "with faults. Any consumer can subscribe to it: the endpoints are printed at the start, and --sources writes them to a "
+    "file for `kvevents serve`. The fleet runs until Ctrl-C, unless --requests, --trace or --duration limits it."
+)
+EXAMPLES: Final = """\
+  kvevents sim run
+  kvevents sim run --engines 8 --dialect vllm-0.24 --faults restart:60s,drop:1% --sources fleet.toml
+  kvevents serve --sources fleet.toml                in another terminal, and then: kvevents top
+  kvevents sim run --requests 500 --time-scale 10 -o json | jq .policies[0].ttft
+"""
 
 DEFAULT_POLICY: Final = "prefix-aware"
-
-
-def run(args: Namespace) -> int:
-    """Run a fleet until its requests are answered or somebody ends it."""
-    from kvevents.cli.sim.running import run_live  # noqa: PLC0415 - late: it needs the index
-
-    return run_live(args, Console())
+MAX_DELAY_SECONDS: Final = 1.0
+"""Delay of the fleet behind the clock above which a note says that the machine is too slow."""
+POLL_SECONDS: Final = 0.02
+ROUND_PAUSE: Final = 1.0
+"""Simulated seconds between two rounds of an endless workload."""
+OWN_SUBSCRIBERS: Final = 1
+"""Subscribers of each engine that belong to this command: the router's."""
+LINE_SECONDS: Final = 5.0
+"""Between two lines of progress without a terminal."""
+FRAME_SECONDS: Final = 0.25
+"""Between two updates of the table on a terminal."""
+MAX_ROWS: Final = 24
+"""Workers in the table; the rest is counted."""
+_BAR_LENGTH: Final = 24
+_STYLES: Final = {"EXACT": "green", "REPLAYING": "cyan", "DEGRADED": "yellow", "CONNECTING": "magenta", "STALE": "bold red"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    from kvevents.cli.sim.options import above, add_fleet, add_traffic  # noqa: PLC0415 - late: it needs the index
-    from kvevents.routing import POLICIES  # noqa: PLC0415 - as above
-    from kvevents.sim.faults import KINDS  # noqa: PLC0415 - as above
-
     parser.add_argument(
-        "--policy", choices=list(POLICIES), default=DEFAULT_POLICY, help="who gets which request (default: %(default)s)"
+        "--policy", choices=list(POLICIES), default=DEFAULT_POLICY, help="policy of the router (default: %(default)s)"
     )
+    faults = "; ".join(f"{name}: {kind.does}" for name, kind in KINDS.items()).replace("%", "%%")
     parser.add_argument(
         "--faults",
         default="",
         metavar="LIST",
-        help="what goes wrong, such as restart:60s,drop:1%%: "
-        + "; ".join(f"{name}: {kind.does}" for name, kind in KINDS.items()).replace("%", "%%"),
+        help=f"faults to inject, such as restart:60s,drop:1%% (default: none). {faults}",
     )
     parser.add_argument(
         "--time-scale",
-        type=above("a factor"),
+        type=positive("a factor"),
         default=1.0,
         metavar="F",
-        help="how many seconds of the fleet pass in one (default: %(default)g)",
+        help="simulated seconds per second (default: %(default)g)",
     )
-    parser.add_argument("--duration", type=options.seconds, metavar="S", help="end after so many seconds of the clock")
-    parser.add_argument("--host", default="127.0.0.1", help="where to publish (default: %(default)s; 0.0.0.0 is everywhere)")
+    parser.add_argument("--duration", type=positive_seconds, metavar="S", help="stop after S seconds (default: never)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to publish at; 0.0.0.0 is all addresses (default: %(default)s)"
+    )
     parser.add_argument(
         "--base-port",
-        type=options.count,
+        type=positive_int,
         metavar="PORT",
-        help="the first worker publishes here and replays at the port after it, the second at the two after those, and so on; "
-        "the system chooses when not given",
+        help="port of the first worker's events; its replay port is the next one, and so on (default: free ports)",
     )
     parser.add_argument(
         "--sources",
         type=Path,
         metavar="FILE",
-        help="write where they are, as `kvevents serve --sources` reads it; replaces FILE",
+        help="write the endpoints to FILE, which is replaced, for `kvevents serve --sources` (default: no file)",
     )
-    parser.add_argument("--model", default="sim", help="what the file calls their model (default: %(default)s)")
-    options.add_wait_for_subscriber(parser)
-    options.add_output(parser, "one JSON object at the end")
-    add_traffic(parser)
-    add_fleet(parser, without=("event_delay",))  # sockets have a delay of their own
+    parser.add_argument("--model", default="sim", help="model in that file (default: %(default)s)")
+    add_wait_for_subscriber(parser)
+    add_output(parser, "one JSON object at the end")
+    add_workload(parser)
+    add_fleet(parser, without=("event_delay",))  # sockets have their own delay
 
 
-COMMAND: Final = Command(
-    "run",
-    "a fleet over real sockets, for any consumer",
-    "Run a fleet of simulated engines that publish real events over real sockets, with requests that a router sends to them,\n"
-    "and faults if you wish. Any consumer can be pointed at it: the endpoints are told in the beginning, and in a file that\n"
-    "`kvevents serve` reads. It goes on until Ctrl-C, unless --requests, --trace or --duration says how long.",
-    """\
-  kvevents sim run
-  kvevents sim run --engines 8 --dialect vllm-0.24 --faults restart:60s,drop:1% --sources fleet.toml
-  kvevents serve --sources fleet.toml                in another terminal, and then: kvevents top
-  kvevents sim run --requests 500 --time-scale 10 -o json | jq .policies[0].ttft
-""",
-    add_arguments,
-    run,
-)
+def run(args: Namespace) -> int:
+    """Run the fleet, show its progress, and print the result."""
+    console = Console()
+    if not args.model.isprintable():
+        raise ConfigError(f"invalid --model {args.model!r}: expected printable characters")
+    settings, workload, faults = read_fleet(args), read_workload(args), parse_faults(args.faults)
+    is_finite = args.requests is not None or args.trace is not None
+    workload.count()  # reports errors in the workload before any socket is opened
+    with (
+        Stop() as stop,
+        LiveFleet(
+            settings, args.policy, pace=args.time_scale, host=args.host, base_port=args.base_port, wishes=faults
+        ) as fleet,
+    ):
+        _print_endpoints(fleet, args, console)
+        with stop.raising():
+            _wait_for_subscriber(fleet, args.wait_for_subscriber)
+        began = time.monotonic()
+        with live_view(fleet, console, quiet=args.output == "json") as show:
+
+            def poll(_: LiveFleet) -> None:
+                show()
+                if stop.requested or (args.duration is not None and time.monotonic() - began >= args.duration):
+                    fleet.stop()
+
+            result = fleet.run(workload.generate() if is_finite else _repeat(workload), look=poll)
+        live = LiveResult(
+            settings=described(settings, msgspec.structs.asdict(workload))
+            | {"time_scale": args.time_scale, "faults": args.faults},
+            policies=[result],
+            streams=fleet.streams(),
+            faults=dict(fleet.struck),
+            seconds=time.monotonic() - began,
+            behind=fleet.behind,
+        )
+    if args.output == "json":
+        console.data(msgspec.json.encode(live))
+    else:
+        print_comparison(Comparison(settings=live.settings, policies=live.policies), console, json=False)
+        console.line(streams_line(live.streams, live.faults))
+    if live.behind > MAX_DELAY_SECONDS:
+        console.note(
+            Span("this machine is too slow for this fleet: ", "warn"),
+            f"it was up to {live.behind:.1f} s late; use fewer engines, or a smaller --time-scale",
+        )
+    return FAILED if report_disagreements(live.policies, console) else OK
+
+
+def _repeat(workload: WorkloadOptions) -> Iterator[Request]:
+    """Yield the requests of a workload again and again; a generator gets another seed each time."""
+    start, seed = 0.0, workload.seed
+    while True:
+        last = 0.0
+        for request in msgspec.structs.replace(workload, seed=seed).generate():
+            last = request.at
+            yield replace(request, at=start + request.at)
+        start += last + ROUND_PAUSE
+        seed += 1
+
+
+def _print_endpoints(fleet: LiveFleet, args: Namespace, console: Console) -> None:
+    if args.sources is not None:
+        _write_sources(args.sources, fleet.addresses, args.model, fleet.settings.block_size)
+        console.note(f"wrote {args.sources}; try: kvevents serve --sources {args.sources}")
+    for address in fleet.addresses:
+        source, rank = address.worker
+        console.note(Span(f"{source}/{rank}", "name"), f" publishes at {address.endpoint}, replay at {address.replay_endpoint}")
+
+
+def _write_sources(file: Path, addresses: list[Address], model: str, block_size: int) -> None:
+    text = "# A simulated fleet, for `kvevents serve --sources`.\n"
+    for address in addresses:
+        source, rank = address.worker
+        values = {
+            "instance": source,
+            "rank": rank,
+            "model": model,
+            "endpoint": address.endpoint,
+            "replay_endpoint": address.replay_endpoint,
+            "block_size": block_size,
+        }
+        # Strings and numbers of JSON are valid TOML.
+        lines = [f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in values.items()]
+        text += "\n[[sources]]\n" + "".join(lines)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def _wait_for_subscriber(fleet: LiveFleet, seconds: float | None) -> None:
+    if seconds is None:
+        return
+    until = time.monotonic() + seconds
+    while fleet.sockets.subscribers() <= OWN_SUBSCRIBERS:
+        if time.monotonic() > until:
+            raise no_subscriber(fleet.addresses[0].endpoint, seconds)
+        time.sleep(POLL_SECONDS)
+
+
+def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> str:
+    """Return one line about the streams of a live fleet, and the faults that were injected."""
+    exact = sum(stream.trust == "EXACT" for stream in streams)
+    batches, healed, lost, resets = (
+        sum(getattr(stream, name) for stream in streams) for name in ("batches", "healed", "lost", "resets")
+    )
+    injected = "".join(f", {plural(count, kind)}" for kind, count in faults.items())
+    return (
+        f"{exact} of {plural(len(streams), 'stream')} EXACT; {plural(batches, 'batch')} delivered, "
+        f"{plural(healed, 'gap')} repaired, {lost:,} lost, {plural(resets, 'reset')}{injected}"
+    )
+
+
+# --- progress
+
+
+@contextmanager
+def live_view(fleet: LiveFleet, console: Console, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """Show the fleet: a table on a terminal with the package rich, else a line every `LINE_SECONDS`; nothing if `quiet`.
+
+    The yielded function updates the view if it is due, so it can be called often.
+    """
+    if quiet:
+        yield lambda: None
+        return
+    try:
+        from rich.console import Console as RichConsole  # noqa: PLC0415 - optional package
+        from rich.live import Live  # noqa: PLC0415 - as above
+    except ImportError:
+        yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
+        return
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
+        return
+    with Live(console=RichConsole(stderr=True), auto_refresh=False, transient=True) as live:
+        yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), FRAME_SECONDS)
+
+
+def _limit_rate(show: Callable[[], None], seconds: float) -> Callable[[], None]:
+    last = time.monotonic()
+
+    def show_if_due() -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= seconds:
+            last = now
+            show()
+
+    return show_if_due
+
+
+def fleet_line(fleet: LiveFleet, views: Sequence[WorkerView] | None = None) -> str:
+    """Return the state of the fleet in a line; `views` are its workers, if they are known."""
+    views, progress = fleet.views() if views is None else views, fleet.fleet.progress
+    tally = fleet.fleet.tally
+    exact = sum(view.trust == "EXACT" for view in views)
+    counts = fleet.follower.audit.counts
+    return (
+        f"{duration(progress.now)}: {progress.finished:,} of {progress.arrived:,} answered, "
+        f"{sum(view.running for view in views):,} running, {sum(view.waiting for view in views):,} waiting, "
+        f"{percentage(tally.cached_tokens, tally.prompt_tokens)} of prompt tokens cached, "
+        f"{exact} of {len(views)} streams EXACT, {tally.batches:,} batches, "
+        f"index and engine agreed on {counts.checked - counts.disagreements:,} of {counts.checked:,}"
+    )
+
+
+def fleet_table(fleet: LiveFleet) -> Group:
+    """Return the state of the fleet as a line and a table of its workers."""
+    from rich.console import Group  # noqa: PLC0415 - optional package
+    from rich.table import Table  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415 - as above
+
+    views = fleet.views()
+    capacity = fleet.settings.size.blocks
+    table = Table(box=None, pad_edge=False)
+    for title in ("worker", "trust", "cache", "blocks", "running", "waiting", "hit rate", "batches", "starts"):
+        table.add_column(title, justify="left" if title in {"worker", "trust", "cache"} else "right", header_style="dim")
+    for view in views[:MAX_ROWS]:
+        source, rank = view.worker
+        table.add_row(
+            f"{source}/{rank}",
+            Text(view.trust, _STYLES.get(view.trust, "")),
+            _bar(view.blocks / capacity),
+            f"{view.blocks:,}",
+            f"{view.running:,}",
+            f"{view.waiting:,}",
+            f"{view.hit_rate:.0%}",
+            f"{view.batches:,}",
+            f"{view.restarts + 1:,}",
+        )
+    if len(views) > MAX_ROWS:
+        table.caption = f"and {len(views) - MAX_ROWS:,} more"
+    return Group(Text(f"{fleet.name}  {fleet_line(fleet, views)}"), table)
+
+
+def _bar(part: float) -> str:
+    full = round(_BAR_LENGTH * min(part, 1.0))
+    return "█" * full + "·" * (_BAR_LENGTH - full)

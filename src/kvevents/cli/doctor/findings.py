@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The results of the checks of `kvevents doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Verdict(enum.Enum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -16,32 +16,32 @@ class Verdict(enum.Enum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One verdict: what was looked at, what was seen, and what to do about it."""
+    """The result of one check."""
 
     check: str
-    """A word: address, socket, traffic, topic, decoding, ranks, replay, trust."""
+    """Name of the check, such as `address`, `traffic` or `trust`. Programs rely on it."""
     verdict: Verdict
     text: str
     advice: str = ""
-    """What to do; empty when nothing is to be done."""
+    """What to do; empty if nothing has to be done."""
 
 
 def ok(check: str, text: str, advice: str = "") -> Finding:
-    """All is well."""
+    """Return a finding without a fault."""
     return Finding(check, Verdict.OK, text, advice)
 
 
 def warn(check: str, text: str, advice: str) -> Finding:
-    """It works, but not as well as it could."""
+    """Return a finding that something works with limitations."""
     return Finding(check, Verdict.WARN, text, advice)
 
 
 def fail(check: str, text: str, advice: str) -> Finding:
-    """It does not work."""
+    """Return a finding that something does not work."""
     return Finding(check, Verdict.FAIL, text, advice)
 
 
 def worst(findings: list[Finding]) -> Verdict:
-    """The worst verdict among them."""
+    """Return the worst verdict of the findings."""
     found = {finding.verdict for finding in findings}
     return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in found), Verdict.OK)

@@ -1,4 +1,4 @@
-"""The frames of `kvevents top` on a terminal. What does not fit goes: columns by how little they tell, then rows from below."""
+"""The terminal view of `kvevents top`. In a narrow terminal it omits columns, and then the last rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvevents.cli.amounts import duration, share, size, why, worker
 from kvevents.cli.console import printable
-from kvevents.cli.lines import plural
-from kvevents.cli.watching import Frame, Source
+from kvevents.cli.humanize import duration, percentage, plural, size
+from kvevents.cli.poller import Frame, Source
+from kvevents.cli.service_client import source_issues, worker_name
 from kvevents.service.schemas import StatsAnswer
 
 MAX_NAME: Final = 40
-"""Columns of a name; more of it is cut."""
+"""Characters of a name; the rest is cut."""
 UNLIMITED: Final = 1_000
-"""Columns of a frame that goes into a file or a pipe: all of it fits."""
+"""Width of a frame that is written to a file or a pipe, which fits everything."""
 MAX_FAULTS: Final = 3
-"""Faults of discovery that are shown."""
+"""Faults of discovery that are shown; the rest is counted."""
 _GAP: Final = 2
 _TRUST_STYLES: Final = {
     "EXACT": "green",
@@ -41,9 +41,9 @@ class Column:
 
     title: str
     cell: Callable[[Source, float], str]
-    """What it says of a source at a time."""
+    """Returns the text for a source at a time."""
     rank: int
-    """The columns with the largest numbers go first where it is narrow; 0 stays."""
+    """A narrow view omits the columns with the largest ranks first, and never those with 0."""
     justify: Literal["left", "right"] = "right"
     style: Callable[[Source], str] = lambda _: ""
 
@@ -76,13 +76,13 @@ def _alarming(count: int) -> str:
     return "red" if count else "dim"
 
 
-WHY: Final = Column("why", lambda source, _: why(source), 1, "left")
-"""Takes what width is left."""
-MIN_WHY: Final = 16
+ISSUES: Final = Column("why", lambda source, _: source_issues(source), 1, "left")
+"""Gets the remaining width."""
+MIN_ISSUES: Final = 16
 COLUMNS: Final = (
     Column(
         "worker",
-        lambda source, _: worker(source.instance, source.rank, source.tenant, source.group),
+        lambda source, _: worker_name(source.instance, source.rank, source.tenant, source.group),
         0,
         "left",
         lambda _: "cyan",
@@ -97,12 +97,12 @@ COLUMNS: Final = (
     Column("lost", lambda source, _: _count(source.lost), 3, style=lambda source: _alarming(source.lost)),
     Column("gaps", lambda source, _: _count(source.gap_count), 8, style=lambda source: _alarming(source.gap_count)),
     Column("restarts", lambda source, _: _count(source.resets), 7),
-    WHY,
+    ISSUES,
 )
 
 
-class Screen:
-    """Draws frames; `limit` is how many sources at most."""
+class TopView:
+    """Draws frames with at most `limit` sources."""
 
     def __init__(self, limit: int | None, console: Console | None = None) -> None:
         self._limit = limit
@@ -111,21 +111,21 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether somebody can watch."""
+        """Whether a live view is possible."""
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
     def show(self, frame: Frame) -> None:
-        """One frame, below what was written before, with all sources."""
+        """Print a frame with all sources."""
         self._console.print(self.draw(frame, self._console.width, None))
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Frame], None]]:
-        """The whole terminal; the function that is yielded shows another frame."""
+        """Use the whole terminal. The yielded function shows the next frame."""
         with Live(console=self._console, screen=True, auto_refresh=False) as live:
             yield lambda frame: live.update(self.draw(frame, self._console.width, self._console.height), refresh=True)
 
     def draw(self, frame: Frame, width: int, height: int | None) -> RenderableType:
-        """A frame. While the service is away, what it said last is below."""
+        """Return a frame. A frame with an error is followed by the last one without."""
         if frame.error is None:
             self._last = frame
         shown = self._last
@@ -142,21 +142,21 @@ class Screen:
 
 
 def _console() -> Console:
-    """Stdout; as wide as a frame needs if that is no terminal."""
+    """Return the console of stdout, of unlimited width if that is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=UNLIMITED)
 
 
-# --- the lines above
+# --- the lines above the table
 
 
 def _away(frame: Frame, last: Frame | None) -> list[Text]:
     if frame.error is None or frame.away_since is None:
         return []
     since = datetime.fromtimestamp(frame.away_since, UTC).astimezone().strftime("%H:%M:%S")
-    told = f" away since {since} ({duration(frame.at - frame.away_since)}): {frame.error}"
-    lines = [Text.assemble((frame.service, "bold"), (printable(told), "bold red"))]
-    return [*lines, Text("what it said last:", "dim")] if last is not None else lines
+    text = f" cannot be reached since {since} ({duration(frame.at - frame.away_since)}): {frame.error}"
+    lines = [Text.assemble((frame.service, "bold"), (printable(text), "bold red"))]
+    return [*lines, Text("its last state:", "dim")] if last is not None else lines
 
 
 def _head(frame: Frame, width: int) -> list[Text]:
@@ -164,8 +164,8 @@ def _head(frame: Frame, width: int) -> list[Text]:
     if stats is None or ready is None:
         return []
     state = ("ready", "green") if ready.ready else ("not ready", "bold yellow")
-    who = f"  kvevents {printable(stats.version)}, up {duration(stats.uptime_seconds)}  "
-    first = Text.assemble((frame.service, "bold"), who, state, f": {printable(ready.why)}")
+    release = f"  kvevents {printable(stats.version)}, up {duration(stats.uptime_seconds)}  "
+    first = Text.assemble((frame.service, "bold"), release, state, f": {printable(ready.why)}")
     counted = [(f"{count:,} {name}", style) for name, style in _TRUST_STYLES.items() if (count := _in_state(stats, name))]
     second = Text(plural(len(frame.sources), "source"), "bold")
     for text, style in counted:
@@ -180,12 +180,12 @@ def _in_state(stats: StatsAnswer, name: str) -> int:
 
 def _facts(frame: Frame, stats: StatsAnswer) -> list[Text]:
     limit = "" if stats.memory_limit is None else f" of {size(stats.memory_limit)}"
-    asked = "" if frame.lookups_per_second is None else f" ({_rate(frame.lookups_per_second)}/s)"
+    rate = "" if frame.lookups_per_second is None else f" ({_rate(frame.lookups_per_second)}/s)"
     facts = [
         Text(f"{plural(stats.blocks, 'block')} ({stats.unique_blocks:,} unique)"),
         Text(f"{size(stats.index_bytes)}{limit}"),
         Text(f"{_rate(stats.batches_per_second)} batches/s"),
-        Text(f"{plural(stats.lookups, 'lookup')}{asked}, {share(stats.hits, stats.lookups)} hit"),
+        Text(f"{plural(stats.lookups, 'lookup')}{rate}, {percentage(stats.hits, stats.lookups)} hit"),
     ]
     if stats.tiers:
         facts.insert(1, Text(printable(", ".join(f"{tier} {count:,}" for tier, count in stats.tiers.items() if count))))
@@ -197,7 +197,7 @@ def _facts(frame: Frame, stats: StatsAnswer) -> list[Text]:
 
 
 def _flowed(facts: Sequence[Text], width: int) -> list[Text]:
-    """As few lines as hold them, with no fact broken in two."""
+    """Return the facts on as few lines as possible, without breaking one."""
     lines: list[Text] = []
     for fact in facts:
         if lines and lines[-1].cell_len + 3 + fact.cell_len <= width:
@@ -208,9 +208,9 @@ def _flowed(facts: Sequence[Text], width: int) -> list[Text]:
 
 
 def _faults(frame: Frame) -> list[Text]:
-    told = [f"{name}: {sentence}" for name, sentences in frame.faults.items() for sentence in sentences]
-    lines = [Text(printable(sentence), "red") for sentence in told[:MAX_FAULTS]]
-    rest = len(told) - MAX_FAULTS
+    faults = [f"{name}: {sentence}" for name, sentences in frame.faults.items() for sentence in sentences]
+    lines = [Text(printable(sentence), "red") for sentence in faults[:MAX_FAULTS]]
+    rest = len(faults) - MAX_FAULTS
     return [*lines, Text(f"and {plural(rest, 'fault')} more: see `kvevents doctor --service`", "red")] if rest > 0 else lines
 
 
@@ -233,22 +233,22 @@ def _text(column: Column, source: Source, now: float) -> Text:
 
 
 def _widest(column: Column, cells: Sequence[Text]) -> int:
-    """What a column would have; 0 when it says nothing."""
+    """Return the width that a column needs; 0 if all its cells are empty."""
     widest = max(cell.cell_len for cell in cells)
     return max(widest, len(column.title)) if widest else 0
 
 
 def _fitting(wanted: dict[Column, int], width: int) -> dict[Column, int]:
-    """The columns that there is room for, those that tell most, with what each gets."""
-    kept = {column: min(wide, MIN_WHY if column is WHY else MAX_NAME) for column, wide in wanted.items() if wide}
+    """Return the columns that fit, with their widths."""
+    kept = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in wanted.items() if wide}
 
     def left() -> int:
         return width - sum(kept.values()) - _GAP * (len(kept) - 1)
 
     while left() < 0 and (least := max(kept, key=lambda column: column.rank)).rank:
         del kept[least]
-    if WHY in kept:
-        kept[WHY] = min(wanted[WHY], kept[WHY] + left())
-    elif left() < 0:  # names are cut before states
+    if ISSUES in kept:
+        kept[ISSUES] = min(wanted[ISSUES], kept[ISSUES] + left())
+    elif left() < 0:  # cut the name, not the state
         kept[COLUMNS[0]] = max(kept[COLUMNS[0]] + left(), 1)
     return kept

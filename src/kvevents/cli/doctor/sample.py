@@ -1,9 +1,9 @@
-"""A sample of what an endpoint publishes, whatever it is: subscribed to everything, decoded, counted."""
+"""A sample of what an endpoint publishes: all messages, decoded and counted."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from math import ceil
 from types import TracebackType
 from typing import Final, Self
@@ -11,24 +11,80 @@ from typing import Final, Self
 import msgspec
 import zmq
 
-from kvevents.cli.checkup.numbers import Numbers
+from kvevents.cli.humanize import number_ranges
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.security import Curve
 from kvevents.security.zap import secure_sockets
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
 
+MAX_NEWEST: Final = 32
+"""Batches whose payloads are kept for the comparison with replay."""
+MAX_GAPS: Final = 1_000
+"""Gaps whose sequence numbers are kept; further ones are only counted."""
+MAX_GAP: Final = 10_000
+"""Longest gap whose sequence numbers are kept: as many as an engine keeps batches."""
+
+
+class SequenceNumbers:
+    """The sequence numbers of one stream's live batches. Several topics are several streams, of which none is kept."""
+
+    def __init__(self, topic: str) -> None:
+        self.received = 0
+        self.missing = 0
+        self.gaps: list[tuple[int, int]] = []
+        """First and last missing number of each gap, the oldest first."""
+        self.newest: deque[tuple[int, bytes]] = deque(maxlen=MAX_NEWEST)
+        self._prefix = topic.encode()
+        self._topic: bytes | None = None
+        self._has_several_topics = False
+        self._last: int | None = None
+
+    def add(self, topic: bytes, seq: int, payload: bytes) -> None:
+        """Count one live batch. A number that is not above the last one begins another incarnation of the publisher."""
+        if self._has_several_topics or not topic.startswith(self._prefix):
+            return
+        if self._topic is not None and topic != self._topic:
+            self._clear()
+            return
+        self._topic = topic
+        if self._last is not None and seq <= self._last:
+            self.newest.clear()
+            self.gaps.clear()
+        elif self._last is not None and seq > self._last + 1:
+            self._add_gap(self._last + 1, seq - 1)
+        self._last = seq
+        self.received += 1
+        self.newest.append((seq, payload))
+
+    @property
+    def shown(self) -> str:
+        """The missing numbers as text."""
+        return number_ranges(self.gaps) or "before a restart"
+
+    def _add_gap(self, first: int, last: int) -> None:
+        self.missing += last - first + 1
+        if len(self.gaps) < MAX_GAPS and last - first < MAX_GAP:
+            self.gaps.append((first, last))
+
+    def _clear(self) -> None:
+        self._has_several_topics = True
+        self.received = self.missing = 0
+        self.gaps.clear()
+        self.newest.clear()
+
+
 MAX_DECODED: Final = 20_000
-"""Messages looked into; beyond that they are counted only. Telling a dialect takes some 50 us."""
+"""Messages that are decoded; further ones are only counted. Detecting a dialect takes some 50 us."""
 MAX_COMPARED: Final = 500
-"""Batches by which the dialect of a stream is told: half of all batches look like several."""
+"""Batches that are compared to detect the dialect, since half of all batches match several dialects."""
 MAX_PER_TURN: Final = 1_000
 MAX_TOPICS: Final = 1_000
 RECEIVE_HWM: Final = 100_000
 
 
-class Contents:
-    """What batches hold, live or replayed."""
+class DecodedContents:
+    """Counts of what decoded batches contain."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -36,14 +92,14 @@ class Contents:
         self._dialects: Counter[str] = Counter()
         self._compared: list[bytes] = []
         self.rejects: Counter[str] = Counter()
-        self.refused = 0
-        """Payloads that are no batch at all."""
+        self.undecodable = 0
+        """Payloads without any event that can be decoded."""
         self.example = ""
-        """The first rejection's detail."""
+        """Detail of the first rejection."""
         self.ranks: set[int] = set()
 
     def add(self, payload: bytes) -> None:
-        """Look into one payload."""
+        """Decode and count one payload."""
         if self.batches >= MAX_DECODED:
             return
         decoded = decode_batch(payload)
@@ -53,14 +109,14 @@ class Contents:
         if decoded.batch.data_parallel_rank is not None:
             self.ranks.add(decoded.batch.data_parallel_rank)
         if decoded.batch.events or decoded.rejected:
-            # An empty batch looks the same in every release.
+            # An empty batch has the same bytes in every release.
             self._dialects[_name(decoded)] += 1
             if len(self._compared) < MAX_COMPARED and not decoded.rejected:
                 self._compared.append(payload)
 
     @property
     def dialects(self) -> Counter[str]:
-        """The oldest release that writes like this; where no single one does, one for each batch."""
+        """The oldest release that can have written all batches; if there is none, the releases of the single batches."""
         if self.rejects or len(self._dialects) < 2:
             return self._dialects
         merged = _merged(self._compared)
@@ -71,7 +127,7 @@ class Contents:
         for rejected in decoded.rejected:
             self.rejects[rejected.reason] += rejected.count
             self.example = self.example or rejected.detail
-        self.refused += bool(decoded.rejected) and not decoded.batch.events
+        self.undecodable += bool(decoded.rejected) and not decoded.batch.events
 
 
 def _name(decoded: Decoded) -> str:
@@ -79,7 +135,7 @@ def _name(decoded: Decoded) -> str:
 
 
 def _merged(payloads: list[bytes]) -> bytes | None:
-    """One batch with the events of all; None when they are not arrays of one length."""
+    """Return one batch with the events of all; None if the batches are not arrays of the same length."""
     try:
         parts = [msgspec.msgpack.decode(payload, type=list[msgspec.Raw]) for payload in payloads]
         events = [event for part in parts for event in msgspec.msgpack.decode(part[1], type=list[msgspec.Raw])]
@@ -91,18 +147,18 @@ def _merged(payloads: list[bytes]) -> bytes | None:
 
 
 class Sample:
-    """A SUB socket of its own, beside the subscriber's, since that one hides what it cannot use."""
+    """A SUB socket that receives everything. It is separate from the subscriber, which hides invalid messages."""
 
     def __init__(self, endpoint: str, topic: str = "", *, bind: bool, curve: Curve | None = None) -> None:
         self.messages = 0
         self.bytes = 0
         self.seconds = 0.0
-        """From the start to the last look."""
+        """From the start to the last call of `take`."""
         self._began: Final = time.monotonic()
         self.topics: Counter[bytes] = Counter()
         self.malformed: Counter[str] = Counter()
-        self.contents = Contents()
-        self.numbers = Numbers(topic)
+        self.contents = DecodedContents()
+        self.numbers = SequenceNumbers(topic)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._security = secure_sockets(self._context, curve, endpoint)
         self._socket = self._context.socket(zmq.SUB)
@@ -133,7 +189,7 @@ class Sample:
         self._context.term()
 
     def take(self, timeout: float) -> None:
-        """Wait `timeout` seconds at most for messages and look at what there is."""
+        """Wait up to `timeout` seconds for messages, and count those that have arrived."""
         waiting = self._socket.poll(ceil(1000 * timeout))
         self.seconds = time.monotonic() - self._began
         if not waiting:
@@ -145,7 +201,7 @@ class Sample:
                 return
 
     def add(self, frames: list[bytes]) -> None:
-        """Look at one message."""
+        """Count one message."""
         self.messages += 1
         self.bytes += sum(map(len, frames))
         if len(self.topics) < MAX_TOPICS or frames[0] in self.topics:

@@ -1,4 +1,7 @@
-"""Deliveries as lines for people."""
+"""Deliveries as lines for people and as JSON objects, one per line.
+
+`docs/cli.md` documents the keys of the objects; programs rely on them.
+"""
 
 from __future__ import annotations
 
@@ -7,94 +10,79 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal, TypeAlias
 
+import msgspec
+
 from kvevents.cli.console import Part, Span, Style
+from kvevents.cli.humanize import number_range, plural
 from kvevents.events import MEDIUM_GPU, BlockRemoved, BlockStored, KVEvent
-from kvevents.stream import Batch, Gap, Reset, Trust
+from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
 
 Detail: TypeAlias = Literal["quiet", "batches", "events", "tokens"]
 
 MAX_EVENTS_INLINE: Final = 3
-"""Events spelled out on a batch's own line; of more, the rest is summed up."""
+"""Events that the line of a batch describes; the rest is summed up."""
 MAX_HASHES_INLINE: Final = 3
-_MAX_RANGES: Final = 3
 _HASH_DIGITS: Final = 8
-"""Of the 16 that a hash has: as with git, enough for a person to recognise it."""
+"""Of 16, which are enough to recognise a hash, as in git."""
 _TRUST_STYLES: Final[dict[str, Style]] = {"EXACT": "good", "DEGRADED": "warn", "STALE": "bad"}
 _INDENT: Final = " " * 14
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 block`, `2 blocks`, `3 batches`."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{count:,} {noun}{ending}"
-
-
-def number_range(first: int, last: int) -> str:
-    """`#3`, `#3 to #5`."""
-    return f"#{first}" if first == last else f"#{first} to #{last}"
-
-
-def number_ranges(ranges: Sequence[tuple[int, int]]) -> str:
-    """`#3, #5 to #7, ...`."""
-    shown = ", ".join(number_range(first, last) for first, last in ranges[:_MAX_RANGES])
-    return f"{shown}, ..." if len(ranges) > _MAX_RANGES else shown
-
-
 def trust_style(trust: Trust) -> Style:
-    """How a state of trust is shown."""
+    """Return the style of a trust state."""
     return _TRUST_STYLES.get(trust.name, "dim")
 
 
 def short_hash(value: int) -> str:
-    """The first digits of a block hash in hexadecimal."""
+    """Return the first digits of a block hash in hexadecimal."""
     return f"{value:x}"[:_HASH_DIGITS]
 
 
 class LineFormat:
-    """Lines of one command: `width` is what the longest stream name needs, `detail` how much is said of a batch."""
+    """Formats deliveries as lines; `width` is the length of the longest stream name."""
 
     def __init__(self, width: int = 0, detail: Detail = "batches") -> None:
         self._width = width
         self._detail = detail
 
     def batch(self, batch: Batch) -> list[list[Part]]:
-        """One line, with `events` and `tokens` followed by one for each event."""
-        spelled = self._detail in {"events", "tokens"}
-        body = _totals(batch.events) if spelled else _inline(batch.events)
-        way: Part = Span("replay ", "warn") if batch.replayed else Span("live   ", "dim")
+        """Return one line, or with the details `events` and `tokens` that line and one for each event."""
+        has_event_lines = self._detail in {"events", "tokens"}
+        body = _totals(batch.events) if has_event_lines else _inline(batch.events)
+        path: Part = Span("replay ", "warn") if batch.replayed else Span("live   ", "dim")
         head = self._head(batch.ts, batch.source, batch.rank)
-        lines = [[*head, f"{f'#{batch.seq}':>7}  ", way, body, *_rejected(batch)]]
-        if spelled:
-            lines += [[_INDENT, *_described(event, tokens=self._detail == "tokens")] for event in batch.events]
+        lines = [[*head, f"{f'#{batch.seq}':>7}  ", path, body, *_rejected(batch)]]
+        if has_event_lines:
+            lines += [[_INDENT, *_event_line(event, tokens=self._detail == "tokens")] for event in batch.events]
         return lines
 
     def reset(self, reset: Reset) -> list[Part]:
-        """A line that stands out."""
-        text = f"RESET   life {reset.incarnation} begins, forget what came before: {reset.reason}"
+        """Return the line of a reset."""
+        text = f"RESET   incarnation {reset.incarnation} begins, all earlier blocks are void: {reset.reason}"
         return [*self._now(reset.source, reset.rank), Span(text, "loud")]
 
     def gap(self, gap: Gap) -> list[Part]:
-        """A line that stands out, unless a snapshot represents the missing batches."""
+        """Return the line of a gap, or of the snapshot that represents its batches."""
         if gap.compacted:
             text = f"SNAPSHOT of batches {gap.first} to {gap.last} follows: nothing is lost"
             return [*self._now(gap.source, gap.rank), Span(text, "dim")]
-        text = f"GAP     {number_range(gap.first, gap.last)}: {plural(gap.last - gap.first + 1, 'batch')} lost for good"
+        text = f"GAP     {number_range(gap.first, gap.last)}: {plural(gap.last - gap.first + 1, 'batch')} permanently lost"
         return [*self._now(gap.source, gap.rank), Span(text, "bad")]
 
     def trust(self, source: str, rank: int, trust: Trust) -> list[Part]:
-        """A line that stands out, once something is known."""
+        """Return the line of a change of trust."""
         return [*self._now(source, rank), "trust   ", Span(str(trust), trust_style(trust))]
 
     def _head(self, ts: float, source: str, rank: int) -> list[Part]:
         return [Span(f"{clock(ts)}  ", "dim"), Span(f"{f'{source}/{rank}':<{self._width}}  ", "name")]
 
     def _now(self, source: str, rank: int) -> list[Part]:
-        # Aligned with batches, whose number and way take this much.
+        # The width of the sequence number and path of a batch.
         return [*self._head(time.time(), source, rank), " " * 9]
 
 
 def clock(ts: float) -> str:
-    """Local time of day to the millisecond; dashes where a peer sent no time."""
+    """Return the local time of day in milliseconds; dashes if the peer sent no time."""
     if ts <= 0:
         return "--:--:--.---"
     return datetime.fromtimestamp(ts, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
@@ -141,17 +129,17 @@ def _medium(medium: str | None, word: str) -> str:
     return "" if medium in {None, MEDIUM_GPU} else f" {word} {medium}"
 
 
-def _described(event: KVEvent, *, tokens: bool) -> list[Part]:
+def _event_line(event: KVEvent, *, tokens: bool) -> list[Part]:
     style: Style = "good" if isinstance(event, BlockStored) else "warn" if isinstance(event, BlockRemoved) else "loud"
-    said = [f"{name} {value}" for name, value in _extras(event)]
-    parts: list[Part] = [Span(_brief(event), style), *([Span(f"  {', '.join(said)}", "dim")] if said else [])]
+    details = [f"{name} {value}" for name, value in _details(event)]
+    parts: list[Part] = [Span(_brief(event), style), *([Span(f"  {', '.join(details)}", "dim")] if details else [])]
     if tokens and isinstance(event, BlockStored):
         parts.append(f"  tokens {list(event.token_ids)}")
     return parts
 
 
-def _extras(event: KVEvent) -> list[tuple[str, object]]:
-    """What an event carries beyond blocks and tokens. Salts and keys stay out: they tell tenants apart, and logs are shared."""
+def _details(event: KVEvent) -> list[tuple[str, object]]:
+    """Return the other fields of an event, without salts and extra keys, which identify tenants."""
     names = ("lora_name", "group_idx", "kv_cache_spec_kind", "locality", "ownership", "session_id")
     found = [(name, getattr(event, name, None)) for name in names]
     if isinstance(event, BlockStored):
@@ -167,3 +155,79 @@ def _rejected(batch: Batch) -> list[Part]:
     first = batch.rejected[0]
     count = sum(rejected.count for rejected in batch.rejected)
     return [Span(f"  {count} NOT READABLE: {first.reason} ({first.detail})", "warn")]
+
+
+# --- JSON
+
+
+class RejectedObject(msgspec.Struct, frozen=True):
+    """An event, or another part of a batch, that could not be decoded."""
+
+    reason: str
+    detail: str
+    index: int | None
+    count: int
+
+
+class BatchObject(msgspec.Struct, frozen=True, tag="batch", tag_field="kind"):
+    """A batch. Events are maps with their `type`; fields with default values are omitted, as in vLLM."""
+
+    source: str
+    rank: int
+    incarnation: int
+    seq: int
+    ts: float
+    replayed: bool
+    events: list[KVEvent]
+    rejected: list[RejectedObject]
+
+
+class ResetObject(msgspec.Struct, frozen=True, tag="reset", tag_field="kind"):
+    """A new incarnation of the publisher."""
+
+    source: str
+    rank: int
+    incarnation: int
+    reason: str
+
+
+class GapObject(msgspec.Struct, frozen=True, tag="gap", tag_field="kind"):
+    """Batches that were not delivered: lost, or represented by the snapshot that follows."""
+
+    source: str
+    rank: int
+    incarnation: int
+    first: int
+    last: int
+    compacted: bool
+
+
+class TrustObject(msgspec.Struct, frozen=True, tag="trust", tag_field="kind"):
+    """A change of trust."""
+
+    source: str
+    rank: int
+    trust: str
+    reason: str
+
+
+_ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
+"""Unknown fields of peers can have values without a JSON form."""
+
+
+def encode_delivery(delivery: Delivery) -> bytes:
+    """Return the JSON object of a delivery."""
+    if isinstance(delivery, Batch):
+        rejected = [RejectedObject(item.reason, item.detail, item.index, item.count) for item in delivery.rejected]
+        stream = (delivery.source, delivery.rank, delivery.incarnation)
+        found = BatchObject(*stream, delivery.seq, delivery.ts, delivery.replayed, delivery.events, rejected)
+        return _ENCODER.encode(found)
+    if isinstance(delivery, Reset):
+        return _ENCODER.encode(ResetObject(delivery.source, delivery.rank, delivery.incarnation, delivery.reason))
+    stream = (delivery.source, delivery.rank, delivery.incarnation)
+    return _ENCODER.encode(GapObject(*stream, delivery.first, delivery.last, delivery.compacted))
+
+
+def encode_trust(source: str, rank: int, trust: Trust) -> bytes:
+    """Return the JSON object of a change of trust."""
+    return _ENCODER.encode(TrustObject(source, rank, trust.name, trust.reason))

@@ -1,13 +1,13 @@
 """Options, environment variables and TOML tables of a command, derived from the fields of its settings struct.
 
-A field `max_tokens` in the table `limits` of the settings of `kvevents serve` is
+The field `max_tokens` of the table `limits` in the settings of `kvevents serve` has three names:
 
 - the key `max_tokens` of `[limits]` in the file of `--config`,
 - the variable `KVEVENTS_SERVE_LIMITS_MAX_TOKENS`,
-- the option `--limits-max-tokens`, unless the command gives it a shorter name.
+- the option `--limits-max-tokens`, unless the command gives it a shorter one.
 
-An option goes before a variable, a variable before the file, and the file before the default. Help comes from the docstring
-behind the field. Lists of tables have no option, since they hold secrets; a variable of them is a TOML array.
+An option overrides a variable, a variable overrides the file, and the file overrides the default. The docstring below the
+field is the help text. Lists of tables have no option, since they hold secrets; the value of their variable is a TOML array.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from typing import Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeVar, 
 import msgspec
 
 from kvevents.cli.command import CommandLineError
-from kvevents.cli.options import Group, count, duration, endpoint, port, size, whole
+from kvevents.cli.options import Group, endpoint, port, positive_int, seconds, size, whole_number
 from kvevents.errors import ConfigError, UsageError
 from kvevents.settings import Fault, Range, Unit, fault_of, in_its_place, parse_toml, parts_of, read_toml, suggestion, types_in
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 _READERS: Final[dict[Unit, Callable[[str], Any]]] = {
-    Unit.SECONDS: duration,
+    Unit.SECONDS: seconds,
     Unit.BYTES: size,
     Unit.PORT: port,
     Unit.ENDPOINT: endpoint,
 }
 _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==(tcp|udp|sctp)://)")
-"""What Kubernetes puts into the environment of every pod for a Service whose name begins as our variables do."""
+"""Variables that Kubernetes sets in every pod for a Service whose name has the prefix of our variables."""
 
 
 class Setting:
-    """One field that has a value of its own: `path` is its key in the file, behind those of its tables."""
+    """One field with a value; `path` is its key in the file, with the keys of its tables before it."""
 
     def __init__(self, path: str, flag: str, variable: str, kind: Any, default: Any, text: str) -> None:
         parts, self._types = list(parts_of(kind)), list(types_in(kind))
@@ -58,7 +58,7 @@ class Setting:
         lists = [each for each in parts if get_origin(each) in {list, tuple}]
         self.is_list: Final = bool(lists) and self._types == [*types_in(lists[0])]
         self.adds: Final = self.is_list and (self.is_tables or Unit.FILE in parts)
-        """Whether values from all places count. Elsewhere a value takes the place of another one."""
+        """Whether values of the file, the variable and the option are joined, instead of replacing each other."""
         self._least: Final = next((each.least for each in parts if isinstance(each, Range)), 0)
         self._unit: Final = next((each for each in parts if isinstance(each, Unit)), None)
         self._choices: Final = next((get_args(each) for each in parts if get_origin(each) is Literal), None)
@@ -66,19 +66,19 @@ class Setting:
         self._text: Final = text
 
     def read(self, text: str) -> Any:
-        """The value that a text stands for, or one item of a list. Raises `ArgumentTypeError`."""
+        """Return the value of a text, or one item of a list. Raises `ArgumentTypeError`."""
         if self._unit in _READERS:
             return _READERS[self._unit](text)
         if int in self._types:
-            return count(text) if self._least >= 1 else whole(text)
-        wanted: Any = Literal[self._choices] if self._choices else self._types[0]
+            return positive_int(text) if self._least >= 1 else whole_number(text)
+        kind: Any = Literal[self._choices] if self._choices else self._types[0]
         try:
-            return msgspec.convert(text, wanted, strict=False)
+            return msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError as error:
             raise ArgumentTypeError(f"invalid value {text!r}: {error}") from error
 
     def read_variable(self, text: str) -> Any:
-        """The value that a variable stands for. Raises `ConfigError`."""
+        """Return the value of an environment variable. Raises `ConfigError`."""
         try:
             if self.is_tables or (self.is_list and text.lstrip().startswith("[")):
                 return parse_toml(f"value = {text}")["value"]
@@ -100,7 +100,7 @@ class Setting:
 
     @property
     def help(self) -> str:
-        """What it is, and its default."""
+        """Return the help text, with the default."""
         shown: Any = self._default
         if shown is msgspec.NODEFAULT or isinstance(shown, bool) or shown in (None, "", (), []):
             default = ""
@@ -112,19 +112,22 @@ class Setting:
 
     def _argument(self, text: str) -> Any:
         if self._unit is Unit.SECRET:
-            raise ArgumentTypeError(f"everybody on this machine sees arguments; set {self.variable}, or write it in --config")
+            raise ArgumentTypeError(
+                f"all users of this machine can read arguments; set {self.variable}, or write it in the file of --config"
+            )
         return self.read(text)
 
 
 _SIZES: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1))
 
 
-class Form(Generic[T]):
-    """How one command is given the settings of a struct.
+class SettingsParser(Generic[T]):
+    """Declares and reads the settings of one command, which are the fields of the struct `kind`.
 
-    A flag among the annotations of a field is the name of its option, and `flags` goes before it. `tables` is what the options
-    of a table begin with. `needs` says what a required setting is, to who gave others of its table. `defaults` are those of the
-    command, for fields that have none. `within` is the table of the file that is read, if that has others.
+    A flag among the annotations of a field is the name of its option; `flags` overrides it, by the path of the field. `tables`
+    has the prefix of the options of a table. `needs` has a text for the error about a missing required setting. `defaults` has
+    defaults of the command for fields without one. `without` are settings that the command does not have. `within` is the table
+    of the file to read, instead of the whole file.
     """
 
     def __init__(
@@ -144,14 +147,14 @@ class Form(Generic[T]):
         self.defaults: Final = defaults or {}
         self.within: Final = within
         self.alternatives: Final[list[str]] = []
-        """Settings of which one takes the place of the others as well."""
+        """Settings that exclude each other: giving one removes the others."""
         self._prefix: Final = f"KVEVENTS_{command.upper()}_"
         self._flags: Final = flags or {}
         self._tables: Final = tables or {}
         found = (each for each in self._settings(kind, "") if each.path not in without)
         self.settings: Final = {each.path: each for each in found}
         self._left = dict(self.settings)
-        """Those without an option in the parser."""
+        """Settings that no option is declared for yet."""
 
     def add(self, group: ArgumentParser | Group, *paths: str) -> None:
         """Declare the options of these settings."""
@@ -159,15 +162,19 @@ class Form(Generic[T]):
             self._left.pop(path).add_to(group)
 
     def add_positional(self, parser: ArgumentParser, path: str, metavar: str, check: Callable[[str], Any]) -> None:
-        """Declare arguments that are a list of texts, each of which `check` can read."""
+        """Declare positional arguments, a list of texts that `check` accepts."""
         text = self._left.pop(path).help
-        kind = lambda each: (check(each), each)[1]  # noqa: E731 - what argparse calls
-        parser.add_argument(path, metavar=metavar, type=kind, nargs="*", default=argparse.SUPPRESS, help=text)
+
+        def checked(each: str) -> str:
+            check(each)
+            return each
+
+        parser.add_argument(path, metavar=metavar, type=checked, nargs="*", default=argparse.SUPPRESS, help=text)
 
     def add_rest(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
-        """Declare `--config`, and the options of all other settings, which `--help-all` shows; `read` reads them all."""
-        parser.add_argument("--config", metavar="FILE", type=Path, help=file)
-        group = parser.add_argument_group("every other setting")
+        """Declare `--config`, and the options of all settings that have none yet. Only `--help-all` shows those."""
+        parser.add_argument("-c", "--config", metavar="FILE", type=Path, help=file)
+        group = parser.add_argument_group("all other settings")
         hidden = [(each, each.add_to(group, shown=False)) for each in self._left.values() if not each.is_tables]
 
         class HelpAll(argparse.Action):
@@ -177,13 +184,13 @@ class Form(Generic[T]):
                 parser.print_help()
                 parser.exit()
 
-        about = f"show the options of all settings; as variables they begin with {self._prefix}"
-        parser.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=about)
-        parser.set_defaults(form=self)
+        text = f"show the options and variables of all settings; variables begin with {self._prefix}"
+        parser.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=text)
+        parser.set_defaults(settings=self)
 
-    def read(self, args: Namespace, environ: Mapping[str, str] = os.environ) -> Given[T]:
-        """What the file, the environment and the options say. Raises `ConfigError`."""
-        given = Given(self, args.config)
+    def read(self, args: Namespace, environ: Mapping[str, str] = os.environ) -> SettingsValues[T]:
+        """Return the values of the file, the environment and the options. Raises `ConfigError`."""
+        given = SettingsValues(self, args.config)
         given.put(self._variables(environ))
         options = {path: Value(getattr(args, path), each.flag) for path, each in self.settings.items() if path in args}
         given.put(options)
@@ -196,7 +203,7 @@ class Form(Generic[T]):
             if not name.startswith(self._prefix) or _SERVICE_LINK.match(f"{name.removeprefix(self._prefix)}={text}"):
                 continue
             if name not in known:
-                raise ConfigError(f"{name}: no setting has this variable{suggestion(name, known).removesuffix(';')}")
+                raise ConfigError(f"unknown variable {name}{suggestion(name, known).removesuffix(';')}")
             setting = known[name]
             found[setting.path] = Value(setting.read_variable(text), name)
         return found
@@ -219,41 +226,41 @@ class Form(Generic[T]):
 
 
 class Value(NamedTuple):
-    """What somebody gave a setting."""
+    """The value of a setting, as given."""
 
     value: Any
     origin: str
-    """The option or the variable."""
+    """The option or the variable that it comes from."""
 
 
-class Given(Generic[T]):
-    """The tables that a command is given, and where each value is from."""
+class SettingsValues(Generic[T]):
+    """The values that a command was given, as tables, and the origin of each value."""
 
-    def __init__(self, form: Form[T], file: Path | None) -> None:
+    def __init__(self, parser: SettingsParser[T], file: Path | None) -> None:
         found = {} if file is None else read_toml(file)
-        if form.within is not None:
-            found = found.get(form.within, {})
+        if parser.within is not None:
+            found = found.get(parser.within, {})
             if not isinstance(found, dict):
-                raise ConfigError(f"{file}: {form.within} is not a table")
+                raise ConfigError(f"{file}: {parser.within} is not a table")
         self.in_file: Final[dict[str, Any]] = found
-        self._tables: Final = {**form.defaults, **copy.deepcopy(self.in_file)}
-        self._form: Final = form
+        self._tables: Final = {**parser.defaults, **copy.deepcopy(self.in_file)}
+        self._parser: Final = parser
         self._file: Final = file
         self._origins: dict[str, str] = {}
 
     def put(self, values: Mapping[str, Value]) -> None:
-        """Have values, by the paths of their settings, take the place of those that are there."""
-        if not values.keys().isdisjoint(self._form.alternatives):
-            for path in self._form.alternatives:
+        """Set values, by the paths of their settings."""
+        if not values.keys().isdisjoint(self._parser.alternatives):
+            for path in self._parser.alternatives:
                 table, name = self._place(path)
                 table.pop(name, None)
                 self._origins.pop(path, None)
         for path, (value, origin) in values.items():
             table, name = self._place(path, make=True)
             known = table.get(name, [])
-            if not self._form.settings[path].adds:
+            if not self._parser.settings[path].adds:
                 table[name] = value
-            elif isinstance(known, list):  # else the error says what it is
+            elif isinstance(known, list):  # else `settings` reports its type
                 table[name] = [*known, *value]
             self._origins[path] = origin
 
@@ -263,22 +270,22 @@ class Given(Generic[T]):
         return bool(table.get(name))
 
     def origin(self, path: str) -> str | None:
-        """The option or variable that a setting is from; None if that is the file or the default."""
+        """Return the option or variable that a setting comes from; None for the file and the default."""
         return self._origins.get(path)
 
     def origins(self, table: str) -> list[str]:
-        """The options and variables that settings of a table are from."""
+        """Return the options and variables that the settings of a table come from."""
         return [origin for path, origin in self._origins.items() if path.startswith(f"{table}.")]
 
     def settings(self) -> T:
-        """Checked settings. Raises `ConfigError`, which says where the wrong value is from, and `CommandLineError`."""
+        """Return the checked settings. Raises `ConfigError`, which names the origin of the value, and `CommandLineError`."""
         try:
-            return msgspec.convert(self._tables, self._form.kind)
+            return msgspec.convert(self._tables, self._parser.kind)
         except msgspec.ValidationError as error:
-            raise self._error(fault_of(error, self._form.kind)) from error
+            raise self._error(fault_of(error, self._parser.kind)) from error
 
     def _place(self, path: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
-        """The table that a setting is in, and its key there. What is no table in the file stays, for the error to name it."""
+        """Return the table of a setting, and its key there. A value that should be a table stays, for the error message."""
         table = self._tables
         *tables, name = path.split(".")
         for each in tables:
@@ -287,12 +294,12 @@ class Given(Generic[T]):
         return table, name
 
     def _error(self, fault: Fault) -> UsageError:
-        """Where a wrong value is from: as far as can be known where values do not go together."""
+        """Return the error about a fault, with the origin of the value as far as it is known."""
         within = self.origins(fault.place)
         flags = [origin for origin in within if origin.startswith("--")]
         if fault.missing is not None and flags:
             path = f"{fault.place}.{fault.missing}"
-            needed = f"{self._form.settings[path].flag}{self._form.needs.get(path, '')}"
+            needed = f"{self._parser.settings[path].flag}{self._parser.needs.get(path, '')}"
             return CommandLineError(f"{', '.join(flags)} needs {needed}")
         first = re.match(r"[\w.]*", fault.sentence)
         name = first[0].rpartition(".")[2] if first is not None else ""
@@ -303,12 +310,12 @@ class Given(Generic[T]):
         if origin is not None and not is_of_file:
             return ConfigError(f"{origin}: {fault.sentence}")
         if self._file is not None:
-            return ConfigError(f"{self._file}: {in_its_place(fault, self._form.kind)}")
+            return ConfigError(f"{self._file}: {in_its_place(fault, self._parser.kind)}")
         return ConfigError(f"{', '.join(within)}: {fault.sentence}" if within else fault.sentence)
 
 
 def _text(kind: type, name: str) -> str:
-    """The first sentence of a field's docstring, as help has it: without a capital and a full stop."""
+    """Return the first sentence of a field's docstring, without the capital letter and the full stop."""
     written = next((found for each in kind.__mro__ if (found := _docstrings(each.__module__).get((each.__name__, name)))), "")
     sentence = re.split(r"\.(?:\s|$)", " ".join(written.split()), maxsplit=1)[0]
     return sentence[:1].lower() + sentence[1:] if not sentence[1:2].isupper() else sentence
@@ -316,7 +323,7 @@ def _text(kind: type, name: str) -> str:
 
 @cache
 def _docstrings(module: str) -> dict[tuple[str, str], str]:
-    """Docstrings behind fields, by class and field. They are in the source alone: without it help has names and defaults."""
+    """Return the docstrings below fields, by class and field. They exist in the source only: without it help has no texts."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""Several policies side by side, each in a process of its own, with the same results as one after the other."""
+"""Simulations of several policies at the same time, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from kvevents.cli.sim.traffic import TrafficChoice
+from kvevents.cli.sim.workload_options import WorkloadOptions
 from kvevents.errors import ExternalError, KVEventsError
 from kvevents.sim.fleet import Progress, simulate
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
 
-Told: TypeAlias = Callable[[str, Progress], None]
+OnProgress: TypeAlias = Callable[[str, Progress], None]
 
 _SPAWNED: Final = get_context("spawn")
-"""Nothing of this process is copied but what is sent, whatever threads it has."""
+"""A new process does not inherit the threads and locks of this one."""
 _JOIN_SECONDS: Final = 5.0
-"""A process that has said all ends at once; one that does not is killed."""
+"""Time of a process to end after its result; then it is killed."""
 
 
 class WorkerError(ExternalError):
-    """A process ended before it was done."""
+    """A process ended before its simulation did."""
 
 
 class _Run(NamedTuple):
@@ -36,35 +36,35 @@ class _Run(NamedTuple):
 
 
 def run_policies(
-    policies: Sequence[str], settings: FleetSettings, traffic: TrafficChoice, *, jobs: int, told: Told
+    policies: Sequence[str], settings: FleetSettings, workload: WorkloadOptions, *, jobs: int, on_progress: OnProgress
 ) -> list[PolicyResult]:
-    """The results in the order of `policies`, `jobs` of which run at a time; `told` is called as each one goes on.
+    """Return the results in the order of `policies`. At most `jobs` simulations run at a time.
 
-    Raises what `simulate` does, and `WorkerError`. Whatever is raised, no process is left behind.
+    Raises the errors of `simulate`, and `WorkerError`. No process is left behind after an error.
     """
     if min(jobs, len(policies)) == 1:
-        found = [_run_here(policy, settings, traffic, told) for policy in policies]
+        found = [_run_in_process(policy, settings, workload, on_progress) for policy in policies]
     else:
-        results = _run_there(policies, settings, traffic, jobs, told)
+        results = _run_in_processes(policies, settings, workload, jobs, on_progress)
         found = [results[policy] for policy in policies]
     return found
 
 
-def _run_here(policy: str, settings: FleetSettings, traffic: TrafficChoice, told: Told) -> PolicyResult:
-    result = simulate(settings, policy, traffic.make(), progress=partial(told, policy))
-    told(policy, _end(result))
+def _run_in_process(policy: str, settings: FleetSettings, workload: WorkloadOptions, on_progress: OnProgress) -> PolicyResult:
+    result = simulate(settings, policy, workload.generate(), progress=partial(on_progress, policy))
+    on_progress(policy, _end(result))
     return result
 
 
-def _run_there(
-    policies: Sequence[str], settings: FleetSettings, traffic: TrafficChoice, jobs: int, told: Told
+def _run_in_processes(
+    policies: Sequence[str], settings: FleetSettings, workload: WorkloadOptions, jobs: int, on_progress: OnProgress
 ) -> dict[str, PolicyResult]:
     resource_tracker.ensure_running()  # now, since before Python 3.12 its start lets signals in that `_uninterrupted` keeps out
     waiting, running, results = deque(policies), dict[Connection, _Run](), dict[str, PolicyResult]()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                run = _start(waiting.popleft(), settings, traffic)
+                run = _start(waiting.popleft(), settings, workload)
                 running[run.pipe] = run
             for pipe in wait(list(running)):
                 assert isinstance(pipe, Connection)  # noqa: S101 - nothing else was waited for
@@ -73,7 +73,7 @@ def _run_there(
                 if isinstance(message, PolicyResult):
                     results[run.policy] = message
                     _close(running.pop(pipe))
-                told(run.policy, _end(message) if isinstance(message, PolicyResult) else message)
+                on_progress(run.policy, _end(message) if isinstance(message, PolicyResult) else message)
     finally:
         for run in running.values():
             run.process.kill()
@@ -82,28 +82,28 @@ def _run_there(
     return results
 
 
-def _start(policy: str, settings: FleetSettings, traffic: TrafficChoice) -> _Run:
+def _start(policy: str, settings: FleetSettings, workload: WorkloadOptions) -> _Run:
     ours, theirs = _SPAWNED.Pipe(duplex=False)
-    process = _SPAWNED.Process(target=_work, args=(theirs, policy, settings, traffic), daemon=True)
+    process = _SPAWNED.Process(target=_work, args=(theirs, policy, settings, workload), daemon=True)
     with theirs, _uninterrupted():
         process.start()
     return _Run(policy, process, ours)
 
 
 def _receive(run: _Run) -> Progress | PolicyResult:
-    """What a process says next. Raises what it raised, and `WorkerError` when it says nothing any more."""
+    """Return the next message of a process. Raises its error, and `WorkerError` if it has ended."""
     try:
         message = run.pipe.recv()
     except (EOFError, OSError) as error:
         run.process.join(_JOIN_SECONDS)
         code = run.process.exitcode
-        how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
         raise WorkerError(
-            f"the process for {run.policy} {how} before it was done; with too little memory, fewer --jobs may help"
+            f"the process for {run.policy} {how} before the simulation was done; if memory is short, use fewer --jobs"
         ) from error
     if isinstance(message, KVEventsError):
         raise message
-    assert isinstance(message, (Progress, PolicyResult))  # noqa: S101 - what `_work` sends
+    assert isinstance(message, (Progress, PolicyResult))  # noqa: S101 - the types that `_work` sends
     return message
 
 
@@ -116,11 +116,11 @@ def _close(run: _Run) -> None:
     run.pipe.close()
 
 
-def _work(pipe: Connection, policy: str, settings: FleetSettings, traffic: TrafficChoice) -> None:
-    """What a process does."""
-    with suppress(BrokenPipeError):  # nobody waits for it any more
+def _work(pipe: Connection, policy: str, settings: FleetSettings, workload: WorkloadOptions) -> None:
+    """Run a simulation in its process."""
+    with suppress(BrokenPipeError):  # the parent process has ended
         try:
-            answer: PolicyResult | KVEventsError = simulate(settings, policy, traffic.make(), progress=pipe.send)
+            answer: PolicyResult | KVEventsError = simulate(settings, policy, workload.generate(), progress=pipe.send)
         except KVEventsError as error:
             answer = error
         pipe.send(answer)
@@ -132,7 +132,7 @@ def _end(result: PolicyResult) -> Progress:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A process that is started here never sees Ctrl-C, which a terminal sends to all: this one ends it."""
+    """Block SIGINT in a process that is started here. A terminal sends it to all, and this process ends the others."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

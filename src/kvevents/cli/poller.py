@@ -1,4 +1,4 @@
-"""A service looked at again and again: frames, with what only two looks can tell."""
+"""Polls a service for `kvevents top`, and derives rates from consecutive polls."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.cli.client import UNAVAILABLE, AskError, ServiceClient
+from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceError
 from kvevents.service.schemas import ReadyAnswer, SourceView, StatsAnswer
 
 
 class Source(SourceView, frozen=True, kw_only=True):
-    """One source, and what two looks tell of it."""
+    """One source, with what two polls say about it."""
 
     rate: float | None = None
-    """Batches per second since the look before; None at the first one."""
+    """Batches per second since the previous poll; None at the first one."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What tells it apart."""
+        """Return the identity of the source."""
         return self.tenant, self.group, self.instance, self.rank
 
 
 class Sources(msgspec.Struct, frozen=True):
-    """What `/v1/sources` answers."""
+    """The response to `/v1/sources`."""
 
     sources: list[Source]
     faults: dict[str, list[str]]
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """One look. `docs/cli.md` documents the keys; they are a promise."""
+    """The result of one poll. `docs/cli.md` documents the keys; programs rely on them."""
 
     at: float
     """Seconds since the epoch."""
     service: str
     error: str | None = None
-    """Why the service could not be asked; nothing below is told then."""
+    """Why the poll failed; then all fields below except `away_since` are empty."""
     away_since: float | None = None
-    """When that began."""
+    """When polls began to fail, in seconds since the epoch."""
     ready: ReadyAnswer | None = None
     stats: StatsAnswer | None = None
     lookups_per_second: float | None = None
-    """Since the look before; None at the first one."""
+    """Lookups per second since the previous poll; None at the first one."""
     sources: list[Source] = msgspec.field(default_factory=list)
     faults: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
@@ -60,48 +60,53 @@ _ORDERS: Final[dict[str, Callable[[Source], Any]]] = {
     "lost": lambda source: -source.lost,
 }
 ORDERS: Final = tuple(_ORDERS)
-"""What sources can be sorted by; what an operator looks for comes first."""
+"""Sort orders of sources. Each puts first what an operator looks for."""
 
 
 def in_order(sources: Sequence[Source], order: str) -> list[Source]:
-    """Sources sorted; equal ones by name."""
+    """Return the sources sorted by `order`, and then by name."""
     return sorted(sources, key=lambda source: (_ORDERS[order](source), source.key))
 
 
-class Watch:
-    """Takes frames of one service. Rates are between the last two looks that succeeded."""
+class Poller:
+    """Polls one service. Rates are between the last two successful polls."""
 
     def __init__(self, client: ServiceClient, order: str, clock: Callable[[], float] = time.time) -> None:
         self._client = client
         self._order = order
         self._clock = clock
-        self._before: Frame | None = None
+        self._previous: Frame | None = None
         self._away_since: float | None = None
 
-    def look(self) -> Frame:
-        """What is there now. Raises `AskError`."""
+    def poll(self) -> Frame:
+        """Poll the service. Raises `ServiceError`."""
         ready = self._client.get("/readyz", ReadyAnswer, status=UNAVAILABLE)
         stats = self._client.get("/v1/stats", StatsAnswer)
-        told = self._client.get("/v1/sources", Sources)
-        frame = self._compared(
+        answer = self._client.get("/v1/sources", Sources)
+        frame = self._with_rates(
             Frame(
-                at=self._clock(), service=self._client.url, ready=ready, stats=stats, sources=told.sources, faults=told.faults
+                at=self._clock(),
+                service=self._client.url,
+                ready=ready,
+                stats=stats,
+                sources=answer.sources,
+                faults=answer.faults,
             )
         )
-        self._before, self._away_since = frame, None
+        self._previous, self._away_since = frame, None
         return frame
 
-    def look_anyhow(self) -> Frame:
-        """The same; a frame with an error where the service cannot be asked."""
+    def poll_or_error(self) -> Frame:
+        """Poll the service, or return a frame with the error."""
         try:
-            return self.look()
-        except AskError as problem:
+            return self.poll()
+        except ServiceError as problem:
             now = self._clock()
             self._away_since = self._away_since or now
             return Frame(at=now, service=self._client.url, error=str(problem), away_since=self._away_since)
 
-    def _compared(self, frame: Frame) -> Frame:
-        before = self._before
+    def _with_rates(self, frame: Frame) -> Frame:
+        before = self._previous
         seconds = frame.at - before.at if before is not None else 0.0
         if before is None or before.stats is None or frame.stats is None or seconds <= 0:
             return msgspec.structs.replace(frame, sources=in_order(frame.sources, self._order))
@@ -118,5 +123,5 @@ class Watch:
 
 
 def _rate(before: int | None, now: int, seconds: float) -> float | None:
-    """Per second; None where counting has begun anew."""
+    """Return a rate per second; None if the counter has restarted."""
     return None if before is None or now < before else (now - before) / seconds

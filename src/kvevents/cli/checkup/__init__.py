@@ -1,1 +1,0 @@
-"""The parts of `kvevents doctor`: each module looks at one thing and returns findings."""

@@ -1,0 +1,3 @@
+"""`kvevents doctor`: examine an engine, or a service with its engines."""
+
+from __future__ import annotations

@@ -1,0 +1,223 @@
+"""Whether an address can be reached, what socket is there, and whether CURVE keys are accepted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from math import ceil
+from typing import Final, Literal, TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvevents.cli.doctor.findings import Finding, fail, ok
+from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
+from kvevents.security import Curve
+from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake
+
+CURVE_TIMEOUT: Final = 3.0
+"""Seconds to connect and for the CURVE handshake, which takes milliseconds."""
+
+CurveOutcome: TypeAlias = Literal["accepted", "refused", "dropped", "silent"]
+
+_OUTCOMES: Final[dict[int, CurveOutcome]] = {
+    zmq.Event.HANDSHAKE_SUCCEEDED: "accepted",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "refused",
+    # A server that cannot decrypt the first message, because --curve-server-key is not its key, closes the connection.
+    # So does a server of kvevents that refuses a key, unless it stays silent.
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "dropped",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "dropped",
+    zmq.Event.DISCONNECTED: "dropped",
+}
+
+
+def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_TIMEOUT) -> CurveOutcome:
+    """Connect a socket of `kind`, and return the outcome of the first CURVE handshake.
+
+    A server of kvevents refuses a key so that the peer retries (see `kvevents.security.zap`): `silent` or `dropped`.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(kind)
+        if needs_ipv6(endpoint):
+            socket.set(zmq.IPV6, 1)
+        curve.apply(socket)
+        monitor = socket.get_monitor_socket(sum(_OUTCOMES))
+        with suppress(zmq.ZMQError):
+            socket.connect(endpoint)
+        return _first_outcome(monitor, timeout)
+    finally:
+        context.destroy(linger=0)
+
+
+def _first_outcome(monitor: zmq.Socket[bytes], timeout: float) -> CurveOutcome:
+    until = time.monotonic() + timeout
+    while (left := until - time.monotonic()) > 0 and monitor.poll(ceil(1000 * left)):
+        found = _OUTCOMES.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
+        if found is not None:
+            return found
+    return "silent"
+
+
+MAX_PROBED_RANKS: Final = 64
+NEIGHBOUR_TIMEOUT: Final = 1.0
+"""Seconds to probe one port next to the engine's."""
+
+BOTH_CONNECT: Final = (
+    "an engine whose own endpoint has a concrete host connects instead of listening;"
+    " then both sides connect and nothing is transferred"
+)
+BINDS: Final = 'give the engine a wildcard, "endpoint": "tcp://*:PORT" in its KV events configuration'
+
+_WRONG: Final[dict[HandshakeOutcome, tuple[str, str]]] = {
+    "unknown-host": (
+        "the host name cannot be resolved: {detail}",
+        "check the name; inside Kubernetes use the pod's IP or a headless service",
+    ),
+    "refused": (
+        "nothing listens there",
+        f"check that the engine runs with KV events enabled. Note that {BOTH_CONNECT}: {BINDS}, or listen with --bind",
+    ),
+    "unreachable": ("it cannot be reached: {detail}", "check the address, routes, and firewalls and network policies"),
+    "timeout": ("it does not answer", "check the address, routes, and firewalls and network policies"),
+    "closed": (
+        "something accepts connections and closes them",
+        "a port forward, proxy or service without a running engine does this; check that the engine runs",
+    ),
+    "silent": (
+        "something accepts connections and sends nothing",
+        "check that this is not the port of another service, nor a proxy without a running engine",
+    ),
+    "not-zeromq": (
+        "something listens that does not speak ZeroMQ",
+        "check the port; that of KV events is in the engine's configuration, 5557 by default",
+    ),
+    "curve": (
+        "it requires CURVE keys",
+        "use --curve-key with your own keys and --curve-server-key with its public key; `kvevents keys NAME` creates a pair",
+    ),
+}
+_HTTP: Final = (
+    "it speaks HTTP, not ZeroMQ",
+    "this may be the engine's HTTP port; vLLM returns that of KV events at /kv_event_sources, SGLang at /server_info",
+)
+_CURVE_FAULTS: Final[dict[CurveOutcome, tuple[str, str]]] = {
+    "dropped": (
+        "it closes the connection when it sees these keys",
+        "check that --curve-server-key is its public key (`kvevents keys --show FILE`), and that it allows your public key",
+    ),
+    "refused": (
+        "it refuses the public key of --curve-key",
+        "add that public key to the keys that it allows (curve.allowed, --curve-allow)",
+    ),
+    "silent": (
+        "it does not accept the public key of --curve-key, or not within the timeout",
+        "check that it allows the public key of --curve-key (curve.allowed, --curve-allow); its log names keys that it refuses",
+    ),
+}
+
+
+def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Finding], bool]:
+    """Return findings about `endpoint`, and whether it is possible to subscribe to it."""
+    if endpoint.startswith("inproc://"):
+        return [fail("address", f"{endpoint} exists in the process of the engine only", BINDS)], False
+    found = split_tcp(endpoint)
+    if found is not None and (found[0] in {"*", "0.0.0.0"} or found[1] == 0):  # noqa: S104 - compared, not bound
+        return [
+            fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or listen with --bind")
+        ], False
+    handshake = perform_handshake(endpoint)
+    if curve is not None and handshake.outcome in {"curve", "socket"}:
+        wrong = _curve_fault("address", endpoint, handshake, curve, zmq.SUB)
+        return ([ok("address", f"{endpoint} accepts the key")], True) if wrong is None else ([wrong], False)
+    if handshake.outcome != "socket":
+        return [_wrong("address", endpoint, handshake)], False
+    if not handshake.is_publisher:
+        return [_other_socket(endpoint, handshake.detail)], False
+    return [ok("address", f"{endpoint} is a publisher ({handshake.detail} socket)")], True
+
+
+def _wrong(check: str, endpoint: str, handshake: Handshake) -> Finding:
+    text, advice = _HTTP if handshake.detail == "HTTP" else _WRONG[handshake.outcome]
+    return fail(check, f"{endpoint}: {text.format(detail=handshake.detail).strip()}", advice)
+
+
+def _curve_fault(check: str, endpoint: str, handshake: Handshake, curve: Curve, kind: int) -> Finding | None:
+    """Return why `endpoint` does not accept the keys; None if it does."""
+    if handshake.outcome == "socket":
+        text = f"{endpoint}: it does not use CURVE, but keys are given"
+        return fail(
+            check,
+            text,
+            "configure keys in the engine (curve in its KV events configuration), or omit --curve-key and --curve-server-key",
+        )
+    outcome = probe_curve(endpoint, curve, kind)
+    if outcome == "accepted":
+        return None
+    text, advice = _CURVE_FAULTS[outcome]
+    return fail(check, f"{endpoint}: {text}", advice)
+
+
+def _other_socket(endpoint: str, kind: str) -> Finding:
+    if kind != "ROUTER":
+        return fail("address", f"{endpoint} is a {kind} socket, not a publisher", "check the port; this may be another service")
+    before = _neighbour(endpoint, -1)
+    events = (
+        f"{before} is a publisher"
+        if before and _publishes(before)
+        else "the port of the events is often the one below it, 5557 by default"
+    )
+    return fail(
+        "address",
+        f"{endpoint} is a ROUTER socket: a replay endpoint, which publishes nothing",
+        f"{events}; use that as ENDPOINT",
+    )
+
+
+def check_replay_address(endpoint: str, curve: Curve | None = None) -> Finding | None:
+    """Return why `endpoint` cannot answer replay requests; None if it is a ROUTER socket."""
+    handshake = perform_handshake(endpoint)
+    if handshake.outcome == "refused":
+        advice = 'start the engine with "replay_endpoint": "tcp://*:5558" in its KV events configuration'
+        return fail("replay", f"{endpoint}: nothing listens there", advice)
+    if curve is not None and handshake.outcome in {"curve", "socket"}:
+        return _curve_fault("replay", endpoint, handshake, curve, zmq.DEALER)
+    if handshake.outcome != "socket":
+        return _wrong("replay", endpoint, handshake)
+    if handshake.detail != "ROUTER":
+        return fail(
+            "replay",
+            f"{endpoint} is a {handshake.detail} socket, not a replay endpoint",
+            "use the engine's replay endpoint with --replay",
+        )
+    return None
+
+
+def next_ranks(endpoint: str) -> int:
+    """Return how many of the next ports are publishers too, such as those of further ranks."""
+    count = 0
+    for neighbour in _neighbours(endpoint):
+        if not _publishes(neighbour):
+            break
+        count += 1
+    return count
+
+
+def _neighbours(endpoint: str) -> Iterator[str]:
+    for distance in range(1, MAX_PROBED_RANKS):
+        neighbour = _neighbour(endpoint, distance)
+        if neighbour is None:
+            return
+        yield neighbour
+
+
+def _neighbour(endpoint: str, distance: int) -> str | None:
+    found = split_tcp(endpoint)
+    if found is None or not 0 < found[1] + distance <= MAX_PORT:
+        return None
+    return f"tcp://{found[0]}:{found[1] + distance}"
+
+
+def _publishes(endpoint: str) -> bool:
+    return perform_handshake(endpoint, NEIGHBOUR_TIMEOUT).is_publisher
