@@ -1570,7 +1570,7 @@ def test_without_an_anchor_a_restored_stream_begins_with_a_reset(source: Source)
 
 def test_a_checkpoint_of_another_stream_is_refused(checkpoint: Checkpoint) -> None:
     """Names and ranks must be equal: numbers of one stream mean nothing in another."""
-    with pytest.raises(ConfigError, match="rank 0 cannot go on with the checkpoint of engine rank 3"):
+    with pytest.raises(ConfigError, match="rank 0 from a checkpoint of engine rank 3"):
         Stream(Source("tcp://e:1", name="engine")).restore(checkpoint)
 
 
@@ -1615,7 +1615,7 @@ def test_what_is_no_checkpoint_is_refused_with_a_sentence(checkpoint: object, me
     written = msgspec.json.encode(whole)
     with pytest.raises(SnapshotError, match=message) as caught:
         Checkpoint.decode(written)
-    assert "no checkpoint of a stream" in str(caught.value)
+    assert "invalid checkpoint of a stream" in str(caught.value)
 
 
 @given(st.binary(max_size=200) | st.tuples(st.integers(0, 150), st.binary(max_size=4)))
@@ -1669,8 +1669,8 @@ def test_trust_compares_by_state_and_carries_the_reason() -> None:
     assert hash(degraded) == hash(Trust.DEGRADED)
     assert str(degraded) == "DEGRADED (batches are lost)"
     assert repr(Trust.EXACT) == "<Trust EXACT>"
-    with pytest.raises(AttributeError, match="immutable"):
-        degraded.reason = ""
+    with pytest.raises(AttributeError, match="cannot assign"):
+        degraded.reason = ""  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -455,7 +455,7 @@ def test_a_sender_that_promised_to_speak_and_does_not_is_stale(wire: Wire) -> No
     wire.later(0.1)
     wire.settle()
     assert wire.stream.trust == Trust.STALE
-    assert wire.stream.trust.reason == "silent: it said that it speaks every 5 s, and nothing was heard for 3 times as long"
+    assert wire.stream.trust.reason == "silent: nothing was received for 3 times the heartbeat interval of 5 s"
     assert wire.stream.degraded_reasons == {DegradedReason.SILENT}
     wire.send(telling(1))
     assert wire.stream.trust == Trust.EXACT

@@ -1,4 +1,4 @@
-"""What is kept of a stream, so that another process can go on with it."""
+"""Checkpoints: how far a stream was delivered, for a later process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASON
 
 @build_decoder_now
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far a stream was handed out, for `Subscriber.add(source, resume=...)` in a later process.
+    """How far the deliveries of a stream were taken, for `Subscriber.add(source, resume=...)` in a later process.
 
     Store it with the state that was made of these deliveries, both of one moment; see `merge_later` if they are not. It takes
     a few hundred bytes, whatever the batches hold. Write it with `encode`, or inside of something larger with msgspec.
@@ -32,18 +32,19 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: _Count
     incarnation: _Count
     last_seq: _LastSeq
-    """Number of the newest batch handed out, or inside of a gap handed out, in this incarnation; -1 before the first."""
+    """Number of the newest batch taken, or the last number of a newer gap taken, in this incarnation; -1 before the first."""
     fingerprints: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_FINGERPRINTS)] = ()
-    """What the publisher must still hold to be the same, by their numbers; without any the stream begins with a `Reset`.
+    """What replay must repeat before the publisher is known to be the same, in rising order of numbers.
 
-    It is one batch, or two for each connection since the publisher was last known to be the same.
+    It is one batch, or two for each connection since the publisher was last verified. Without any, the stream begins with a
+    `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint ever held a batch: one that did and holds none now is of another life."""
+    """Whether the replay endpoint has ever sent a batch. If it has, and holds none now, it is of another life."""
     degraded_reasons: dict[str, _LastSeq] = {}
-    """Names of the doubts that stood and that outlive a process, each with the last number in doubt."""
+    """Names of the degraded reasons that outlive a process, each with the last number that it affects."""
     fingerprints_dropped: bool = False
-    """Whether there were more anchors than are kept: a doubt about the publisher's identity stays, whatever it holds."""
+    """Whether there were more fingerprints than are stored: then IDENTITY stays in doubt, whatever replay repeats."""
 
     def __post_init__(self) -> None:
         if self.fingerprints and self.fingerprints[0].seq > self.last_seq:
@@ -54,16 +55,16 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"unknown degraded reason {unknown!r}")
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Return the checkpoint as JSON."""
         return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Checkpoint:
-        """What `encode` wrote. Raises `SnapshotError` for anything else."""
+        """Decode what `encode` has returned. Raises `SnapshotError` for anything else."""
         try:
             return msgspec.json.decode(data, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise SnapshotError(f"this is no checkpoint of a stream: {error}; add its source without one") from error
+            raise SnapshotError(f"invalid checkpoint of a stream: {error}; add its source without one") from error
 
     def merge_later(self, later: Checkpoint) -> Checkpoint:
         """Return the checkpoint for a state that was saved at some moment between this checkpoint and `later`.

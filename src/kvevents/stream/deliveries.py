@@ -1,4 +1,4 @@
-"""What a subscriber hands out, in order."""
+"""Deliveries: what a subscriber returns, in order."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batc
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """One batch, delivered exactly once in its incarnation and in the order of its number."""
+    """One batch, delivered exactly once in its incarnation and in the order of numbers."""
 
     source: str
     rank: int
     incarnation: int
-    """Lives of the publisher that this subscriber has seen before; 0 for the first."""
+    """The life of the publisher, as this subscriber counts them; 0 for the first."""
     seq: int
     ts: float
     """The publisher's clock, seconds since the epoch."""
     events: list[KVEvent]
     replayed: bool
-    """Whether it came by replay rather than live."""
+    """Whether the batch came by replay rather than live."""
     payload: bytes = b""
     """The bytes as the engine sent them."""
     topic: bytes = b""
-    """The topic it came with; for replayed ones of engines that do not repeat it, the newest one seen or the source's."""
+    """The topic of the message. If a replay does not repeat it, the newest topic seen, or the source's."""
     rejected: tuple[Rejected, ...] = ()
-    """Events of this batch that could not be read."""
+    """Events of this batch that could not be decoded."""
 
 
 class RawBatch(msgspec.Struct, frozen=True, gc=False):
-    """A `Batch` whose payload nobody has looked at yet: what a subscriber with `decode=False` delivers in its place."""
+    """A `Batch` whose payload is not decoded: what a subscriber with `decode=False` delivers."""
 
     source: str
     rank: int
@@ -43,7 +43,7 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
     topic: bytes = b""
 
     def decode(self, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> Batch:
-        """The batch with its events. What could not be read is in its `rejected`."""
+        """Return the decoded batch. Events that could not be decoded are in its `rejected`."""
         decoded = decode_batch(self.payload, limits)
         return Batch(
             self.source,
@@ -60,20 +60,20 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reset(msgspec.Struct, frozen=True, gc=False):
-    """Forget everything this stream told you; what its publisher holds comes anew.
+    """Drop everything that came from this stream. What its publisher holds is delivered again.
 
-    The publisher began a new life, or its identity cannot be proven, or what it holds is not what was delivered.
+    The publisher has begun a new life, or its identity cannot be verified, or it does not hold what was delivered.
     """
 
     source: str
     rank: int
     incarnation: int
-    """The life that begins now; everything of earlier ones is void."""
+    """The life that begins now. Everything of earlier lives is void."""
     reason: str
 
 
 class Gap(msgspec.Struct, frozen=True, gc=False):
-    """Batches `first` to `last`, both included, are not delivered; what follows continues after them."""
+    """Batches `first` to `last`, both included, are not delivered. The next delivery continues after them."""
 
     source: str
     rank: int
@@ -81,13 +81,13 @@ class Gap(msgspec.Struct, frozen=True, gc=False):
     last: int
     incarnation: int = 0
     compacted: bool = False
-    """Whether the missing numbers are represented by the snapshot that follows: nothing is lost. False: they are lost."""
+    """Whether the snapshot that follows represents the missing numbers, so that nothing is lost. If False, they are lost."""
 
 
 Delivery: TypeAlias = Batch | Reset | Gap
-"""What is delivered unless asked otherwise."""
+"""What a subscriber delivers by default."""
 RawDelivery: TypeAlias = RawBatch | Reset | Gap
-"""What is delivered with `decode=False`."""
+"""What a subscriber delivers with `decode=False`."""
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -96,5 +96,5 @@ if TYPE_CHECKING:
 else:
     from typing import TypeVar
 
-    # A default is news of Python 3.13, and for type checkers only: `Subscriber` alone means `Subscriber[Batch]`.
+    # Type variables have defaults since Python 3.13. For type checkers, `Subscriber` alone means `Subscriber[Batch]`.
     BatchT = TypeVar("BatchT")

@@ -202,7 +202,7 @@ class DeliveryLayer(Generic[BatchT]):
         if self._ledger.mismatch_digest(seq):
             self.counters.digests_mismatched += not is_explained
             if self._heartbeats.allow_resync(seq) and self._can_replay:
-                self._restart_reason = f"what was delivered up to number {seq} is not what its sender holds"
+                self._restart_reason = f"the state after number {seq} does not have the publisher's digest"
 
     # --- deliveries --------------------------------------------------------------------------------------------------------
 

@@ -85,8 +85,8 @@ class HeartbeatMonitor:
     @property
     def silence(self) -> str:
         """The reason that an operator reads while the publisher is silent."""
-        every = f"it said that it speaks every {self._interval:g} s, and " if self._interval is not None else ""
-        return f"silent: {every}nothing was heard for {self._limits.max_missed_heartbeats:g} times as long"
+        interval = f"the heartbeat interval of {self._interval:g} s" if self._interval is not None else "the heartbeat interval"
+        return f"silent: nothing was received for {self._limits.max_missed_heartbeats:g} times {interval}"
 
     # --- starting over
 

@@ -1,4 +1,4 @@
-"""What a stream waits for and keeps: each bound named, defaulted and justified here."""
+"""The limits and timers of a stream, each with its default and reason."""
 
 from __future__ import annotations
 
@@ -8,47 +8,49 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """Bounds of one stream. Reaching one is counted, and shows in its trust where it matters."""
+    """Limits of one stream. Reaching one is counted, and affects trust where it matters."""
 
     max_pending_batches: int = 65_536
-    """Batches that wait for a missing one. An engine's replay buffer holds 10,000; what does not fit is replayed later."""
+    """Batches that wait for a missing one. An engine's replay buffer holds 10,000. What does not fit is replayed later."""
     max_pending_bytes: int = 64 * 1024 * 1024
     """Bytes of those batches."""
     replay_timeout: float = 2.0
-    """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s idle, 0.2 s for 10,000."""
+    """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s if idle, 0.2 s for 10,000
+    batches."""
     reply_idle_timeout: float = 0.5
-    """The same once an answer has begun: engines lose end markers, and an answer that pauses this long has ended."""
+    """The same once an answer has begun. Engines lose end markers, so an answer that pauses this long has ended."""
     max_duplicate_replies: int = 200_000
-    """Messages of one answer that bring nothing new, after which it is cut off: an endless answer ends here."""
+    """Messages of one answer in a row that bring nothing new, after which the request counts as unanswered: an endless answer
+    ends here."""
     max_unanswered_requests: int = 3
     """Unanswered requests in a row after which a missing batch is given up."""
     max_incomplete_answers: int = 2
     """Answers in a row without the missing batch after which it is given up."""
     max_request_burst: int = 32
-    """Replay requests of one stream that may follow each other without a pause, as after a long time without any. An engine's
-    whole buffer of 10,000 batches needs ten: its sockets drop what is queued behind 1,000."""
+    """Replay requests of one stream that may follow each other without a pause after a long time without any. An engine's
+    whole buffer of 10,000 batches needs ten, because its sockets drop what is queued behind 1,000."""
     request_interval: float = 0.5
-    """Seconds between two requests after those, whatever the answers hold, unless one led to where live batches are: engines
-    publish and answer on one thread."""
+    """Seconds between two requests after the burst, whatever the answers hold. A request that leads to a live batch allows
+    another burst. Engines publish and answer on one thread, so requests cost them throughput."""
     idle_before_probe: float = 1.0
-    """Seconds of silence after which the tail is checked."""
+    """Seconds without a live batch after which the tail is checked by replay."""
     max_probe_interval: float = 30.0
-    """Seconds between two checks of a stream that stays quiet, doubling up to this."""
+    """Longest pause in seconds between two checks of a quiet stream. Pauses double up to this."""
     max_conflicts: int = 3
-    """Contradictions between replay and live stream in a row after which the replay endpoint is no longer believed."""
+    """Conflicts between replay and the live stream in a row after which the replay endpoint is distrusted."""
     distrust_cooldown: float = 60.0
-    """Seconds until a replay endpoint that is no longer believed is asked once more: contradictions also come of an engine that
-    restarts again and again."""
+    """Seconds until a distrusted replay endpoint is asked again. An engine that restarts again and again also causes
+    conflicts."""
     max_replayed_digests: int = 256
-    """Replayed batches whose digests are kept, to be compared with the same ones arriving live a moment later. Replay is asked
-    again for the number of a live batch that is older."""
+    """Replayed batches whose digests are stored, for comparison with the same batches when they arrive live a moment later.
+    For a live batch that is older, replay is asked for its number again."""
     max_missed_heartbeats: float = 3.0
-    """Times the interval that a sender has told in its heartbeats, after which it is silent when nothing is heard of it: one
-    heartbeat may be lost and the next be late."""
+    """Heartbeat intervals without anything received after which a publisher counts as silent: one heartbeat may be lost and
+    the next one late."""
     max_consecutive_resyncs: int = 2
-    """How often in a row, with no agreement between, a stream starts over because of a heartbeat's digest, or of its life; or
-    because replay has forgotten what it had brought, before it could be proven. What a second history from 0 does not mend, a
-    third does not either."""
+    """Times in a row, with no match between, that a stream starts over for the same kind of cause: a heartbeat's digest, a
+    heartbeat's life, or an unconfirmed batch that replay has evicted. What a second history from 0 does not repair, a third
+    one does not repair either."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

@@ -86,7 +86,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             fetch.collect(self._order.next_seq)
             self._accept_first(fetch, reply)
         else:
-            forgotten = f"replay brought number {fingerprint.seq}, has forgotten it, and no live batch has proven it"
+            forgotten = f"replay has evicted number {fingerprint.seq}, which it brought and no live batch has confirmed"
             self._apply(Input.NEW_LIFE, forgotten)
 
     def _match(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> None:

@@ -1,4 +1,4 @@
-"""What reading a delivered batch has shown about its stream."""
+"""Reports: what reading and applying a delivered batch has shown about its stream."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvevents.wire import Rejected
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What a stream cannot know unless the batch is read, and in part unless it is applied; see `Subscriber.report`."""
+    """What a stream can learn only from a consumer that reads, and in part applies, the batch; see `Subscriber.report`."""
 
     rejected: tuple[Rejected, ...] = ()
-    """Events that could not be read."""
+    """Events that could not be decoded."""
     cleared: bool = False
-    """Whether it holds an AllBlocksCleared for all tiers and groups."""
+    """Whether the batch has an AllBlocksCleared for all tiers and groups."""
     heartbeat: Heartbeat | None = None
-    """The last one in the batch: its digest is of everything up to the batch's end, wherever in the batch it stands."""
+    """The last heartbeat in the batch. Its digest is of everything up to the end of the batch, wherever the heartbeat is."""
     digest_matches: bool | None = None
-    """Whether the state after the batch has the heartbeat's digest; None without a heartbeat, or where nobody can say."""
+    """Whether the state after the batch has the heartbeat's digest; None if there is no heartbeat or the state is unknown."""
 
 
 def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
-    """What the events of a batch show by themselves; None where that is nothing."""
+    """Return what the events of a batch show by themselves; None if that is nothing."""
     cleared, heartbeat = False, None
     for event in events:
         if type(event) is BlockRemoved:

@@ -1,4 +1,4 @@
-"""What a subscriber is told about one stream."""
+"""The source of a stream: where a subscriber follows it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Source:
     endpoint: str
     """Where the engine publishes, such as `tcp://10.0.0.7:5557`."""
     replay_endpoint: str | None = None
-    """Where it answers replay requests; without it losses can be seen but not mended."""
+    """Where it answers replay requests. Without it, losses are noticed but not repaired."""
     topic: str = ""
-    """Prefix of the topics to receive. An engine whose topic does not start with it is silent."""
+    """Prefix of the topics to receive. Batches with another topic are not received."""
     name: str | None = None
-    """Name of the engine in deliveries; its endpoint when not given. Ranks of one engine share a name."""
+    """Name of the engine in deliveries; its endpoint if None. Ranks of one engine share a name."""
     rank: int = 0
     bind: bool = False
     """Bind `endpoint` and let the engine connect, instead of connecting to it."""
@@ -32,12 +32,12 @@ class Source:
             if endpoint is not None:
                 validate_endpoint(endpoint)
         if self.rank < 0:
-            raise ConfigError(f"rank {self.rank} of {self.label} is negative; ranks count from 0")
+            raise ConfigError(f"invalid rank {self.rank} of {self.label}: expected a number from 0")
 
     def ranks(self, count: int) -> list[Source]:
-        """The source once for each of `count` data-parallel ranks: ports count up from this one's, as in the engines.
+        """Return the source of each of `count` data-parallel ranks. Ports count up from this one's, as in the engines.
 
-        Raises `ConfigError` when a port would be above 65535.
+        Raises `ConfigError` if a port would be above 65535.
         """
         return [
             replace(
@@ -52,5 +52,5 @@ class Source:
 
     @property
     def label(self) -> str:
-        """The name under which deliveries and `trust()` know this source."""
+        """The name of this source in deliveries and in `trust()`."""
         return self.name or self.endpoint

@@ -125,7 +125,7 @@ class Stream(ReplayLayer[BatchT]):
         """
         if (checkpoint.source, checkpoint.rank) != (self._name, self._rank):
             raise ConfigError(
-                f"{self._name} rank {self._rank} cannot go on with the checkpoint of {checkpoint.source} rank {checkpoint.rank}"
+                f"cannot resume {self._name} rank {self._rank} from a checkpoint of {checkpoint.source} rank {checkpoint.rank}"
             )
         self.state = State.RESTORED
         self.incarnation = checkpoint.incarnation
@@ -498,5 +498,5 @@ _MAY_BE_OF_EARLIER_CONNECTION: Final = (State.DISCONNECTED, State.RESTORED)
 _NO_FINGERPRINT: Final = {
     State.CONNECTING: "",
     State.DISCONNECTED: "reconnected before the first batch",
-    State.RESTORED: "restored with nothing by which to recognise the publisher",
+    State.RESTORED: "the checkpoint has no fingerprint of the publisher",
 }

@@ -1,77 +1,66 @@
-"""How far what is known of a stream can be trusted, and why not further."""
+"""How far a stream can be trusted, and why not further."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Any, ClassVar, Final, final
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, final
 
 
 class DegradedReason(enum.Enum):
-    """Why a stream is DEGRADED; the value is the sentence an operator reads."""
+    """Why a stream is DEGRADED. The value is the sentence that an operator reads."""
 
     NO_REPLAY = "no replay endpoint: what is lost stays lost, and losses at the tail cannot be seen"
     REPLAY_SILENT = "the replay endpoint does not answer"
     REPLAY_FOREIGN = "the replay endpoint answers for another stream"
     REPLAY_UNCONFIRMED = "the replay endpoint contradicted the live stream and has not agreed with it since"
-    IDENTITY = "after a reconnect it could not be proven that the publisher is still the same process"
+    IDENTITY = "after a reconnect, the publisher could not be verified to be the same process"
     LOST = "batches are lost for good, or history is truncated"
     REJECTED = "a batch held events that could not be read"
-    DIVERGED = "what was delivered is not what its sender holds"
+    DIVERGED = "the delivered state does not have its publisher's digest"
     SENDER = "its sender does not trust what it tells"
-    SILENT = "its sender is not heard, although it said that it speaks regularly"
+    SILENT = "the publisher has missed its heartbeats"
     REPLAY_UNPROVEN = "no live batch has confirmed yet what the replay endpoint says"
 
 
 REASONS_ENDED_BY_CLEAR: Final = frozenset(
     {DegradedReason.IDENTITY, DegradedReason.LOST, DegradedReason.REJECTED, DegradedReason.DIVERGED}
 )
-"""After AllBlocksCleared nothing older matters: these doubts were about older events. An agreement ends them as well."""
+"""Reasons that are about older events. AllBlocksCleared ends them, and so does a matching digest."""
 PERSISTENT_REASONS: Final = REASONS_ENDED_BY_CLEAR | {DegradedReason.REPLAY_UNCONFIRMED, DegradedReason.SENDER}
-"""These are about what was delivered, or about who delivered it. The others are about an endpoint, and arise anew."""
+"""Reasons that a checkpoint stores: they are about delivered batches or their publisher. The others are about an endpoint and
+begin again in a later process."""
 
 
 @final
+@dataclass(frozen=True, slots=True, repr=False)
 class Trust:
     """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
 
-    Two values are equal when their states are; `reason` is for people. EXACT says that every batch since the publisher's start,
-    or since a clear or an agreement, up to the newest one known, was delivered, that a live batch of this connection has shown
-    replay to be of the same publisher, and that the sender says no less of itself.
+    Two values are equal if their states are equal; `reason` is for people. EXACT means three things. Every batch since the
+    publisher's start, a clear or a matching digest, up to the newest one known, was delivered. A live batch of this connection
+    has shown that replay is of the same publisher. The publisher does not report less than EXACT of itself.
     """
 
-    __slots__ = ("name", "reason")
     name: str
     """CONNECTING, REPLAYING, EXACT, DEGRADED or STALE."""
-    reason: str
+    reason: str = field(default="", compare=False)
 
     CONNECTING: ClassVar[Trust]
     """No connection yet."""
     REPLAYING: ClassVar[Trust]
-    """Catching up, or proving after a reconnect that the publisher is the same."""
+    """Catching up, or verifying after a reconnect that the publisher is the same."""
     EXACT: ClassVar[Trust]
     DEGRADED: ClassVar[Trust]
     """Following, but not exact; `reason` says why."""
     STALE: ClassVar[Trust]
-    """What was delivered ages: the connection is gone, or not yet there after a restart of this process; or the sender, though
-    it promised to speak, is silent, or says STALE of itself."""
-
-    def __init__(self, name: str, reason: str = "") -> None:
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "reason", reason)
+    """The delivered state ages. The connection is gone, or not yet there after a restart of this process; or the publisher has
+    missed its heartbeats, or reports STALE of itself."""
 
     def with_reason(self, reason: str) -> Trust:
-        """The same state with a reason."""
+        """Return the same state with a reason."""
         return Trust(self.name, reason)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"Trust is immutable; cannot set {name} to {value!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return self.name == other.name if isinstance(other, Trust) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})" if self.reason else self.name
@@ -80,48 +69,53 @@ class Trust:
         return f"<Trust {self}>"
 
 
-for _name in ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"):
-    setattr(Trust, _name, Trust(_name))
+Trust.CONNECTING = Trust("CONNECTING")
+Trust.REPLAYING = Trust("REPLAYING")
+Trust.EXACT = Trust("EXACT")
+Trust.DEGRADED = Trust("DEGRADED")
+Trust.STALE = Trust("STALE")
 
-_RANKS: Final = {name: rank for rank, name in enumerate(("STALE", "CONNECTING", "REPLAYING", "DEGRADED", "EXACT"))}
+_ORDER: Final = {name: order for order, name in enumerate(("STALE", "CONNECTING", "REPLAYING", "DEGRADED", "EXACT"))}
 
 
 def trust_order(name: str) -> int:
-    """Orders the names of states, STALE first and EXACT last; -1 for a name of none."""
-    return _RANKS.get(name, -1)
+    """Return a number that orders the names of states, from STALE to EXACT; -1 for any other name."""
+    return _ORDER.get(name, -1)
 
 
 MAX_MARKS: Final = 64
-"""Numbers that are remembered of one doubt: the newest ones. Of those before them it is known where they begin."""
+"""Affected numbers that a ledger stores for one reason: the newest ones. Of the others it stores only where they begin."""
 
 
 class _Marks:
-    """Of one doubt the last number that is in doubt for each of its causes.
+    """The numbers up to which one degraded reason affects a stream, one for each of its causes.
 
-    Doubts come one by one, and what consumers find may come much later: a slow one has lost hundreds of times before it says
-    what was in the batches between. Where there were more than `MAX_MARKS`, anything between the first and the oldest that is
-    still known counts as in doubt: that a difference is explained is said too often then, and never too seldom.
+    Causes come one by one, and consumers may report much later: a slow consumer may report after hundreds of gaps. Beyond
+    `max_marks`, every number between the first mark and the oldest stored one counts as affected. That may explain a digest
+    mismatch too often, but never too seldom.
     """
 
-    __slots__ = ("_newest", "_since")
+    __slots__ = ("_max_marks", "_newest", "_since")
 
-    def __init__(self) -> None:
+    def __init__(self, max_marks: int) -> None:
+        self._max_marks = max_marks
         self._newest: list[int] = []
-        """Rising, and never empty once there was one, unless all are healed."""
+        """In rising order. Once there was a mark, it is empty only if all marks have ended."""
         self._since: int | None = None
-        """The first of those that are no longer known, all of which are below the newest."""
+        """The first of the marks that are no longer stored, all of which are below the stored ones."""
 
-    def add(self, through: int) -> None:
+    def add(self, last_affected: int) -> None:
+        """Add a mark."""
         newest = self._newest
-        newest.append(through)
-        if len(newest) > 1 and newest[-2] >= through:
+        newest.append(last_affected)
+        if len(newest) > 1 and newest[-2] >= last_affected:
             newest.sort()
-        if len(newest) > MAX_MARKS:
-            forgotten = newest.pop(0)
-            self._since = forgotten if self._since is None else min(self._since, forgotten)
+        if len(newest) > self._max_marks:
+            evicted = newest.pop(0)
+            self._since = evicted if self._since is None else min(self._since, evicted)
 
-    def heal(self, before: int) -> bool:
-        """Forget those below a number; whether none is left."""
+    def end(self, before: int) -> bool:
+        """Remove the marks below a number. Return whether no mark is left."""
         if self._since is not None:
             self._since = max(self._since, before) if before <= self._newest[0] else None
         self._newest = [mark for mark in self._newest if mark >= before]
@@ -129,10 +123,12 @@ class _Marks:
 
     @property
     def first(self) -> int:
+        """The lowest mark."""
         return self._newest[0] if self._since is None else self._since
 
     @property
     def last(self) -> int:
+        """The highest mark."""
         return self._newest[-1]
 
     def __len__(self) -> int:
@@ -140,80 +136,81 @@ class _Marks:
 
 
 class TrustLedger:
-    """The doubts of one stream, each with the last number in doubt because of it.
+    """The degraded reasons of one stream, each with the last number that it affects.
 
-    A consumer that reads payloads itself tells of a clear or of unreadable events some time after the batch was handed out, in
-    any order. The numbers make the outcome the same as if each batch had been read before the next one was delivered.
+    A consumer that reads payloads itself reports a clear or unreadable events some time after the batch was delivered, in any
+    order. The numbers make the outcome the same as if each batch had been read before the next one was delivered.
     """
 
-    def __init__(self) -> None:
-        self._through: dict[DegradedReason, _Marks] = {}
-        self._cleared = self._agreed = -1
+    def __init__(self, max_marks: int = MAX_MARKS) -> None:
+        self._max_marks = max_marks
+        self._marks: dict[DegradedReason, _Marks] = {}
+        self._cleared = self._matched = -1
 
     def __bool__(self) -> bool:
-        return bool(self._through)
+        return bool(self._marks)
 
-    def __contains__(self, doubt: DegradedReason) -> bool:
-        return doubt in self._through
+    def __contains__(self, reason: DegradedReason) -> bool:
+        return reason in self._marks
 
     def __iter__(self) -> Iterator[DegradedReason]:
-        """In the order in which `DegradedReason` lists them."""
-        if len(self._through) <= 1:  # nearly always, and asked for with every turn of a subscriber
-            return iter(tuple(self._through))
-        return (doubt for doubt in DegradedReason if doubt in self._through)
+        """Iterate in the order of `DegradedReason`."""
+        if len(self._marks) <= 1:  # nearly always; every turn of a subscriber asks
+            return iter(tuple(self._marks))
+        return (reason for reason in DegradedReason if reason in self._marks)
 
-    def add(self, doubt: DegradedReason, through: int) -> None:
-        """DegradedReason everything up to number `through`."""
-        marks = self._through.get(doubt)
+    def add(self, reason: DegradedReason, last_affected: int) -> None:
+        """Add a reason that affects everything up to number `last_affected`."""
+        marks = self._marks.get(reason)
         if marks is None:
-            marks = self._through[doubt] = _Marks()
-        marks.add(through)
+            marks = self._marks[reason] = _Marks(self._max_marks)
+        marks.add(last_affected)
 
-    def discard(self, doubt: DegradedReason) -> None:
-        """A doubt was settled."""
-        self._through.pop(doubt, None)
+    def discard(self, reason: DegradedReason) -> None:
+        """Remove a reason, whatever it affects."""
+        self._marks.pop(reason, None)
 
     def clear(self, seq: int) -> None:
-        """Batch `seq` clears everything: what was doubted before it no longer matters."""
+        """Record that batch `seq` clears everything: what affects only batches before it has ended."""
         self._cleared = max(seq, self._cleared)
-        self._heal(seq)
+        self._end_before(seq)
 
     def reject(self, seq: int) -> None:
-        """Events of batch `seq` could not be read; that matters unless later it is known to make no difference."""
-        if seq >= self._cleared and seq > self._agreed:
+        """Record that events of batch `seq` could not be read, unless a later clear or matching digest is known."""
+        if seq >= self._cleared and seq > self._matched:
             self.add(DegradedReason.REJECTED, seq)
 
     def match_digest(self, seq: int) -> None:
-        """After batch `seq` the state is the sender's: what was doubted up to there has made no difference."""
-        self._agreed = max(seq, self._agreed)
-        self._heal(seq)
-        rejected = self._through.get(DegradedReason.REJECTED)
+        """Record that the state after batch `seq` is the publisher's: what affects earlier batches has ended."""
+        self._matched = max(seq, self._matched)
+        self._end_before(seq)
+        rejected = self._marks.get(DegradedReason.REJECTED)
         if rejected is not None and rejected.last == seq:
             self.discard(DegradedReason.REJECTED)
 
     def mismatch_digest(self, seq: int) -> bool:
-        """After batch `seq` the state is not the sender's. False where a later clear or agreement has ended that already."""
-        matters = seq >= self._cleared and seq > self._agreed
+        """Record that the state after batch `seq` is not the publisher's. Return False if a later clear or match is known."""
+        matters = seq >= self._cleared and seq > self._matched
         if matters:
             self.add(DegradedReason.DIVERGED, seq)
         return matters
 
     def explains(self, seq: int) -> bool:
-        """Whether it is known already why the state after batch `seq` may not be the sender's."""
-        return any(doubt in REASONS_ENDED_BY_CLEAR and marks.first <= seq for doubt, marks in self._through.items())
+        """Whether a reason is known why the state after batch `seq` might not be the publisher's."""
+        return any(reason in REASONS_ENDED_BY_CLEAR and marks.first <= seq for reason, marks in self._marks.items())
 
     def persistent(self) -> dict[DegradedReason, int]:
-        """Those that outlive a process, each with the last number in doubt."""
-        return {doubt: self._through[doubt].last for doubt in self if doubt in PERSISTENT_REASONS}
+        """Return the reasons that a checkpoint stores, each with the last number that it affects."""
+        return {reason: self._marks[reason].last for reason in self if reason in PERSISTENT_REASONS}
 
     def begin_life(self) -> None:
-        """What was doubted about events, or told by the sender, is about a life that has ended."""
-        self._cleared = self._agreed = -1
-        self._heal(None)
+        """Remove the reasons that are about events or heartbeats of the life that has ended."""
+        self._cleared = self._matched = -1
+        self._end_before(None)
         self.discard(DegradedReason.SENDER)
         self.discard(DegradedReason.SILENT)
 
-    def _heal(self, before: int | None) -> None:
-        for doubt in REASONS_ENDED_BY_CLEAR & self._through.keys():
-            if before is None or self._through[doubt].heal(before):
-                del self._through[doubt]
+    def _end_before(self, seq: int | None) -> None:
+        for reason in REASONS_ENDED_BY_CLEAR & self._marks.keys():
+            if seq is None or self._marks[reason].end(seq):
+                del self._marks[reason]
