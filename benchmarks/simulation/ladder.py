@@ -16,8 +16,8 @@ from kvevents.events import BlockStored, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.routing import Router, policy
 from kvevents.sim.audit import Audit
+from kvevents.sim.event_sink import DelayedDelivery
 from kvevents.sim.fleet import Fleet
-from kvevents.sim.outlet import Postbox
 from kvevents.sim.requests import Request
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.timeline import Timeline
@@ -109,14 +109,14 @@ def climb(name: str, settings: FleetSettings, stages: Sequence[tuple[float, int]
     timeline = Timeline()
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
-    postbox = Postbox(timeline, settings.event_delay, settings.wire, audit.apply)
-    fleet = Fleet(settings, ROUTERS[name](settings, index), audit, postbox, timeline)
+    sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
+    fleet = Fleet(settings, ROUTERS[name](settings, index), audit, sink, timeline)
     texts, random = LlmD().requests(settings.seed), Random(settings.seed)  # noqa: S311 - simulation, not a secret
     return [_stage(fleet, rate, islice(texts, int(rate * seconds)), random) for rate, seconds in stages]
 
 
 def _stage(fleet: Fleet, rate: float, texts: Iterator[Request], random: Random) -> Stage:
-    tally, timeline = fleet.tally, fleet.timeline
+    tally, timeline = fleet.metrics, fleet.timeline
     began, before = timeline.now, (tally.output_tokens, len(tally.ttft), tally.prompt_tokens, tally.cached_tokens)
     times = arrivals("poisson", rate, random)
     fleet.feed(replace(request, at=began + at) for request, at in zip(texts, times, strict=False))
@@ -134,5 +134,5 @@ def _stage(fleet: Fleet, rate: float, texts: Iterator[Request], random: Random) 
         counts.checked,
         counts.disagreements,
         counts.unproven,
-        sum(station.engine.preemptions for station in fleet.stations.values()),
+        sum(worker.engine.preemptions for worker in fleet.workers.values()),
     )

@@ -161,10 +161,10 @@ def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.
         (["--workload", "chat", "--trace-speed", "2"], r"trace_speed needs a trace; .*"),
         (
             ["--max-num-batched-tokens", "1"],
-            r"--max-num-batched-tokens: max_num_batched_tokens is 1, less than.*",
+            r"--max-num-batched-tokens: max_num_batched_tokens is 1; it must be at least max_num_seqs.*",
         ),
         (["--engines", "100000"], r"100000 engines of 1 ranks are more than \d+ workers"),
-        (["--dialect", "vllm-0.9", "--host-blocks", "5"], r".*does not tell tiers.*"),
+        (["--dialect", "vllm-0.9", "--host-blocks", "5"], r".*has no field for tiers.*"),
         (["--html", "/none/report.html"], r"cannot write /none/report.html: there is no directory /none"),
         (["--html", "/"], r"cannot write /: it is a directory; use the name of a file"),
     ],

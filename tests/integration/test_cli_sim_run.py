@@ -217,7 +217,7 @@ def test_nobody_may_come(capsys: pytest.CaptureFixture[str]) -> None:
         (["--faults", "cut:0s"], r"cut:0s is wrong; write a duration above 0, such as cut:60s"),
         (
             ["--base-port", str(HIGHEST_PORT - 2)],
-            rf"2 workers from port {HIGHEST_PORT - 2} on would need port \d+; begin lower",
+            rf"invalid base port {HIGHEST_PORT - 2}: 2 workers would need port \d+; choose a lower one",
         ),
         (["--base-port", "99999999"], r".*99999999.*"),
         (["--host", "no such host"], r".*no such host.*"),

@@ -92,7 +92,7 @@ def test_index_and_engines_agree_over_sockets(given: dict[str, Any], within: Seq
     assert result.checked == result.finished + result.preemptions
     assert result.cached_tokens > 0
     assert {(one.source, one.rank): one.batches for one in run.streams} == {
-        worker: station.batches for worker, station in run.fleet.fleet.stations.items()
+        worker: simulated.batches for worker, simulated in run.fleet.fleet.workers.items()
     }
     assert total(run.streams, "batches") == result.batches
     assert [total(run.streams, name) for name in ("replayed", "healed", "resets", "reconnects")] == [0] * 4
@@ -170,7 +170,7 @@ class Late:
 
     def look(self, fleet: LiveFleet) -> None:
         if not self.after and fleet.fleet.progress.finished >= 10:
-            self.after = fleet.fleet.tally.batches
+            self.after = fleet.fleet.metrics.batches
             self._thread.start()
 
     def all(self, wanted: int) -> list[bytes]:
@@ -248,7 +248,7 @@ def test_a_consumer_that_dies_is_told(moment: str, monkeypatch: pytest.MonkeyPat
 
 def stop_soon(fleet: LiveFleet) -> None:
     """When something was published."""
-    if fleet.fleet.tally.batches:
+    if fleet.fleet.metrics.batches:
         fleet.stop()
 
 
@@ -325,8 +325,8 @@ def test_index_and_engines_agree_whatever_goes_wrong(wrong: str) -> None:
 
 def has_sent(run: Ran, stream: StreamResult) -> bool:
     """Whether it is up, and has published in its present life: of others nobody can know that they are the same process."""
-    station = run.fleet.fleet.stations[stream.source, stream.rank]
-    return station.up and station.batches > 0
+    simulated = run.fleet.fleet.workers[stream.source, stream.rank]
+    return simulated.is_up and simulated.batches > 0
 
 
 def test_restarts_keep_the_ports_and_are_seen_as_resets() -> None:

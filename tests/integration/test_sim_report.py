@@ -271,7 +271,7 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module", name="usual")
 def usual_comparison() -> Comparison:
     return compared(
-        result(), result("prefix-aware", hit_rate=0.41, p90=0.2, promised_tokens=400, broken_promises=7), unanswered("random")
+        result(), result("prefix-aware", hit_rate=0.41, p90=0.2, predicted_tokens=400, overpredictions=7), unanswered("random")
     )
 
 
@@ -331,8 +331,8 @@ def test_figures_have_the_colors_of_the_page(text: str) -> None:
 def test_the_page_says_what_was_found_and_how(text: str, usual: Comparison) -> None:
     read = re.sub(r"\s+", " ", Reader(text).text)
     assert "Prefix-aware found 41.0% of prompt tokens in caches, round-robin 12.0%" in read
-    assert "prefix-aware: 100 compared, 0 differed, 0 could not be compared; 400 cached tokens were promised" in read
-    assert "7 requests found fewer than promised" in read
+    assert "prefix-aware: 100 compared, 0 differed, 0 could not be compared; 400 cached tokens were predicted" in read
+    assert "7 requests found fewer than predicted" in read
     for value in usual.settings.values():
         assert value is None or str(value) in read
     for line in cells(usual):

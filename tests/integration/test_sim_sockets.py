@@ -68,7 +68,9 @@ def test_without_one_the_system_chooses() -> None:
 
 def test_ports_that_there_are_not_are_told_before_anything_is_opened() -> None:
     before = openings()
-    with pytest.raises(ConfigError, match=f"^2 workers from port {HIGHEST_PORT - 2} on would need port {HIGHEST_PORT + 1}; "):
+    with pytest.raises(
+        ConfigError, match=f"^invalid base port {HIGHEST_PORT - 2}: 2 workers would need port {HIGHEST_PORT + 1}; "
+    ):
         Sockets(TWO, base_port=HIGHEST_PORT - 2)
     assert openings() == before
 

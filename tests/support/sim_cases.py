@@ -15,8 +15,8 @@ from kvevents.sim.audit import Audit
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import CostModel
 from kvevents.sim.engine import Batching, Engine, Job, Step
+from kvevents.sim.event_sink import DelayedDelivery
 from kvevents.sim.fleet import Fleet
-from kvevents.sim.outlet import Postbox
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.timeline import Timeline
@@ -133,8 +133,8 @@ def fleet_of(given: FleetSettings, name: str = "prefix-aware", *, chosen: Policy
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
     router = Router(chosen or policy(name, given.seed), index, overlay_seconds=given.overlay)
-    postbox = Postbox(timeline, given.event_delay, given.wire, audit.apply)
-    return Fleet(given, router, audit, postbox, timeline)
+    sink = DelayedDelivery(timeline, given.event_delay, given.wire, audit.apply)
+    return Fleet(given, router, audit, sink, timeline)
 
 
 def play(fleet: Fleet, most: int = 100_000) -> Iterator[int]:

@@ -133,7 +133,7 @@ def contents(cache: PrefixCache) -> Counter[tuple[str, int, int]]:
     """What a cache really holds, block by block."""
     pool, host = cache.pool, cache._host
     found = Counter(
-        (MEDIUM_GPU, shelf.place, name) for shelf, name in zip(pool._shelves, pool._names, strict=True) if shelf is not None
+        (MEDIUM_GPU, table.place, name) for table, name in zip(pool._tables, pool._names, strict=True) if table is not None
     )
     if host is not None:
         found.update((host._medium, 0, name) for name in host._held)

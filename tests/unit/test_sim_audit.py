@@ -344,8 +344,8 @@ def test_a_decoded_batch_is_taken_as_well() -> None:
     assert outcome(audit, []) == (4, 0, 0)
 
 
-def test_a_worker_that_is_not_followed_is_refused() -> None:
-    with pytest.raises(UsageError, match="'other' rank 3"):
+def test_an_unknown_worker_raises() -> None:
+    with pytest.raises(UsageError, match="'other' with rank 3"):
         small().audited().apply(replace(raw(0, []), source="other", rank=3))
 
 

@@ -256,7 +256,8 @@ def test_the_window_frees_memory_as_the_answer_grows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seqs", "tokens", "name"), [(0, 8, "max_num_seqs"), (1, 0, "max_num_batched_tokens"), (9, 8, "less than")]
+    ("seqs", "tokens", "name"),
+    [(0, 8, "max_num_seqs"), (1, 0, "max_num_batched_tokens"), (9, 8, "at least max_num_seqs, which is 9")],
 )
 def test_limits_that_cannot_be_are_refused(seqs: int, tokens: int, name: str) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -100,8 +100,8 @@ class Struck:
         self.fleet = SimpleNamespace(
             done=False,
             restart=lambda worker, down: self._note("restart", worker)(down),
-            stations={
-                worker: SimpleNamespace(up=True, life=0, engine=SimpleNamespace(reset=self._note("reset", worker)))
+            workers={
+                worker: SimpleNamespace(is_up=True, incarnation=0, engine=SimpleNamespace(reset=self._note("reset", worker)))
                 for worker in workers
             },
         )
@@ -180,7 +180,7 @@ def test_nothing_is_struck_when_all_is_answered() -> None:
 
 def test_an_engine_that_is_down_is_not_counted_as_struck() -> None:
     fleet = Struck(1)
-    fleet.fleet.stations["engine-0", 0].up = False
+    fleet.fleet.workers["engine-0", 0].is_up = False
     fleet.play("restart:1s,reset:1s", 5)
     assert sum(fleet.struck.values()) == 0
 

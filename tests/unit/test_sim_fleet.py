@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES, Load, policy
 from kvevents.sim.fleet import PROGRESS_EVERY, Fleet, Progress, simulate
+from kvevents.sim.metrics import MAX_SAMPLES
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult
-from kvevents.sim.sampling import MAX_SAMPLES
 from kvevents.sim.settings import FleetSettings
 from sim_cases import conversations, fleet_of, play, request
 
@@ -117,8 +117,8 @@ def test_a_router_knows_no_more_than_what_it_sent_and_what_was_answered(name: st
     fleet.feed(conversations(40, rate=60))
     most = 0
     for _ in play(fleet):
-        expected = {worker: Load() for worker in fleet.stations}
-        for ticket in fleet._tickets.values():
+        expected = {worker: Load() for worker in fleet.workers}
+        for ticket in fleet._in_flight.values():
             assert ticket.decision is not None
             worker, length = ticket.decision.worker, len(ticket.request.prompt)
             load, begun = expected[worker], ticket.first_at is not None
@@ -128,8 +128,8 @@ def test_a_router_knows_no_more_than_what_it_sent_and_what_was_answered(name: st
                 load.decoding + begun,
                 load.decoding_tokens + length * begun,
             )
-        assert {worker: fleet.router.load(worker) for worker in fleet.stations} == expected
-        assert {w: len(station.engine.jobs()) for w, station in fleet.stations.items()} == {
+        assert {worker: fleet.router.load(worker) for worker in fleet.workers} == expected
+        assert {w: len(worker.engine.jobs()) for w, worker in fleet.workers.items()} == {
             w: load.requests for w, load in expected.items()
         }
         most = max(most, *(load.requests for load in expected.values()))
@@ -198,7 +198,7 @@ def test_a_promise_that_events_were_too_late_for_is_counted() -> None:
     requests = [request([1] * 41), request([2] * 41, at=1.0), request([1] * 41, at=2.0)]
     for delay, promised, broken in ((1.5, 40, 1), (0.0, 0, 0)):
         result = simulate(fleet_settings(engines=1, blocks=11, event_delay=delay), "prefix-aware", requests)
-        assert (result.promised_tokens, result.broken_promises, result.cached_tokens) == (promised, broken, 0)
+        assert (result.predicted_tokens, result.overpredictions, result.cached_tokens) == (promised, broken, 0)
 
 
 def test_the_overlay_promises_before_any_event() -> None:
@@ -206,8 +206,8 @@ def test_the_overlay_promises_before_any_event() -> None:
     first = request([3] * 20)  # the index learns the size of a block from it
     requests = [first, request([1] * 200, at=1.0), request([1] * 200, at=1.001)]
     results = [simulate(fleet_settings(engines=1, overlay=overlay), "prefix-aware", requests) for overlay in (0.0, 2.0)]
-    assert [result.promised_tokens for result in results] == [0, 196]
-    assert [result.broken_promises for result in results] == [0, 0]
+    assert [result.predicted_tokens for result in results] == [0, 196]
+    assert [result.overpredictions for result in results] == [0, 0]
 
 
 # --- restarts

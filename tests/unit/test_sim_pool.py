@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvevents.sim.pool import NULL, Pool, Shelf
+from kvevents.sim.pool import NULL, BlockTable, Pool
 from sim_model import PlainPool, waiting
 
 NAMES = range(1, 6)
-"""So few that twins are common."""
+"""So few that duplicates are common."""
 
 
 class Histories(RuleBasedStateMachine):
@@ -20,7 +20,7 @@ class Histories(RuleBasedStateMachine):
     @initialize(size=st.integers(1, 8))
     def start(self, size: int) -> None:
         self.real, self.plain = Pool(size), PlainPool(size)
-        self.shelves = Shelf(0), Shelf(1)
+        self.tables = BlockTable(0), BlockTable(1)
 
     def used(self) -> list[int]:
         return [block for block, uses in sorted(self.plain.uses.items()) if uses]
@@ -37,7 +37,7 @@ class Histories(RuleBasedStateMachine):
         empty = [block for block in self.used() if block not in self.plain.contents]
         blocks = data.draw(st.permutations(empty))[: data.draw(st.integers(1, len(empty)))]
         names = data.draw(st.lists(st.sampled_from(NAMES), min_size=len(blocks), max_size=len(blocks)))
-        self.real.name(self.shelves[group], [NULL, *blocks], [99, *names])
+        self.real.name(self.tables[group], [NULL, *blocks], [99, *names])
         self.plain.contents.update({block: (group, name) for block, name in zip(blocks, names, strict=True)})
 
     @rule(data=st.data())
@@ -73,11 +73,11 @@ class Histories(RuleBasedStateMachine):
         assert real.free == len(plain.queue)
         assert real.holding == len(plain.contents)
         assert real.uses == [0, *(plain.uses[block] for block in range(1, plain.size + 1))]
-        for group, shelf in enumerate(self.shelves):
+        for group, table in enumerate(self.tables):
             found = {name: plain.find((group, name)) for name in NAMES}
-            assert shelf.whole == {name: block for name, block in found.items() if block is not None}
+            assert table.whole == {name: block for name, block in found.items() if block is not None}
             copies = {name: [b for b, held in plain.contents.items() if held == (group, name)] for name in NAMES}
-            assert shelf.twins == {name: blocks[1:] for name, blocks in copies.items() if blocks[1:]}
+            assert table.duplicates == {name: blocks[1:] for name, blocks in copies.items() if blocks[1:]}
 
 
 TestHistories = Histories.TestCase
@@ -86,8 +86,8 @@ TestHistories.settings = settings(max_examples=60, stateful_step_count=25)
 
 def test_the_queue_stays_short_however_often_its_blocks_are_used_again() -> None:
     """Places that blocks have left are passed over, and taken out when there are too many of them."""
-    pool, shelf = Pool(3), Shelf(0)
-    blocks = used(pool, shelf, [1, 2, 3])
+    pool, table = Pool(3), BlockTable(0)
+    blocks = used(pool, table, [1, 2, 3])
     pool.give_back(blocks)
     for _ in range(20):
         pool.touch(blocks[:2])
@@ -97,24 +97,24 @@ def test_the_queue_stays_short_however_often_its_blocks_are_used_again() -> None
     assert pool.take(3) == ([blocks[2], *blocks[:2]], [(0, 3), (0, 1), (0, 2)])
 
 
-def used(pool: Pool, shelf: Shelf, names: list[int]) -> list[int]:
+def used(pool: Pool, table: BlockTable, names: list[int]) -> list[int]:
     """As many new blocks of a sequence, which hold these."""
     blocks, _ = pool.take(len(names))
-    pool.name(shelf, blocks, names)
+    pool.name(table, blocks, names)
     return blocks
 
 
 def test_the_least_recently_used_goes_first_and_of_a_sequence_its_tail() -> None:
-    pool, shelf = Pool(4), Shelf(0)
-    first, second = used(pool, shelf, [11, 12]), used(pool, shelf, [21, 22])
+    pool, table = Pool(4), BlockTable(0)
+    first, second = used(pool, table, [11, 12]), used(pool, table, [21, 22])
     pool.give_back(reversed(first))
     pool.give_back(reversed(second))
     assert pool.take(4)[1] == [(0, 12), (0, 11), (0, 22), (0, 21)]
 
 
 def test_what_is_used_again_goes_last() -> None:
-    pool, shelf = Pool(3), Shelf(0)
-    blocks = used(pool, shelf, [1, 2, 3])
+    pool, table = Pool(3), BlockTable(0)
+    blocks = used(pool, table, [1, 2, 3])
     pool.give_back(blocks)
     pool.touch(blocks[:1])
     pool.give_back(blocks[:1])
@@ -122,8 +122,8 @@ def test_what_is_used_again_goes_last() -> None:
 
 
 def test_blocks_without_contents_go_before_all_others() -> None:
-    pool, shelf = Pool(4), Shelf(0)
-    whole = used(pool, shelf, [1, 2])
+    pool, table = Pool(4), BlockTable(0)
+    whole = used(pool, table, [1, 2])
     pool.give_back(whole)
     pool.touch(whole)
     halves, _ = pool.take(2)
@@ -134,18 +134,18 @@ def test_blocks_without_contents_go_before_all_others() -> None:
 
 def test_of_two_blocks_with_one_hash_the_older_is_found_and_each_goes_by_itself() -> None:
     """Whichever goes first, the other one is found; a copy that comes back is the younger one."""
-    pool, shelf = Pool(2), Shelf(0)
-    older, younger = used(pool, shelf, [7]), used(pool, shelf, [7])
-    assert [shelf.whole[7]] == older
+    pool, table = Pool(2), BlockTable(0)
+    older, younger = used(pool, table, [7]), used(pool, table, [7])
+    assert [table.whole[7]] == older
     pool.give_back(older)
     assert pool.take(1) == (older, [(0, 7)])
-    assert [shelf.whole[7]] == younger
-    pool.name(shelf, older, [7])
-    assert [shelf.whole[7]] == younger
+    assert [table.whole[7]] == younger
+    pool.name(table, older, [7])
+    assert [table.whole[7]] == younger
     pool.give_back(younger)
     assert pool.take(1) == (younger, [(0, 7)])
-    assert [shelf.whole[7]] == older
-    assert not shelf.twins
+    assert [table.whole[7]] == older
+    assert not table.duplicates
 
 
 @pytest.mark.parametrize("uses", [1, 2])

@@ -1,4 +1,4 @@
-"""`kvevents.sim.results`, `sampling` and `tally`: figures that can be counted by hand."""
+"""`kvevents.sim.results`, `sampling` and `metrics`: figures that can be counted by hand."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from kvevents.index import PrefixIndex
 from kvevents.sim.engine import Job, Lookup
+from kvevents.sim.metrics import FIRST_INTERVAL, MAX_SAMPLES, RequestMetrics, Sampler
 from kvevents.sim.results import Distribution
-from kvevents.sim.sampling import FIRST_INTERVAL, MAX_SAMPLES, Samples
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.station import Station
-from kvevents.sim.tally import Tally
+from kvevents.sim.worker import SimulatedWorker
 from sim_cases import request
 
 # --- distributions
@@ -47,30 +46,30 @@ def test_percentiles_of_the_first_numbers(count: int, expected: tuple[int, ...])
     assert (found.p50, found.p90, found.p99, found.max) == expected
 
 
-# --- tally
+# --- metrics
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.integers(0, 60), st.integers(1, 8))
 def test_a_promise_is_broken_where_less_is_found_than_could_have_been(
     prompt: int, cached: int, promised: int, size: int
 ) -> None:
-    """The last token of a prompt, and so its block, is no part of a promise."""
-    tally = Tally()
+    """The last token of a prompt, and so its block, is not predicted as cached."""
+    metrics = RequestMetrics()
     cached = min(cached, prompt - 1) // size * size
-    tally.looked_up(Lookup(Job(request([1])), prompt, cached, 0, True), promised, size)
-    assert (tally.prompt_tokens, tally.cached_tokens, tally.promised_tokens) == (prompt, cached, promised)
+    metrics.record_lookup(Lookup(Job(request([1])), prompt, cached, 0, True), promised, size)
+    assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.predicted_tokens) == (prompt, cached, promised)
     best = max(tokens for tokens in range(0, prompt, size))
-    assert tally.broken_promises == (cached < min(promised, best))
+    assert metrics.overpredictions == (cached < min(promised, best))
 
 
 def test_times_of_an_answer() -> None:
     """Latency from arrival; a token's time from the first one on, which an answer of one token does not have."""
-    tally = Tally()
-    tally.finished(10.0, 4.0, 6.0, 5)
-    tally.finished(11.0, 4.0, 11.0, 1)
-    assert list(tally.latency) == [6.0, 7.0]
-    assert list(tally.tpot) == [1.0]
-    assert (tally.output_tokens, tally.last) == (6, 11.0)
+    metrics = RequestMetrics()
+    metrics.record_answer(10.0, 4.0, 6.0, 5)
+    metrics.record_answer(11.0, 4.0, 11.0, 1)
+    assert list(metrics.latency) == [6.0, 7.0]
+    assert list(metrics.tpot) == [1.0]
+    assert (metrics.output_tokens, metrics.last) == (6, 11.0)
 
 
 # --- samples
@@ -80,13 +79,13 @@ def test_times_of_an_answer() -> None:
 @given(st.integers(1, 4 * MAX_SAMPLES), st.integers(0, 50))
 def test_samples_are_bounded_and_lose_no_token(count: int, each: int) -> None:
     """However long a run is: fewer than the limit, in order, at ever greater intervals, and their tokens add up."""
-    tally = Tally()
-    samples = Samples(PrefixIndex(), [])
+    metrics = RequestMetrics()
+    samples = Sampler(PrefixIndex(), [])
     now, times, intervals = 0.0, [], [FIRST_INTERVAL]
     for _ in range(count):
-        tally.prompt_tokens += each
-        tally.cached_tokens += each // 2
-        samples.take(now, tally)
+        metrics.prompt_tokens += each
+        metrics.cached_tokens += each // 2
+        samples.take(now, metrics)
         times.append(now)
         intervals.append(samples.interval)
         now += samples.interval
@@ -94,35 +93,35 @@ def test_samples_are_bounded_and_lose_no_token(count: int, each: int) -> None:
     assert {sample.at for sample in samples.taken} <= {*times}
     assert all(before.at < after.at for before, after in pairwise(samples.taken))
     assert samples.taken[-1].at == times[-1]
-    assert sum(sample.prompt_tokens for sample in samples.taken) == tally.prompt_tokens
-    assert sum(sample.cached_tokens for sample in samples.taken) == tally.cached_tokens
+    assert sum(sample.prompt_tokens for sample in samples.taken) == metrics.prompt_tokens
+    assert sum(sample.cached_tokens for sample in samples.taken) == metrics.cached_tokens
     assert all(after in (before, 2 * before) for before, after in pairwise(intervals))
 
 
 def test_a_sample_counts_what_engines_have_to_do() -> None:
-    station = Station(("engine", 0), FleetSettings(engines=1, blocks=50, block_size=4, max_num_seqs=2))
-    station.start()
+    worker = SimulatedWorker(("engine", 0), FleetSettings(engines=1, blocks=50, block_size=4, max_num_seqs=2))
+    worker.start()
     for _ in range(3):
-        station.engine.submit(request(range(8), 3))
-    station.engine.begin()
-    station.engine.end()
-    samples = Samples(PrefixIndex(), [station])
-    samples.take(0.0, Tally())
+        worker.engine.submit(request(range(8), 3))
+    worker.engine.begin()
+    worker.engine.end()
+    samples = Sampler(PrefixIndex(), [worker])
+    samples.take(0.0, RequestMetrics())
     assert [(sample.running, sample.waiting, sample.blocks) for sample in samples.taken] == [(2, 1, 0)]
 
 
-def test_a_station_counts_through_all_of_its_lives() -> None:
-    station = Station(("engine", 0), FleetSettings(engines=1, blocks=50, block_size=4))
+def test_a_worker_counts_through_all_incarnations() -> None:
+    worker = SimulatedWorker(("engine", 0), FleetSettings(engines=1, blocks=50, block_size=4))
     for expected in (8, 16):
-        station.start()
-        station.engine.submit(request(range(8)))
-        station.engine.begin()
-        station.engine.end()
-        station.admitted(8, 0)
-        assert station.computed == expected
-        station.stop()
-    station.seconds = 3.0
-    result = station.result(12.0)
+        worker.start()
+        worker.engine.submit(request(range(8)))
+        worker.engine.begin()
+        worker.engine.end()
+        worker.record_lookup(8, 0)
+        assert worker.computed == expected
+        worker.stop()
+    worker.seconds = 3.0
+    result = worker.result(12.0)
     assert (result.requests, result.prompt_tokens, result.busy, result.restarts) == (2, 16, 0.25, 1)
-    assert station.result(0.0).busy == 0.0
-    assert station.result(2.0).busy == 1.0
+    assert worker.result(0.0).busy == 0.0
+    assert worker.result(2.0).busy == 1.0

@@ -1,8 +1,8 @@
-"""The truth: for every prompt, what the index says against what the engine found in its own cache.
+"""Compares, for every lookup of an engine, what the index says with what the engine found in its cache.
 
-An engine looks a prompt up between two of its events, not at a time of day: after all batches before number `seq`, and after
-the first `position` events of that one. So the index is asked exactly there, however late the batch arrives, and the two must
-agree to the token wherever the stream is exact. Where a batch is split for that, its parts are applied one after the other.
+An engine looks up a prompt between two of its events: after all batches before number `seq`, and after the first `position`
+events of that batch. So the index is queried at exactly this position, however late the batch arrives, and both must agree to
+the token if the stream is exact. If the position is inside a batch, the parts of the batch are applied one after the other.
 """
 
 from __future__ import annotations
@@ -25,72 +25,72 @@ from kvevents.stream import Batch, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire.encode import batch_encoder
 
 MAX_EXAMPLES: Final = 10
-"""Disagreements that are kept to be shown; all are counted."""
+"""Disagreements that are reported with details; all are counted."""
 MAX_PENDING: Final = 100_000
-"""Lookups of one worker that wait for the batch before them; older ones are counted as unproven then."""
+"""Lookups of one worker that wait for a batch; beyond it the oldest count as `unproven`."""
 
 
 class Mark(NamedTuple):
-    """Where in its stream an engine looked a prompt up."""
+    """The position of a lookup in the stream of an engine."""
 
     life: int
-    """Of the engine, from 0."""
+    """Incarnation of the engine, from 0."""
     seq: int
-    """Number of the batch that its step announced, or would have announced."""
+    """Sequence number of the batch of its step, also if that published none."""
     position: int
-    """Events of that batch that had happened before."""
+    """Events of that batch before the lookup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A lookup of an engine, and what it found."""
+    """A lookup of an engine, and its result."""
 
     mark: Mark
     sequence: Sequence
     tokens: int
-    """How many of the sequence's tokens were looked up."""
+    """Number of the sequence's tokens that were looked up."""
     cached: int
 
     @property
     def usable(self) -> array[int]:
-        """The tokens that could have been cached: all but the last."""
+        """The tokens that can be cached: all except the last."""
         return self.sequence.tokens[: self.tokens - 1]
 
     @property
     def namespace(self) -> Namespace:
-        """What the prompt is looked up within."""
+        """The namespace of the prompt."""
         return Namespace(lora=self.sequence.lora, salt=self.sequence.salt)
 
 
 @dataclass(slots=True)
 class AuditCounts:
-    """What came out so far."""
+    """Counters of an audit."""
 
     checked: int = 0
-    """Lookups that were compared, all that came before them having been delivered."""
+    """Lookups that were compared after everything before them was delivered."""
     disagreements: int = 0
-    """Of those, the ones in which index and engine differ."""
+    """Compared lookups in which index and engine differ."""
     unproven: int = 0
-    """Lookups that could not be compared: the stream was not exact, or what came before them was lost."""
+    """Lookups that could not be compared, because the stream was not exact or batches before them were lost."""
     wrong_unproven: int = 0
-    """Of those that could be asked for all the same, the ones that differ."""
+    """Lookups in a stream that was not exact in which index and engine differ."""
     examples: list[Difference] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Stream:
-    """What is known of one worker's stream."""
+    """Position in one worker's stream, and lookups that wait."""
 
     life: int = 0
     next: int = 0
-    """Number of the batch that is applied next."""
+    """Sequence number of the next batch."""
     numbered: int = 0
-    """Batches and parts of batches given to the index."""
+    """Batches and parts of batches applied to the index."""
     pending: deque[Expected] = field(default_factory=deque)
 
 
 class Audit:
-    """Applies deliveries to an index, and compares on the way. Of one thread, but for `expect`, which one other may call."""
+    """Applies deliveries to an index and compares lookups. For one thread, except that another one can call `expect`."""
 
     def __init__(self, index: PrefixIndex, exact: Callable[[Worker], bool] = lambda _: True) -> None:
         self.index: Final = index
@@ -99,11 +99,11 @@ class Audit:
         self._streams: Final[dict[Worker, _Stream]] = {}
 
     def add(self, worker: Worker) -> None:
-        """Follow a worker, before anything is expected of it."""
+        """Add a worker; call it before `expect`."""
         self._streams[worker] = _Stream()
 
     def expect(self, worker: Worker, expected: Expected) -> None:
-        """Compare this when the index is there."""
+        """Compare this lookup when the index has reached its position."""
         pending = self._streams[worker].pending
         pending.append(expected)
         if len(pending) > MAX_PENDING:
@@ -111,15 +111,15 @@ class Audit:
             self.counts.unproven += 1
 
     def apply(self, delivery: Batch | RawBatch | Reset | Gap, life: int | None = None) -> Applied:
-        """Give the index what came next of a stream.
+        """Apply the next delivery of a stream to the index.
 
-        `life` is the engine's own count of its lives, needed for batches; None for a reset of which nobody knows yet what
-        comes after it. Raises `UsageError` for a worker that is not followed.
+        `life` is the engine's incarnation, needed for batches; None for a reset whose next incarnation is not known yet. Raises
+        `UsageError` for a worker that was not added.
         """
         worker = (delivery.source, delivery.rank)
         stream = self._streams.get(worker)
         if stream is None:
-            raise UsageError(f"the audit does not follow {worker[0]!r} rank {worker[1]}; add it first")
+            raise UsageError(f"the audit has no worker {worker[0]!r} with rank {worker[1]}: add it first")
         if isinstance(delivery, Reset):
             self._move(worker, stream, Mark(stream.life if life is None else life, 0, 0))
             stream.numbered = 0
@@ -131,12 +131,12 @@ class Audit:
         return self._batch(worker, stream, delivery, stream.life if life is None else life)
 
     def settle(self, worker: Worker) -> None:
-        """Compare what waits for nothing any more: lookups before the next batch."""
+        """Compare the lookups before the next batch."""
         stream = self._streams[worker]
         self._compare_until(worker, stream, Mark(stream.life, stream.next, 0))
 
     def finish(self) -> None:
-        """Compare all that can be; what still waits then is counted as unproven."""
+        """Compare all lookups that can be compared; the others count as `unproven`."""
         for worker, stream in self._streams.items():
             self.settle(worker)
             self.counts.unproven += len(stream.pending)
@@ -148,7 +148,7 @@ class Audit:
         if (life, batch.seq) != (stream.life, stream.next):
             self._move(worker, stream, Mark(life, batch.seq, 0))
         self.settle(worker)
-        # A copy, since `expect` may add to it meanwhile.
+        # A copy, since another thread can call `expect` meanwhile.
         splits = sorted({one.mark.position for one in list(stream.pending) if one.mark[:2] == (life, batch.seq)})
         if splits:
             applied = self._in_parts(worker, stream, batch.decode() if isinstance(batch, RawBatch) else batch, splits)
@@ -159,7 +159,7 @@ class Audit:
         return applied
 
     def _move(self, worker: Worker, stream: _Stream, mark: Mark) -> None:
-        """The stream goes on at `mark`, without what was between."""
+        """Continue the stream at `mark`; lookups in between cannot be compared."""
         self.settle(worker)
         if mark > Mark(stream.life, stream.next, 0):
             while stream.pending and stream.pending[0].mark < mark:
@@ -168,17 +168,17 @@ class Audit:
         stream.life, stream.next = mark.life, mark.seq
 
     def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> Applied:
-        told, start = inspect_events(batch.events, batch.rejected), 0
+        report, start = inspect_events(batch.events, batch.rejected), 0
         for split in splits:
             self._give(stream, _part(batch, batch.events[start:split]))
             start = split
             self._compare_until(worker, stream, Mark(stream.life, batch.seq, split))
-        heartbeat = told.heartbeat if told is not None else None
-        # Its digest is of the whole batch, wherever in it it stands.
+        heartbeat = report.heartbeat if report is not None else None
+        # Its digest covers the entire batch, whatever its position in it.
         last = [] if heartbeat is None else [BlockRemoved([], heartbeat=heartbeat)]
         applied = self._give(stream, _part(batch, [*batch.events[start:], *last]))
         agrees = applied.report.digest_matches if applied.report is not None else None
-        return Applied(applied.status, told and replace(told, digest_matches=agrees))
+        return Applied(applied.status, report and replace(report, digest_matches=agrees))
 
     def _give(self, stream: _Stream, batch: Batch | RawBatch) -> Applied:
         number = stream.numbered
@@ -188,7 +188,7 @@ class Audit:
     # --- lookups
 
     def _compare_until(self, worker: Worker, stream: _Stream, mark: Mark) -> None:
-        """Compare the lookups up to `mark`, which is where the index is."""
+        """Compare the lookups up to `mark`, the position of the index."""
         while stream.pending and stream.pending[0].mark <= mark:
             self._compare(worker, stream.pending.popleft())
 

@@ -1,16 +1,16 @@
-"""The prefix cache of one engine: what it holds, what it announces, and how far a prompt is in it.
+"""The prefix cache of one engine: its blocks, its events, and the lookup of prompts.
 
 The rules are those of vLLM 0.32 (`vllm/v1/core/kv_cache_manager.py`, `kv_cache_coordinator.py`,
-`single_type_kv_cache_manager.py`), and `benchmarks/simulation` drives both with the same histories. Whole blocks get their
-contents when a step is scheduled that will compute them. At most all tokens but the last of a prompt count as cached, since its
-logits must be computed. A sequence is admitted when the whole of it would fit.
+`single_type_kv_cache_manager.py`), and `benchmarks/simulation` drives both with the same histories. Complete blocks get their
+contents when the step that computes them is scheduled. The last token of a prompt never counts as cached, since its logits must
+be computed. A sequence is admitted if all of it fits.
 
 A hybrid model has a second group, whose sliding window needs only the blocks that it reaches from the next token. That group
-comes first, as in gpt-oss and Gemma 3. It keeps the contents only where a later prompt can go on (vLLM 0.32's
-`prefix_cache_retention_interval` 0): at the end of the prompt, and where full attention found more than the window had.
+comes first, as in gpt-oss and Gemma 3. It keeps contents only where a later prompt can continue (vLLM 0.32's
+`prefix_cache_retention_interval` 0): at the end of the prompt, and where full attention found more than the window.
 
-Host memory is a model of our own, simpler than any engine's: every whole block is copied there when it is computed, the least
-recently used one makes room, and a prompt finds each block on either tier.
+Host memory is a model that is simpler than any engine's: every complete block is copied there when it is computed, the least
+recently used block is evicted, and a prompt finds each block on either tier.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_CPU_PINNED, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvevents.sim.pool import NULL, Pool, Shelf
+from kvevents.sim.pool import NULL, BlockTable, Pool
 from kvevents.sim.sequence import Sequence
 
 FULL: Final = "full_attention"
@@ -31,12 +31,12 @@ SLIDING: Final = "sliding_window"
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How an engine words what it announces, beyond what its dialect spells."""
+    """Differences between the events of engines that are not part of their dialects."""
 
     host_medium: str
-    """What it calls its host memory."""
+    """Its name for host memory."""
     salt_apart: bool
-    """Whether the salt has a field of its own, instead of a place among the keys of the first block."""
+    """Whether events have a field for the salt, instead of an extra key of the first block."""
 
 
 SPELLINGS: Final = {"vllm": Spelling(MEDIUM_CPU, salt_apart=False), "sglang": Spelling(MEDIUM_CPU_PINNED, salt_apart=True)}
@@ -44,32 +44,32 @@ SPELLINGS: Final = {"vllm": Spelling(MEDIUM_CPU, salt_apart=False), "sglang": Sp
 
 
 class CacheSize(NamedTuple):
-    """How much an engine's cache can hold."""
+    """Size of an engine's cache."""
 
     blocks: int
-    """On the GPU, all groups together."""
+    """Blocks on the GPU, of all groups together."""
     block_size: int
-    """Tokens."""
+    """Tokens of a block."""
     host_blocks: int = 0
-    """In host memory; 0 for none."""
+    """Blocks in host memory; 0 for none."""
     window: int | None = None
-    """Tokens that a second group's sliding window reaches; None for full attention alone."""
+    """Tokens of the sliding window of a second group; None for full attention alone."""
 
 
 class Found(NamedTuple):
-    """What a cache holds of a sequence."""
+    """The cached prefix of a sequence."""
 
     tokens: int
     tables: tuple[list[int], ...]
-    """Blocks by group, as a sequence's own tables; `NULL` where the contents come from the host."""
+    """Blocks by group, like a sequence's tables; `NULL` for blocks that are loaded from the host."""
     loaded: int = 0
-    """Blocks that come from the host."""
+    """Blocks that are loaded from the host."""
     boundary: int = 0
-    """Tokens that full attention holds, where the sliding window holds fewer."""
+    """Tokens that full attention holds, if the sliding window holds fewer."""
 
 
 class PrefixCache:
-    """Blocks of one engine; every change is kept, in order, until `take_events`."""
+    """The blocks of one engine. Changes are collected in order until `take_events`."""
 
     def __init__(self, size: CacheSize, *, max_step_tokens: int = 8192, spelling: Spelling = SPELLINGS["vllm"]) -> None:
         check_size(size)
@@ -79,7 +79,7 @@ class PrefixCache:
         self._spelling: Final = spelling
         windows = [None] if size.window is None else [size.window, None]
         self._groups: Final = [_Group(place, window, size.block_size, max_step_tokens) for place, window in enumerate(windows)]
-        self._full: Final = self._groups[-1].shelf
+        self._full: Final = self._groups[-1].table
         self._window: Final = None if size.window is None else self._groups[0]
         self._host: Final = Host(size.host_blocks, spelling.host_medium, self._changes) if size.host_blocks else None
 
@@ -89,13 +89,13 @@ class PrefixCache:
         return len(self._host) if self._host else 0
 
     def take_events(self) -> list[KVEvent]:
-        """What changed since the last call.
+        """Return the events of all changes since the last call.
 
-        Events are made only now. A step's are half a megabyte of token ids and hashes, each an object of its own: made as
-        things happen, they would wait for the step's end beside those of all other engines, out of the CPU's caches.
+        Events are created only now, since those of a step have half a megabyte of token ids and hashes. Created earlier, they
+        would leave the CPU's caches until the end of the step.
         """
         events = [
-            BlockRemoved([change[1]], MEDIUM_GPU, change[0]) if isinstance(change, tuple) else self._worded(change)
+            BlockRemoved([change[1]], MEDIUM_GPU, change[0]) if isinstance(change, tuple) else self._to_event(change)
             for change in self._changes
         ]
         self._changes.clear()
@@ -103,13 +103,13 @@ class PrefixCache:
 
     @property
     def pending(self) -> int:
-        """How many events `take_events` would return."""
+        """Number of events that `take_events` would return."""
         return len(self._changes)
 
     # --- sequences
 
     def find(self, sequence: Sequence) -> Found:
-        """How far `sequence`, which holds no blocks, is in the cache; changes nothing."""
+        """Return the cached prefix of `sequence`, which holds no blocks. Changes nothing."""
         names = sequence.hashes[: (sequence.known - 1) // self.size.block_size]
         if self._host is not None:
             return self._find_on_both(names, self._host)
@@ -139,9 +139,9 @@ class PrefixCache:
         return Found(len(blocks) * self.size.block_size, (blocks,), loaded)
 
     def admit(self, sequence: Sequence, found: Found, tokens: int) -> bool:
-        """Give a sequence what was found for it, and room for the next `tokens` tokens.
+        """Give a sequence its cached prefix, and blocks for the next `tokens` tokens.
 
-        False, and nothing done, when there is no room for all that is known of it.
+        Returns False, and changes nothing, if not all known tokens of the sequence fit.
         """
         pool = self.pool
         wanted = max(self._wanted(sequence.known, found, capped=True), self._wanted(found.tokens + tokens, found))
@@ -160,9 +160,9 @@ class PrefixCache:
         return True
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:
-        """Room for the next `tokens` tokens of an admitted sequence. False without room for them."""
+        """Give an admitted sequence blocks for the next `tokens` tokens. Returns False if they do not fit."""
         if self._window is not None:
-            self._leave_behind(sequence, self._window)
+            self._release_passed(sequence, self._window)
         needed = -(-(sequence.computed + tokens) // self.size.block_size)
         # All groups' tables are equally long.
         if (needed - len(sequence.tables[0])) * len(sequence.tables) > self.pool.free:
@@ -171,13 +171,13 @@ class PrefixCache:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence; what they hold stays until they are needed."""
+        """Take all blocks from a sequence. Their contents stay until the blocks are reused."""
         for table in sequence.tables:
             self.pool.give_back(reversed(table))
         sequence.tables, sequence.placed, sequence.computed = (), [], 0
 
     def reset(self) -> bool:
-        """Forget everything. False, and nothing done, while a sequence holds blocks."""
+        """Remove everything. Returns False, and changes nothing, while a sequence holds blocks."""
         if not self.pool.forget():
             return False
         if self._host is not None:
@@ -186,17 +186,17 @@ class PrefixCache:
         return True
 
     def holds(self, name: int) -> bool:
-        """Whether the block with this hash would be found, on either tier."""
+        """Return whether a block with this hash is on either tier."""
         return name in self._full.whole or (self._host is not None and name in self._host)
 
     def could_hold(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits when it is alone."""
+        """Return whether a single sequence of `tokens` tokens fits."""
         return sum(group.most(tokens) for group in self._groups) <= self.size.blocks
 
     # --- blocks
 
     def _wanted(self, tokens: int, found: Found, *, capped: bool = False) -> int:
-        """Blocks to take for so many tokens beside those found; `capped` by what a window ever uses at a time."""
+        """Return how many blocks `tokens` tokens need besides the found ones; `capped` by the blocks that a window can use."""
         needed = -(-tokens // self.size.block_size)
         return sum(
             max(0, (group.most(tokens) if capped else needed) - len(table))
@@ -222,15 +222,15 @@ class PrefixCache:
         return blocks
 
     def _put(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:
-        """These blocks hold from now on what the sequence has from block `start` on."""
+        """Record that these blocks hold the contents of the sequence from block `start` on."""
         names = sequence.hashes[start : start + len(blocks)]
         blocks = group.kept(sequence, start, blocks)
-        self.pool.name(group.shelf, blocks, names)
+        self.pool.name(group.table, blocks, names)
         self._changes.append(_Filled(sequence, group, start, blocks))
         if self._host is not None:
             self._host.put(names)
 
-    def _worded(self, change: _Filled | KVEvent) -> KVEvent:
+    def _to_event(self, change: _Filled | KVEvent) -> KVEvent:
         return self._stored(change) if isinstance(change, _Filled) else change
 
     def _stored(self, filled: _Filled) -> BlockStored:
@@ -257,7 +257,7 @@ class PrefixCache:
         )
 
     def _load(self, sequence: Sequence) -> None:
-        """Blocks for what comes from the host, announced in runs of neighbours."""
+        """Take blocks for contents that are loaded from the host, announced in runs of neighbours."""
         table = sequence.tables[0]
         places = [place for place, block in enumerate(table) if block == NULL]
         for place, block in zip(places, self._take(len(places)), strict=True):
@@ -270,8 +270,8 @@ class PrefixCache:
                 start = place
             end = place + 1
 
-    def _leave_behind(self, sequence: Sequence, group: _Group) -> None:
-        """Give back what no later token of a sliding window reaches."""
+    def _release_passed(self, sequence: Sequence, group: _Group) -> None:
+        """Give back the blocks that the sliding window does not reach any more."""
         table, gone = sequence.tables[group.place], []
         for place in range(group.first_reached(sequence.computed) - 1, -1, -1):
             if table[place] == NULL:
@@ -282,13 +282,13 @@ class PrefixCache:
 
 
 class _Group:
-    """One KV cache group: where its contents are found, and which of them count."""
+    """One KV cache group: the lookup of its contents, and the blocks that its window needs."""
 
-    __slots__ = ("_block_size", "_most", "_needed", "kind", "place", "shelf", "window")
+    __slots__ = ("_block_size", "_most", "_needed", "kind", "place", "table", "window")
 
     def __init__(self, place: int, window: int | None, block_size: int, max_step_tokens: int) -> None:
         self.place: Final = place
-        self.shelf: Final = Shelf(place)
+        self.table: Final = BlockTable(place)
         self.window: Final = window
         self.kind: Final = FULL if window is None else SLIDING
         self._block_size: Final = block_size
@@ -296,13 +296,13 @@ class _Group:
         self._most: Final = None if window is None else -(-(window - 1 + max_step_tokens) // block_size) + 1
 
     def most(self, tokens: int) -> int:
-        """Blocks that a sequence of so many tokens uses at a time, at most."""
+        """Return the largest number of blocks that a sequence of `tokens` tokens uses at a time."""
         needed = -(-tokens // self._block_size)
         return needed if self._most is None else min(needed, self._most)
 
     def find(self, names: Items[int]) -> list[int]:
-        """The longest prefix of `names` whose last blocks, as far as the window reaches, are there; `NULL` before them."""
-        whole, run = self.shelf.whole, 0
+        """Return the longest prefix of `names` whose last blocks within the window are cached, with `NULL` before them."""
+        whole, run = self.table.whole, 0
         for place in range(len(names) - 1, -1, -1):
             run = run + 1 if names[place] in whole else 0
             if run == self._needed:
@@ -310,11 +310,11 @@ class _Group:
         return [whole[name] for name in names[:run]]
 
     def first_reached(self, computed: int) -> int:
-        """Number of the first block that the token after `computed` ones reaches."""
+        """Return the number of the first block that the next token reaches after `computed` tokens."""
         return max(0, computed - (self.window or 0) + 1) // self._block_size
 
     def kept(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
-        """`blocks`, which begin at number `start`, with `NULL` for those whose contents no later prompt could go on from."""
+        """Return `blocks`, which begin at number `start`, with `NULL` for those from which no later prompt can continue."""
         if self.window is None:
             return blocks
         ends = [end // self._block_size for end in (sequence.prompt - 1, sequence.boundary)]
@@ -326,21 +326,21 @@ class _Group:
 
 @dataclass(slots=True)
 class _Filled:
-    """Blocks of a sequence that got their contents, from its block number `start` on."""
+    """Blocks of a sequence that got their contents, from block number `start` on."""
 
     sequence: Sequence
     group: _Group
     start: int
     blocks: list[int]
-    """`NULL` for those whose contents are not kept."""
+    """`NULL` for blocks whose contents are not kept."""
 
 
 Change: TypeAlias = "_Filled | tuple[int, int] | KVEvent"
-"""Not worded yet but for the last; a tuple is a block that the GPU lost: place of its group, hash."""
+"""A change that is not an event yet, or an event. A tuple is a block evicted from the GPU: place of its group, hash."""
 
 
 class Host:
-    """Copies of blocks in host memory, the least recently used first."""
+    """Copies of blocks in host memory, in the order of their last use."""
 
     def __init__(self, size: int, medium: str, changes: list[Change]) -> None:
         self._size: Final = size
@@ -355,13 +355,13 @@ class Host:
         return name in self._held
 
     def touch(self, names: Items[int]) -> None:
-        """These were used just now, the first of them last, so that the end of a prompt goes before its beginning."""
+        """Record a use of these blocks, the first one last, so that the end of a prompt is evicted before its beginning."""
         for name in reversed(names):
             if name in self._held:
                 self._held.move_to_end(name)
 
     def put(self, names: Items[int]) -> None:
-        """Copy these, of which no more than `size` can stay."""
+        """Copy these blocks, at most `size` of them."""
         self.touch(names)
         fresh = [name for name in names if name not in self._held][: self._size]
         gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) + len(fresh) - self._size)]
@@ -372,12 +372,12 @@ class Host:
         self._changes.extend(BlockRemoved([name], self._medium) for name in gone)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         self._held.clear()
 
 
 def _extra_keys(sequence: Sequence, start: int, count: int) -> list[tuple[str, ...] | None]:
-    """As vLLM sends them: the LoRA's name with every block, the salt with the first one only."""
+    """Return extra keys as vLLM sends them: the LoRA name with every block, the salt with the first one only."""
     lora = () if sequence.lora is None else (sequence.lora,)
     keys: list[tuple[str, ...] | None] = [lora or None] * count
     if start == 0 and sequence.salt is not None:
@@ -386,10 +386,10 @@ def _extra_keys(sequence: Sequence, start: int, count: int) -> list[tuple[str, .
 
 
 def check_size(size: CacheSize) -> None:
-    """Raises `ConfigError` for a size that no cache can have."""
+    """Raise `ConfigError` for an invalid size."""
     for name, least in (("blocks", 1), ("block_size", 1), ("host_blocks", 0)):
         if getattr(size, name) < least:
-            raise ConfigError(f"{name} of a cache is {getattr(size, name)}; it is {least} or more")
+            raise ConfigError(f"{name} is {getattr(size, name)}; it must be at least {least}")
     if size.window is not None and size.window < 2:
         raise ConfigError(f"the sliding window is {size.window} tokens; it is 2 or more, or left out")
     if size.window is not None and size.host_blocks:

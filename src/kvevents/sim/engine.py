@@ -6,8 +6,8 @@ waiting prompt is looked up in the cache in the step that admits it. A sequence 
 the one admitted last, which gives its blocks back and waits at the front. Everything that scheduling and computing a step
 changed in the cache is one batch of events, announced when the step ends.
 
-`begin` schedules a step and says how long it takes; `end` says what it brought. Nothing here knows the time of day: whoever
-calls keeps the clock.
+`begin` schedules a step and returns its duration; `end` returns its results. The module has no clock: the caller advances the
+time.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ class Batching:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it is 1 or more")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs, {self.max_num_seqs}: each "
-                "sequence needs a token in each step"
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, which is "
+                f"{self.max_num_seqs}, since each sequence needs a token in each step"
             )
 
 
 class Lookup(NamedTuple):
-    """What a prompt found in the cache, and when that was, told in the stream's own terms."""
+    """The lookup of a prompt: what it found in the cache, and its position in the stream."""
 
     job: Job
     tokens: int
-    """Tokens that were looked up: the prompt, and after a preemption what was answered too."""
+    """Tokens that were looked up: the prompt, and after a preemption the answer so far."""
     cached: int
-    """Of them, those in the cache; never the last one."""
+    """Tokens found in the cache; never the last one."""
     position: int
-    """How many events of the step's batch had happened before."""
+    """Events of the step's batch before the lookup."""
     first: bool
-    """Whether this engine had not looked it up before."""
+    """Whether it is the first lookup of this request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,31 +64,31 @@ class Job:
 
     request: Request
     sequence: Sequence | None = None
-    """None until the engine first looks at it."""
+    """None until the first lookup."""
     order: int = 0
-    """Number of its admission, from 1; the highest is preempted first. 0 while it waits, and when it is finished."""
+    """Number of its admission, from 1; the highest is preempted first. 0 while it waits, and after it finished."""
     cached: int | None = None
     """Prompt tokens found in the cache at its first admission."""
     preemptions: int = 0
     ahead: int = 0
-    """While it decodes: tokens computed before step `n` are `n + ahead`."""
+    """While it decodes, `n + ahead` tokens are computed before step `n`."""
 
 
 @dataclass(slots=True)
 class Step:
-    """What one step brought."""
+    """The results of one step."""
 
     first: list[Job] = field(default_factory=list)
-    """Gave the first token of their answer."""
+    """Requests that got the first token of their answer."""
     finished: list[Job] = field(default_factory=list)
     refused: list[Job] = field(default_factory=list)
-    """Longer than the whole cache: this engine could never run them."""
+    """Requests longer than the cache, which the engine can never run."""
     lookups: list[Lookup] = field(default_factory=list)
     events: list[KVEvent] = field(default_factory=list)
 
 
 class Engine:
-    """A cache, a scheduler and the requests in them."""
+    """An engine: a cache, a scheduler and its requests."""
 
     def __init__(
         self, size: CacheSize, costs: CostModel, batching: Batching, *, seed: str, spelling: Spelling = SPELLINGS["vllm"]
@@ -103,60 +103,60 @@ class Engine:
         self._seed: Final = seed
         self._waiting: Final[deque[Job]] = deque()
         self._prefilling: Final[list[Job]] = []
-        """Admitted, with a part of what is known still to be computed."""
+        """Admitted jobs with known tokens that are not computed yet."""
         self._decoding: Final[dict[Job, None]] = {}
         self._due: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """By number of step, who begins or fills a block in it, and the admission for which that holds."""
+        """By number of step: jobs that begin or fill a block in it, with the admission for which that holds."""
         self._ending: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """By number of step, who gives the last token in it."""
+        """By number of step: jobs that produce their last token in it."""
         self._number = 0
-        """Of the step that is scheduled or under way."""
+        """Number of the current step."""
         self._admissions = 0
         last = size.block_size - 1
         self._places: Final = {0, last} if size.window is None else {0, last, (size.window - 1) % size.block_size}
-        """Tokens into a block at which a decoding sequence begins one, fills one, or leaves one behind its window."""
+        """Positions in a block at which a decoding sequence begins a block, fills it, or moves its window past one."""
         self._context = 0
-        """Tokens that the decoding sequences have computed together."""
+        """Computed tokens of all decoding sequences."""
         self._stuck: tuple[int, int] | None = None
-        """When the first that waits found no room: the pool's `freed`, and the hash of the first block that it missed."""
+        """Set if the first waiting job did not fit: the pool's `freed`, and the hash of the first block that was not cached."""
         self._reset_wanted = False
         self._step = Step()
         self._prefilled: list[Job] = []
-        """Have their last chunk in the step under way."""
+        """Jobs whose last chunk is in the current step."""
 
     @property
     def idle(self) -> bool:
-        """Whether a step would have nothing to compute."""
+        """Whether there is nothing to compute."""
         return not (self._waiting or self.running)
 
     @property
     def running(self) -> int:
-        """Admitted sequences."""
+        """Number of admitted sequences."""
         return len(self._prefilling) + len(self._prefilled) + len(self._decoding)
 
     @property
     def waiting(self) -> int:
-        """Requests that are not admitted, or were preempted."""
+        """Number of requests that are not admitted, or were preempted."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> Job:
-        """Take a request; it waits for a step."""
+        """Add a request, which waits for a step."""
         job = Job(request)
         self._waiting.append(job)
         return job
 
     def jobs(self) -> list[Job]:
-        """Everything that no step has told the end of, in the middle of a step too."""
+        """Return all jobs that are not finished, also during a step."""
         return [*self._decoding, *self._prefilled, *self._prefilling, *self._waiting, *self._step.refused]
 
     def reset(self) -> None:
-        """Forget the prefix cache as soon as no sequence holds a block; announced with the next step that has work."""
+        """Clear the prefix cache as soon as no sequence holds a block. The next step with work publishes that."""
         self._reset_wanted = not self.cache.reset()
 
     # --- steps
 
     def begin(self) -> float:
-        """Schedule a step and return how many seconds it takes. Call `end` when they have passed."""
+        """Schedule a step and return its duration in seconds. Call `end` after that time."""
         self._number += 1
         work = _Work(self._batching.max_num_batched_tokens)
         preempted = self._decode(work)
@@ -169,7 +169,7 @@ class Engine:
         return seconds + self._costs.reload * self.size.block_size * work.loaded
 
     def end(self) -> Step:
-        """Finish the step and return what it brought."""
+        """Finish the step and return its results."""
         step, self._step = self._step, Step()
         for order, job in sorted(self._ending.pop(self._number, ()), key=_by_order):
             if job.order == order:
@@ -186,7 +186,7 @@ class Engine:
     # --- decoding
 
     def _decode(self, work: _Work) -> bool:
-        """A token for every decoding sequence; whether any was preempted for it."""
+        """Schedule a token of every decoding sequence. Return whether a job was preempted."""
         preempted = False
         for order, job in sorted(self._due.pop(self._number, ()), key=_by_order):
             if job.order != order:
@@ -204,7 +204,7 @@ class Engine:
         return preempted
 
     def _make_room(self, job: Job, tokens: int) -> bool:
-        """Preempt those admitted last until `job` has room; False when it had to go itself."""
+        """Preempt the jobs admitted last until `job` has room. Return False if it was preempted itself."""
         while True:
             victim = max((*self._decoding, *self._prefilling), key=_order_of)
             self._preempt(victim)
@@ -227,7 +227,7 @@ class Engine:
         self._waiting.appendleft(job)
 
     def _when_next_due(self, job: Job) -> None:
-        """Note the next step in which it begins or fills a block, or leaves one behind."""
+        """Plan the next step in which a job begins or fills a block, or moves its window past one."""
         size, number = self.size.block_size, self._number + 1
         wait = min((place - number - job.ahead) % size for place in self._places)
         self._due[number + wait].append((job.order, job))
@@ -245,7 +245,7 @@ class Engine:
             self._due[self._number + 1].append((job.order, job))
 
     def _stop_decoding(self, job: Job, number: int) -> None:
-        """It is not part of step `number`, nor of later ones."""
+        """Remove a job from step `number` and later ones."""
         del self._decoding[job]
         self._context -= number + job.ahead
 

@@ -119,7 +119,7 @@ class _Recurring:
     def __init__(self, fleet: Target, fault: Fault, random: Random) -> None:
         self._fleet = fleet
         self._fault = fault
-        self._workers = _forever_shuffled(list(fleet.fleet.stations), random)
+        self._workers = _forever_shuffled(list(fleet.fleet.workers), random)
 
     def plan(self) -> None:
         self._fleet.after(self._fault.amount, self._strike)
@@ -143,16 +143,16 @@ def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]
 
 
 def _restart(fleet: Target, worker: Worker) -> bool:
-    up = fleet.fleet.stations[worker].up
+    up = fleet.fleet.workers[worker].is_up
     fleet.fleet.restart(worker, down=DOWN_SECONDS * fleet.pace)
     return up
 
 
 def _reset(fleet: Target, worker: Worker) -> bool:
-    station = fleet.fleet.stations[worker]
-    if station.up:
-        station.engine.reset()
-    return station.up
+    simulated = fleet.fleet.workers[worker]
+    if simulated.is_up:
+        simulated.engine.reset()
+    return simulated.is_up
 
 
 def _cut(fleet: Target, worker: Worker) -> bool:

@@ -1,8 +1,8 @@
-"""Engines, a router and their requests, in virtual time or along the clock.
+"""A fleet of engines with a router and requests, in virtual time or in real time.
 
-One thread does everything that engines and router do, action by action along a `Timeline`. In virtual time the events go
-through their wire format into an index, `event_delay` later; along the clock they go over sockets. The router sees what a real
-one sees: the index, and the answers to what it sent.
+One thread runs the engines and the router, action by action on a `Timeline`. In virtual time events are encoded, and applied to
+an index `event_delay` later; in real time they go over sockets. The router has the information of a real one: the index, and
+the answers to its requests.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import Decision, Policy, Router, Worker, policy
 from kvevents.sim.audit import Audit, Expected, Mark
 from kvevents.sim.engine import Job, Lookup, Step
-from kvevents.sim.outlet import Outlet, Postbox
+from kvevents.sim.event_sink import DelayedDelivery, EventSink
+from kvevents.sim.metrics import RequestMetrics, Sampler
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Distribution, PolicyResult
-from kvevents.sim.sampling import Samples
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.station import Station
-from kvevents.sim.tally import Tally
 from kvevents.sim.timeline import Timeline
+from kvevents.sim.worker import SimulatedWorker
 
 
-class Ticket:
-    """A request on its way."""
+class InFlightRequest:
+    """A request from its arrival to the end of its answer."""
 
     __slots__ = ("arrived", "decision", "first_at", "number", "request")
 
@@ -39,7 +38,7 @@ class Ticket:
 
 
 class Progress(NamedTuple):
-    """How far a run has come."""
+    """Progress of a run."""
 
     now: float
     """Seconds from the beginning, in the fleet's time."""
@@ -48,14 +47,14 @@ class Progress(NamedTuple):
 
 
 class Fleet:
-    """Stations, a router, and the requests between them."""
+    """Workers, a router, and the requests between them."""
 
     def __init__(
         self,
         settings: FleetSettings,
         router: Router,
         audit: Audit,
-        outlet: Outlet,
+        sink: EventSink,
         timeline: Timeline,
         *,
         clock: Callable[[], float] | None = None,
@@ -64,69 +63,69 @@ class Fleet:
         self.router: Final = router
         self.audit: Final = audit
         self.timeline: Final = timeline
-        self.stations: Final = {worker: Station(worker, settings) for worker in settings.workers}
-        self.tally: Final = Tally()
-        self.samples: Final = Samples(audit.index, self.stations.values())
-        self._outlet: Final = outlet
+        self.workers: Final = {worker: SimulatedWorker(worker, settings) for worker in settings.workers}
+        self.metrics: Final = RequestMetrics()
+        self.sampler: Final = Sampler(audit.index, self.workers.values())
+        self._sink: Final = sink
         self._clock: Final = clock or (lambda: timeline.now)
-        self._tickets: Final[dict[Job, Ticket]] = {}
+        self._in_flight: Final[dict[Job, InFlightRequest]] = {}
         self._coming: Iterator[Request] = iter(())
         self._more = False
-        self._held: list[Ticket] = []
-        """Requests that came while no worker was up."""
-        for worker in self.stations:
+        self._held: list[InFlightRequest] = []
+        """Requests that arrived while no worker was up."""
+        for worker in self.workers:
             audit.add(worker)
             self._start(worker)
 
     @property
     def done(self) -> bool:
-        """Whether every request has come and was answered."""
-        return not (self._more or self._tickets or self._held)
+        """Whether every request has arrived and was answered."""
+        return not (self._more or self._in_flight or self._held)
 
     @property
     def progress(self) -> Progress:
         """How far the run has come."""
-        return Progress(self.timeline.now, self.tally.requests, len(self.tally.latency))
+        return Progress(self.timeline.now, self.metrics.requests, len(self.metrics.latency))
 
     def feed(self, requests: Iterable[Request]) -> None:
-        """These come, each at its time; they must be in the order of their times."""
+        """Plan the arrival of requests, which must be in the order of their times."""
         self._coming = iter(requests)
         self._more = True
         self._plan_arrival()
         self._sample()
 
     def result(self, name: str) -> PolicyResult:
-        """What the run came to, when it is over."""
+        """Return the result of a run that has ended."""
         self.audit.finish()
-        tally, counts, now = self.tally, self.audit.counts, max(self.tally.last, 0.0)
-        computed = [station.computed for station in self.stations.values()]
+        metrics, counts, now = self.metrics, self.audit.counts, max(self.metrics.last, 0.0)
+        computed = [worker.computed for worker in self.workers.values()]
         mean = sum(computed) / len(computed)
-        workers = [station.result(now) for station in self.stations.values()]
+        workers = [worker.result(now) for worker in self.workers.values()]
         return PolicyResult(
             policy=name,
-            requests=tally.requests,
-            finished=len(tally.latency),
-            refused=tally.refused,
-            retried=tally.retried,
+            requests=metrics.requests,
+            finished=len(metrics.latency),
+            refused=metrics.refused,
+            retried=metrics.retried,
             seconds=now,
-            prompt_tokens=tally.prompt_tokens,
-            cached_tokens=tally.cached_tokens,
-            hit_rate=tally.cached_tokens / tally.prompt_tokens if tally.prompt_tokens else 0.0,
-            ttft=Distribution.of(tally.ttft),
-            latency=Distribution.of(tally.latency),
-            tpot=Distribution.of(tally.tpot),
-            output_tokens_per_second=tally.output_tokens / now if now else 0.0,
+            prompt_tokens=metrics.prompt_tokens,
+            cached_tokens=metrics.cached_tokens,
+            hit_rate=metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0,
+            ttft=Distribution.of(metrics.ttft),
+            latency=Distribution.of(metrics.latency),
+            tpot=Distribution.of(metrics.tpot),
+            output_tokens_per_second=metrics.output_tokens / now if now else 0.0,
             imbalance=max(computed) / mean if mean else 1.0,
             preemptions=sum(worker.preemptions for worker in workers),
             checked=counts.checked,
             disagreements=counts.disagreements,
             unproven=counts.unproven,
-            promised_tokens=tally.promised_tokens,
-            broken_promises=tally.broken_promises,
-            batches=tally.batches,
-            events=tally.events,
+            predicted_tokens=metrics.predicted_tokens,
+            overpredictions=metrics.overpredictions,
+            batches=metrics.batches,
+            events=metrics.events,
             workers=workers,
-            series=self.samples.taken,
+            series=self.sampler.taken,
             examples=counts.examples,
         )
 
@@ -141,120 +140,120 @@ class Fleet:
 
     def _arrive(self, request: Request) -> None:
         self.settings.check(request)
-        self.tally.requests += 1
-        self._send(Ticket(self.tally.requests, request, self.timeline.now))
+        self.metrics.requests += 1
+        self._send(InFlightRequest(self.metrics.requests, request, self.timeline.now))
         self._plan_arrival()
 
-    def _send(self, ticket: Ticket) -> None:
+    def _send(self, sent: InFlightRequest) -> None:
         if not self.router.workers:
-            self._held.append(ticket)
+            self._held.append(sent)
             return
-        request = ticket.request
+        request = sent.request
         namespace = Namespace(lora=request.lora, salt=request.salt)
         tokens = request.prompt.tokens()
-        decision = self.router.route(ticket.number, tokens, namespace=namespace, session=request.session)
-        ticket.decision = decision
-        station = self.stations[decision.worker]
-        self._tickets[station.engine.submit(request)] = ticket
-        self._begin(station)
+        decision = self.router.route(sent.number, tokens, namespace=namespace, session=request.session)
+        sent.decision = decision
+        worker = self.workers[decision.worker]
+        self._in_flight[worker.engine.submit(request)] = sent
+        self._begin(worker)
 
     # --- steps
 
-    def _begin(self, station: Station) -> None:
-        if station.busy or not station.up or station.engine.idle:
+    def _begin(self, worker: SimulatedWorker) -> None:
+        if worker.is_busy or not worker.is_up or worker.engine.idle:
             return
-        seconds = station.engine.begin()
-        station.busy = True
-        station.seconds += seconds
-        life = station.life
-        self.timeline.after(seconds, lambda: self._end(station, life))
+        seconds = worker.engine.begin()
+        worker.is_busy = True
+        worker.seconds += seconds
+        incarnation = worker.incarnation
+        self.timeline.after(seconds, lambda: self._end(worker, incarnation))
 
-    def _end(self, station: Station, life: int) -> None:
-        if station.life != life or not station.up:
+    def _end(self, worker: SimulatedWorker, incarnation: int) -> None:
+        if worker.incarnation != incarnation or not worker.is_up:
             return  # the engine was restarted in the middle of the step
-        station.busy = False
-        step = station.engine.end()
-        self._announce(station, step)
+        worker.is_busy = False
+        step = worker.engine.end()
+        self._announce(worker, step)
         for job in step.first:
-            self._first_token(self._tickets[job])
+            self._first_token(self._in_flight[job])
         for job in step.finished:
-            self._finish(self._tickets.pop(job))
+            self._finish(self._in_flight.pop(job))
         for job in step.refused:
-            self.router.finish(self._tickets.pop(job).number)
-            self.tally.refused += 1
-        self._begin(station)
+            self.router.finish(self._in_flight.pop(job).number)
+            self.metrics.refused += 1
+        self._begin(worker)
 
-    def _announce(self, station: Station, step: Step) -> None:
+    def _announce(self, worker: SimulatedWorker, step: Step) -> None:
         for lookup in step.lookups:
-            self._looked_up(station, lookup)
+            self._looked_up(worker, lookup)
         if step.events:
-            self._publish(station, step.events)
+            self._publish(worker, step.events)
 
     def publish_empty(self, worker: Worker) -> None:
-        """Publish a batch without events: a live batch confirms to consumers what replay has brought."""
-        self._publish(self.stations[worker], [])
+        """Publish a batch without events: a live batch confirms replayed batches to consumers."""
+        self._publish(self.workers[worker], [])
 
-    def _publish(self, station: Station, events: list[KVEvent]) -> None:
-        station.batches += 1
-        self.tally.batches += 1
-        self.tally.events += len(events)
-        self._outlet.publish(station.worker, KVEventBatch(self._clock(), events, station.worker[1]))
+    def _publish(self, worker: SimulatedWorker, events: list[KVEvent]) -> None:
+        worker.batches += 1
+        self.metrics.batches += 1
+        self.metrics.events += len(events)
+        self._sink.publish(worker.worker, KVEventBatch(self._clock(), events, worker.worker[1]))
 
-    def _looked_up(self, station: Station, lookup: Lookup) -> None:
+    def _looked_up(self, worker: SimulatedWorker, lookup: Lookup) -> None:
         job = lookup.job
         assert job.sequence is not None  # noqa: S101 - it was looked up
-        mark = Mark(station.life, station.batches, lookup.position)
-        self.audit.expect(station.worker, Expected(mark, job.sequence, lookup.tokens, lookup.cached))
+        mark = Mark(worker.incarnation, worker.batches, lookup.position)
+        self.audit.expect(worker.worker, Expected(mark, job.sequence, lookup.tokens, lookup.cached))
         if lookup.first:
-            station.admitted(lookup.tokens, lookup.cached)
-            decision = self._tickets[job].decision
+            worker.record_lookup(lookup.tokens, lookup.cached)
+            decision = self._in_flight[job].decision
             assert decision is not None  # noqa: S101 - it was routed
-            self.tally.looked_up(lookup, decision.tokens, self.settings.block_size)
+            self.metrics.record_lookup(lookup, decision.tokens, self.settings.block_size)
 
     # --- answers
 
-    def _first_token(self, ticket: Ticket) -> None:
-        self.router.record_first_token(ticket.number)
-        if ticket.first_at is None:
-            ticket.first_at = self.timeline.now
-            self.tally.ttft.append(ticket.first_at - ticket.arrived)
+    def _first_token(self, sent: InFlightRequest) -> None:
+        self.router.record_first_token(sent.number)
+        if sent.first_at is None:
+            sent.first_at = self.timeline.now
+            self.metrics.ttft.append(sent.first_at - sent.arrived)
 
-    def _finish(self, ticket: Ticket) -> None:
-        self.router.finish(ticket.number)
-        assert ticket.first_at is not None  # noqa: S101 - an answer has a first token
-        self.tally.finished(self.timeline.now, ticket.arrived, ticket.first_at, len(ticket.request.output))
+    def _finish(self, sent: InFlightRequest) -> None:
+        self.router.finish(sent.number)
+        assert sent.first_at is not None  # noqa: S101 - an answer has a first token
+        self.metrics.record_answer(self.timeline.now, sent.arrived, sent.first_at, len(sent.request.output))
 
-    # --- lives
+    # --- restarts
 
     def _start(self, worker: Worker) -> None:
-        self.stations[worker].start()
-        self._outlet.open(worker)
+        self.workers[worker].start()
+        self._sink.open(worker)
         self.router.add(worker)
         held, self._held = self._held, []
-        for ticket in held:
-            self._send(ticket)
+        for sent in held:
+            self._send(sent)
 
     def restart(self, worker: Worker, *, down: float = 0.0) -> None:
-        """End an engine at once, and begin its next life after `down` seconds; what it had to do goes to the others.
+        """End an engine at once, and begin its next incarnation after `down` seconds. Its requests are routed again.
 
-        Where none is left requests wait for the first one that comes back.
+        If no other worker is up, they wait for the first one that starts again.
         """
-        station = self.stations[worker]
-        if not station.up:
+        restarted = self.workers[worker]
+        if not restarted.is_up:
             return
-        lost = [self._tickets.pop(job) for job in station.engine.jobs()]
-        station.stop()
-        self._outlet.close(worker)
+        lost = [self._in_flight.pop(job) for job in restarted.engine.jobs()]
+        restarted.stop()
+        self._sink.close(worker)
         self.router.remove(worker)
-        self.tally.retried += len(lost)
+        self.metrics.retried += len(lost)
         self.timeline.after(down, lambda: self._start(worker))
-        for ticket in lost:
-            self._send(ticket)
+        for sent in lost:
+            self._send(sent)
 
     def _sample(self) -> None:
-        self.samples.take(self.timeline.now, self.tally)
+        self.sampler.take(self.timeline.now, self.metrics)
         if not self.done:
-            self.timeline.after(self.samples.interval, self._sample)
+            self.timeline.after(self.sampler.interval, self._sample)
 
 
 def simulate(
@@ -267,21 +266,21 @@ def simulate(
 ) -> PolicyResult:
     """Run a fleet in virtual time under the policy `name`, or under `chosen`.
 
-    `progress` is called now and then. The same arguments give the same result.
+    `progress` is called regularly. Equal arguments give equal results.
     """
     timeline = Timeline()
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
     chosen = chosen or policy(name, settings.seed)
     router = Router(chosen, index, overlay_seconds=settings.overlay)
-    postbox = Postbox(timeline, settings.event_delay, settings.wire, audit.apply)
-    fleet = Fleet(settings, router, audit, postbox, timeline)
+    sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
+    fleet = Fleet(settings, router, audit, sink, timeline)
     fleet.feed(requests)
-    told = 0
+    reported = 0
     while timeline.next is not None:
         timeline.step()
-        if progress is not None and fleet.tally.requests >= told + PROGRESS_EVERY:
-            told = fleet.tally.requests
+        if progress is not None and fleet.metrics.requests >= reported + PROGRESS_EVERY:
+            reported = fleet.metrics.requests
             progress(fleet.progress)
     return fleet.result(name)
 

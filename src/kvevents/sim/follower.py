@@ -1,4 +1,4 @@
-"""The consumer of a live fleet: a subscriber, the index it fills, and the audit, in a thread of their own."""
+"""The consumer of a live fleet: a subscriber with its index and the audit, in their own thread."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from kvevents.stream import Batch, DegradedReason, Gap, RawBatch, Reset, Source
 from kvevents.subscriber import StreamStatus, Subscriber
 
 PAUSE: Final = 0.02
-"""Seconds without a delivery after which waiting lookups are looked at, and the trust of streams."""
+"""Seconds without a delivery after which waiting lookups and the trust of streams are checked."""
 AT_ONCE: Final = 256
-"""Deliveries between two looks."""
+"""Most deliveries between two checks."""
 STOP_SECONDS: Final = 10.0
-"""That the thread has to end."""
+"""Time for the thread to end."""
 
 
 class Follower:
-    """Fills an index, and audits on the way. `life` says in which life of its engine a batch with some timestamp was made."""
+    """Applies deliveries to an index and audits them.
+
+    `life` returns the incarnation of a worker in which a batch with some timestamp was published.
+    """
 
     def __init__(self, index: PrefixIndex, life: Callable[[Worker, float], int]) -> None:
         self.audit: Final = Audit(index, self.exact)
         self.trust: dict[Worker, str] = {}
-        """Names of the states of all streams, as of a moment ago; replaced, never changed."""
+        """Trust state of each stream at the last check. The dict is replaced, never changed."""
         self._life_of: Final = life
         self._lives: Final[dict[tuple[Worker, int], int]] = {}
         self._subscriber: Subscriber[RawBatch] | None = None
@@ -37,36 +40,36 @@ class Follower:
         self._thread: threading.Thread | None = None
 
     def follow(self, sources: Iterable[Source]) -> None:
-        """Begin; once only. Raises `ConfigError` and `EndpointError` as a subscriber does."""
+        """Start to follow; call it once. Raises `ConfigError` and `EndpointError` as a subscriber does."""
         subscriber = self._subscriber = Subscriber(sources, decode=False, sink=self)
         self._look(subscriber)
         self._thread = threading.Thread(target=self._run, args=(subscriber,), name="kvevents-follower", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End; what has not arrived will not be looked at. Idempotent."""
+        """Stop; deliveries that have not arrived are not audited. Idempotent."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_SECONDS)
             if self._thread.is_alive() and self._failure is None:
-                self._failure = ExternalError(f"the fleet's own subscriber did not end within {STOP_SECONDS:g} s")
+                self._failure = ExternalError(f"the fleet's subscriber did not stop within {STOP_SECONDS:g} s")
 
     def exact(self, worker: Worker) -> bool:
-        """Whether all that came before the last delivery was delivered. For the audit, in the thread.
+        """Return whether everything before the last delivery was delivered. The audit calls it in this thread.
 
-        An EXACT stream is that and up to date. Here it may be behind, as while a hole is being filled, and its replay endpoint,
-        which is the fleet's own, need not be proven by a live batch. It must have no other doubts.
+        An EXACT stream is also up to date. Here it can be behind, for example while a gap is filled, and its replay endpoint
+        need not be verified by a live batch, since it belongs to the fleet. It must have no other degraded reason.
         """
         return self._subscriber is not None and self._subscriber.status(*worker).degraded_reasons <= {
             DegradedReason.REPLAY_UNPROVEN
         }
 
     def statuses(self) -> list[StreamStatus]:
-        """Of every stream, as of a moment ago."""
+        """Return the status of every stream at the last check."""
         return self._statuses
 
     def check(self) -> None:
-        """Raises what ended the thread before its time."""
+        """Raise the exception that ended the thread early, if any."""
         if self._failure is not None:
             raise self._failure
 
@@ -76,18 +79,18 @@ class Follower:
         try:
             with subscriber:
                 while not self._stop.is_set():
-                    # One by one, since the audit of the next one asks whether the stream is exact.
+                    # One by one, since the audit of the next one depends on whether the stream is exact.
                     timeout = PAUSE
                     for _ in range(AT_ONCE):
                         if subscriber.receive(timeout) is None:
                             break
                         timeout = 0.0
                     self._look(subscriber)
-        except BaseException as error:  # noqa: BLE001 - told to whoever runs the fleet, by `check`
+        except BaseException as error:  # noqa: BLE001 - raised by `check` in the thread that runs the fleet
             self._failure = error
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
-        """Audit deliveries, and bring them into the index: for the subscriber, whose sink this is."""
+        """Audit deliveries and apply them to the index. The subscriber calls this sink."""
         return [self.audit.apply(each, self._life(each) if isinstance(each, RawBatch) else None) for each in deliveries]
 
     def _life(self, batch: RawBatch) -> int:

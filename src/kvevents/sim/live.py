@@ -149,14 +149,14 @@ class LiveFleet:
             WorkerView(
                 worker=worker,
                 trust=trust.get(worker, "CONNECTING"),
-                running=station.engine.running if station.up else 0,
-                waiting=station.engine.waiting if station.up else 0,
-                blocks=station.engine.cache.pool.holding if station.up else 0,
-                batches=station.batches,
-                hit_rate=station.cached_tokens / station.prompt_tokens if station.prompt_tokens else 0.0,
-                restarts=station.life,
+                running=simulated.engine.running if simulated.is_up else 0,
+                waiting=simulated.engine.waiting if simulated.is_up else 0,
+                blocks=simulated.engine.cache.pool.holding if simulated.is_up else 0,
+                batches=simulated.batches,
+                hit_rate=simulated.cached_tokens / simulated.prompt_tokens if simulated.prompt_tokens else 0.0,
+                restarts=simulated.incarnation,
             )
-            for worker, station in self.fleet.stations.items()
+            for worker, simulated in self.fleet.workers.items()
         ]
 
     def streams(self) -> list[StreamResult]:
@@ -219,8 +219,8 @@ class LiveFleet:
         statuses = {(status.source, status.rank): status for status in self.follower.statuses()}
         return {
             worker: statuses[worker]
-            for worker, station in self.fleet.stations.items()
-            if station.up and station.batches and not self._is_settled(statuses[worker])
+            for worker, simulated in self.fleet.workers.items()
+            if simulated.is_up and simulated.batches and not self._is_settled(statuses[worker])
         }
 
     def _is_settled(self, status: StreamStatus) -> bool:
@@ -235,5 +235,5 @@ class LiveFleet:
 
     def _has_arrived(self, status: StreamStatus) -> bool:
         """Whether a subscriber has all batches of a life. A life of which it saw nothing it cannot have counted."""
-        station = self.fleet.stations[status.source, status.rank]
-        return status.last_seq + 1 == station.batches and status.counters.resets >= min(station.life, 1)
+        simulated = self.fleet.workers[status.source, status.rank]
+        return status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)

@@ -1,10 +1,10 @@
-"""The blocks of one GPU's KV cache: which are in use, which hold something, and which goes next.
+"""The blocks of one GPU's KV cache: their use, their contents, and the order of eviction.
 
-The rules are those of vLLM 0.32 (`vllm/v1/core/block_pool.py`). A block that nobody uses waits in the free queue with its
-contents, which are found by hash until the block is taken from the queue's front and used for something else. What a sequence
-gives back joins the queue's end with its last block first, so that the tail of a sequence goes before its beginning; blocks
-without contents, such as one half full, go to the front. Two blocks may hold the same contents, computed side by side; the
-older one is found.
+The rules are those of vLLM 0.32 (`vllm/v1/core/block_pool.py`). An unused block waits in the free queue with its
+contents, which can be found by hash until the block is taken from the front of the queue and reused. The blocks that a sequence
+gives back join the end of the queue, the last one first, so that the tail of a sequence is evicted before its beginning. Blocks
+without contents, such as an incomplete one, join the front. Two blocks can have the same contents if they were computed at the
+same time; the older one is found.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 NULL: Final = 0
-"""Stands in a sequence's table for a block that a sliding window has left behind, or never needed."""
+"""Entry of a sequence's table for a block that its sliding window does not need."""
 _MAX_QUEUE: Final = 2
-"""Times the pool's size that its queue may be long; then the places that blocks have left are taken out."""
+"""Longest queue, as a multiple of the pool's size; beyond it stale entries are removed."""
 
 
-class Shelf:
-    """Contents by hash, of one KV cache group."""
+class BlockTable:
+    """The blocks of one KV cache group by hash."""
 
-    __slots__ = ("place", "twins", "whole")
+    __slots__ = ("duplicates", "place", "whole")
 
     def __init__(self, place: int) -> None:
         self.place: Final = place
         self.whole: Final[dict[int, int]] = {}
         """The oldest block for each hash."""
-        self.twins: Final[dict[int, list[int]]] = {}
-        """Further blocks of the same contents, from old to new."""
+        self.duplicates: Final[dict[int, list[int]]] = {}
+        """Further blocks with the same contents, from old to new."""
 
     def drop(self, name: int, block: int) -> None:
-        """`block` no longer holds what `name` stands for."""
-        twins = self.twins.get(name)
-        if twins is None:
+        """Remove `block` from the blocks with hash `name`."""
+        duplicates = self.duplicates.get(name)
+        if duplicates is None:
             del self.whole[name]
             return
         if self.whole[name] == block:
-            self.whole[name] = twins.pop(0)
+            self.whole[name] = duplicates.pop(0)
         else:
-            twins.remove(block)
-        if not twins:
-            del self.twins[name]
+            duplicates.remove(block)
+        if not duplicates:
+            del self.duplicates[name]
 
 
 class Pool:
@@ -51,27 +51,27 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.size: Final = size
         self.uses: Final = [0] * (size + 1)
-        """How many sequences use a block; place 0 is `NULL`'s."""
+        """Number of sequences that use each block; entry 0 belongs to `NULL`."""
         self.free = size
-        """Blocks that no sequence uses."""
+        """Number of blocks that no sequence uses."""
         self.holding = 0
-        """Blocks with contents that can be found."""
+        """Number of blocks with contents that can be found."""
         self.freed = 0
-        """Blocks that ever joined the free queue: while it stays, what did not fit still does not."""
+        """Blocks that ever joined the free queue. While it is unchanged, a sequence that did not fit still does not."""
         self._names: Final[list[int]] = [0] * (size + 1)
-        self._shelves: Final[list[Shelf | None]] = [None] * (size + 1)
+        self._tables: Final[list[BlockTable | None]] = [None] * (size + 1)
         self._queue: Final = deque(range(1, size + 1))
-        """Free blocks, the next one first, and places that blocks have left: a deque has no cheap way to take them out."""
+        """Free blocks, the next one first, and stale entries of reused blocks: removing them from a deque is expensive."""
         self._left: Final[dict[int, int]] = {}
-        """By block, how many places it has left. They are all before its own, since only what has contents leaves one."""
+        """Number of stale entries by block. They are all before its current entry."""
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of these wait in the free queue."""
+        """Return how many of these blocks are in the free queue."""
         uses = self.uses
         return sum(not uses[block] for block in blocks if block)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """One more sequence uses these, all of them in use or with contents."""
+        """Record one more sequence that uses these blocks, each of which is in use or has contents."""
         uses, left = self.uses, self._left
         for block in blocks:
             if block:
@@ -81,47 +81,47 @@ class Pool:
                 uses[block] += 1
 
     def take(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Blocks from the front of the free queue, which must hold as many, and what had to go: place of its shelf, hash."""
-        uses, shelves, names = self.uses, self._shelves, self._names
+        """Take `count` blocks from the front of the free queue. Return them and the evicted contents (table, hash)."""
+        uses, tables, names = self.uses, self._tables, self._names
         taken = self._pop(count)
         gone = []
         for block in taken:
             uses[block] = 1
-            shelf = shelves[block]
-            if shelf is not None:
+            table = tables[block]
+            if table is not None:
                 name = names[block]
-                if shelf.twins and name in shelf.twins:
-                    shelf.drop(name, block)
+                if table.duplicates and name in table.duplicates:
+                    table.drop(name, block)
                 else:
-                    del shelf.whole[name]
-                shelves[block] = None
-                gone.append((shelf.place, name))
+                    del table.whole[name]
+                tables[block] = None
+                gone.append((table.place, name))
         self.free -= count
         self.holding -= len(gone)
         return taken, gone
 
-    def name(self, shelf: Shelf, blocks: Sequence[int], names: Sequence[int]) -> None:
-        """These blocks hold from now on what the hashes stand for."""
-        shelves, whole, kept = self._shelves, shelf.whole, self._names
+    def name(self, table: BlockTable, blocks: Sequence[int], names: Sequence[int]) -> None:
+        """Record that these blocks hold the contents with these hashes."""
+        tables, whole, kept = self._tables, table.whole, self._names
         named = 0
         for block, name in zip(blocks, names, strict=True):
             if block:
                 named += 1
                 kept[block] = name
-                shelves[block] = shelf
+                tables[block] = table
                 if whole.setdefault(name, block) != block:
-                    shelf.twins.setdefault(name, []).append(block)
+                    table.duplicates.setdefault(name, []).append(block)
         self.holding += named
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """One sequence less uses these; the first one given is the first to go."""
-        uses, shelves = self.uses, self._shelves
+        """Record one sequence less that uses these blocks. The first one is evicted first."""
+        uses, tables = self.uses, self._tables
         full, empty = list[int](), list[int]()
         for block in blocks:
             if block:
                 uses[block] -= 1
                 if not uses[block]:
-                    (empty if shelves[block] is None else full).append(block)
+                    (empty if tables[block] is None else full).append(block)
         self._queue.extend(full)
         self._queue.extendleft(reversed(empty))
         self.free += len(full) + len(empty)
@@ -130,19 +130,19 @@ class Pool:
             self._queue.extend(self._pop(self.free))
 
     def forget(self) -> bool:
-        """Forget all contents, unless a block is in use: vLLM refuses a reset then."""
+        """Remove all contents, and return True. If a block is in use, return False, as vLLM does."""
         if self.free < self.size:
             return False
         for block in range(1, self.size + 1):
-            shelf = self._shelves[block]
-            if shelf is not None:
-                shelf.drop(self._names[block], block)
-                self._shelves[block] = None
+            table = self._tables[block]
+            if table is not None:
+                table.drop(self._names[block], block)
+                self._tables[block] = None
         self.holding = 0
         return True
 
     def _pop(self, count: int) -> list[int]:
-        """The first `count` free blocks, out of the queue."""
+        """Remove the first `count` free blocks from the queue."""
         pop, left = self._queue.popleft, self._left
         found: list[int] = []
         while len(found) < count:
@@ -154,7 +154,7 @@ class Pool:
         return found
 
     def _has_left(self, block: int) -> bool:
-        """Whether this was a place that the block has left, which is gone then."""
+        """Return whether an entry of the queue is stale, and count it as removed."""
         places = self._left.pop(block, 0)
         if places > 1:
             self._left[block] = places - 1

@@ -1,7 +1,8 @@
-"""What a fleet is asked: prompts and answers, held as short recipes for their token ids.
+"""Requests to a fleet: prompts and answers, in a compact form from which token ids are generated.
 
-A production trace is 145 million tokens. Its prompts are told piece by piece, so a prompt here is a sequence of pieces too,
-each either a number that stands for its token ids, or the token ids themselves. Token ids are made when they are needed.
+A production trace has 145 million tokens and describes its prompts as sequences of pieces. So a prompt is a sequence of pieces
+here, too. A piece is either a number that identifies its token ids, or the token ids themselves. Token ids are generated when
+they are needed.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from kvevents.errors import ConfigError
 
 VOCABULARY: Final = 1 << 16
 """Token ids are below this; real vocabularies have 32,000 to 260,000."""
-_WELL_BITS: Final = 20
-_WELL_TOKENS: Final = 1 << _WELL_BITS
+_SOURCE_BITS: Final = 20
+_SOURCE_TOKENS: Final = 1 << _SOURCE_BITS
 _SPREAD: Final = 0x9E3779B97F4A7C15
-"""Odd, so that numbers that follow one another begin far apart in the well (Knuth's multiplicative hashing)."""
+"""An odd factor that places consecutive numbers far apart in the token source (Knuth's multiplicative hashing)."""
 _NAME_TOKENS: Final = 4
-"""A piece begins with its number, 16 bits a token, so that pieces of different numbers differ in their first tokens."""
+"""Tokens at the beginning of a piece that encode its number, 16 bits each, so that different pieces differ there."""
 
 
 class Drawn(NamedTuple):
-    """A piece of text that a number stands for: always the same token ids, of which a shorter piece has the beginning."""
+    """A piece of text generated from a number. The same number gives the same token ids; a shorter piece is a prefix."""
 
     number: int
     """From 0 to 2**64 - 1."""
@@ -38,7 +39,7 @@ Piece: TypeAlias = "Drawn | tuple[int, int] | array[int]"
 
 
 class Text:
-    """Token ids of a prompt or an answer, as pieces. Immutable; equal where its pieces are."""
+    """The token ids of a prompt or an answer, as pieces. Immutable; equal if the pieces are equal."""
 
     __slots__ = ("_length", "pieces")
 
@@ -50,7 +51,7 @@ class Text:
 
     @classmethod
     def of(cls, tokens: Iterable[int]) -> Self:
-        """These token ids, unsigned 32 bits each. Raises OverflowError or TypeError for others."""
+        """Return a text of unsigned 32-bit token ids. Raises `OverflowError` or `TypeError` for other values."""
         return cls((array("I", tokens),))
 
     def __len__(self) -> int:
@@ -69,7 +70,7 @@ class Text:
         return f"<Text {self._length} tokens in {len(self.pieces)} pieces>"
 
     def tokens(self) -> array[int]:
-        """All token ids, unsigned 32 bits each."""
+        """Return all token ids, unsigned 32-bit integers."""
         found = array("I")
         for piece in self.pieces:
             found += draw(*piece) if isinstance(piece, Drawn) else piece
@@ -77,46 +78,46 @@ class Text:
 
 
 def draw(number: int, length: int) -> array[int]:
-    """The token ids that a number stands for."""
+    """Return the token ids of the piece with this number."""
     name = array("I", array("H", number.to_bytes(2 * _NAME_TOKENS, "little")))
-    start = (number * _SPREAD % (1 << 64)) >> (64 - _WELL_BITS)
-    found = name + _well()[start : start + length]
+    start = (number * _SPREAD % (1 << 64)) >> (64 - _SOURCE_BITS)
+    found = name + _token_source()[start : start + length]
     while len(found) < length:
-        found += _well()[: length - len(found)]
+        found += _token_source()[: length - len(found)]
     del found[length:]
     return found
 
 
 @cache
-def _well() -> array[int]:
-    """Token ids to draw from, always the same."""
-    raw = array("H", Random(0).randbytes(2 * _WELL_TOKENS))  # noqa: S311 - text, not a secret
+def _token_source() -> array[int]:
+    """Return pseudo-random token ids, always the same."""
+    raw = array("H", Random(0).randbytes(2 * _SOURCE_TOKENS))  # noqa: S311 - text, not a secret
     return array("I", raw)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request to the fleet."""
+    """A request to a fleet."""
 
     at: float
     """Seconds from the beginning."""
     prompt: Text
     output: Text
-    """The answer, at least one token; a later prompt that repeats prompt and answer finds both in the cache."""
+    """The answer, at least one token. A later prompt that repeats prompt and answer finds both in the cache."""
     session: str | None = None
-    """Conversation or user, for policies that keep one together; a router knows it from a header or a cookie."""
+    """Conversation or user, for policies with session affinity; a router knows it from a header or a cookie."""
     lora: str | None = None
     salt: str | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt) or not len(self.output):
-            raise ConfigError("a request needs at least one token of prompt and one of answer")
+            raise ConfigError("invalid request: expected at least one token of prompt and one of answer")
 
 
 def shared_prefix(requests: Iterable[Request]) -> float:
-    """The share of all prompt tokens that an endless cache of whole pieces would hold when their prompt comes, 0 to 1.
+    """Return the share of all prompt tokens that an unlimited cache of pieces would hold when the prompt arrives, 0 to 1.
 
-    Prompts and answers that came before are in that cache, whoever served them.
+    The cache contains all earlier prompts and answers, whichever worker served them.
     """
     seen: set[tuple[object, ...]] = set()
     held = total = 0
@@ -124,18 +125,18 @@ def shared_prefix(requests: Iterable[Request]) -> float:
         path: tuple[object, ...] = (request.lora, request.salt)
         known = True
         for piece in request.prompt.pieces:
-            path = _beyond(path, piece)
+            path = _extend(path, piece)
             known = known and path in seen
             seen.add(path)
             held += _tokens_of(piece) if known else 0
         total += len(request.prompt)
         for piece in request.output.pieces:
-            path = _beyond(path, piece)
+            path = _extend(path, piece)
             seen.add(path)
     return held / total if total else 0.0
 
 
-def _beyond(path: tuple[object, ...], piece: Drawn | array[int]) -> tuple[object, ...]:
+def _extend(path: tuple[object, ...], piece: Drawn | array[int]) -> tuple[object, ...]:
     return (hash(path), piece if isinstance(piece, Drawn) else piece.tobytes())
 
 

@@ -60,22 +60,22 @@ class Sample(Struct, frozen=True):
 
 
 class Difference(Struct, frozen=True):
-    """A lookup of an engine that the index answers in another way: a fault of ours, not a result."""
+    """A lookup in which index and engine differ: a defect of the simulation or the index, not a result."""
 
     source: str
     rank: int
     life: int
     """Of the engine, from 0."""
     seq: int
-    """Number of the batch in whose step it was looked up."""
+    """Sequence number of the batch of the step with the lookup."""
     position: int
-    """Events of that batch that had happened before."""
+    """Events of that batch before the lookup."""
     prompt: int
     """Tokens."""
     cached: int
     """Tokens that the engine found."""
     indexed: int
-    """Tokens that the index said."""
+    """Tokens according to the index."""
 
 
 class PolicyResult(Struct, frozen=True, kw_only=True):
@@ -85,15 +85,15 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     requests: int
     finished: int
     refused: int
-    """Longer than a whole cache."""
+    """Requests longer than the cache."""
     retried: int
-    """Sent again, because the engine that had them was restarted."""
+    """Requests that were routed again because their engine was restarted."""
     seconds: float
     """From the first arrival to the last answer, in the fleet's time."""
     prompt_tokens: int
     cached_tokens: int
     hit_rate: float
-    """Cached tokens of all prompt tokens, 0 to 1, as the engines found them."""
+    """Cached tokens divided by all prompt tokens, 0 to 1, as the engines found them."""
     ttft: Distribution | None
     """Seconds from arrival to the first token."""
     latency: Distribution | None
@@ -102,24 +102,24 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     """Seconds per token of the answer after the first."""
     output_tokens_per_second: float
     imbalance: float
-    """The most that a worker had to compute, over the mean; 1 is even."""
+    """Computed tokens of the busiest worker divided by the mean; 1 is even."""
     preemptions: int
     checked: int
-    """Lookups of engines that were compared with the index, all that came before them having been delivered."""
+    """Lookups of engines that were compared with the index after everything before them was delivered."""
     disagreements: int
-    """Of those, the ones in which index and engine differ."""
+    """Compared lookups in which index and engine differ."""
     unproven: int
-    """Lookups that could not be compared, because something before them was lost, or in doubt."""
-    promised_tokens: int
-    """Cached tokens that the index promised when requests were routed; 0 for policies that do not ask it."""
-    broken_promises: int
-    """Requests that found fewer cached tokens than promised: something was evicted in between, or not yet announced as gone."""
+    """Lookups that could not be compared, because batches before them were lost or in doubt."""
+    predicted_tokens: int
+    """Cached tokens that the index predicted when requests were routed; 0 for policies that do not use it."""
+    overpredictions: int
+    """Requests that found fewer cached tokens than predicted: blocks were evicted in between, or before it was announced."""
     batches: int
     events: int
     workers: list[WorkerResult]
     series: list[Sample]
     examples: list[Difference] = []
-    """The first of the disagreements."""
+    """The first disagreements."""
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
@@ -136,30 +136,30 @@ class StreamResult(Struct, frozen=True, kw_only=True):
     rank: int
     endpoint: str
     trust: str
-    """At the end, with the reason."""
+    """Trust at the end, with the reason."""
     batches: int
-    """Delivered, of all lives."""
+    """Batches delivered, of all incarnations."""
     replayed: int
-    """Of those, the ones that came by replay."""
+    """Batches delivered by replay."""
     healed: int
-    """Holes that replay filled."""
+    """Gaps that replay filled."""
     lost: int
-    """Batches lost for good."""
+    """Batches that replay did not deliver."""
     resets: int
-    """Lives that began, beyond the first."""
+    """Incarnations after the first."""
     reconnects: int
 
 
 class LiveResult(Struct, frozen=True, kw_only=True):
-    """A fleet that ran along the clock."""
+    """A fleet that ran in real time."""
 
     settings: dict[str, str | int | float | bool | None]
     policies: list[PolicyResult]
     """One."""
     streams: list[StreamResult]
     faults: dict[str, int]
-    """How often each recurring fault struck."""
+    """Number of times that each recurring fault was injected."""
     seconds: float
-    """Of the clock."""
+    """Duration in real time."""
     behind: float
-    """Seconds of the clock by which the fleet was late, at most."""
+    """Largest delay of the fleet behind real time, in seconds."""

@@ -9,7 +9,7 @@ from kvevents.index import Namespace, block_keys
 
 
 class Sequence:
-    """A prompt and the answer that will be given, known in advance since nothing here computes it."""
+    """A prompt and its answer, which is known in advance: the simulation does not compute it."""
 
     __slots__ = (
         "block_size",
@@ -36,30 +36,30 @@ class Sequence:
         salt: str | None = None,
     ) -> None:
         self.tokens: Final = tokens
-        """Of the prompt, then of the answer."""
+        """Token ids of the prompt, then of the answer."""
         self.prompt: Final = prompt
         self.block_size: Final = block_size
         self.lora: Final = lora
         self.salt: Final = salt
-        # The salt of an engine's own makes hashes that differ between engines, as Python's hash seed does in vLLM.
+        # The seed makes hashes differ between engines, as Python's hash seed does in vLLM.
         self.hashes: Final = block_keys(tokens, block_size, Namespace(lora=lora, salt=f"{seed}/{salt or ''}"))
-        """Of every whole block, chained from the root, unsigned 64 bits."""
+        """Hashes of all complete blocks, chained from the root, unsigned 64-bit integers."""
         self.known = prompt
-        """Tokens that are there to be computed: the prompt, and what was answered so far."""
+        """Tokens that can be computed: the prompt, and the answer so far."""
         self.computed = 0
         """Tokens whose keys and values are in the cache, or will be when the step ends."""
         self.cached = 0
-        """Of the prompt, when it was last admitted: tokens that need not be computed."""
+        """Tokens of the prompt that were cached at its last admission."""
         self.boundary = 0
-        """Tokens that a hybrid model's full attention found, where its sliding window could not follow."""
+        """Tokens that a hybrid model's full attention found in the cache, but its sliding window did not."""
         self.tables: tuple[list[int], ...] = ()
-        """Blocks by group; `NULL` where a window needs none."""
+        """Blocks by group; `NULL` for those that a window does not need."""
         self.placed: list[int] = []
-        """By group, how many leading blocks have had their contents announced."""
+        """By group, how many leading blocks were announced as stored."""
 
     @property
     def remaining(self) -> int:
-        """Tokens known and not yet computed."""
+        """Known tokens that are not computed yet."""
         return self.known - self.computed
 
     @property
@@ -69,5 +69,5 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Whether the whole answer is given."""
+        """Whether the answer is complete."""
         return self.known == len(self.tokens)

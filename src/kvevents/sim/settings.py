@@ -1,4 +1,4 @@
-"""What a fleet is made of: one definition for code and for the options of `kvevents sim`."""
+"""Settings of a fleet, for code and for the options of `kvevents sim`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvevents.wire import Dialect
 
 DEFAULT_PRESET: Final = "qwen3-32b-2xh100"
 MAX_WORKERS: Final = 4_096
-"""Engines times ranks; each worker with a socket of its own takes some file descriptors and a thread."""
+"""Largest product of engines and ranks: each worker with sockets needs some file descriptors and a thread."""
 
 
 class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines that are all alike. Raises `ConfigError`, which names the field, for what cannot be."""
+    """A fleet of equal engines. Raises `ConfigError`, which names the field, for invalid values."""
 
     engines: Positive = 8
     """Engines, all alike."""
@@ -58,15 +58,15 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.blocks is None and self.block_size > room:
             raise ConfigError(f"block_size is {self.block_size}; the cache of {self.preset} holds {room} tokens")
         check_size(self.size)
-        self._check_words(self.wire)
+        self._check_dialect(self.wire)
         Batching(self.max_num_seqs, self.max_num_batched_tokens)
 
-    def _check_words(self, wire: Dialect) -> None:
-        """Whether the dialect has words for what the engines would announce."""
+    def _check_dialect(self, wire: Dialect) -> None:
+        """Raise `ConfigError` if the dialect cannot express the events of the engines."""
         if self.window is not None and "kv_cache_spec_kind" not in wire.stored_fields:
-            raise ConfigError(f"{wire} does not tell groups of a hybrid model; leave out the window, or use vllm-0.22 or later")
+            raise ConfigError(f"{wire} has no field for groups of a hybrid model: leave out window, or use vllm-0.22 or later")
         if self.host_blocks and "medium" not in wire.stored_fields:
-            raise ConfigError(f"{wire} does not tell tiers; leave out host_blocks, or use vllm-0.10.2 or later")
+            raise ConfigError(f"{wire} has no field for tiers: leave out host_blocks, or use vllm-0.10.2 or later")
 
     @property
     def wire(self) -> Dialect:

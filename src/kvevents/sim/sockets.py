@@ -1,4 +1,4 @@
-"""A fleet's events over real sockets: a publisher for each worker, and proxies before it where the network has faults."""
+"""A fleet's events over real sockets: a publisher for each worker, behind proxies if the network has faults."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvevents.stream import Source
 from kvevents.testing import FaultProxy
 
 REBIND_SECONDS: Final = 5.0
-"""How long a restarted engine waits for its port to be free again; the socket of its last life closes within milliseconds."""
+"""How long a restarted engine waits for its port. The socket of its last incarnation closes within milliseconds."""
 REBIND_PAUSE: Final = 0.005
 BUFFER_STEPS: Final = 10_000
-"""Batches that each engine keeps for replay, as engines do by default."""
+"""Batches in the replay buffer of each engine, as engines have by default."""
 KILL_SECONDS: Final = 0.05
-"""That a publisher has to hand what is queued to ZeroMQ when its engine is killed; ZeroMQ does not get to send it all."""
+"""Time for a publisher to pass queued batches to ZeroMQ when its engine is killed. ZeroMQ does not send all of them."""
 SHUTDOWN_SECONDS: Final = 2.0
-"""That a publisher has for its last batches when a run ends."""
+"""Time for a publisher to send its last batches when a run ends."""
 HIGHEST_PORT: Final = 65_535
 
 
 class Address(NamedTuple):
-    """Where consumers find a worker."""
+    """The endpoints of a worker."""
 
     worker: Worker
     endpoint: str
@@ -39,16 +39,16 @@ class Address(NamedTuple):
 
     @property
     def source(self) -> Source:
-        """What a subscriber is told."""
+        """The source for a subscriber."""
         return Source(self.endpoint, self.replay_endpoint, name=self.worker[0], rank=self.worker[1])
 
 
 class Sockets:
     """Publishers of all workers; a context manager.
 
-    With `base_port` worker number `n` publishes at `base_port + 2n` and answers replay requests at the port after that;
-    without, the operating system chooses. With `proxied` there are proxies at these places and the publishers elsewhere. Raises
-    `EndpointError` for a port in use, `ConfigError` for too many ports.
+    With `base_port` worker number `n` publishes at port `base_port + 2n` and answers replay requests at the next port; without
+    it the operating system chooses ports. With `proxied` proxies listen there, and publishers at other ports. Raises
+    `EndpointError` for a port in use, and `ConfigError` if a port would exceed 65535.
     """
 
     def __init__(
@@ -56,9 +56,11 @@ class Sockets:
     ) -> None:
         last = (base_port or 0) + 2 * len(settings.workers) - 1
         if base_port is not None and last > HIGHEST_PORT:
-            raise ConfigError(f"{len(settings.workers)} workers from port {base_port} on would need port {last}; begin lower")
+            raise ConfigError(
+                f"invalid base port {base_port}: {len(settings.workers)} workers would need port {last}; choose a lower one"
+            )
         self.proxies: Final[dict[Worker, tuple[FaultProxy, FaultProxy]]] = {}
-        """For live events and for replay."""
+        """Proxies of each worker, for live events and for replay."""
         self.addresses: Final[dict[Worker, Address]] = {}
         self._settings: Final = settings
         self._host: Final = host
@@ -72,13 +74,13 @@ class Sockets:
         self._bound: Final[dict[Worker, tuple[str, str]]] = {}
         self._born: Final[dict[Worker, list[float]]] = {}
 
-    # --- the outlet
+    # --- event sink
 
     def open(self, worker: Worker) -> None:
-        """Bind a worker's sockets; from the second time on where they were before."""
+        """Bind a worker's sockets; after a restart to the same endpoints as before."""
         first = worker not in self._bound
         publisher = self._publishers[worker] = self._publisher(worker)
-        # The replay endpoint is there because one was asked for.
+        # The replay endpoint exists because one was requested.
         ends = self._bound[worker] = publisher.endpoint, publisher.replay_endpoint or ""
         if first and self._proxied:
             listen = self._wanted(worker)
@@ -90,25 +92,25 @@ class Sockets:
         self._born.setdefault(worker, []).append(time.time())
 
     def publish(self, worker: Worker, batch: KVEventBatch) -> None:
-        """Hand a batch to the worker's publisher."""
+        """Publish a batch."""
         self._publishers[worker].publish(batch)
 
     def close(self, worker: Worker) -> None:
-        """End a worker's life as a kill does: what is not on its way is lost."""
+        """End an incarnation of a worker like a kill: batches that were not sent are lost."""
         self._publishers.pop(worker).shutdown(KILL_SECONDS)
 
-    # --- what consumers of ours ask
+    # --- information for the consumer
 
     def life(self, worker: Worker, ts: float) -> int:
-        """In which life of its engine a batch with this timestamp was made."""
+        """Return the incarnation of a worker in which a batch with this timestamp was published."""
         return bisect_right(self._born[worker], ts) - 1
 
     def subscribers(self) -> int:
-        """Of the worker that has the fewest."""
+        """Return the number of subscribers of the worker that has the fewest."""
         return min(publisher.stats().subscribers for publisher in self._publishers.values())
 
     def dropped(self) -> int:
-        """Batches that publishers of the present lives could not send."""
+        """Return how many batches the publishers of the current incarnations dropped."""
         return sum(sum(publisher.stats().dropped.values()) for publisher in self._publishers.values())
 
     # --- the end

@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, one thing after the other."""
+"""Virtual time: a queue of actions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 
 class Timeline:
-    """Actions in the order of their times; those of one time in the order in which they were planned."""
+    """Runs actions in the order of their times; actions of the same time in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,20 +17,20 @@ class Timeline:
         self._count = 0
 
     def at(self, time: float, action: Callable[[], object]) -> None:
-        """Plan an action; one whose time has passed comes next."""
+        """Plan an action; if its time has passed, it runs next."""
         self._count += 1
         heapq.heappush(self._planned, (max(time, self.now), self._count, action))
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
-        """Plan an action for so many seconds from now."""
+        """Plan an action `seconds` seconds from now."""
         self.at(self.now + seconds, action)
 
     @property
     def next(self) -> float | None:
-        """When the next action is planned; None without any."""
+        """Time of the next action; None if there is none."""
         return self._planned[0][0] if self._planned else None
 
     def step(self) -> None:
-        """Do the next action, at its time. There must be one."""
+        """Advance to the next action and run it. There must be one."""
         self.now, _, action = heapq.heappop(self._planned)
         action()

@@ -259,7 +259,7 @@ def _limit_rate(show: Callable[[], None], seconds: float) -> Callable[[], None]:
 def fleet_line(fleet: LiveFleet, views: Sequence[WorkerView] | None = None) -> str:
     """Return the state of the fleet in a line; `views` are its workers, if they are known."""
     views, progress = fleet.views() if views is None else views, fleet.fleet.progress
-    tally = fleet.fleet.tally
+    tally = fleet.fleet.metrics
     exact = sum(view.trust == "EXACT" for view in views)
     counts = fleet.follower.audit.counts
     return (

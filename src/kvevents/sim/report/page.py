@@ -124,10 +124,10 @@ def _audited(result: PolicyResult) -> str:
         f"{result.policy}: {result.checked:,} compared, {result.disagreements:,} differed,"
         f" {result.unproven:,} could not be compared"
     )
-    if result.promised_tokens:
+    if result.predicted_tokens:
         said += (
-            f"; {result.promised_tokens:,} cached tokens were promised when requests were routed,"
-            f" and {result.broken_promises:,} requests found fewer than promised"
+            f"; {result.predicted_tokens:,} cached tokens were predicted when requests were routed,"
+            f" and {result.overpredictions:,} requests found fewer than predicted"
         )
     return f"{said}; {result.batches:,} batches with {result.events:,} events."
 

@@ -1,4 +1,4 @@
-"""One worker of a fleet: its engine, and what a fleet keeps about it."""
+"""A worker of a fleet: its engine, and its counters over all incarnations."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from kvevents.sim.results import WorkerResult
 from kvevents.sim.settings import FleetSettings
 
 
-class Station:
-    """A worker through all of its lives."""
+class SimulatedWorker:
+    """A worker through all of its incarnations."""
 
     def __init__(self, worker: Worker, settings: FleetSettings) -> None:
         self.worker: Final = worker
-        self.life = -1
+        self.incarnation = -1
         self.batches = 0
-        """Of this life: number of its next batch."""
-        self.busy = False
-        """Whether a step is under way."""
-        self.up = False
+        """Number of the next batch of this incarnation."""
+        self.is_busy = False
+        """Whether a step is being computed."""
+        self.is_up = False
         self.requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.seconds = 0.0
-        """Computed in all lives."""
+        """Computation time of all incarnations."""
         self._settings: Final = settings
         self._engine: Engine | None = None
         self._computed = 0
@@ -33,44 +33,44 @@ class Station:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the present life, or of the last one."""
-        assert self._engine is not None  # noqa: S101 - a fleet starts all its stations
+        """The engine of the current incarnation, or of the last one."""
+        assert self._engine is not None  # noqa: S101 - a fleet starts all its workers
         return self._engine
 
     @property
     def computed(self) -> int:
-        """Prompt tokens computed in all lives."""
+        """Prompt tokens computed in all incarnations."""
         return self._computed + self.engine.computed
 
     def start(self) -> None:
-        """Begin a life, with an empty cache and hashes that no other life has."""
+        """Begin an incarnation, with an empty cache and its own block hashes."""
         if self._engine is not None:
             self._computed, self._preemptions = self.computed, self._preemptions + self._engine.preemptions
-        self.life += 1
+        self.incarnation += 1
         self.batches = 0
-        self.up = True
+        self.is_up = True
         settings = self._settings
         source, rank = self.worker
         self._engine = Engine(
             settings.size,
             settings.costs,
             settings.batching,
-            seed=f"{settings.seed}/{source}/{rank}/{self.life}",
+            seed=f"{settings.seed}/{source}/{rank}/{self.incarnation}",
             spelling=settings.spelling,
         )
 
     def stop(self) -> None:
-        """End the life, and the step under way with it."""
-        self.up = self.busy = False
+        """End the incarnation and the current step."""
+        self.is_up = self.is_busy = False
 
-    def admitted(self, prompt: int, cached: int) -> None:
-        """A request was looked up for the first time here."""
+    def record_lookup(self, prompt: int, cached: int) -> None:
+        """Record the first lookup of a request, in tokens."""
         self.requests += 1
         self.prompt_tokens += prompt
         self.cached_tokens += cached
 
     def result(self, seconds: float) -> WorkerResult:
-        """What it did, in a run of so many seconds."""
+        """Return its counters, for a run of `seconds` seconds."""
         return WorkerResult(
             source=self.worker[0],
             rank=self.worker[1],
@@ -79,5 +79,5 @@ class Station:
             cached_tokens=self.cached_tokens,
             busy=min(1.0, self.seconds / seconds) if seconds else 0.0,
             preemptions=self._preemptions + self.engine.preemptions,
-            restarts=self.life,
+            restarts=self.incarnation,
         )
