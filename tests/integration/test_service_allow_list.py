@@ -151,7 +151,7 @@ def test_hostile_spellings_are_refused(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["2130706433", "0x7f.1", "0177.0.0.1", "127.1", "127.0.0.1:0;127.0.0.1", "127.0.0.1%lo"])
-def test_what_libzmq_makes_of_such_spellings(spelling: str) -> None:
+def test_libzmq_connects_to_loopback_by_hostile_spellings(spelling: str) -> None:
     """These spellings are in the table because a socket reaches the loopback address by them."""
     with zmq.Context() as context, context.socket(zmq.SUB) as there, socket.create_server(("127.0.0.1", 0)) as here:
         there.linger = 0
@@ -162,7 +162,7 @@ def test_what_libzmq_makes_of_such_spellings(spelling: str) -> None:
 
 @given(st.text(alphabet=st.sampled_from("tcpiro:/[]0123456789abx.*;@%-_~ \n"), max_size=40), st.booleans())
 @example("tcp://a:1", False)
-def test_nothing_but_a_refusal_is_raised(text: str, bind: bool) -> None:
+def test_any_text_is_accepted_or_refused(text: str, bind: bool) -> None:
     """`check` accepts or refuses any text, and an accepted endpoint has one host and one port."""
     for endpoint in (text, f"tcp://{text}", f"ipc://{text}"):
         if allows(OPEN, endpoint, bind=bind):
@@ -188,7 +188,7 @@ def test_nothing_but_a_refusal_is_raised(text: str, bind: bool) -> None:
         "tcp://[::FFFF:0a00:0001]:5557",
     ],
 )
-def test_addresses_of_the_neighbourhood(endpoint: str) -> None:
+def test_private_addresses_are_allowed_by_default(endpoint: str) -> None:
     """Loopback, private and carrier-grade NAT addresses, also as IPv4-mapped IPv6."""
     assert allows(DEFAULT, endpoint)
 
@@ -200,7 +200,7 @@ def test_addresses_of_the_neighbourhood(endpoint: str) -> None:
         *("2001:db8::1", "::ffff:8.8.8.8", "fbff::1", "fec0::1"),
     ],
 )
-def test_the_rest_of_the_world_needs_a_pattern(address: str) -> None:
+def test_public_addresses_need_a_pattern(address: str) -> None:
     """Public and reserved addresses."""
     endpoint = at(ipaddress.ip_address(address))
     assert not allows(DEFAULT, endpoint)
@@ -226,7 +226,7 @@ NEVER = [
 
 
 @pytest.mark.parametrize("address", NEVER)
-def test_addresses_that_no_network_lets_in(address: str) -> None:
+def test_forbidden_addresses_need_their_own_pattern(address: str) -> None:
     """Only a pattern for exactly that address allows link-local, metadata, multicast, broadcast and unspecified addresses."""
     endpoint = at(ipaddress.ip_address(address))
     known = AllowList(
@@ -243,7 +243,7 @@ def test_addresses_that_no_network_lets_in(address: str) -> None:
     assert not allows(named, at(ipaddress.ip_address(int(very) ^ 1 if very.version == 4 else (int(very) ^ 1).to_bytes(16))))
 
 
-def test_a_name_goes_where_its_addresses_are() -> None:
+def test_every_address_of_a_name_is_checked() -> None:
     """`check` accepts the name, and one address that is not allowed refuses it."""
     for name in ("engine", "ENGINE.prod.svc.cluster.local", "engine_1", "a.b-c.d", "engine."):
         assert allows(DEFAULT, f"tcp://{name}:5557")
@@ -253,7 +253,7 @@ def test_a_name_goes_where_its_addresses_are() -> None:
         assert not allows(DEFAULT, f"tcp://{name}:5557", [])
 
 
-def test_only_loopback_is_listened_at() -> None:
+def test_the_service_listens_on_loopback_only() -> None:
     """The service listens elsewhere only if a pattern names exactly that address; a pattern for its network is not enough."""
     for endpoint in ("tcp://127.0.0.1:5557", "tcp://[::1]:5557"):
         assert allows(DEFAULT, endpoint, bind=True)
@@ -314,7 +314,7 @@ def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
     assert not allows(known, "tcp://127.0.0.1:5557")
 
 
-def test_a_pattern_for_a_name_lets_it_lead_anywhere_public() -> None:
+def test_a_pattern_for_a_name_allows_all_public_addresses() -> None:
     """A name without a pattern must resolve to addresses that a pattern allows."""
     known = AllowList(["tcp://engine.example:5557", "tcp://10.0.0.0/8:6000"])
     assert allows(known, "tcp://engine.example:5557", ["8.8.8.8", "10.0.0.1"])
@@ -325,12 +325,12 @@ def test_a_pattern_for_a_name_lets_it_lead_anywhere_public() -> None:
     assert not allows(AllowList(["tcp://engine.example:5557"]), "tcp://other.example:5557")
 
 
-def test_addresses_do_not_matter_to_paths() -> None:
+def test_paths_ignore_addresses() -> None:
     """Paths and inproc names need no resolver."""
     assert allows(AllowList(["ipc:///run/a"]), "ipc:///run/a", [])
 
 
-def test_a_path_is_listened_at_only_by_its_very_name() -> None:
+def test_listening_at_a_path_needs_its_own_pattern() -> None:
     """libzmq deletes a file at the path, so a pattern with a wildcard does not allow to listen there."""
     known = AllowList(["ipc:///run/engines/*", "ipc:///run/kv"])
     assert allows(known, "ipc:///run/kv", bind=True)
@@ -363,7 +363,7 @@ def test_a_path_is_listened_at_only_by_its_very_name() -> None:
         ("tcp://a@b:5557", "expected a name, *.SUFFIX"),
     ],
 )
-def test_patterns_that_mean_nothing(pattern: str, why: str) -> None:
+def test_invalid_patterns_are_rejected(pattern: str, why: str) -> None:
     """The error names the pattern."""
     with pytest.raises(ConfigError, match=re.escape(why)) as caught:
         AllowList(["tcp://engine:1", pattern])
@@ -399,9 +399,7 @@ def is_special(address: Address) -> bool:
 
 @given(networks_and_addresses(), st.integers(1, 65535))
 @example((ipaddress.ip_network("100.64.0.0/10"), ipaddress.ip_address("100.100.100.201")), 1)
-def test_networks_are_those_of_ipaddress(
-    case: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address], port: int
-) -> None:
+def test_networks_match_as_in_ipaddress(case: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, Address], port: int) -> None:
     """An ordinary address is allowed if and only if the network contains it, as a literal or behind a name."""
     network, address = case
     if isinstance(address, ipaddress.IPv6Address) and (address.ipv4_mapped or address.sixtofour):
@@ -417,7 +415,7 @@ def test_networks_are_those_of_ipaddress(
 @given(fours)
 @example(ipaddress.IPv4Address("10.0.0.1"))
 @example(ipaddress.IPv4Address("169.254.169.254"))
-def test_mapped_addresses_are_what_they_map(address: ipaddress.IPv4Address) -> None:
+def test_mapped_addresses_count_as_ipv4(address: ipaddress.IPv4Address) -> None:
     """This holds for literals and for resolved addresses, with any pattern."""
     mapped = ipaddress.IPv6Address(f"::ffff:{address}")
     for known in (DEFAULT, OPEN, AllowList(["tcp://128.0.0.0/1:*"])):
@@ -427,7 +425,7 @@ def test_mapped_addresses_are_what_they_map(address: ipaddress.IPv4Address) -> N
 
 @given(fours)
 @example(ipaddress.IPv4Address("192.168.0.0"))
-def test_the_default_is_what_the_standard_library_calls_near(address: ipaddress.IPv4Address) -> None:
+def test_the_default_covers_private_addresses_of_the_standard_library(address: ipaddress.IPv4Address) -> None:
     """Loopback, RFC 1918 and 100.64/10, without the metadata service in the last one."""
     near = ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"]
     wanted = address.is_loopback or any(address in ipaddress.ip_network(text) for text in near)
@@ -446,7 +444,7 @@ def refusal(endpoint: str, addresses: Iterable[str] | None = None, *, bind: bool
     return caught.value
 
 
-def test_a_refusal_says_why_and_what_to_do() -> None:
+def test_a_refusal_has_a_reason_and_a_hint() -> None:
     """The error has the resolved address, and the hint has a pattern that would allow it."""
     error = refusal("tcp://engine.example:5557", ["10.0.0.1", "8.8.8.8"])
     assert (

@@ -132,7 +132,7 @@ LONG_HEADER: Final = b"x-long: " + b"y" * 50_000 + b"\r\n"
 """Few requests with responses of this size exceed the buffers of sockets."""
 
 
-def test_idle_connections_never_keep_probes_from_their_answers(patient: Service) -> None:
+def test_probes_are_answered_beside_idle_connections(patient: Service) -> None:
     """This holds for any number of idle connections, with and without an earlier request; other clients have responses too."""
     with ExitStack() as stack:
         for number in range(4 * PATIENT["max_clients"]):
@@ -173,7 +173,7 @@ def test_connections_leave_descriptors_for_probes(command: str, lowered: bool) -
         assert len(told) == len(service.told(r"limits\.max_clients is ")) == int(lowered)
 
 
-def test_busy_connections_never_keep_probes_from_their_answers(patient: Service) -> None:
+def test_probes_are_answered_beside_busy_connections(patient: Service) -> None:
     """Each of them sends a body without end. Others receive a documented error that the service is full."""
     with ExitStack() as stack:
         for number in range(PATIENT["max_clients"]):
@@ -210,7 +210,7 @@ BEFORE: Final = {
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_a_request_that_never_ends_does(service: Service, before: str) -> None:
+def test_an_unfinished_request_times_out(service: Service, before: str) -> None:
     """The service sends 408 if the request had begun, also in time on a reused connection, for many connections at once."""
     with ExitStack() as stack:
         made = {slow: stack.enter_context(connected(service, BEFORE[before])) for slow in SLOW}
@@ -226,7 +226,7 @@ def test_a_request_that_never_ends_does(service: Service, before: str) -> None:
     assert [msgspec.json.decode(body)["reason"] for body in bodies] == ["too-slow"] * 5
 
 
-def test_an_empty_line_behind_a_request_keeps_no_connection(service: Service) -> None:
+def test_an_empty_line_after_a_request_does_not_hold_a_connection(service: Service) -> None:
     with connected(service, PROBE) as connection:
         assert one_answer(connection).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"\r\n")
@@ -243,7 +243,7 @@ REFUSED: Final = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_body_of_a_refused_request_is_not_waited_for(patient: Service, name: str) -> None:
+def test_a_refused_request_is_answered_before_its_body(patient: Service, name: str) -> None:
     """The response announces the close and arrives although the client is still sending."""
     sent, status = REFUSED[name]
     with connected(patient, sent + b"x") as connection:
@@ -264,7 +264,7 @@ UNENDING: Final = {
 
 @pytest.mark.parametrize("path", ["/livez", "/health", "/readyz"])
 @pytest.mark.parametrize("what", UNENDING)
-def test_a_probe_is_answered_without_its_body(patient: Service, what: str, path: str) -> None:
+def test_a_probe_is_answered_before_its_body(patient: Service, what: str, path: str) -> None:
     """The service closes the connection, because it cannot find the beginning of the next request."""
     with connected(patient, f"GET {path} HTTP/1.1\r\nhost: localhost\r\n".encode() + UNENDING[what]) as connection:
         answer = everything(connection)
@@ -272,7 +272,7 @@ def test_a_probe_is_answered_without_its_body(patient: Service, what: str, path:
     assert b"connection: close\r\n" in answer
 
 
-def test_probes_without_their_bodies_never_keep_others_from_their_answers(patient: Service) -> None:
+def test_unfinished_probes_do_not_delay_others(patient: Service) -> None:
     """All other connections are busy, and there are as many as allowed."""
     with ExitStack() as stack:
         for _ in range(PATIENT["max_clients"]):
@@ -290,7 +290,7 @@ def test_a_refused_request_without_a_body_keeps_its_connection(service: Service)
         assert one_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_client_that_never_reads_is_cut_off(service: Service) -> None:
+def test_a_client_that_never_reads_is_disconnected(service: Service) -> None:
     """The client requests long responses of both planes until the service stops reading."""
     for question in (b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 4, (head(len(QUESTION)) + QUESTION) * 1000):
         with socket.socket() as connection:
@@ -312,7 +312,7 @@ def test_a_client_that_never_reads_is_cut_off(service: Service) -> None:
     assert closed['reason="unread"'] >= 1
 
 
-def test_requests_that_wait_for_answers_are_bounded(service: Service) -> None:
+def test_pipelined_requests_are_bounded(service: Service) -> None:
     """Responses that a client does not read do not accumulate."""
     asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
     with connected(service) as connection:
@@ -323,7 +323,7 @@ def test_requests_that_wait_for_answers_are_bounded(service: Service) -> None:
     until("it to be gone", lambda: sum(metrics(service, "kvevents_http_connections").values()) == 1)
 
 
-def test_bodies_have_a_bound_over_all_connections(patient: Service) -> None:
+def test_bodies_of_all_connections_are_bounded(patient: Service) -> None:
     """Large bodies reach the limit: some are rejected, and the memory is free again afterwards."""
     size = 7 << 20
     with ExitStack() as stack:
@@ -342,7 +342,7 @@ def test_bodies_have_a_bound_over_all_connections(patient: Service) -> None:
     until("room", lambda: metrics(patient, "kvevents_http_request_buffer_bytes") == {"": 0})
 
 
-def test_requests_that_wait_for_an_answer_are_not_read() -> None:
+def test_pipelined_requests_are_not_read() -> None:
     """A pipelined request waits behind a response without end, and the client cannot send more."""
     queued = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + LONG_HEADER + b"\r\n"
     events = b"GET /v1/events HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -355,7 +355,7 @@ def test_requests_that_wait_for_an_answer_are_not_read() -> None:
         assert once(service, "/v1/stats") == 200
 
 
-def test_what_is_malformed_takes_no_earlier_answer_away(service: Service) -> None:
+def test_a_malformed_request_keeps_earlier_responses(service: Service) -> None:
     """A malformed request behind a slow one is rejected after the slow one's response."""
     metrics_and = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with connected(service, metrics_and + b"no http at all\r\n\r\n") as connection:
@@ -366,7 +366,7 @@ def test_what_is_malformed_takes_no_earlier_answer_away(service: Service) -> Non
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_handshakes_that_never_end_do(tmp_path: Path, silent: bool) -> None:
+def test_unfinished_tls_handshakes_time_out(tmp_path: Path, silent: bool) -> None:
     """Unfinished TLS handshakes count as connections: they can be evicted for probes and have a timeout."""
     certificates = make_certificates(tmp_path)
     tls = f'tls = {{ certificate = "{certificates}/server.pem", key = "{certificates}/server.key" }}'

@@ -164,7 +164,7 @@ MALFORMED: Final = (
 
 
 @pytest.mark.parametrize("path", ["/v1/match", "/v1/select"])
-def test_what_is_odd_is_answered_alike(service: Service, path: str) -> None:
+def test_unusual_requests_are_answered_alike(service: Service, path: str) -> None:
     for body in MALFORMED:
         native, forwarded = both(service, path, body, JSON, "*/*")
         if native.status == 200 and path == "/v1/select":  # equal workers take turns
@@ -183,7 +183,7 @@ def test_lookups_of_both_planes_are_counted_together(service: Service) -> None:
     assert hot["prefixes"]
 
 
-def test_http_2_is_spoken(service: Service) -> None:
+def test_http_2_connections_are_accepted(service: Service) -> None:
     """The server responds to the HTTP/2 preface with a SETTINGS frame."""
 
     with socket.create_connection((service.host, service.port), 5) as connection:

@@ -140,7 +140,7 @@ def test_errors_are_problem_details(service: Service, name: str) -> None:
         assert content == {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 
-def test_an_unknown_host_is_a_problem_too() -> None:
+def test_an_unknown_host_is_a_problem() -> None:
     """This holds while requests need no token."""
     with serving() as service:
         answer = service.ask("POST", "/query", b"{}", host="evil.example", content_type=JSON)
@@ -148,7 +148,7 @@ def test_an_unknown_host_is_a_problem_too() -> None:
 
 
 @pytest.mark.parametrize("accept", ["*/*", "application/msgpack"])
-def test_errors_are_json_whatever_is_accepted(service: Service, accept: str) -> None:
+def test_errors_are_json_for_any_accept_header(service: Service, accept: str) -> None:
     body = msgspec.msgpack.encode({"model": "x", "tokens": [1]})
     ask = asking("POST", "/v1/match", body, content_type="application/msgpack", accept=accept)
     assert ask(service).reason == "unknown-model"

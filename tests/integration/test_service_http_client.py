@@ -43,7 +43,7 @@ async def trouble(url: str, bounds: RequestLimits = BOUNDS) -> str:
     return caught.value.kind
 
 
-async def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
+async def test_a_closed_idle_connection_is_replaced_once() -> None:
     """The client sends the request again over a new connection; if that closes too, it raises an error."""
     left = [2, 1]  # answers of each connection
 
@@ -61,7 +61,7 @@ async def test_a_kept_connection_that_was_closed_is_replaced_once() -> None:
         assert caught.value.kind == "closed"
 
 
-async def test_so_many_connections_and_no_more() -> None:
+async def test_the_number_of_connections_is_limited() -> None:
     """Further requests wait for a free connection."""
     now = most = made = 0
     full = asyncio.Event()
@@ -88,7 +88,7 @@ async def test_so_many_connections_and_no_more() -> None:
     "bounds", [RequestLimits(0.2, 1_000), RequestLimits(0.2, 1_000, DEADLINE)], ids=["all", "after connecting"]
 )
 @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["head", "body"])
-async def test_bytes_now_and_then_do_not_prolong_the_time(bounds: RequestLimits, begin: bytes) -> None:
+async def test_slow_bytes_do_not_extend_the_time_limit(bounds: RequestLimits, begin: bytes) -> None:
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(begin or b"HTTP/1.1 200 ")
         while True:
@@ -113,7 +113,7 @@ async def test_bytes_now_and_then_do_not_prolong_the_time(bounds: RequestLimits,
     ],
     ids=["headers", "header", "status", "body", "chunks"],
 )
-async def test_what_never_ends_is_given_up(head: bytes, again: bytes, word: str) -> None:
+async def test_an_endless_response_is_rejected(head: bytes, again: bytes, word: str) -> None:
     """The client stops reading before the response takes memory."""
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,7 +136,7 @@ async def test_a_connection_that_is_reset_is_closed() -> None:
         assert await trouble(url) == "closed"
 
 
-async def test_redirects_are_told_and_not_followed() -> None:
+async def test_redirects_are_returned_and_not_followed() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 302 Found\r\nlocation: /there\r\ncontent-length: 0\r\n\r\n")
@@ -145,7 +145,7 @@ async def test_redirects_are_told_and_not_followed() -> None:
         assert await connections.get(url, {}) == Answer(302, b"", "/there")
 
 
-def test_commands_that_ask_nobody_do_not_load_it() -> None:
+def test_commands_without_requests_do_not_import_the_client() -> None:
     """A request that takes a tenth of a second."""
     lines = (
         "import sys",

@@ -116,7 +116,7 @@ def test_media_that_only_an_engine_knows_are_other(service: Service) -> None:
 # --- reasons -----------------------------------------------------------------------------------------------------------------
 
 
-def test_each_complaint_has_a_word(service: Service) -> None:
+def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
     """The codes of faults that a member really has."""
     member = register(service, block_size=2 * BLOCK, replay_endpoint="tcp://127.0.0.1:2")
     store(service, member, "GPU")
@@ -232,7 +232,7 @@ def test_lookups_of_several_threads_are_all_counted(service: Service) -> None:
 
 
 @given(st.text(min_size=1, max_size=50))
-def test_whatever_somebody_calls_an_engine_it_is_one_label(name: str) -> None:
+def test_any_engine_name_is_one_label(name: str) -> None:
     """prometheus_client reads the same value, except for lone surrogates, which no encoding has."""
     text = f"x{{{labels(engine=name, rank=0)}}} 1\n".encode(errors="replace").decode()
     ((sample,),) = [family.samples for family in text_string_to_metric_families(text)]

@@ -94,14 +94,14 @@ def test_host_is_free_where_every_request_needs_a_token() -> None:
         ("http://kv.example.com.evil.example", 403),
     ],
 )
-def test_only_own_origins_may_ask(origin: str, status: int) -> None:
+def test_only_own_origins_are_accepted(origin: str, status: int) -> None:
     """The origin of `Host` with any scheme, since a proxy may end TLS, and origins of configured names are accepted."""
     policy = OriginPolicy("127.0.0.1", ["kv.example.com"], checks_host=True)
     assert refusal(policy, host="127.0.0.1:8090", origin=origin) == status
     assert refusal(policy, host="127.0.0.1:8090", origin=origin, is_read=True) == status
 
 
-def test_requests_of_other_sites_are_refused_though_they_name_no_origin() -> None:
+def test_cross_site_requests_without_an_origin_are_refused() -> None:
     """Images, scripts and frames of another page send no `Origin`. A link to the page works, and a form does not."""
     policy = OriginPolicy("127.0.0.1", [], checks_host=True)
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 0), ("none", 0)):
@@ -115,13 +115,13 @@ def test_requests_of_other_sites_are_refused_though_they_name_no_origin() -> Non
     ("place", "host"),
     [("a", "a"), ("A.b:80", "a.b"), ("a.:1", "a"), ("[::1]:1", "::1"), ("[::1]", "::1"), ("", ""), (":80", "")],
 )
-def test_the_host_of_a_place(place: str, host: str) -> None:
+def test_host_of_removes_port_and_brackets(place: str, host: str) -> None:
     """The host is returned without port, brackets and final dot."""
     assert host_of(place) == host
 
 
 @pytest.mark.parametrize("name", ["*", "a:80", "http://a", "a b", "", "*.", "a*"])
-def test_names_that_are_none_are_refused(name: str) -> None:
+def test_invalid_host_names_are_rejected(name: str) -> None:
     """The error comes when settings are read, and has the setting's name."""
     with pytest.raises(ConfigError, match="invalid allowed_hosts entry"):
         HostPatterns([name], "allowed_hosts")
@@ -176,7 +176,7 @@ QUERY = msgspec.json.encode({"model": "m", "tokens": [1]})
     ],
     ids=["host", "origin", "site", "text", "form", "no type"],
 )
-def test_no_page_can_register_or_ask(service: Service, headers: dict[str, str], status: int, reason: str) -> None:
+def test_no_page_can_register_or_query(service: Service, headers: dict[str, str], status: int, reason: str) -> None:
     """This holds for every request that a browser sends without a preflight request, in both planes."""
     for answer in (
         forged(service, "POST", "/register", REGISTRATION, **headers),

@@ -81,7 +81,7 @@ def only(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, dict[str, Any]]:
     return span, dict(span.attributes or {})
 
 
-def test_a_query_tells_its_model_and_how_much_was_found(service: Service, spans: InMemorySpanExporter) -> None:
+def test_a_span_has_the_model_and_the_match(service: Service, spans: InMemorySpanExporter) -> None:
     answer = ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS})
     span, attributes = only(spans)
     assert answer.status == 200
@@ -105,12 +105,12 @@ def test_a_span_is_the_child_of_the_callers(service: Service, spans: InMemorySpa
     assert span.context.trace_id == TRACE
 
 
-def test_a_traceparent_that_is_none_begins_a_trace_of_its_own(service: Service, spans: InMemorySpanExporter) -> None:
+def test_an_invalid_traceparent_starts_a_new_trace(service: Service, spans: InMemorySpanExporter) -> None:
     ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}, traceparent="00-\xff-junk")
     assert only(spans)[0].parent is None
 
 
-def test_lookups_by_hash_and_in_other_threads_are_told_too(service: Service, spans: InMemorySpanExporter) -> None:
+def test_spans_have_lookups_by_hash_and_in_threads(service: Service, spans: InMemorySpanExporter) -> None:
     app = App(service)
     keys = list(block_keys(TOKENS, BLOCK))
     assert ask(app, "POST", "/query_by_hash", {"model_name": "tiny", "seq_hashes": keys}).status == 200
@@ -133,7 +133,7 @@ def test_lookups_by_hash_and_in_other_threads_are_told_too(service: Service, spa
         ("BREW", "/nowhere", 404, "HTTP", None),
     ],
 )
-def test_every_outcome_has_a_name_of_few(
+def test_span_names_are_bounded(
     service: Service, spans: InMemorySpanExporter, method: str, path: str, status: int, name: str, route: str | None
 ) -> None:
     """Clients choose paths and methods, so these must not become names of spans."""
@@ -145,7 +145,9 @@ def test_every_outcome_has_a_name_of_few(
     assert span.status.status_code is trace.StatusCode.UNSET
 
 
-def test_a_failure_of_ours_is_an_error(service: Service, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_sets_the_status(
+    service: Service, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"cannot match {TOKENS}")
 
@@ -155,7 +157,7 @@ def test_a_failure_of_ours_is_an_error(service: Service, spans: InMemorySpanExpo
     assert "7000" not in told_by(only(spans)[0])
 
 
-def test_probes_and_scrapes_have_none(service: Service, spans: InMemorySpanExporter) -> None:
+def test_probes_and_scrapes_have_no_span(service: Service, spans: InMemorySpanExporter) -> None:
     for path in ("/livez", "/readyz", "/health", "/metrics", "/"):
         ask(App(service), "GET", path)
     assert spans.get_finished_spans() == ()
@@ -185,7 +187,7 @@ def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpan
     assert not [secret for secret in ("7000", "pepper", "hush", *keys) if secret in told]
 
 
-def test_without_an_sdk_nothing_stands_in_the_way(service: Service) -> None:
+def test_without_an_sdk_the_application_is_not_wrapped(service: Service) -> None:
     """With the API alone, the application is not wrapped."""
     assert find_tracer() is None
     app = App(service)
@@ -193,7 +195,7 @@ def test_without_an_sdk_nothing_stands_in_the_way(service: Service) -> None:
     assert app._handle_http == app._http
 
 
-def test_without_the_api_nothing_is_asked_for(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_api_requests_work(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     app = App(service)
     assert app._handle_http == app._http

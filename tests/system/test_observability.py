@@ -160,7 +160,7 @@ def register(service: Service, name: str, endpoint: str, replay: str | None) -> 
 # --- what is exported --------------------------------------------------------------------------------------------------------
 
 
-def test_faults_are_counted_as_what_they_are(fleet: Fleet) -> None:
+def test_each_fault_has_its_metric(fleet: Fleet) -> None:
     wanted = [
         ("kvevents_source_gaps_total", {"engine": "healing", "outcome": "recovered"}, 1),
         ("kvevents_source_gaps_total", {"engine": "losing", "outcome": "lost"}, 1),
@@ -212,7 +212,7 @@ def test_labels_that_are_used_are_those_of_the_metric(fleet: Fleet) -> None:
             assert labels <= set(exported[name][0][0]), f"{name} in {expression}"
 
 
-def test_labels_have_few_values_and_none_is_a_peers_word(fleet: Fleet) -> None:
+def test_labels_are_bounded_and_never_come_from_peers(fleet: Fleet) -> None:
     """An engine has sent an unknown medium and an unknown type of event, a client an unknown model."""
     fleet.service.get("/no/such/path")
     exported = fleet.exported()
@@ -260,7 +260,7 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
     assert max(x for x, _ in cells) < 24
 
 
-def test_every_alert_has_its_words_and_its_page() -> None:
+def test_every_alert_has_annotations_and_a_runbook_section() -> None:
     anchors = {heading.lower() for heading in re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE)}
     assert {rule["alert"].lower() for rule in ALERTS} == anchors
     for rule in ALERTS:

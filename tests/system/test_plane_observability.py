@@ -141,7 +141,7 @@ def test_the_runbook_lists_what_a_replica_exports(plane: Plane) -> None:
 # --- the kit itself ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_alert_has_its_words_and_its_page() -> None:
+def test_every_alert_has_annotations_and_a_runbook_section() -> None:
     anchors = {heading.lower() for heading in re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE)}
     assert {rule["alert"].lower() for rule in ALERTS} == anchors
     for rule in ALERTS:

@@ -37,7 +37,7 @@ def test_roles_include_those_below() -> None:
     assert Role.NONE < Role.READ < Role.REGISTER
 
 
-def test_without_tokens_everybody_may_register() -> None:
+def test_without_tokens_every_caller_may_register() -> None:
     """The service listens on loopback by default, and ignores the header without tokens."""
     open_to_all = Access(AccessConfig())
     assert {open_to_all.caller(header).role for header in (None, b"", bearer(READER), b"Basic eDp5")} == {Role.REGISTER}
@@ -76,7 +76,7 @@ def test_no_other_bytes_have_a_role(header: bytes) -> None:
     assert Access(AccessConfig(tokens=TOKENS)).caller(header).role is Role.NONE
 
 
-def test_what_anonymous_callers_may_do() -> None:
+def test_anonymous_callers_have_the_configured_role() -> None:
     """Anonymous callers may have a role, and callers with a wrong token have none, so that its owner notices."""
     public = Access(AccessConfig(tokens=TOKENS, anonymous="read"))
     assert public.caller(None).role is Role.READ
@@ -148,14 +148,14 @@ def test_tokens_from_toml(tmp_path: Path) -> None:
         '[[tokens]]\nrole = "read"\ntoken = "0123456789abcdef"\ntoken_env = "X"',
     ],
 )
-def test_configuration_that_means_nothing(text: str) -> None:
+def test_invalid_configuration_is_rejected(text: str) -> None:
     """The error comes when the configuration is read, and does not have the token."""
     with pytest.raises(msgspec.ValidationError) as caught:
         config_of(text)
     assert "0123456789abcdef" not in str(caught.value)
 
 
-def test_exactly_one_place_for_a_token() -> None:
+def test_a_token_has_exactly_one_source() -> None:
     """The error names the sources that were given."""
     with pytest.raises(ConfigError, match=r"expected exactly one of token, token_file, token_env, got none"):
         TokenConfig(role="read")
@@ -180,13 +180,13 @@ def test_exactly_one_place_for_a_token() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_tokens_that_cannot_be_used(settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_tokens_are_rejected(settings: dict[str, Any], sentence: str) -> None:
     """The error has the name or number of the token and a hint."""
     with pytest.raises(ConfigError, match=sentence):
         Access(AccessConfig(tokens=(TokenConfig(role="read", **settings),)), {"KV_EMPTY": ""})
 
 
-def test_a_token_is_there_once() -> None:
+def test_a_token_occurs_once() -> None:
     """A token with two roles is an error."""
     with pytest.raises(ConfigError, match="grafana and token 2 are the same token"):
         Access(AccessConfig(tokens=(TOKENS[0], TokenConfig(role="register", token=READER))))

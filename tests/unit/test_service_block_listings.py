@@ -54,7 +54,7 @@ def test_pages_have_every_block_once(blocks: list[Block], limit: int) -> None:
     assert (page.total, len(listings)) == (len(blocks), 0)
 
 
-def test_the_blocks_are_read_once() -> None:
+def test_blocks_are_read_for_the_first_page_only() -> None:
     """The index is read for the first page only."""
     read = 0
 
@@ -71,7 +71,7 @@ def test_the_blocks_are_read_once() -> None:
     assert read == 100
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_stored_listings_are_bounded() -> None:
     """Listings are limited in blocks, least recently used first, and in time; a single listing may be larger."""
     clock = Clock()
     listings = BlockListings(100, 60, clock)
@@ -90,7 +90,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert listings.next(A, large.next or "", 10).total == 1000
 
 
-def test_a_cursor_is_of_its_worker() -> None:
+def test_a_cursor_belongs_to_its_worker() -> None:
     listings = BlockListings(100, 60)
     page = listings.first(A, some(20), 10, trust)
     for cursor in (page.next or "", "0" * 16 + ".10"):
