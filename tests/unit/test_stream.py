@@ -1679,7 +1679,7 @@ def test_trust_compares_by_state_and_carries_the_reason() -> None:
         ({"endpoint": "host:5557"}, "has no transport"),
         ({"endpoint": "tcp://127.0.0.1:5557:5558"}, "expected tcp://HOST:PORT"),
         ({"endpoint": "tcp://h:1", "replay_endpoint": "http://h:8000"}, "expected tcp://HOST:PORT with the engine's port"),
-        ({"endpoint": "tcp://h:1", "rank": -1}, "ranks count from 0"),
+        ({"endpoint": "tcp://h:1", "rank": -1}, "expected a number from 0"),
     ],
 )
 def test_a_wrong_source_is_refused_with_a_sentence(arguments: dict[str, object], message: str) -> None:
