@@ -20,7 +20,7 @@ COUNTS = st.integers(0, 1 << 40)
 
 def member(instance: str, rank: int, trust: Trust = Trust.EXACT) -> Member:
     made = Member(Registration(instance=instance, endpoint="tcp://127.0.0.1:1", model="m", rank=rank), "http", 0.0)
-    made.judge(trust, 1.0)
+    made.update_trust(trust, 1.0)
     return made
 
 
@@ -55,5 +55,5 @@ def test_both_spellings_say_the_same_of_any_names_and_ranks(rows: list[tuple[str
 
 def test_an_answer_has_the_trust_of_its_moment() -> None:
     one = member("a", 0)
-    one.judge(Trust.STALE, 2.0)
+    one.update_trust(Trust.STALE, 2.0)
     assert json.loads(dynamo([MemberMatch(one, 1, 1, 1, 1)]))["instances"]["a"]["trust"] == {"0": "STALE"}

@@ -43,7 +43,7 @@ def register(service: Service, instance: str = "engine-0", **more: object) -> Me
 
 def look(service: Service) -> None:
     """Refresh the members that received events, as the ingest thread does."""
-    service.fleet.look()
+    service.fleet.refresh()
 
 
 def store(service: Service, member: Member, *media: str) -> None:
@@ -123,9 +123,9 @@ def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
     assert member.info
     assert member.status
     info = replace(member.info, evicted=5, orphans_dropped=1, rejected={("full_attention", "length-mismatch"): 1})
-    member.look(member.status, info, hidden_before=0.0)
+    member.refresh(member.status, info, hidden_before=0.0)
     assert len(member.index_faults) == 4
-    member.judge(Trust.EXACT, 0.0)
+    member.update_trust(Trust.EXACT, 0.0)
     assert member.trust_status.state == "DEGRADED"
     assert sorted(member.trust_status.reason_codes) == ["block-size", "evicted", "orphans-dropped", "set-aside"]
 
@@ -135,7 +135,7 @@ def test_each_doubt_has_a_word(service: Service) -> None:
     look(service)
     assert member.status
     member.status = replace(member.status, degraded_reasons=frozenset(DegradedReason))
-    member.judge(Trust.DEGRADED.with_reason("..."), 0.0)
+    member.update_trust(Trust.DEGRADED.with_reason("..."), 0.0)
     assert list(member.trust_status.reason_codes) == sorted(doubt.name.lower().replace("_", "-") for doubt in DegradedReason)
 
 
@@ -157,7 +157,7 @@ def test_every_source_that_is_not_exact_has_a_reason(
 ) -> None:
     member = register(service, replay_endpoint="tcp://127.0.0.1:2")
     member.faults = {} if fault is None else {"endpoint": fault}
-    member.judge(trust, 0.0)
+    member.update_trust(trust, 0.0)
     assert list(member.trust_status.reason_codes) == reasons
     found = {dict(told)["reason"] for name, told in samples(service) if name == "kvevents_source_reason"}
     assert found == set(reasons)
@@ -243,7 +243,7 @@ def test_any_engine_name_is_one_label(name: str) -> None:
 def test_a_round_of_looking_reaches_every_source_whoever_comes_or_goes(
     service: Service, monkeypatch: pytest.MonkeyPatch, sources: int
 ) -> None:
-    monkeypatch.setattr(fleet, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.0)
     members = [register(service, f"engine-{number}") for number in range(sources)]
     first, last = members[0], members[-1]
     service.index.apply(RawBatch(*last.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, []))))
@@ -257,7 +257,7 @@ def test_a_round_of_looking_reaches_every_source_whoever_comes_or_goes(
     assert newcomer.status is not None
     assert newcomer.info is None
     service.index.apply(RawBatch(*newcomer.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, []))))
-    for _ in range(2 * fleet.LOOKS_AT_ALL):
+    for _ in range(2 * fleet.REFRESHES_PER_ROUND):
         service.fleet.on_tick()
     assert newcomer.info is not None
 

@@ -47,7 +47,7 @@ def service_of(clock: Clock, watched: Path | None = None, **tables: Any) -> Iter
 def register(service: Service, name: str = "a", trust: Trust = Trust.CONNECTING) -> None:
     registration = Registration(instance=name, endpoint="tcp://127.0.0.1:1", model="m")
     service.fleet.register(registration).result()
-    service.fleet.members[registration.key].judge(trust, 0.0)
+    service.fleet.members[registration.key].update_trust(trust, 0.0)
 
 
 def told(service: Service) -> tuple[bool, str]:
@@ -127,9 +127,9 @@ def test_idle_engines_do_not_delay_it() -> None:
     with service_of(Clock()) as service:
         register(service)
         (member,) = service.fleet.members.values()
-        member.take(Trust.DEGRADED, (Reason.LOST, Reason.REPLAY_UNPROVEN), 0.0)
+        member.set_trust(Trust.DEGRADED, (Reason.LOST, Reason.REPLAY_UNPROVEN), 0.0)
         assert told(service) == (False, "0 of 1 sources are EXACT")
-        member.take(Trust.DEGRADED, (Reason.REPLAY_UNPROVEN,), 0.0)
+        member.set_trust(Trust.DEGRADED, (Reason.REPLAY_UNPROVEN,), 0.0)
         assert told(service) == (True, "0 of 1 sources are EXACT, 1 wait for a live batch")
 
 

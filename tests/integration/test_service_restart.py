@@ -133,7 +133,7 @@ def test_an_engine_that_restarted_meanwhile_begins_anew(tmp_path: Path) -> None:
             service.exact("e", blocks=2)
             assert service.keys("e") == {(key, "gpu") for key in hex_keys(prompt(2, 2))}
             assert service.source("e")["resets"] == 1
-            service.says("e rank 0: its blocks are forgotten: publisher restarted")
+            service.says("e rank 0: its blocks are removed: publisher restarted")
             assert service.held(prompt(1)) == {}
 
 

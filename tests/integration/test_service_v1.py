@@ -572,7 +572,7 @@ def test_events_tell_of_states_batches_and_losses(service: Service) -> None:
             again.store(prompt(21, 2))
             loss = stream.next("loss")
             assert (loss["what"], loss["instance"]) == ("reset", "told")
-            assert loss["sentence"].startswith("its blocks are forgotten")
+            assert loss["sentence"].startswith("its blocks are removed")
             service.exact("told", blocks=2)
             stream.next("state", lambda told: told["trust"]["state"] == "EXACT")
         assert service.post("/unregister", instance_id="told").status == 200
@@ -623,13 +623,13 @@ def test_a_client_that_is_too_slow_is_told_how_much_it_has_missed() -> None:
 
     async def scenario() -> tuple[list[Any], int | None]:
         event_bus = EventBus()
-        with event_bus.listening() as slow, event_bus.listening() as quick:
+        with event_bus.subscribe() as slow, event_bus.subscribe() as quick:
             for number in range(MAX_QUEUED + 5):
-                event_bus.announce(loss(number))
+                event_bus.publish(loss(number))
                 await asyncio.sleep(0)
                 assert await quick.get(1) == loss(number)
             got = [await slow.get(1) for _ in range(MAX_QUEUED + 1)]
-            event_bus.announce(loss(-1))
+            event_bus.publish(loss(-1))
             assert await slow.get(1) == loss(-1)
             return got[:-1], got[-1] if isinstance(got[-1], int) else None
 

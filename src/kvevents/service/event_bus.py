@@ -1,4 +1,4 @@
-"""Who listens to what happens: clients of `/v1/events`, each with a queue of its own that never grows without bound."""
+"""The events of `/v1/events`: a bus with one bounded queue for each client."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 from kvevents.service.schemas import StreamEvent
 
 MAX_QUEUED: Final = 1_024
-"""Events that wait for one slow client; beyond, it is told how many it has missed."""
+"""Most events that wait for one slow client. The client receives the number of the events beyond that."""
 
 
 class EventBus:
-    """Hands events of other threads to clients in the event loop."""
+    """Passes events from other threads to clients in the event loop."""
 
     def __init__(self) -> None:
         self._queues: set[Queue] = set()
@@ -24,10 +24,10 @@ class EventBus:
     def __len__(self) -> int:
         return len(self._queues)
 
-    def announce(self, event: StreamEvent) -> None:
-        """Tell everybody. From any thread."""
+    def publish(self, event: StreamEvent) -> None:
+        """Send an event to all clients. Any thread may call it."""
         if self._queues and self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._put, event)
 
     def _put(self, event: StreamEvent) -> None:
@@ -35,13 +35,13 @@ class EventBus:
             queue.put(event)
 
     def close(self) -> None:
-        """End everybody's listening; in the event loop."""
+        """Close the queues of all clients. Call it in the event loop."""
         for queue in self._queues:
             queue.close()
 
     @contextmanager
-    def listening(self) -> Iterator[Queue]:
-        """From now on events are kept for one client; in the event loop."""
+    def subscribe(self) -> Iterator[Queue]:
+        """Return a context with a queue that receives all events. Call it in the event loop."""
         self._loop = asyncio.get_running_loop()
         queue = Queue()
         self._queues.add(queue)
@@ -52,7 +52,7 @@ class EventBus:
 
 
 class Queue:
-    """What waits for one client."""
+    """The events that wait for one client."""
 
     def __init__(self) -> None:
         self._events: deque[StreamEvent] = deque()
@@ -61,7 +61,7 @@ class Queue:
         self.closed = False
 
     def put(self, event: StreamEvent) -> None:
-        """Keep an event, or count it where there is no room."""
+        """Append an event, or count it as missed if the queue is full."""
         if len(self._events) < MAX_QUEUED:
             self._events.append(event)
         else:
@@ -69,12 +69,12 @@ class Queue:
         self._filled.set()
 
     def close(self) -> None:
-        """No more events."""
+        """End the queue: the client receives no more events."""
         self.closed = True
         self._filled.set()
 
     async def get(self, pause: float) -> StreamEvent | int | None:
-        """The next event; a number for so many that this client was too slow for; None after `pause` idle seconds."""
+        """Return the next event, or the number of events that this client missed; None after `pause` seconds without one."""
         if not self._events and not self._missed:
             self._filled.clear()
             with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""The fleet: what is registered, what is known of each stream, and the index that answers for all of them."""
+"""The fleet: the registered members, the state of each stream, and the index that answers for all of them."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from kvevents.wire import Rejected, decode_batch
 log = logging.getLogger(__name__)
 
 HTTP: Final = "http"
-"""Origin of what clients have registered."""
-JUDGE_SECONDS: Final = 0.1
-"""How old the trust of a stream can be of which nothing came: a connection that is gone is known no earlier."""
+"""Origin of the registrations of clients."""
+TRUST_SECONDS: Final = 0.1
+"""Pause between two updates of the trust of all members. A lost connection is noticed after this time at the latest."""
 LOSS_SECONDS: Final = 10.0
-"""Between two lines of the log about losses of one stream: a network that loses every other batch must not fill the disk."""
-LOOK_SECONDS: Final = 0.25
-"""How often subscriber and index are asked about those of whom something came: blocks, orphans, what was set aside."""
-LOOKS_AT_ALL: Final = 8
-"""Such looks in which everybody is asked about once, whatever came: to look keeps questions waiting."""
+"""Pause between two log lines about losses of one stream: a network that loses every other batch must not fill the disk."""
+REFRESH_SECONDS: Final = 0.25
+"""Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
+REFRESHES_PER_ROUND: Final = 8
+"""Number of refreshes over which all members are refreshed once. A refresh delays queries."""
 
 
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
-"""Where to go on with a stream; None for its beginning."""
+"""Returns the checkpoint at which to resume a stream; None for its beginning."""
 
 
-def _from_the_beginning(_: Key) -> Checkpoint | None:
+def _no_checkpoint(_: Key) -> Checkpoint | None:
     return None
 
 
 class Fleet(Listener):
-    """Every method may be called from any thread; what changes the subscriber is done by the follower's."""
+    """The registered members and their index. Any thread may call every method; the follower changes the subscriber."""
 
     def __init__(
         self,
@@ -65,43 +65,43 @@ class Fleet(Listener):
         self.event_bus = EventBus()
         self.members: dict[Key, Member] = {}
         self.counts: dict[tuple[str, str], int] = {}
-        """Of `kvevents_rejected_events`: rejected events by dialect and reason."""
+        """Rejected events by dialect and reason, for `kvevents_rejected_events`."""
         self.version = 0
-        """Another number whenever members have come or gone."""
+        """It changes when a member is added or removed."""
         self.state_version = 0
-        """Another number whenever a member has come into another state."""
+        """It changes when a member changes its state."""
         self.failure: str | None = None
-        """Why nothing is followed any more."""
+        """The error that ended the follower; None while it runs."""
         self.follow_errors: dict[Key, str] = {}
-        """Why engines that were found, not registered by clients, are not followed: an endpoint that cannot be listened at."""
+        """Why engines of discovery are not followed, such as an endpoint that cannot be bound."""
         self._max_sources = max_sources
         self._hide_stale_seconds = hide_stale_seconds
         self.curve = curve
-        """Keys towards engines that were registered without any. Not kept with registrations, which are written to the disk."""
+        """CURVE keys for engines whose registration has none. They are not in registrations, which are written to the disk."""
         self._clock = clock
         self._lock = threading.Lock()
         self.revision: Final = Revision()
-        """Another number whenever what answers say of members has changed."""
+        """It changes with each change of the members that answers show."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called when that may be so."""
-        self._told: dict[Key, int] = {}
+        """Called when the revision might have changed."""
+        self._published_batches: dict[Key, int] = {}
         self._sizes: dict[tuple[str, ...], list[int]] = {}
         self._scopes = Scopes()
-        self._stirred: set[Key] = set()
-        """Of whom something came since the last look."""
-        self._unseen: list[Key] = []
-        """Who is left of those that everybody is looked at once."""
-        self._share = 1
-        """How many of them the next look is at."""
-        self._look_due = 0.0
-        self._judge_due = 0.0
+        self._dirty: set[Key] = set()
+        """Members that received events since the last refresh."""
+        self._pending_refresh: list[Key] = []
+        """Members that are still to be refreshed in the current round over all members."""
+        self._refresh_batch = 1
+        """How many of them the next refresh takes."""
+        self._refresh_due = 0.0
+        self._trust_due = 0.0
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink), sink)
 
-    def switch(self, follower: Follower, index: PrefixIndex) -> Follower:
-        """Answer from another index from now on, which `follower` keeps. Returns the one before, which is to be stopped.
+    def replace_index(self, follower: Follower, index: PrefixIndex) -> Follower:
+        """Answer from another index, which `follower` writes. Return the previous follower, which the caller must stop.
 
-        What is registered stays; streams of both must have the same names.
+        The registrations stay. The streams of both indexes must have the same names.
         """
         before = self.follower
         for member in list(self.members.values()):
@@ -114,10 +114,10 @@ class Fleet(Listener):
 
     # --- membership
 
-    def register(self, registration: Registration, origin: str = HTTP, *, resume: Resume = _from_the_beginning) -> Future[None]:
-        """Follow one stream more, from where `resume` returns, which is asked if the stream is followed.
+    def register(self, registration: Registration, origin: str = HTTP, *, resume: Resume = _no_checkpoint) -> Future[None]:
+        """Register a stream, and follow it from the checkpoint that `resume` returns.
 
-        Raises `ConflictError` and `TooMuchError`; the future tells why the endpoint cannot be.
+        Raises `ConflictError` and `TooMuchError`. The future raises `EndpointError` or `ConfigError` for an unusable endpoint.
         """
         with self._lock:
             self._check(registration)
@@ -163,7 +163,7 @@ class Fleet(Listener):
         log.info("%s: following %s", registration.label, registration.endpoint)
 
     def unregister(self, key: Key) -> Future[int]:
-        """Follow a stream no more, and forget its blocks; how many those were. Raises `NotFoundError`."""
+        """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
         with self._lock:
             member = self.members.get(key)
             if member is None:
@@ -180,20 +180,20 @@ class Fleet(Listener):
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
                 self.on_change()
-            if member.origin != HTTP:  # clients are told by the answer
+            if member.origin != HTTP:  # a client receives the error in the answer
                 self.follow_errors[member.registration.key] = f"{member.registration.label} cannot be followed: {error}"
 
     def _drop(self, member: Member) -> None:
         del self.members[member.registration.key]
         self.version += 1
         self.revision.advance()
-        self._told.pop(member.registration.key, None)
+        self._published_batches.pop(member.registration.key, None)
         self._scopes.drop(member.registration.scope)
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
         self.follower.subscriber.remove(name, rank)
-        if self._is_followed(name, rank):  # a log's, which has joined again since this was ordered
+        if self._is_followed(name, rank):  # a stream of a log that joined again meanwhile
             return 0
         blocks = self.index.remove_worker((name, rank))
         if not any(key[0] == name for key in list(self.members)):
@@ -209,13 +209,13 @@ class Fleet(Listener):
         return True
 
     def replace_registrations(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
-        """Make what one origin has registered be just this. Returns sentences about what could not be."""
+        """Make `registrations` the only ones of `origin`. Return sentences about those that cannot be registered."""
         wanted = {registration.key: registration for registration in registrations}
         faults: list[str] = []
         self.follow_errors.clear()
         for member in [member for member in list(self.members.values()) if member.origin == origin]:
             if wanted.get(member.registration.key) != member.registration:
-                with suppress(NotFoundError):  # it was refused just now
+                with suppress(NotFoundError):  # it was removed meanwhile
                     self.unregister(member.registration.key)
         for key, registration in wanted.items():
             if (known := self.members.get(key)) is None or known.origin != origin:
@@ -228,7 +228,7 @@ class Fleet(Listener):
     # --- answers
 
     def match(self, scope: Scope, tokens: Any, *, mm: Sequence[Media] = (), expected: bool = False) -> list[MemberMatch]:
-        """Members in a scope that hold a beginning of a prompt. Raises `NotFoundError` for a model that nobody serves."""
+        """Return the matches of a prompt in a scope. Raises `NotFoundError` for a model without workers."""
         found: list[MemberMatch] = []
         media = tuple(MultiModal(id=each.id, start=each.start, length=each.length) for each in mm) if mm else ()
         for namespace in self.namespaces(scope):
@@ -237,7 +237,7 @@ class Fleet(Listener):
         return found
 
     def match_keys(self, scope: Scope, keys: list[int], *, local: bool = False) -> list[MemberMatch]:
-        """The same for keys that the client has computed: rolling ones, or the hash of each block alone."""
+        """Return the matches of block keys: rolling ones, or with `local` the hash of each block alone."""
         rolling = keys_from_local_hashes(keys) if local else keys
         found: list[MemberMatch] = []
         sizes = self.block_sizes(scope)
@@ -247,7 +247,7 @@ class Fleet(Listener):
         return found
 
     def expect(self, scope: Scope, worker: tuple[str, int], tokens: Any, seconds: float) -> bool:
-        """Believe for a while that an instance's rank will hold a prompt, if it is a member."""
+        """Add a speculative entry for `seconds`: the worker will hold the prompt. Return whether the worker is a member."""
         for member in list(self.members.values()):
             registration = member.registration
             if (registration.instance, registration.rank) == worker and member.admits(scope):
@@ -260,12 +260,12 @@ class Fleet(Listener):
         return False
 
     def block_sizes(self, scope: Scope) -> list[int]:
-        """Tokens per block of those in a scope, the smallest first."""
+        """Return the tokens per block of the members in a scope, the smallest first."""
         return self._sizes.get(scope[:3], [])
 
     @property
     def all_block_sizes(self) -> dict[tuple[str, ...], list[int]]:
-        """The same by model, tenant and group."""
+        """Tokens per block by model, tenant and group."""
         return self._sizes
 
     def _measure(self) -> None:
@@ -296,17 +296,17 @@ class Fleet(Listener):
             raise UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
         return self._scopes.namespaces(scope)
 
-    # --- what the follower tells
+    # --- callbacks of the follower
 
     def on_received(self, keys: Iterable[Key]) -> None:
-        """See `Listener`. Trust that is less because of what has come is told before anybody can find that in the index."""
+        """See `Listener`. Trust that the deliveries lower is updated before the index contains them."""
         for key in keys:
             member = self.members.get(key)
             if member is None or member.trust != Trust.EXACT:
                 continue
-            with suppress(LookupError):  # it has left since it said that
+            with suppress(LookupError):  # it has left meanwhile
                 if self.follower.subscriber.trust(*key) != Trust.EXACT:
-                    self._judge_one(member, self._clock())
+                    self._update_trust(member, self._clock())
         self.on_change()
 
     def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
@@ -315,20 +315,20 @@ class Fleet(Listener):
         for batch in batches:
             member = self.members.get((batch.source, batch.rank))
             if member is not None:
-                self._stirred.add(member.registration.key)
+                self._dirty.add(member.registration.key)
                 member.last_event = now
                 stamp = None if batch.replayed else timestamp_of(batch.payload)
                 if stamp is not None:
                     member.lag = now - stamp
                 if member.trust != Trust.EXACT:
-                    self._judge_one(member, now)
+                    self._update_trust(member, now)
         for loss in losses:
             member = self.members.get((loss.source, loss.rank))
             if member is not None:
-                self._stirred.add(member.registration.key)
+                self._dirty.add(member.registration.key)
                 self._lost(member, loss, now)
         if losses:
-            self._judge(now)
+            self._update_all_trust(now)
         self.on_change()
 
     def _lost(self, member: Member, loss: Reset | Gap, now: float) -> None:
@@ -339,9 +339,9 @@ class Fleet(Listener):
             return
         if isinstance(loss, Gap):
             member.gaps.append(GapView(first=loss.first, last=loss.last, incarnation=loss.incarnation, at=now))
-            sentence = f"batches {loss.first} to {loss.last} are lost for good"
+            sentence = f"batches {loss.first} to {loss.last} are lost"
         else:
-            what, sentence = "reset", f"its blocks are forgotten: {loss.reason}"
+            what, sentence = "reset", f"its blocks are removed: {loss.reason}"
             member.evicted = member.info.evicted if member.info is not None else 0
         self._warn(member, sentence)
         self._announce(LossEvent, member, now, what=what, sentence=sentence)
@@ -350,7 +350,7 @@ class Fleet(Listener):
         if time.monotonic() < member.log_muted_until:
             member.suppressed_losses += 1
             return
-        more = f" ({member.suppressed_losses} more losses were not told one by one)" if member.suppressed_losses else ""
+        more = f" ({member.suppressed_losses} more losses were not logged)" if member.suppressed_losses else ""
         log.warning("%s: %s%s", member.registration.label, sentence, more)
         member.log_muted_until, member.suppressed_losses = time.monotonic() + LOSS_SECONDS, 0
 
@@ -364,69 +364,69 @@ class Fleet(Listener):
     def on_tick(self) -> None:
         """See `Listener`."""
         now, instant = self._clock(), time.monotonic()
-        if instant >= self._look_due:
-            self._look_due = instant + LOOK_SECONDS
-            self._look_around(now)
-        if instant >= self._judge_due:
-            self._judge_due = instant + JUDGE_SECONDS
-            self._judge(now)
+        if instant >= self._refresh_due:
+            self._refresh_due = instant + REFRESH_SECONDS
+            self._refresh_some(now)
+        if instant >= self._trust_due:
+            self._trust_due = instant + TRUST_SECONDS
+            self._update_all_trust(now)
         self.on_change()
 
-    def look(self) -> None:
-        """Know at once how all members stand. By order of the follower."""
+    def refresh(self) -> None:
+        """Refresh all members at once. Only the follower's thread may call it."""
         now = self._clock()
         for key in list(self.members):
-            self._look(key, now)
+            self._refresh(key, now)
         self._measure()
-        self._judge(now)
+        self._update_all_trust(now)
         self.on_change()
 
     def on_failure(self, error: BaseException) -> None:
         """See `Listener`."""
         self.failure = f"{type(error).__name__}: {error}"
-        stale = Trust.STALE.with_reason(f"the service follows nothing any more: {self.failure}")
+        stale = Trust.STALE.with_reason(f"the service no longer follows engines: {self.failure}")
         for member in list(self.members.values()):
-            member.take(stale, (Reason.FAILED,), self._clock())
+            member.set_trust(stale, (Reason.FAILED,), self._clock())
         self.state_version += 1
         self.on_change()
 
-    def _judge(self, now: float) -> None:
+    def _update_all_trust(self, now: float) -> None:
         for member in list(self.members.values()):
-            self._judge_one(member, now)
+            self._update_trust(member, now)
 
-    def _judge_one(self, member: Member, now: float) -> None:
+    def _update_trust(self, member: Member, now: float) -> None:
         registration = member.registration
         try:
             trust = self.follower.subscriber.trust(*registration.key)
             if (trust.name, trust.reason) != member.reported:
                 member.reported = trust.name, trust.reason
-                member.status = self.follower.subscriber.status(*registration.key)  # the doubts that belong to it
+                member.status = self.follower.subscriber.status(*registration.key)  # it contains the reasons of this trust
         except LookupError:  # its order is on its way
             return
         codes = member.trust_status.reason_codes
-        former = member.judge(trust, now)
+        former = member.update_trust(trust, now)
         if former is not None:
             self.state_version += 1
-            self._stirred.add(registration.key)
+            self._dirty.add(registration.key)
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up
             level = logging.WARNING if is_wrong else logging.INFO
             log.log(level, "%s: %s, was %s", registration.label, member.trust, former)
         if former is not None or codes != member.trust_status.reason_codes:
             self._announce(SourceEvent, member, now, trust=member.trust_status, was=former or member.trust_status.state)
 
-    def _look_around(self, now: float) -> None:
-        if not self._unseen:
+    def _refresh_some(self, now: float) -> None:
+        if not self._pending_refresh:
             self._measure()
-            self._unseen = list(self.members)
-            self._share = math.ceil(len(self._unseen) / LOOKS_AT_ALL)
-        due, self._stirred = self._stirred, set()
-        due.update(self._unseen[: self._share])
+            self._pending_refresh = list(self.members)
+            self._refresh_batch = math.ceil(len(self._pending_refresh) / REFRESHES_PER_ROUND)
+        due, self._dirty = self._dirty, set()
+        due.update(self._pending_refresh[: self._refresh_batch])
         due.update([key for key, member in list(self.members.items()) if member.status is None])
-        del self._unseen[: self._share]
+        del self._pending_refresh[: self._refresh_batch]
         for key in due:
-            self._look(key, now)
+            self._refresh(key, now)
 
-    def _look(self, key: Key, now: float) -> None:
+    def _refresh(self, key: Key, now: float) -> None:
         member = self.members.get(key)
         if member is None:
             return
@@ -437,17 +437,17 @@ class Fleet(Listener):
         info, sizes = None, member.block_sizes
         with suppress(UnknownSourceError):  # nothing of it has come yet
             info = self.index.worker(key)
-        member.look(status, info, hidden_before=now - self._hide_stale_seconds)
+        member.refresh(status, info, hidden_before=now - self._hide_stale_seconds)
         if member.block_sizes != sizes:
             self._measure()
-        if self._told.get(key) != status.counters.delivered and len(self.event_bus):
-            self._told[key] = status.counters.delivered
-            told = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
-            self._announce(BatchesEvent, member, now, **told)
+        if self._published_batches.get(key) != status.counters.delivered and len(self.event_bus):
+            self._published_batches[key] = status.counters.delivered
+            fields = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
+            self._announce(BatchesEvent, member, now, **fields)
 
     def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **more: object) -> None:
         registration = member.registration
-        self.event_bus.announce(
+        self.event_bus.publish(
             kind(
                 at=now,
                 instance=registration.instance,

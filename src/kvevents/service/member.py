@@ -1,4 +1,4 @@
-"""What the service knows of one stream, as an operator and an answer need it."""
+"""The state of one followed rank, for answers and for operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_GAPS: Final = 64
 
 
 class Revision:
-    """A number that is another one whenever what answers say of the fleet has changed, or is about to."""
+    """A number that changes before and after each change of the fleet that answers show."""
 
     __slots__ = ("_next", "number")
 
@@ -30,12 +30,12 @@ class Revision:
         self.number = 0
 
     def advance(self) -> None:
-        """To be called before and after a change, so that whoever sees it sees another number too."""
+        """Change the number. Call it before and after a change, so that a reader of the change sees another number too."""
         self.number = next(self._next)
 
 
 class Member:
-    """One registered rank. Written by the follower's thread, read by all; every field is replaced as a whole."""
+    """One registered rank. The follower's thread writes it and any thread reads it: each field is replaced as a whole."""
 
     __slots__ = (
         "evicted",
@@ -63,64 +63,64 @@ class Member:
     def __init__(self, registration: Registration, origin: str, now: float, revision: Revision | None = None) -> None:
         self.registration = registration
         self.revision = revision or Revision()
-        """That of the fleet."""
+        """The revision of the fleet."""
         self.instance = registration.instance
         self.worker = registration.instance, registration.rank
-        """What clients call it, which is unique within a tenant and group."""
+        """Instance and rank, which are unique within a tenant and group."""
         self.is_hidden = False
-        """Whether it has had no connection for so long that clients who may not look at trust are not told of it."""
+        """Whether endpoints whose clients might ignore trust omit it, because it has had no connection for long."""
         self.origin = origin
-        """Who named it: `http`, or a provider."""
+        """Origin of the registration: `http` for clients, `discovery`, `plane` or `shard`."""
         self.since = now
-        """When it came into its present state."""
+        """Unix time at which the current state began."""
         self.trust = Trust.CONNECTING
         self.trust_status = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
-        """The same for answers, with the reason."""
+        """Trust with its reasons, for answers."""
         self.reported: tuple[str, str] = ("", "")
-        """State and sentence as the subscriber reported them last."""
+        """State and sentence of the last report of the subscriber."""
         self.faults: Mapping[str, SourceFault] = {}
-        """What the prober has found wrong with `endpoint` and `replay_endpoint`."""
+        """Faults of `endpoint` and `replay_endpoint` that the prober found."""
         self.status: StreamStatus | None = None
         self.info: WorkerInfo | None = None
         self.gaps: deque[GapView] = deque(maxlen=MAX_GAPS)
         self.last_event: float | None = None
         self.lag: float | None = None
         self.evicted = 0
-        """Blocks that the memory limit had cost it when its present life began, or it was last cleared."""
+        """Blocks refused at the memory limit before the current incarnation began or the cache was last cleared."""
         self.index_faults: tuple[SourceFault, ...] = ()
-        """What the index says against it."""
+        """Faults that the index reports about this stream."""
         self.log_muted_until = 0.0
-        """Until when, by the clock that never goes back, the log is not told of losses."""
+        """Monotonic time until which losses are not logged."""
         self.suppressed_losses = 0
-        """Losses since then."""
+        """Losses that were not logged since the last log line about losses."""
 
     @property
     def empty_match(self) -> WorkerMatch:
-        """What answers say of it if it holds nothing of a prompt."""
+        """The match of a prompt of which this rank holds nothing."""
         return WorkerMatch(
             instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trust_status
         )
 
-    def judge(self, trust: Trust, now: float) -> State | None:
-        """Take over what the subscriber says, and what else is known against it. Returns the former state if it has changed."""
+    def update_trust(self, trust: Trust, now: float) -> State | None:
+        """Set the trust from the subscriber's report and all known faults. Return the former state if it has changed."""
         sentences = [trust.reason] if trust.reason else []
         if trust == Trust.EXACT and self.index_faults:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
-        faults = self._faults_in(trust)
+        faults = self._explaining_faults(trust)
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
             sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         doubts = self.status.degraded_reasons if self.status is not None else ()
         reasons = reasons_of(trust.name, doubts, faults, self.index_faults)
-        return self.take(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
+        return self.set_trust(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
 
-    def _faults_in(self, trust: Trust) -> list[SourceFault]:
-        """Those faults of its endpoints that explain the state."""
+    def _explaining_faults(self, trust: Trust) -> list[SourceFault]:
+        """Return the endpoint faults that explain the state."""
         which = "endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint"
         fault = self.faults.get(which)
         return [] if fault is None or trust == Trust.EXACT else [fault]
 
-    def take(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> State | None:
-        """Be in a state for some reasons from now on. Returns the former state if it has changed."""
+    def set_trust(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> State | None:
+        """Set state and reasons. Return the former state if it has changed."""
         former = self.trust_status
         if (trust.name, trust.reason, reasons) == (former.state, former.reason, former.reason_codes):
             return None
@@ -133,17 +133,17 @@ class Member:
         self.since = now
         return former.state
 
-    def look(self, status: StreamStatus, info: WorkerInfo | None, *, hidden_before: float) -> None:
-        """Take over what subscriber and index say."""
+    def refresh(self, status: StreamStatus, info: WorkerInfo | None, *, hidden_before: float) -> None:
+        """Store the status of the subscriber and the index."""
         self.status, self.info = status, info
-        self.index_faults = self.complaints()
+        self.index_faults = self._find_index_faults()
         is_hidden = self.trust == Trust.STALE and self.since < hidden_before
         if is_hidden != self.is_hidden:
             self.is_hidden = is_hidden
             self.revision.advance()
 
-    def complaints(self) -> tuple[SourceFault, ...]:
-        """What the index has to say against this stream."""
+    def _find_index_faults(self) -> tuple[SourceFault, ...]:
+        """Return the faults that the index reports about this stream."""
         if self.info is None:
             return ()
         found: list[SourceFault] = []
@@ -165,38 +165,38 @@ class Member:
         return tuple(found)
 
     def admits(self, scope: Scope) -> bool:
-        """Whether it may hold blocks of a prompt in a scope."""
+        """Whether this rank can hold blocks of prompts in a scope."""
         return self.registration.scope.admits(scope)
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether nothing is known to be missing: it is EXACT, or only waits for a live batch that confirms its replay."""
+        """Whether no batch is known to be missing: it is EXACT, or waits for a live batch that confirms its replay."""
         return self.trust == Trust.EXACT or self.trust_status.reason_codes == (Reason.REPLAY_UNPROVEN,)
 
     @property
     def distance(self) -> int:
-        """How far it is from taking a request, as `kvevents.weights` counts."""
+        """How unlikely it is to accept a request, as `kvevents.weights` defines it."""
         state = self.trust_status.state
         is_known_dead = state == "CONNECTING" and not ENDPOINT_FAULTS.isdisjoint(self.trust_status.reason_codes)
         return DISTANCE_LOST if is_known_dead else distance_of(state)
 
     @property
     def block_sizes(self) -> list[int]:
-        """Tokens per block, as its events say."""
+        """Tokens per block in its events."""
         return self.info.block_sizes if self.info is not None else []
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Blocks by tier."""
+        """Number of blocks by tier."""
         return self.info.tiers if self.info is not None else {}
 
     @property
     def blocks(self) -> int:
-        """Blocks held, as of the last look."""
+        """Number of blocks at the last refresh."""
         return self.info.blocks if self.info is not None else 0
 
     def view(self) -> SourceView:
-        """For `/v1/sources`."""
+        """Return the entry for `/v1/sources`."""
         registration, status, info = self.registration, self.status, self.info
         counters = status.counters if status is not None else None
         rejected = dict(counters.rejected) if counters is not None else {}
@@ -237,21 +237,21 @@ class Member:
 
 
 class MemberMatch(NamedTuple):
-    """What one member holds of a prompt, in tokens; each tier with those before it."""
+    """The longest prefix of a prompt that one member holds, in tokens. Each tier includes the faster tiers."""
 
     member: Member
     gpu: int
     cpu: int
     disk: int
     tokens: int
-    """On whatever tiers."""
+    """On all tiers."""
 
     @property
     def tiers(self) -> dict[str, int]:
-        """By name."""
+        """Tokens by the name of the tier."""
         return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}
 
 
 _LOSING: Final = frozenset({"length-mismatch", "bad-token", "too-many-planes", "too-many-alike"})
-"""Of stores that were set aside, the reasons that leave the index behind the engine. A kind of group that nobody can match is
-none: no other answer about it would be better."""
+"""Reasons for rejected stores that leave the index behind the engine. Kinds of groups that cannot be matched are not in it:
+answers are complete without their stores."""

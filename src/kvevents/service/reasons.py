@@ -1,4 +1,4 @@
-"""Why a source is not EXACT, as codes for programs. The sentences beside them are for people and may change at any time.
+"""Codes for the reasons why a source is not EXACT. The sentences beside them are for people and can change in any release.
 
 The codes are in each answer's `trust`, in `/v1/events`, in the label `reason` of `kvevents_source_reason`, and in
 docs/runbook.md, which says what to do about each.
@@ -14,10 +14,10 @@ from kvevents.stream import DegradedReason
 
 
 class Reason(enum.StrEnum):
-    """One code for each cause."""
+    """One code for each reason."""
 
     NO_REPLAY = "no-replay"
-    """From here on the doubts of a stream, under their own names."""
+    """The reasons from here on are those that a stream reports, under their own names."""
     REPLAY_SILENT = "replay-silent"
     REPLAY_FOREIGN = "replay-foreign"
     REPLAY_UNCONFIRMED = "replay-unconfirmed"
@@ -30,13 +30,13 @@ class Reason(enum.StrEnum):
     REPLAY_UNPROVEN = "replay-unproven"
 
     BLOCK_SIZE = "block-size"
-    """From here on what the index says against a stream."""
+    """The reasons from here on are those that the index reports about a stream."""
     EVICTED = "evicted"
     ORPHANS_DROPPED = "orphans-dropped"
     SET_ASIDE = "set-aside"
 
     UNRESOLVED = "unresolved"
-    """From here on what is wrong with an endpoint: its name does not resolve."""
+    """The reasons from here on are faults of an endpoint. This one: its name does not resolve."""
     REFUSED = "refused"
     UNANSWERED = "unanswered"
     UNREACHABLE = "unreachable"
@@ -45,7 +45,7 @@ class Reason(enum.StrEnum):
     KEYS = "keys"
     NO_PEER = "no-peer"
     REPLAY_UNRESOLVED = "replay-unresolved"
-    """From here on the same of a replay endpoint."""
+    """The reasons from here on are the same faults of a replay endpoint."""
     REPLAY_REFUSED = "replay-refused"
     REPLAY_UNANSWERED = "replay-unanswered"
     REPLAY_UNREACHABLE = "replay-unreachable"
@@ -54,22 +54,22 @@ class Reason(enum.StrEnum):
     REPLAY_KEYS = "replay-keys"
 
     CONNECTING = "connecting"
-    """From here on phases of a stream that nothing else is known against."""
+    """The reasons from here on are phases of a stream without another reason."""
     REPLAYING = "replaying"
     DISCONNECTED = "disconnected"
 
     FAILED = "failed"
-    """The service follows nothing any more."""
+    """The service has stopped to follow all sources."""
     NOT_FOLLOWED = "not-followed"
-    """The service does not know it."""
+    """The service does not follow the worker."""
     NO_REPLICA = "no-replica"
-    """No replica that holds it answers."""
+    """No replica that holds the worker's partition answers."""
     OTHER = "other"
-    """Also any code that is newer than this release."""
+    """Any other reason, and any code that is newer than this release."""
 
     @classmethod
     def _missing_(cls, value: object) -> Reason:  # noqa: ARG003 - its name is the base class's
-        """Clients read answers of newer services."""
+        """Map an unknown code to `OTHER`, so that clients can read answers of newer services."""
         return cls.OTHER
 
 
@@ -85,17 +85,17 @@ ENDPOINT_FAULTS: Final = frozenset(
         Reason.NO_PEER,
     }
 )
-"""Those for which nothing can come from an endpoint."""
+"""Faults with which an endpoint cannot deliver anything."""
 REASON_OF_DOUBT: Final[dict[DegradedReason, Reason]] = {
     doubt: Reason(doubt.name.lower().replace("_", "-")) for doubt in DegradedReason
 }
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
-"""Of states that nothing else explains."""
+"""The reason of a state that no other reason explains."""
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
 
 
 class SourceFault(NamedTuple):
-    """What is wrong with a source: a code, and the sentence for people."""
+    """A fault of a source: a code for programs, and a sentence for people."""
 
     reason: Reason
     sentence: str
@@ -104,7 +104,7 @@ class SourceFault(NamedTuple):
 def reasons_of(
     state: str, doubts: Iterable[DegradedReason], faults: Collection[SourceFault], index_faults: Collection[SourceFault]
 ) -> tuple[Reason, ...]:
-    """Every cause for which a source is in a state; at least one unless it is EXACT.
+    """Return all reasons why a source is in a state; at least one unless the state is EXACT.
 
     `doubts` are those of the stream, `faults` what is wrong with its endpoints, `index_faults` what the index says against it.
     """

@@ -1,4 +1,4 @@
-"""What the service is told to follow: one rank of one engine, whoever names it."""
+"""Registrations: one rank of one engine, and the scope of its prompts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvevents.stream import Source
 from kvevents.structs import build_decoder_now
 
 DEFAULT_GROUP: Final = "default"
-"""Tenant, or routing group, of those who name none."""
+"""Tenant, and routing group, of requests and registrations that name none."""
 MAX_NAME_BYTES: Final = 512
-"""Of an instance, a model, a tenant, a LoRA, an endpoint: more is no name."""
+"""Longest name of an instance, a model, a tenant, a LoRA or an endpoint."""
 MAX_BLOCK_SIZE: Final = 1 << 20
-"""Tokens; engines use 1 to 256."""
+"""Largest block in tokens. Engines use 1 to 256."""
 SEPARATOR: Final = "\x1f"
-"""Between the parts of a name inside the index; no part may hold it."""
+"""Separates the parts of a name inside the index. No part can contain it."""
 
 
 Key: TypeAlias = tuple[str, int]
-"""A stream as subscriber and index know it."""
+"""Name of a stream in subscriber and index: source and rank."""
 
 
 class Scope(NamedTuple):
@@ -37,7 +37,7 @@ class Scope(NamedTuple):
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
     lora: str | int | None = None
-    """Its name, or its number for engines whose events have no name (vLLM before 0.14)."""
+    """Name of the LoRA, or its number for engines whose events have no name (vLLM before 0.14)."""
     salt: str | None = None
 
     def admits(self, prompt: Scope) -> bool:
@@ -49,12 +49,12 @@ class Scope(NamedTuple):
 
     @property
     def salt_digest(self) -> str | None:
-        """What is written and sent in place of the salt, which is a secret."""
+        """A digest that is written and sent in place of the salt, which is a secret."""
         return None if self.salt is None else sha256(self.salt.encode()).hexdigest()
 
     @property
     def name(self) -> str:
-        """The same for the index. Salts are secrets, and names are written into snapshots, so of a salt there is a digest."""
+        """The name of this scope in the index. It contains a digest of the salt, because names are written into snapshots."""
         parts = [self.tenant, self.group, self.model]
         if self.lora is not None or self.salt is not None:
             parts += ["" if self.lora is None else f"+{self.lora}", self.salt_digest or ""]
@@ -63,26 +63,26 @@ class Scope(NamedTuple):
 
 @build_decoder_now
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One data-parallel rank of one engine, and whose prompts may find it."""
+    """One data-parallel rank of one engine, and the scope whose prompts can match it."""
 
     instance: str
     """Name of the engine, as routers know it."""
     endpoint: str
-    """Where it publishes: `tcp://HOST:PORT`."""
+    """Endpoint at which it publishes: `tcp://HOST:PORT`."""
     model: str
     rank: int = 0
     replay_endpoint: str | None = None
     topic: str = ""
     block_size: int | None = None
-    """Tokens per block that it promises; None leaves it to the events. Other blocks are a fault that shows."""
+    """Declared tokens per block; None accepts those of the events. Blocks of another size are reported as a fault."""
     tenant: str = DEFAULT_GROUP
     """Mooncake's `tenant_id`: a scope."""
     group: str = DEFAULT_GROUP
     """Dynamo's `routing_group`: a scope."""
     lora_name: str | None = None
-    """LoRA of events that name none."""
+    """LoRA of events that do not name one."""
     salt: str | None = None
-    """Cache salt that a query must name to find this engine."""
+    """Cache salt that a query must contain to match this engine."""
     bind: bool = False
     """Listen at `endpoint` instead of connecting to it."""
     curve: Curve | None = None
@@ -106,21 +106,21 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def key(self) -> Key:
-        """What it is called inside, in subscriber and index: the same instance of another tenant is another one."""
+        """Name in subscriber and index. The same instance name of two tenants means two streams."""
         return SEPARATOR.join((self.tenant, self.group, self.instance)), self.rank
 
     @property
     def scope(self) -> Scope:
-        """What separates its prompts from others in the index."""
+        """The scope of the prompts that can match it."""
         return Scope(self.model, self.tenant, self.group, self.lora_name, self.salt)
 
     @property
     def label(self) -> str:
-        """What people call it: `engine-0 rank 1`."""
+        """Name for people: `engine-0 rank 1`."""
         return f"{self.instance} rank {self.rank}"
 
     def source(self) -> Source:
-        """What a subscriber follows."""
+        """Return the source for a subscriber."""
         return Source(
             self.endpoint,
             self.replay_endpoint,
@@ -133,13 +133,13 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def check_same_engine(registration: Registration, other: Registration) -> None:
-    """Raise `ConflictError` where two ranks of one instance cannot be of one engine."""
+    """Raise `ConflictError` if two ranks of one instance cannot belong to one engine."""
     label = registration.label
     if other.scope != registration.scope:
         raise ConflictError(
             f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt",
             "other-model",
-            "ranks of one instance serve one model; call this instance something else",
+            "ranks of one instance serve one model; give this instance another name",
         )
     if other.block_size != registration.block_size:
         raise ConflictError(

@@ -1,7 +1,7 @@
-"""The fields that say whose a prompt is, under the names that clients of Dynamo, of Mooncake, of vLLM and of `/v1` give them.
+"""The request fields that name the scope of a prompt, under the names that Dynamo, Mooncake, vLLM and `/v1` use.
 
-A name that is read wrong would mix prompts of two tenants. So each of these fields may be given under any of its names, two
-names with different values are refused, and so is an unknown name that is like one of them.
+A misread name would mix prompts of two tenants. So each of these fields is accepted under any of its names. Two names with
+different values are rejected, and so is an unknown name that is similar to one of them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "lora": LORA,
     "salt": SALT,
 }
-"""Names of parameters of query strings, by the one that handlers read."""
+"""Names of query parameters, by the name that handlers read."""
 _CANONICAL: Final = {spelled: name for name, names in _PARAMETERS.items() for spelled in names}
 _LIKE: Final = 0.8
-"""How alike two names must be, by `difflib`, for one to be taken for a misspelling of the other."""
+"""Similarity by `difflib` from which a name is considered a misspelling of another one."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
-"""Words that have no other meaning here: a field whose name has one of them must not be ignored."""
+"""Words without another meaning here: a field whose name contains one of them must not be ignored."""
 _SPELLED: Final = (*TENANT, *GROUP, *LORA, *SALT)
 _OPTIONAL: Final = (LORA, SALT)
 _OTHERS: Final = re.compile(r"[^a-z0-9]")
 MAX_UNKNOWN: Final = 64
-"""Unknown fields of one request; more are refused, since each is compared with the known ones."""
+"""Most unknown fields of one request, because each one is compared with the known ones."""
 MAX_COMPARED: Final = 40
-"""Characters of a name that is compared with the known ones: a longer one is a misspelling of none of them."""
+"""Longest name in characters that is compared with the known ones."""
 
 
 def model_of(asked: Any) -> str:
-    """Name of the model. Raises `ServiceError`."""
+    """Return the name of the model. Raises `ServiceError` if it is missing."""
     model = pick(asked, MODEL)
     if not model:
         raise ServiceError(
@@ -54,7 +54,7 @@ def model_of(asked: Any) -> str:
 
 
 def scope_of(asked: Any) -> Scope:
-    """Whose the prompts of a request are; an empty LoRA or salt is none. Raises `ServiceError`."""
+    """Return the scope of the prompts of a request. An empty LoRA or salt means none. Raises `ServiceError`."""
     tenant, group = pick(asked, TENANT), pick(asked, GROUP)
     lora = pick(asked, LORA)
     return Scope(
@@ -67,9 +67,9 @@ def scope_of(asked: Any) -> Scope:
 
 
 def pick(asked: Any, names: tuple[str, ...]) -> str | None:
-    """The value that a request gives under one of some names; None without any. Raises `RefusedError` for two values.
+    """Return the value that a request has under one of `names`; None if it has none. Raises `RefusedError` for two values.
 
-    An empty LoRA or salt is no value; an empty tenant, group or model is one.
+    An empty LoRA or salt means no value; an empty tenant, group or model is a value.
     """
     found, at = None, ""
     for name in names:
@@ -83,7 +83,7 @@ def pick(asked: Any, names: tuple[str, ...]) -> str | None:
 
 
 def check_unknown(names: Collection[str]) -> None:
-    """Raise `RefusedError` for too many unknown names, and for one that may be meant to say whose a prompt is."""
+    """Raise `RefusedError` for too many unknown names, and for one that is similar to a scope field."""
     if len(names) > MAX_UNKNOWN:
         raise RefusedError(
             f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}", "too-many-fields", "leave them out; see /openapi.json"
@@ -96,7 +96,7 @@ def check_unknown(names: Collection[str]) -> None:
 
 
 def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None:
-    """The field that an unknown name is like; None for a name that is like none of them."""
+    """Return the scope field that an unknown name is similar to; None if there is none."""
     plain = _OTHERS.sub("", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():
         if word in plain:
@@ -114,7 +114,7 @@ def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None
 
 
 def scope_parameters(parameters: Mapping[str, str], known: Iterable[str], *, beside: str = "") -> dict[str, str]:
-    """Parameters of a query string, with those that say whose a prompt is under their names of `/v1`.
+    """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
     `known` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one: a tenant that is
     ignored would be answered with what others hold. `beside` says in the hint why there are none.

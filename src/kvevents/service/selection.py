@@ -23,19 +23,19 @@ from kvevents.service.shards.scatter_gather import ScatterGather
 from kvevents.weights import TIERS, distance_of
 
 MAX_REMEMBERED: Final = 256
-"""Scopes whose candidates are remembered: clients may name any LoRA and salt."""
+"""Most scopes in the cache. Clients can name any LoRA and salt."""
 
 
 class Candidates(NamedTuple):
-    """Members whose answer about a prompt is wanted."""
+    """The members that can hold blocks of a prompt."""
 
     members: tuple[Member, ...]
     doubtful: tuple[Member, ...]
-    """Those that are not EXACT: if one of them holds nothing as far as is known, it may still hold something."""
+    """The candidates that are not EXACT. The index can miss blocks that they hold."""
 
 
 class CandidateCache:
-    """Finds the candidates of a scope, and remembers them until members come, go, or change their state.
+    """Finds the candidates of a scope, and caches them until a member is added, removed, or changes its state.
 
     `adapters` returns the LoRA adapters that engines list as models of their own. Any thread may call every method.
     """
@@ -47,7 +47,7 @@ class CandidateCache:
         self._view = _View((), (), frozenset())
 
     def of(self, scope: Scope) -> Candidates:
-        """The members that may hold blocks of a prompt."""
+        """Return the candidates of prompts in a scope."""
         view = self._current()
         found = view.known.get(scope)
         if found is None:
@@ -59,9 +59,9 @@ class CandidateCache:
         return found
 
     def resolve(self, scope: Scope) -> Scope:
-        """Whose a prompt is whose model may be the name of an adapter: then it is its base model's, with that LoRA.
+        """Return the scope of the base model with the LoRA if the model of `scope` is the name of an adapter; else `scope`.
 
-        A model that is served goes before an adapter of the same name. Raises `ConflictError` for an adapter of several models.
+        A model takes precedence over an adapter of the same name. Raises `ConflictError` for an adapter of several models.
         """
         view = self._current()
         if scope[:3] in view.models or scope.lora not in {None, scope.model}:
@@ -78,9 +78,9 @@ class CandidateCache:
         return scope._replace(model=next(iter(bases)), lora=scope.model)
 
     def _current(self) -> _View:
-        """What is known of the members, made again after any change."""
+        """Return the current view; build another one after a change."""
         adapters = self._adapters()
-        # Read before the members are, so that no older ones are kept under a newer version.
+        # Read before the members, so that older members are never cached under a newer version.
         version: tuple[Any, ...] = (self._fleet.version, self._fleet.state_version, adapters)
         if self._shards is not None:
             version += (self._shards.version, self._shards.answering.shown())
@@ -94,7 +94,7 @@ class CandidateCache:
 
 
 class _View:
-    """The members at one time, and what was found among them."""
+    """The members at one time, and the candidates that were found among them."""
 
     def __init__(self, version: tuple[Any, ...], members: Iterable[Member], adapters: frozenset[Scope]) -> None:
         self.version: Final = version
@@ -102,7 +102,7 @@ class _View:
         self.known: Final[dict[Scope, Candidates]] = {}
         scopes = {member.registration.scope for member in self.members}
         self.models: Final = {scope[:3] for scope in scopes}
-        """Models that are served, with tenant and group."""
+        """Served models, with tenant and group."""
         self.bases: Final[dict[tuple[str, str, str], set[str]]] = {}
         """The base models of adapters, by the adapter's name, tenant and group."""
         for scope in {*scopes, *adapters}:
@@ -111,29 +111,29 @@ class _View:
 
 
 class Standing(NamedTuple):
-    """What a choice needs to know of a worker beside what it holds."""
+    """The state of a worker that the choice considers beside its blocks."""
 
     trust: TrustStatus
     distance: int
-    """How far it is from taking a request, as `kvevents.weights` counts."""
+    """How unlikely it is to accept a request, as `kvevents.weights` defines it."""
 
     @classmethod
     def of(cls, trust: TrustStatus) -> Standing:
-        """Of a worker of which no more than its trust is known."""
+        """Build it for a worker of which only the trust is known."""
         return cls(trust, distance_of(trust.state))
 
 
 _UNFOLLOWED: Final = Standing(
     TrustStatus("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,)), distance_of("CONNECTING")
 )
-"""Of a worker that is not followed: nothing speaks against its connection, but one that is followed goes first."""
+"""The state of a worker that is not followed. Followed workers are preferred."""
 _DEFAULT: Final = SelectRequest(model="any", tokens=[])
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Selection).decode
 
 
 class SelectError(ServiceError):
-    """The candidates of a request cannot be chosen from."""
+    """The candidates of a request are missing or invalid."""
 
 
 def select(
@@ -143,9 +143,9 @@ def select(
     standings: Mapping[Worker, Standing],
     ties: Ties,
 ) -> Selection:
-    """The candidate with the smallest score, and why.
+    """Return the candidate with the smallest score, and the terms of the score.
 
-    `candidates` are those of the request, or all workers of its model. `held` is what the index found for the prompt.
+    `candidates` are those of the request, or all workers of its model. `held` is the result of the index for the prompt.
     `standings` has every worker that is followed; others are believed nothing. Tiers and states that the request does not
     weigh have the weights that they have by default, and unknown tiers the lowest of all. Raises `SelectError` without
     candidates, for one that is named twice, and for a load that is not finite.
@@ -163,7 +163,7 @@ def select(
 
 
 def terms_of(request: SelectRequest = _DEFAULT) -> Mapping[str, Any]:
-    """What tiers, trust and loads are worth for a request, or by default."""
+    """Return the weights of tiers, trust and loads for a request; without one the defaults."""
     return {
         "tiers": _DEFAULT.tiers | request.tiers,
         "trust": _DEFAULT.trust | request.trust,

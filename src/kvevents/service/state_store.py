@@ -1,8 +1,8 @@
-"""What outlives the process: a snapshot of the index, where each stream stood, and what clients have registered.
+"""State that outlives the process: a snapshot of the index, the checkpoint of each stream, and clients' registrations.
 
-A state folder holds `current`, which names one generation, and that generation's two files. A generation is written completely
-before `current` names it, so a crash at any moment leaves the one before. Its files are for their owner only: a snapshot can
-hold token ids, and registrations hold salts.
+A state folder contains `current`, which names one generation, and the two files of that generation. A generation is written
+completely before `current` names it, so a crash at any moment leaves the previous one. Only the owner can read the files: a
+snapshot can contain token ids, and registrations contain salts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _REGISTRATIONS: Final = msgspec.json.Decoder(list[Registration])
 
 
 class StateStore:
-    """One state folder, which one process at a time may use.
+    """One state folder. Only one process at a time can open it.
 
     Any thread may call any method: snapshots are written one after the other, and so are registrations. Methods raise
-    `SnapshotError` for what the disk refuses.
+    `SnapshotError` if a file cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class StateStore:
         self._sweep()
 
     def save(self, index: PrefixIndex, standing: Callable[[], list[Checkpoint]]) -> None:
-        """Write a generation; `standing` returns where the streams stand. Waits for a save that another thread has begun."""
+        """Write a generation; `standing` returns the checkpoints of the streams. It waits for a save in another thread."""
         with self._saving:
             self._save(index, standing)
 
@@ -67,7 +67,8 @@ class StateStore:
         try:
             before = {(each.source, each.rank): each for each in standing()}
             _write_index(index, self.folder / _INDEX.format(generation))
-            # The streams went on meanwhile. What was new to the snapshot comes again, and the index knows it by its number.
+            # The streams went on meanwhile. Batches that the snapshot already contains are delivered again, and the index
+            # recognises them by their sequence numbers.
             kept = [before[key].merge_later(each) for each in standing() if (key := (each.source, each.rank)) in before]
             _write(streams, msgspec.msgpack.encode(kept))
             _write(self.folder / _CURRENT, generation.encode())
@@ -79,7 +80,10 @@ class StateStore:
             self._tidy()
 
     def restore(self, index: PrefixIndex) -> dict[Key, Checkpoint]:
-        """Bring back the current generation; empty where there is none. Raises `SnapshotError` for one that cannot be read."""
+        """Load the current generation into the index and return its checkpoints; none if there is no generation.
+
+        Raises `SnapshotError` if it cannot be read.
+        """
         generation = self._generation()
         if generation is None:
             return {}
@@ -93,7 +97,7 @@ class StateStore:
         return {(each.source, each.rank): each for each in kept}
 
     def save_registrations(self, registrations: Callable[[], list[Registration]]) -> None:
-        """Keep what clients have registered. `registrations` is called when the writer's turn comes: the newest list wins."""
+        """Write the registrations of clients. `registrations` is called just before writing, so the newest list is written."""
         try:
             with self._remembering:
                 _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations())))
@@ -101,7 +105,7 @@ class StateStore:
             raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
 
     def load_registrations(self) -> list[Registration]:
-        """What clients had registered."""
+        """Read the registrations of clients. Raises `SnapshotError` if the file cannot be read."""
         path = self.folder / _REGISTERED
         if not path.exists():
             return []
@@ -110,10 +114,10 @@ class StateStore:
         except (OSError, msgspec.MsgspecError, ConfigError) as error:
             with suppress(OSError):
                 path.rename(path.with_suffix(".bad"))
-            raise SnapshotError(f"{path} cannot be read, and is set aside as {path.stem}.bad: {error}") from error
+            raise SnapshotError(f"{path} cannot be read and was renamed to {path.stem}.bad: {error}") from error
 
     def close(self) -> None:
-        """Let another process use the folder, once everything that was begun is written."""
+        """Finish the writes in progress, and release the folder for another process."""
         with self._saving, self._remembering:
             os.close(self._descriptor)
 
@@ -135,7 +139,7 @@ class StateStore:
             (self.folder / _CURRENT).unlink()
 
     def _sweep(self) -> None:
-        """Remove what a process that was killed had begun to write."""
+        """Remove the unfinished files of a process that was killed."""
         for path in self.folder.glob(".*.tmp"):
             with suppress(OSError):
                 if path.is_dir():
@@ -145,7 +149,7 @@ class StateStore:
 
     def _tidy(self) -> None:
         current = self._generation()
-        if current == _UNREADABLE:  # whichever it names, it is not to be lost
+        if current == _UNREADABLE:  # the generation that it names is unknown and must not be removed
             return
         keep = {pattern.format(current) for pattern in (_INDEX, _STREAMS)}
         for pattern in (_INDEX, _STREAMS):
@@ -156,7 +160,7 @@ class StateStore:
 
 
 def _write_index(index: PrefixIndex, path: Path) -> None:
-    """Write a snapshot that only its owner can read: until it has its mode, it is in a folder of which that is true."""
+    """Write a snapshot that only its owner can read. It is written in a private folder until it has its mode."""
     with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as private:
         fresh = Path(private) / path.name
         index.snapshot(fresh)
@@ -165,7 +169,7 @@ def _write_index(index: PrefixIndex, path: Path) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file by one that is on the disk."""
+    """Replace a file atomically, and flush it to the disk."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with fresh.open("wb") as file:

@@ -305,7 +305,7 @@ def events(service: Service, request: Request) -> StreamingResponse:
 
 
 async def _events(service: Service, wanted: Mapping[str, str]) -> AsyncIterator[bytes]:
-    with service.fleet.event_bus.listening() as queue:
+    with service.fleet.event_bus.subscribe() as queue:
         yield b"retry: 2000\n\n"
         while not queue.closed:
             event = await queue.get(HEARTBEAT_SECONDS)

@@ -210,7 +210,7 @@ class Replica:
         """Have the fleet answer from it."""
         registrations, shown = self._registrations(generation)
         before, self._generation = self._generation, generation
-        former = self._fleet.switch(generation.follower, generation.index)
+        former = self._fleet.replace_index(generation.follower, generation.index)
         await self._register(generation, registrations, shown)
         self.builds += 1
         self._built_at = time.monotonic()
@@ -249,7 +249,7 @@ class Replica:
             generation.broken = "the card of an engine has changed"
         for fault in self._fleet.replace_registrations(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
             log.warning("%s", fault)
-        await asyncio.wrap_future(generation.follower.submit(self._fleet.look))
+        await asyncio.wrap_future(generation.follower.submit(self._fleet.refresh))
         self._answers = shown
 
     # --- as long as it goes well

@@ -99,9 +99,9 @@ class RemoteMember(Member):
     def __init__(self, told: MemberDescription, partition: int, now: float) -> None:
         super().__init__(told.registration, ORIGIN, now)
         self.partition = partition
-        self.refresh(told, now)
+        self.update_description(told, now)
 
-    def refresh(self, told: MemberDescription, now: float) -> None:
+    def update_description(self, told: MemberDescription, now: float) -> None:
         """What was told of it last."""
         self.told = told
         self.is_hidden = told.is_hidden
@@ -113,7 +113,7 @@ class RemoteMember(Member):
 
     def trusts(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> State | None:
         """How far it is to be trusted. Returns the former state if it has changed."""
-        return self.take(Trust(state, reason), reason_codes, now)
+        return self.set_trust(Trust(state, reason), reason_codes, now)
 
     @property
     def block_sizes(self) -> list[int]:
@@ -254,7 +254,7 @@ class ScatterGather:
             came.add(key)
             known = self._members.get(key)
             if known is not None and known.registration == each.registration:
-                known.refresh(each, now)
+                known.update_description(each, now)
             else:
                 self._members[key] = RemoteMember(each, self._partition_of(key), now)
         for key in [key for key, member in self._members.items() if member.partition in told.partitions and key not in came]:
