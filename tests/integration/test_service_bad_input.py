@@ -1,4 +1,4 @@
-"""Whatever clients and engines send: a sentence, a state, and everybody else never notices."""
+"""Malformed input of clients and engines: it gives an error or a state, and others do not notice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module", name="witness")
 def somebody_else(service: Service) -> Iterator[Engine]:
-    """An engine that does nothing wrong."""
+    """An engine without faults."""
     with engine(seed=1) as made:
         assert service.register("witness", made.publisher, model_name="witness").status == 201
         made.store(prompt(1))
@@ -144,7 +144,7 @@ def test_too_many_tokens_are_413(service: Service) -> None:
 
 @pytest.mark.parametrize("pause", [None, 0.1], ids=["stopped", "dripping"])
 def test_slow_bodies_are_408(service: Service, pause: float | None) -> None:
-    """A byte now and then does not prolong the time."""
+    """Slow bytes do not extend the time limit."""
     began = time.monotonic()
     with socket.create_connection((service.host, service.port), DEADLINE) as connection:
         connection.sendall(
@@ -193,7 +193,7 @@ def test_what_is_no_request(service: Service, sent: bytes, status: int) -> None:
 
 
 def test_what_never_becomes_a_request_ends(service: Service) -> None:
-    """As when somebody speaks TLS to a port without it."""
+    """A TLS handshake at a port without TLS."""
     for sent in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 50,
         b"POST /query HTTP/1.1\r\nhost:",
@@ -205,14 +205,14 @@ def test_what_never_becomes_a_request_ends(service: Service) -> None:
 
 
 def test_offers_of_another_protocol_are_declined(service: Service) -> None:
-    """As `curl --http2` and browsers' WebSockets make them."""
+    """`curl --http2` and WebSockets of browsers send these offers."""
     for offer in (b"h2c\r\nhttp2-settings: AAMAAABkAAQAAP__", b"websocket\r\nsec-websocket-key: x3JJHMbDL1EzLkh9GBhXDw=="):
         sent = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade, close\r\nupgrade: " + offer + b"\r\n\r\n"
         assert exchange(service, sent, half=True).startswith(b"HTTP/1.1 200 ")
 
 
 def test_query_strings_are_bounded(service: Service) -> None:
-    """In parameters; bytes that are no UTF-8 are refused, and strange values match nothing."""
+    """Parameters that are not UTF-8 are rejected, and unusual values match nothing."""
     given = (("&" * 60_000, 400), ("tenant=" + "%00" * 100, 200), ("x=%ff", 400), ("model=%00", 200), ("model=%ff", 400))
     for query, status in given:
         answer = service.get(f"/v1/sources?{query}"[:60_000])
@@ -280,7 +280,7 @@ def test_registrations_open_no_connection_to_where_they_may_not(service: Service
 
 
 def test_a_name_that_leads_to_a_forbidden_address_is_refused(service: Service, tmp_path: Path) -> None:
-    """`localhost` is where it may lead; with a list of other networks alone it may not."""
+    """`localhost` resolves to an allowed address by default, and not with a list of other networks."""
     config = write(tmp_path / "service.toml", 'allow = ["tcp://10.0.0.0/8:*"]\n')
     with serving("--config", config) as strict:
         answer = strict.register("e", "tcp://localhost:5557")
@@ -386,7 +386,7 @@ def test_whatever_an_engine_sends_is_set_aside(service: Service) -> None:
 
 
 def test_losses_of_an_engine_without_replay_have_a_face(service: Service) -> None:
-    """However many they are, the log tells of them in a few lines."""
+    """The log reports any number of them in a few lines."""
     with wire() as made:
         assert service.register("lossy", made.endpoint).status == 201
         made.wait()
@@ -422,7 +422,7 @@ def test_names_may_have_any_characters_that_can_be_printed(service: Service, nam
 
 
 def test_everything_at_once(service: Service) -> None:
-    """Registrations, removals, questions and listings of many clients, all at the same few engines."""
+    """Many clients register, unregister, query and list the same few engines."""
     with engines(4) as made, ThreadPoolExecutor(8) as pool:
         for each in made:
             each.store(prompt(28))
@@ -464,7 +464,7 @@ def test_everything_at_once(service: Service) -> None:
 
 
 def test_a_file_of_sources_that_changes(tmp_path: Path) -> None:
-    """Engines come and go with it; one that cannot be read is a fault, and what was known before stays."""
+    """Engines follow the file; an invalid file is a fault, and the earlier engines stay."""
     with engines(2) as (first, second):
 
         def table(name: str, made: Engine, more: str = "") -> str:
@@ -606,7 +606,7 @@ def test_tls_and_mutual_tls(certificates: Path, tmp_path: Path) -> None:
 
 
 def test_curve_towards_engines(tmp_path: Path) -> None:
-    """An engine that owns the configured key is followed; one without encryption is not, and one with another key neither."""
+    """An engine with the configured key is followed, and engines without encryption or with another key are not."""
     (server_public, server_secret), (public, secret) = (tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(2))
     stranger_public, stranger_secret = (key.decode() for key in zmq.curve_keypair())
     config = write(
@@ -630,7 +630,7 @@ def test_curve_towards_engines(tmp_path: Path) -> None:
 
 
 def test_no_token_ids_are_in_the_log(tmp_path: Path) -> None:
-    """Whatever goes right or wrong with them, at the level that tells most."""
+    """This holds for valid and invalid keys, at the most verbose log level."""
     secret = [777_000_111 + place for place in range(4 * BLOCK)]
     with engine(seed=40) as made, serving("--log-level", "debug", "--state-dir", tmp_path / "state") as service:
         assert service.register("quiet", made.publisher).status == 201

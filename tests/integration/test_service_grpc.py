@@ -1,4 +1,4 @@
-"""`native/server/src/grpc.rs`: a real client of gRPC gets what HTTP answers, on the same port and within the same bounds."""
+"""`native/server/src/grpc.rs`: a real gRPC client has the same responses as over HTTP, on the same port and limits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def call(channel: Any, messages: Any, method: str, fields: Mapping[str, Any], **
 
 
 def failed(channel: Any, messages: Any, method: str, fields: Mapping[str, Any], **more: Any) -> tuple[str, str]:
-    """Name of the code, and our reason, of a call that must fail."""
+    """Return code and reason of a call that must fail."""
     with pytest.raises(grpc.RpcError) as caught:
         call(channel, messages, method, fields, **more)
     error: Any = caught.value
@@ -235,7 +235,7 @@ def test_tls(messages: Any, tmp_path: Path) -> None:
 
 
 def test_health(tmp_path: Path) -> None:
-    """It follows `/readyz`, until the service ends."""
+    """The health service has the state of `/readyz` until the service stops."""
     config = write(tmp_path / "c.toml", "ready = { grace_seconds = 1 }\n")
     with serving("--config", config) as service, channel_to(service) as channel:
         check, watch = (

@@ -1,4 +1,4 @@
-"""Hot prefixes: what is counted, how it fades, and that memory is bounded; against a list of all prompts."""
+"""Hot prefixes: counts, decay and bounded memory, compared with a list of all prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK = 4
 
 
 def prompt(blocks: Sequence[int], rest: int = 0) -> list[int]:
-    """Tokens of which every block is told by one number; `rest` more fill no block."""
+    """Return a prompt with one block for each number and `rest` further tokens."""
     return [block * 10 + place for block in blocks for place in range(BLOCK)] + [7] * rest
 
 
@@ -37,7 +37,7 @@ def hot(clock: VirtualClock | None = None, **limits: int) -> HotPrefixes:
 
 
 def shown(counted: HotPrefixes, scope: str = "m", limit: int = 1000) -> dict[int, tuple[int | None, int, int]]:
-    """Parent, tokens and lookups by key."""
+    """Return parent, tokens and lookups by key."""
     return {node.key: (node.parent, node.tokens, node.lookups) for node in counted.top(scope, limit)}
 
 
@@ -45,7 +45,7 @@ def shown(counted: HotPrefixes, scope: str = "m", limit: int = 1000) -> dict[int
 
 
 def test_prompts_that_part() -> None:
-    """A node where two part, and one at the end of each; chains are one node."""
+    """A node is where two prompts diverge and where one ends; a chain is one node."""
     counted = hot()
     for blocks, times in (([1, 2, 3, 4], 3), ([1, 2, 5], 2), ([9], 1)):
         for _ in range(times):
@@ -60,7 +60,7 @@ def test_prompts_that_part() -> None:
 
 
 def test_a_chat_that_grows() -> None:
-    """Each turn begins with the one before: fewer prompts come as far, and every end shows."""
+    """Each prompt extends the previous one, so counts fall along the path, and every end is a node."""
     counted = hot()
     for end in (1, 2, 3):
         counted.record("m", prompt(range(end)), BLOCK)
@@ -69,7 +69,7 @@ def test_a_chat_that_grows() -> None:
 
 
 def test_a_shorter_prompt_later() -> None:
-    """It cuts the edge in two, and both parts keep what they counted."""
+    """The edge is split, and both parts keep their counts."""
     counted = hot()
     counted.record("m", prompt([1, 2, 3]), BLOCK)
     assert shown(counted) == {key(1, 2, 3): (None, 12, 1)}
@@ -86,7 +86,7 @@ def test_what_a_node_says() -> None:
 
 
 def test_prompts_shorter_than_a_block_are_looked_at() -> None:
-    """They begin with nothing, but lookups are a share of them too."""
+    """They have no prefix, but count as sampled."""
     counted = hot()
     assert counted.record("m", [], BLOCK)
     assert counted.record("m", [1, 2, 3], BLOCK)
@@ -94,7 +94,7 @@ def test_prompts_shorter_than_a_block_are_looked_at() -> None:
 
 
 def test_scopes_namespaces_and_block_sizes_are_apart() -> None:
-    """The same tokens under another model or LoRA, or cut otherwise, are another prefix."""
+    """The same tokens with another model, LoRA or block size are another prefix."""
     counted = hot()
     counted.record("m", prompt([1, 2]), BLOCK)
     counted.record("m", prompt([1, 2]), BLOCK, Namespace(lora="adapter"))
@@ -117,14 +117,14 @@ def test_scopes_namespaces_and_block_sizes_are_apart() -> None:
     "kind", [list, tuple, lambda tokens: array("I", tokens), lambda tokens: memoryview(array("I", tokens))]
 )
 def test_tokens_in_any_form(kind: type[list[int]]) -> None:
-    """What `block_keys` takes: lists, and buffers of 32-bit integers."""
+    """`record` accepts lists and buffers of 32-bit integers, as `block_keys` does."""
     counted = hot(max_depth=2)
     counted.record("m", kind(prompt([1, 2, 3])), BLOCK)
     assert shown(counted) == {key(1, 2): (None, 8, 1)}
 
 
 def test_only_so_many_blocks_are_looked_at() -> None:
-    """Prompts that are the same as far as that are the same prefix."""
+    """Prompts that differ after the maximum depth count as the same prefix."""
     counted = hot(max_depth=3)
     for end in range(1, 40):
         counted.record("m", prompt([0, 1, 2, *range(end, 40)]), BLOCK)
@@ -132,7 +132,7 @@ def test_only_so_many_blocks_are_looked_at() -> None:
 
 
 def test_only_so_many_prompts_a_second_are_looked_at() -> None:
-    """For each scope, by whole seconds of the clock."""
+    """The limit is for each scope and each second."""
     clock = VirtualClock(1000)
     counted = hot(clock, per_second=3)
     assert [counted.record("m", prompt([1]), BLOCK) for _ in range(5)] == [True] * 3 + [False] * 2
@@ -145,7 +145,7 @@ def test_only_so_many_prompts_a_second_are_looked_at() -> None:
 
 
 def test_counts_are_halved_every_minute_until_they_are_gone() -> None:
-    """What was asked for once is gone after four minutes; what is asked for all the time stays."""
+    """A prompt that came once is dropped after four minutes, and a frequent one stays."""
     clock = VirtualClock(1000)
     counted = hot(clock)
     for _ in range(8):
@@ -160,7 +160,7 @@ def test_counts_are_halved_every_minute_until_they_are_gone() -> None:
 
 
 def test_a_long_pause_costs_nothing() -> None:
-    """A process that was asleep for a year wakes up with an empty tree."""
+    """After a long sleep of the process, the tree is empty."""
     clock = VirtualClock(1000)
     counted = hot(clock)
     counted.record("m", prompt([1, 2]), BLOCK)
@@ -171,7 +171,7 @@ def test_a_long_pause_costs_nothing() -> None:
 
 
 def test_nobody_waits_to_be_counted() -> None:
-    """While another thread is at the trees, prompts go by unseen: it is a sample anyway."""
+    """While another thread records a prompt, others are skipped."""
     counted = hot()
     with counted._lock:
         assert not counted.record("m", prompt([1]), BLOCK)
@@ -180,7 +180,7 @@ def test_nobody_waits_to_be_counted() -> None:
 
 @contextmanager
 def changing_threads_often() -> Iterator[None]:
-    """Within, the interpreter goes to another thread after a few of its instructions."""
+    """Switch threads after a few instructions."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -190,7 +190,7 @@ def changing_threads_often() -> Iterator[None]:
 
 
 def count_at_once(counted: HotPrefixes, scopes: str, prompts: int) -> None:
-    """A thread for each letter counts prompts of that scope, and asks; all scopes share the nodes."""
+    """One thread for each letter records and reads prompts of that scope; all scopes share the nodes."""
 
     def work(scope: str) -> None:
         taken = 0
@@ -203,7 +203,7 @@ def count_at_once(counted: HotPrefixes, scopes: str, prompts: int) -> None:
 
 
 def test_threads_may_count_and_ask_at_once() -> None:
-    """Nothing is torn, and what was counted adds up, wherever threads take turns: several of one scope, and of several."""
+    """The counts add up for any order of threads, within one scope and across scopes."""
     counted = hot(max_nodes=32)
     count_at_once(counted, "aabb", 2_000)
     assert [counted.sampled(scope) for scope in "ab"] == [4_000] * 2
@@ -218,7 +218,7 @@ def test_threads_may_count_and_ask_at_once() -> None:
 
 
 def test_a_hot_prefix_survives_a_flood_of_others() -> None:
-    """Every prompt has a tail of its own; what they share is still known, and the newest tails are."""
+    """Every prompt has its own tail; the shared prefix and the newest tails stay."""
     counted = hot(max_nodes=64)
     for number in range(1_000):
         counted.record("m", prompt([1, 2, 3, 1_000 + number]), BLOCK)
@@ -231,7 +231,7 @@ def test_a_hot_prefix_survives_a_flood_of_others() -> None:
 
 
 def test_a_flood_of_one_scope_leaves_the_others_theirs() -> None:
-    """Nodes are shared out: the largest trees give."""
+    """The largest trees lose nodes."""
     counted = hot(max_nodes=64)
     for number in range(10):
         counted.record("quiet", prompt([number]), BLOCK)
@@ -245,7 +245,7 @@ def test_a_flood_of_one_scope_leaves_the_others_theirs() -> None:
 
 
 def test_scopes_are_bounded() -> None:
-    """The one with the fewest prompts makes room."""
+    """The scope with the fewest prompts is dropped."""
     counted = hot(max_scopes=3)
     for scope, times in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
         for _ in range(times):
@@ -270,7 +270,7 @@ def test_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("name", ["max_nodes", "max_depth", "max_scopes", "per_second"])
 def test_limits_are_at_least_one(name: str) -> None:
-    """The sentence names the limit."""
+    """The error names the limit."""
     with pytest.raises(ConfigError, match=f"{name} 0: expected at least 1"):
         hot(VirtualClock(), **{name: 0})
 
@@ -282,7 +282,7 @@ scopes = st.sampled_from("mno")
 
 
 class Model(RuleBasedStateMachine):
-    """All prompts are kept, each with its weight; a prefix counts what the prompts that begin with it weigh."""
+    """The model keeps all prompts with their weights; a prefix counts the weights of the prompts that begin with it."""
 
     @initialize(nodes=st.sampled_from([1, 2, 3, 7, 40, 4096]), scopes=st.sampled_from([1, 2, 64]), depth=st.integers(1, 6))
     def begin(self, nodes: int, scopes: int, depth: int) -> None:
@@ -313,7 +313,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     @precondition(lambda self: hasattr(self, "hot"))
     def counts_are_those_of_the_prompts(self) -> None:
-        """Never more; exactly those where there was always room, but for what was faint; and never more for a child."""
+        """Counts are never too high, exact if there was always room, and never higher for a child than for its parent."""
         for scope in "mno":
             names = {
                 key(*blocks[:end]): blocks[:end]
@@ -349,7 +349,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     @precondition(lambda self: hasattr(self, "hot"))
     def bounds_hold(self) -> None:
-        """Nodes are counted rightly, and no bound is passed."""
+        """The number of nodes is right and within the limits."""
         trees = self.hot._trees.values()
         assert [tree.nodes for tree in trees] == [sum(1 for _ in tree.descendants()) for tree in trees]
         assert self.hot.nodes <= self.bounds[0]

@@ -53,7 +53,7 @@ def one_service() -> Iterator[Service]:
 
 @pytest.fixture(name="fresh")
 def fresh_engine(service: Service) -> Iterator[tuple[int, str, Engine]]:
-    """A registered engine with an id and a model of its own; gone afterwards."""
+    """A registered engine with a unique id and model, which is unregistered afterwards."""
     number = next(NUMBERS)
     model = f"model-{number}"
     with engine(seed=number) as made:
@@ -100,7 +100,7 @@ def test_what_contradicts_a_registration_is_409(service: Service, fresh: tuple[i
 
 
 def test_one_id_in_two_routing_groups_is_two_instances(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """Dynamo refuses this: an id is one instance fleet-wide there. Groups are scopes here, and each has names of its own."""
+    """Dynamo rejects this, because its ids are unique in the fleet. Here ids are unique in a group."""
     number, model, made = fresh
     body = registration(number, made.publisher, model_name=model, routing_group="second")
     assert service.post("/register", body).status == 201
@@ -151,14 +151,14 @@ def test_endpoints_that_are_none_are_400(service: Service, more: dict[str, Any],
     ],
 )
 def test_another_shape_is_422(service: Service, more: dict[str, Any]) -> None:
-    """The status is Dynamo's. Its body is plain text of its parser there, and an error like all others here."""
+    """The status is Dynamo's. Dynamo's body is plain text; here it is problem details."""
     answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557") | more)
     assert answer.status == 422
     assert answer.reason in {"bad-shape", "missing-model"}
 
 
 def test_strings_are_ids_too(service: Service) -> None:
-    """Dynamo takes numbers only; Mooncake strings only. Here both are, and a string of digits is the number."""
+    """Dynamo accepts numbers and Mooncake strings. The service accepts both, and a string of digits equals the number."""
     with refusing() as nowhere:
         assert service.register("77", nowhere, model_name="ids").status == 201
         assert service.register(77, nowhere, model_name="ids").status == 409
@@ -180,7 +180,7 @@ def test_unregister(service: Service) -> None:
 
 
 def test_unregister_heeds_the_rank(service: Service) -> None:
-    """Dynamo drops all ranks, whichever is named; that is a fault of its own, since the request has the field."""
+    """Dynamo drops all ranks although the request names one."""
     with refusing() as nowhere:
         for rank in range(3):
             assert service.register(601, nowhere, rank, model_name="ranks").status == 201
@@ -207,7 +207,7 @@ def test_an_unregistered_engine_comes_back_with_what_it_still_sends(service: Ser
 
 
 def test_ranks_that_several_clients_unregister_at_once_are_each_told_once(service: Service) -> None:
-    """Whoever ended one hears so, whatever has become of the others meanwhile, and the audit log names every one."""
+    """Each client has a response about the ranks that it unregistered, and the audit log has each rank once."""
     ranks, clients = 4, 8
     with refusing() as nowhere:
         for number in range(10):
@@ -260,7 +260,7 @@ def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
 
 
 def test_workers_that_cannot_be_reached_say_so(service: Service) -> None:
-    """Dynamo calls them active."""
+    """Their status is active, as in Dynamo."""
     with refusing() as nowhere:
         assert service.register(602, nowhere, model_name="unreached").status == 201
 
@@ -306,7 +306,7 @@ def test_dump_has_every_block_with_its_worker_and_tier(service: Service, fresh: 
 
 
 def test_zeros_of_an_engine_that_is_not_heard_are_not_taken_for_an_empty_cache(service: Service) -> None:
-    """Each answer that tells of a worker's blocks says how far it can be trusted, also where there are none."""
+    """Each response about a worker's blocks has its trust, also if it has no blocks."""
     with refusing() as nowhere:
         assert service.register("unheard", nowhere, model_name="unheard").status == 201
         until("the fault", lambda: "refused" in service.source("unheard")["trust"]["reason_codes"])
@@ -327,7 +327,7 @@ def test_zeros_of_an_engine_that_is_not_heard_are_not_taken_for_an_empty_cache(s
 
 
 def test_a_query_counts_tokens_of_each_tier_cumulatively(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """64 tokens on the GPU, 32 more in host memory, 16 more on the disk; from real media names."""
+    """64 tokens on the GPU, 32 more in host memory and 16 more on disk, with real media names."""
     number, model, made = fresh
     tokens = prompt(4, 7)
     first = made.store(tokens[:64])
@@ -450,7 +450,7 @@ SCOPES: dict[str, tuple[str, ...]] = {
 
 
 def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
-    """At registration, in each question, and at the end: what is given under another name is no less a scope."""
+    """Registration, queries and unregistration accept the scope under every name."""
     values = {"model": "spelled", "tenant": "acme", "group": "g", "lora": "sql", "salt": "s3cret"}
     plain = {"model_name": "spelled", "tenant_id": "acme", "routing_group": "g", "lora_name": "sql", "cache_salt": "s3cret"}
     tokens = prompt(40, 1)
@@ -490,7 +490,7 @@ def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
     "path", ["/register", "/unregister", "/query", "/query_by_hash", "/v1/match", "/v1/match_many", "/v1/select"]
 )
 def test_two_values_of_one_field_are_400(service: Service, path: str) -> None:
-    """And equal ones are one."""
+    """Equal values are accepted."""
     body: dict[str, Any] = {
         "/register": registration("twice", "tcp://127.0.0.1:1"),
         "/unregister": {"instance_id": "twice"},
@@ -526,7 +526,7 @@ def test_two_values_of_one_field_are_400(service: Service, path: str) -> None:
     ],
 )
 def test_a_field_like_one_of_a_scope_is_400(service: Service, fresh: tuple[int, str, Engine], name: str) -> None:
-    """It would be ignored, and a prompt of one tenant answered with blocks of another."""
+    """If the field were ignored, one tenant's prompt could match another tenant's blocks."""
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/register", registration("misspelled", "tcp://127.0.0.1:1", model_name=fresh[1])),
         ("/unregister", {"instance_id": fresh[0]}),
@@ -544,7 +544,7 @@ def test_a_field_like_one_of_a_scope_is_400(service: Service, fresh: tuple[int, 
 
 
 def test_more_unknown_fields_than_any_client_has_are_400(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """They are refused by their number, before any of them is compared with those that are known."""
+    """Their number is checked before any of them is compared with known fields."""
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/register", registration("many", "tcp://127.0.0.1:1", model_name=fresh[1])),
         ("/unregister", {"instance_id": fresh[0]}),
@@ -577,7 +577,7 @@ def test_errors_and_warnings_repeat_no_long_names(service: Service, fresh: tuple
 
 @pytest.mark.parametrize("field", ["model", "tenant", "group"])
 def test_an_empty_name_is_a_value_too(service: Service, field: str) -> None:
-    """An empty LoRA or salt is none, but nobody means the tenant `other` who names no tenant beside it."""
+    """An empty LoRA or salt means none. An empty tenant is a value that differs from other tenants."""
     body = registration("empty", "tcp://127.0.0.1:1")
     body.pop("model_name")
     names = SCOPES[field]
@@ -598,12 +598,12 @@ READ: dict[str, set[str]] = {
     "/v1/blocks": {"tenant", "group"},
     "/v1/hot": {"model", "tenant", "group", "lora", "salt"},
 }
-"""Scopes that each endpoint of GET respects in its query string."""
+"""Scope parameters of each GET endpoint."""
 
 
 @pytest.mark.parametrize("path", READ)
 def test_a_query_string_is_respected_or_refused(service: Service, path: str) -> None:
-    """In every spelling: what is ignored is answered with what other tenants hold."""
+    """This holds for every name, because an ignored parameter would reveal blocks of other tenants."""
     needed = {"/v1/hot": "model=m&", "/v1/blocks": "instance=nobody&"}.get(path, "")
     for field, names in SCOPES.items():
         for name in (*names, name_of_no_field(names[0])):
@@ -621,7 +621,7 @@ POSTED = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "P
 
 @pytest.mark.parametrize("path", POSTED)
 def test_query_strings_beside_a_body_are_refused(service: Service, path: str) -> None:
-    """Whose a prompt is, is in the body: a tenant beside it would be ignored. Raw bodies have nothing but a query string."""
+    """The scope is in the body, so a tenant in the query string is rejected. Raw bodies have the scope in the query string."""
     body = {"model": "m", "tokens": [], "token_ids": [], "instance_id": "nobody"}
     for query in ("tenant=acme", "tenant_id=acme", "model=m", "cache_salt=s", "nonsense=1", "mm=x"):
         answer = service.post(f"{path}?{query}", body)
@@ -652,7 +652,7 @@ def test_listings_are_of_the_tenant_and_group_that_they_name(service: Service) -
 
 
 def test_unknown_fields_of_other_clients_are_ignored_and_counted(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """In JSON, with and without token ids that are lifted out, and in msgpack."""
+    """This holds for JSON with and without native decoding, and for msgpack."""
     service.exact(fresh[0])
 
     def ignored() -> float:
@@ -669,7 +669,7 @@ def test_unknown_fields_of_other_clients_are_ignored_and_counted(service: Servic
 
 
 def test_a_lora_that_is_known_by_its_number(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """vLLM before 0.14 has no name of it in events. A prompt with a number is never answered with blocks of the base model."""
+    """vLLM before 0.14 has no LoRA name in events. A prompt with a LoRA number never matches blocks of the base model."""
     number, model, made = fresh
     base, adapted = prompt(41), prompt(42)
     made.store(base)
@@ -689,7 +689,7 @@ def test_a_lora_that_is_known_by_its_number(service: Service, fresh: tuple[int, 
 
 
 def test_a_model_may_be_the_name_of_an_adapter(service: Service) -> None:
-    """As OpenAI requests to vLLM name adapters: what finds blocks of the adapter is its base model with that LoRA."""
+    """OpenAI requests to vLLM name the adapter as model. It resolves to the base model with that LoRA."""
     tokens, base = prompt(43), prompt(44)
     with engines(3, replay_endpoint=None) as made, refusing() as nowhere:
         for number, (instance, model, lora) in enumerate(
@@ -734,7 +734,7 @@ def signed(value: int) -> int:
 
 
 def test_local_hashes_are_dynamos() -> None:
-    """Measured with `compute_block_hash_for_seq`."""
+    """The expected values come from `compute_block_hash_for_seq`."""
     tokens = [
         81644,
         33481,
@@ -759,7 +759,7 @@ def test_local_hashes_are_dynamos() -> None:
 
 
 def test_local_hashes_are_taken_in_every_spelling(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """Dynamo takes signed numbers alone: half of all hashes as its own tools print them are refused there."""
+    """Dynamo accepts signed numbers only, and rejects half of the hashes that its own tools print."""
     number, model, made = fresh
     tokens = prompt(12)
     made.store(tokens)
@@ -817,13 +817,13 @@ def test_other_methods_are_405_and_told_which(service: Service) -> None:
 
 
 def test_other_paths_are_404(service: Service) -> None:
-    """Without a body there, and with one here."""
+    """Dynamo's response has no body; here it has problem details."""
     for path in ("/nope", "/health/", "//health", "/register_peer", "/peers"):
         assert (service.get(path).status, service.get(path).reason) == (404, "no-such-path")
 
 
 def test_bodies_say_that_they_are_json(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    """As with Dynamo: 415 for anything else, `curl -d` included, since a page of any site can make a browser send such."""
+    """Other content types are rejected with 415, as by Dynamo, because pages of other sites can make a browser send them."""
     service.exact(fresh[0])
     body = json.dumps({"model_name": fresh[1], "token_ids": []}).encode()
     for kind in ("application/json", "APPLICATION/JSON; charset=utf-8", "application/vnd.api+json"):
@@ -840,7 +840,7 @@ def test_bodies_say_that_they_are_json(service: Service, fresh: tuple[int, str, 
     ids=["none", "cut", "key", "utf16", "bom", "more"],
 )
 def test_what_is_no_json_is_400(service: Service, body: bytes) -> None:
-    """What follows the object is read by Dynamo as if it were not there; it is malformed here."""
+    """Dynamo ignores text after the object; here it is malformed."""
     answer = service.ask("POST", "/query", body, content_type="application/json")
     assert (answer.status, answer.reason) == (400, "malformed-body")
 
@@ -849,7 +849,7 @@ def test_what_is_no_json_is_400(service: Service, body: bytes) -> None:
 
 
 class DynamoClient:
-    """Asks as Dynamo's frontend does."""
+    """A client as in Dynamo's frontend."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -864,7 +864,7 @@ class DynamoClient:
                 return error.code, json.load(error)
 
     def best(self, model: str, tokens: list[int]) -> tuple[int, int, int] | None:
-        """Instance, rank and tokens of the best score."""
+        """Return instance, rank and tokens of the best score."""
         status, answer = self.post("/query", model_name=model, token_ids=tokens)
         assert status == 200
         scores = [(int(name), int(rank), score) for name, ranks in answer["scores"].items() for rank, score in ranks.items()]
@@ -872,7 +872,7 @@ class DynamoClient:
 
 
 class MooncakeClient(DynamoClient):
-    """Asks as Mooncake's Conductor is asked."""
+    """A client of Mooncake's Conductor."""
 
     def query(self, tenant: str, **body: Any) -> dict[str, dict[str, Any]]:
         status, answer = self.post("/query", tenant_id=tenant, **body)

@@ -1,4 +1,4 @@
-"""`/v1` over real sockets: prompts in every form, choosing, listings, events, readiness, and errors that are all alike."""
+"""`/v1` over real sockets: prompts in every form, selection, listings, events, readiness and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(name="fresh")
 def fresh_engine(service: Service) -> Iterator[tuple[str, str, Engine]]:
-    """A registered engine with a name and a model of its own; gone afterwards."""
+    """A registered engine with a unique name and model, which is unregistered afterwards."""
     number = next(NUMBERS)
     name, model = f"e{number}", f"v{number}"
     with engine(seed=number) as made:
@@ -131,7 +131,7 @@ def test_unknown_fields_are_refused_where_a_misspelling_would_cost(service: Serv
 @settings(max_examples=250)
 @given(st.data())
 def test_token_ids_are_lifted_as_they_are_read(lifted: Service, data: st.DataObject) -> None:
-    """The native path, for `application/json`, and the careful one, for another JSON type, answer alike, whatever the text."""
+    """Native decoding (`application/json`) and Python decoding (another JSON type) give the same response for any text."""
     text = data.draw(_texts())
     quick = lifted.ask("POST", "/query", text, content_type="application/json")
     careful = lifted.ask("POST", "/query", text, content_type="application/vnd.api+json")
@@ -150,7 +150,7 @@ def test_token_ids_are_lifted_as_they_are_read(lifted: Service, data: st.DataObj
 
 
 def test_of_token_ids_that_are_there_twice_the_last_count(lifted: Service) -> None:
-    """Also where a name is escaped, which the native path does not read; it took the first ones then."""
+    """This holds for escaped field names too, which native decoding does not read."""
     for text, held in (
         (b'{"model_name":"lift","token_ids":[],"token\\u005fids":[0,1]}', {"one": {"0": 1}}),
         (b'{"model_name":"lift","token_ids":[0,1],"\\u0074oken_ids":[]}', {}),
@@ -165,7 +165,7 @@ HELD = [0, 1, 2, 3, 2**32 - 1, 10, 100, 7]
 
 @pytest.fixture(scope="module", name="lifted")
 def one_that_holds(service: Service) -> Iterator[Service]:
-    """With blocks of one token, so that answers tell of each."""
+    """The blocks have one token each."""
     with engine(seed=77) as made:
         assert service.register("one", made.publisher, model_name="lift", block_size=1).status == 201
         made.store(HELD, block_size=1)
@@ -213,7 +213,7 @@ def _arrays(draw: st.DrawFn) -> str:
 
 @st.composite
 def _texts(draw: st.DrawFn) -> bytes:
-    """Mostly good requests: with spaces, escapes, keys that come twice, decoys, and every now and then a fault anywhere."""
+    """Mostly valid requests with spaces, escapes, duplicate keys and decoys, and sometimes a fault at any place."""
     fields = ['"model_name":"lift"', *draw(st.lists(_OTHER, max_size=2))]
     for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
         space = draw(_SPACE)
@@ -231,7 +231,7 @@ def _texts(draw: st.DrawFn) -> bytes:
 
 
 def test_workers_that_hold_nothing_are_told_with_their_trust(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """So that a client can tell "holds nothing" from "unknown", in every answer about a prompt."""
+    """Every response about a prompt distinguishes "holds nothing" from "unknown"."""
     name, model, made = fresh
     tokens = prompt(30)
     made.store(tokens)
@@ -269,7 +269,7 @@ def test_workers_that_hold_nothing_are_told_with_their_trust(service: Service, f
 
 
 def test_the_block_of_the_last_token_does_not_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """Engines recompute it: of n tokens at most (n - 1) // block size blocks are of use. What is held stays what it is."""
+    """Engines recompute it, so at most (n - 1) // block size blocks of n tokens are useful."""
     name, model, made = fresh
     tokens = prompt(32)
     made.store(tokens)
@@ -293,7 +293,7 @@ def test_the_block_of_the_last_token_does_not_count(service: Service, fresh: tup
 
 
 def test_a_prompt_may_name_an_adapter_that_an_engine_lists() -> None:
-    """As vLLM lists adapters in `/v1/models`: requests name them as their model, and events have the name of the LoRA."""
+    """vLLM lists adapters in `/v1/models`. Requests name them as their model, and events have the LoRA name."""
     with engine(seed=904) as made, Web() as web:
         web.pages = {
             "/kv_event_sources": {"0": {"endpoint": made.endpoint, "replay_endpoint": made.replay_endpoint, "topic": ""}},
@@ -382,7 +382,7 @@ def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, 
 
 
 def test_select_takes_engines_of_the_lora_and_salt_alone(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """An engine that was registered with a LoRA or a salt takes prompts that name it; one that was not may have any."""
+    """An engine registered with a LoRA or a salt gets only prompts that name it; other engines get any prompt."""
     name, model, _ = fresh
     with engines(2) as made:
         assert service.register("adapter", made[0].publisher, model_name=model, lora_name="sql").status == 201
@@ -392,7 +392,7 @@ def test_select_takes_engines_of_the_lora_and_salt_alone(service: Service, fresh
         service.exact(name)
 
         def chosen(**scope: Any) -> set[str]:
-            """Equal candidates take turns, so that each comes."""
+            """Equal candidates rotate, so each is selected."""
             answers = [service.post("/v1/select", model=model, tokens=prompt(26), **scope) for _ in range(6)]
             return {answer.json["instance"] for answer in answers}
 
@@ -475,7 +475,7 @@ def test_stats_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
 
 
 def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engine]) -> None:
-    """All pages are of one moment, whatever comes and goes meanwhile, and each block is on one of them."""
+    """All pages are of one moment although blocks change meanwhile, and each block is on one page."""
     name, _model, made = fresh
     exact = {"state": "EXACT", "reason": "", "reason_codes": []}
     service.exact(name)
@@ -580,7 +580,7 @@ def test_events_tell_of_states_batches_and_losses(service: Service) -> None:
 
 
 def test_compacted_history_is_a_snapshot_and_no_loss(tmp_path: Path) -> None:
-    """An engine with more history than its buffer has: EXACT, and nothing anywhere says that batches are lost."""
+    """An engine with more history than its buffer is EXACT, and nothing reports lost batches."""
     with engine(seed=80, compact=True, buffer_steps=4) as made, serving() as service, Stream(service) as stream:
         for number in range(40):
             made.store(prompt(800 + number, 1))
@@ -614,7 +614,7 @@ def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service
 
 
 def test_a_client_that_is_too_slow_is_told_how_much_it_has_missed() -> None:
-    """Filling the buffers of real sockets would take tens of thousands of events, so this asks the queue itself."""
+    """This tests the queue, because filling the buffers of sockets takes tens of thousands of events."""
 
     def loss(number: int) -> LossEvent:
         return LossEvent(

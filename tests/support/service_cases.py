@@ -1,4 +1,4 @@
-"""What the service's tests share: a real `kvevents serve` on any port, a small client, and waiting with a deadline."""
+"""Shared parts of the service's tests: a real `kvevents serve`, a small client, and waiting with a deadline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 DEADLINE = 20.0
 """Seconds after which a test gives up waiting; nothing takes this long unless it is broken."""
 PAUSE = 0.01
-"""Seconds between two looks at a service in another process."""
+"""Seconds between two polls of a service in another process."""
 BLOCK = 16
 MODEL = "m"
 
@@ -46,7 +46,7 @@ def suspend(process: subprocess.Popen[Any]) -> None:
 
 
 def until(what: str, look: Callable[[], T | None], seconds: float = DEADLINE) -> T:
-    """Look again and again until something true comes, which is returned; fails after the deadline."""
+    """Poll until a value is true, and return it; fail after the deadline."""
     end = monotonic() + seconds
     pause = threading.Event()
     while not (found := look()):
@@ -56,7 +56,7 @@ def until(what: str, look: Callable[[], T | None], seconds: float = DEADLINE) ->
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """A response."""
 
     status: int
     headers: dict[str, str]
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """The body, read."""
+        """The decoded body."""
         return msgspec.json.decode(self.body)
 
     @property
@@ -80,7 +80,7 @@ class Answer(NamedTuple):
 
 
 class Client:
-    """Asks one server over a connection of its own."""
+    """A client of one server with its own connection."""
 
     def __init__(self, url: str, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
@@ -96,7 +96,7 @@ class Client:
         )
 
     def ask(self, method: str, path: str, body: bytes | None = None, /, **headers: str) -> Answer:
-        """One request; `_` in the names of headers stands for `-`."""
+        """Send one request; `_` in the names of headers stands for `-`."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if self.token is not None:
             sent["authorization"] = f"Bearer {self.token}"
@@ -134,7 +134,7 @@ class Client:
 
 
 class Service(Client):
-    """A `kvevents serve` in a process of its own, and a client of it."""
+    """A `kvevents serve` in its own process, and a client of it."""
 
     def __init__(self, program: Program, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.program = program
@@ -145,7 +145,7 @@ class Service(Client):
 
     @property
     def log(self) -> list[str]:
-        """What it has written to stderr so far."""
+        """Lines on stderr so far."""
         return self.program.err.all
 
     def says(self, pattern: str) -> None:
@@ -159,18 +159,18 @@ class Service(Client):
     # --- the fleet
 
     def register(self, instance: int | str, engine: ZmqEventPublisher | str, rank: int = 0, **more: Any) -> Answer:
-        """In Dynamo's spelling."""
+        """Register an engine as in Dynamo's API."""
         return self.post("/register", registration(instance, engine, rank, **more))
 
     def sources(self) -> dict[tuple[str, int], dict[str, Any]]:
-        """Those of all scopes, by instance and rank."""
+        """Sources of all scopes, by instance and rank."""
         return {(each["instance"], each["rank"]): each for each in self.get("/v1/sources").json["sources"]}
 
     def source(self, instance: int | str, rank: int = 0) -> dict[str, Any]:
         return self.sources()[str(instance), rank]
 
     def trust(self, instance: int | str, rank: int = 0) -> tuple[str, str]:
-        """State and reason."""
+        """Return state and reason."""
         found = self.source(instance, rank)["trust"]
         return found["state"], found["reason"]
 
@@ -220,12 +220,12 @@ class Service(Client):
     # --- its end
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> Ended:
-        """Ask it to end, and wait for it."""
+        """Send SIGTERM and wait for the end."""
         self.close()
         return self.program.interrupt(number)
 
     def kill(self) -> None:
-        """End it as a machine without power does."""
+        """Kill it, as a power failure would."""
         self.close()
         self.program.process.kill()
         self.program.end()
@@ -249,7 +249,7 @@ def serving(
 
 
 def registration(instance: int | str, engine: ZmqEventPublisher | str, rank: int = 0, **more: Any) -> dict[str, Any]:
-    """A body for `/register` in Dynamo's spelling."""
+    """Return a body for `/register` of Dynamo's API."""
     endpoint, replay = (engine, None) if isinstance(engine, str) else (engine.endpoint, engine.replay_endpoint)
     body = {"instance_id": instance, "endpoint": endpoint, "replay_endpoint": replay, "model_name": MODEL, "block_size": BLOCK}
     return {**body, "dp_rank": rank, **more}
@@ -293,7 +293,7 @@ class Engine:
 
 @contextmanager
 def engine(*, seed: int = 1, **options: Any) -> Iterator[Engine]:
-    """One rank of an engine on real sockets, with replay unless told otherwise."""
+    """One rank of an engine on real sockets, by default with replay."""
     options.setdefault("replay_endpoint", ANY)
     with publishing(**options) as publisher:
         made = _ENGINES[publisher.endpoint] = Engine(publisher, seed)
@@ -324,7 +324,7 @@ def confirm(source: Mapping[str, Any]) -> None:
 
 @contextmanager
 def engines(count: int, **options: Any) -> Iterator[list[Engine]]:
-    """Several of them."""
+    """Several engines."""
     with ExitStack() as stack:
         yield [stack.enter_context(engine(seed=number + 1, **options)) for number in range(count)]
 
@@ -396,7 +396,7 @@ class Stream:
 
 
 class Wire:
-    """An engine that sends whatever it is told, byte by byte, and answers no replay."""
+    """An engine that sends given bytes and answers no replay requests."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self._socket = context.socket(zmq.XPUB)
@@ -408,7 +408,7 @@ class Wire:
         self._seq = 0
 
     def wait(self) -> None:
-        """Until somebody subscribes."""
+        """Wait for a subscriber."""
         assert self._socket.recv()[:1] == b"\x01"
 
     def send(self, payload: bytes, *, skip: int = 0) -> None:
