@@ -1,6 +1,6 @@
-"""Settings as structs: what a field is measured in, and how the tables of a TOML file become a struct.
+"""Settings as structs: the units and ranges of fields, and the conversion of TOML tables to a struct.
 
-A settings struct is the one definition of its settings: names, types, units, defaults, and texts (the docstrings behind the
+A settings struct is the only definition of its settings: names, types, units, defaults and help texts (the docstrings below the
 fields). `kvevents.cli.settings_parser` derives options and environment variables from it.
 """
 
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class Unit(Enum):
-    """What a field is measured in, or what its text is; the value is what help calls it."""
+    """The unit of a number, or the kind of a text. The value is its name in help texts."""
 
     SECONDS = "S"
     BYTES = "SIZE"
@@ -37,20 +37,20 @@ class Unit(Enum):
     FOLDER = "DIR"
     NAME = "NAME"
     SUBJECT = "SUBJECT"
-    SECRET = "SECRET"  # noqa: S105 - what help calls it
-    """Has no option, since everybody on a machine sees arguments."""
+    SECRET = "SECRET"  # noqa: S105 - the name in help texts
+    """A secret has no option, since all users of a machine can read arguments."""
 
 
 class Range(NamedTuple):
-    """Numbers that a field can have. None of them is infinite."""
+    """The finite numbers that a field accepts."""
 
     least: float = 0.0
     most: float = math.inf
     is_open: bool = False
-    """Whether they are above `least`."""
+    """Whether `least` itself is excluded."""
 
     def holds(self, value: float) -> bool:
-        """Whether a number is one of them."""
+        """Whether a number is in the range."""
         return math.isfinite(value) and self.least <= value <= self.most and not (self.is_open and value == self.least)
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ Secret: TypeAlias = Annotated[str, Unit.SECRET]
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of settings. Raises `ConfigError`, which names the field, for a number that is not in the range of its type."""
+    """A table of settings. Raises `ConfigError`, which names the field, for a number outside the range of its type."""
 
     def __post_init__(self) -> None:
         for name, limits in _ranges(type(self)):
@@ -92,13 +92,13 @@ def _ranges(kind: type[Struct]) -> list[tuple[str, Range]]:
 
 
 class Fault(NamedTuple):
-    """What is wrong with tables."""
+    """An error in the tables of a file."""
 
     place: str
     """Path of the table or field, such as `sources[0].curve`; empty for the outermost table."""
     sentence: str
     missing: str | None = None
-    """The field that is needed and not there."""
+    """Name of a required field that is missing."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -111,23 +111,23 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML document. Raise `ValueError`, which has the line."""
-    import tomllib  # noqa: PLC0415 - late, for programs that have no file
+    """Return the tables of a TOML document. Raise `ValueError` with the line of the error."""
+    import tomllib  # noqa: PLC0415 - only for programs with a file
 
     return tomllib.loads(text)
 
 
 def convert(found: Any, kind: type[T], origin: str) -> T:
-    """Return checked settings. Raise `ConfigError`, which says `origin`, the field, and what is expected."""
+    """Return checked settings. Raise `ConfigError`, which names `origin`, the field and the expected type."""
     try:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
         fault = fault_of(error, kind)
-        raise ConfigError(f"{origin}: {in_its_place(fault, kind)}") from error
+        raise ConfigError(f"{origin}: {with_path(fault, kind)}") from error
 
 
-def in_its_place(fault: Fault, kind: type[Struct]) -> str:
-    """The sentence with the path of the table; a field that it begins with is named by its whole path."""
+def with_path(fault: Fault, kind: type[Struct]) -> str:
+    """Return the sentence with the path of the table. A field at its beginning gets its whole path."""
     if not fault.place:
         return fault.sentence
     table = _table_at(fault.place, kind)
@@ -136,7 +136,7 @@ def in_its_place(fault: Fault, kind: type[Struct]) -> str:
 
 
 def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> Fault:
-    """Return what msgspec found, with a suggestion for an unknown field."""
+    """Return the error that msgspec found, with a suggestion for an unknown field."""
     sentence, _, place = str(error).partition(" - at `$")
     place = place.rstrip("`").lstrip(".")
     missing = re.fullmatch(r"Object missing required field `(.*)`", sentence)
@@ -151,13 +151,13 @@ def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> Fault:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?`, or `;` if no known word is like this one."""
+    """Return `; did you mean 'x'?`, or `;` if no known word is similar."""
     near = difflib.get_close_matches(word, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ";"
 
 
 def _table_at(place: str, kind: type[Struct]) -> type[Struct] | None:
-    """The type of the table at a path such as `sources[0].curve`; None if that is not a table."""
+    """Return the type of the table at a path such as `sources[0].curve`; None if that is not a table."""
     found = kind
     for name in filter(None, re.sub(r"\[[^]]*\]", "", place).split(".")):
         field = next((each for each in msgspec.structs.fields(found) if each.name == name), None)
@@ -169,12 +169,12 @@ def _table_at(place: str, kind: type[Struct]) -> type[Struct] | None:
 
 
 def types_in(kind: Any) -> Iterator[type]:
-    """Yield the plain types within a type: of `list[X] | None` X and None's."""
+    """Yield the plain types within a type, such as `X` and `NoneType` of `list[X] | None`."""
     return (each for each in parts_of(kind) if isinstance(each, type) and not get_args(each))
 
 
 def parts_of(kind: Any) -> Iterator[Any]:
-    """Yield a type, and what it is made of at any depth, with what `Annotated` says of it."""
+    """Yield a type, its parts at any depth, and their annotations."""
     yield kind
     for each in get_args(kind):
         yield from parts_of(each)

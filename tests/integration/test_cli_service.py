@@ -129,7 +129,7 @@ def test_select_tells_whom_and_why(fleet: Served) -> None:
 def test_why_nobody_holds_it(fleet: Served) -> None:
     short = run("query", *PROMPT[:5], "--service", fleet.url)
     assert short.out == "5 tokens of model m: no worker is known to hold a prefix of them\n"
-    assert f"no longer than a block of {BLOCK} tokens" in short.err
+    assert f"not longer than a block of {BLOCK} tokens" in short.err
     other = run("query", *reversed(PROMPT), "--service", fleet.url)
     assert "compare tokens, LoRA and salt" in other.err
     assert (short.code, other.code) == (0, 0)
@@ -202,7 +202,7 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
         (tmp_path / name).write_bytes(content)
     assert "5 bytes, which is not a multiple of 4" in told(capsys, "query", "--prompt-file", tmp_path / "odd.u32")
     assert "word.json: invalid token ids '[1, two]'" in told(capsys, "query", "--prompt-file", tmp_path / "word.json")
-    assert "no token ids" in told(capsys, "query", "--prompt-file", tmp_path / "minus.json")
+    assert "invalid token ids" in told(capsys, "query", "--prompt-file", tmp_path / "minus.json")
     assert "No such file" in told(capsys, "query", "--prompt-file", tmp_path / "none.json")
     assert "- is the whole prompt" in told(capsys, "query", "-", 1, code=2)
     assert "text needs --tokenizer" in told(capsys, "query", "--text", "w1", code=2)

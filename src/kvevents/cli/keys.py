@@ -29,7 +29,7 @@ EXAMPLES: Final = """\
 
 
 class CreatedPair(msgspec.Struct, frozen=True):
-    """What `-o json` prints of a pair that was made."""
+    """The JSON output for a new pair."""
 
     public_key: str
     public_file: str
@@ -37,7 +37,7 @@ class CreatedPair(msgspec.Struct, frozen=True):
 
 
 class KeyFile(msgspec.Struct, frozen=True):
-    """What `-o json` prints of a file."""
+    """The JSON output for a file."""
 
     file: str
     public_keys: list[str]

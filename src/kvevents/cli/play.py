@@ -54,17 +54,17 @@ def choose(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None, co
 
     Raises `UsageError` if the recording has no such run.
     """
-    wanted = [stream for stream in streams if run in {None, stream.run}]
-    if not wanted:
+    selected = [stream for stream in streams if run in {None, stream.run}]
+    if not selected:
         known = ", ".join(dict.fromkeys(stream.run for stream in streams))
         raise UsageError(f"the recording has no run {run!r}; its runs are {known}")
-    endpoint = wanted[0].endpoint
-    others = [stream for stream in wanted if stream.endpoint != endpoint]
+    endpoint = selected[0].endpoint
+    others = [stream for stream in selected if stream.endpoint != endpoint]
     if others:
         console.note(
             Span(f"playing {endpoint}; runs of other endpoints are left out: {', '.join(each.run for each in others)}", "warn")
         )
-    return [batch for stream in wanted if stream.endpoint == endpoint for batch in streams[stream]]
+    return [batch for stream in selected if stream.endpoint == endpoint for batch in streams[stream]]
 
 
 def rescale(batches: Sequence[LiveBatch], speed: float) -> list[LiveBatch]:

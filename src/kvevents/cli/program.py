@@ -94,8 +94,13 @@ examples:
 
 `kvevents COMMAND --help` explains a command.
 
-Exit codes: 0 success, 1 an error or a failed check, 2 wrong usage, 3 nothing arrived, 4 a check was not possible, 130
-interrupted.
+exit codes:
+  0    success
+  1    an error, or a failed check
+  2    wrong usage
+  3    no batch arrived before --idle-timeout
+  4    a check was not possible
+  130  interrupted before the work was done
 """
 
 

@@ -213,8 +213,8 @@ class _Sources:
         self._client = client
         self._scope = {name: scope.get(name, DEFAULT_GROUP) for name in ("tenant", "group")}
 
-    def fetch(self, **wanted: str) -> list[SourceView]:
-        return self._client.get("/v1/sources", SourcesAnswer, {**self._scope, **wanted}).sources
+    def fetch(self, **parameters: str) -> list[SourceView]:
+        return self._client.get("/v1/sources", SourcesAnswer, {**self._scope, **parameters}).sources
 
     def only_model(self) -> str:
         """Return the model of the fleet. Raises `ConfigError` unless there is exactly one."""

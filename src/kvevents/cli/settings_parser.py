@@ -31,7 +31,7 @@ import msgspec
 from kvevents.cli.command import CommandLineError
 from kvevents.cli.options import Group, endpoint, port, positive_int, seconds, size, whole_number
 from kvevents.errors import ConfigError, UsageError
-from kvevents.settings import Fault, Range, Unit, fault_of, in_its_place, parse_toml, parts_of, read_toml, suggestion, types_in
+from kvevents.settings import Fault, Range, Unit, fault_of, parse_toml, parts_of, read_toml, suggestion, types_in, with_path
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -310,7 +310,7 @@ class SettingsValues(Generic[T]):
         if origin is not None and not is_of_file:
             return ConfigError(f"{origin}: {fault.sentence}")
         if self._file is not None:
-            return ConfigError(f"{self._file}: {in_its_place(fault, self._parser.kind)}")
+            return ConfigError(f"{self._file}: {with_path(fault, self._parser.kind)}")
         return ConfigError(f"{', '.join(within)}: {fault.sentence}" if within else fault.sentence)
 
 

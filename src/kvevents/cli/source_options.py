@@ -63,7 +63,7 @@ def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -
         default=[],
         type=engine_url,
         metavar="URL",
-        help="subscribe to the engine with this HTTP server, which is asked for the endpoints: http://HOST:PORT or HOST:PORT; "
+        help="subscribe to the engine with this HTTP server, which returns the endpoints: http://HOST:PORT or HOST:PORT; "
         "can be repeated",
     )
     parser.add_argument(

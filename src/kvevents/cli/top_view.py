@@ -238,9 +238,9 @@ def _widest(column: Column, cells: Sequence[Text]) -> int:
     return max(widest, len(column.title)) if widest else 0
 
 
-def _fitting(wanted: dict[Column, int], width: int) -> dict[Column, int]:
+def _fitting(widths: dict[Column, int], width: int) -> dict[Column, int]:
     """Return the columns that fit, with their widths."""
-    kept = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in wanted.items() if wide}
+    kept = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items() if wide}
 
     def left() -> int:
         return width - sum(kept.values()) - _GAP * (len(kept) - 1)
@@ -248,7 +248,7 @@ def _fitting(wanted: dict[Column, int], width: int) -> dict[Column, int]:
     while left() < 0 and (least := max(kept, key=lambda column: column.rank)).rank:
         del kept[least]
     if ISSUES in kept:
-        kept[ISSUES] = min(wanted[ISSUES], kept[ISSUES] + left())
+        kept[ISSUES] = min(widths[ISSUES], kept[ISSUES] + left())
     elif left() < 0:  # cut the name, not the state
         kept[COLUMNS[0]] = max(kept[COLUMNS[0]] + left(), 1)
     return kept

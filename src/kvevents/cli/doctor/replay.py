@@ -86,7 +86,7 @@ def _request(socket: Dealer, start: int) -> None:
 
 
 def request_replay(endpoint: str, start: int, *, silence: float, seconds: float, curve: Curve | None = None) -> ReplayResponse:
-    """What `endpoint` answers to one request, up to the end marker, `silence` seconds without a message, or `seconds`."""
+    """Send one replay request, and read until the end marker, `silence` seconds without a message, or `seconds`."""
     response = ReplayResponse(start)
     with dealers([endpoint], curve) as (socket,):
         _request(socket, start)
