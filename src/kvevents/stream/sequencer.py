@@ -103,7 +103,7 @@ class Order(enum.Enum):
 
 
 class SnapshotParts:
-    """The parts of a snapshot in several batches, which replay delivers under rising numbers; -1 where there is none."""
+    """The parts of a snapshot in several batches, which replay delivers under rising numbers; -1 for none."""
 
     __slots__ = ("last", "last_not_final", "stopped_at")
 
