@@ -1,4 +1,4 @@
-"""How long a step of an engine takes: a roofline over its arithmetic and its memory traffic.
+"""The duration of an engine's step: a roofline of its arithmetic and its memory traffic.
 
 A step computes the tokens of its prefill chunks and one token for each decoding sequence. Its arithmetic takes `2 x parameters`
 floating point operations a token, and attention `4 x layers x attention width` for each pair of a token and one before it (the
@@ -21,34 +21,34 @@ import msgspec
 from kvevents.errors import ConfigError
 
 COMPUTE_SHARE: Final = 0.5
-"""Of the data sheet's dense BF16 rate, in prefill."""
+"""Share of the data sheet's dense BF16 rate that prefill reaches."""
 BANDWIDTH_SHARE: Final = 0.75
-"""Of the data sheet's memory bandwidth, in decoding."""
+"""Share of the data sheet's memory bandwidth that decoding reaches."""
 STEP_SECONDS: Final = 0.004
-"""What a scheduler, a sampler and their kernels' launches add to each step."""
+"""Time that the scheduler, the sampler and kernel launches add to each step."""
 MEMORY_SHARE: Final = 0.9
 """vLLM's default `--gpu-memory-utilization`."""
 WORKSPACE_BYTES: Final = 3e9
-"""Of each GPU, for activations and graphs."""
+"""Memory of each GPU for activations and graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One accelerator, by its data sheet."""
+    """An accelerator according to its data sheet."""
 
     flops: float
-    """Dense BF16 operations a second."""
+    """Dense BF16 operations per second."""
     bandwidth: float
-    """Bytes a second from its memory."""
+    """Bytes per second from its memory."""
     memory: float
-    """Bytes."""
+    """Bytes of its memory."""
     host_link: float
-    """Bytes a second from the host, in one direction."""
+    """Bytes per second from the host, in one direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A dense decoder with grouped-query attention in BF16, by its `config.json`."""
+    """A dense decoder with grouped-query attention in BF16, according to its `config.json`."""
 
     parameters: float
     layers: int
@@ -58,33 +58,33 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds that a step takes, and how much cache an engine has room for.
+    """The duration of a step, and the size of an engine's cache.
 
     A step takes `step + max(token x tokens + pair x pairs, weights + context x tokens attended to)`. All coefficients are in
-    seconds and 0 or more. Raises `ConfigError` for others.
+    seconds and at least 0. Raises `ConfigError` for other values.
     """
 
     step: float
-    """Of each step."""
+    """Seconds of each step."""
     token: float
-    """For each token computed."""
+    """Seconds for each computed token."""
     pair: float = 0.0
-    """For each pair of a token computed and one that it attends to."""
+    """Seconds for each pair of a computed token and one that it attends to."""
     weights: float = 0.0
-    """For reading the weights once."""
+    """Seconds for reading the weights once."""
     context: float = 0.0
-    """For each cached token that is read."""
+    """Seconds for each cached token that is read."""
     reload: float = 0.0
-    """For each token brought back from host memory."""
+    """Seconds for each token that is loaded from host memory."""
     cache_tokens: int = 262_144
-    """Tokens that the GPUs' cache has room for."""
+    """Tokens that fit in the GPUs' cache."""
     source: str = "of your own"
-    """Where these figures come from."""
+    """Source of these figures."""
 
     def __post_init__(self) -> None:
         for name in ("step", "token", "pair", "weights", "context", "reload"):
@@ -97,7 +97,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(f"cache_tokens is {self.cache_tokens}; it is the number of tokens that the cache has room for")
 
     def seconds(self, prefilled: int, pairs: int, decoding: int, context: int) -> float:
-        """Time of a step.
+        """Return the duration of a step in seconds.
 
         It computes `prefilled` tokens of prompts, which attend to `pairs` tokens in all, and one token for each of `decoding`
         sequences that hold `context` tokens together.
@@ -107,7 +107,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def roofline(model: Model, gpu: Gpu, gpus: int, source: str) -> CostModel:
-    """The cost model of `model` over `gpus` accelerators with tensor parallelism."""
+    """Return the cost model of `model` on `gpus` accelerators with tensor parallelism."""
     flops = gpus * gpu.flops * COMPUTE_SHARE
     bandwidth = gpus * gpu.bandwidth * BANDWIDTH_SHARE
     weights = 2.0 * model.parameters
@@ -145,7 +145,7 @@ PRESETS: Final[dict[str, CostModel]] = {
 
 
 def cost_model(name: str) -> CostModel:
-    """The preset of this name, or the one in this JSON file. Raises `ConfigError`."""
+    """Return the preset with this name, or the cost model in this JSON file. Raises `ConfigError`."""
     if name in PRESETS:
         return PRESETS[name]
     if not name.endswith(".json"):

@@ -1,4 +1,4 @@
-"""What goes wrong in a live fleet, by wish: `restart:60s,drop:1%`."""
+"""Faults of a live fleet, such as `restart:60s,drop:1%`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from kvevents.sim.sockets import Sockets
 from kvevents.testing import FaultProxy
 
 DOWN_SECONDS: Final = 1.0
-"""That a restarted engine is away."""
+"""How long a restarted engine is down."""
 STALL_SECONDS: Final = 3.0
-"""That a stalled network swallows everything."""
+"""How long a stalled network drops everything."""
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Target(Protocol):
-    """The live fleet that faults happen to."""
+    """The live fleet into which faults are injected."""
 
     settings: FleetSettings
     pace: float
     fleet: Fleet
     sockets: Sockets
     wishes: list[Fault]
-    """The faults that were asked for."""
+    """Requested faults."""
     struck: Counter[str]
-    """Recurring faults so far, by kind."""
+    """Number of recurring faults that were injected, by kind."""
     stalled: set[Worker]
-    """Workers whose network is stalled now."""
+    """Workers whose network is stalled."""
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
-        """Call `action` in so many seconds of the clock."""
+        """Call `action` after `seconds` seconds of real time."""
         ...
 
 
@@ -47,34 +47,34 @@ class Kind:
     """A kind of fault."""
 
     example: str
-    """An amount."""
+    """Example of an amount."""
     does: str
-    """What it does with that amount, for people."""
+    """Description of its effect with that amount, for `--help`."""
     share: bool
-    """Whether its amount is a share (`1%`), else a duration (`60s`)."""
+    """Whether its amount is a share (`1%`) instead of a duration (`60s`)."""
     strike: Callable[[Target, Worker], bool] | None = None
-    """What happens to one engine, each time the duration has passed; False when there was nothing to strike."""
+    """Injects the fault into one engine each time the duration has passed; returns False if there was nothing to do."""
     lasting: Callable[[FaultProxy, float, int], None] | None = None
-    """What holds for the live events of all engines from the beginning: amount and seed."""
+    """Applies a lasting fault to the live events of an engine from the beginning: amount and seed."""
     network: bool = True
-    """Whether it takes proxies before the engines."""
+    """Whether it needs proxies before the engines."""
 
 
 class Fault(NamedTuple):
-    """One fault that was wished for."""
+    """A requested fault."""
 
     kind: str
     amount: float
-    """A share from 0 to 1, or seconds of the clock."""
+    """A share from 0 to 1, or seconds of real time."""
 
     @property
     def network(self) -> bool:
-        """Whether it takes proxies before the engines."""
+        """Whether it needs proxies before the engines."""
         return KINDS[self.kind].network
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Read `restart:60s,drop:1%`. Raises `ConfigError`, which says what there is."""
+    """Parse faults such as `restart:60s,drop:1%`. Raises `ConfigError`, which lists the known faults."""
     return [_fault(part.strip()) for part in text.split(",") if part.strip()]
 
 
@@ -102,7 +102,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 def begin(fleet: Target) -> None:
-    """Have the fleet's faults happen from now on, to engines that its seed draws."""
+    """Inject the fleet's faults from now on, into engines that its seed selects."""
     for number, fault in enumerate(fleet.wishes):
         kind = KINDS[fault.kind]
         if kind.lasting is not None:
@@ -114,7 +114,7 @@ def begin(fleet: Target) -> None:
 
 
 class _Recurring:
-    """A fault that strikes one engine after the other."""
+    """A fault that is injected into one engine after the other."""
 
     def __init__(self, fleet: Target, fault: Fault, random: Random) -> None:
         self._fleet = fleet
@@ -195,4 +195,4 @@ KINDS: Final = {
         "60s", f"every 60 s the network to an engine swallows everything for {STALL_SECONDS:g} s", False, strike=_stall
     ),
 }
-"""By name."""
+"""Kinds of faults by name."""

@@ -1,4 +1,4 @@
-"""A cost model from what somebody measured on an engine of their own.
+"""Fits a cost model to measurements of a real engine.
 
 Two kinds of measurement are enough, and any load generator takes them: the time to the first token of single prompts of
 several lengths, on an idle engine and never sent before; and the time between tokens with several sequences side by side. The
@@ -22,19 +22,19 @@ from kvevents.sim.costs import CostModel
 
 MIN_PREFILLS: Final = 3
 MIN_DECODES: Final = 2
-"""Measurements of different sizes without which a line, or a parabola, goes anywhere."""
+"""Fewest measurements of different sizes that determine a line or a parabola."""
 
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One row. Raises `ConfigError` for what cannot have been measured."""
+    """A measurement. Raises `ConfigError` for impossible values."""
 
     kind: Literal["prefill", "decode"]
     tokens: int
     """`prefill`: length of the prompt. `decode`: tokens that each sequence held."""
     sequences: int
-    """Side by side; 1 for `prefill`."""
+    """Sequences that ran at the same time; 1 for `prefill`."""
     seconds: float
-    """`prefill`: to the first token. `decode`: between two tokens."""
+    """`prefill`: time to the first token. `decode`: time between two tokens."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequences < 1 or not 0 < self.seconds < float("inf"):
@@ -42,21 +42,21 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def context(self) -> int:
-        """Tokens that all sequences held together."""
+        """Tokens of all sequences together."""
         return self.tokens * self.sequences
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """A cost model, and how far it is from what was measured."""
+    """A cost model, and its errors compared with the measurements."""
 
     model: CostModel
     prefill_error: float
-    """The mean of `|predicted - measured| / measured`."""
+    """Mean of `|predicted - measured| / measured`."""
     decode_error: float
 
 
 def read_measurements(path: str | Path) -> list[Measurement]:
-    """Rows of a CSV file with the header `kind,tokens,sequences,seconds`. Raises `ConfigError`, naming file and line."""
+    """Read a CSV file with the header `kind,tokens,sequences,seconds`. Raises `ConfigError` with file and line."""
     found: list[Measurement] = []
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
@@ -72,7 +72,7 @@ def read_measurements(path: str | Path) -> list[Measurement]:
 
 
 def fit(measurements: Iterable[Measurement], *, cache_tokens: int, reload: float = 0.0, source: str) -> Fit:
-    """The cost model that is nearest to the measurements. Raises `ConfigError` when there are too few."""
+    """Return the cost model that is closest to the measurements. Raises `ConfigError` if there are too few."""
     rows = list(measurements)
     prefills = [row for row in rows if row.kind == "prefill"]
     decodes = [row for row in rows if row.kind == "decode"]
@@ -115,10 +115,10 @@ def _predicted(model: CostModel, row: Measurement) -> float:
 
 
 def _least_squares(columns: Sequence[tuple[float, ...]], values: Sequence[float]) -> list[float]:
-    """Coefficients, none negative, with the smallest sum of squared relative errors.
+    """Return non-negative coefficients with the smallest sum of squared relative errors.
 
-    With so few columns every choice of those that are not 0 can be tried: the best one that comes out without a negative
-    coefficient is the answer.
+    There are few columns, so every subset of non-zero coefficients is tried. The best solution without a negative coefficient
+    is the result.
     """
     width = len(columns[0])
     rows = [[cell / value for cell in row] for row, value in zip(columns, values, strict=True)]
@@ -138,7 +138,7 @@ def _least_squares(columns: Sequence[tuple[float, ...]], values: Sequence[float]
 
 
 def _solve(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """The least squares solution of `rows x c = 1`, by the normal equations, scaled; None where there is more than one."""
+    """Return the least squares solution of `rows x c = 1` by scaled normal equations; None if it is not unique."""
     width = len(rows[0])
     scales = [max(abs(row[place]) for row in rows) for place in range(width)]
     scaled = [[cell / scale for cell, scale in zip(row, scales, strict=True)] for row in rows]
@@ -158,4 +158,4 @@ def _solve(rows: Sequence[Sequence[float]]) -> list[float] | None:
 
 
 _SINGULAR: Final = 1e-12
-"""A smaller pivot of a matrix whose entries are about 1 says that its rows tell the same."""
+"""Smallest pivot of a matrix with entries of about 1 whose rows count as independent."""

@@ -1,8 +1,7 @@
-"""A fleet along the clock: simulated engines that publish over real sockets, and a router that listens to them.
+"""A fleet in real time: simulated engines that publish over real sockets, and a router that follows them.
 
-Engines, router and traffic are those of `kvevents.sim.fleet`, whose time is the clock's, or runs `pace` times as fast. Their
-events go through publishers, sockets, a subscriber and an index, as those of real engines would, so any other consumer can be
-pointed at the same sockets.
+Engines, router and traffic are those of `kvevents.sim.fleet`, in real time or `pace` times as fast. Their events pass
+publishers, sockets, a subscriber and an index like those of real engines. Any other consumer can subscribe to the same sockets.
 """
 
 from __future__ import annotations
@@ -31,33 +30,33 @@ from kvevents.stream import DegradedReason
 from kvevents.subscriber import StreamStatus
 
 CONNECT_SECONDS: Final = 10.0
-"""That the subscriber has to connect to all engines before the traffic begins."""
+"""Time for the subscriber to connect to all engines before the traffic begins."""
 SETTLE_SECONDS: Final = 10.0
-"""That the last events have to arrive when the traffic is over."""
+"""Time for the last events to arrive after the traffic has ended."""
 CONFIRM_SECONDS: Final = 0.5
-"""Between two empty batches that confirm what replay has brought, when the traffic is over."""
+"""Between two empty batches that confirm replayed ones, after the traffic has ended."""
 LOOK: Final = 0.1
-"""Seconds between two looks at whether the run should end, and at its consumer."""
+"""Seconds between two checks of the stop request and of the consumer."""
 POLL: Final = 0.01
 
 
 class WorkerView(NamedTuple):
-    """One worker at one moment."""
+    """The state of a worker at one moment."""
 
     worker: Worker
     trust: str
     running: int
     waiting: int
     blocks: int
-    """In its cache, used or not."""
+    """Blocks in its cache, in use or not."""
     batches: int
-    """Of its present life."""
+    """Batches of its current incarnation."""
     hit_rate: float
     restarts: int
 
 
 class LiveFleet:
-    """A running fleet; a context manager. Raises `EndpointError` for ports in use, `ConfigError` for wrong settings."""
+    """A running fleet; a context manager. Raises `EndpointError` for ports in use, `ConfigError` for invalid settings."""
 
     def __init__(
         self,
@@ -74,15 +73,15 @@ class LiveFleet:
         self.settings = settings
         self.pace = pace
         self.behind = 0.0
-        """Seconds of the clock by which the fleet was late, at most: more than a little says that this machine is too slow."""
+        """Largest delay of the fleet behind real time, in seconds. A large value means that this machine is too slow."""
         self.struck: Counter[str] = Counter()
-        """Recurring faults so far, by kind."""
+        """Number of recurring faults that were injected, by kind."""
         self.stalled: set[Worker] = set()
         """Workers whose network is stalled."""
         self.name: Final = name
-        """Of the policy."""
+        """Name of the policy."""
         self.wishes = list(wishes)
-        """Faults that were asked for."""
+        """Requested faults."""
         self._timeline: Final = Timeline()
         self._stop: Final = threading.Event()
         with ExitStack() as closing:
@@ -105,21 +104,22 @@ class LiveFleet:
 
     @property
     def addresses(self) -> list[Address]:
-        """Where consumers find the workers."""
+        """Endpoints of the workers."""
         return list(self.sockets.addresses.values())
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
-        """Do something in so many seconds of the clock."""
+        """Run an action after `seconds` seconds of real time."""
         self._timeline.after(seconds * self.pace, action)
 
     def stop(self) -> None:
-        """Have `run` end soon. From any thread, or a signal handler."""
+        """Have `run` return soon. Can be called from any thread, and from a signal handler."""
         self._stop.set()
 
     def run(self, requests: Iterable[Request], *, look: Callable[[LiveFleet], object] = lambda _: None) -> PolicyResult:
-        """Send these, until all are answered or `stop` is called; `look` is called now and then.
+        """Send requests until all are answered or `stop` is called. `look` is called regularly.
 
-        Once only. Raises what ended the consumer, and `ConfigError` for a request that the dialect cannot tell.
+        Call it once. Raises the exception that ended the consumer, and `ConfigError` for a request that the dialect cannot
+        express.
         """
         self.fleet.feed(requests)
         faults.begin(self)
@@ -143,7 +143,7 @@ class LiveFleet:
         return self.fleet.result(self.name)
 
     def views(self) -> list[WorkerView]:
-        """Every worker now."""
+        """Return the current state of every worker."""
         trust = self.follower.trust
         return [
             WorkerView(
@@ -160,7 +160,7 @@ class LiveFleet:
         ]
 
     def streams(self) -> list[StreamResult]:
-        """What the subscriber saw of every stream."""
+        """Return what the subscriber received of every stream."""
         return [
             StreamResult(
                 source=status.source,
@@ -184,9 +184,10 @@ class LiveFleet:
         self._closing.close()
 
     def _wait_for_subscriber(self) -> None:
-        """What is sent before a connection stands, or before the question for history is answered, is replayed.
+        """Wait until the subscriber follows all streams.
 
-        A run should not begin with that.
+        Batches published before a connection is up, or before history is replayed, arrive by replay. A run should not begin
+        with those.
         """
         until = time.monotonic() + CONNECT_SECONDS
         while not self._is_followed() and time.monotonic() < until:
@@ -197,9 +198,9 @@ class LiveFleet:
         return self.sockets.subscribers() > 0 and {"CONNECTING", "REPLAYING"}.isdisjoint(self.follower.trust.values())
 
     def _settle(self) -> None:
-        """End the network's faults, and wait until all that was published has arrived, or cannot be waited for.
+        """End the network's faults, and wait until all published batches have arrived, or the timeout has passed.
 
-        What has arrived by replay, with nothing live after it, is not EXACT: engines publish an empty batch then.
+        A stream whose last batches arrived by replay is not EXACT. Its engine publishes an empty batch then.
         """
         for proxies in self.sockets.proxies.values():
             for proxy in proxies:
@@ -215,7 +216,7 @@ class LiveFleet:
             time.sleep(POLL)
 
     def _not_settled(self) -> dict[Worker, StreamStatus]:
-        """Streams of engines that run and have published, of which something has not arrived or is not known to be right."""
+        """Return the streams of running engines that have published, of which batches are missing or not confirmed."""
         statuses = {(status.source, status.rank): status for status in self.follower.statuses()}
         return {
             worker: statuses[worker]
@@ -234,6 +235,6 @@ class LiveFleet:
         )
 
     def _has_arrived(self, status: StreamStatus) -> bool:
-        """Whether a subscriber has all batches of a life. A life of which it saw nothing it cannot have counted."""
+        """Return whether the subscriber has all batches of the incarnation. It does not count incarnations without batches."""
         simulated = self.fleet.workers[status.source, status.rank]
         return status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)
