@@ -25,13 +25,12 @@ from benchmarks.indexing.procfs import cpu_of_threads
 from benchmarks.report import machine
 from kvevents.index import PrefixIndex
 from kvevents.plane.bridge import PAGE_BYTES, BridgeSettings
-from kvevents.plane.connection import opened
+from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.records import VERSION, Batched, Join, Page, Record, decode_page, encode_page
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.records import VERSION, BatchRecord, JoinRecord, Page, Record, decode_page, encode_page
 from kvevents.plane.settings import MAX_PARTITIONS, RECEIVE_QUEUE, PlaneSettings
-from kvevents.plane.sharding import owners
-from kvevents.plane.sharding import plan as cover
+from kvevents.plane.sharding import assigned_replicas, plan_queries
 from kvevents.plane.snapshots import CHUNK_BYTES
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch
@@ -140,28 +139,28 @@ class Sample:
 
     def __init__(self, blocks_per_batch: int, blocks: int) -> None:
         self.index = PrefixIndex()
-        self._ledger = Ledger()
+        self._state = PartitionState()
         self._engines = [Engine(blocks_per_batch, blocks // SAMPLE_ENGINES) for _ in range(SAMPLE_ENGINES)]
         self._numbers = [0] * SAMPLE_ENGINES
         for number, engine in enumerate(self._engines):
             engine._next = 1 + (number << 40)  # noqa: SLF001 - no two engines hold the same
-            self.take(_page([Join(_name(number), 0, b"")]))
+            self.take(_page([JoinRecord(_name(number), 0, b"")]))
             for _ in range(blocks // SAMPLE_ENGINES // (blocks_per_batch * PAGE) + 1):
                 self.take(_page([*self.batches(number, PAGE)]))
 
-    def batches(self, number: int, count: int) -> list[Batched]:
+    def batches(self, number: int, count: int) -> list[BatchRecord]:
         """What an engine says next."""
         first, payloads = self._numbers[number], map(encode_batch, self._engines[number].batches(count))
         self._numbers[number] += count
-        return [Batched(_name(number), 0, 0, first + at, False, payload) for at, payload in enumerate(payloads)]
+        return [BatchRecord(_name(number), 0, 0, first + at, False, payload) for at, payload in enumerate(payloads)]
 
     def take(self, data: bytes) -> None:
         """A page, as a replica takes it."""
         page = decode_page(data)
         assert page is not None
-        found = self._ledger.feed(self._ledger.position + 1, page)
+        found = self._state.apply(self._state.position + 1, page)
         self.index.apply_many([event for event in found if isinstance(event, RawBatch)])
-        assert not self._ledger.breaches
+        assert not self._state.invalid_records
 
 
 def _name(number: int) -> str:
@@ -205,7 +204,7 @@ async def transfer() -> tuple[float, float, float]:
     from nats.js import api  # noqa: PLC0415 - an extra
 
     with tempfile.TemporaryDirectory() as folder, one_server(Path(folder)) as server:
-        async with opened(PlaneSettings(servers=(server.url,)), name="sizing") as client:
+        async with open_client(PlaneSettings(servers=(server.url,)), name="sizing") as client:
             store = await client.jetstream(timeout=30.0).create_object_store("sizing")
             begin, used = time.monotonic(), cpu_of_threads(server.pid)
             meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=CHUNK_BYTES))
@@ -336,7 +335,7 @@ def _shares(replicas: int, holders: int) -> dict[str, list[int]]:
     names = [f"replica-{number}" for number in range(replicas)]
     found: dict[str, list[int]] = {name: [] for name in names}
     for partition in range(MAX_PARTITIONS):
-        for name in owners(partition, names, holders):
+        for name in assigned_replicas(partition, names, holders):
             found[name].append(partition)
     return found
 
@@ -365,7 +364,7 @@ def _asked(shares: dict[str, list[int]]) -> int:
     counts = []
     for name, partitions in shares.items():
         rest = {other: held for other, held in shares.items() if other != name}
-        counts.append(1 + len(cover(name, set(range(MAX_PARTITIONS)) - set(partitions), rest)[0]))
+        counts.append(1 + len(plan_queries(name, set(range(MAX_PARTITIONS)) - set(partitions), rest)[0]))
     return round(sum(counts) / len(counts))
 
 

@@ -48,11 +48,11 @@ class Former:
     def __init__(self, blocks: int, tail: int, partitions: int = PARTITIONS) -> None:
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - each process loads only what its role is about
         from kvevents.plane.layout import Layout  # noqa: PLC0415 - as above
-        from kvevents.plane.ledger import Ledger  # noqa: PLC0415 - as above
+        from kvevents.plane.partition_state import PartitionState  # noqa: PLC0415 - as above
 
         self.index = PrefixIndex()
         self.layout = Layout(NAME, partitions)
-        self.ledgers = {partition: Ledger() for partition in range(partitions)}
+        self.states = {partition: PartitionState() for partition in range(partitions)}
         self._each = blocks // ENGINES
         self._tail = tail // ENGINES
         self._caches = [Engine(STORE, self._each) for _ in range(ENGINES)]
@@ -69,12 +69,12 @@ class Former:
         """By partition what is said until all caches are full."""
         import msgspec  # noqa: PLC0415 - as above
 
-        from kvevents.plane.records import Join  # noqa: PLC0415 - as above
+        from kvevents.plane.records import JoinRecord  # noqa: PLC0415 - as above
 
         for number, cache in enumerate(self._caches):
             key = self.card(number).key
             partition = self.layout.partition_of(key[0])
-            yield partition, [Join(key[0], key[1], msgspec.json.encode(self.card(number)))]
+            yield partition, [JoinRecord(key[0], key[1], msgspec.json.encode(self.card(number)))]
             cache._next = 1 + (number << 40)  # noqa: SLF001 - no two engines hold the same
             yield partition, list(self._batches(number, self._each // STORE))
 
@@ -87,52 +87,54 @@ class Former:
                 yield partition, list(self._batches(number, min(PAGE, self._tail - first)))
 
     def _batches(self, number: int, count: int) -> Iterator[Any]:
-        from kvevents.plane.records import Batched  # noqa: PLC0415 - as above
+        from kvevents.plane.records import BatchRecord  # noqa: PLC0415 - as above
         from kvevents.wire import encode_batch  # noqa: PLC0415 - as above
 
         key = self.card(number).key
         for batch in self._caches[number].batches(count):
-            yield Batched(key[0], key[1], 0, self._numbers[number], False, encode_batch(batch))
+            yield BatchRecord(key[0], key[1], 0, self._numbers[number], False, encode_batch(batch))
             self._numbers[number] += 1
 
     def take(self, partition: int, position: int, page: Any) -> None:
         """A page is in the partition."""
         from kvevents.stream import RawBatch  # noqa: PLC0415 - as above
 
-        found = self.ledgers[partition].feed(position, page)
+        found = self.states[partition].apply(position, page)
         self.index.apply_many([event for event in found if isinstance(event, RawBatch)])
 
 
 async def make(server: Server, former: Former) -> dict[str, str]:
     """The plane with its snapshots and its tail; digests by stream."""
-    from kvevents.plane.connection import opened  # noqa: PLC0415 - as above
-    from kvevents.plane.layout import make as make_plane  # noqa: PLC0415 - as above
-    from kvevents.plane.layout import state_of  # noqa: PLC0415 - as above
+    from kvevents.plane.connection import open_client  # noqa: PLC0415 - as above
+    from kvevents.plane.layout import (  # noqa: PLC0415 - as above
+        create_plane,
+        partition_info,
+    )
     from kvevents.plane.records import VERSION, Page, encode_page  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
-    from kvevents.plane.snapshots import Snapshots, take  # noqa: PLC0415 - as above
+    from kvevents.plane.snapshots import Snapshots, capture  # noqa: PLC0415 - as above
 
     partitions = former.layout.partitions
     settings = PlaneSettings(servers=(server.url,), name=NAME, partitions=partitions, partition_bytes=ROOM // partitions)
-    async with opened(settings, name="bench") as client:
+    async with open_client(settings, name="bench") as client:
         js = client.jetstream(timeout=30.0)
-        layout = await make_plane(js, settings)
-        states = {partition: await state_of(js, layout, partition) for partition in former.ledgers}
+        layout = await create_plane(js, settings)
+        states = {partition: await partition_info(js, layout, partition) for partition in former.states}
 
         def page(partition: int, records: list[Any]) -> Any:
-            return Page(VERSION, "bench", time.time(), records, states[partition].made)
+            return Page(VERSION, "bench", time.time(), records, states[partition].stream_id)
 
         # What the snapshot has is in no partition any more: page 1 stands for all that was purged.
-        for partition in former.ledgers:
+        for partition in former.states:
             await js.publish(layout.subject(partition), encode_page(page(partition, [])))
         for partition, records in former.fill():
             former.take(partition, 1, page(partition, records))
         size = 0
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "index")
-            for partition, ledger in former.ledgers.items():
-                taken = take(partition, ledger, {}, former.index, path)
-                size += (await Snapshots(js, layout).save(taken, path, 0, "bench", states[partition].made)).bytes
+            for partition, state in former.states.items():
+                taken = capture(partition, state, {}, former.index, path)
+                size += (await Snapshots(js, layout).save(taken, path, 0, "bench", states[partition].stream_id)).bytes
         found = former.index.stats().blocks
         pages = batches = 0
         for partition, records in former.tail():

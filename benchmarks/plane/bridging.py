@@ -155,8 +155,8 @@ async def _ours(urls: str, name: str, port: int, load: Load) -> None:
 
 def _positions(bridge: Any) -> int:
     """Batches that are in the log, whoever has written them."""
-    streams = (standing for partition in bridge._partitions for standing in partition.composer.ledger.streams.values())  # noqa: SLF001
-    return sum(standing.last_seq + 1 for standing in streams)
+    streams = (stream for partition in bridge._partitions for stream in partition.builder.state.streams.values())  # noqa: SLF001
+    return sum(stream.last_seq + 1 for stream in streams)
 
 
 def theirs(url: str, *rest: int) -> None:

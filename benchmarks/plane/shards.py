@@ -52,7 +52,7 @@ class Prompted(Former):
     def fill(self) -> Iterator[tuple[int, list[Any]]]:
         """By partition what is said until all caches are full, and hold the prompt."""
         from kvevents.events import BlockStored, KVEventBatch  # noqa: PLC0415 - as in bootstrap
-        from kvevents.plane.records import Batched  # noqa: PLC0415 - as above
+        from kvevents.plane.records import BatchRecord  # noqa: PLC0415 - as above
         from kvevents.wire import encode_batch  # noqa: PLC0415 - as above
 
         yield from super().fill()
@@ -63,7 +63,7 @@ class Prompted(Former):
         for number in range(ENGINES):
             key = self.card(number).key
             batch = encode_batch(KVEventBatch(0.0, [*stores]))
-            yield self.layout.partition_of(key[0]), [Batched(key[0], key[1], 0, self._numbers[number], False, batch)]
+            yield self.layout.partition_of(key[0]), [BatchRecord(key[0], key[1], 0, self._numbers[number], False, batch)]
             self._numbers[number] += 1
 
 

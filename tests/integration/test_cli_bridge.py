@@ -21,7 +21,7 @@ from cli_cases import Ended, Program, run
 from kvevents.cli import bridge as cli
 from kvevents.cli.bridge import StateLogger, encode_registration
 from kvevents.cli.command import CommandParser
-from kvevents.plane import metrics
+from kvevents.plane import bridge_metrics
 from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.security import Curve
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.fixture(scope="module", name="brisk")
 def settings_of_brisk_bridges(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     """For bridges that give signs of life four times as often as by default: others know sooner whether one is there."""
-    return "--config", write(tmp_path_factory.mktemp("brisk") / "bridge.toml", "[bridge]\nbeat = 0.5\n")
+    return "--config", write(tmp_path_factory.mktemp("brisk") / "bridge.toml", "[bridge]\nheartbeat_seconds = 0.5\n")
 
 
 def key_of(name: str) -> str:
@@ -91,7 +91,7 @@ def has(log: Log, name: str, count: int) -> Log:
 
 def cards(log: Log) -> dict[str, Any]:
     """What the log says of the engines that are there, by name."""
-    found = [card for ledger in log.ledgers.values() for card in ledger.joined().values()]
+    found = [card for state in log.states.values() for card in state.registrations().values()]
     return {card["instance"]: card for card in map(msgspec.json.decode, found)}
 
 
@@ -141,7 +141,7 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
             partition_bytes = {64 << 20}
             [bridge]
             name = "of the file"
-            beat = 0.2
+            heartbeat_seconds = 0.2
             status_seconds = 0.2
         """
         config = write(tmp_path / "fleet.toml", head + source("a", first, block_size=16, group="g"))
@@ -222,7 +222,7 @@ def test_two_bridges_of_one_name_report_each_other_and_write_one_log(server: Nat
                     who = f"process {other.process.pid} at {re.escape(socket.gethostname())}"
                     one.err.wait(f"WARNING .*name 'bridge': {who} has the same name; give each bridge another --bridge-name")
                 until("a metric", lambda: scrape(port)["kvevents_bridge_name_shared"] == [({}, 1.0)])
-                until("a fault", lambda: "bridge bridge is more than one process" in plane_status(server, "same").out)
+                until("a fault", lambda: "several processes use the bridge name bridge" in plane_status(server, "same").out)
                 for number in range(1, 100):
                     publisher.publish(batch(number))
                 has(Log(plane_at(server.url, name="same")), "a", 100)
@@ -270,7 +270,7 @@ def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_onc
             server.kill()
             publisher.publish(batch(1))
             for program in both:
-                program.err.wait("coming back")
+                program.err.wait("reconnecting")
                 program.process.send_signal(signal.SIGTERM)
             # Their threads are the first to end.
             until("the end to begin", lambda: publisher.stats().subscribers == 0)
@@ -355,12 +355,17 @@ def test_the_document_lists_what_there_is() -> None:
     text = (paths.ROOT / "docs" / "plane.md").read_text()
     rows = " ".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
     listed = set(re.findall(r"`(\w+)[{`]", rows))
-    exported = {*metrics._GAUGES, *(f"{name}_total" for name in metrics._COUNTERS), *metrics._PARTITIONS, "streams"}
+    exported = {
+        *bridge_metrics._GAUGES,
+        *(f"{name}_total" for name in bridge_metrics._COUNTERS),
+        *bridge_metrics._PARTITIONS,
+        "streams",
+    }
     assert exported - listed == set()
     parser = CommandParser("bridge")
     cli.add_arguments(parser)
     own = [each for path, each in parser.get_default("settings").settings.items() if path.startswith(("plane.", "bridge."))]
-    assert {each.path.partition(".")[2] for each in own} - listed == set()
+    assert {each.path.rpartition(".")[2] for each in own} - listed == set()
     shown = parser.format_help()
     named = {"--metrics-port", "--metrics-host"}
     assert not [each.flag for each in own if each.flag in shown and each.flag not in named and f"`{each.flag}`" not in text]
@@ -378,19 +383,19 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (["--nats", "nats://127.0.0.1:1"], 2, "no engine is given"),
         (["--nats", "nats://127.0.0.1:1", "--worker", "a=tcp://127.0.0.1:1"], 2, "--worker needs --model"),
         (["--nats", "nats://127.0.0.1:1", "--worker", "a"], 2, "invalid worker"),
-        (["--nats", "http://127.0.0.1:1", *HERE], 1, "is no server of a plane"),
-        (["--nats", "nats://secret@127.0.0.1:1x", *HERE], 1, "'nats://127.0.0.1:1x' is no server of a plane"),
+        (["--nats", "http://127.0.0.1:1", *HERE], 1, "invalid server"),
+        (["--nats", "nats://secret@127.0.0.1:1x", *HERE], 1, "invalid server 'nats://127.0.0.1:1x'"),
         (["--nats", "nats://127.0.0.1:1", *HERE], 1, "cannot use the NATS server at nats://127.0.0.1:1: Connect"),
         (["--nats", "nats://127.0.0.1:1", "--copies", "2", *HERE], 1, "copies is 2"),
         (["--nats", "nats://127.0.0.1:1", "--partitions", "1000", *HERE], 1, "partitions is 1000"),
         (["--nats", "nats://127.0.0.1:1", "--partition-size", "big", *HERE], 2, "invalid size"),
         (["--nats", "nats://127.0.0.1:1", "--partition-size", "1", *HERE], 1, "partition_bytes is 1"),
-        (["--nats", "nats://127.0.0.1:1", "--plane", "a b", *HERE], 1, "name is 'a b'; a plane's has"),
-        (["--nats", "nats://127.0.0.1:1", "--bridge-name", "", *HERE], 1, "a bridge's name is ''"),
+        (["--nats", "nats://127.0.0.1:1", "--plane", "a b", *HERE], 1, "invalid plane name 'a b'"),
+        (["--nats", "nats://127.0.0.1:1", "--bridge-name", "", *HERE], 1, "invalid bridge name ''"),
         (["--nats", "nats://127.0.0.1:1", "--standby-delay", "-1", *HERE], 2, "seconds"),
-        (["--nats", "nats://127.0.0.1:1", "--standby-delay", "4000", *HERE], 1, "hold_back is 4000"),
+        (["--nats", "nats://127.0.0.1:1", "--standby-delay", "4000", *HERE], 1, "standby_seconds is 4000"),
         (["--nats", "nats://127.0.0.1:1", "--creds", "/no/such", *HERE], 1, "cannot read /no/such"),
-        (["--nats", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *HERE], 1, "tls_certificate is there without tls_key"),
+        (["--nats", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *HERE], 1, "tls_certificate is set without tls_key"),
         (["--nats", "nats://127.0.0.1:1", "--metrics-port", "x", *HERE], 2, "invalid port"),
         (["--nats", "nats://127.0.0.1:1", "--config", "/no/such"], 1, "cannot read /no/such"),
         (["--nats", "nats://127.0.0.1:1", "--topics", "3", *HERE], 2, "unknown option --topics"),
@@ -449,7 +454,7 @@ def test_partitions_that_the_servers_have_no_room_for_are_told(tmp_path: Path) -
     with nats_server(tmp_path, jetstream={"max_file": 100 << 20}) as server:
         ended = run("bridge", "--nats", server.url, *PARTITION, *HERE)
     assert ended.code == 1
-    assert "no room left; raise its limit or free some. 2 partitions reserve 128 MiB in all on 1 of the servers" in last(ended)
+    assert "is full: raise its limit or free space. 2 partitions reserve 128 MiB in all on 1 of the servers" in last(ended)
 
 
 def test_its_name_is_the_hosts_unless_told(server: NatsServer) -> None:

@@ -14,14 +14,14 @@ import nats
 import pytest
 
 from cli_cases import Ended, run
-from kvevents.plane.connection import opened
-from kvevents.plane.layout import Layout, make, state_of
-from kvevents.plane.leases import Holder, lease_key
+from kvevents.plane.connection import open_client
+from kvevents.plane.layout import Layout, create_plane, partition_info
+from kvevents.plane.leases import LeaseHolder, lease_key
 from kvevents.plane.records import VERSION as VERSION_OF_PAGES
 from kvevents.plane.records import Page, encode_page
-from kvevents.plane.sharding import PREFIX, Announcement
-from kvevents.plane.snapshots import VERSION, Entry, Kept
-from kvevents.plane.status import LOOK_BACK, PartitionView, PlaneView, ShareView, spelled
+from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement
+from kvevents.plane.snapshots import VERSION, SnapshotInfo, SnapshotList
+from kvevents.plane.status import BRIDGE_SCAN_PAGES, PartitionView, PlaneView, ShardView, format_partitions
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
 from service_cases import engine, serving, until
@@ -66,7 +66,7 @@ def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer)
     made = int(time.time())
     kept = {
         partition: [
-            Kept(f"{partition}-{made - age}-x", partition, made - age, "b", 7, "x", blocks, 3 << 20)
+            SnapshotInfo(f"{partition}-{made - age}-x", partition, made - age, "b", 7, "x", blocks, 3 << 20)
             for age, blocks in ((60, 5_000), (90, 1))
         ]
         for partition in (0, 2)
@@ -76,13 +76,13 @@ def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer)
         client = await nats.connect(server.url)
         layout = Layout("shares", 4)
         leases = await client.jetstream().key_value(layout.leases)
-        await leases.put(lease_key("replica", "a"), msgspec.json.encode(Holder("host", 17, "x")))
-        await leases.put("lease.snapshot.3", msgspec.json.encode(Holder("host", 18, "x")))
+        await leases.put(lease_key("replica", "a"), msgspec.json.encode(LeaseHolder("host", 17, "x")))
+        await leases.put("lease.snapshot.3", msgspec.json.encode(LeaseHolder("host", 18, "x")))
         for name, partitions in (("a", [0, 1]), ("b", [1])):
-            await leases.put(PREFIX + name, Announcement(f"http://{name}:8090", 2, partitions).encode())
+            await leases.put(SHARD_PREFIX + name, ShardAnnouncement(f"http://{name}:8090", 2, partitions).encode())
         bucket = await client.jetstream().key_value(layout.bucket)
         for partition, found in kept.items():
-            await bucket.put(f"snapshot.{partition}", msgspec.json.encode(Entry(VERSION, found)))
+            await bucket.put(f"snapshot.{partition}", msgspec.json.encode(SnapshotList(VERSION, found)))
         await client.close()
 
     with engine() as one, bridging(plane, watch_of("one", one)):
@@ -99,7 +99,7 @@ def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer)
             r"snapshot  none of partitions 1, 3$",
             r"lease     the name of replica a: process 17 at host$",
             r"lease     snapshots of partition 3: process 18 at host$",
-            r"^  no replica holds partitions 2-3: the engines there are missing in answers$",
+            r"^  no replica holds partitions 2-3: answers lack the engines there$",
         ):
             assert re.search(line, ended.out, re.MULTILINE), (line, ended.out)
         assert ended.out.count("snapshot  of partition   0") == 1
@@ -115,24 +115,24 @@ def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer)
 def test_what_is_wrong_with_shares() -> None:
     partitions = [PartitionView(partition, 1, 1, 0, None, {"bridge": 0.0}) for partition in range(3)]
 
-    def faults(*shares: ShareView) -> list[str]:
+    def faults(*shares: ShardView) -> list[str]:
         return PlaneView("p", partitions, [], {}, [], list(shares)).faults
 
     assert faults() == []  # each replica holds everything
-    whole = ShareView("a", "http://a:1", 1, [0, 1, 2], 0.0)
+    whole = ShardView("a", "http://a:1", 1, [0, 1, 2], 0.0)
     assert faults(whole) == []
     silent, less = (
         msgspec.structs.replace(whole, name="b", silent=9.0),
         msgspec.structs.replace(whole, name="c", partitions=[1]),
     )
-    assert faults(whole, silent) == ["replica b holds a share and has said nothing for 9 s"]
-    assert faults(silent, less)[1:] == ["no replica holds partitions 0, 2: the engines there are missing in answers"]
+    assert faults(whole, silent) == ["replica b holds a shard and has announced nothing for 9 s"]
+    assert faults(silent, less)[1:] == ["no replica holds partitions 0, 2: answers lack the engines there"]
     other = msgspec.structs.replace(whole, name="d", holders=2)
-    assert faults(whole, other) == ["replicas were told different numbers of holders, of which the most counts: a 1, d 2"]
+    assert faults(whole, other) == ["replicas have different settings of --holders, of which the highest counts: a 1, d 2"]
 
 
 def test_partitions_in_words() -> None:
-    assert [spelled(partitions) for partitions in ([3], [0, 1], [7, 0, 2, 1, 9])] == [
+    assert [format_partitions(partitions) for partitions in ([3], [0, 1], [7, 0, 2, 1, 9])] == [
         "partition 3",
         "partitions 0-1",
         "partitions 0-2, 7, 9",
@@ -157,11 +157,11 @@ def test_a_bridge_that_writes_much_is_heard(server: NatsServer) -> None:
     plane = plane_at(server.url, name="busy", partitions=1)
 
     async def write() -> None:
-        async with opened(plane, name="test") as client:
+        async with open_client(plane, name="test") as client:
             js = client.jetstream()
-            layout = await make(js, plane)
-            made = (await state_of(js, layout, 0)).made
-            for _ in range(2 * LOOK_BACK):
+            layout = await create_plane(js, plane)
+            made = (await partition_info(js, layout, 0)).stream_id
+            for _ in range(2 * BRIDGE_SCAN_PAGES):
                 await js.publish(layout.subject(0), encode_page(Page(VERSION_OF_PAGES, "busy", time.time(), [], made)))
 
     asyncio.run(write())

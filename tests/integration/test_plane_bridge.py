@@ -12,9 +12,10 @@ from nats.js import JetStreamContext
 from bridge_cases import BridgeProcess, TalkingEngine, settled, told_of, with_js
 from cli_cases import refusing
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.bridge import MAX_CARD_BYTES, Bridge, BridgeSettings, Watch
-from kvevents.plane.ledger import Departure
-from kvevents.plane.records import Piece
+from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents.plane.engine_reader import MAX_REGISTRATION_BYTES
+from kvevents.plane.partition_state import StreamLeft
+from kvevents.plane.records import FragmentRecord
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Gap, RawBatch, Reset, Source
 from nats_servers import NatsServer, nats_server, needs_nats
@@ -64,7 +65,7 @@ def test_two_bridges_write_one_log(plane: PlaneSettings) -> None:
         log = settled(Log(plane), one, two)
         assert log.numbers("e1") == list(range(one.truth.count))
         assert a.status().written + b.status().written == one.truth.count + two.truth.count
-        assert a.status().breaches == b.status().breaches == 0
+        assert a.status().invalid_records == b.status().invalid_records == 0
         log.until("both to be sure", lambda log: {name: told.trust for name, told in told_of(log, "e1").items()} == EXACT_BOTH)
 
 
@@ -111,7 +112,7 @@ def test_a_bridge_in_reserve_writes_nothing_while_another_does(plane: PlaneSetti
     with (
         TalkingEngine() as engine,
         bridging(plane, engine.watch, name="active") as active,
-        bridging(plane, engine.watch, name="reserve", hold_back=3600.0) as reserve,
+        bridging(plane, engine.watch, name="reserve", standby_seconds=3600.0) as reserve,
     ):
         with engine.talking():
             until("batches", lambda: active.status().written > 200, SECONDS)
@@ -119,7 +120,7 @@ def test_a_bridge_in_reserve_writes_nothing_while_another_does(plane: PlaneSetti
         assert (active.status().written, reserve.status().written) == (engine.truth.count, 0)
         until(
             "nothing to wait in reserve",
-            lambda: not any(partition.waiting for partition in reserve.status().partitions),
+            lambda: not any(partition.queued_records for partition in reserve.status().partitions),
             SECONDS,
         )
 
@@ -130,7 +131,7 @@ def test_a_bridge_in_reserve_takes_over_from_one_that_is_killed(plane: PlaneSett
         with (
             engine.talking(),
             BridgeProcess(plane, engine, name="active").wait_until_ready() as active,
-            bridging(plane, engine.watch, name="reserve", hold_back=0.5) as reserve,
+            bridging(plane, engine.watch, name="reserve", standby_seconds=0.5) as reserve,
         ):
             log.until("some of it", lambda log: len(log.numbers()) > 50)
             active.kill()
@@ -146,7 +147,7 @@ def test_a_bridge_that_was_stopped_for_a_while_does_no_harm(plane: PlaneSettings
         log = Log(plane)
         with (
             BridgeProcess(plane, engine, name="active").wait_until_ready() as active,
-            bridging(plane, engine.watch, name="reserve", hold_back=0.3) as reserve,
+            bridging(plane, engine.watch, name="reserve", standby_seconds=0.3) as reserve,
         ):
             engine.say(50)
             log.until("the first of it", lambda log: len(log.numbers()) == 50)
@@ -197,7 +198,9 @@ class BridgesOf:
     """Several bridges of one engine."""
 
     def __init__(self, plane: PlaneSettings, engine: TalkingEngine, names: list[str]) -> None:
-        self._running = [Running(Bridge(BridgeSettings(plane=plane, name=name, beat=0.2), [engine.watch])) for name in names]
+        self._running = [
+            Running(Bridge(BridgeSettings(plane=plane, name=name, heartbeat_seconds=0.2), [engine.watch])) for name in names
+        ]
 
     def __enter__(self) -> None:
         until("the bridges", lambda: all(each.what.ready.is_set() or each.error for each in self._running), SECONDS)
@@ -233,7 +236,9 @@ def test_batches_above_what_a_message_may_hold_are_split_and_joined(tmp_path: Pa
         log = Log(plane)
         with BridgeProcess(plane, engine, name="first").wait_until_ready() as first:
             engine.publish(batch(1, large // 64))
-            log.until("a piece", lambda log: any(isinstance(record, Piece) for page in log.pages for record in page.records))
+            log.until(
+                "a piece", lambda log: any(isinstance(record, FragmentRecord) for page in log.pages for record in page.records)
+            )
             first.kill()
         log.read()
         assert log.numbers() in ([], [0])
@@ -275,12 +280,12 @@ def test_an_engine_that_is_gone_leaves_and_comes_back_with_a_new_incarnation(pla
                 engine.say(10)
                 settled(log, engine)
                 engine.end()
-                log.until("it to leave", lambda log, life=life: [type(event) for event in log.events].count(Departure) == life)
+                log.until("it to leave", lambda log, life=life: [type(event) for event in log.events].count(StreamLeft) == life)
                 engine.restart()
                 engine.say(5)
                 settled(log, engine)
                 assert [each.incarnation for each in log.events if isinstance(each, Reset)] == list(range(1, life + 1))
-        assert {each.key for each in log.events if isinstance(each, Departure)} == {("engine", 0)}
+        assert {each.key for each in log.events if isinstance(each, StreamLeft)} == {("engine", 0)}
 
 
 def test_engines_that_are_gone_all_at_once_stay(plane: PlaneSettings) -> None:
@@ -293,15 +298,15 @@ def test_engines_that_are_gone_all_at_once_stay(plane: PlaneSettings) -> None:
         settled(log, *engines)
         for engine in engines[:3]:
             engine.end()
-        until("suspicion", lambda: bridge.status().suspects, SECONDS)
-        assert bridge.status().suspects.endswith("of 4 engines cannot be reached")
+        until("suspicion", lambda: bridge.status().suspicion, SECONDS)
+        assert bridge.status().suspicion.endswith("of 4 engines are unreachable")
         pages = len(log.read().pages)
         # Beats go on for longer than any would need to leave.
         log.until("some time", lambda log: len(log.pages) > pages + 10)
-        assert not [each for each in log.events if isinstance(each, Departure)]
+        assert not [each for each in log.events if isinstance(each, StreamLeft)]
         engines[0].restart()
         engines[0].say(3)
-        until("no suspicion", lambda: not bridge.status().suspects, SECONDS)
+        until("no suspicion", lambda: not bridge.status().suspicion, SECONDS)
         log.until("two to leave", lambda log: gone(log) >= {"e1", "e2"})
         settled(log, engines[0], engines[3])
         assert gone(log) == {"e1", "e2"}
@@ -322,13 +327,13 @@ def test_an_engine_that_another_bridge_reaches_stays(plane: PlaneSettings) -> No
             settled(log, engine)
             pages = len(log.pages)
             log.until("some time", lambda log: len(log.pages) > pages + 10)
-            assert not [each for each in log.events if isinstance(each, Departure)]
+            assert not [each for each in log.events if isinstance(each, StreamLeft)]
             reaches.kill()
-            log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
+            log.until("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
 
 
 def gone(log: Log) -> set[str]:
-    return {each.key[0] for each in log.events if isinstance(each, Departure)}
+    return {each.key[0] for each in log.events if isinstance(each, StreamLeft)}
 
 
 def test_an_engine_that_nobody_names_any_more_leaves(plane: PlaneSettings) -> None:
@@ -342,14 +347,14 @@ def test_an_engine_that_nobody_names_any_more_leaves(plane: PlaneSettings) -> No
         settled(log, *engines)
         log.until("trust of both", lambda log: all(len(told_of(log, engine.name)) == 2 for engine in engines))
     with (
-        bridging(plane, *watches[1:], name="a", unnamed_seconds=0.5) as one,
-        bridging(plane, *watches[1:], name="b", unnamed_seconds=0.5),
+        bridging(plane, *watches[1:], name="a", unclaimed_seconds=0.5) as one,
+        bridging(plane, *watches[1:], name="b", unclaimed_seconds=0.5),
     ):
         log.until("it to leave", lambda log: gone(log) == {"e0"})
         for engine in engines[1:]:
             engine.say(3)
         settled(log, *engines[1:])
-        until("it to be seen", lambda: one.status().unnamed == 0, SECONDS)
+        until("it to be seen", lambda: one.status().unclaimed == 0, SECONDS)
     assert gone(log) == {"e0"}
     assert not [each for each in log.events if isinstance(each, Reset)]
     for engine in engines:
@@ -361,8 +366,8 @@ def test_engines_that_a_living_bridge_names_stay(plane: PlaneSettings) -> None:
     engines = [TalkingEngine(f"e{at}") for at in range(4)]
     watches = [engine.watch for engine in engines]
     log = Log(plane)
-    with bridging(plane, *watches[:1], name="a", unnamed_seconds=0.3) as one:
-        with bridging(plane, *watches[1:], name="b", hold_back=0.1, dead_seconds=600.0):
+    with bridging(plane, *watches[:1], name="a", unclaimed_seconds=0.3) as one:
+        with bridging(plane, *watches[1:], name="b", standby_seconds=0.1, dead_seconds=600.0):
             for engine in engines:
                 engine.say(10)
             settled(log, *engines)
@@ -370,8 +375,8 @@ def test_engines_that_a_living_bridge_names_stay(plane: PlaneSettings) -> None:
             log.until("doubt", lambda log: told_of(log, "e1")["b"].trust == "STALE")
             pages = len(log.pages)
             log.until("some time", lambda log: len(log.pages) > pages + 20)
-            assert one.status().unnamed == 0
-        until("it to be seen", lambda: one.status().unnamed == 3, SECONDS)
+            assert one.status().unclaimed == 0
+        until("it to be seen", lambda: one.status().unclaimed == 3, SECONDS)
         pages = len(log.read().pages)
         log.until("some time", lambda log: len(log.pages) > pages + 10)
         assert gone(log) == set()
@@ -386,7 +391,7 @@ def test_two_bridges_that_drop_an_engine_at_once_let_it_leave(plane: PlaneSettin
     with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
         log = Log(plane)
         names = ("a", "b")
-        settings = [BridgeSettings(plane=plane, name=name, beat=0.2, unnamed_seconds=0.5) for name in names]
+        settings = [BridgeSettings(plane=plane, name=name, heartbeat_seconds=0.2, unclaimed_seconds=0.5) for name in names]
         bridges = [Bridge(each, [one.watch, two.watch]) for each in settings]
         running = [Running(bridge) for bridge in bridges]
         until("bridges", lambda: all(bridge.ready.is_set() for bridge in bridges), SECONDS)
@@ -405,7 +410,7 @@ def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
     """A new card begins no new life, nor does another address of the same engine; who is watched no more leaves."""
     with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
         log = Log(plane)
-        bridge = Bridge(BridgeSettings(plane=plane, name="bridge", beat=0.2), [one.watch])
+        bridge = Bridge(BridgeSettings(plane=plane, name="bridge", heartbeat_seconds=0.2), [one.watch])
         running = Running(bridge)
         until("the bridge", bridge.ready.is_set, SECONDS)
         one.say(10)
@@ -419,10 +424,10 @@ def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
             settled(log, one)
         two.say(10)
         settled(log, two)
-        log.until("the card", lambda log: log.ledgers[log.layout.partition_of("e1")].streams["e1", 0].card == b"new")
+        log.until("the card", lambda log: log.states[log.layout.partition_of("e1")].streams["e1", 0].registration == b"new")
         running.call(lambda: bridge.watch([moved]))
-        log.until("it to leave", lambda log: any(isinstance(each, Departure) for each in log.events))
-        assert [each.key for each in log.events if isinstance(each, Departure)] == [("e2", 0)]
+        log.until("it to leave", lambda log: any(isinstance(each, StreamLeft) for each in log.events))
+        assert [each.key for each in log.events if isinstance(each, StreamLeft)] == [("e2", 0)]
         assert not [each for each in log.events if isinstance(each, Reset)]
         running.end()
 
@@ -443,7 +448,7 @@ def test_a_message_that_is_no_page_is_passed_over(plane: PlaneSettings, caplog: 
             with_js(plane, meddle)
         engine.say(10)
         settled(log, engine)
-        until("all of them", lambda: bridge.status().partitions[partition].foreign == 6, SECONDS)
+        until("all of them", lambda: bridge.status().partitions[partition].foreign_messages == 6, SECONDS)
     assert sum("is no page" in record.message for record in caplog.records) == 1
 
 
@@ -460,20 +465,20 @@ def test_an_engine_that_cannot_be_followed_is_no_reason_to_follow_none(plane: Pl
 
 def test_what_the_log_has_no_room_for_is_refused_at_once(plane: PlaneSettings) -> None:
     settings = BridgeSettings(plane=plane, name="bridge")
-    for source, card in (("x" * 2000, b""), ("\udcff", b""), ("engine", bytes(MAX_CARD_BYTES + 1))):
+    for source, card in (("x" * 2000, b""), ("\udcff", b""), ("engine", bytes(MAX_REGISTRATION_BYTES + 1))):
         with pytest.raises(ConfigError, match=r"engine|card"):
             Bridge(settings, [Watch(Source("tcp://127.0.0.1:1", name=source), card)])
 
 
 def test_cards_of_the_largest_size_are_written(tmp_path: Path) -> None:
     """Into the smallest messages that a plane takes."""
-    card = bytes(MAX_CARD_BYTES)
+    card = bytes(MAX_REGISTRATION_BYTES)
     with nats_server(tmp_path, max_payload=24 << 10) as small, TalkingEngine() as engine:
         watches = [Watch(Source(engine.publisher.endpoint, None, name=f"{at}" * 500), card) for at in range(4)]
         with bridging(plane_at(small.url), engine.watch, *watches):
             engine.say(5)
             log = settled(Log(plane_at(small.url)), engine)
-            log.until("the cards", lambda log: sum(len(ledger.joined()) for ledger in log.ledgers.values()) == 5)
+            log.until("the cards", lambda log: sum(len(state.registrations()) for state in log.states.values()) == 5)
 
 
 # --- its life
@@ -485,7 +490,7 @@ def test_a_fault_of_its_own_ends_it_with_one_clear_error(plane: PlaneSettings, m
     def fail(self: object) -> None:
         raise ZeroDivisionError("of the test")
 
-    monkeypatch.setattr("kvevents.plane.listening.Listener._turn", fail)
+    monkeypatch.setattr("kvevents.plane.engine_reader.EngineReader._turn", fail)
     running = Running(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
     until("its end", lambda: running.error, SECONDS)
     with pytest.raises(PlaneError, match="ZeroDivisionError"):
@@ -496,7 +501,7 @@ def test_it_can_be_stopped_before_it_has_read_its_partitions(plane: PlaneSetting
     async def never(self: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("kvevents.plane.reading.PartitionReader.run", never)
+    monkeypatch.setattr("kvevents.plane.partition_reader.PartitionReader.run", never)
     running = Running(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
     until("it to begin", lambda: running.what.status().partitions, SECONDS)
     running.end()

@@ -14,11 +14,13 @@ pytest.importorskip("nats")
 
 from discovery_cases import within
 from kvevents.errors import PlaneError
-from kvevents.plane import voice
-from kvevents.plane.client import NotPermittedError, PlaneClient
-from kvevents.plane.connection import opened, require_jetstream
-from kvevents.plane.faults import told
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.connection import open_client, require_jetstream
+from kvevents.plane.nats_client import NotPermittedError, PlaneClient
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.settings import ConnectionLimits, PlaneSettings
+
+IMPATIENT = ConnectionLimits(reconnect_seconds=0.01, max_reconnect_seconds=0.02)
+"""Attempts follow at once, so that no test waits for a pause."""
 
 
 class Script:
@@ -38,7 +40,7 @@ class Script:
     async def serving(self) -> AsyncIterator[PlaneSettings]:
         server = await asyncio.start_server(self._talk, "127.0.0.1")
         async with server:
-            yield PlaneSettings(servers=(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
+            yield PlaneSettings(connection=IMPATIENT, servers=(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
             for task in self._tasks:
                 await within(task)
 
@@ -89,12 +91,6 @@ class States:
             self.back.set()
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(voice, "RECONNECT_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(voice, "RECONNECT_MOST_SECONDS", 0.02)
-
-
 async def round_trip(client: PlaneClient) -> None:
     """All that the server has said before is known after."""
     await within(client.flush())
@@ -104,7 +100,7 @@ async def test_servers_that_have_left_the_cluster_are_forgotten() -> None:
     """Those that were configured never are."""
     script = Script()
     script.info["connect_urls"] = ["10.0.0.1:4222", "10.0.0.2:4222"]
-    async with script.serving() as settings, opened(settings, name="test") as client:
+    async with script.serving() as settings, open_client(settings, name="test") as client:
         own = [client.servers[0].netloc]
         assert sorted(url.netloc for url in client.servers[1:]) == ["10.0.0.1:4222", "10.0.0.2:4222"]
         script.info["connect_urls"] = ["10.0.0.2:4222", "10.0.0.3:4222"]
@@ -119,7 +115,7 @@ async def test_servers_that_have_left_the_cluster_are_forgotten() -> None:
 )
 async def test_whatever_a_server_says_the_client_comes_back(reason: str, caplog: pytest.LogCaptureFixture) -> None:
     script, states = Script(), States()
-    async with script.serving() as settings, opened(settings, name="test", on_state=states) as client:
+    async with script.serving() as settings, open_client(settings, name="test", on_state=states) as client:
         script.say(f"-ERR '{reason}'")
         await within(states.back.wait())
         await round_trip(client)
@@ -132,7 +128,7 @@ async def test_no_answer_ends_the_attempts_to_come_back() -> None:
     """Neither one that is too long, nor one that cannot be read, nor none."""
     script, states = Script(), States()
     script.info["connect_urls"] = []
-    async with script.serving() as settings, opened(settings, name="test", on_state=states) as client:
+    async with script.serving() as settings, open_client(settings, name="test", on_state=states) as client:
         script.nonsense = [b"x" * (1 << 20), b"INFO \xff\r\n", b"INFO []\r\n", b"PING\r\n", b""]
         script.say("-ERR 'Stale Connection'")
         await within(states.back.wait())
@@ -144,20 +140,20 @@ async def test_no_answer_ends_the_attempts_to_come_back() -> None:
 async def test_a_permission_that_is_missing_ends_the_requests_that_need_it() -> None:
     """And no other, nor the connection."""
     script = Script()
-    async with script.serving() as settings, opened(settings, name="test") as client:
+    async with script.serving() as settings, open_client(settings, name="test") as client:
         refused = [asyncio.create_task(client.request("Lane.1", b"", timeout=60)) for _ in range(2)]
         other = asyncio.create_task(client.request("lane.10", b"", timeout=60))
         await script.wait_for(b"PUB lane.10 ")
         script.say("-ERR 'Permissions Violation for Publish to \"Lane.1\"'")
         for task in refused:
-            with pytest.raises(NotPermittedError, match=r"this user may not publish to 'Lane.1'"):
+            with pytest.raises(NotPermittedError, match=r"this user must not publish to 'Lane.1'"):
                 await within(task)
         await round_trip(client)
         assert not other.done()
         other.cancel()
         with pytest.raises(asyncio.CancelledError):
             await other
-        with pytest.raises(PlaneError) as caught, told("asking"):
+        with pytest.raises(PlaneError) as caught, map_errors("asking"):
             await client.request("lane.2", b"", timeout=0.01)
         assert caught.value.fault == "timeout"
         assert script.connections == 1
@@ -186,7 +182,7 @@ async def test_who_publishes_to_a_server_that_takes_nothing_can_be_cancelled() -
 
     server = await asyncio.start_server(listen, "127.0.0.1")
     async with server:
-        settings = PlaneSettings(servers=(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
+        settings = PlaneSettings(connection=IMPATIENT, servers=(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
         client = PlaneClient()
         await client.connect([*settings.addresses], pending_size=1 << 20)
         task = asyncio.create_task(flood(client))
@@ -195,7 +191,7 @@ async def test_who_publishes_to_a_server_that_takes_nothing_can_be_cancelled() -
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await within(task)
-        client.abandon()
+        client.abort()
         await within(client.close())
         taken.set()
 
@@ -204,7 +200,7 @@ async def test_a_server_that_is_too_old_is_refused_with_its_version() -> None:
     """Before anything is asked of JetStream, in a sentence that says what to do."""
     script = Script()
     script.info["version"] = "2.10.29"
-    async with script.serving() as settings, opened(settings, name="test") as client:
+    async with script.serving() as settings, open_client(settings, name="test") as client:
         sentence = r"127\.0\.0\.1:\d+ has version 2\.10\.29; a plane needs nats-server 2\.11 or newer"
         with pytest.raises(PlaneError, match=sentence) as caught:
             await require_jetstream(client)
@@ -216,7 +212,7 @@ async def test_a_server_that_is_too_old_is_refused_with_its_version() -> None:
 async def test_newer_servers_and_builds_without_a_number_are_asked(version: str) -> None:
     script = Script()
     script.info["version"] = version
-    async with script.serving() as settings, opened(settings, name="test") as client:
+    async with script.serving() as settings, open_client(settings, name="test") as client:
         asking = asyncio.create_task(require_jetstream(client))
         await script.wait_for(b"PUB $JS.API.INFO")
         asking.cancel()

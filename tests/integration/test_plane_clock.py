@@ -52,7 +52,7 @@ def serve_through_it(clock: ServersClock, servers: list[NatsServer], plane: Plan
         registration = Registration(
             instance="one", endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint, model=MODEL
         )
-        engine.name, engine.card = registration.key[0], msgspec.json.encode(registration)
+        engine.name, engine.registration = registration.key[0], msgspec.json.encode(registration)
         for name in ("a", "b"):
             stack.enter_context(bridging(plane, engine.watch, name=name))
         replicas = [Serving(plane, name) for name in ("r1", "r2")]

@@ -12,19 +12,22 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import msgspec
 import pytest
 
 from certificate_cases import make_certificates
 from discovery_cases import within
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
-from kvevents.plane import connection, voice
-from kvevents.plane.client import PlaneClient
-from kvevents.plane.connection import close, connect, opened, require_jetstream
-from kvevents.plane.faults import told
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane import connection
+from kvevents.plane.connection import close, connect, open_client, require_jetstream
+from kvevents.plane.nats_client import PlaneClient
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.settings import ConnectionLimits, PlaneSettings
 from nats_logins import Key, Operator
 from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
 
+IMPATIENT = ConnectionLimits(reconnect_seconds=0.01, max_reconnect_seconds=0.02)
+"""Attempts follow at once, so that no test waits for a pause."""
 pytestmark = needs_nats
 PASSWORD = "p@ss/word%"  # noqa: S105 - of a server of the test's own
 IN_URL = "p%40ss%2Fword%25"
@@ -46,12 +49,12 @@ class States:
     async def wait(self, *states: str) -> None:
         """Until exactly these have been told."""
 
-        async def told() -> None:
+        async def map_errors() -> None:
             while len(self.all) < len(states):
                 self._changed.clear()
                 await self._changed.wait()
 
-        await within(told())
+        await within(map_errors())
         assert self.all == list(states)
 
 
@@ -64,7 +67,7 @@ async def until(what: str, look: Callable[[], bool]) -> None:
 
 
 def settings_of(server: NatsServer, **fields: Any) -> PlaneSettings:
-    return PlaneSettings(**({"servers": (server.url,)} | fields))
+    return PlaneSettings(**{"servers": (server.url,), "connection": IMPATIENT, **fields})
 
 
 async def refused(settings: PlaneSettings) -> PlaneError:
@@ -84,13 +87,6 @@ async def publishes(client: PlaneClient) -> bool:
 async def flood(client: PlaneClient) -> None:
     while True:
         await client.publish("flood", bytes(100_000))
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attempts follow at once, so that no test waits for a pause."""
-    monkeypatch.setattr(voice, "RECONNECT_FIRST_SECONDS", 0.01)
-    monkeypatch.setattr(voice, "RECONNECT_MOST_SECONDS", 0.02)
 
 
 # --- ways in -----------------------------------------------------------------------------------------------------------------
@@ -129,7 +125,7 @@ def seed_file(tmp_path: Path) -> str:
 
 
 async def comes_in(settings: PlaneSettings) -> None:
-    async with opened(settings, name="test") as client:
+    async with open_client(settings, name="test") as client:
         await require_jetstream(client)
         assert await publishes(client)
 
@@ -140,12 +136,12 @@ async def test_a_server_that_asks_for_nothing(plain: NatsServer) -> None:
 
 async def test_a_password_in_the_url(users: NatsServer) -> None:
     """With characters that a URL cannot have as they are."""
-    await comes_in(PlaneSettings(servers=(users.url_of(f"a:{IN_URL}"),)))
+    await comes_in(PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"a:{IN_URL}"),)))
 
 
 async def test_a_token(tokens: NatsServer) -> None:
     """Before the host, or as a setting of its own."""
-    await comes_in(PlaneSettings(servers=(tokens.url_of(TOKEN),)))
+    await comes_in(PlaneSettings(connection=IMPATIENT, servers=(tokens.url_of(TOKEN),)))
     await comes_in(settings_of(tokens, token=TOKEN))
 
 
@@ -158,7 +154,7 @@ async def test_a_file_of_credentials(tmp_path: Path) -> None:
     operator, states = Operator(), States()
     with nats_server(tmp_path / "nats", **operator.options) as server:
         path = operator.credentials(tmp_path / "user.creds")
-        async with opened(settings_of(server, credentials=str(path)), name="test", on_state=states) as client:
+        async with open_client(settings_of(server, credentials=str(path)), name="test", on_state=states) as client:
             await require_jetstream(client)
             server.kill()
             await states.wait("connected", "reconnecting")
@@ -190,9 +186,9 @@ async def test_a_login_that_is_not_taken(
         fields["nkey"] = str(tmp_path / "seed")
     before = monotonic()
     error = await refused(settings_of(users, **fields))
-    assert monotonic() - before < connection.CONNECT_SECONDS / 2
+    assert monotonic() - before < ConnectionLimits().connect_seconds / 2
     assert error.fault == "denied"
-    assert f"cannot use the NATS server at {users.url}: 'Authorization Violation'; it does not take this login" in str(error)
+    assert f"cannot use the NATS server at {users.url}: 'Authorization Violation'; it rejects this login" in str(error)
     assert not any(secret in str(error) for secret in ("wrong", IN_URL, PASSWORD, TOKEN, seed))
     assert not caplog.records
 
@@ -206,7 +202,7 @@ async def test_a_login_that_has_expired(tmp_path: Path) -> None:
 
 async def test_a_seed_that_is_none(tmp_path: Path, plain: NatsServer) -> None:
     (tmp_path / "seed").write_text("SU" + "7" * 56)
-    with pytest.raises(ConfigError, match="is none: nkeys: invalid"):
+    with pytest.raises(ConfigError, match="is invalid: nkeys: invalid"):
         await connect(settings_of(plain, nkey=str(tmp_path / "seed")), name="test")
 
 
@@ -238,13 +234,13 @@ def server_with_mutual_tls(tmp_path_factory: pytest.TempPathFactory, certificate
 @pytest.mark.parametrize("scheme", ["nats", "tls"])
 async def test_tls_with_the_right_authority(secure: NatsServer, certificates: Path, scheme: str) -> None:
     url = secure.url.replace("nats", scheme)
-    await comes_in(PlaneSettings(servers=(url,), tls_ca=str(certificates / "ca.pem")))
+    await comes_in(PlaneSettings(connection=IMPATIENT, servers=(url,), tls_ca=str(certificates / "ca.pem")))
 
 
 async def test_tls_with_another_authority(secure: NatsServer) -> None:
     error = await refused(settings_of(secure))
     assert error.fault == "tls"
-    assert "its certificate cannot be believed: unable to get local issuer certificate; look at tls_ca" in str(error)
+    assert "its certificate is not trusted: unable to get local issuer certificate; check tls_ca" in str(error)
 
 
 async def test_tls_with_another_name(secure: NatsServer, certificates: Path) -> None:
@@ -264,7 +260,7 @@ async def test_no_certificate_where_one_is_asked_for(mutual: NatsServer, certifi
 
 async def test_a_key_that_is_not_the_certificates(plain: NatsServer, certificates: Path) -> None:
     files = {"tls_certificate": str(certificates / "client.pem"), "tls_key": str(certificates / "server.key")}
-    with pytest.raises(ConfigError, match="or they do not belong together"):
+    with pytest.raises(ConfigError, match="or certificate and key do not match"):
         await connect(settings_of(plain, **files), name="test")
 
 
@@ -280,7 +276,7 @@ async def test_nothing_is_said_to_a_server_without_tls(users: NatsServer) -> Non
         ours.close()
 
     async with fake_server(listen) as port:
-        error = await refused(PlaneSettings(servers=(f"tls://a:{IN_URL}@127.0.0.1:{port}",)))
+        error = await refused(PlaneSettings(connection=IMPATIENT, servers=(f"tls://a:{IN_URL}@127.0.0.1:{port}",)))
     assert error.fault == "tls"
     assert "secure connection not available" in str(error)
     assert not heard
@@ -315,10 +311,10 @@ def port_of_nobody() -> Iterator[str]:
 
 
 async def test_nobody_listens(nobody: str, caplog: pytest.LogCaptureFixture) -> None:
-    error = await refused(PlaneSettings(servers=(nobody.replace("//", "//u:secret@"),)))
+    error = await refused(PlaneSettings(connection=IMPATIENT, servers=(nobody.replace("//", "//u:secret@"),)))
     assert error.fault == "away"
     assert str(error).startswith(f"cannot use the NATS server at {nobody}: Connect call failed")
-    assert "look whether it runs" in str(error)
+    assert "check that it runs" in str(error)
     assert "secret" not in str(error)
     assert not caplog.records
 
@@ -328,18 +324,18 @@ async def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    error = await refused(PlaneSettings(servers=("nats://nats.test",)))
+    error = await refused(PlaneSettings(connection=IMPATIENT, servers=("nats://nats.test",)))
     assert "nats://nats.test:4222: Name or service not known" in str(error)
 
 
 async def test_a_name_that_nobody_can_have() -> None:
-    assert "nats://a..b:4222: " in str(await refused(PlaneSettings(servers=("nats://a..b",))))
+    assert "nats://a..b:4222: " in str(await refused(PlaneSettings(connection=IMPATIENT, servers=("nats://a..b",))))
 
 
 @pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"INFO {\r\n"], ids=["silence", "http", "half"])
-async def test_somebody_else_listens(monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
+async def test_somebody_else_listens(greeting: bytes) -> None:
     """Told within the bound."""
-    monkeypatch.setattr(connection, "CONNECT_SECONDS", 0.3)
+    limits = ConnectionLimits(connect_seconds=0.3)
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
@@ -347,19 +343,19 @@ async def test_somebody_else_listens(monkeypatch: pytest.MonkeyPatch, greeting: 
         writer.close()
 
     async with fake_server(listen) as port:
-        error = await within(refused(PlaneSettings(servers=(f"nats://127.0.0.1:{port}",))))
+        error = await within(refused(PlaneSettings(connection=limits, servers=(f"nats://127.0.0.1:{port}",))))
     assert error.fault == ("refused" if greeting else "timeout")
 
 
 async def test_one_server_of_several_is_enough(plain: NatsServer, nobody: str) -> None:
     """And the others are known, should this one go."""
-    async with opened(PlaneSettings(servers=(nobody, plain.url)), name="test") as client:
+    async with open_client(PlaneSettings(connection=IMPATIENT, servers=(nobody, plain.url)), name="test") as client:
         assert {url.geturl() for url in client.servers} >= {nobody, plain.url}
         assert await publishes(client)
 
 
 async def test_of_several_servers_each_is_told_of(nobody: str) -> None:
-    error = await refused(PlaneSettings(servers=(nobody, "nats://a..b")))
+    error = await refused(PlaneSettings(connection=IMPATIENT, servers=(nobody, "nats://a..b")))
     assert str(error).startswith("cannot use any of the NATS servers at ")
     assert nobody in str(error)
     assert "nats://a..b:4222" in str(error)
@@ -367,37 +363,44 @@ async def test_of_several_servers_each_is_told_of(nobody: str) -> None:
 
 async def test_a_server_without_jetstream(tmp_path: Path) -> None:
     with nats_server(tmp_path, jetstream=None) as server:
-        async with opened(settings_of(server), name="test") as client:
-            with pytest.raises(PlaneError, match=rf"no JetStream for this account at 127.0.0.1:{server.port}; a plane needs"):
+        async with open_client(settings_of(server), name="test") as client:
+            where = rf"JetStream is disabled for this account at 127.0.0.1:{server.port}; a plane needs"
+            with pytest.raises(PlaneError, match=where):
                 await require_jetstream(client)
 
 
 async def test_an_account_without_jetstream(users: NatsServer) -> None:
-    async with opened(PlaneSettings(servers=(users.url_of(f"other:{IN_URL}"),)), name="test") as client:
-        with pytest.raises(PlaneError, match="no JetStream for this account"):
+    async with open_client(
+        PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"other:{IN_URL}"),)), name="test"
+    ) as client:
+        with pytest.raises(PlaneError, match="JetStream is disabled for this account"):
             await require_jetstream(client)
 
 
 async def test_a_user_who_may_not_ask_for_jetstream(users: NatsServer) -> None:
     """Which there may well be."""
-    async with opened(PlaneSettings(servers=(users.url_of(f"reader:{IN_URL}"),)), name="test") as client:
-        with pytest.raises(PlaneError, match=r"asking for JetStream: this user may not publish to '\$JS.API.INFO'; give"):
+    async with open_client(
+        PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"reader:{IN_URL}"),)), name="test"
+    ) as client:
+        with pytest.raises(PlaneError, match=r"querying JetStream: this user must not publish to '\$JS.API.INFO'; grant"):
             await require_jetstream(client)
 
 
 async def test_what_is_forbidden_is_told_at_once(users: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
     """By the request itself, not by its timeout; and in the log, once."""
-    async with opened(PlaneSettings(servers=(users.url_of(f"reader:{IN_URL}"),)), name="reader") as client:
+    async with open_client(
+        PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"reader:{IN_URL}"),)), name="reader"
+    ) as client:
         before = monotonic()
         for _ in range(3):
             with (
-                pytest.raises(PlaneError, match=r"^writing: this user may not publish to 'Lane.1'; ") as caught,
-                told("writing"),
+                pytest.raises(PlaneError, match=r"^writing: this user must not publish to 'Lane.1'; ") as caught,
+                map_errors("writing"),
             ):
                 await client.jetstream(timeout=60).publish("Lane.1", b"")
         assert caught.value.fault == "denied"
         assert monotonic() - before < 30
-        with pytest.raises(PlaneError) as timed, told("asking"):
+        with pytest.raises(PlaneError) as timed, map_errors("asking"):
             await client.request("$JS.API.CONSUMER.X", timeout=0.01)
         assert timed.value.fault in {"timeout", "away"}
     assert [record.getMessage() for record in caplog.records] == ['reader: permissions violation for publish to "lane.1"']
@@ -421,7 +424,7 @@ async def test_a_server_that_was_killed_is_found_again(tmp_path: Path, caplog: p
     caplog.set_level(logging.INFO)
     states = States()
     with nats_server(tmp_path) as server:
-        async with opened(settings_of(server), name="bridge", on_state=states) as client:
+        async with open_client(settings_of(server), name="bridge", on_state=states) as client:
             subscription = await client.subscribe("a")
             server.kill()
             await until("ten attempts", lambda: client.server_pool[0].reconnects >= 10)
@@ -438,13 +441,12 @@ async def test_a_server_that_was_killed_is_found_again(tmp_path: Path, caplog: p
     assert lines[-2:] == [f"bridge: connected to {where}", "bridge: closed the connection to its servers"]
 
 
-async def test_a_server_that_stands_still_is_left_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_stands_still_is_left_for_another(tmp_path: Path) -> None:
     """Although much that was written to it has not been taken, and although it still takes connections."""
-    monkeypatch.setattr(connection, "PING_SECONDS", 0.1)
-    monkeypatch.setattr(connection, "ATTEMPT_SECONDS", 0.2)
+    limits = msgspec.structs.replace(IMPATIENT, ping_seconds=0.1, attempt_seconds=0.2)
     states = States()
     with nats_cluster(tmp_path) as cluster:
-        async with opened(PlaneSettings(servers=cluster.urls), name="test", on_state=states) as client:
+        async with open_client(PlaneSettings(connection=limits, servers=cluster.urls), name="test", on_state=states) as client:
             url = client.connected_url
             assert url
             (node,) = (node for node in cluster.nodes.values() if node.port == url.port)
@@ -462,7 +464,9 @@ async def test_a_login_that_is_taken_away_and_given_back(tmp_path: Path, caplog:
     states = States()
     ours = {"users": [{"user": "a", "password": PASSWORD}]}
     with nats_server(tmp_path, authorization=ours) as server:
-        async with opened(PlaneSettings(servers=(server.url_of(f"a:{IN_URL}"),)), name="test", on_state=states) as client:
+        async with open_client(
+            PlaneSettings(connection=IMPATIENT, servers=(server.url_of(f"a:{IN_URL}"),)), name="test", on_state=states
+        ) as client:
             server.configure(authorization={"users": [{"user": "b", "password": PASSWORD}]})
             await states.wait("connected", "reconnecting")
             await until("five attempts", lambda: client.server_pool[0].reconnects >= 5)
@@ -474,14 +478,14 @@ async def test_a_login_that_is_taken_away_and_given_back(tmp_path: Path, caplog:
     assert not any(PASSWORD in line or IN_URL in line for line in lines)
 
 
-async def test_publishing_to_nobody_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PENDING_BYTES", 1 << 20)
+async def test_publishing_to_nobody_is_bounded(tmp_path: Path) -> None:
+    limits = msgspec.structs.replace(IMPATIENT, pending_bytes=1 << 20)
     states = States()
     with nats_server(tmp_path) as server:
-        async with opened(settings_of(server), name="test", on_state=states) as client:
+        async with open_client(settings_of(server, connection=limits), name="test", on_state=states) as client:
             server.kill()
             await states.wait("connected", "reconnecting")
-            with pytest.raises(PlaneError) as caught, told("writing"):
+            with pytest.raises(PlaneError) as caught, map_errors("writing"):
                 await within(flood(client))
             assert caught.value.fault == "backlog"
             assert client.pending_data_size < 1 << 20
@@ -491,9 +495,9 @@ async def test_publishing_to_nobody_is_bounded(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_what_was_published_before_the_end_arrives(plain: NatsServer) -> None:
-    async with opened(settings_of(plain), name="reader") as reader:
+    async with open_client(settings_of(plain), name="reader") as reader:
         await reader.jetstream().add_stream(name="end", subjects=["end"])
-        async with opened(settings_of(plain), name="writer") as writer:
+        async with open_client(settings_of(plain), name="writer") as writer:
             for _ in range(1000):
                 await writer.publish("end", b"x" * 1000)
         async with asyncio.timeout(20):  # a server answers before it has stored what came before
@@ -502,8 +506,7 @@ async def test_what_was_published_before_the_end_arrives(plain: NatsServer) -> N
 
 
 @pytest.mark.parametrize("fault", ["pause", "kill"])
-async def test_the_end_is_bounded_whatever_the_server_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    monkeypatch.setattr(connection, "CLOSE_SECONDS", 0.2)
+async def test_the_end_is_bounded_whatever_the_server_does(tmp_path: Path, fault: str) -> None:
     states = States()
     with nats_server(tmp_path) as server:
         client = await connect(settings_of(server), name="test", on_state=states)
@@ -512,12 +515,12 @@ async def test_the_end_is_bounded_whatever_the_server_does(tmp_path: Path, monke
         for _ in range(5):
             await client.publish("a", bytes(1 << 20))
         before = monotonic()
-        await close(client)
+        await close(client, 0.2)
         assert monotonic() - before < 2
         assert client.is_closed
         assert states.all[-1] == "closed"
-        await close(client)
-        with pytest.raises(PlaneError) as caught, told("writing"):
+        await close(client, 0.2)
+        with pytest.raises(PlaneError) as caught, map_errors("writing"):
             await client.publish("a", b"")
         assert caught.value.fault == "closed"
         assert subscription.pending_msgs == 0

@@ -14,8 +14,8 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy
 
 from kvevents.errors import PlaneError
-from kvevents.plane.connection import opened
-from kvevents.plane.faults import HINTS, Fault, fault_of, told
+from kvevents.plane.connection import open_client
+from kvevents.plane.nats_errors import HINTS, Fault, classify_error, map_errors
 from kvevents.plane.settings import PlaneSettings
 from nats_servers import NatsServer, nats_server, needs_nats
 
@@ -37,7 +37,7 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
     """Those that nats-py raises, in whichever state."""
     needed: tuple[Any, ...] = ("a", "", 1, None) if kind is nats.errors.SlowConsumerError else ()
     error = kind(*needed)
-    assert fault_of(error) in get_args(Fault)
+    assert classify_error(error) in get_args(Fault)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
     ids=repr,
 )
 def test_each_becomes_the_fault_it_is(error: Exception, fault: Fault) -> None:
-    with pytest.raises(PlaneError, match=r"^reading: ") as caught, told("reading"):
+    with pytest.raises(PlaneError, match=r"^reading: ") as caught, map_errors("reading"):
         raise error
     assert caught.value.fault == fault
     assert caught.value.__cause__ is error
@@ -81,7 +81,7 @@ def test_each_becomes_the_fault_it_is(error: Exception, fault: Fault) -> None:
     "error", [KeyError("x"), AssertionError(), asyncio.CancelledError(), PlaneError("so", fault="full")], ids=repr
 )
 def test_nothing_else_is_touched(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, told("reading"):
+    with pytest.raises(type(error)) as caught, map_errors("reading"):
         raise error
     assert caught.value is error
 
@@ -132,7 +132,7 @@ async def remake(js: JetStreamContext) -> None:
 async def test_a_real_server_is_understood(
     server: NatsServer, do: Callable[[JetStreamContext], Awaitable[object]], fault: Fault
 ) -> None:
-    async with opened(PlaneSettings(servers=(server.url,)), name="test") as client:
-        with pytest.raises(PlaneError) as caught, told("doing it"):
+    async with open_client(PlaneSettings(servers=(server.url,)), name="test") as client:
+        with pytest.raises(PlaneError) as caught, map_errors("doing it"):
             await do(client.jetstream())
     assert caught.value.fault == fault, caught.value

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 import pytest
 
 from kvevents.plane.bridge import BridgeSettings
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.records import Batched, Beat, Join, Record, Trusting
+from kvevents.plane.log_subscriber import LogSubscriber
+from kvevents.plane.page_builder import PageBuilder
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.records import BatchRecord, HeartbeatRecord, JoinRecord, Record, TrustRecord
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.subscriber import LogSubscriber
-from kvevents.plane.writing import Composer
 from kvevents.stream import Trust
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import SECONDS, Running, bridging, plane_at
@@ -34,7 +34,7 @@ def test_while_a_bridge_reads_nothing_its_streams_are_not_exact(server: NatsServ
     plane = plane_at(server.url, name="unread", partitions=1)
     with ExitStack() as stack:
         one = stack.enter_context(engine())
-        bridge = stack.enter_context(bridging(plane, watch_of("one", one), late_seconds=0.2))
+        bridge = stack.enter_context(bridging(plane, watch_of("one", one), max_lag_seconds=0.2))
         replica = Serving(plane, "replica")
         stack.callback(Running(replica).end)
         one.store(range(64))
@@ -48,7 +48,7 @@ def test_while_a_bridge_reads_nothing_its_streams_are_not_exact(server: NatsServ
         until("it to read nothing", lambda: bridge._unread_since is not None, SECONDS)
         one.store(range(64, 128))
         until("doubt", lambda: trust_of(replica) == Trust.REPLAYING, SECONDS)
-        assert "behind" in trust_of(replica).reason
+        assert "lags" in trust_of(replica).reason
         assert replica.digest == before
         bridge._handed_over -= 1 << 40
         until("trust", lambda: replica.is_exact, SECONDS)
@@ -60,9 +60,9 @@ def trust_of(replica: Serving) -> Trust:
 
 
 def records(trust: str, **lags: float) -> list[Record]:
-    said: list[Record] = [Join("engine", 0, b"")]
+    said: list[Record] = [JoinRecord("engine", 0, b"")]
     for bridge, lag in lags.items():
-        said += [Beat(bridge, 1.0, 0.0, "", lag), Trusting("engine", 0, bridge, trust, "", {})]
+        said += [HeartbeatRecord(bridge, 1.0, 0.0, "", lag), TrustRecord("engine", 0, bridge, trust, "", {})]
     return said
 
 
@@ -78,7 +78,7 @@ def test_what_a_bridge_that_is_behind_says_is_not_of_now(trust: str) -> None:
     """Another bridge, that is up to date, is believed."""
     assert trust_after(*records(trust, a=0.0)) == Trust(trust)
     assert trust_after(*records(trust, a=7.0)) == Trust.REPLAYING
-    assert "bridge a is 7 s behind" in trust_after(*records(trust, a=7.0)).reason
+    assert "bridge a lags by 7 s" in trust_after(*records(trust, a=7.0)).reason
     assert trust_after(*records(trust, a=7.0, b=0.0)) == Trust(trust)
 
 
@@ -88,21 +88,21 @@ def test_a_bridge_that_is_behind_may_be_sure_that_its_engine_is_away() -> None:
 
 def test_the_oldest_record_that_is_due_is_what_a_partition_is_behind() -> None:
     """One that is held back on purpose, as by a bridge in reserve, is not late."""
-    composer = Composer(Ledger(), "bridge", 1 << 20, "life")
-    composer.anchor(("engine", 0))
-    assert composer.lag(100.0) == 0.0
-    composer.offer(Batched("engine", 0, 0, 0, False, b"x"), due=103.0)
-    composer.offer(Batched("engine", 0, 0, 1, False, b"x"), due=104.0)
-    assert composer.lag(100.0) == 0.0
-    assert composer.lag(105.0) == 2.0
+    builder = PageBuilder(PartitionState(), "bridge", 1 << 20, "life")
+    builder.resync(("engine", 0))
+    assert builder.lag(100.0) == 0.0
+    builder.enqueue(BatchRecord("engine", 0, 0, 0, False, b"x"), due=103.0)
+    builder.enqueue(BatchRecord("engine", 0, 0, 1, False, b"x"), due=104.0)
+    assert builder.lag(100.0) == 0.0
+    assert builder.lag(105.0) == 2.0
 
 
 def test_a_bridge_must_be_allowed_some_time() -> None:
-    with pytest.raises(ValueError, match="late_seconds is 0"):
-        BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", late_seconds=0)
+    with pytest.raises(ValueError, match="max_lag_seconds is 0"):
+        BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", max_lag_seconds=0)
 
 
 def test_a_bridge_promises_no_longer_silence_than_others_believe() -> None:
     """Between two beats it would be taken for dead."""
-    with pytest.raises(ValueError, match="beat is 3600; it must be above 0 and at most 60"):
-        BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", beat=3600)
+    with pytest.raises(ValueError, match="heartbeat_seconds is 3600; it must be above 0 and at most 60"):
+        BridgeSettings(plane=PlaneSettings(servers=("nats://127.0.0.1",)), name="b", heartbeat_seconds=3600)

@@ -11,7 +11,7 @@ from nats.js import JetStreamContext, api
 
 from bridge_cases import with_js
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.layout import Layout, PartitionMetadata, find, make, make_partition, state_of
+from kvevents.plane.layout import Layout, PartitionMetadata, create_partition, create_plane, find_plane, partition_info
 from kvevents.plane.settings import PlaneSettings
 from nats_servers import NatsServer, nats_server, needs_nats
 
@@ -32,16 +32,16 @@ def test_a_plane_is_made_once_and_found(server: NatsServer) -> None:
     settings = plane(server, "once")
 
     async def work(js: JetStreamContext) -> None:
-        assert await find(js, "once") is None
-        first = await make(js, settings)
-        lives = [(await state_of(js, first, partition)).made for partition in range(3)]
+        assert await find_plane(js, "once") is None
+        first = await create_plane(js, settings)
+        lives = [(await partition_info(js, first, partition)).stream_id for partition in range(3)]
         assert len(set(lives)) == 3
-        again = await make(js, settings)
-        assert [(await state_of(js, again, partition)).made for partition in range(3)] == lives
-        found = await find(js, "once")
+        again = await create_plane(js, settings)
+        assert [(await partition_info(js, again, partition)).stream_id for partition in range(3)] == lives
+        found = await find_plane(js, "once")
         assert found is not None
         assert (found.name, found.partitions) == ("once", 3)
-        assert (await state_of(js, first, 2))[:2] == (0, 0)
+        assert (await partition_info(js, first, 2))[:2] == (0, 0)
 
     with_js(settings, work)
 
@@ -51,8 +51,8 @@ def test_those_who_make_it_at_once_make_the_same_one(server: NatsServer) -> None
     settings = [plane(server, "race", partitions) for partitions in (2, 4, 3, 2)]
 
     async def work(js: JetStreamContext) -> None:
-        layouts = await asyncio.gather(*(make(js, each) for each in settings))
-        found = await find(js, "race")
+        layouts = await asyncio.gather(*(create_plane(js, each) for each in settings))
+        found = await find_plane(js, "race")
         assert found is not None
         assert {layout.partitions for layout in layouts} == {found.partitions}
 
@@ -64,13 +64,13 @@ def test_what_an_operator_has_changed_stays(server: NatsServer) -> None:
     settings = plane(server, "edited")
 
     async def work(js: JetStreamContext) -> None:
-        layout = await make(js, settings)
+        layout = await create_plane(js, settings)
         config = (await js.stream_info(layout.stream(1))).config
-        made = (await state_of(js, layout, 1)).made
+        made = (await partition_info(js, layout, 1)).stream_id
         config.max_bytes, config.description = 8 << 20, "the one that was full"
         await js.update_stream(config)
-        assert (await make(js, settings)).partitions == 3
-        assert (await state_of(js, layout, 1)).made == made
+        assert (await create_plane(js, settings)).partitions == 3
+        assert (await partition_info(js, layout, 1)).stream_id == made
         assert (await js.stream_info(layout.stream(1))).config.max_bytes == 8 << 20
 
     with_js(settings, work)
@@ -80,14 +80,14 @@ def test_a_partition_that_is_made_again_is_another_one(server: NatsServer) -> No
     settings = plane(server, "again")
 
     async def work(js: JetStreamContext) -> None:
-        layout = await make(js, settings)
-        before = (await state_of(js, layout, 0)).made
+        layout = await create_plane(js, settings)
+        before = (await partition_info(js, layout, 0)).stream_id
         await js.delete_stream(layout.stream(0))
         with pytest.raises(PlaneError, match="partition 0 of plane 'again'") as told:
-            await state_of(js, layout, 0)
+            await partition_info(js, layout, 0)
         assert told.value.fault == "missing"
-        await make_partition(js, layout, 0, settings)
-        assert (await state_of(js, layout, 0)).made != before
+        await create_partition(js, layout, 0, settings)
+        assert (await partition_info(js, layout, 0)).stream_id != before
 
     with_js(settings, work)
 
@@ -108,15 +108,15 @@ def test_streams_that_would_forget_are_no_partitions(server: NatsServer, odd: di
     settings = plane(server, "odd")
 
     async def work(js: JetStreamContext) -> None:
-        layout = await make(js, settings)
+        layout = await create_plane(js, settings)
         config = (await js.stream_info(layout.stream(0))).config
         for partition in range(3):
             await js.delete_stream(layout.stream(partition))
         for name, value in odd.items():
             setattr(config, name, value)
         await js.add_stream(config)
-        with pytest.raises(ConfigError, match=r"KVEVENTS_odd_0 .*give .*another name"):
-            await make(js, settings)
+        with pytest.raises(ConfigError, match=r"KVEVENTS_odd_0 .*choose another name"):
+            await create_plane(js, settings)
         await js.delete_stream(layout.stream(0))
 
     with_js(settings, work)
@@ -127,8 +127,8 @@ def test_a_plane_of_another_release_is_refused(server: NatsServer) -> None:
         await js.add_stream(
             name=Layout("later", 1).stream(0), subjects=["x"], metadata=PartitionMetadata(99, 2, "life").as_metadata()
         )
-        with pytest.raises(ConfigError, match="layout 99"):
-            await find(js, "later")
+        with pytest.raises(ConfigError, match="layout version 99"):
+            await find_plane(js, "later")
 
     with_js(plane(server, "later"), work)
 

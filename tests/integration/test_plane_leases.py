@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from cli_cases import Program
 from kvevents.errors import PlaneError
 from kvevents.plane import leases
-from kvevents.plane.connection import opened
+from kvevents.plane.connection import open_client
 from kvevents.plane.layout import LEASE_SECONDS
-from kvevents.plane.leases import Holder, Lease, lease_key, lease_name
+from kvevents.plane.leases import Lease, LeaseHolder, LeaseTimers, lease_key, lease_name
 from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
 from plane_cases import plane_at
 from plane_lease_cases import KEY, Bucket, Clock, bucket
@@ -71,10 +71,10 @@ def test_a_key_can_be_read() -> None:
 
 
 def test_a_holder_tells_who_it_is() -> None:
-    here = Holder.here()
+    here = LeaseHolder.current()
     assert (here.host, here.pid) == (socket.gethostname(), os.getpid())
     assert str(here) == f"process {os.getpid()} at {socket.gethostname()}"
-    assert here.life != Holder.here().life
+    assert here.nonce != LeaseHolder.current().nonce
     assert not here.has_ended()
 
 
@@ -82,21 +82,21 @@ def test_only_what_is_known_to_have_ended_has_ended() -> None:
     """A process that was not buried has; one that has the number of an earlier one, too; those of other machines never."""
     with Program(command=(sys.executable, "-c", "input()")) as program:
         pid = program.process.pid
-        born = leases._born(pid)
+        born = leases._start_of(pid)
         assert born
-        there = Holder("here", pid, "life", leases._machine(), born)
+        there = LeaseHolder("here", pid, "life", leases._machine(), born)
         assert not there.has_ended()
-        assert msgspec.structs.replace(there, born=born - 1).has_ended()
-        assert not msgspec.structs.replace(there, born=0).has_ended()
+        assert msgspec.structs.replace(there, started=born - 1).has_ended()
+        assert not msgspec.structs.replace(there, started=0).has_ended()
         program.process.kill()
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert leases._born(pid) == 0
+        assert leases._start_of(pid) == 0
         assert there.has_ended()
         program.end()
         assert there.has_ended()
         assert not msgspec.structs.replace(there, machine="another").has_ended()
         assert not msgspec.structs.replace(there, machine="").has_ended()
-    assert not Holder("here", 1, "life", leases._machine(), leases._born(1) or 0).has_ended()
+    assert not LeaseHolder("here", 1, "life", leases._machine(), leases._start_of(1) or 0).has_ended()
 
 
 # --- one holder --------------------------------------------------------------------------------------------------------------
@@ -152,12 +152,11 @@ async def test_of_many_who_want_it_one_has_it_at_a_time(server: NatsServer) -> N
 
     async with AsyncExitStack() as stack:
         buckets = [await stack.enter_async_context(bucket(server, name="many")) for _ in range(8)]
-        leases = [each.lease(str(number)) for number, each in enumerate(buckets)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvevents.plane.leases.AGAIN_SECONDS", 0.002)
-            async with asyncio.TaskGroup() as tasks:
-                for number, (mine, found) in enumerate(zip(leases, buckets, strict=True)):
-                    tasks.create_task(take_turns(mine, found, gives_back=number % 2 == 0))
+        timers = LeaseTimers(retry_seconds=0.002)
+        leases = [each.lease(str(number), timers=timers) for number, each in enumerate(buckets)]
+        async with asyncio.TaskGroup() as tasks:
+            for number, (mine, found) in enumerate(zip(leases, buckets, strict=True)):
+                tasks.create_task(take_turns(mine, found, gives_back=number % 2 == 0))
     assert turns == 40
 
 
@@ -178,7 +177,7 @@ async def test_what_is_renewed_does_not_expire(server: NatsServer) -> None:
     async with bucket(server, name="kept", ttl=SHORT) as found:
         first, second = found.lease("a", seconds=SHORT), found.lease("b", seconds=SHORT)
         assert await first.acquire()
-        keeping = asyncio.create_task(first.keep())
+        keeping = asyncio.create_task(first.renew_until_lost())
         assert not await second.acquire(within=SHORT + 1.0)
         assert held(first)
         keeping.cancel()
@@ -241,17 +240,17 @@ async def test_an_entry_of_somebody_unknown_is_heeded_and_expires(server: NatsSe
 
 HOLDER = """
 import asyncio, sys
-from kvevents.plane.connection import opened
+from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout
-from kvevents.plane.leases import Holder, Lease
+from kvevents.plane.leases import Lease, LeaseHolder
 from kvevents.plane.settings import PlaneSettings
 
 async def main(url, name, key, seconds):
-    async with opened(PlaneSettings(servers=(url,)), name="holder") as client:
-        lease = Lease(client.jetstream(), Layout(name, 1), key, Holder.here(), seconds=float(seconds))
+    async with open_client(PlaneSettings(servers=(url,)), name="holder") as client:
+        lease = Lease(client.jetstream(), Layout(name, 1), key, LeaseHolder.current(), seconds=float(seconds))
         assert await lease.acquire()
         print("held", flush=True)
-        why = await lease.keep()
+        why = await lease.renew_until_lost()
         print(f"lost: {why} {lease.is_held}", flush=True)
 
 asyncio.run(main(*sys.argv[1:]))
@@ -270,7 +269,7 @@ async def test_a_holder_that_stops_loses_it_and_knows_when_it_goes_on(server: Na
             assert not await lease.acquire(within=SHORT + 1.0)
             program.process.send_signal(signal.SIGSTOP)
             assert await lease.acquire(within=WAIT)
-            keeping = asyncio.create_task(lease.keep())
+            keeping = asyncio.create_task(lease.renew_until_lost())
             program.process.send_signal(signal.SIGCONT)
             line = await asyncio.to_thread(program.out.wait, "lost: ")
             assert line.endswith(" False")
@@ -299,7 +298,7 @@ async def test_a_lease_outlives_a_server_that_is_killed_and_comes_back(tmp_path:
         async with bucket(server, name="restart") as found:
             first, second = found.lease("a"), found.lease("b")
             assert await first.acquire()
-            keeping = asyncio.create_task(first.keep())
+            keeping = asyncio.create_task(first.renew_until_lost())
             await asyncio.to_thread(server.restart)
             assert await second.holder() == first._own
             assert not await second.acquire()
@@ -336,7 +335,7 @@ async def test_what_cannot_be_renewed_is_lost_by_the_own_clock(tmp_path: Path, c
             assert await lease.acquire()
             began = asyncio.get_running_loop().time()
             await asyncio.to_thread(server.kill)
-            assert await lease.keep() == "it could not be renewed for 1 s"
+            assert await lease.renew_until_lost() == "it could not be renewed for 1 s"
             assert asyncio.get_running_loop().time() - began < WAIT
             assert not held(lease)
             await asyncio.to_thread(server.start)
@@ -344,12 +343,12 @@ async def test_what_cannot_be_renewed_is_lost_by_the_own_clock(tmp_path: Path, c
             assert lease.lost == ""
 
 
-async def test_servers_that_do_not_answer_are_told_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_servers_that_do_not_answer_are_told_and_change_nothing(tmp_path: Path) -> None:
     """What was sent meanwhile may have come: a renewal that did is known as the own one, and so is an entry that was made."""
-    monkeypatch.setattr("kvevents.plane.leases.ANSWER_SECONDS", 0.2)
+    timers = LeaseTimers(answer_seconds=0.2)
     with nats_server(tmp_path) as server:
         async with bucket(server, name="silent") as found:
-            lease, other = found.lease("a"), found.lease("b")
+            lease, other = found.lease("a", timers=timers), found.lease("b", timers=timers)
             assert await lease.acquire()
             revision = await found.revision()
             server.pause()
@@ -362,7 +361,8 @@ async def test_servers_that_do_not_answer_are_told_and_change_nothing(tmp_path: 
                 await other.acquire()
             assert held(lease)
             server.resume()
-            monkeypatch.setattr("kvevents.plane.leases.ANSWER_SECONDS", WAIT)
+            for each in (lease, other):
+                vars(each)["_timers"] = LeaseTimers(answer_seconds=WAIT)
             await eventually(lambda: is_beyond(found, revision))
             assert await lease.renew()
             assert not await other.acquire()
@@ -376,7 +376,7 @@ async def is_beyond(found: Bucket, revision: int) -> bool:
 
 async def test_who_is_cancelled_while_an_answer_comes_is_cancelled(server: NatsServer) -> None:
     """In the very turn of the event loop in which it comes."""
-    async with opened(plane_at(server.url), name="tests") as client:
+    async with open_client(plane_at(server.url), name="tests") as client:
 
         async def answer(message: Any) -> None:
             await message.respond(b"answer")
@@ -410,7 +410,7 @@ async def test_a_lease_outlives_the_leader_of_its_bucket(tmp_path: Path) -> None
         async with bucket(*cluster.nodes.values(), name="led", ttl=LEASE_SECONDS, copies=3) as found:
             first, second = found.lease("a"), found.lease("b")
             assert await first.acquire(within=WAIT), "a bucket that is new may have no leader yet"
-            keeping = asyncio.create_task(first.keep())
+            keeping = asyncio.create_task(first.renew_until_lost())
             competing = asyncio.create_task(second.acquire(within=600.0))
             stream = f"KV_{found.layout.leases}"
             await asyncio.to_thread(lambda: cluster.kill(cluster.leader_of(stream)))

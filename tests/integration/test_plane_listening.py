@@ -12,11 +12,10 @@ import pytest
 
 from bridge_cases import TalkingEngine
 from kvevents.events import BlockRemoved
-from kvevents.plane.ledger import Start
-from kvevents.plane.listening import MAX_REASON, Heard, Listener
-from kvevents.plane.records import Batched, Lost, Renewed, Trusting
+from kvevents.plane.engine_reader import MAX_REASON, EngineReader, EngineRecord
+from kvevents.plane.partition_state import ResumePoint
+from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, TrustRecord
 from kvevents.stream import Checkpoint, Source, StreamLimits, Trust
-from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport
 from plane_cases import SECONDS
 from publisher_cases import held
@@ -27,12 +26,12 @@ class Ear:
     """A listener, and what it has told."""
 
     def __init__(self, **options: Any) -> None:
-        self.told: list[Heard] = []
+        self.told: list[EngineRecord] = []
         self.room = threading.Event()
         self.room.set()
         self.refused = threading.Event()
         """Set when the thread has asked for room, and there was none."""
-        self.listener = Listener("bridge", self.told.extend, self._has_room, **options)
+        self.listener = EngineReader("bridge", self.told.extend, self._has_room, **options)
 
     def _has_room(self) -> bool:
         if not self.room.is_set():
@@ -40,12 +39,12 @@ class Ear:
         return self.room.is_set()
 
     @property
-    def batches(self) -> list[Batched]:
-        return [each.record for each in list(self.told) if isinstance(each.record, Batched)]
+    def batches(self) -> list[BatchRecord]:
+        return [each.record for each in list(self.told) if isinstance(each.record, BatchRecord)]
 
     @property
     def trust(self) -> list[str]:
-        return [each.record.trust for each in list(self.told) if isinstance(each.record, Trusting)]
+        return [each.record.trust for each in list(self.told) if isinstance(each.record, TrustRecord)]
 
     def until(self, count: int) -> None:
         until(f"{count} batches", lambda: len(self.batches) == count, SECONDS)
@@ -64,7 +63,7 @@ def listening(**options: Any) -> Iterator[Ear]:
 
 def test_batches_resets_gaps_and_trust_become_records() -> None:
     with TalkingEngine() as engine, listening() as ear:
-        ear.listener.follow(engine.source, Start(None, 7), turn=3)
+        ear.listener.follow(engine.source, ResumePoint(None, 7), follow_id=3)
         engine.say(4)
         ear.until(4)
         engine.say(1)  # the others may all have come by replay
@@ -74,22 +73,22 @@ def test_batches_resets_gaps_and_trust_become_records() -> None:
             pass  # it has burnt a number
         engine.say(1)
         until("less trust", lambda: ear.trust[-1] == "DEGRADED", SECONDS)
-        assert [each.record for each in ear.told if isinstance(each.record, Lost)] == [Lost("engine", 0, 7, 5, 5)]
+        assert [each.record for each in ear.told if isinstance(each.record, GapRecord)] == [GapRecord("engine", 0, 7, 5, 5)]
         engine.restart()
         engine.say(1)
-        until("a reset", lambda: any(isinstance(each.record, Renewed) for each in ear.told), SECONDS)
+        until("a reset", lambda: any(isinstance(each.record, IncarnationRecord) for each in ear.told), SECONDS)
         until("the new life", lambda: ear.batches[-1].incarnation == 8, SECONDS)
-        assert {each.turn for each in ear.told} == {3}
+        assert {each.follow_id for each in ear.told} == {3}
         assert {each.incarnation for each in ear.batches[:5]} == {7}
 
 
 def test_a_stream_goes_on_where_the_log_stands_or_begins_anew() -> None:
     with TalkingEngine() as engine, listening() as ear:
         engine.say(5)
-        ear.listener.follow(engine.source, Start(Checkpoint("engine", 0, 4, -1), 0), turn=1)
+        ear.listener.follow(engine.source, ResumePoint(Checkpoint("engine", 0, 4, -1), 0), follow_id=1)
         until("batches", lambda: len(ear.batches) >= 5, SECONDS)
-        assert isinstance(ear.told[0].record, Trusting | Renewed)
-        assert [each.record.incarnation for each in ear.told if isinstance(each.record, Renewed)] == [5]
+        assert isinstance(ear.told[0].record, TrustRecord | IncarnationRecord)
+        assert [each.record.incarnation for each in ear.told if isinstance(each.record, IncarnationRecord)] == [5]
         assert {each.incarnation for each in ear.batches} == {5}
 
 
@@ -97,7 +96,7 @@ def test_a_stream_goes_on_where_the_log_stands_or_begins_anew() -> None:
 def test_while_there_is_no_room_nothing_is_heard_and_nothing_is_lost(receive_queue: int) -> None:
     """However many batches find room in the connection meanwhile."""
     with TalkingEngine() as engine, listening(receive_queue=receive_queue) as ear:
-        ear.listener.follow(engine.source, Start(None, 0), turn=1)
+        ear.listener.follow(engine.source, ResumePoint(None, 0), follow_id=1)
         engine.say(5)
         ear.until(5)
         ear.room.clear()
@@ -114,35 +113,37 @@ def test_while_there_is_no_room_nothing_is_heard_and_nothing_is_lost(receive_que
 def test_who_is_left_is_heard_no_more_and_may_be_followed_again() -> None:
     with TalkingEngine("one") as one, TalkingEngine("two") as two, listening() as ear:
         for turn, engine in enumerate((one, two)):
-            ear.listener.follow(engine.source, Start(None, 0), turn)
+            ear.listener.follow(engine.source, ResumePoint(None, 0), turn)
             engine.say(3)
         ear.until(6)
-        ear.listener.leave(("one", 0))
-        ear.listener.leave(("nobody", 0))
-        until("it to be left", lambda: ("one", 0) not in ear.listener._turns, SECONDS)
+        ear.listener.unfollow(("one", 0))
+        ear.listener.unfollow(("nobody", 0))
+        until("it to be left", lambda: ("one", 0) not in ear.listener._follow_ids, SECONDS)
         one.say(3)
         two.say(3)
         ear.until(9)
-        ear.listener.follow(one.source, Start(None, 0), turn=2)
+        ear.listener.follow(one.source, ResumePoint(None, 0), follow_id=2)
         ear.until(15)
-        assert [each.record.seq for each in ear.told if isinstance(each.record, Batched) and each.turn == 2] == list(range(6))
+        assert [each.record.seq for each in ear.told if isinstance(each.record, BatchRecord) and each.follow_id == 2] == list(
+            range(6)
+        )
 
 
 def test_an_address_that_is_none_is_told_as_trust() -> None:
     with TalkingEngine() as engine, listening() as ear:
-        ear.listener.follow(Source("ipc:///" + "z" * 2 * MAX_REASON, name="odd"), Start(None, 0), turn=5)
+        ear.listener.follow(Source("ipc:///" + "z" * 2 * MAX_REASON, name="odd"), ResumePoint(None, 0), follow_id=5)
         until("it to be told", lambda: ear.trust == ["CONNECTING"], SECONDS)
         said = ear.told[0].record
-        assert isinstance(said, Trusting)
-        assert (said.key, ear.told[0].turn, len(said.reason)) == (("odd", 0), 5, MAX_REASON)
-        ear.listener.leave(("odd", 0))
-        ear.listener.follow(engine.source, Start(None, 0), turn=6)
+        assert isinstance(said, TrustRecord)
+        assert (said.key, ear.told[0].follow_id, len(said.reason)) == (("odd", 0), 5, MAX_REASON)
+        ear.listener.unfollow(("odd", 0))
+        ear.listener.follow(engine.source, ResumePoint(None, 0), follow_id=6)
         engine.say(1)
         ear.until(1)
 
 
 def test_one_that_never_began_closes_its_sockets() -> None:
-    listener = Listener("bridge", lambda _: None, lambda: True)
+    listener = EngineReader("bridge", lambda _: None, lambda: True)
     assert listener.stop()
     assert repr(listener._subscriber) == "<Subscriber closed>"
 
@@ -150,25 +151,24 @@ def test_one_that_never_began_closes_its_sockets() -> None:
 def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those are looked at that something has happened to, whatever their number."""
     transport = FakeTransport()
-    told: list[Heard] = []
+    told: list[EngineRecord] = []
     engines = [transport.engine(f"tcp://engine-{number}:1", f"tcp://engine-{number}:2") for number in range(50)]
-    subscriber = Subscriber(transport=transport, clock=transport.clock, decode=False)
-    listener = Listener("bridge", told.extend, lambda: True, subscriber)
+    listener = EngineReader("bridge", told.extend, lambda: True, transport=transport, clock=transport.clock)
     for number, engine in enumerate(engines):
         source = Source(engine.endpoint, engine.replay_endpoint, name=str(number))
-        listener.follow(source, Start(None, 0), 1)
+        listener.follow(source, ResumePoint(None, 0), 1)
         engine.publish(BlockRemoved([1]))
 
     def turn() -> None:
         for _ in range(5):
-            listener._look_at = 0.0
+            listener._check_trust_at = 0.0
             listener._turn()
 
     turn()
     for engine in engines:
         engine.publish(BlockRemoved([1]))  # the first one to come live
     turn()
-    assert {each.record.key for each in told if isinstance(each.record, Trusting) and each.record.trust == "EXACT"} == {
+    assert {each.record.key for each in told if isinstance(each.record, TrustRecord) and each.record.trust == "EXACT"} == {
         (str(number), 0) for number in range(50)
     }
     told.clear()
@@ -176,17 +176,17 @@ def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once(monk
     assert told == []
     engines[7].publish(BlockRemoved([1]))
     looked_at: list[int] = []
-    look = subscriber.trust_changes
+    look = listener._subscriber.trust_changes
 
     def noting() -> list[tuple[tuple[str, int], Trust]]:
-        looked_at.append(len(subscriber._multiplexer._changed))
+        looked_at.append(len(listener._subscriber._multiplexer._changed))
         return look()
 
-    monkeypatch.setattr(subscriber, "trust_changes", noting)
-    listener._look_at = float("inf")
+    monkeypatch.setattr(listener._subscriber, "trust_changes", noting)
+    listener._check_trust_at = float("inf")
     listener._turn()
     assert looked_at == [1]
-    assert [type(each.record) for each in told] == [Batched]
+    assert [type(each.record) for each in told] == [BatchRecord]
     told.clear()
     engines[7].disconnect()
     turn()
@@ -196,41 +196,42 @@ def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once(monk
 def test_less_trust_is_told_together_with_what_it_is_about() -> None:
     """What replay has brought may be another engine's: whoever reads it must not be EXACT until the next look."""
     transport = FakeTransport()
-    told: list[list[Heard]] = []
+    told: list[list[EngineRecord]] = []
     engine = transport.engine("tcp://engine:1", "tcp://engine:2")
-    subscriber = Subscriber(transport=transport, clock=transport.clock, decode=False)
-    listener = Listener("bridge", lambda heard: told.append(list(heard)), lambda: True, subscriber)
-    listener.follow(Source(engine.endpoint, engine.replay_endpoint, name="engine"), Start(None, 0), 1)
+    listener = EngineReader(
+        "bridge", lambda heard: told.append(list(heard)), lambda: True, transport=transport, clock=transport.clock
+    )
+    listener.follow(Source(engine.endpoint, engine.replay_endpoint, name="engine"), ResumePoint(None, 0), 1)
     engine.publish(BlockRemoved([1]))
     for _ in range(10):
-        listener._look_at = 0.0
+        listener._check_trust_at = 0.0
         listener._turn()
     engine.publish(BlockRemoved([1]))
     for _ in range(10):
-        listener._look_at = 0.0
+        listener._check_trust_at = 0.0
         listener._turn()
     assert _trust_in([each for heard in told for each in heard])[-1] == "EXACT"
     told.clear()
     engine.publish(BlockRemoved([1]), lost=True)
     transport.clock.advance(StreamLimits().idle_before_probe)
-    listener._look_at = float("inf")
+    listener._check_trust_at = float("inf")
     for _ in range(5):
         listener._turn()
     for heard in told:
-        replayed = [each for each in heard if isinstance(each.record, Batched) and each.record.replayed]
+        replayed = [each for each in heard if isinstance(each.record, BatchRecord) and each.record.replayed]
         assert not replayed or _trust_in(heard), "nothing was said of trust"
     assert told
 
 
-def _trust_in(heard: list[Heard]) -> list[str]:
-    return [each.record.trust for each in heard if isinstance(each.record, Trusting)]
+def _trust_in(heard: list[EngineRecord]) -> list[str]:
+    return [each.record.trust for each in heard if isinstance(each.record, TrustRecord)]
 
 
 def test_a_thread_of_the_library_leaves_the_process_as_it_was() -> None:
     """How long threads may run is of the whole process, which is somebody else's."""
     before = sys.getswitchinterval()
     with TalkingEngine() as engine, listening() as ear:
-        ear.listener.follow(engine.source, Start(None, 0), 1)
+        ear.listener.follow(engine.source, ResumePoint(None, 0), 1)
         engine.say(1)
         ear.until(1)
         assert sys.getswitchinterval() == before

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import nats
 import pytest
 
-from kvevents.plane.layout import make
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.opinions import PREFIX, Opinion, Place
-from kvevents.plane.reading import Pushed
-from kvevents.plane.records import VERSION, Batched, Join, Key, Page, Record, encode_page
-from kvevents.plane.settings import MAX_PARTITIONS
-from kvevents.plane.status import PlaneView, look
-from kvevents.plane.subscriber import CENSUS_PAGES, LogSubscriber
+from kvevents.plane.layout import create_plane
+from kvevents.plane.log_subscriber import LogSubscriber
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.records import VERSION, BatchRecord, JoinRecord, Page, ReceivedMessage, Record, StreamKey, encode_page
+from kvevents.plane.replica_digests import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
+from kvevents.plane.settings import MAX_PARTITIONS, ReaderLimits
+from kvevents.plane.status import PlaneView, inspect_plane
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import plane_at
 
@@ -29,21 +28,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
         yield found
 
 
-def digests(count: int) -> dict[Key, str]:
+def digests(count: int) -> dict[StreamKey, str]:
     return {(LARGE_NAME % number, 0): f"{number:064x}" for number in range(count)}
 
 
-def counted(held: dict[Key, str]) -> Opinion:
+def counted(held: dict[StreamKey, str]) -> ReplicaDigests:
     """What a replica tells that has read a log of so many streams, and holds this of them."""
     subscriber = LogSubscriber(lambda: 0.0, held.get)
-    subscriber.add_partition(0, Ledger(), {})
+    subscriber.add_partition(0, PartitionState(), {})
     names = sorted(source for source, _ in held)
-    records: list[Record] = [record for name in names for record in (Join(name, 0, b""), Batched(name, 0, 0, 0, False, b""))]
-    pages = [Page(VERSION, "bridge", 0.0, records), *[Page(VERSION, "bridge", 0.0, [])] * (CENSUS_PAGES[0] - 1)]
-    subscriber.put(0, [Pushed(position, encode_page(page), 0) for position, page in enumerate(pages, 1)])
-    while 0 not in subscriber.census:
+    records: list[Record] = [
+        record for name in names for record in (JoinRecord(name, 0, b""), BatchRecord(name, 0, 0, 0, False, b""))
+    ]
+    pages = [
+        Page(VERSION, "bridge", 0.0, records),
+        *[Page(VERSION, "bridge", 0.0, [])] * (ReaderLimits().digest_intervals[0] - 1),
+    ]
+    subscriber.put(0, [ReceivedMessage(position, encode_page(page), 0) for position, page in enumerate(pages, 1)])
+    while 0 not in subscriber.digests:
         subscriber.receive_many(0.0)
-    return Opinion.of(subscriber.census)
+    return ReplicaDigests.of(subscriber.digests)
 
 
 def test_one_of_many_streams_that_differs_shows() -> None:
@@ -51,41 +55,41 @@ def test_one_of_many_streams_that_differs_shows() -> None:
     held = digests(STREAMS)
     name = (LARGE_NAME % 7, 0)
     own = counted(held)
-    assert own.places["0"][0].streams == STREAMS
+    assert own.partitions["0"][0].streams == STREAMS
     assert own.agrees(counted(dict(reversed(held.items())))) is True
     assert own.agrees(counted({**held, name: "0" * 64})) is False
     assert own.agrees(counted({key: digest for key, digest in held.items() if key != name})) is False
 
 
 def test_what_was_not_seen_at_the_same_place_is_not_compared() -> None:
-    one, two = Place.of(7, digests(3)), Place.of(8, digests(4))
-    assert Opinion.of({0: [one], 1: [one]}).agrees(Opinion.of({0: [one], 1: [two]})) is True
-    assert Opinion.of({0: [one]}).agrees(Opinion.of({0: [two]})) is None
-    assert Opinion.of({0: [one]}).agrees(Opinion.of({1: [one]})) is None
+    one, two = PartitionDigest.of(7, digests(3)), PartitionDigest.of(8, digests(4))
+    assert ReplicaDigests.of({0: [one], 1: [one]}).agrees(ReplicaDigests.of({0: [one], 1: [two]})) is True
+    assert ReplicaDigests.of({0: [one]}).agrees(ReplicaDigests.of({0: [two]})) is None
+    assert ReplicaDigests.of({0: [one]}).agrees(ReplicaDigests.of({1: [one]})) is None
 
 
 @pytest.mark.parametrize("clocks", [(0.0, 0.0), (0.0, 10.0)])
 def test_replicas_that_are_pages_apart_tell_of_the_same_places(clocks: tuple[float, float]) -> None:
     """Whatever the clocks of two bridges that take turns say: places go by the numbers of pages."""
-    held: dict[Key, str] = {("engine", 0): "a"}
+    held: dict[StreamKey, str] = {("engine", 0): "a"}
 
     def told(pages: int) -> list[int]:
-        taken: list[Key] = []
+        taken: list[StreamKey] = []
 
-        def digest(key: Key) -> str:
+        def digest(key: StreamKey) -> str:
             taken.append(key)
             return held[key]
 
         subscriber = LogSubscriber(lambda: 0.0, digest)
-        subscriber.add_partition(0, Ledger(), {})
-        records: list[Record] = [Join("engine", 0, b"")]
+        subscriber.add_partition(0, PartitionState(), {})
+        records: list[Record] = [JoinRecord("engine", 0, b"")]
         found = [Page(VERSION, "bridge", clocks[number % 2], records) for number in range(pages)]
-        subscriber.put(0, [Pushed(position, encode_page(page), 0) for position, page in enumerate(found, 1)])
+        subscriber.put(0, [ReceivedMessage(position, encode_page(page), 0) for position, page in enumerate(found, 1)])
         while subscriber.queued_bytes:
             subscriber.receive_many(0.0)
         subscriber.receive_many(0.0)
-        assert len(taken) == pages // CENSUS_PAGES[0]
-        return [place.position for place in subscriber.census[0]]
+        assert len(taken) == pages // ReaderLimits().digest_intervals[0]
+        return [place.position for place in subscriber.digests[0]]
 
     assert told(1_030) == [1_024]
     assert told(1_100) == [1_088, 1_024]
@@ -94,11 +98,11 @@ def test_replicas_that_are_pages_apart_tell_of_the_same_places(clocks: tuple[flo
 
 def test_an_opinion_fits_into_a_message_of_any_plane() -> None:
     """With as many partitions as there may be, whatever is in them."""
-    place = Place.of(2**53, digests(10))
-    opinion = Opinion.of(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(CENSUS_PAGES)))
-    assert len(opinion.encode()) < 60 << 10
-    assert Opinion.decode(opinion.encode()) == opinion
-    assert Opinion.decode(b'{"places": {"0": [[1, {"x": "y"}]]}}') is None
+    place = PartitionDigest.of(2**53, digests(10))
+    replica_digests = ReplicaDigests.of(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(ReaderLimits().digest_intervals)))
+    assert len(replica_digests.encode()) < 60 << 10
+    assert ReplicaDigests.decode(replica_digests.encode()) == replica_digests
+    assert ReplicaDigests.decode(b'{"places": {"0": [[1, {"x": "y"}]]}}') is None
 
 
 @needs_nats
@@ -112,11 +116,11 @@ def test_replicas_of_twenty_thousand_streams_hear_each_other(server: NatsServer)
         client = await nats.connect(server.url)
         try:
             js = client.jetstream()
-            layout = await make(js, plane)
+            layout = await create_plane(js, plane)
             bucket = await js.key_value(layout.leases)
             for name, holds in (("a", held), ("b", held), ("c", other)):
-                await bucket.put(PREFIX + name, counted(holds).encode())
-            return await look(js, layout)
+                await bucket.put(DIGEST_PREFIX + name, counted(holds).encode())
+            return await inspect_plane(js, layout)
         finally:
             await client.close()
 

@@ -9,17 +9,29 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from nats.aio.msg import Msg
 
-from kvevents.plane import layout, reading
-from kvevents.plane.client import PlaneClient
-from kvevents.plane.connection import opened
-from kvevents.plane.layout import Layout, PartitionInfo, make, make_partition
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.reading import HISTORY_HEADER, PAGE_HEADER, PartitionReader, Pushed, header_of
-from kvevents.plane.records import START, VERSION, Page, Tail, encode_page, extend_history
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane import layout, partition_reader
+from kvevents.plane.connection import open_client
+from kvevents.plane.layout import Layout, PartitionInfo, create_partition, create_plane
+from kvevents.plane.nats_client import PlaneClient
+from kvevents.plane.partition_reader import PartitionReader
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.records import (
+    EMPTY_HISTORY,
+    HISTORY_HEADER,
+    PAGE_HEADER,
+    VERSION,
+    Page,
+    ReceivedMessage,
+    Tail,
+    encode_page,
+    extend_history,
+    history_header,
+)
+from kvevents.plane.settings import PlaneSettings, ReaderLimits
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import SECONDS, plane_at
 
@@ -38,13 +50,13 @@ class Partition:
     def __init__(self, client: PlaneClient, layout: Layout, settings: PlaneSettings) -> None:
         self.client, self.js, self.layout, self.settings = client, client.jetstream(), layout, settings
         self.stream, self.subject = layout.stream(0), layout.subject(0)
-        self.came: list[Pushed] = []
-        self.made = 0
+        self.came: list[ReceivedMessage] = []
+        self.stream_id = 0
 
     async def write(self, count: int, size: int = 0) -> None:
         for _ in range(count):
-            self.made += 1
-            await self.js.publish(self.subject, b"%d " % self.made + bytes(size))
+            self.stream_id += 1
+            await self.js.publish(self.subject, b"%d " % self.stream_id + bytes(size))
 
     def reader(self, position: int = 0, made: str | None = None, **more: Any) -> PartitionReader:
         return PartitionReader(self.client, self.layout, 0, Tail(position), made, self.came.extend, **more)
@@ -77,8 +89,8 @@ async def running(reader: PartitionReader) -> AsyncIterator[asyncio.Task[Any]]:
 
 def with_partition(settings: PlaneSettings, work: Callable[[Partition], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with opened(settings, name="test") as client:
-            await work(Partition(client, await make(client.jetstream(), settings), settings))
+        async with open_client(settings, name="test") as client:
+            await work(Partition(client, await create_plane(client.jetstream(), settings), settings))
 
     asyncio.run(main())
 
@@ -94,7 +106,7 @@ def test_every_page_once_and_in_order(server: NatsServer) -> None:
             assert len(partition.came) == 300
             await partition.write(100)
             await partition.until(400)
-            assert (reader.position, reader.behind, reader.fault) == (400, 0, "")
+            assert (reader.position, reader.lag, reader.fault) == (400, 0, "")
             assert [pushed.position for pushed in partition.came] == list(range(1, 401))
 
     with_partition(plane_at(server.url, name="order", partitions=1), work)
@@ -111,13 +123,12 @@ def test_it_goes_on_where_it_was_told(server: NatsServer) -> None:
     with_partition(plane_at(server.url, name="on", partitions=1), work)
 
 
-def test_pages_that_come_faster_than_they_are_taken_are_read_again(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PENDING_BYTES", 64 << 10)
-    monkeypatch.setattr(reading, "AGAIN_SECONDS", 0.01)
+def test_pages_that_come_faster_than_they_are_taken_are_read_again(server: NatsServer) -> None:
+    limits = ReaderLimits(pending_bytes=64 << 10, retry_seconds=0.01)
 
     async def work(partition: Partition) -> None:
         await partition.write(20, size=16 << 10)
-        async with running(partition.reader()):
+        async with running(partition.reader(limits=limits)):
             await partition.until(20)
 
     with_partition(plane_at(server.url, name="fast", partitions=1), work)
@@ -148,11 +159,11 @@ def test_a_partition_that_is_deleted_is_waited_for_and_is_another_one_then(serve
             await partition.write(5)
             await partition.until(5)
             await partition.js.delete_stream(partition.stream)
-            reader.look_again()
+            reader.request_check()
             await until(lambda: "deleted" in reader.fault)
-            await make_partition(partition.js, partition.layout, 0, partition.settings)
+            await create_partition(partition.js, partition.layout, 0, partition.settings)
             async with asyncio.timeout(SECONDS):
-                assert (await task).why == "made anew"
+                assert (await task).reason == "recreated"
 
     with_partition(plane_at(server.url, name="deleted", partitions=1), work)
 
@@ -160,16 +171,16 @@ def test_a_partition_that_is_deleted_is_waited_for_and_is_another_one_then(serve
 def test_who_may_make_it_does(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
         async def remake() -> None:
-            await make_partition(partition.js, partition.layout, 0, partition.settings)
+            await create_partition(partition.js, partition.layout, 0, partition.settings)
 
-        reader = partition.reader(remake=remake)
+        reader = partition.reader(recreate=remake)
         async with running(reader) as task:
             await partition.write(5)
             await partition.until(5)
             await partition.js.delete_stream(partition.stream)
             async with asyncio.timeout(SECONDS):
-                await reader.look_again().wait()
-                assert (await task).why == "made anew"
+                await reader.request_check().wait()
+                assert (await task).reason == "recreated"
 
     with_partition(plane_at(server.url, name="remade", partitions=1), work)
 
@@ -203,20 +214,20 @@ def test_a_partition_that_ends_before_what_was_read_cannot_be_read_on(server: Na
     async def work(partition: Partition) -> None:
         await partition.write(10)
         async with running(partition.reader(12)) as task, asyncio.timeout(SECONDS):
-            assert (await task).why == "shrunk"
+            assert (await task).reason == "truncated"
         assert not partition.came
 
-    with_partition(plane_at(server.url, name="shrunk", partitions=1), work)
+    with_partition(plane_at(server.url, name="truncated", partitions=1), work)
 
 
 async def put(partition: Partition, name: str, history: bytes | None) -> None:
     """One page as a bridge sends it."""
-    headers = {PAGE_HEADER: name, HISTORY_HEADER: header_of(history)}
+    headers = {PAGE_HEADER: name, HISTORY_HEADER: history_header(history)}
     await partition.js.publish(partition.subject, b"page", headers=headers)
 
 
 def history_of(*names: str) -> bytes:
-    return reduce(extend_history, names, START)
+    return reduce(extend_history, names, EMPTY_HISTORY)
 
 
 def test_a_reader_finds_another_page_where_its_tail_was(server: NatsServer) -> None:
@@ -224,13 +235,13 @@ def test_a_reader_finds_another_page_where_its_tail_was(server: NatsServer) -> N
     names."""
 
     async def work(partition: Partition) -> None:
-        await put(partition, "a#1", START)
+        await put(partition, "a#1", EMPTY_HISTORY)
         await put(partition, "b#1", history_of("a#1"))
         read = PartitionReader(
             partition.client, partition.layout, 0, Tail(2, "a#2", history_of("a#1", "a#2")), None, partition.came.extend
         )
         async with running(read) as task, asyncio.timeout(SECONDS):
-            assert (await task).why == "rewritten"
+            assert (await task).reason == "rewritten"
         same = PartitionReader(
             partition.client, partition.layout, 0, Tail(2, "b#1", history_of("a#1", "b#1")), None, partition.came.extend
         )
@@ -246,16 +257,16 @@ def test_a_page_whose_writer_has_read_something_else_ends_the_reader_once(server
     """Either of them may be wrong. The log itself decides: read again from its beginning, the page is void, and handed out."""
 
     async def work(partition: Partition) -> None:
-        await put(partition, "a#1", START)
+        await put(partition, "a#1", EMPTY_HISTORY)
         reader = partition.reader()
-        reader.tail = Tail(0, "", START)
+        reader.tail = Tail(0, "", EMPTY_HISTORY)
         async with running(reader) as task, asyncio.timeout(SECONDS):
             await until(lambda: partition.came)
             await put(partition, "b#1", history_of("something else"))
-            assert (await task).why == "disputed"
+            assert (await task).reason == "disputed"
         assert len(partition.came) == 1
         again = partition.reader()
-        again.tail, again.settled = Tail(0, "", START), True
+        again.tail, again.resolves_disputes = Tail(0, "", EMPTY_HISTORY), True
         async with running(again):
             await until(lambda: len(partition.came) == 3)
             await put(partition, "a#2", history_of("a#1", "b#1"))
@@ -265,15 +276,15 @@ def test_a_page_whose_writer_has_read_something_else_ends_the_reader_once(server
 
 
 def test_a_history_begins_with_a_page_that_says_so(server: NatsServer) -> None:
-    """As a `Blank` does, whose writer cannot know what was before. A message that is no page has a place in it."""
+    """As a `ResetRecord` does, whose writer cannot know what was before. A message that is no page has a place in it."""
 
     async def work(partition: Partition) -> None:
-        await put(partition, "a#1", START)
+        await put(partition, "a#1", EMPTY_HISTORY)
         await put(partition, "b#1", None)
         await partition.write(1)
         await put(partition, "b#2", history_of("b#1", ""))
         reader = partition.reader()
-        reader.tail = Tail(0, "", START)
+        reader.tail = Tail(0, "", EMPTY_HISTORY)
         async with running(reader):
             await until(lambda: len(partition.came) == 4)
             assert reader.tail == Tail(4, "b#2", history_of("b#1", "", "b#2"))
@@ -283,14 +294,14 @@ def test_a_history_begins_with_a_page_that_says_so(server: NatsServer) -> None:
 
 def test_a_message_whose_headers_say_something_else_is_no_page() -> None:
     """Readers go by the headers, so nothing else may come of a message that is read."""
-    page = Page(VERSION, "a", 0.0, [], name="a#1", history=START)
-    data, history = encode_page(page), header_of(START)
-    assert Pushed(1, data, 0, "a#1", history).page() == page
+    page = Page(VERSION, "a", 0.0, [], name="a#1", history=EMPTY_HISTORY)
+    data, history = encode_page(page), history_header(EMPTY_HISTORY)
+    assert ReceivedMessage(1, data, 0, "a#1", history).page() == page
     for name, said in (("a#2", history), ("a#1", "new"), ("a#1", history_of("x").hex())):
-        assert Pushed(1, data, 0, name, said).page() is None
-    ledger = Ledger()
-    ledger.skip(1, "x", is_first=True)
-    assert ledger.tail == Tail(1, "x", history_of("x"))
+        assert ReceivedMessage(1, data, 0, name, said).page() is None
+    state = PartitionState()
+    state.skip(1, "x", is_first=True)
+    assert state.tail == Tail(1, "x", history_of("x"))
 
 
 def test_a_writer_verifies_its_tail_when_it_has_another_connection(server: NatsServer) -> None:
@@ -299,22 +310,21 @@ def test_a_writer_verifies_its_tail_when_it_has_another_connection(server: NatsS
     async def work(partition: Partition) -> None:
         writer = Writing()
         async with resting(partition, writer) as (reader, task), asyncio.timeout(SECONDS):
-            await put(partition, "a#1", START)
+            await put(partition, "a#1", EMPTY_HISTORY)
             writer.position, writer.name = 1, "a#1"
-            await reader.look_again().wait()
+            await reader.request_check().wait()
             assert (reader.tail.name, task.done()) == ("a#1", False)
             await put(partition, "b#2", history_of("a#1"))
             writer.position, writer.name = 2, "a#2"
-            reader.look_again()
-            assert (await task).why == "rewritten"
+            reader.request_check()
+            assert (await task).reason == "rewritten"
 
     with_partition(plane_at(server.url, name="again", partitions=1), work)
 
 
-def test_a_consumer_that_has_stopped_is_made_again(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consumer_that_has_stopped_is_made_again(server: NatsServer) -> None:
     """It sends signs of life, and no page: what the partition holds shows it."""
-    monkeypatch.setattr(reading, "CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(reading, "HEARTBEAT_SECONDS", 0.1)
+    limits = ReaderLimits(check_seconds=0.05, heartbeat_seconds=0.1)
     deaf = asyncio.Event()
 
     class Deaf(PartitionReader):
@@ -325,12 +335,13 @@ def test_a_consumer_that_has_stopped_is_made_again(server: NatsServer, monkeypat
                 await super()._on_message(message)
             self._alive_at = asyncio.get_running_loop().time()
 
-        def look_again(self) -> asyncio.Event:
+        def request_check(self) -> asyncio.Event:
             deaf.set()
-            return super().look_again()
+            return super().request_check()
 
     async def work(partition: Partition) -> None:
-        async with running(Deaf(partition.client, partition.layout, 0, Tail(0), None, partition.came.extend)) as task:
+        reader = Deaf(partition.client, partition.layout, 0, Tail(0), None, partition.came.extend, limits=limits)
+        async with running(reader) as task:
             await partition.write(3)
             await partition.until(3)
             assert not task.done()
@@ -340,22 +351,22 @@ def test_a_consumer_that_has_stopped_is_made_again(server: NatsServer, monkeypat
 
 def test_what_was_asked_for_before_a_doubt_does_not_end_it(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer may be of a server that has lost pages since: a bridge writes nothing until another one has come."""
-    ask = layout.state_of
+    ask = layout.partition_info
 
     async def work(partition: Partition) -> None:
         reader, answers = partition.reader(), 0
 
-        async def state_of(*arguments: Any) -> PartitionInfo:
+        async def partition_info(*arguments: Any) -> PartitionInfo:
             nonlocal answers
             state = await ask(*arguments)
             answers += 1
             if answers == 1:
-                reader.look_again()
+                reader.request_check()
             return state
 
-        monkeypatch.setattr(reading, "state_of", state_of)
+        monkeypatch.setattr(partition_reader, "partition_info", partition_info)
         async with running(reader), asyncio.timeout(SECONDS):
-            await reader.looked.wait()
+            await reader.checked.wait()
             assert answers > 1
 
     with_partition(plane_at(server.url, name="doubts", partitions=1), work)
@@ -365,7 +376,7 @@ def test_what_goes_wrong_in_taking_ends_it(server: NatsServer) -> None:
     """Or its ledger would have a hole that nobody sees."""
 
     async def work(partition: Partition) -> None:
-        def take(_: list[Pushed]) -> None:
+        def take(_: list[ReceivedMessage]) -> None:
             raise ZeroDivisionError
 
         await partition.write(1)
@@ -410,16 +421,16 @@ class Writing:
         return Tail(self.position, self.name)
 
 
-@pytest.fixture(name="heartbeat")
-def short_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader rests after a few of them."""
-    monkeypatch.setattr(reading, "HEARTBEAT_SECONDS", 0.1)
+POLLING = ReaderLimits(heartbeat_seconds=0.1)
+"""A reader polls after a few heartbeats."""
 
 
 @asynccontextmanager
-async def resting(partition: Partition, writer: Writing) -> AsyncIterator[tuple[PartitionReader, asyncio.Task[Any]]]:
+async def resting(
+    partition: Partition, writer: Writing, limits: ReaderLimits = POLLING
+) -> AsyncIterator[tuple[PartitionReader, asyncio.Task[Any]]]:
     """A reader of an empty partition that has seen nobody else write for a while."""
-    reader = partition.reader(writer=writer)
+    reader = partition.reader(writer=writer, limits=limits)
     async with running(reader) as task:
         await until_consumers(partition, 1)
         await until_consumers(partition, 0)
@@ -432,7 +443,6 @@ async def until_consumers(partition: Partition, count: int) -> None:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.usefixtures("heartbeat")
 def test_a_writer_is_not_sent_its_own_pages_and_gets_those_of_others(server: NatsServer) -> None:
     """Nothing is pushed. What it knows counts as read; what it does not is asked for, and comes in order."""
 
@@ -445,72 +455,63 @@ def test_a_writer_is_not_sent_its_own_pages_and_gets_those_of_others(server: Nat
             await partition.write(2)
             await until(lambda: len(partition.came) == 2)
             assert partition.numbers == [301, 302]
-            assert (reader.position, reader.behind, reader.fault) == (302, 0, "")
+            assert (reader.position, reader.lag, reader.fault) == (302, 0, "")
             assert not await partition.js.consumers_info(partition.stream)
 
     with_partition(plane_at(server.url, name="resting", partitions=1), work)
 
 
-@pytest.mark.usefixtures("heartbeat")
-def test_one_that_rests_asks_at_once_where_somebody_else_must_have_written(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_rests_asks_at_once_where_somebody_else_must_have_written(server: NatsServer) -> None:
     """And waits for what becomes of pages that are under way, or it would fetch them."""
-    monkeypatch.setattr(reading, "LOOK_SECONDS", 0.01)
+    limits = msgspec.structs.replace(POLLING, poll_seconds=2 * SECONDS)
 
     async def work(partition: Partition) -> None:
         writer = Writing()
-        async with resting(partition, writer) as (reader, _):
+        async with resting(partition, writer, limits) as (reader, _):
             writer.under_way = True
             await partition.write(1)
-            looked = reader.look_again()
+            looked = reader.request_check()
             await looked.wait()
-            await reader.look_again().wait()
+            await reader.request_check().wait()
             assert not partition.came
-            monkeypatch.setattr(reading, "LOOK_SECONDS", 2 * SECONDS)
-            await reader.look_again().wait()
-            reader.ask()
+            await reader.request_check().wait()
+            reader.request_poll()
             await partition.until(1)
 
     with_partition(plane_at(server.url, name="asking", partitions=1), work)
 
 
-@pytest.mark.usefixtures("heartbeat")
 def test_one_that_rests_is_sent_pages_again_where_many_are_of_others(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
         writer = Writing()
         async with resting(partition, writer) as (reader, _):
             writer.under_way = True  # so that they are many when it asks
-            await partition.write(reading.MANY_PAGES + 1)
-            reader.ask()
-            await partition.until(reading.MANY_PAGES + 1)
+            await partition.write(partition_reader.MAX_POLLED_PAGES + 1)
+            reader.request_poll()
+            await partition.until(partition_reader.MAX_POLLED_PAGES + 1)
             assert len(await partition.js.consumers_info(partition.stream)) == 1
             await partition.write(100)
-            await partition.until(reading.MANY_PAGES + 101)
+            await partition.until(partition_reader.MAX_POLLED_PAGES + 101)
 
     with_partition(plane_at(server.url, name="many", partitions=1), work)
 
 
-@pytest.mark.usefixtures("heartbeat")
-def test_one_that_rests_is_sent_pages_again_where_it_must_ask_again_and_again(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "LOOK_SECONDS", 2 * SECONDS)
+def test_one_that_rests_is_sent_pages_again_where_it_must_ask_again_and_again(server: NatsServer) -> None:
+    limits = msgspec.structs.replace(POLLING, poll_seconds=2 * SECONDS)
 
     async def work(partition: Partition) -> None:
         writer = Writing()
         writer.under_way = True
-        async with resting(partition, writer) as (reader, _):
-            for count in range(1, reading.FEW_PAGES + 2):
+        async with resting(partition, writer, limits) as (reader, _):
+            for count in range(1, partition_reader.MAX_FOREIGN_PAGES + 2):
                 await partition.write(1)
-                reader.ask()
+                reader.request_poll()
                 await partition.until(count)
             await until_consumers(partition, 1)
 
     with_partition(plane_at(server.url, name="often", partitions=1), work)
 
 
-@pytest.mark.usefixtures("heartbeat")
 def test_one_that_rests_tells_what_became_of_its_partition(server: NatsServer) -> None:
     """A page of somebody else that is gone before it was asked for, and a partition that is another one."""
 
@@ -520,22 +521,21 @@ def test_one_that_rests_tells_what_became_of_its_partition(server: NatsServer) -
             await partition.write(1)
             await partition.until(1)
             writer.under_way = True
-            await reader.look_again().wait()
+            await reader.request_check().wait()
             await partition.write(2)
             await partition.js.delete_msg(partition.stream, 2)
-            reader.ask()
+            reader.request_poll()
             assert await task == ("purged", 3)
         await partition.js.delete_stream(partition.stream)
-        await make_partition(partition.js, partition.layout, 0, partition.settings)
+        await create_partition(partition.js, partition.layout, 0, partition.settings)
         async with resting(partition, Writing()) as (_, task), asyncio.timeout(SECONDS):
             await partition.js.delete_stream(partition.stream)
-            await make_partition(partition.js, partition.layout, 0, partition.settings)
-            assert (await task).why == "made anew"
+            await create_partition(partition.js, partition.layout, 0, partition.settings)
+            assert (await task).reason == "recreated"
 
     with_partition(plane_at(server.url, name="restless", partitions=1), work)
 
 
-@pytest.mark.usefixtures("heartbeat")
 def test_a_reader_without_a_writer_never_rests(server: NatsServer) -> None:
     """Nobody would tell it what comes. One that could rest does so meanwhile, which says that there was time enough."""
 

@@ -20,10 +20,10 @@ import paths
 from certificate_cases import make_certificates
 from cli_cases import Program
 from kvevents.errors import PlaneError
-from kvevents.plane.client import PlaneClient
-from kvevents.plane.connection import opened, require_jetstream
-from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout, make
+from kvevents.plane.connection import open_client, require_jetstream
+from kvevents.plane.layout import Layout, create_plane
+from kvevents.plane.nats_client import PlaneClient
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import decode_page
 from kvevents.plane.settings import PlaneSettings
 from nats_logins import Key, Operator
@@ -114,14 +114,14 @@ def flags(settings: PlaneSettings, replica: str) -> list[str]:
 
 @asynccontextmanager
 async def jetstream(settings: PlaneSettings) -> AsyncIterator[tuple[PlaneClient, JetStreamContext]]:
-    async with opened(settings, name="a test") as client:
+    async with open_client(settings, name="a test") as client:
         yield client, client.jetstream(timeout=3)
 
 
 async def is_denied(what: Awaitable[Any]) -> bool:
     """Whether the server does not permit it; what it permits, and refuses for another reason, is not denied."""
     try:
-        with told("trying"):
+        with map_errors("trying"):
             await what
     except PlaneError as error:
         return error.fault == "denied"
@@ -141,7 +141,7 @@ async def test_a_stranger_gets_nothing(login: Login) -> None:
 
 def test_a_replica_that_is_not_let_in_says_so_and_is_not_ready(login: Login) -> None:
     with serving(*flags(login("stranger"), "x")) as service:
-        until("the reason", lambda: service.told("it does not take this login"))
+        until("the reason", lambda: service.told("it rejects this login"))
         assert service.get("/readyz").status == 503
         assert "kvevents_plane_readable 0" in service.get("/metrics").body.decode()
 
@@ -206,7 +206,7 @@ def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
 def only_reads(router: Service) -> None:
     until("what it may not do", lambda: router.told("this replica only reads"))
     assert len(router.told("this replica only reads")) == 1
-    router.says("may not publish to '\\$KV.KVEVENTS_default_leases.digest.\\w+'; give this user the permission")
+    router.says("must not publish to '\\$KV.KVEVENTS_default_leases.digest.\\w+'; grant this user the permission")
 
 
 def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> None:
@@ -224,7 +224,7 @@ def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> No
         one.store(range(100, 132))
         router.exact("one", blocks=6)
         assert (
-            len(router.told("no snapshot was taken: .*may not publish to '\\$KV.KVEVENTS_default_leases.lease.snapshot.\\d'"))
+            len(router.told("no snapshot was taken: .*must not publish to '\\$KV.KVEVENTS_default_leases.lease.snapshot.\\d'"))
             == 1
         )
         assert len(router.told("no snapshot was taken")) == 1
@@ -242,10 +242,10 @@ def first_pages(settings: PlaneSettings) -> int:
     return asyncio.run(ask())
 
 
-async def make_plane(login: Login) -> None:
+async def plane_of(login: Login) -> None:
     settings = login("bridge")
     async with jetstream(settings) as (_, js):
-        await make(js, settings)
+        await create_plane(js, settings)
 
 
 WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
@@ -280,7 +280,7 @@ MAY: Final = {
 @pytest.mark.parametrize("role", ROLES)
 async def test_what_a_role_may_write(login: Login, role: str) -> None:
     """Just that: all else the server refuses, whatever would become of it."""
-    await make_plane(login)
+    await plane_of(login)
     allowed = set()
     async with jetstream(login(role)) as (_, js):
         for name, write in WRITES.items():
@@ -292,7 +292,7 @@ async def test_what_a_role_may_write(login: Login, role: str) -> None:
 @pytest.mark.parametrize("role", ROLES)
 async def test_every_role_reads(login: Login, role: str) -> None:
     """And listens to nothing else: a page that comes is none of its own subscriptions'."""
-    await make_plane(login)
+    await plane_of(login)
     async with jetstream(login(role)) as (client, js):
         await require_jetstream(client)
         assert (await js.stream_info(LAYOUT.stream(0))).config.name == LAYOUT.stream(0)
@@ -314,7 +314,7 @@ async def test_every_role_reads(login: Login, role: str) -> None:
 async def test_whoever_may_ask_can_have_the_answer_put_into_a_partition(login: Login) -> None:
     """Servers look at the subject of a request, not at where its answer is to go, so partitions are not proof against the
     plane's own users. An answer is no page, and readers pass over it."""
-    await make_plane(login)
+    await plane_of(login)
     async with jetstream(login("router")) as (client, js):
         await client.publish("$JS.API.INFO", b"", reply=LAYOUT.subject(0))
         await js.stream_info(LAYOUT.stream(0))
@@ -327,7 +327,7 @@ async def test_whoever_may_ask_can_have_the_answer_put_into_a_partition(login: L
 async def test_whoever_may_write_a_digest_can_have_it_delivered_into_a_partition(login: Login) -> None:
     """By a consumer that delivers there. So a replica is trusted with the log as a bridge is; a router has
     nothing to deliver."""
-    await make_plane(login)
+    await plane_of(login)
     async with jetstream(login("replica")) as (_, js):
         await js.publish(f"$KV.{LAYOUT.leases}.digest.x", b"whatever it likes")
         await js.add_consumer(KEPT[1], deliver_subject=LAYOUT.subject(0), ack_policy="none")
@@ -358,7 +358,7 @@ def test_pages_that_a_router_has_delivered_into_another_partition_mean_nothing(l
             router.exact("one", blocks=6)
         with serving(*flags(login("router"), "b")) as router:
             router.exact("one", blocks=6)
-        assert bridge.status().breaches == 0
+        assert bridge.status().invalid_records == 0
 
 
 async def last_page(js: JetStreamContext) -> int:

@@ -16,12 +16,12 @@ from nats.js import JetStreamContext
 from kvevents.errors import PlaneError, SnapshotError
 from kvevents.events import BlockStored
 from kvevents.index import PrefixIndex
-from kvevents.plane.connection import opened
-from kvevents.plane.layout import make, make_partition, state_of
-from kvevents.plane.ledger import Ledger, Standing
-from kvevents.plane.records import Key
+from kvevents.plane.connection import open_client
+from kvevents.plane.layout import create_partition, create_plane, partition_info
+from kvevents.plane.partition_state import PartitionState, StreamState
+from kvevents.plane.records import StreamKey
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import SWEEP_SECONDS, VERSION, Kept, Snapshots, Taken, take
+from kvevents.plane.snapshots import SWEEP_SECONDS, VERSION, SnapshotBody, SnapshotInfo, Snapshots, capture
 from kvevents.service.replica.coordination import ConsistencyCheck
 from kvevents.service.replica.index_build import Snapshotter
 from kvevents.stream import Batch, DegradedReason
@@ -49,23 +49,23 @@ def filled(blocks: int) -> PrefixIndex:
     return index
 
 
-async def there_and_back(plane: PlaneSettings, index: PrefixIndex, folder: Path) -> tuple[Kept, PrefixIndex]:
-    async with opened(plane, name="test") as client:
+async def there_and_back(plane: PlaneSettings, index: PrefixIndex, folder: Path) -> tuple[SnapshotInfo, PrefixIndex]:
+    async with open_client(plane, name="test") as client:
         js = client.jetstream()
-        layout = await make(js, plane)
+        layout = await create_plane(js, plane)
         path = folder / "index"
-        made = (await state_of(js, layout, 0)).made
-        kept = await Snapshots(js, layout).save(take(0, of(("engine", 0)), {}, index, path), path, 10_000, "test", made)
+        made = (await partition_info(js, layout, 0)).stream_id
+        kept = await Snapshots(js, layout).save(capture(0, of(("engine", 0)), {}, index, path), path, 10_000, "test", made)
         restored = PrefixIndex()
-        await Snapshots(js, layout).load((await Snapshots(js, layout).kept(0))[0], restored, folder)
+        await Snapshots(js, layout).load((await Snapshots(js, layout).list_valid(0))[0], restored, folder)
         return kept, restored
 
 
-def of(*keys: Key) -> Ledger:
+def of(*keys: StreamKey) -> PartitionState:
     """A ledger that knows some streams, and no more of them."""
-    ledger = Ledger()
-    ledger.streams = {key: Standing(b"card") for key in keys}
-    return ledger
+    state = PartitionState()
+    state.streams = {key: StreamState(b"card") for key in keys}
+    return state
 
 
 def test_each_partition_has_snapshots_of_its_own(tmp_path: Path) -> None:
@@ -75,28 +75,28 @@ def test_each_partition_has_snapshots_of_its_own(tmp_path: Path) -> None:
 
 
 async def partitions_apart(plane: PlaneSettings, folder: Path) -> None:
-    async with opened(plane, name="test") as client:
+    async with open_client(plane, name="test") as client:
         js = client.jetstream()
-        layout = await make(js, plane)
+        layout = await create_plane(js, plane)
         snapshots, path = Snapshots(js, layout), folder / "index"
         index = filled(100)
         index.apply(Batch("other", 0, 0, 0, 0.0, [BlockStored([7, 8], None, list(range(8)), 4)], replayed=False))
         doubts = {("engine", 0): frozenset({DegradedReason.LOST}), ("other", 0): frozenset({DegradedReason.REJECTED})}
         for partition, name in enumerate(("engine", "other")):
-            made = (await state_of(js, layout, partition)).made
-            await snapshots.save(take(partition, of((name, 0)), doubts, index, path), path, 0, "test", made)
+            made = (await partition_info(js, layout, partition)).stream_id
+            await snapshots.save(capture(partition, of((name, 0)), doubts, index, path), path, 0, "test", made)
         restored = PrefixIndex()
         for partition, name in ((1, "other"), (0, "engine")):
-            kept = await snapshots.kept(partition)
-            ledger, found = await snapshots.load(kept[0], restored, folder)
-            assert list(ledger.streams) == [(name, 0)]
+            kept = await snapshots.list_valid(partition)
+            state, found = await snapshots.load(kept[0], restored, folder)
+            assert list(state.streams) == [(name, 0)]
             assert found == {(name, 0): doubts[name, 0]}
             assert restored.digest(name) == index.digest(name)
-        lying = take(0, of(("engine", 0)), {}, index, path)
+        lying = capture(0, of(("engine", 0)), {}, index, path)
         lying.digests = [("engine", 0, index.digest("other"))]
-        kept_lie = await snapshots.save(lying, path, 0, "test", (await state_of(js, layout, 0)).made)
+        kept_lie = await snapshots.save(lying, path, 0, "test", (await partition_info(js, layout, 0)).stream_id)
         empty = PrefixIndex()
-        with pytest.raises(SnapshotError, match="does not hold what it says"):
+        with pytest.raises(SnapshotError, match="does not have its digests"):
             await snapshots.load(kept_lie, empty, folder)
         assert (empty.stats().blocks, empty.workers()) == (0, [])
 
@@ -111,23 +111,23 @@ def test_a_snapshot_that_the_servers_have_lost_a_part_of_is_damaged(tmp_path: Pa
 
 async def damaged(plane: PlaneSettings, path: Path, suffix: str, damage: str) -> bool:
     """Of two snapshots the newest is damaged. Returns whether the one before is as it was."""
-    async with opened(plane, name="test") as client, asyncio.timeout(10.0):
+    async with open_client(plane, name="test") as client, asyncio.timeout(10.0):
         js = client.jetstream()
-        layout = await make(js, plane)
+        layout = await create_plane(js, plane)
         snapshots, index = Snapshots(js, layout), filled(10_000)
-        taken = take(0, of(("engine", 0), *((f"idle-{number}", 0) for number in range(4_000))), {}, index, path)
-        made = (await state_of(js, layout, 0)).made
+        taken = capture(0, of(("engine", 0), *((f"idle-{number}", 0) for number in range(4_000))), {}, index, path)
+        made = (await partition_info(js, layout, 0)).stream_id
         older, newest = [await snapshots.save(taken, path, 0, "test", made) for _ in range(2)]
         await spoil(js, layout.snapshots, f"{newest.name}.{suffix}", damage)
-        assert await snapshots.is_whole(newest) == (damage == "other bytes")
+        assert await snapshots.is_complete(newest) == (damage == "other bytes")
         empty = PrefixIndex()
         with pytest.raises(SnapshotError, match=newest.name):
             await snapshots.load(newest, empty, path.parent)
         if suffix == "streams":
             with pytest.raises(SnapshotError, match=newest.name):
-                await snapshots.streams(newest)
+                await snapshots.load_body(newest)
         assert empty.workers() == []
-        assert await snapshots.is_whole(older)
+        assert await snapshots.is_complete(older)
         await snapshots.load(older, empty, path.parent)
         return empty.digest("engine") == index.digest("engine")
 
@@ -166,21 +166,21 @@ async def first_page_of_the_second_life(plane: PlaneSettings, path: Path) -> lis
     """The first page after two snapshots that end with page 2, and the same after another life of the partition."""
     filled(1).snapshot(path)
     found = []
-    async with opened(plane, name="test") as client:
+    async with open_client(plane, name="test") as client:
         js = client.jetstream()
-        layout = await make(js, plane)
-        ledger = Ledger()
-        ledger.position = 2
-        taken = Taken(VERSION, 0, ledger.save(), [], [])
-        made = (await state_of(js, layout, 0)).made
+        layout = await create_plane(js, plane)
+        state = PartitionState()
+        state.position = 2
+        taken = SnapshotBody(VERSION, 0, state.encode(), [], [])
+        made = (await partition_info(js, layout, 0)).stream_id
         for _ in range(2):
             for _ in range(3):
                 await js.publish(layout.subject(0), b"page")
             for _ in range(2):
                 await Snapshots(js, layout).save(taken, path, 1, "test", made)
-            found.append((await state_of(js, layout, 0)).first)
+            found.append((await partition_info(js, layout, 0)).first)
             await js.delete_stream(layout.stream(0))
-            await make_partition(js, layout, 0, plane)
+            await create_partition(js, layout, 0, plane)
     return found
 
 
@@ -198,10 +198,10 @@ def test_a_taker_whose_clock_is_ahead_does_not_keep_others_from_taking(tmp_path:
     """A snapshot is new for as long as it was seen unchanged, by the clock of whoever looks."""
 
     async def main() -> None:
-        async with opened(plane_at(server.url, partitions=1), name="test") as client:
+        async with open_client(plane_at(server.url, partitions=1), name="test") as client:
             js = client.jetstream()
-            layout = await make(js, plane_at(server.url, partitions=1))
-            made = (await state_of(js, layout, 0)).made
+            layout = await create_plane(js, plane_at(server.url, partitions=1))
+            made = (await partition_info(js, layout, 0)).stream_id
             clock, path = Clock(), tmp_path / "index"
             ours, taking = Snapshots(js, layout, clock), Snapshotter("good", ConsistencyCheck("good"), 60.0)
             generation: Any = SimpleNamespace(know=id)
@@ -209,12 +209,14 @@ def test_a_taker_whose_clock_is_ahead_does_not_keep_others_from_taking(tmp_path:
             filled(1).snapshot(path)
             with monkeypatch.context() as ahead:
                 ahead.setattr(time, "time", lambda: 1e11)
-                kept = await Snapshots(js, layout).save(Taken(VERSION, 0, Ledger().save(), [], []), path, 1, "ahead", made)
-            assert kept.at == 1e11
+                kept = await Snapshots(js, layout).save(
+                    SnapshotBody(VERSION, 0, PartitionState().encode(), [], []), path, 1, "ahead", made
+                )
+            assert kept.taken_at == 1e11
             assert await taking._is_fresh(0, ours, generation)
             clock.now += 59
             assert not await taking._is_fresh(0, ours, generation)
-            assert ours.known_for(0) == 59
+            assert ours.newest_age(0) == 59
 
     with nats_server(tmp_path / "nats") as server:
         asyncio.run(main())
@@ -224,10 +226,10 @@ def test_objects_that_no_entry_names_are_removed_after_a_while(tmp_path: Path) -
     """By the clock of whoever removes them, from when it has seen them: one may be written at this moment."""
 
     async def main() -> list[set[str]]:
-        async with opened(plane_at(server.url, partitions=1), name="test") as client:
+        async with open_client(plane_at(server.url, partitions=1), name="test") as client:
             js = client.jetstream()
-            layout = await make(js, plane_at(server.url, partitions=1))
-            made = (await state_of(js, layout, 0)).made
+            layout = await create_plane(js, plane_at(server.url, partitions=1))
+            made = (await partition_info(js, layout, 0)).stream_id
             clock, path = Clock(), tmp_path / "index"
             filled(1).snapshot(path)
             store = await js.object_store(layout.snapshots)
@@ -236,7 +238,7 @@ def test_objects_that_no_entry_names_are_removed_after_a_while(tmp_path: Path) -
             await js.publish(half, b"left by one that was killed earlier")
             ours, found = Snapshots(js, layout, clock), []
             for _ in range(2):
-                await ours.save(Taken(VERSION, 0, Ledger().save(), [], []), path, 1, "test", made)
+                await ours.save(SnapshotBody(VERSION, 0, PartitionState().encode(), [], []), path, 1, "test", made)
                 chunks = (await js.stream_info(f"OBJ_{layout.snapshots}", subjects_filter=half)).state.subjects or {}
                 found.append({*chunks, *(str(info.name) for info in await store.list(ignore_deletes=True))})
                 clock.now += SWEEP_SECONDS + 1
@@ -261,28 +263,28 @@ def test_a_snapshot_finds_room_where_there_is_none(tmp_path: Path, caplog: pytes
     async def main() -> None:
         plane = plane_at(server.url, partitions=1)
         plane = msgspec.structs.replace(plane, partition_bytes=24 << 20)
-        async with opened(plane, name="test") as client:
+        async with open_client(plane, name="test") as client:
             js = client.jetstream()
-            layout = await make(js, plane)
-            made, snapshots, ledger = (await state_of(js, layout, 0)).made, Snapshots(js, layout), Ledger()
+            layout = await create_plane(js, plane)
+            made, snapshots, state = (await partition_info(js, layout, 0)).stream_id, Snapshots(js, layout), PartitionState()
 
-            async def take_one() -> Kept:
-                ledger.position = (await state_of(js, layout, 0)).last
-                return await snapshots.save(Taken(VERSION, 0, ledger.save(), [], []), large, 1, "test", made)
+            async def take_one() -> SnapshotInfo:
+                state.position = (await partition_info(js, layout, 0)).last
+                return await snapshots.save(SnapshotBody(VERSION, 0, state.encode(), [], []), large, 1, "test", made)
 
             await fill(js, layout.subject(0), 4)
             for _ in range(2):
                 await take_one()
             await fill(js, layout.subject(0), 20)
             third = await take_one()
-            state = await state_of(js, layout, 0)
-            assert (await snapshots.usable(0, state))[0] == third
-            assert "gives way" in caplog.text
+            info = await partition_info(js, layout, 0)
+            assert (await snapshots.matching(0, info))[0] == third
+            assert "deleting the older snapshot" in caplog.text
             large.write_bytes(bytes(4 * size))
-            with pytest.raises(PlaneError, match="no room left; raise its limit or free some") as caught:
+            with pytest.raises(PlaneError, match="is full: raise its limit or free space") as caught:
                 await take_one()
             assert caught.value.fault == "full"
-            assert (await snapshots.kept(0))[0].name == third.name
+            assert (await snapshots.list_valid(0))[0].name == third.name
 
     large.write_bytes(bytes(size))
     with nats_server(tmp_path / "nats", jetstream={"max_file": 28 << 20}) as server:

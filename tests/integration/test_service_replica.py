@@ -13,7 +13,7 @@ from nats.js import JetStreamContext
 
 from certificate_cases import make_certificates
 from kvevents.plane.layout import Layout
-from kvevents.plane.records import Blank
+from kvevents.plane.records import ResetRecord
 from kvevents.plane.snapshots import Snapshots
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import Log, bridging, plane_at
@@ -80,7 +80,7 @@ def test_a_replica_begins_with_the_snapshot_before_one_that_is_damaged(server: N
 
 async def lose_chunks(js: JetStreamContext, layout: Layout) -> str:
     """The chunks of the newest snapshot's index, whose name is returned."""
-    kept, _ = await Snapshots(js, layout).kept(0)
+    kept, _ = await Snapshots(js, layout).list_valid(0)
     info = await (await js.object_store(layout.snapshots)).get_info(f"{kept.name}.index")
     await js.purge_stream(f"OBJ_{layout.snapshots}", subject=f"$O.{layout.snapshots}.C.{info.nuid}")
     return kept.name
@@ -142,7 +142,7 @@ def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> Non
 
         until("the servers to be away", lambda: "cannot use the NATS server" in why())
         authority.write_text("no certificate")
-        until("the file to be wrong", lambda: "is no PEM file" in why())
+        until("the file to be wrong", lambda: "is no valid PEM file" in why())
         authority.write_text(right)
         until("the file to be right", lambda: "cannot use the NATS server" in why())
 
@@ -173,7 +173,7 @@ def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsS
             again.store(range(32))
             service.exact("one", blocks=2)
             assert service.source("one")["incarnation"] == 1
-            assert bridge.status().breaches == 0
+            assert bridge.status().invalid_records == 0
 
 
 def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
@@ -207,21 +207,21 @@ def test_a_bridge_that_runs_writes_a_partition_again_whose_pages_an_operator_has
         asked(server, lambda js: js.purge_stream("KVEVENTS_purged_0"))
         with serving("--nats", server.url, "--plane", "purged") as service:
             service.exact("one", blocks=4)
-        assert bridge.status().breaches == 0
+        assert bridge.status().invalid_records == 0
 
 
 def test_a_partition_of_which_there_is_a_snapshot_is_not_written_again(server: NatsServer) -> None:
     """Its pages are gone because the snapshot stands for them."""
     plane = plane_at(server.url, name="held", partitions=1)
     flags = ("--nats", server.url, "--plane", "held", "--snapshot-seconds", "0.3")
-    with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.2, beat=0.02):
+    with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.2, heartbeat_seconds=0.02):
         one.store(range(64))
         with serving(*flags) as service:
             service.exact("one", blocks=4)
             until("a snapshot", lambda: first_page(server, "KVEVENTS_held_0") > 1)
         before = asked(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq
         until("beats", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_held_0")).state.last_seq > before + 50)
-        assert not any(isinstance(record, Blank) for page in Log(plane).read().pages for record in page.records)
+        assert not any(isinstance(record, ResetRecord) for page in Log(plane).read().pages for record in page.records)
 
 
 def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:

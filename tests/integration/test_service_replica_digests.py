@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvevents.plane import subscriber
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.settings import PlaneSettings, ReaderLimits
 from kvevents.service.replica import coordination as comparing
 from kvevents.service.replica import replica as module
 from nats_servers import NatsServer, nats_server, needs_nats
@@ -18,6 +17,7 @@ from service_replica_cases import watch_of
 from service_replica_digest_cases import Serving
 
 pytestmark = needs_nats
+READER = ReaderLimits(digest_pages=2)
 KEY = ("default\x1fdefault\x1fone", 0)
 
 
@@ -30,7 +30,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A census several times a second, and no pauses between builds."""
-    monkeypatch.setattr(subscriber, "CENSUS_PAGES", (2, 16))
     monkeypatch.setattr(module, "TELL_SECONDS", 0.05)
     monkeypatch.setattr(comparing, "TURN_SECONDS", 0.5)
     monkeypatch.setattr(module, "REBUILD_SECONDS", 0.5)
@@ -55,7 +54,7 @@ def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) -> None:
     """Outvoted by two others, or in its turn where it is one against one; then all hold the same, which is right."""
-    plane = plane_at(server.url, name=f"digests{count}", partitions=1)
+    plane = plane_at(server.url, name=f"digests{count}", partitions=1, reader=READER)
     with engine() as one, bridging(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, count) as found:
@@ -71,7 +70,7 @@ def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) ->
 
 def test_an_engine_that_says_it_holds_something_else_is_believed(server: NatsServer) -> None:
     """Its heartbeats have digests; a replica alone in the world finds out by them."""
-    plane = plane_at(server.url, name="heartbeat", partitions=1)
+    plane = plane_at(server.url, name="heartbeat", partitions=1, reader=READER)
     with engine(heartbeat=0.1) as one, bridging(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, 1) as (only,):

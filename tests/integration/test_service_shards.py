@@ -14,7 +14,7 @@ import nats
 import pytest
 
 from kvevents.plane.layout import Layout
-from kvevents.plane.sharding import PREFIX, Announcement, owners
+from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, assigned_replicas
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
 from service_cases import MODEL, Client, Engine, engines, until
@@ -83,7 +83,8 @@ def settled(replicas: list[Replica], holders: int) -> None:
     """Wait until each shows what it is to hold, and no more, and all others have heard so."""
     names = [each.name for each in replicas]
     wanted = {
-        name: {partition for partition in range(PARTITIONS) if name in owners(partition, names, holders)} for name in names
+        name: {partition for partition in range(PARTITIONS) if name in assigned_replicas(partition, names, holders)}
+        for name in names
     }
 
     def look() -> bool:
@@ -267,7 +268,7 @@ def test_a_replica_that_never_answers_is_passed_over(server: NatsServer) -> None
         pace = {**PACE, "settle_seconds": 3.0, "release_seconds": 600.0}
         shares = plane.start("a", "b", holders=1, shard={"ask_seconds": 0.2, "pace": pace})
         settled(shares, 1)
-        ghost = Announcement(f"http://127.0.0.1:{mute.getsockname()[1]}", 1, list(range(PARTITIONS)))
+        ghost = ShardAnnouncement(f"http://127.0.0.1:{mute.getsockname()[1]}", 1, list(range(PARTITIONS)))
         ghosts = {f"ghost-{number}" for number in range(3)}  # of those that hold as much, one is asked first
         for name in ghosts:
             announce(server, plane.name, name, ghost)
@@ -283,7 +284,7 @@ def test_a_replica_at_a_foreign_host_is_not_asked(server: NatsServer) -> None:
         settled([one], 1)
         url = f"http://127.0.0.1:{foreign.getsockname()[1]}"
         for number in range(3):
-            announce(server, plane.name, f"evil-{number}", Announcement(url, 1, list(range(PARTITIONS))))
+            announce(server, plane.name, f"evil-{number}", ShardAnnouncement(url, 1, list(range(PARTITIONS))))
         until("it to be refused", lambda: "kvevents_shard_denied_replicas 3" in one.get("/metrics").body.decode())
         for _ in range(20):
             assert plane.is_right(one)
@@ -294,10 +295,10 @@ def test_a_replica_at_a_foreign_host_is_not_asked(server: NatsServer) -> None:
             foreign.accept()
 
 
-def announce(server: NatsServer, plane: str, name: str, what: Announcement) -> None:
+def announce(server: NatsServer, plane: str, name: str, what: ShardAnnouncement) -> None:
     async def put() -> None:
         client = await nats.connect(server.url)
-        await (await client.jetstream().key_value(Layout(plane, PARTITIONS).leases)).put(PREFIX + name, what.encode())
+        await (await client.jetstream().key_value(Layout(plane, PARTITIONS).leases)).put(SHARD_PREFIX + name, what.encode())
         await client.close()
 
     asyncio.run(put())

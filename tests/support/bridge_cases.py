@@ -20,12 +20,10 @@ from cli_cases import Program
 from kvevents.errors import UnknownSourceError
 from kvevents.events import EventBatch
 from kvevents.index import PrefixIndex
-from kvevents.plane import connection
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
-from kvevents.plane.connection import PING_SECONDS
-from kvevents.plane.ledger import Told
-from kvevents.plane.records import name_of
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.partition_state import TrustReport
+from kvevents.plane.records import bridge_name
+from kvevents.plane.settings import ConnectionLimits, PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import RawBatch, Source
 from kvevents.wire.encode import batch_encoder
@@ -64,7 +62,7 @@ class TalkingEngine:
 
     def __init__(self, name: str = "engine", **options: Any) -> None:
         self.name = name
-        self.card = b"card"
+        self.registration = b"card"
         self._options: dict[str, Any] = {"endpoint": ANY, "replay_endpoint": ANY, **options}
         self._lives = 0
         self._lock = threading.Lock()
@@ -89,7 +87,7 @@ class TalkingEngine:
 
     @property
     def watch(self) -> Watch:
-        return Watch(self.source, self.card)
+        return Watch(self.source, self.registration)
 
     def say(self, count: int = 1) -> None:
         """Publish so many batches."""
@@ -132,12 +130,12 @@ class TalkingEngine:
 def holds(log: Log, *engines: TalkingEngine) -> bool:
     """Whether the log says what its engines hold, and ends where they do."""
     for engine in engines:
-        standing = log.ledgers[log.layout.partition_of(engine.name)].streams.get((engine.name, 0))
+        stream = log.states[log.layout.partition_of(engine.name)].streams.get((engine.name, 0))
         try:
             digest = log.index.digest((engine.name, 0))
         except UnknownSourceError:
             return False
-        if standing is None or standing.last_seq != engine.truth.count - 1 or digest != engine.truth.digest:
+        if stream is None or stream.last_seq != engine.truth.count - 1 or digest != engine.truth.digest:
             return False
     return True
 
@@ -157,10 +155,10 @@ def numbers_of_last_life(log: Log, name: str) -> list[int]:
     return [each.seq for each in batches if each.incarnation == batches[-1].incarnation]
 
 
-def told_of(log: Log, name: str = "engine") -> dict[str, Told]:
+def told_of(log: Log, name: str = "engine") -> dict[str, TrustReport]:
     """What bridges say of a stream, by name; of one that was begun again, what its last process says."""
-    standing = log.ledgers[log.layout.partition_of(name)].streams.get((name, 0))
-    return {} if standing is None else {name_of(bridge): told for bridge, told in standing.told.items()}
+    stream = log.states[log.layout.partition_of(name)].streams.get((name, 0))
+    return {} if stream is None else {bridge_name(bridge): told for bridge, told in stream.trust_reports.items()}
 
 
 def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T]]) -> T:
@@ -191,14 +189,16 @@ class BridgeProcess(Program):
         *engines: TalkingEngine,
         name: str = "bridge",
         command: Sequence[str] = (),
-        ping: float = PING_SECONDS,
+        ping: float = ConnectionLimits().ping_seconds,
         **more: Any,
     ) -> None:
-        watches = [[each.name, each.publisher.endpoint, each.publisher.replay_endpoint, each.card.decode()] for each in engines]
+        watches = [
+            [each.name, each.publisher.endpoint, each.publisher.replay_endpoint, each.registration.decode()] for each in engines
+        ]
         said = {"servers": plane.servers, "name": plane.name, "partitions": plane.partitions, "copies": plane.copies}
         told = {
             "plane": said | {"partition_bytes": plane.partition_bytes},
-            "bridge": {"name": name, "beat": 0.2, **more},
+            "bridge": {"name": name, "heartbeat_seconds": 0.2, **more},
             "watches": watches,
             "ping": ping,
         }
@@ -221,9 +221,9 @@ class BridgeProcess(Program):
 
 
 async def _main(told: dict[str, Any]) -> None:
-    plane = PlaneSettings(**{**told["plane"], "servers": tuple(told["plane"]["servers"])})
+    limits = ConnectionLimits(ping_seconds=told["ping"])
+    plane = PlaneSettings(**{**told["plane"], "servers": tuple(told["plane"]["servers"])}, connection=limits)
     watches = [Watch(Source(endpoint, replay, name=name), card.encode()) for name, endpoint, replay, card in told["watches"]]
-    vars(connection)["PING_SECONDS"] = told["ping"]
     bridge = Bridge(BridgeSettings(plane=plane, **told["bridge"]), watches)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

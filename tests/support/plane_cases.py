@@ -14,7 +14,7 @@ from nats.js import api
 from kvevents.index import PrefixIndex
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.layout import Layout
-from kvevents.plane.ledger import Arrival, Departure, Event, Ledger
+from kvevents.plane.partition_state import PartitionEvent, PartitionState, StreamJoined, StreamLeft
 from kvevents.plane.records import Page, decode_page
 from kvevents.plane.settings import PlaneSettings
 from kvevents.publisher import ZmqEventPublisher
@@ -71,7 +71,7 @@ class Running:
 
 @contextmanager
 def bridging(plane: PlaneSettings, *watches: Watch, name: str = "bridge", **more: Any) -> Iterator[Bridge]:
-    bridge = Bridge(BridgeSettings(plane=plane, name=name, **{"beat": 0.2, **more}), watches)
+    bridge = Bridge(BridgeSettings(plane=plane, name=name, **{"heartbeat_seconds": 0.2, **more}), watches)
     running = Running(bridge)
     try:
         until("the bridge", lambda: bridge.ready.is_set() or running.error is not None, SECONDS)
@@ -89,8 +89,8 @@ class Log:
 
     def __init__(self, plane: PlaneSettings) -> None:
         self.layout = Layout(plane.name, plane.partitions)
-        self.ledgers = {partition: Ledger() for partition in range(plane.partitions)}
-        self.events: list[Event] = []
+        self.states = {partition: PartitionState() for partition in range(plane.partitions)}
+        self.events: list[PartitionEvent] = []
         self.pages: list[Page] = []
         self.index = PrefixIndex()
         self._plane = plane
@@ -104,38 +104,38 @@ class Log:
         client = await nats.connect(list(self._plane.servers))
         try:
             js = client.jetstream()
-            for partition, ledger in self.ledgers.items():
-                state = (await js.stream_info(self.layout.stream(partition))).state
-                ledger.position = max(ledger.position, state.first_seq - 1)
-                if ledger.position >= state.last_seq:
+            for partition, state in self.states.items():
+                bounds = (await js.stream_info(self.layout.stream(partition))).state
+                state.position = max(state.position, bounds.first_seq - 1)
+                if state.position >= bounds.last_seq:
                     continue
                 config = api.ConsumerConfig(
-                    deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=ledger.position + 1
+                    deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=state.position + 1
                 )
                 reading = await js.subscribe(self.layout.subject(partition), ordered_consumer=True, config=config)
-                while ledger.position < state.last_seq:
+                while state.position < bounds.last_seq:
                     message = await reading.next_msg(SECONDS)
-                    self._feed(ledger, message.metadata.sequence.stream, message.data)
+                    self._feed(state, message.metadata.sequence.stream, message.data)
                 await reading.unsubscribe()
         finally:
             await client.close()
 
-    def _feed(self, ledger: Ledger, position: int, data: bytes) -> None:
+    def _feed(self, state: PartitionState, position: int, data: bytes) -> None:
         page = decode_page(data)
         if page is None:
-            ledger.skip(position)
+            state.skip(position)
             return
         self.pages.append(page)
-        for event in ledger.feed(position, page):
+        for event in state.apply(position, page):
             self._apply(event)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: PartitionEvent) -> None:
         self.events.append(event)
         if isinstance(event, RawBatch | Reset | Gap):
             self.index.apply_many([event])
-        elif isinstance(event, Departure):
+        elif isinstance(event, StreamLeft):
             self.index.remove_worker(event.key)
-        elif isinstance(event, Arrival):
+        elif isinstance(event, StreamJoined):
             self.index.readmit(event.key)
 
     def numbers(self, source: str = "engine", rank: int = 0) -> list[int]:
@@ -144,7 +144,9 @@ class Log:
     @property
     def flaws(self) -> tuple[int, int]:
         """Records that were doubled, and that no bridge writes."""
-        return sum(ledger.doubled for ledger in self.ledgers.values()), sum(ledger.breaches for ledger in self.ledgers.values())
+        return sum(state.duplicate_records for state in self.states.values()), sum(
+            state.invalid_records for state in self.states.values()
+        )
 
     def until(self, what: str, found: Any) -> Self:
         until(what, lambda: found(self.read()), SECONDS)

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvevents.plane.connection import opened
+from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout
-from kvevents.plane.leases import Holder, Lease, lease_key
+from kvevents.plane.leases import Lease, LeaseHolder, lease_key
 from nats_servers import NatsServer
 from plane_cases import plane_at
 
@@ -39,7 +39,7 @@ class Bucket:
 
     def lease(self, host: str = "here", **more: Any) -> Lease:
         """For somebody of whom nobody knows whether it lives."""
-        return Lease(self.js, self.layout, KEY, Holder(host, 1, os.urandom(8).hex()), **more)
+        return Lease(self.js, self.layout, KEY, LeaseHolder(host, 1, os.urandom(8).hex()), **more)
 
     async def revision(self) -> int:
         return int((await self.store.get(KEY)).revision)
@@ -47,7 +47,7 @@ class Bucket:
 
 @asynccontextmanager
 async def bucket(*servers: NatsServer, name: str, ttl: float = LONG, copies: int = 1) -> AsyncIterator[Bucket]:
-    async with opened(plane_at(*(server.url for server in servers)), name="tests") as client:
+    async with open_client(plane_at(*(server.url for server in servers)), name="tests") as client:
         made = Bucket(client.jetstream(), name)
         made.store = await made.js.create_key_value(bucket=made.layout.leases, ttl=ttl, replicas=copies)
         yield made

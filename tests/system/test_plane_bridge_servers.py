@@ -15,13 +15,11 @@ from nats.js import JetStreamContext
 from bridge_cases import TalkingEngine, holds, numbers_of_last_life, settled, told_of, with_js
 from kvevents.errors import PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, PartitionStatus
-from kvevents.plane.layout import Layout, find, make, state_of
-from kvevents.plane.opinions import PREFIX, Opinion, Place
-from kvevents.plane.recalling import Recall
-from kvevents.plane.records import Blank
+from kvevents.plane.layout import Layout, create_plane, find_plane, partition_info
+from kvevents.plane.records import ResetRecord
+from kvevents.plane.replica_digests import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import Snapshots
-from kvevents.plane.snapshots import take as take_partition
+from kvevents.plane.snapshots import Snapshots, capture
 from kvevents.stream import Gap, Reset
 from nats_servers import NatsCluster, NatsServer, nats_cluster, nats_server, needs_nats
 from plane_cases import SECONDS, Log, Running, bridging, plane_at
@@ -172,8 +170,8 @@ def are_ready(begun: list[Running]) -> bool:
 def made_room(plane: PlaneSettings, log: Log) -> Log:
     """Read what there is, and purge that."""
     log.read()
-    for partition, ledger in log.ledgers.items():
-        with_js(plane, lambda js: js.purge_stream(log.layout.stream(partition), seq=ledger.position + 1))  # noqa: B023
+    for partition, state in log.states.items():
+        with_js(plane, lambda js: js.purge_stream(log.layout.stream(partition), seq=state.position + 1))  # noqa: B023
     return log
 
 
@@ -184,12 +182,12 @@ def test_a_full_partition_is_told_and_bounds_what_waits(server: NatsServer, plan
     with TalkingEngine() as engine, bridging(small, engine.watch, max_queued_bytes=queued) as bridge:
         say_large(engine, 8 << 10, 400)
         until("a fault", lambda: "maximum bytes" in partition_of(bridge).fault, SECONDS)
-        until("its stream to wait", lambda: partition_of(bridge).parked == 1, SECONDS)
+        until("its stream to wait", lambda: partition_of(bridge).paused == 1, SECONDS)
         log = Log(small)
         until("the truth in the log", lambda: holds(made_room(small, log), engine), SECONDS)
         settled(log, engine)
         assert not [each for each in log.events if isinstance(each, Gap | Reset)]
-        until("nothing to wait", lambda: not partition_of(bridge).parked and not partition_of(bridge).fault, SECONDS)
+        until("nothing to wait", lambda: not partition_of(bridge).paused and not partition_of(bridge).fault, SECONDS)
 
 
 def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, plane: PlaneSettings) -> None:
@@ -202,7 +200,7 @@ def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, p
         engine.say(1)
         log = Log(small).until("it to be followed", lambda log: log.numbers() == [0])
         say_large(engine, 32 << 10, 60)
-        until("its stream to wait", lambda: partition_of(bridge).parked, SECONDS)
+        until("its stream to wait", lambda: partition_of(bridge).paused, SECONDS)
         say_large(engine, 32 << 10, 100)
         until("the last batch", lambda: made_room(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
@@ -223,7 +221,7 @@ def test_a_full_partition_does_not_hold_up_the_others(server: NatsServer, plane:
         bridging(small, full.watch, other.watch, max_queued_bytes=256 << 10) as bridge,
     ):
         say_large(full, 8 << 10, 300)
-        until("a fault", lambda: partition_of(bridge, names[0]).parked, SECONDS)
+        until("a fault", lambda: partition_of(bridge, names[0]).paused, SECONDS)
         other.say(300)
         settled(Log(small), other)
         assert partition_of(bridge, names[0]).fault
@@ -327,7 +325,7 @@ def test_a_partition_that_is_deleted_is_made_anew_and_written_again(plane: Plane
                 until("more", partial(has_said, one, before + 20), SECONDS)
             settled(Log(plane), one, two)
         for bridge in (a, b):
-            assert bridge.status().breaches == 0
+            assert bridge.status().invalid_records == 0
             until("no fault", partial(is_well, bridge), SECONDS)
 
 
@@ -345,7 +343,7 @@ async def lives(plane: PlaneSettings, js: JetStreamContext) -> list[str | None]:
     found: list[str | None] = []
     for partition in range(plane.partitions):
         try:
-            found.append((await state_of(js, Layout(plane.name, plane.partitions), partition)).made)
+            found.append((await partition_info(js, Layout(plane.name, plane.partitions), partition)).stream_id)
         except PlaneError:
             found.append(None)
     return found
@@ -386,28 +384,30 @@ def test_a_partition_with_a_hole_is_begun_anew_by_who_cannot_know_what_was_in_it
         with_js(plane, lambda js: js.purge_stream(log.layout.stream(partition)))
         with bridging(plane, engine.watch, name="does not"):
             engine.say(30)
-            log.until("its record", lambda log: any(isinstance(record, Blank) for page in log.pages for record in page.records))
+            log.until(
+                "its record", lambda log: any(isinstance(record, ResetRecord) for page in log.pages for record in page.records)
+            )
             engine.say(30)
             settled(log, engine)
             newcomer = settled(Log(plane), engine)
-            standings = [each.ledgers[partition].streams["engine", 0].incarnation for each in (log, newcomer)]
+            standings = [each.states[partition].streams["engine", 0].incarnation for each in (log, newcomer)]
             assert standings[0] == standings[1] > 1
-            assert knows.status().breaches == 0
+            assert knows.status().invalid_records == 0
 
 
 def test_a_partition_is_readable_where_its_streams_begin_with_a_page_or_a_replica_holds_it(plane: PlaneSettings) -> None:
     async def work(js: JetStreamContext) -> list[bool]:
-        layout = await make(js, plane)
+        layout = await create_plane(js, plane)
         for _ in range(5):
             await js.publish(layout.subject(0), b"page")
-        found = [await Recall(js, layout).is_readable(0, await state_of(js, layout, 0), begins_at=1)]
+        found = [await Snapshots(js, layout).is_readable(0, await partition_info(js, layout, 0), first_page=1)]
         await js.purge_stream(layout.stream(0), seq=4)
-        state = await state_of(js, layout, 0)
-        found += [await Recall(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
+        state = await partition_info(js, layout, 0)
+        found += [await Snapshots(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
         bucket = await js.key_value(layout.leases)
         for partition in (1, 0):
-            await bucket.put(f"{PREFIX}replica", Opinion.of({partition: [Place.of(3, {})]}).encode())
-            found.append(await Recall(js, layout).is_readable(0, state, begins_at=1))
+            await bucket.put(f"{DIGEST_PREFIX}replica", ReplicaDigests.of({partition: [PartitionDigest.of(3, {})]}).encode())
+            found.append(await Snapshots(js, layout).is_readable(0, state, first_page=1))
         return found
 
     assert with_js(plane, work) == [True, False, False, True, False, True]
@@ -418,21 +418,21 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
         with bridging(plane, engine.watch, name="first"):
             engine.say(30)
             log = settled(Log(plane), engine)
-        layout = with_js(plane, lambda js: find(js, plane.name))
+        layout = with_js(plane, lambda js: find_plane(js, plane.name))
         assert layout is not None
 
         async def take(js: JetStreamContext) -> None:
             path = tmp_path / "index"
-            for partition, ledger in log.ledgers.items():
-                state = await state_of(js, layout, partition)
+            for partition, state in log.states.items():
+                info = await partition_info(js, layout, partition)
                 await Snapshots(js, layout).save(
-                    take_partition(partition, ledger, {}, log.index, path), path, 0, "test", state.made
+                    capture(partition, state, {}, log.index, path), path, 0, "test", info.stream_id
                 )
-                await js.purge_stream(layout.stream(partition), seq=ledger.position + 1)
-                found = await Recall(js, layout).ledger(partition, state)
+                await js.purge_stream(layout.stream(partition), seq=state.position + 1)
+                found = await Snapshots(js, layout).load_state(partition, info)
                 assert found is not None
-                assert found.position == ledger.position
-                assert await Recall(js, layout).ledger(partition, state._replace(made="another life")) is None
+                assert found.position == state.position
+                assert await Snapshots(js, layout).load_state(partition, info._replace(stream_id="another life")) is None
 
         with_js(plane, take)
         engine.say(30)
@@ -440,7 +440,7 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
             settled(log, engine)
         assert log.numbers() == list(range(60))
         assert not [each for each in log.events if isinstance(each, Reset)]
-        assert not any(isinstance(record, Blank) for page in log.pages for record in page.records)
+        assert not any(isinstance(record, ResetRecord) for page in log.pages for record in page.records)
 
 
 def test_a_partition_that_must_not_be_made_again_is_told_and_waited_for(tmp_path: Path) -> None:
@@ -464,11 +464,11 @@ def test_a_partition_that_must_not_be_made_again_is_told_and_waited_for(tmp_path
             layout = Layout(plane.name, 2)
             info = with_js(admin, lambda js: js.stream_info(layout.stream(0)))
             with_js(admin, lambda js: js.delete_stream(layout.stream(0)))
-            until("it to be told", lambda: "may not publish" in partition_of(bridge, names[0]).fault, SECONDS)
+            until("it to be told", lambda: "must not publish" in partition_of(bridge, names[0]).fault, SECONDS)
             other.say(10)
             robbed.say(10)
             log = Log(admin)
-            log.ledgers.pop(0)
+            log.states.pop(0)
             log.until("the other one", lambda log: len(log.numbers(names[1])) == 20)
             with_js(admin, lambda js: js.add_stream(info.config))
             settled(Log(admin), robbed, other)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from kvevents.events import KVEventBatch
-from kvevents.plane.records import VERSION, Batched, Lost, Page, Record, Renewed
+from kvevents.plane.records import VERSION, BatchRecord, GapRecord, IncarnationRecord, Page, Record
 from kvevents.wire import encode_batch
 from nats_servers import needs_nats
 from tests.system.chaos.truth import EMPTY, Claim, Key, stamp
 from tests.system.plane_chaos.audit import Audit
 from tests.system.plane_chaos.judging import check_claims, judge
 from tests.system.plane_chaos.plan import FAULTS, TRAITS, draw_plan
-from tests.system.plane_chaos.roles import Held, Told
+from tests.system.plane_chaos.roles import Held, TrustReport
 from tests.system.plane_chaos.stage import HEALS, STRIKES, play
 
 DIGEST = bytes(range(16))
 
 
-def batched(seq: int, life: int = 1, incarnation: int = 0) -> Batched:
+def batched(seq: int, life: int = 1, incarnation: int = 0) -> BatchRecord:
     payload = encode_batch(KVEventBatch(stamp(Key(life, seq), 1_000), []))
-    return Batched("engine", 0, incarnation, seq, False, payload)
+    return BatchRecord("engine", 0, incarnation, seq, False, payload)
 
 
 def audited(*pages: tuple[int, Record]) -> Audit:
@@ -31,12 +31,14 @@ def audited(*pages: tuple[int, Record]) -> Audit:
 
 
 def test_an_audit_finds_what_is_there_twice_left_out_or_of_another_life() -> None:
-    assert audited((1, batched(0)), (2, batched(1)), (3, Renewed("engine", 0, 1, "")), (4, batched(0, 2, 1))).flaws == []
+    assert (
+        audited((1, batched(0)), (2, batched(1)), (3, IncarnationRecord("engine", 0, 1, "")), (4, batched(0, 2, 1))).flaws == []
+    )
     assert "again" in audited((1, batched(0)), (2, batched(0))).flaws[0]
     assert "too soon" in audited((1, batched(0)), (2, batched(2))).flaws[0]
     assert "life 2" in audited((1, batched(0)), (2, batched(1, life=2))).flaws[0]
-    assert "begins again" in audited((1, batched(0)), (2, Renewed("engine", 0, 0, ""))).flaws[0]
-    assert audited((1, batched(0)), (2, Lost("engine", 0, 0, 1, 3)), (3, batched(4))).lost == 3
+    assert "begins again" in audited((1, batched(0)), (2, IncarnationRecord("engine", 0, 0, ""))).flaws[0]
+    assert audited((1, batched(0)), (2, GapRecord("engine", 0, 0, 1, 3)), (3, batched(4))).lost == 3
 
 
 def test_an_audit_begins_anew_where_pages_were_purged_meanwhile() -> None:
@@ -45,11 +47,11 @@ def test_an_audit_begins_anew_where_pages_were_purged_meanwhile() -> None:
 
 def test_who_is_exact_and_holds_something_else_is_wrong() -> None:
     def of(trust: str, digest: bytes) -> str:
-        told = Told({"engine": Held(trust, "why", digest, 1, 0)}, {}, "", "the log alone")
+        told = TrustReport({"engine": Held(trust, "why", digest, 1, 0)}, {}, "", "the log alone")
         return judge("r0", "engine", told, DIGEST).kind
 
     assert [of("EXACT", DIGEST), of("EXACT", EMPTY), of("STALE", EMPTY)] == ["right", "wrong", "doubted"]
-    assert judge("r0", "engine", Told({}, {}, "the log is being read"), DIGEST).kind == "doubted"
+    assert judge("r0", "engine", TrustReport({}, {}, "the log is being read"), DIGEST).kind == "doubted"
 
 
 def test_claims_are_held_against_the_truth_of_their_number() -> None:

@@ -15,9 +15,8 @@ import pytest
 from nats.errors import Error as NatsError
 
 from bridge_cases import BridgeProcess, TalkingEngine, settled
-from kvevents.plane import connection, subscriber
 from kvevents.plane.layout import Layout
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.settings import ConnectionLimits, PlaneSettings, ReaderLimits
 from kvevents.service.registration import Registration
 from kvevents.service.replica import replica as module
 from kvevents.stream import Trust
@@ -53,9 +52,7 @@ def cluster(net: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriber, "CENSUS_PAGES", (2, 16))
     monkeypatch.setattr(module, "TELL_SECONDS", 0.1)
-    monkeypatch.setattr(connection, "PING_SECONDS", PING)
 
 
 class Elsewhere(Serving):
@@ -111,7 +108,15 @@ class Scene:
 
 @contextmanager
 def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, ...]) -> Iterator[Scene]:
-    plane = PlaneSettings(servers=cluster.urls, name=name, partitions=1, partition_bytes=64 << 20, copies=3)
+    plane = PlaneSettings(
+        servers=cluster.urls,
+        name=name,
+        partitions=1,
+        partition_bytes=64 << 20,
+        copies=3,
+        connection=ConnectionLimits(ping_seconds=PING),
+        reader=ReaderLimits(digest_pages=2),
+    )
     at = f"tcp://{net.address}:*"
     with ExitStack() as stack:
         stack.callback(net.heal)
@@ -120,7 +125,7 @@ def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, 
         registration = Registration(
             instance="one", endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint, model=MODEL
         )
-        engine.name, engine.card = registration.key[0], msgspec.json.encode(registration)
+        engine.name, engine.registration = registration.key[0], msgspec.json.encode(registration)
         engine.truth.name = engine.name
         for bridge in bridges:
             process = BridgeProcess(plane, engine, name=bridge, command=net.command(bridge), ping=PING, dead_seconds=600.0)
@@ -140,7 +145,11 @@ def test_a_bridge_that_is_cut_off_is_told_by_every_replica(net: Network, cluster
     """From servers and engines alike: nothing is EXACT until it is back, and then what it has missed is there."""
     with scene(net, cluster, "bridge", bridges=("b1",)) as found, found.engine.talking(PACE):
         net.split("b1")
-        until("doubt", lambda: all(each.is_stale("no bridge is heard") for each in found.replicas), SECONDS)
+        until(
+            "doubt",
+            lambda: all(each.is_stale("no bridge that") for each in found.replicas),
+            SECONDS,
+        )
         net.heal()
         found.goes_on()
 

@@ -15,7 +15,7 @@ import nats
 import pytest
 
 from kvevents.plane.layout import Layout
-from kvevents.plane.sharding import PREFIX, Announcement, plan
+from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, plan_queries
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
 from ports import quiet_port
@@ -40,14 +40,16 @@ class Shares(NamedTuple):
     server: NatsServer
     services: dict[str, Service]
 
-    def announced(self) -> dict[str, Announcement]:
+    def announced(self) -> dict[str, ShardAnnouncement]:
         """What each says of itself."""
 
-        async def look() -> dict[str, Announcement]:
+        async def look() -> dict[str, ShardAnnouncement]:
             client = await nats.connect(self.server.url)
             try:
                 bucket = await client.jetstream().key_value(Layout("default", PARTITIONS).leases)
-                found = [(name, Announcement.decode((await bucket.get(PREFIX + name)).value or b"")) for name in NAMES]
+                found = [
+                    (name, ShardAnnouncement.decode((await bucket.get(SHARD_PREFIX + name)).value or b"")) for name in NAMES
+                ]
                 return {name: said for name, said in found if said is not None}
             finally:
                 await client.close()
@@ -60,13 +62,15 @@ class Shares(NamedTuple):
         Who tells of itself twice has heard the others in between.
         """
 
-        def told() -> dict[str, Announcement] | None:
+        def told() -> dict[str, ShardAnnouncement] | None:
             found = self.announced()
             counts = [sum(partition in said.held for said in found.values()) for partition in range(PARTITIONS)]
             return found if set(counts) == {2} else None
 
         before = until("two that hold each partition", told)
-        until("all to have heard", lambda: all(said.beat > before[name].beat + 1 for name, said in self.announced().items()))
+        until(
+            "all to have heard", lambda: all(said.counter > before[name].counter + 1 for name, said in self.announced().items())
+        )
 
     def asked_by(self, name: str) -> str:
         """Whom a replica asks for the partitions that it does not hold: of two that hold all of them it is always the same."""
@@ -74,7 +78,7 @@ class Shares(NamedTuple):
         def look() -> str | None:
             said = self.announced()
             others = {other: each.held for other, each in said.items() if other != name}
-            asked = list(plan(name, set(range(PARTITIONS)).difference(said[name].held), others)[0])
+            asked = list(plan_queries(name, set(range(PARTITIONS)).difference(said[name].held), others)[0])
             return asked[0] if len(asked) == 1 else None
 
         return until("one that holds all the rest", look)

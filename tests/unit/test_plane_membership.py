@@ -2,95 +2,95 @@
 
 from __future__ import annotations
 
-from kvevents.plane.membership import Members, Unnamed
-from kvevents.plane.records import Key, Trusting
+from kvevents.plane.membership import EngineLiveness, UnclaimedEngines
+from kvevents.plane.records import StreamKey, TrustRecord
 
 DEAD = 10.0
 
 
-def keys(*names: str, ranks: int = 1) -> list[Key]:
+def keys(*names: str, ranks: int = 1) -> list[StreamKey]:
     return [(name, rank) for name in names for rank in range(ranks)]
 
 
-def hear(members: Members, trust: str, streams: list[Key]) -> None:
+def hear(members: EngineLiveness, trust: str, streams: list[StreamKey]) -> None:
     for key in streams:
-        members.hear(Trusting(*key, "bridge", trust, "", {}))
+        members.update(TrustRecord(*key, "bridge", trust, "", {}))
 
 
 def test_an_engine_is_gone_after_so_many_seconds_and_not_before() -> None:
-    members, streams = Members(DEAD), keys("a", "b", "c")
+    members, streams = EngineLiveness(DEAD), keys("a", "b", "c")
     hear(members, "EXACT", streams)
-    assert members.gone(streams, 0.0) == []
+    assert members.dead(streams, 0.0) == []
     hear(members, "STALE", keys("a"))
-    assert members.gone(streams, 5.0) == []
-    assert members.gone(streams, 15.0) == []
-    assert members.gone(streams, 15.1) == keys("a")
+    assert members.dead(streams, 5.0) == []
+    assert members.dead(streams, 15.0) == []
+    assert members.dead(streams, 15.1) == keys("a")
     hear(members, "REPLAYING", keys("a"))
-    assert members.gone(streams, 16.0) == []
+    assert members.dead(streams, 16.0) == []
     hear(members, "STALE", keys("a"))
-    assert members.gone(streams, 17.0) == []
+    assert members.dead(streams, 17.0) == []
 
 
 def test_one_of_which_nothing_was_heard_is_not_away() -> None:
     """A bridge that has just begun says nothing of anybody."""
-    members, streams = Members(DEAD), keys("a", "b", "c")
-    assert members.gone(streams, 0.0) == []
-    assert members.gone(streams, 100.0) == []
-    assert members.suspects == ""
+    members, streams = EngineLiveness(DEAD), keys("a", "b", "c")
+    assert members.dead(streams, 0.0) == []
+    assert members.dead(streams, 100.0) == []
+    assert members.suspicion == ""
 
 
 def test_more_than_half_of_them_are_the_network() -> None:
-    members, streams = Members(DEAD), keys("a", "b", "c", "d", "e")
+    members, streams = EngineLiveness(DEAD), keys("a", "b", "c", "d", "e")
     hear(members, "EXACT", streams)
     hear(members, "STALE", keys("a", "b", "c"))
-    members.gone(streams, 0.0)
-    assert members.suspects == ""  # a moment says nothing
-    assert members.gone(streams, 11.0) == []
-    assert members.suspects == "3 of 5 engines cannot be reached"
+    members.dead(streams, 0.0)
+    assert members.suspicion == ""  # a moment says nothing
+    assert members.dead(streams, 11.0) == []
+    assert members.suspicion == "3 of 5 engines are unreachable"
     hear(members, "EXACT", keys("c"))
-    assert members.gone(streams, 12.0) == []  # connections come back one after the other
-    assert members.suspects == ""
+    assert members.dead(streams, 12.0) == []  # connections come back one after the other
+    assert members.suspicion == ""
     hear(members, "EXACT", keys("b"))
-    assert members.gone(streams, 22.0) == []
-    assert members.gone(streams, 22.1) == keys("a")
+    assert members.dead(streams, 22.0) == []
+    assert members.dead(streams, 22.1) == keys("a")
 
 
 def test_engines_are_counted_and_not_their_ranks() -> None:
-    members, streams = Members(DEAD), [*keys("large", ranks=8), *keys("a", "b")]
+    members, streams = EngineLiveness(DEAD), [*keys("large", ranks=8), *keys("a", "b")]
     hear(members, "EXACT", streams)
     hear(members, "STALE", keys("large", ranks=8))
-    members.gone(streams, 0.0)
-    assert members.gone(streams, 11.0) == keys("large", ranks=8)
+    members.dead(streams, 0.0)
+    assert members.dead(streams, 11.0) == keys("large", ranks=8)
 
 
 def test_those_that_have_left_do_not_count() -> None:
     """Or a fleet that has shrunk would be suspected for ever."""
-    members, streams = Members(DEAD), keys("a", "b", "c", "d", "e")
+    members, streams = EngineLiveness(DEAD), keys("a", "b", "c", "d", "e")
     hear(members, "EXACT", streams)
     for gone in ("a", "b", "c"):
         hear(members, "STALE", keys(gone))
-        members.gone(streams, 0.0)
-        assert members.gone(streams, 11.0) == keys(gone)
+        members.dead(streams, 0.0)
+        assert members.dead(streams, 11.0) == keys(gone)
         streams = [key for key in streams if key[0] != gone]
-        assert members.gone(streams, 12.0) == []
+        assert members.dead(streams, 12.0) == []
 
 
 def test_a_single_engine_is_too_few_to_suspect_the_network() -> None:
-    members, streams = Members(DEAD), keys("a")
+    members, streams = EngineLiveness(DEAD), keys("a")
     hear(members, "CONNECTING", streams)
-    members.gone(streams, 0.0)
-    assert members.gone(streams, 11.0) == streams
+    members.dead(streams, 0.0)
+    assert members.dead(streams, 11.0) == streams
 
 
 def test_following_anew_does_not_make_it_younger() -> None:
-    members, streams = Members(DEAD), keys("a", "b", "c")
+    members, streams = EngineLiveness(DEAD), keys("a", "b", "c")
     hear(members, "EXACT", streams)
     hear(members, "STALE", keys("a"))
-    members.gone(streams, 0.0)
-    members.begin_anew(("a", 0))
-    assert members.gone(streams, 11.0) == keys("a")
+    members.dead(streams, 0.0)
+    members.restart(("a", 0))
+    assert members.dead(streams, 11.0) == keys("a")
     members.forget(("a", 0))
-    assert members.gone(streams, 12.0) == []
+    assert members.dead(streams, 12.0) == []
 
 
 # --- those of the log that no bridge names
@@ -98,27 +98,27 @@ def test_following_anew_does_not_make_it_younger() -> None:
 
 def test_one_that_nobody_names_is_gone_after_so_many_seconds() -> None:
     """In one piece: who is named in between, or of whom nothing can be known for a while, begins anew."""
-    unnamed, joined = Unnamed(DEAD), keys("a", "b", "c")
-    assert unnamed.gone(joined, keys("a"), 0.0) == []
-    assert unnamed.gone(joined, keys("a"), 10.0) == []
-    assert unnamed.gone(joined, keys("a"), 10.1) == keys("a")
-    assert unnamed.engines == 1
-    assert unnamed.gone(joined, [], 11.0) == []
-    assert unnamed.gone(joined, keys("a"), 12.0) == []
-    unnamed.clear()
-    assert unnamed.gone(joined, keys("a"), 30.0) == []
-    assert unnamed.gone(joined, keys("a"), 40.1) == keys("a")
+    unclaimed, joined = UnclaimedEngines(DEAD), keys("a", "b", "c")
+    assert unclaimed.expired(joined, keys("a"), 0.0) == []
+    assert unclaimed.expired(joined, keys("a"), 10.0) == []
+    assert unclaimed.expired(joined, keys("a"), 10.1) == keys("a")
+    assert unclaimed.engines == 1
+    assert unclaimed.expired(joined, [], 11.0) == []
+    assert unclaimed.expired(joined, keys("a"), 12.0) == []
+    unclaimed.clear()
+    assert unclaimed.expired(joined, keys("a"), 30.0) == []
+    assert unclaimed.expired(joined, keys("a"), 40.1) == keys("a")
 
 
 def test_more_than_half_of_the_log_are_not_let_go() -> None:
     """Engines are counted, and not their ranks; a single one is too few to suspect anything."""
-    unnamed, joined = Unnamed(DEAD), [*keys("large", ranks=8), *keys("a", "b", "c")]
-    assert unnamed.gone(joined, keys("a", "b", "c"), 0.0) == []
-    assert unnamed.gone(joined, keys("a", "b", "c"), 20.0) == []
-    assert unnamed.suspects == "no bridge names 3 of the 4 engines of the log"
-    assert unnamed.gone(joined, keys("large", ranks=8), 21.0) == []
-    assert (unnamed.suspects, unnamed.engines) == ("", 1)
-    assert unnamed.gone(joined, keys("large", ranks=8), 32.0) == keys("large", ranks=8)
-    alone = Unnamed(DEAD)
-    alone.gone(keys("a"), keys("a"), 0.0)
-    assert alone.gone(keys("a"), keys("a"), 11.0) == keys("a")
+    unclaimed, joined = UnclaimedEngines(DEAD), [*keys("large", ranks=8), *keys("a", "b", "c")]
+    assert unclaimed.expired(joined, keys("a", "b", "c"), 0.0) == []
+    assert unclaimed.expired(joined, keys("a", "b", "c"), 20.0) == []
+    assert unclaimed.suspicion == "no bridge claims 3 of the 4 engines in the log"
+    assert unclaimed.expired(joined, keys("large", ranks=8), 21.0) == []
+    assert (unclaimed.suspicion, unclaimed.engines) == ("", 1)
+    assert unclaimed.expired(joined, keys("large", ranks=8), 32.0) == keys("large", ranks=8)
+    alone = UnclaimedEngines(DEAD)
+    alone.expired(keys("a"), keys("a"), 0.0)
+    assert alone.expired(keys("a"), keys("a"), 11.0) == keys("a")

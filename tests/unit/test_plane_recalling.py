@@ -13,36 +13,32 @@ import pytest
 from kvevents.errors import PlaneError
 from kvevents.plane import snapshots
 from kvevents.plane.layout import Layout, PartitionInfo
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.recalling import Recall
-from kvevents.plane.snapshots import VERSION, Kept, Snapshots, Taken
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.snapshots import VERSION, SnapshotBody, SnapshotInfo, Snapshots, SnapshotTimers
 
 pytest.importorskip("nats")
 LAYOUT = Layout("default", 1)
-STATE: Any = SimpleNamespace(made="made")
+STATE: Any = SimpleNamespace(stream_id="made")
 
 
-@pytest.fixture(autouse=True)
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "STREAMS_SECONDS", 0.05)
-    monkeypatch.setattr(snapshots, "TIDY_SECONDS", 0.05)
+TIMERS = SnapshotTimers(body_seconds=0.05, cleanup_seconds=0.05)
 
 
 async def hang(*_: object, **__: object) -> None:
     await asyncio.Event().wait()
 
 
-def kept(name: str) -> Kept:
-    return Kept(name, 0, 0.0, "test", 7, "made", 0, 0)
+def kept(name: str) -> SnapshotInfo:
+    return SnapshotInfo(name, 0, 0.0, "test", 7, "made", 0, 0)
 
 
 def taken(position: int) -> bytes:
-    ledger = Ledger()
-    ledger.position = position
-    return msgspec.msgpack.encode(Taken(VERSION, 0, ledger.save(), [], []))
+    state = PartitionState()
+    state.position = position
+    return msgspec.msgpack.encode(SnapshotBody(VERSION, 0, state.encode(), [], []))
 
 
-def recall(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Recall:
+def recall(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Snapshots:
     """Of two snapshots, whose objects are answered with these; servers say nothing of others."""
 
     async def get_info(name: str) -> Any:
@@ -53,11 +49,11 @@ def recall(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Rec
             await hang()
         return SimpleNamespace(data=objects[name])
 
-    async def usable(_: Snapshots, __: int, ___: PartitionInfo) -> list[Kept]:
+    async def matching(_: Snapshots, __: int, ___: PartitionInfo) -> list[SnapshotInfo]:
         return [kept("newest"), kept("before")]
 
-    monkeypatch.setattr(Snapshots, "usable", usable)
-    return Recall(js_with(SimpleNamespace(get=get, get_info=get_info)), LAYOUT)
+    monkeypatch.setattr(Snapshots, "matching", matching)
+    return Snapshots(js_with(SimpleNamespace(get=get, get_info=get_info)), LAYOUT, timers=TIMERS)
 
 
 def js_with(store: Any) -> Any:
@@ -72,15 +68,15 @@ def js_with(store: Any) -> Any:
 
 def test_a_snapshot_that_does_not_come_gives_way_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """nats-py waits for chunks without end, and the partition would never begin."""
-    ledger = asyncio.run(within(recall(monkeypatch, {"before.streams": taken(7)}).ledger, 0, STATE))
-    assert ledger is not None
-    assert ledger.position == 7
+    state = asyncio.run(within(recall(monkeypatch, {"before.streams": taken(7)}).load_state, 0, STATE))
+    assert state is not None
+    assert state.position == 7
 
 
 def test_where_none_comes_in_time_the_partition_is_not_begun_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be whole: without them, a bridge would find pages purged and begin all streams anew."""
     with pytest.raises(PlaneError, match="reading the streams of snapshot newest") as caught:
-        asyncio.run(within(recall(monkeypatch, {}).ledger, 0, STATE))
+        asyncio.run(within(recall(monkeypatch, {}).load_state, 0, STATE))
     assert caught.value.fault == "timeout"
 
 
@@ -89,22 +85,22 @@ def test_a_snapshot_is_taken_though_the_servers_do_not_remove_what_it_replaces(
 ) -> None:
     """Its taker has the partition's lease until then."""
 
-    async def entry(_: Snapshots, __: int) -> tuple[list[Kept], int]:
+    async def entry(_: Snapshots, __: int) -> tuple[list[SnapshotInfo], int]:
         return [], 0
 
     async def nothing(*_: object) -> None: ...
 
     async def state(*_: object) -> Any:
-        return SimpleNamespace(made="another")
+        return SimpleNamespace(stream_id="another")
 
     monkeypatch.setattr(Snapshots, "_entry", entry)
     monkeypatch.setattr(Snapshots, "_put", nothing)
-    monkeypatch.setattr(Snapshots, "_let_count", nothing)
-    monkeypatch.setattr(snapshots, "state_of", state)
+    monkeypatch.setattr(Snapshots, "_publish_list", nothing)
+    monkeypatch.setattr(snapshots, "partition_info", state)
     path = tmp_path / "index"
     path.write_bytes(b"index")
-    found = Snapshots(js_with(SimpleNamespace(list=hang)), LAYOUT)
-    written = asyncio.run(within(found.save, msgspec.msgpack.decode(taken(7), type=Taken), path, 0, "test", "made"))
+    found = Snapshots(js_with(SimpleNamespace(list=hang)), LAYOUT, timers=TIMERS)
+    written = asyncio.run(within(found.save, msgspec.msgpack.decode(taken(7), type=SnapshotBody), path, 0, "test", "made"))
     assert written.position == 7
 
 

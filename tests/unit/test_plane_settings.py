@@ -48,16 +48,16 @@ def test_one_server_is_enough() -> None:
     ("wrong", "said"),
     [
         ({"servers": ()}, "at least one server"),
-        ({"servers": ("127.0.0.1:4222",)}, "it must look like nats://HOST:4222"),
-        ({"servers": ("http://127.0.0.1",)}, "it must look like nats://HOST:4222"),
-        ({"servers": ("nats://",)}, "it must look like nats://HOST:4222"),
-        ({"servers": ("nats://host:x",)}, "it must look like nats://HOST:4222"),
-        ({"servers": ("nats://host:70000",)}, "it must look like nats://HOST:4222"),
-        ({"servers": ("nats://host:0",)}, "it must look like nats://HOST:4222"),
-        ({"servers": ("nats://host/partitions",)}, "something behind its port"),
-        ({"servers": (URL, "wss://host")}, "all reached by WebSocket, or none"),
-        ({"servers": ("nats://a:b@x", "nats://c:d@y")}, "the URLs have different ones"),
-        ({"servers": ("nats://a:b@x",), "token": "t"}, "there are token and the login in the URL"),
+        ({"servers": ("127.0.0.1:4222",)}, "expected nats://HOST:4222"),
+        ({"servers": ("http://127.0.0.1",)}, "expected nats://HOST:4222"),
+        ({"servers": ("nats://",)}, "expected nats://HOST:4222"),
+        ({"servers": ("nats://host:x",)}, "expected nats://HOST:4222"),
+        ({"servers": ("nats://host:70000",)}, "expected nats://HOST:4222"),
+        ({"servers": ("nats://host:0",)}, "expected nats://HOST:4222"),
+        ({"servers": ("nats://host/partitions",)}, "text after the port"),
+        ({"servers": (URL, "wss://host")}, "servers mix WebSocket and TCP"),
+        ({"servers": ("nats://a:b@x", "nats://c:d@y")}, "the URLs have different logins"),
+        ({"servers": ("nats://a:b@x",), "token": "t"}, "token and the login in the URL exclude each other"),
         ({"name": ""}, "1 to 32 letters"),
         ({"name": "a.b"}, "1 to 32 letters"),
         ({"name": "a" * 33}, "1 to 32 letters"),
@@ -80,18 +80,18 @@ def test_what_cannot_work_is_refused(wrong: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"credentials": "creds", "nkey": "seed"}, "there are credentials and nkey: a server is shown one"),
+        ({"credentials": "creds", "nkey": "seed"}, "credentials and nkey exclude each other"),
         ({"credentials": "none"}, "credentials: cannot read .*none: No such file"),
-        ({"credentials": "folder"}, "credentials: .* is no file"),
-        ({"credentials": "junk"}, "no user's JWT and seed in it"),
-        ({"credentials": "seed"}, "no user's JWT and seed in it"),
+        ({"credentials": "folder"}, "credentials: .* is not a regular file"),
+        ({"credentials": "junk"}, "contains no user JWT and seed"),
+        ({"credentials": "seed"}, "contains no user JWT and seed"),
         ({"credentials": "long"}, "is longer than 65536 bytes"),
-        ({"nkey": "creds"}, "no user's seed in it"),
+        ({"nkey": "creds"}, "contains no user seed"),
         ({"nkey": "none"}, "nkey: cannot read"),
-        ({"tls_key": "pem"}, "tls_key is there without tls_certificate"),
-        ({"tls_certificate": "pem"}, "tls_certificate is there without tls_key"),
+        ({"tls_key": "pem"}, "tls_key is set without tls_certificate"),
+        ({"tls_certificate": "pem"}, "tls_certificate is set without tls_key"),
         ({"tls_ca": "none"}, "tls_ca: cannot read"),
-        ({"tls_ca": "folder"}, "tls_ca: .* is no file"),
+        ({"tls_ca": "folder"}, "tls_ca: .* is not a regular file"),
     ],
     ids=str,
 )
@@ -102,7 +102,7 @@ def test_files_that_cannot_be_what_they_should_are_refused(files: dict[str, str]
 
 
 def test_there_is_no_tls_where_it_cannot_be(files: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="there is no TLS in ws://"):
+    with pytest.raises(ConfigError, match="ws:// has no TLS"):
         PlaneSettings(servers=("ws://host",), tls_ca=files["pem"])
 
 

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvevents.plane.sharding import Announcement, Roster, SharePace, owners, plan
+from kvevents.plane.sharding import ShardAnnouncement, ShardAssignment, ShardTimers, assigned_replicas, plan_queries
 
 NAMES = st.lists(st.text("abcdefgh-", min_size=1, max_size=4), min_size=1, max_size=8, unique=True)
 PARTITIONS = 64
-PACE = SharePace()
+PACE = ShardTimers()
 
 
-def says(*held: int, holders: int = 1, beat: int = 0) -> Announcement:
-    return Announcement("http://x", holders, list(held), beat)
+def says(*held: int, holders: int = 1, beat: int = 0) -> ShardAnnouncement:
+    return ShardAnnouncement("http://x", holders, list(held), beat)
 
 
 @given(NAMES, st.integers(0, 255), st.integers(1, 4))
 def test_a_partition_has_as_many_owners_as_are_wanted_and_all_agree_who(names: list[str], partition: int, holders: int) -> None:
-    found = owners(partition, names, holders)
+    found = assigned_replicas(partition, names, holders)
     assert len(found) == len(set(found)) == min(holders, len(names))
-    assert found == owners(partition, reversed(names), holders)
+    assert found == assigned_replicas(partition, reversed(names), holders)
 
 
 @given(NAMES, st.integers(1, 3), st.data())
@@ -33,7 +33,7 @@ def test_only_partitions_of_who_goes_move_and_of_each_one_holder(names: list[str
     gone = data.draw(st.sampled_from(names))
     left = [name for name in names if name != gone]
     for partition in range(PARTITIONS):
-        before, after = owners(partition, names, holders), owners(partition, left, holders)
+        before, after = assigned_replicas(partition, names, holders), assigned_replicas(partition, left, holders)
         stayed = [name for name in before if name != gone]
         assert after[: len(stayed)] == stayed
         assert len(after) - len(stayed) == (gone in before and len(left) >= holders)
@@ -42,7 +42,7 @@ def test_only_partitions_of_who_goes_move_and_of_each_one_holder(names: list[str
 def test_shares_are_even() -> None:
     """Of 256 partitions on 10 replicas, each held twice: nobody has half as much again as the mean."""
     names = [f"replica-{number}" for number in range(10)]
-    shares = [sum(name in owners(partition, names, 2) for partition in range(256)) for name in names]
+    shares = [sum(name in assigned_replicas(partition, names, 2) for partition in range(256)) for name in names]
     assert sum(shares) == 512
     assert max(shares) < 1.5 * 512 / 10
 
@@ -51,7 +51,7 @@ def test_shares_are_even() -> None:
     st.dictionaries(st.text("abc", min_size=1, max_size=2), st.sets(st.integers(0, 9)), max_size=5), st.sets(st.integers(0, 9))
 )
 def test_a_plan_asks_each_partition_of_one_who_holds_it(holding: Mapping[str, set[int]], partitions: set[int]) -> None:
-    asked, nobody = plan("own", partitions, holding)
+    asked, nobody = plan_queries("own", partitions, holding)
     told = [partition for found in asked.values() for partition in found]
     assert sorted(told + nobody) == sorted(partitions)
     assert all(set(found) <= holding[name] and found for name, found in asked.items())
@@ -60,88 +60,88 @@ def test_a_plan_asks_each_partition_of_one_who_holds_it(holding: Mapping[str, se
 
 def test_a_plan_asks_as_few_as_can_be() -> None:
     holding = {"all": [0, 1, 2, 3], "low": [0, 1], "high": [2, 3]}
-    assert plan("own", range(4), holding) == ({"all": [0, 1, 2, 3]}, [])
-    assert plan("own", range(5), {"low": [0, 1], "high": [2, 3]}) == ({"low": [0, 1], "high": [2, 3]}, [4])
+    assert plan_queries("own", range(4), holding) == ({"all": [0, 1, 2, 3]}, [])
+    assert plan_queries("own", range(5), {"low": [0, 1], "high": [2, 3]}) == ({"low": [0, 1], "high": [2, 3]}, [4])
 
 
 def test_nothing_is_wanted_before_the_others_were_heard_of() -> None:
     """Or the first of many would begin with all partitions."""
-    roster = Roster("own", 8, 1)
-    assert roster.wanted == frozenset()
-    roster.hear({}, [], 0.0)
-    assert roster.wanted == frozenset(range(8))
+    assignment = ShardAssignment("own", 8, 1)
+    assert assignment.assigned == frozenset()
+    assignment.update({}, [], 0.0)
+    assert assignment.assigned == frozenset(range(8))
 
 
 def test_a_restart_moves_no_partitions_and_a_death_does() -> None:
-    roster = Roster("a", PARTITIONS, 1)
-    roster.hear({"b": says()}, [], 0.0)
-    share = roster.wanted
+    assignment = ShardAssignment("a", PARTITIONS, 1)
+    assignment.update({"b": says()}, [], 0.0)
+    share = assignment.assigned
     assert 0 < len(share) < PARTITIONS
-    roster.hear({}, share, PACE.present_seconds - 1)
-    assert (roster.wanted, list(roster.present)) == (share, ["b"]), "one look may have missed it"
+    assignment.update({}, share, PACE.present_seconds - 1)
+    assert (assignment.assigned, list(assignment.present)) == (share, ["b"]), "one look may have missed it"
     for now in range(int(PACE.present_seconds), int(PACE.dead_seconds), 2):
-        roster.hear({"b": says()}, share, float(now))
-    assert (roster.wanted, dict(roster.present)) == (share, {}), "what it has said is still there, and nothing new"
-    roster.hear({}, share, PACE.dead_seconds + 1)
-    assert roster.wanted == frozenset(range(PARTITIONS))
+        assignment.update({"b": says()}, share, float(now))
+    assert (assignment.assigned, dict(assignment.present)) == (share, {}), "what it has said is still there, and nothing new"
+    assignment.update({}, share, PACE.dead_seconds + 1)
+    assert assignment.assigned == frozenset(range(PARTITIONS))
 
 
 def test_a_partition_is_let_go_only_after_all_who_are_to_hold_it_have_held_it_for_a_while() -> None:
-    roster = Roster("a", PARTITIONS, 2)
-    roster.hear({}, range(PARTITIONS), 0.0)
+    assignment = ShardAssignment("a", PARTITIONS, 2)
+    assignment.update({}, range(PARTITIONS), 0.0)
     others = {"b": says(holders=2), "c": says(holders=2)}
-    roster.hear(others, range(PARTITIONS), 1.0)
-    foreign = sorted(set(range(PARTITIONS)) - roster.wanted)
+    assignment.update(others, range(PARTITIONS), 1.0)
+    foreign = sorted(set(range(PARTITIONS)) - assignment.assigned)
     assert foreign
-    assert roster.spare(1000.0) == frozenset()
+    assert assignment.releasable(1000.0) == frozenset()
 
-    def others_at(now: float) -> dict[str, Announcement]:
+    def others_at(now: float) -> dict[str, ShardAnnouncement]:
         beat = int(now)
         return {"b": says(*foreign, holders=2, beat=beat), "c": says(*foreign[1:], holders=2, beat=beat)}
 
     for now in (2.0, 7.0):
-        roster.hear(others_at(now), range(PARTITIONS), now)
-    assert roster.spare(2.0 + PACE.release_seconds - 0.1) == frozenset()
-    assert roster.spare(2.0 + PACE.release_seconds) == frozenset(foreign[1:])
-    roster.hear({"b": others_at(9.0)["b"]}, range(PARTITIONS), 9.0)  # one of them is not heard of
-    assert roster.spare(1000.0) == frozenset()
+        assignment.update(others_at(now), range(PARTITIONS), now)
+    assert assignment.releasable(2.0 + PACE.release_seconds - 0.1) == frozenset()
+    assert assignment.releasable(2.0 + PACE.release_seconds) == frozenset(foreign[1:])
+    assignment.update({"b": others_at(9.0)["b"]}, range(PARTITIONS), 9.0)  # one of them is not heard of
+    assert assignment.releasable(1000.0) == frozenset()
     for now in (10.0, 13.0, 16.0, 19.0, 22.0):
-        roster.hear(others_at(10.0), range(PARTITIONS), now)  # they say nothing new
-    assert roster.spare(22.0) == frozenset()
+        assignment.update(others_at(10.0), range(PARTITIONS), now)  # they say nothing new
+    assert assignment.releasable(22.0) == frozenset()
 
 
 def test_an_hour_without_the_servers_is_nobodys_death() -> None:
     """All come back at about the same time; who looks first must not begin with the partitions of those who are slower."""
-    roster = Roster("a", PARTITIONS, 1)
-    roster.hear({"b": says(beat=1)}, [], 0.0)
-    share = roster.wanted
-    roster.hear({}, share, 3_600.0)
-    assert (roster.wanted, list(roster.present)) == (share, ["b"])
+    assignment = ShardAssignment("a", PARTITIONS, 1)
+    assignment.update({"b": says(beat=1)}, [], 0.0)
+    share = assignment.assigned
+    assignment.update({}, share, 3_600.0)
+    assert (assignment.assigned, list(assignment.present)) == (share, ["b"])
     for passed in range(0, int(PACE.dead_seconds) + 1, 2):
-        roster.hear({}, share, 3_600.0 + passed)
-    assert roster.wanted == share
-    roster.hear({}, share, 3_600.0 + PACE.dead_seconds + 2)
-    assert roster.wanted == frozenset(range(PARTITIONS))
+        assignment.update({}, share, 3_600.0 + passed)
+    assert assignment.assigned == share
+    assignment.update({}, share, 3_600.0 + PACE.dead_seconds + 2)
+    assert assignment.assigned == frozenset(range(PARTITIONS))
 
 
 def test_nothing_is_let_go_while_nobody_can_be_heard() -> None:
-    roster = Roster("a", PARTITIONS, 1)
+    assignment = ShardAssignment("a", PARTITIONS, 1)
     everything = says(*range(PARTITIONS), beat=1)
-    roster.hear({"b": everything}, range(PARTITIONS), 0.0)
-    assert roster.spare(1_000.0) == frozenset()
-    roster.hear({"b": says(*range(PARTITIONS), beat=2)}, range(PARTITIONS), 1_000.0)
-    assert roster.spare(1_000.0 + PACE.present_seconds) == frozenset()
-    roster.hear({"b": says(*range(PARTITIONS), beat=3)}, range(PARTITIONS), 1_005.0)
-    roster.hear({"b": says(*range(PARTITIONS), beat=4)}, range(PARTITIONS), 1_010.0)
-    assert roster.spare(1_000.0 + PACE.release_seconds) == frozenset(range(PARTITIONS)) - roster.wanted
+    assignment.update({"b": everything}, range(PARTITIONS), 0.0)
+    assert assignment.releasable(1_000.0) == frozenset()
+    assignment.update({"b": says(*range(PARTITIONS), beat=2)}, range(PARTITIONS), 1_000.0)
+    assert assignment.releasable(1_000.0 + PACE.present_seconds) == frozenset()
+    assignment.update({"b": says(*range(PARTITIONS), beat=3)}, range(PARTITIONS), 1_005.0)
+    assignment.update({"b": says(*range(PARTITIONS), beat=4)}, range(PARTITIONS), 1_010.0)
+    assert assignment.releasable(1_000.0 + PACE.release_seconds) == frozenset(range(PARTITIONS)) - assignment.assigned
 
 
 def test_the_most_holders_that_anybody_was_told_count() -> None:
     """Settings are changed one replica after the other; until then nobody lets a partition go that another one wants held
     twice."""
-    roster = Roster("a", PARTITIONS, 1)
-    roster.hear({"b": says(holders=2)}, [], 0.0)
-    assert roster.wanted == frozenset(range(PARTITIONS))
+    assignment = ShardAssignment("a", PARTITIONS, 1)
+    assignment.update({"b": says(holders=2)}, [], 0.0)
+    assert assignment.assigned == frozenset(range(PARTITIONS))
 
 
 @settings(max_examples=50, deadline=None)
@@ -160,7 +160,7 @@ def test_replicas_that_come_and_go_leave_no_partition_uncovered(turns: list[tupl
     world.settle()
     assert world.covered
     for partition in range(World.PARTITIONS):
-        assert set(owners(partition, world.rosters, holders)) == {
+        assert set(assigned_replicas(partition, world.rosters, holders)) == {
             name for name in world.rosters if partition in world.held[name]
         }
 
@@ -173,13 +173,13 @@ class World:
 
     def __init__(self, holders: int) -> None:
         self.now = 0.0
-        self.rosters: dict[str, Roster] = {}
+        self.rosters: dict[str, ShardAssignment] = {}
         self.held: dict[str, set[int]] = {}
         self._holders = holders
 
     def start(self, name: str) -> None:
         if name not in self.rosters:
-            self.rosters[name], self.held[name] = Roster(name, self.PARTITIONS, self._holders), set()
+            self.rosters[name], self.held[name] = ShardAssignment(name, self.PARTITIONS, self._holders), set()
 
     def kill(self, name: str) -> None:
         rest = set().union(*(held for other, held in self.held.items() if other != name))
@@ -189,15 +189,15 @@ class World:
     def step(self, seconds: float) -> None:
         """Everybody tells and hears, one after the other, and then does what is to be done."""
         self.now += seconds
-        for name, roster in self.rosters.items():
+        for name, assignment in self.rosters.items():
             others = {
                 other: says(*held, holders=self._holders, beat=int(self.now))
                 for other, held in self.held.items()
                 if other != name
             }
-            roster.hear(others, self.held[name], self.now)
-            self.held[name] |= roster.wanted
-            self.held[name] -= roster.spare(self.now)
+            assignment.update(others, self.held[name], self.now)
+            self.held[name] |= assignment.assigned
+            self.held[name] -= assignment.releasable(self.now)
 
     def settle(self) -> None:
         for _ in range(40):
@@ -210,7 +210,7 @@ class World:
 
 @pytest.mark.parametrize("value", [b"", b"{}", b'{"url": 1}', b"[]"])
 def test_what_is_no_announcement_is_none(value: bytes) -> None:
-    assert Announcement.decode(value) is None
+    assert ShardAnnouncement.decode(value) is None
 
 
 @pytest.mark.parametrize(
@@ -218,13 +218,13 @@ def test_what_is_no_announcement_is_none(value: bytes) -> None:
 )
 def test_nobody_is_asked_where_nobody_can_be(url: str) -> None:
     """Who may write the bucket cannot make the others fail by what it says of itself."""
-    assert Announcement.decode(Announcement(url, 1, []).encode()) is None
+    assert ShardAnnouncement.decode(ShardAnnouncement(url, 1, []).encode()) is None
 
 
 @pytest.mark.parametrize("holders", [0, 9, 1 << 40])
 def test_nobody_has_all_others_hold_everything(holders: int) -> None:
-    assert Announcement.decode(Announcement("http://h:1", holders, []).encode()) is None
+    assert ShardAnnouncement.decode(ShardAnnouncement("http://h:1", holders, []).encode()) is None
 
 
 def test_an_announcement_comes_back_as_it_was() -> None:
-    assert Announcement.decode(says(1, 2).encode()) == says(1, 2)
+    assert ShardAnnouncement.decode(says(1, 2).encode()) == says(1, 2)

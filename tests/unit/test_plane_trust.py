@@ -18,28 +18,27 @@ from hypothesis import strategies as st
 from kvevents.errors import UnknownSourceError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent
 from kvevents.index import PrefixIndex
-from kvevents.plane import listening
-from kvevents.plane.ledger import Ledger, Start
-from kvevents.plane.listening import Heard, Listener, findings_in
-from kvevents.plane.reading import Pushed
+from kvevents.plane import engine_reader
+from kvevents.plane.engine_reader import EngineReader, EngineRecord, inspect_payload
+from kvevents.plane.log_subscriber import LogSubscriber
+from kvevents.plane.page_builder import PageBuilder
+from kvevents.plane.partition_state import PartitionState, ResumePoint
 from kvevents.plane.records import (
     VERSION,
-    Batched,
-    Beat,
-    Join,
-    Lost,
+    BatchRecord,
+    GapRecord,
+    HeartbeatRecord,
+    IncarnationRecord,
+    JoinRecord,
     Page,
+    ReceivedMessage,
     Record,
-    Renewed,
     StreamRecord,
-    Trusting,
+    TrustRecord,
     encode_page,
 )
-from kvevents.plane.subscriber import LogSubscriber
-from kvevents.plane.writing import Composer
 from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import DegradedReason, RawBatch, Source, Trust
-from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport
 from kvevents.wire import encode_batch
 from kvevents.wire.encode import batch_encoder
@@ -60,19 +59,20 @@ class Scene:
         self.transport = FakeTransport()
         self.engine = self.transport.engine("tcp://engine:1", "tcp://engine:2", buffer_steps=buffer_steps)
         self._begin()
-        self.heard: list[Heard] = []
-        self._said: Trusting | None = None
+        self.heard: list[EngineRecord] = []
+        self._said: TrustRecord | None = None
         """What the bridge says of a life that has just begun, too, unless it says something else."""
-        subscriber = Subscriber(transport=self.transport, clock=self.transport.clock, decode=False)
-        self.bridge = Listener("bridge", self.heard.extend, lambda: True, subscriber)
-        self.bridge.follow(Source("tcp://engine:1", "tcp://engine:2", name="engine"), Start(None, 0), 1)
+        self.bridge = EngineReader(
+            "bridge", self.heard.extend, lambda: True, transport=self.transport, clock=self.transport.clock
+        )
+        self.bridge.follow(Source("tcp://engine:1", "tcp://engine:2", name="engine"), ResumePoint(None, 0), 1)
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_partition(0, Ledger(), {})
+        self.log.add_partition(0, PartitionState(), {})
         self.index = PrefixIndex()
         self.position = 0
         self.ends_live = True
         """Whether the newest batch was sent to subscribers: of others nobody knows before the next one."""
-        self._write(Join(*KEY, b""))
+        self._write(JoinRecord(*KEY, b""))
 
     def _begin(self) -> None:
         self.truth = PrefixIndex()
@@ -106,10 +106,10 @@ class Scene:
     def settle(self) -> None:
         """Everything that was sent is read, written, and applied."""
         for _ in range(20):
-            self.bridge._look_at = 0.0
+            self.bridge._check_trust_at = 0.0
             self.bridge._turn()
         records = [each.record for each in self.heard]
-        self._said = next((record for record in reversed(records) if isinstance(record, Trusting)), self._said)
+        self._said = next((record for record in reversed(records) if isinstance(record, TrustRecord)), self._said)
         self._write(*records, *([] if self._said is None else [self._said]))
         self.heard.clear()
         deliveries = self.log.receive_many(timeout=0.0)
@@ -118,8 +118,8 @@ class Scene:
 
     def _write(self, *records: Record) -> None:
         self.position += 1
-        page = Page(VERSION, "bridge", 0.0, [*records, Beat("bridge", 3600.0, 0.0)])
-        self.log.put(0, [Pushed(self.position, encode_page(page), 0)])
+        page = Page(VERSION, "bridge", 0.0, [*records, HeartbeatRecord("bridge", 3600.0, 0.0)])
+        self.log.put(0, [ReceivedMessage(self.position, encode_page(page), 0)])
 
     @property
     def trust(self) -> Trust:
@@ -232,7 +232,7 @@ def test_a_sender_that_has_forgotten_what_is_missing_is_asked_a_bounded_number_o
         scene.beat()
         scene.settle()
         lives.append(scene.log.status(*KEY).incarnation)
-    assert lives[-1] == lives[-2] == listening.MAX_ASKED_AGAIN
+    assert lives[-1] == lives[-2] == engine_reader.MAX_HISTORY_REQUESTS
     assert scene.trust == Trust.DEGRADED
 
 
@@ -264,7 +264,7 @@ def applied(payload: bytes) -> tuple[bool, Heartbeat | None]:
 
 
 def read(payload: bytes) -> tuple[bool, Heartbeat | None]:
-    found = findings_in(payload)
+    found = inspect_payload(payload)
     return (False, None) if found is None else (found.cleared, found.heartbeat)
 
 
@@ -292,7 +292,7 @@ def test_a_replica_names_the_doubts_of_an_idle_stream() -> None:
     scene.settle()
     assert scene.trust == Trust.DEGRADED
     assert scene.log.status(*KEY).degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
-    assert scene.log.ledgers[0].start(KEY, "bridge").resume is not None
+    assert scene.log.states[0].resume_point(KEY, "bridge").resume is not None
     scene.say(stored(2))
     scene.settle()
     assert scene.log.status(*KEY).degraded_reasons == frozenset()
@@ -348,40 +348,40 @@ class LogReader:
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_partition(0, Ledger(), {})
+        self.log.add_partition(0, PartitionState(), {})
 
     def read(self, position: int, page: Page) -> None:
-        self.log.put(0, [Pushed(position, encode_page(page), 0, page.name)])
+        self.log.put(0, [ReceivedMessage(position, encode_page(page), 0, page.name)])
         for delivery in self.log.receive_many(timeout=0.0):
             self.log.report(delivery, self.index.apply(delivery).report)
 
     def restart(self, folder: Path) -> None:
-        ledger, doubts = Ledger.restore(self.log.ledgers[0].save()), self.log.doubts()
+        state, doubts = PartitionState.decode(self.log.states[0].encode()), self.log.doubts()
         self.index.snapshot(folder / "index", workers=[KEY] if self.index.workers() else [])
         self.index = PrefixIndex()
         self.index.merge(folder / "index")
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
-        self.log.add_partition(0, ledger, doubts)
+        self.log.add_partition(0, state, doubts)
 
     def is_exact(self) -> bool:
         return self.log.trust(*KEY) == Trust.EXACT
 
 
-def heard_by(bridge: str, ledger: Ledger, parts: Sequence[bytes], *, anew: bool) -> Iterator[StreamRecord]:
+def heard_by(bridge: str, state: PartitionState, parts: Sequence[bytes], *, anew: bool) -> Iterator[StreamRecord]:
     """What a bridge has to write of the engine that sends the parts: from where the log stands, or of a new incarnation."""
-    standing = ledger.streams.get(KEY)
-    life, last = (0, -1) if standing is None else (standing.incarnation, standing.last_seq)
-    yield Join(*KEY, b"")
+    stream = state.streams.get(KEY)
+    life, last = (0, -1) if stream is None else (stream.incarnation, stream.last_seq)
+    yield JoinRecord(*KEY, b"")
     if anew:
         life, last = life + 1, -1
-        yield Renewed(*KEY, life, "it has not proven to be the same")
+        yield IncarnationRecord(*KEY, life, "it has not proven to be the same")
     first = REPRESENTED
     if last < first - 1:
-        yield Lost(*KEY, life, max(0, last + 1), first - 1, True)
+        yield GapRecord(*KEY, life, max(0, last + 1), first - 1, True)
     for seq, part in enumerate(parts, first):
         if seq > last:
-            yield Batched(*KEY, life, seq, True, part)
-    yield Trusting(*KEY, bridge, Trust.EXACT.name, "", {})
+            yield BatchRecord(*KEY, life, seq, True, part)
+    yield TrustRecord(*KEY, bridge, Trust.EXACT.name, "", {})
 
 
 @pytest.mark.parametrize("anew", [False, True])
@@ -412,34 +412,38 @@ def pages_of(folder: Path, sent: Compacted, *, killed_behind: int, anew: bool, r
 
     def beat(*records: Record) -> None:
         """The bridge in reserve says that it is alive."""
-        page = Page(VERSION, "reserve", 0.0, [*records, Beat("reserve", 3600.0, 0.0)])
-        composer.read(len(pages) + 1, page)
+        page = Page(VERSION, "reserve", 0.0, [*records, HeartbeatRecord("reserve", 3600.0, 0.0)])
+        builder.apply(len(pages) + 1, page)
         append(page)
 
-    bridge, composer = "one", Composer(Ledger(), "none", ROOM, "none")
-    beat(Join(*KEY, b""), Batched(*KEY, 0, 0, False, sent.first), Trusting(*KEY, "reserve", Trust.EXACT.name, "", {}))
-    composer = following(bridge, pages, sent.parts, anew=False)
-    while composer.due() is not None:
-        composer.beat(Beat(bridge, 3600.0, 0.0))
-        page = composer.compose(0.0, 0.0)
+    bridge, builder = "one", PageBuilder(PartitionState(), "none", ROOM, "none")
+    beat(
+        JoinRecord(*KEY, b""),
+        BatchRecord(*KEY, 0, 0, False, sent.first),
+        TrustRecord(*KEY, "reserve", Trust.EXACT.name, "", {}),
+    )
+    builder = following(bridge, pages, sent.parts, anew=False)
+    while builder.next_due() is not None:
+        builder.set_heartbeat(HeartbeatRecord(bridge, 3600.0, 0.0))
+        page = builder.build(0.0, 0.0)
         assert page is not None
-        composer.landed(len(pages) + 1)
+        builder.acknowledge(len(pages) + 1)
         append(page)
         beat()
         if len(pages) // 2 == killed_behind:
             bridge = "two"
-            composer = following(bridge, pages, sent.parts, anew=anew)
+            builder = following(bridge, pages, sent.parts, anew=anew)
     assert reader.is_exact()
     return len(pages) // 2
 
 
-def following(bridge: str, pages: Sequence[Page], parts: Sequence[bytes], *, anew: bool) -> Composer:
+def following(bridge: str, pages: Sequence[Page], parts: Sequence[bytes], *, anew: bool) -> PageBuilder:
     """A bridge that has read the log, and has all that it has to write."""
-    ledger = Ledger()
+    state = PartitionState()
     for position, page in enumerate(pages, 1):
-        ledger.feed(position, page)
-    composer = Composer(ledger, bridge, ROOM, bridge)
-    composer.anchor(KEY)
-    for record in heard_by(bridge, ledger, parts, anew=anew):
-        composer.offer(record)
-    return composer
+        state.apply(position, page)
+    builder = PageBuilder(state, bridge, ROOM, bridge)
+    builder.resync(KEY)
+    for record in heard_by(bridge, state, parts, anew=anew):
+        builder.enqueue(record)
+    return builder

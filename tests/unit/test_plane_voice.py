@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.plane.voice import (
-    MAX_LINES,
-    RECONNECT_FIRST_SECONDS,
-    RECONNECT_MOST_SECONDS,
-    STEADY_SECONDS,
-    Rounds,
-    Voice,
+from kvevents.plane.connection import (
+    DEFAULT_LIMITS,
+    MAX_LOGGED_ERRORS,
+    STABLE_SECONDS,
+    ConnectionLog,
+    ReconnectPolicy,
 )
 
 HOSTS = ("a", "b", "c")
@@ -27,35 +26,35 @@ def servers(*hosts: str) -> list[Any]:
     return [SimpleNamespace(uri=urlsplit(f"nats://{host}:4222")) for host in hosts]
 
 
-def attempts(rounds: Rounds, count: int, *hosts: str) -> list[tuple[str, float]]:
+def attempts(rounds: ReconnectPolicy, count: int, *hosts: str) -> list[tuple[str, float]]:
     chosen = [rounds.choose(servers(*hosts), {}) for _ in range(count)]
     return [(str(server.uri.hostname), pause) for server, pause in chosen]
 
 
 def test_each_round_tries_every_server_once_after_one_pause() -> None:
-    rounds = Rounds()
-    rounds.begin(STEADY_SECONDS)
+    rounds = ReconnectPolicy(DEFAULT_LIMITS)
+    rounds.start(STABLE_SECONDS)
     for number in range(8):
         found = attempts(rounds, 3, *HOSTS)
         assert sorted(host for host, _ in found) == list(HOSTS)
-        most = min(RECONNECT_FIRST_SECONDS * 2**number, RECONNECT_MOST_SECONDS)
+        most = min(DEFAULT_LIMITS.reconnect_seconds * 2**number, DEFAULT_LIMITS.max_reconnect_seconds)
         assert most / 2 <= found[0][1] <= most
         assert [pause for _, pause in found[1:]] == [0, 0]
 
 
-@pytest.mark.parametrize(("lasted", "starts_again"), [(STEADY_SECONDS, True), (STEADY_SECONDS / 2, False)])
+@pytest.mark.parametrize(("lasted", "starts_again"), [(STABLE_SECONDS, True), (STABLE_SECONDS / 2, False)])
 def test_pauses_start_again_only_after_a_connection_that_lasted(lasted: float, starts_again: bool) -> None:
     """A server that hangs up at once, again and again, is not asked without a pause."""
-    rounds = Rounds()
+    rounds = ReconnectPolicy(DEFAULT_LIMITS)
     attempts(rounds, 5, "a")
-    rounds.begin(lasted)
-    assert (attempts(rounds, 1, "a")[0][1] <= RECONNECT_FIRST_SECONDS) == starts_again
+    rounds.start(lasted)
+    assert (attempts(rounds, 1, "a")[0][1] <= DEFAULT_LIMITS.reconnect_seconds) == starts_again
 
 
 @given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), min_size=1, max_size=30))
 def test_servers_may_come_and_go(known: list[set[str]]) -> None:
     """Whoever is chosen is known then, and nobody is chosen twice in a round."""
-    rounds, this_round = Rounds(), Counter[str]()
+    rounds, this_round = ReconnectPolicy(DEFAULT_LIMITS), Counter[str]()
     for hosts in known:
         ((host, pause),) = attempts(rounds, 1, *hosts)
         assert host in hosts
@@ -72,8 +71,8 @@ class Client:
     is_closed = False
 
 
-def a_voice(states: list[str]) -> tuple[Voice, Client]:
-    voice, client = Voice("bridge", states.append), Client()
+def a_voice(states: list[str]) -> tuple[ConnectionLog, Client]:
+    voice, client = ConnectionLog("bridge", states.append), Client()
     assert voice.callbacks(client)["name"] == "bridge"  # type: ignore[arg-type]
     return voice, client
 
@@ -83,7 +82,7 @@ async def test_a_state_is_told_when_it_begins(caplog: pytest.LogCaptureFixture) 
     states: list[str] = []
     voice, client = a_voice(states)
     calls = voice.callbacks(client)  # type: ignore[arg-type]
-    voice.say("connected")
+    voice.set_state("connected")
     await calls["disconnected_cb"]()
     await calls["disconnected_cb"]()
     await calls["reconnected_cb"]()
@@ -98,7 +97,7 @@ async def test_a_state_is_told_when_it_begins(caplog: pytest.LogCaptureFixture) 
 async def test_the_same_error_is_logged_once_in_each_state(caplog: pytest.LogCaptureFixture) -> None:
     voice, client = a_voice([])
     calls = voice.callbacks(client)  # type: ignore[arg-type]
-    voice.say("connected")
+    voice.set_state("connected")
     for _ in range(2):
         await calls["disconnected_cb"]()
         for _ in range(5):
@@ -110,10 +109,10 @@ async def test_the_same_error_is_logged_once_in_each_state(caplog: pytest.LogCap
 async def test_different_errors_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     voice, client = a_voice([])
     calls = voice.callbacks(client)  # type: ignore[arg-type]
-    voice.say("connected")
-    for number in range(3 * MAX_LINES):
+    voice.set_state("connected")
+    for number in range(3 * MAX_LOGGED_ERRORS):
         await calls["error_cb"](OSError(number, f"error {number}"))
-    assert len(caplog.records) == MAX_LINES
+    assert len(caplog.records) == MAX_LOGGED_ERRORS
 
 
 async def test_before_the_first_connection_errors_go_to_who_connects(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,7 +121,7 @@ async def test_before_the_first_connection_errors_go_to_who_connects(caplog: pyt
     calls = voice.callbacks(client)  # type: ignore[arg-type]
     with pytest.raises(ConnectionRefusedError):
         await calls["error_cb"](ConnectionRefusedError(111, "refused"))
-    voice.silence()
+    voice.mute()
     await calls["error_cb"](ConnectionRefusedError(111, "refused"))
     await calls["closed_cb"]()
     assert not caplog.records

@@ -8,33 +8,33 @@ from random import Random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvevents.plane.ledger import Arrival, Breach, Departure, Ledger, Start
+from kvevents.plane.page_builder import RECORD_BYTES, PageBuilder
+from kvevents.plane.partition_state import InvalidRecord, PartitionState, ResumePoint, StreamJoined, StreamLeft
 from kvevents.plane.records import (
-    START,
+    EMPTY_HISTORY,
     VERSION,
-    Batched,
-    Beat,
-    Blank,
-    Join,
-    Leave,
-    Lost,
+    BatchRecord,
+    FragmentRecord,
+    GapRecord,
+    HeartbeatRecord,
+    IncarnationRecord,
+    JoinRecord,
+    LeaveRecord,
     Page,
-    Piece,
-    Renewed,
+    ResetRecord,
     StreamRecord,
-    Trusting,
+    TrustRecord,
     decode_page,
     encode_page,
 )
-from kvevents.plane.writing import RECORD_BYTES, Composer
 from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
 
 KEY = ("engine", 0)
 ROOM = 1_000
 
 
-def batched(seq: int, payload: bytes = b"x", incarnation: int = 0) -> Batched:
-    return Batched(*KEY, incarnation, seq, False, payload)
+def batched(seq: int, payload: bytes = b"x", incarnation: int = 0) -> BatchRecord:
+    return BatchRecord(*KEY, incarnation, seq, False, payload)
 
 
 @dataclass
@@ -49,44 +49,44 @@ class Partition:
         self.pages.append(encode_page(page))
         return len(self.pages)
 
-    def read(self, composer: Composer) -> None:
-        for position in range(composer.ledger.position + 1, len(self.pages) + 1):
+    def read(self, builder: PageBuilder) -> None:
+        for position in range(builder.state.position + 1, len(self.pages) + 1):
             page = decode_page(self.pages[position - 1])
             assert page is not None
-            composer.read(position, page)
+            builder.apply(position, page)
 
-    def ledger(self) -> tuple[Ledger, list[object]]:
+    def state(self) -> tuple[PartitionState, list[object]]:
         found: list[object] = []
-        ledger = Ledger()
+        state = PartitionState()
         for position, data in enumerate(self.pages, 1):
             page = decode_page(data)
             assert page is not None
-            found += ledger.feed(position, page)
-        return ledger, found
+            found += state.apply(position, page)
+        return state, found
 
 
-def write(partition: Partition, composer: Composer, now: float = 0.0) -> bool:
+def write(partition: Partition, builder: PageBuilder, now: float = 0.0) -> bool:
     """One attempt; whether it was taken."""
-    page = composer.compose(now, 0.0)
+    page = builder.build(now, 0.0)
     if page is None:
         return False
-    position = partition.append(page, composer.ledger.position)
+    position = partition.append(page, builder.state.position)
     if position is None:
-        composer.returned()
-        partition.read(composer)
+        builder.withdraw()
+        partition.read(builder)
         return False
-    composer.landed(position)
+    builder.acknowledge(position)
     return True
 
 
-def bridge(name: str = "a", *records: StreamRecord, partition: Partition | None = None) -> Composer:
-    composer = Composer(Ledger(), name, ROOM, name)
+def bridge(name: str = "a", *records: StreamRecord, partition: Partition | None = None) -> PageBuilder:
+    builder = PageBuilder(PartitionState(), name, ROOM, name)
     if partition is not None:
-        partition.read(composer)
-    composer.anchor(KEY)
+        partition.read(builder)
+    builder.resync(KEY)
     for record in records:
-        composer.offer(record)
-    return composer
+        builder.enqueue(record)
+    return builder
 
 
 def numbers(found: list[object]) -> list[int]:
@@ -100,110 +100,112 @@ def test_what_is_there_is_not_written_again() -> None:
     """Two bridges with the same batches leave each once, whoever is first."""
     partition = Partition()
     one, two = (
-        bridge("a", Join(*KEY, b""), batched(0), batched(1)),
-        bridge("b", Join(*KEY, b""), batched(0), batched(1), batched(2)),
+        bridge("a", JoinRecord(*KEY, b""), batched(0), batched(1)),
+        bridge("b", JoinRecord(*KEY, b""), batched(0), batched(1), batched(2)),
     )
     assert write(partition, one)
     assert not write(partition, two)
     assert write(partition, two)
-    ledger, found = partition.ledger()
+    state, found = partition.state()
     assert numbers(found) == [0, 1, 2]
-    assert (ledger.doubled, ledger.breaches, two.waiting) == (0, 0, 0)
+    assert (state.duplicate_records, state.invalid_records, two.queued_records) == (0, 0, 0)
 
 
 def test_another_batch_under_the_same_number_sets_the_bridge_adrift() -> None:
     """Numbers agree in two lives as well; payloads do not."""
     partition = Partition()
-    write(partition, bridge("a", Join(*KEY, b""), batched(0, b"this life")))
-    two = bridge("b", Join(*KEY, b""), batched(0, b"that life"), batched(1, b"that life"))
+    write(partition, bridge("a", JoinRecord(*KEY, b""), batched(0, b"this life")))
+    two = bridge("b", JoinRecord(*KEY, b""), batched(0, b"that life"), batched(1, b"that life"))
     assert not write(partition, two)
     assert not write(partition, two)
-    assert list(two.adrift) == [KEY]
-    assert numbers(partition.ledger()[1]) == [0]
+    assert list(two.diverged) == [KEY]
+    assert numbers(partition.state()[1]) == [0]
     # It is followed anew from where the log stands, which the checkpoint makes its publisher prove.
-    resume = two.ledger.start(KEY, "b").resume
+    resume = two.state.resume_point(KEY, "b").resume
     assert resume is not None
     assert resume.fingerprints == (Fingerprint(0, payload_digest(b"this life"), live=True),)
-    two.anchor(KEY)
-    two.offer(Renewed(*KEY, 1, "another life"))
-    two.offer(batched(0, b"that life", 1))
+    two.resync(KEY)
+    two.enqueue(IncarnationRecord(*KEY, 1, "another life"))
+    two.enqueue(batched(0, b"that life", 1))
     assert write(partition, two)
-    assert [type(event) for event in partition.ledger()[1][-2:]] == [Reset, RawBatch]
+    assert [type(event) for event in partition.state()[1][-2:]] == [Reset, RawBatch]
 
 
-def settle(partition: Partition, composer: Composer) -> None:
+def settle(partition: Partition, builder: PageBuilder) -> None:
     """Write until there is nothing more to write, or the stream has to be followed again."""
-    while composer.waiting and not composer.adrift:
-        write(partition, composer)
+    while builder.queued_records and not builder.diverged:
+        write(partition, builder)
 
 
 def test_a_bridge_that_missed_a_life_does_not_take_its_own_for_the_one_in_the_log() -> None:
     """Where the log has another life under that number, the bridge follows the stream again from the log's end."""
     partition = Partition()
-    one = bridge("a", Join(*KEY, b""), batched(0, b"first life"))
+    one = bridge("a", JoinRecord(*KEY, b""), batched(0, b"first life"))
     write(partition, one)
     missed = [batched(seq, b"second life", 1) for seq in range(9)]
-    settle(partition, bridge("b", Renewed(*KEY, 1, "restart"), *missed, partition=partition))
-    one.offer(Renewed(*KEY, 1, "restart"))
-    one.offer(batched(0, b"third life", 1))
+    settle(partition, bridge("b", IncarnationRecord(*KEY, 1, "restart"), *missed, partition=partition))
+    one.enqueue(IncarnationRecord(*KEY, 1, "restart"))
+    one.enqueue(batched(0, b"third life", 1))
     settle(partition, one)
-    assert list(one.adrift) == [KEY]
-    assert one.ledger.start(KEY, "a").resume == Checkpoint(
+    assert list(one.diverged) == [KEY]
+    assert one.state.resume_point(KEY, "a").resume == Checkpoint(
         *KEY, 1, 8, (Fingerprint(8, payload_digest(b"second life"), live=True),), True, {}
     )
 
 
 def test_where_the_log_ends_with_a_gap_no_batch_of_an_unproven_life_follows_it() -> None:
     """Neither a batch nor a gap at its last number proves a life, since neither can be compared with what is missing."""
-    same: list[StreamRecord] = [batched(9, b"another life"), Lost(*KEY, 0, 5, 9)]
+    same: list[StreamRecord] = [batched(9, b"another life"), GapRecord(*KEY, 0, 5, 9)]
     for record in same:
         partition = Partition()
-        settle(partition, bridge("a", Join(*KEY, b""), batched(0), Lost(*KEY, 0, 1, 9)))
-        two = bridge("b", Join(*KEY, b""), record, batched(10, b"another life"))
+        settle(partition, bridge("a", JoinRecord(*KEY, b""), batched(0), GapRecord(*KEY, 0, 1, 9)))
+        two = bridge("b", JoinRecord(*KEY, b""), record, batched(10, b"another life"))
         settle(partition, two)
-        assert list(two.adrift) == [KEY]
-        assert numbers(partition.ledger()[1]) == [0]
+        assert list(two.diverged) == [KEY]
+        assert numbers(partition.state()[1]) == [0]
 
 
 def test_who_begins_an_incarnation_compares_what_others_have_written_of_it() -> None:
     """Another bridge may have seen the next life first, and have taken the same number for it."""
     partition = Partition()
-    one = bridge("a", Join(*KEY, b""), batched(0), Renewed(*KEY, 1, "restart"))
+    one = bridge("a", JoinRecord(*KEY, b""), batched(0), IncarnationRecord(*KEY, 1, "restart"))
     settle(partition, one)
-    two = bridge("b", Renewed(*KEY, 1, "restart"), *(batched(seq, b"third life", 1) for seq in range(3)), partition=partition)
+    two = bridge(
+        "b", IncarnationRecord(*KEY, 1, "restart"), *(batched(seq, b"third life", 1) for seq in range(3)), partition=partition
+    )
     settle(partition, two)
-    one.offer(Lost(*KEY, 1, 0, 2))
-    one.offer(batched(3, b"second life", 1))
+    one.enqueue(GapRecord(*KEY, 1, 0, 2))
+    one.enqueue(batched(3, b"second life", 1))
     settle(partition, one)
-    assert list(one.adrift) == [KEY]
-    assert [event.payload for event in partition.ledger()[1] if isinstance(event, RawBatch)][1:] == [b"third life"] * 3
+    assert list(one.diverged) == [KEY]
+    assert [event.payload for event in partition.state()[1] if isinstance(event, RawBatch)][1:] == [b"third life"] * 3
 
 
 def test_the_newest_batch_of_a_snapshot_is_compared_by_its_digest() -> None:
     partition = Partition()
-    write(partition, bridge("a", Join(*KEY, b""), batched(0, b"this life")))
+    write(partition, bridge("a", JoinRecord(*KEY, b""), batched(0, b"this life")))
     for payload, adrift in ((b"this life", []), (b"that life", [KEY])):
-        composer = Composer(Ledger.restore(partition.ledger()[0].save()), "b", ROOM, "b")
-        composer.anchor(KEY)
-        composer.offer(batched(0, payload))
-        composer.compose(0.0, 0.0)
-        assert list(composer.adrift) == adrift
+        builder = PageBuilder(PartitionState.decode(partition.state()[0].encode()), "b", ROOM, "b")
+        builder.resync(KEY)
+        builder.enqueue(batched(0, payload))
+        builder.build(0.0, 0.0)
+        assert list(builder.diverged) == adrift
 
 
 def test_what_one_bridge_has_lost_another_one_fills() -> None:
     """A gap is written where it was not filled before it was due."""
     partition = Partition()
-    one = bridge("a", Join(*KEY, b""), batched(0))
-    one.offer(Lost(*KEY, 0, 1, 3), due=5.0)
-    one.offer(batched(4))
-    two = bridge("b", Join(*KEY, b""), *map(batched, range(3)))
+    one = bridge("a", JoinRecord(*KEY, b""), batched(0))
+    one.enqueue(GapRecord(*KEY, 0, 1, 3), due=5.0)
+    one.enqueue(batched(4))
+    two = bridge("b", JoinRecord(*KEY, b""), *map(batched, range(3)))
     assert write(partition, one)
-    assert one.due() == 5.0
+    assert one.next_due() == 5.0
     assert not write(partition, two)
     assert write(partition, two)
     assert not write(partition, one, now=6.0)
     assert write(partition, one, now=6.0)
-    found = partition.ledger()[1]
+    found = partition.state()[1]
     assert numbers(found) == [0, 1, 2, 4]
     assert [event for event in found if isinstance(event, Gap)] == [Gap(*KEY, 3, 3, 0)]
 
@@ -211,130 +213,137 @@ def test_what_one_bridge_has_lost_another_one_fills() -> None:
 def test_trust_is_said_behind_what_it_is_about() -> None:
     """And not at all while it is not known whether bridge and log mean the same life."""
     partition = Partition()
-    one = bridge("a", Join(*KEY, b""), batched(0))
-    one.offer(Trusting(*KEY, "a", "EXACT", "", {}))
-    one.offer(batched(1))
+    one = bridge("a", JoinRecord(*KEY, b""), batched(0))
+    one.enqueue(TrustRecord(*KEY, "a", "EXACT", "", {}))
+    one.enqueue(batched(1))
     assert write(partition, one)
     page = decode_page(partition.pages[0])
     assert page is not None
-    assert [type(record) for record in page.records] == [Join, Batched, Batched, Trusting]
-    two = bridge("b", Trusting(*KEY, "b", "EXACT", "", {}))
+    assert [type(record) for record in page.records] == [JoinRecord, BatchRecord, BatchRecord, TrustRecord]
+    two = bridge("b", TrustRecord(*KEY, "b", "EXACT", "", {}))
     partition.read(two)
-    assert two.compose(0.0, 0.0) is None
-    two.offer(batched(1))
+    assert two.build(0.0, 0.0) is None
+    two.enqueue(batched(1))
     assert write(partition, two)
-    assert set(partition.ledger()[0].streams[KEY].told) == {"a", "b"}
+    assert set(partition.state()[0].streams[KEY].trust_reports) == {"a", "b"}
 
 
 def test_less_trust_is_said_before_what_it_is_about_as_well() -> None:
     """Readers are EXACT until they hear of it, and what it is about may take several pages."""
     partition = Partition()
-    one = bridge("a", Join(*KEY, b""), batched(0), Trusting(*KEY, "a", "EXACT", "", {}))
+    one = bridge("a", JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, "a", "EXACT", "", {}))
     assert write(partition, one)
     for record in several(12)[1:]:
-        one.offer(record)
-    one.offer(Trusting(*KEY, "a", "DEGRADED", "unproven", {}))
+        one.enqueue(record)
+    one.enqueue(TrustRecord(*KEY, "a", "DEGRADED", "unproven", {}))
     while write(partition, one):
         pass
     found = [record for data in partition.pages[1:] if (page := decode_page(data)) for record in page.records]
-    assert isinstance(found[0], Trusting)
-    assert isinstance(found[-1], Trusting)
-    assert [type(record) for record in found[1:-1]] == [Batched] * 11
+    assert isinstance(found[0], TrustRecord)
+    assert isinstance(found[-1], TrustRecord)
+    assert [type(record) for record in found[1:-1]] == [BatchRecord] * 11
     assert len(partition.pages) > 2
 
 
 def test_trust_of_a_life_that_ended_is_not_said() -> None:
     partition = Partition()
-    one = bridge("a", Join(*KEY, b""), batched(0), Trusting(*KEY, "a", "EXACT", "", {}), Renewed(*KEY, 1, "restart"))
+    one = bridge(
+        "a", JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, "a", "EXACT", "", {}), IncarnationRecord(*KEY, 1, "restart")
+    )
     write(partition, one)
-    assert partition.ledger()[0].streams[KEY].told == {}
+    assert partition.state()[0].streams[KEY].trust_reports == {}
 
 
 def test_trust_is_not_said_of_a_life_that_the_bridge_has_not_heard_of() -> None:
     """While its connection hangs another bridge begins the next incarnation, which has no batch yet that it could compare."""
     partition = Partition()
-    one, two = (bridge(name, Join(*KEY, b""), batched(0), Trusting(*KEY, name, "EXACT", "", {})) for name in "ab")
+    one, two = (bridge(name, JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, name, "EXACT", "", {})) for name in "ab")
     assert write(partition, one)
     partition.read(two)
     assert write(partition, two)
     partition.read(one)
-    one.offer(Renewed(*KEY, 1, "restart"))
-    one.offer(Trusting(*KEY, "a", "REPLAYING", "", {}))
+    one.enqueue(IncarnationRecord(*KEY, 1, "restart"))
+    one.enqueue(TrustRecord(*KEY, "a", "REPLAYING", "", {}))
     assert write(partition, one)
     partition.read(two)
-    two.offer(Trusting(*KEY, "b", "EXACT", "", {}))  # as a bridge does of whose word the log has nothing any more
-    assert two.due() is None
+    two.enqueue(TrustRecord(*KEY, "b", "EXACT", "", {}))  # as a bridge does of whose word the log has nothing any more
+    assert two.next_due() is None
     assert not write(partition, two)
-    two.offer(Renewed(*KEY, 1, "restart"))
-    two.offer(Trusting(*KEY, "b", "EXACT", "", {}))
+    two.enqueue(IncarnationRecord(*KEY, 1, "restart"))
+    two.enqueue(TrustRecord(*KEY, "b", "EXACT", "", {}))
     assert write(partition, two)
-    assert set(partition.ledger()[0].streams[KEY].told) == {"a", "b"}
+    assert set(partition.state()[0].streams[KEY].trust_reports) == {"a", "b"}
 
 
 def test_trust_is_not_said_of_a_stream_that_has_left_and_joined_again() -> None:
     """Readers hold nothing of it: the bridge has to follow it anew, though it has not seen it away."""
     partition = Partition()
-    one, two = (bridge(name, Join(*KEY, b""), batched(0), Trusting(*KEY, name, "EXACT", "", {})) for name in "ab")
+    one, two = (bridge(name, JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, name, "EXACT", "", {})) for name in "ab")
     assert write(partition, one)
     partition.read(two)
     assert write(partition, two)
     partition.read(one)
     assert not two.has_left(KEY)
-    one.offer(Leave(*KEY, "not reached"))
+    one.enqueue(LeaveRecord(*KEY, "not reached"))
     assert write(partition, one)
-    one.anchor(KEY)
-    one.offer(Join(*KEY, b""))
+    one.resync(KEY)
+    one.enqueue(JoinRecord(*KEY, b""))
     assert write(partition, one)
     partition.read(two)
-    two.offer(Trusting(*KEY, "b", "EXACT", "", {}))
+    two.enqueue(TrustRecord(*KEY, "b", "EXACT", "", {}))
     assert two.has_left(KEY)
     assert not write(partition, two)
-    two.anchor(KEY)
+    two.resync(KEY)
     assert not two.has_left(KEY)
 
 
 def test_a_stream_that_left_comes_back_with_a_new_incarnation() -> None:
     """Nothing counts of the old one, whoever still has some of it."""
     partition = Partition()
-    one = bridge("a", Join(*KEY, b""), batched(0), Leave(*KEY, "gone"))
-    two = bridge("b", Join(*KEY, b""), batched(0), batched(1))
+    one = bridge("a", JoinRecord(*KEY, b""), batched(0), LeaveRecord(*KEY, "gone"))
+    two = bridge("b", JoinRecord(*KEY, b""), batched(0), batched(1))
     write(partition, one)
     write(partition, two)
     assert not write(partition, two)  # joins again, but what it has is of the incarnation that has ended
-    assert list(two.adrift) == [KEY]
-    assert two.ledger.start(KEY, "b") == Start(Checkpoint(*KEY, 0, -1), 0)
-    two.anchor(KEY)
-    for record in (Join(*KEY, b""), Renewed(*KEY, 1, "it left"), batched(0, incarnation=1)):
-        two.offer(record)
+    assert list(two.diverged) == [KEY]
+    assert two.state.resume_point(KEY, "b") == ResumePoint(Checkpoint(*KEY, 0, -1), 0)
+    two.resync(KEY)
+    for record in (JoinRecord(*KEY, b""), IncarnationRecord(*KEY, 1, "it left"), batched(0, incarnation=1)):
+        two.enqueue(record)
     assert write(partition, two)
-    ledger, found = partition.ledger()
-    assert ledger.breaches == 0
-    assert [type(event).__name__ for event in found[-3:]] == ["Arrival", "Reset", "RawBatch"]
+    state, found = partition.state()
+    assert state.invalid_records == 0
+    assert [type(event).__name__ for event in found[-3:]] == ["StreamJoined", "Reset", "RawBatch"]
 
 
 def test_a_large_batch_comes_in_pieces_and_another_bridge_may_go_on_with_them() -> None:
     partition = Partition()
     large = bytes(range(256)) * 12
-    one, two = (bridge(name, Join(*KEY, b""), batched(0, large), batched(1)) for name in "ab")
+    one, two = (bridge(name, JoinRecord(*KEY, b""), batched(0, large), batched(1)) for name in "ab")
     write(partition, one)  # the join, for which there is room
     write(partition, one)
     for _ in range(20):
         write(partition, two)
     assert len(partition.pages) > 4
-    found = partition.ledger()[1]
+    found = partition.state()[1]
     assert [event.payload for event in found if isinstance(event, RawBatch)] == [large, b"x"]
 
 
 def test_a_breach_is_counted_and_ends_the_incarnation() -> None:
     """What no writer of ours writes: nothing is made of it."""
-    ledger = Ledger()
-    odd: list[StreamRecord] = [batched(5), batched(1, incarnation=3), Lost(*KEY, 0, 4, 5), Piece(*KEY, 0, 1, False, 7, 9, b"x")]
+    state = PartitionState()
+    odd: list[StreamRecord] = [
+        batched(5),
+        batched(1, incarnation=3),
+        GapRecord(*KEY, 0, 4, 5),
+        FragmentRecord(*KEY, 0, 1, False, 7, 9, b"x"),
+    ]
     for record in odd:
-        ledger = Ledger()
-        found = ledger.feed(1, Page(VERSION, "a", 0.0, [Join(*KEY, b""), batched(0), record, batched(1)]))
-        assert [type(event) for event in found[2:]] == [Breach, Breach]
+        state = PartitionState()
+        found = state.apply(1, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batched(0), record, batched(1)]))
+        assert [type(event) for event in found[2:]] == [InvalidRecord, InvalidRecord]
         assert numbers(list(found)) == [0]
-        assert ledger.start(KEY, "a") == Start(Checkpoint(*KEY, 0, -1), 0)
+        assert state.resume_point(KEY, "a") == ResumePoint(Checkpoint(*KEY, 0, -1), 0)
 
 
 def test_bytes_of_others_are_no_page() -> None:
@@ -352,107 +361,107 @@ def test_what_is_held_back_is_dropped_as_soon_as_somebody_else_has_written_it() 
     """A bridge in reserve keeps only what others have not written yet, however long it would wait."""
     partition = Partition()
     reserve = bridge("reserve")
-    records: list[StreamRecord] = [Join(*KEY, b""), *map(batched, range(10))]
+    records: list[StreamRecord] = [JoinRecord(*KEY, b""), *map(batched, range(10))]
     for record in records:
-        reserve.offer(record, due=1000.0)
-    assert reserve.compose(0.0, 0.0) is None
-    assert reserve.waiting == 11
-    write(partition, bridge("active", Join(*KEY, b""), *map(batched, range(8))))
+        reserve.enqueue(record, due=1000.0)
+    assert reserve.build(0.0, 0.0) is None
+    assert reserve.queued_records == 11
+    write(partition, bridge("active", JoinRecord(*KEY, b""), *map(batched, range(8))))
     partition.read(reserve)
-    assert reserve.compose(0.0, 0.0) is None
-    assert (reserve.waiting, reserve.due()) == (2, 1000.0)
+    assert reserve.build(0.0, 0.0) is None
+    assert (reserve.queued_records, reserve.next_due()) == (2, 1000.0)
     assert write(partition, reserve, now=1000.0)
-    assert numbers(partition.ledger()[1]) == list(range(10))
-    assert (reserve.waiting, reserve.queued_bytes) == (0, 0)
+    assert numbers(partition.state()[1]) == list(range(10))
+    assert (reserve.queued_records, reserve.queued_bytes) == (0, 0)
 
 
 def test_behind_a_hole_everything_begins_anew_for_everybody() -> None:
     """With incarnations above all that were, so that those who had read all of it are of the same mind."""
     partition = Partition()
-    knows = bridge("knows", Join(*KEY, b""), batched(0), Renewed(*KEY, 1, "restart"), batched(0, incarnation=1))
+    knows = bridge("knows", JoinRecord(*KEY, b""), batched(0), IncarnationRecord(*KEY, 1, "restart"), batched(0, incarnation=1))
     write(partition, knows)
-    new = Composer(Ledger.behind(len(partition.pages), "purged"), "new", ROOM, "new")
-    new.anchor(KEY)
-    new.offer(Join(*KEY, b"card"))
+    new = PageBuilder(PartitionState.after_unknown_prefix(len(partition.pages), "purged"), "new", ROOM, "new")
+    new.resync(KEY)
+    new.enqueue(JoinRecord(*KEY, b"card"))
     assert write(partition, new)
     page = decode_page(partition.pages[-1])
     assert page is not None
-    assert [type(record) for record in page.records] == [Blank]
-    floor = new.ledger.start(KEY, "new").added
+    assert [type(record) for record in page.records] == [ResetRecord]
+    floor = new.state.resume_point(KEY, "new").incarnation_offset
     assert floor > 1
     for seq in (5, 6):
-        new.offer(batched(seq, incarnation=floor))
+        new.enqueue(batched(seq, incarnation=floor))
     assert write(partition, new)
-    knows.offer(batched(1, incarnation=1))
+    knows.enqueue(batched(1, incarnation=1))
     write(partition, knows)
     write(partition, knows)
-    assert list(knows.adrift) == [KEY]
-    ledger, found = partition.ledger()
-    assert [type(event) for event in found[-4:]] == [Departure, Arrival, RawBatch, RawBatch]
-    assert knows.ledger.save() == ledger.save()
-    assert ledger.streams[KEY].incarnation == new.ledger.streams[KEY].incarnation == floor
-    assert (ledger.doubled, ledger.breaches) == (0, 0)
+    assert list(knows.diverged) == [KEY]
+    state, found = partition.state()
+    assert [type(event) for event in found[-4:]] == [StreamLeft, StreamJoined, RawBatch, RawBatch]
+    assert knows.state.encode() == state.encode()
+    assert state.streams[KEY].incarnation == new.state.streams[KEY].incarnation == floor
+    assert (state.duplicate_records, state.invalid_records) == (0, 0)
 
 
 def test_behind_a_hole_nothing_is_believed_before() -> None:
-    ledger = Ledger.behind(7, "purged")
-    assert ledger.feed(8, Page(VERSION, "a", 0.0, [Join(*KEY, b""), batched(5), Beat("a", 1.0, 0.0)])) == []
-    assert (ledger.streams, ledger.breaches, list(ledger.beats)) == ({}, 0, ["a"])
-    again = Ledger.restore(ledger.save())
-    assert (again.hole, again.position) == ("purged", 8)
+    state = PartitionState.after_unknown_prefix(7, "purged")
+    assert state.apply(8, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batched(5), HeartbeatRecord("a", 1.0, 0.0)])) == []
+    assert (state.streams, state.invalid_records, list(state.heartbeats)) == ({}, 0, ["a"])
+    again = PartitionState.decode(state.encode())
+    assert (again.unknown_prefix, again.position) == ("purged", 8)
 
 
 def test_a_page_that_was_meant_for_another_partition_is_void() -> None:
     """Its writer had not noticed that the partition was deleted; its number was right by chance."""
-    ledger = Ledger()
-    ledger.feed(1, Page(VERSION, "a", 0.0, [Join(*KEY, b""), batched(0)], "this life"))
-    assert ledger.feed(2, Page(VERSION, "b", 0.0, [batched(7)], "that life")) == []
-    assert (ledger.strays, ledger.breaches, ledger.position, ledger.streams[KEY].last_seq) == (1, 0, 2, 0)
-    assert Ledger.restore(ledger.save()).life == "this life"
+    state = PartitionState()
+    state.apply(1, Page(VERSION, "a", 0.0, [JoinRecord(*KEY, b""), batched(0)], "this life"))
+    assert state.apply(2, Page(VERSION, "b", 0.0, [batched(7)], "that life")) == []
+    assert (state.stale_epoch_pages, state.invalid_records, state.position, state.streams[KEY].last_seq) == (1, 0, 2, 0)
+    assert PartitionState.decode(state.encode()).epoch == "this life"
 
 
 def test_long_texts_count() -> None:
     """A page stays within its room whatever engines give as reasons, and are called."""
     keys = [("ü" * 100, rank) for rank in range(40)]
-    composer = Composer(Ledger(), "b" * 128, 4_000, "life")
+    builder = PageBuilder(PartitionState(), "b" * 128, 4_000, "life")
     for key in keys:
-        composer.anchor(key)
-        composer.offer(Join(*key, bytes(300)))
-        composer.offer(Renewed(*key, 1, "reason " * 70))
-        composer.offer(Trusting(*key, "b" * 128, "DEGRADED", "ü" * 500, dict.fromkeys(DOUBTS, 2**60)))
+        builder.resync(key)
+        builder.enqueue(JoinRecord(*key, bytes(300)))
+        builder.enqueue(IncarnationRecord(*key, 1, "reason " * 70))
+        builder.enqueue(TrustRecord(*key, "b" * 128, "DEGRADED", "ü" * 500, dict.fromkeys(DOUBTS, 2**60)))
     position = 0
-    while (page := composer.compose(0.0, 0.0)) is not None:
+    while (page := builder.build(0.0, 0.0)) is not None:
         position += 1
         assert len(encode_page(page)) <= 4_000 + 300
-        composer.landed(position)
+        builder.acknowledge(position)
         assert position < 200
-    assert {*composer.ledger.streams} == {*keys}
-    assert all(standing.told for standing in composer.ledger.streams.values())
+    assert {*builder.state.streams} == {*keys}
+    assert all(stream.trust_reports for stream in builder.state.streams.values())
 
 
 DOUBTS = [doubt.name for doubt in PERSISTENT_REASONS]
 
 
 def test_a_page_stays_within_its_room() -> None:
-    composer = bridge("a", Join(*KEY, b""), *(batched(number, bytes(100)) for number in range(50)))
+    builder = bridge("a", JoinRecord(*KEY, b""), *(batched(number, bytes(100)) for number in range(50)))
     for position in range(1, 40):
-        page = composer.compose(0.0, 0.0)
+        page = builder.build(0.0, 0.0)
         if page is None:
             break
         assert len(encode_page(page)) <= ROOM + RECORD_BYTES
-        composer.landed(position)
-    assert (composer.waiting, composer.queued_bytes, composer.written) == (0, 0, 50)
+        builder.acknowledge(position)
+    assert (builder.queued_records, builder.queued_bytes, builder.written) == (0, 0, 50)
 
 
 # --- the page that is under way
 
 
-def several(count: int, size: int = 200, first: int = 0) -> list[Batched]:
+def several(count: int, size: int = 200, first: int = 0) -> list[BatchRecord]:
     return [batched(seq, b"%d " % seq + bytes(size)) for seq in range(first, first + count)]
 
 
-def composed(composer: Composer) -> Page:
-    page = composer.compose(0.0, 0.0)
+def composed(builder: PageBuilder) -> Page:
+    page = builder.build(0.0, 0.0)
     assert page is not None
     return page
 
@@ -460,90 +469,93 @@ def composed(composer: Composer) -> Page:
 def test_what_comes_while_a_page_is_under_way_goes_into_the_next_one() -> None:
     """Nothing is settled before the page is there."""
     partition = Partition()
-    one = bridge("a", Join(*KEY, b""), *several(2))
+    one = bridge("a", JoinRecord(*KEY, b""), *several(2))
     page = composed(one)
     for record in several(10, first=2):
-        one.offer(record)
-    one.offer(Trusting(*KEY, "a", "EXACT", "", {}))
-    assert (one.waiting, one.compose(0.0, 0.0)) == (13, None)
+        one.enqueue(record)
+    one.enqueue(TrustRecord(*KEY, "a", "EXACT", "", {}))
+    assert (one.queued_records, one.build(0.0, 0.0)) == (13, None)
     partition.append(page, 0)
-    one.landed(1)
+    one.acknowledge(1)
     while write(partition, one):
         pass
-    ledger, found = partition.ledger()
+    state, found = partition.state()
     assert numbers(found) == list(range(12))
-    assert (one.waiting, one.queued_bytes, one.due()) == (0, 0, None)
-    assert (ledger.overtaken, ledger.doubled, ledger.streams[KEY].told["a"].trust) == (0, 0, "EXACT")
-    assert one.ledger.save() == ledger.save()
+    assert (one.queued_records, one.queued_bytes, one.next_due()) == (0, 0, None)
+    assert (state.void_pages, state.duplicate_records, state.streams[KEY].trust_reports["a"].trust) == (0, 0, "EXACT")
+    assert one.state.encode() == state.encode()
 
 
 def test_a_page_of_somebody_else_takes_back_what_is_under_way() -> None:
-    one = bridge("a", Join(*KEY, b""), *several(2))
+    one = bridge("a", JoinRecord(*KEY, b""), *several(2))
     first = composed(one)
-    one.read(1, Page(VERSION, "b", 0.0, [Beat("b", 1.0, 0.0)]))
-    assert (one.waiting, one.landed(2)) == (3, [])
+    one.apply(1, Page(VERSION, "b", 0.0, [HeartbeatRecord("b", 1.0, 0.0)]))
+    assert (one.queued_records, one.acknowledge(2)) == (3, [])
     assert composed(one).records == first.records
 
 
 def test_what_is_under_way_settles_nothing_of_a_stream_that_was_followed_anew() -> None:
     """Its records are those of another attempt: they go by what the log says then."""
-    one = bridge("a", Join(*KEY, b""), batched(0), batched(1))
+    one = bridge("a", JoinRecord(*KEY, b""), batched(0), batched(1))
     composed(one)
-    one.anchor(KEY)
-    for record in (Join(*KEY, b""), batched(1), batched(2)):
-        one.offer(record)
-    one.landed(1)
-    assert one.waiting == 3
+    one.resync(KEY)
+    for record in (JoinRecord(*KEY, b""), batched(1), batched(2)):
+        one.enqueue(record)
+    one.acknowledge(1)
+    assert one.queued_records == 3
     page = composed(one)
-    assert [record.seq for record in page.records if isinstance(record, Batched)] == [2]
-    one.landed(2)
-    assert (one.waiting, one.queued_bytes, one.ledger.doubled) == (0, 0, 0)
-    one.offer(Leave(*KEY, "gone"))
+    assert [record.seq for record in page.records if isinstance(record, BatchRecord)] == [2]
+    one.acknowledge(2)
+    assert (one.queued_records, one.queued_bytes, one.state.duplicate_records) == (0, 0, 0)
+    one.enqueue(LeaveRecord(*KEY, "gone"))
     composed(one)
     one.forget(KEY)
-    one.landed(3)
-    assert (one.waiting, one.queued_bytes, one.ledger.joined()) == (0, 0, {})
+    one.acknowledge(3)
+    assert (one.queued_records, one.queued_bytes, one.state.registrations()) == (0, 0, {})
 
 
 def test_a_beat_that_did_not_get_there_is_said_again() -> None:
     one = bridge("a")
-    one.beat(Beat("a", 1.0, 7.0))
-    assert composed(one).records == [Beat("a", 1.0, 7.0)]
-    assert one.compose(0.0, 0.0) is None
-    one.returned()
-    assert composed(one).records == [Beat("a", 1.0, 7.0)]
-    one.beat(Beat("a", 1.0, 8.0))
-    one.returned()
-    assert composed(one).records == [Beat("a", 1.0, 8.0)]
+    one.set_heartbeat(HeartbeatRecord("a", 1.0, 7.0))
+    assert composed(one).records == [HeartbeatRecord("a", 1.0, 7.0)]
+    assert one.build(0.0, 0.0) is None
+    one.withdraw()
+    assert composed(one).records == [HeartbeatRecord("a", 1.0, 7.0)]
+    one.set_heartbeat(HeartbeatRecord("a", 1.0, 8.0))
+    one.withdraw()
+    assert composed(one).records == [HeartbeatRecord("a", 1.0, 8.0)]
 
 
 def test_a_batch_in_pieces_waits_for_each_of_them() -> None:
     """Where the next piece begins is known once the one before is there."""
-    one = bridge("a", Join(*KEY, b""))
+    one = bridge("a", JoinRecord(*KEY, b""))
     composed(one)
-    one.landed(1)
-    one.offer(batched(0, bytes(3_000)))
-    one.offer(batched(1))
-    assert [type(record) for record in composed(one).records] == [Piece]
-    assert one.compose(0.0, 0.0) is None
-    one.landed(2)
-    assert [record.offset for record in composed(one).records if isinstance(record, Piece)] == [
+    one.acknowledge(1)
+    one.enqueue(batched(0, bytes(3_000)))
+    one.enqueue(batched(1))
+    assert [type(record) for record in composed(one).records] == [FragmentRecord]
+    assert one.build(0.0, 0.0) is None
+    one.acknowledge(2)
+    assert [record.offset for record in composed(one).records if isinstance(record, FragmentRecord)] == [
         ROOM - RECORD_BYTES - len(KEY[0])
     ]
 
 
 def test_a_snapshot_knows_which_page_was_the_last() -> None:
     """Who begins with it makes the same of the next one as who has read everything."""
-    one = bridge("a", Join(*KEY, b""), *several(8))
+    one = bridge("a", JoinRecord(*KEY, b""), *several(8))
     first = composed(one)
-    one.landed(1)
+    one.acknowledge(1)
     second = composed(one)
-    for known, other in ((first, 0), (Page(VERSION, "b", 0.0, [Join(*KEY, b"")], name="other", history=START), 1)):
-        whole = Ledger()
-        whole.feed(1, known)
-        restored = Ledger.restore(whole.save())
-        assert restored.feed(2, second) == whole.feed(2, second)
-        assert whole.overtaken == restored.overtaken == other
+    for known, other in (
+        (first, 0),
+        (Page(VERSION, "b", 0.0, [JoinRecord(*KEY, b"")], name="other", history=EMPTY_HISTORY), 1),
+    ):
+        whole = PartitionState()
+        whole.apply(1, known)
+        restored = PartitionState.decode(whole.encode())
+        assert restored.apply(2, second) == whole.apply(2, second)
+        assert whole.void_pages == restored.void_pages == other
 
 
 # --- any number of bridges, killed, cut off and late, over several lives of an engine
@@ -577,24 +589,24 @@ class Sent:
 class Watcher:
     """A bridge around a composer: follows the engine as a subscriber does."""
 
-    composer: Composer
+    builder: PageBuilder
     life: list[bytes]
     incarnation: int = 0
     handed: int = 0
     sent: Sent | None = None
     """What the composer believes to be under way."""
     reconnected: bool = False
-    """Whether its tail has to be verified before anything else (`PartitionReader`, `BridgePartition.connected`)."""
+    """Whether its tail has to be verified before anything else (`PartitionReader`, `PartitionWriter.connected`)."""
 
     def reconnect(self) -> None:
         """What is under way counts as not acknowledged from here on."""
         self.sent = None
-        self.composer.returned()
+        self.builder.withdraw()
         self.reconnected = True
 
     def has_tail(self, partition: Partition) -> bool:
         """Whether the partition still holds what was read of it."""
-        position, name, _ = self.composer.ledger.tail
+        position, name, _ = self.builder.state.tail
         page = decode_page(partition.pages[position - 1]) if 0 < position <= len(partition.pages) else None
         return not position or (page is not None and page.name == name)
 
@@ -603,19 +615,19 @@ class Watcher:
         if self.life is not engine.now:
             self.life, self.handed = engine.now, 0
             self.incarnation += 1
-            self.composer.offer(Renewed(*KEY, self.incarnation, "restart"))
+            self.builder.enqueue(IncarnationRecord(*KEY, self.incarnation, "restart"))
         if self.handed < engine.first:
-            self.composer.offer(Lost(*KEY, self.incarnation, self.handed, engine.first - 1))
+            self.builder.enqueue(GapRecord(*KEY, self.incarnation, self.handed, engine.first - 1))
             self.handed = engine.first
         for seq in range(self.handed, len(self.life)):
-            self.composer.offer(batched(seq, self.life[seq], self.incarnation))
+            self.builder.enqueue(batched(seq, self.life[seq], self.incarnation))
         self.handed = len(self.life)
 
     def resume(self, engine: Engine) -> None:
         """From where the log stands, as `Subscriber.add(resume=...)` does it: proven by the newest batch, or a reset."""
-        checkpoint, self.incarnation = self.composer.ledger.start(KEY, "")
-        self.composer.anchor(KEY)
-        self.composer.offer(Join(*KEY, b"card"))
+        checkpoint, self.incarnation = self.builder.state.resume_point(KEY, "")
+        self.builder.resync(KEY)
+        self.builder.enqueue(JoinRecord(*KEY, b"card"))
         self.life, self.handed = engine.now, 0
         if checkpoint is None:
             return
@@ -628,27 +640,27 @@ class Watcher:
             self.handed = checkpoint.last_seq + 1
             return
         self.incarnation += 1
-        self.composer.offer(Renewed(*KEY, self.incarnation, "not proven"))
+        self.builder.enqueue(IncarnationRecord(*KEY, self.incarnation, "not proven"))
 
     def read(self, partition: Partition) -> None:
         """What is in the partition, its own pages among it, as the reader of a bridge's partition does."""
-        composer = self.composer
-        for position in range(composer.ledger.position + 1, len(partition.pages) + 1):
+        builder = self.builder
+        for position in range(builder.state.position + 1, len(partition.pages) + 1):
             page = decode_page(partition.pages[position - 1])
             assert page is not None
             if self.sent is not None and self.sent.page.name == page.name:
-                composer.landed(position)
+                builder.acknowledge(position)
             else:
-                composer.read(position, page)
+                builder.apply(position, page)
             self.sent = None
 
     def hear(self) -> None:
         """The answer to the page that is under way; or it has waited for one long enough."""
         sent, self.sent = self.sent, None
         if sent is not None and sent.position is not None:
-            self.composer.landed(sent.expected + 1)
+            self.builder.acknowledge(sent.expected + 1)
         else:
-            self.composer.returned()
+            self.builder.withdraw()
 
 
 class Story:
@@ -663,9 +675,9 @@ class Story:
 
     def begin(self, at: int) -> Watcher:
         self.lives += 1
-        composer = Composer(Ledger(), f"bridge {at}", ROOM, f"life {self.lives}")
-        self.partition.read(composer)
-        watcher = Watcher(composer, [])
+        builder = PageBuilder(PartitionState(), f"bridge {at}", ROOM, f"life {self.lives}")
+        self.partition.read(builder)
+        watcher = Watcher(builder, [])
         watcher.resume(self.engine)
         return watcher
 
@@ -727,11 +739,11 @@ class Story:
         """A page is under way, if none is."""
         self.verify(at)
         watcher = self.watchers[at]
-        page = watcher.composer.compose(0.0, 0.0)
+        page = watcher.builder.build(0.0, 0.0)
         if page is not None:
-            watcher.sent = Sent(page, watcher.composer.ledger.position)
+            watcher.sent = Sent(page, watcher.builder.state.position)
             self.network.append(watcher.sent)
-        if watcher.composer.adrift:
+        if watcher.builder.diverged:
             watcher.resume(self.engine)
 
     def arrive(self, at: int) -> None:
@@ -790,8 +802,8 @@ def test_the_log_is_one_story_whatever_becomes_of_its_writers(seed: int, taken_a
     for _ in range(STEPS):
         getattr(story, chance.choice(DEEDS))(chance.randrange(3))
     story.end()
-    ledger, found = story.partition.ledger()
-    assert (ledger.breaches, ledger.doubled) == (0, 0)
+    state, found = story.partition.state()
+    assert (state.invalid_records, state.duplicate_records) == (0, 0)
     last = max((at for at, event in enumerate(found) if isinstance(event, Reset)), default=-1)
     batches = [event for event in found[last + 1 :] if isinstance(event, RawBatch)]
     now = story.engine.now
@@ -803,9 +815,9 @@ def test_the_log_is_one_story_whatever_becomes_of_its_writers(seed: int, taken_a
         if isinstance(event, RawBatch):
             seen.setdefault(event.incarnation, set()).add(lives[event.payload])
     assert all(len(of_one) == 1 for of_one in seen.values())
-    assert all((watcher.composer.waiting, watcher.composer.queued_bytes) == (0, 0) for watcher in story.watchers)
-    assert all(watcher.composer.ledger.save() == ledger.save() for watcher in story.watchers)
-    begun = Partition(story.partition.pages[:taken_at]).ledger()[0]
-    late = Composer(Ledger.restore(begun.save()), "late", ROOM, "late")
+    assert all((watcher.builder.queued_records, watcher.builder.queued_bytes) == (0, 0) for watcher in story.watchers)
+    assert all(watcher.builder.state.encode() == state.encode() for watcher in story.watchers)
+    begun = Partition(story.partition.pages[:taken_at]).state()[0]
+    late = PageBuilder(PartitionState.decode(begun.encode()), "late", ROOM, "late")
     story.partition.read(late)
-    assert late.ledger.save() == ledger.save()
+    assert late.state.encode() == state.encode()

@@ -8,7 +8,7 @@ from typing import cast
 
 from kvevents.events import BlockRemoved
 from kvevents.index import Applied, PrefixIndex
-from kvevents.plane.subscriber import LogSubscriber
+from kvevents.plane.log_subscriber import LogSubscriber
 from kvevents.service.fleet import Fleet
 from kvevents.service.follower import Follower, IndexSink
 from kvevents.service.registration import Registration

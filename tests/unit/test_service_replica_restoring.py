@@ -12,8 +12,8 @@ import pytest
 from kvevents.errors import PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.plane.layout import Layout, PartitionInfo
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.snapshots import Kept, Snapshots
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.snapshots import SnapshotInfo, Snapshots
 from kvevents.service.replica import index_build as generation
 from kvevents.service.replica.index_build import IndexBuild
 
@@ -29,30 +29,30 @@ class FakeSnapshots:
         self.failures = dict(failures)
         self.reads: list[str] = []
 
-    async def usable(self, partition: int, _: PartitionInfo) -> list[Kept]:
-        return [Kept(name, partition, 0.0, "test", 7, "made", 0, 0) for name in ("newest", "before")]
+    async def matching(self, partition: int, _: PartitionInfo) -> list[SnapshotInfo]:
+        return [SnapshotInfo(name, partition, 0.0, "test", 7, "made", 0, 0) for name in ("newest", "before")]
 
-    async def load(self, kept: Kept, *_: object) -> tuple[Ledger, dict[Any, Any]]:
+    async def load(self, kept: SnapshotInfo, *_: object) -> tuple[PartitionState, dict[Any, Any]]:
         self.reads.append(kept.name)
         if kept.name in self.failures:
             raise self.failures[kept.name]
-        ledger = Ledger()
-        ledger.position = kept.position
-        return ledger, {}
+        state = PartitionState()
+        state.position = kept.position
+        return state, {}
 
 
 async def begun(
     monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first: int, partitions: Collection[int] = (0,)
 ) -> Any:
     """A generation that has begun partitions whose first page is `first`, and has read nothing of them."""
-    state: Any = SimpleNamespace(made="made", first=first, last=9)
+    state: Any = SimpleNamespace(stream_id="made", first=first, last=9)
 
-    async def state_of(*_: object) -> Any:
+    async def partition_info(*_: object) -> Any:
         return state
 
     async def read(*_: object) -> None: ...
 
-    monkeypatch.setattr(generation, "state_of", state_of)
+    monkeypatch.setattr(generation, "partition_info", partition_info)
     monkeypatch.setattr(IndexBuild, "_read", read)
     client: Any = SimpleNamespace(jetstream=lambda: None)
     answering: Snapshots = snapshots  # type: ignore[assignment]
@@ -73,16 +73,16 @@ def test_a_snapshot_that_cannot_be_read_gives_way_to_the_one_before(
     made = asyncio.run(begun(monkeypatch, snapshots, first=5))
     assert (snapshots.reads, made.began_with, made.hole) == (["newest", "before"], {0: "before"}, "")
     assert made.passed_over == [str(failure)]
-    made.know(Kept("newest", 0, 0.0, "test", 7, "made", 0, 0))
+    made.know(SnapshotInfo("newest", 0, 0.0, "test", 7, "made", 0, 0))
     assert made.passed_over == [str(failure)]
-    made.know(Kept("after", 0, 0.0, "test", 9, "made", 0, 0))
+    made.know(SnapshotInfo("after", 0, 0.0, "test", 9, "made", 0, 0))
     assert made.passed_over == []
 
 
 def test_where_none_can_be_read_in_time_the_log_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = FakeSnapshots({"newest": LATE, "before": LATE})
     made = asyncio.run(begun(monkeypatch, snapshots, first=1))
-    assert (made.began_with, made.hole, made.subscriber.ledgers[0].position) == ({}, "", 0)
+    assert (made.began_with, made.hole, made.subscriber.states[0].position) == ({}, "", 0)
     assert made.passed_over == [str(LATE)]
 
 

@@ -23,8 +23,8 @@ from kvevents.cli.signals import Stop
 from kvevents.cli.source_options import LOGIN_SETTINGS, SHARED_FLAGS, add_check, add_sources, read_sources
 from kvevents.errors import KVEventsError
 from kvevents.plane.bridge import Bridge, Watch
+from kvevents.plane.bridge_metrics import BridgeCollector, BridgeSample
 from kvevents.plane.connection import check_connection
-from kvevents.plane.metrics import BridgeCollector, Scraped
 from kvevents.plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
 from kvevents.security import Curve
 from kvevents.service.config import EngineSources
@@ -88,7 +88,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     settings.add(plane, "plane.servers", "plane.name", "plane.partitions", "plane.copies", "plane.partition_bytes")
     settings.add(plane, *LOGIN_SETTINGS)
     add_sources(parser.add_argument_group("engines that the bridge subscribes to"), settings)
-    settings.add(parser.add_argument_group("this bridge"), "bridge.name", "bridge.hold_back", "bridge.dead_seconds")
+    settings.add(parser.add_argument_group("this bridge"), "bridge.name", "bridge.standby_seconds", "bridge.dead_seconds")
     operators = parser.add_argument_group("metrics and logs")
     settings.add(operators, "bridge.metrics_port", "bridge.metrics_host", "bridge.status_seconds")
     add_log_options(operators)
@@ -170,11 +170,11 @@ class BridgeProcess:
         except BaseExceptionGroup as group:
             raise _first_error(group) from group
 
-    async def scrape(self) -> Scraped:
+    async def scrape(self) -> BridgeSample:
         """Return the values of the metrics. Call it in the event loop."""
         trusts = Counter("CONNECTING" if trust is None else trust.trust for trust in self.bridge.trusts().values())
         faults = sum(len(sentences) for sentences in self._discovery.faults().values())
-        return Scraped(self.bridge.status(), trusts, self._config.bridge.max_queued_bytes, faults)
+        return BridgeSample(self.bridge.status(), trusts, self._config.bridge.max_queued_bytes, faults)
 
     async def _work(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -183,7 +183,7 @@ class BridgeProcess:
             for task in running:
                 task.cancel()
         status = self.bridge.status()
-        unwritten = sum(partition.waiting for partition in status.partitions)
+        unwritten = sum(partition.queued_records for partition in status.partitions)
         if unwritten:
             log.warning("ended with %d unwritten records; engines or other bridges still have them", unwritten)
         else:
@@ -192,7 +192,7 @@ class BridgeProcess:
     async def _discover(self) -> None:
         await self.bridge.ready.wait()
         settings, partitions = self._config.bridge, len(self.bridge.status().partitions)
-        standby = f", as a standby after {settings.hold_back:g} s" if settings.hold_back else ""
+        standby = f", as a standby after {settings.standby_seconds:g} s" if settings.standby_seconds else ""
         log.info(
             "bridge %r writes to the %d partitions of plane %r%s", settings.name, partitions, self._config.plane.name, standby
         )
@@ -222,8 +222,8 @@ class BridgeProcess:
         status = self.bridge.status()
         held_up = sum(1 for partition in status.partitions if partition.fault)
         yield "partitions", f"{held_up} of {len(status.partitions)} are held up" if held_up else "", logging.WARNING
-        duplicate = f"{status.namesake} has the same name; give each bridge another --bridge-name"
-        yield f"name {status.name!r}", duplicate if status.namesake else "", logging.WARNING
+        duplicate = f"{status.name_conflict} has the same name; give each bridge another --bridge-name"
+        yield f"name {status.name!r}", duplicate if status.name_conflict else "", logging.WARNING
         is_full = sum(partition.queued_bytes for partition in status.partitions) >= self._config.bridge.max_queued_bytes
         yield (
             "queue",
@@ -303,9 +303,9 @@ class StateLogger:
             log.info("discovery has no faults any more")
 
 
-def _figures(scraped: Scraped) -> str:
+def _figures(scraped: BridgeSample) -> str:
     status = scraped.bridge
-    records = sum(partition.waiting for partition in status.partitions)
+    records = sum(partition.queued_records for partition in status.partitions)
     size = sum(partition.queued_bytes for partition in status.partitions)
     streams = ", ".join(f"{count} {trust}" for trust, count in sorted(scraped.streams.items())) or "none"
     connected = "connected" if status.connected else "not connected"

@@ -15,12 +15,12 @@ from kvevents.cli.options import add_output
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.source_options import LOGIN_SETTINGS
 from kvevents.errors import PlaneError
-from kvevents.plane.connection import opened, require_jetstream
-from kvevents.plane.layout import find
+from kvevents.plane.connection import open_client, require_jetstream
+from kvevents.plane.layout import find_plane
 from kvevents.plane.leases import lease_name
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.snapshots import Kept
-from kvevents.plane.status import PlaneView, look, spelled
+from kvevents.plane.snapshots import SnapshotInfo
+from kvevents.plane.status import PlaneView, format_partitions, inspect_plane
 
 DESCRIPTION: Final = (
     "Read the state of a plane from its NATS servers: how far the log is, which bridges write it, which snapshots exist, which "
@@ -63,14 +63,14 @@ def run(args: Namespace) -> int:
 
 
 async def _read(settings: PlaneSettings) -> PlaneView:
-    async with opened(settings, name="kvevents plane status") as client:
+    async with open_client(settings, name="kvevents plane status") as client:
         await require_jetstream(client)
-        layout = await find(client.jetstream(), settings.name)
+        layout = await find_plane(client.jetstream(), settings.name)
         if layout is None:
             raise PlaneError(
                 f"plane {settings.name!r} does not exist at {settings.where}; start a bridge, which creates it", fault="missing"
             )
-        return await look(client.jetstream(), layout)
+        return await inspect_plane(client.jetstream(), layout)
 
 
 def _print(console: Console, view: PlaneView) -> None:
@@ -80,14 +80,14 @@ def _print(console: Console, view: PlaneView) -> None:
         stored = partition.last - partition.first + 1 if partition.last else 0
         ages = (f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(partition.bridges.items()))
         leader = f", led by {partition.leader}" if partition.leader else ""
-        holders = f"; held by {', '.join(view.holders(partition.partition)) or 'no replica'}" if view.shares else ""
+        holders = f"; held by {', '.join(view.holders(partition.partition)) or 'no replica'}" if view.shards else ""
         pages = f"{stored:>9,} pages to {partition.last:,}, {_size(partition.bytes)}{leader}"
         console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {', '.join(ages) or 'none'}{holders}")
     _print_snapshots(console, view, now)
     for each in view.replicas:
-        console.line(f"  replica   {each.name}: {each.behind:,} pages since its last digest")
-    for share in view.shares:
-        partitions = spelled(share.partitions) if share.partitions else "no partition"
+        console.line(f"  replica   {each.name}: {each.lag:,} pages since its last digest")
+    for share in view.shards:
+        partitions = format_partitions(share.partitions) if share.partitions else "no partition"
         console.line(f"  shard     {share.name} at {share.url}: {partitions}, announced {share.silent:.0f} s ago")
     for key, holder in sorted(view.leases.items()):
         console.line(f"  lease     {_lease(key)}: {holder}")
@@ -97,18 +97,18 @@ def _print(console: Console, view: PlaneView) -> None:
 
 def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
     """Print the newest snapshot of each partition, and the partitions without one if others have one."""
-    newest: dict[int, Kept] = {}
+    newest: dict[int, SnapshotInfo] = {}
     for snapshot in view.snapshots:
         newest.setdefault(snapshot.partition, snapshot)
     for partition, snapshot in sorted(newest.items()):
-        age = f"{max(0.0, now - snapshot.at):.0f} s ago by the clock of {snapshot.by}"
+        age = f"{max(0.0, now - snapshot.taken_at):.0f} s ago by the clock of {snapshot.replica}"
         console.line(
             f"  snapshot  of partition {partition:>3}: {snapshot.blocks:,} blocks to page {snapshot.position:,}, "
             f"{_size(snapshot.bytes)}, {age}"
         )
     without = [partition.partition for partition in view.partitions if partition.partition not in newest]
     if newest and without:
-        console.line(Span(f"  snapshot  none of {spelled(without)}", "warn"))
+        console.line(Span(f"  snapshot  none of {format_partitions(without)}", "warn"))
 
 
 def _lease(key: str) -> str:

@@ -1,78 +1,80 @@
-"""The connection to a plane's NATS servers: made within a bound, and kept for as long as the process lives."""
+"""The connection to a plane's NATS servers: connect with a timeout, reconnect until closed, and log its state."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import random
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
+from kvevents.backoff import Backoff
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
-from kvevents.plane.faults import HINTS, Fault, fault_of, text_of, told
-from kvevents.plane.settings import Credentials, PlaneSettings
-from kvevents.plane.voice import Voice
+from kvevents.plane.nats_errors import HINTS, Fault, classify_error, error_text, map_errors
+from kvevents.plane.settings import ConnectionLimits, Credentials, PlaneSettings
 
 if TYPE_CHECKING:
-    from nats.aio.client import Client
+    from nats.aio.client import Client, Server
     from nats.js.api import AccountInfo
 
-    from kvevents.plane.client import PlaneClient
+    from kvevents.plane.nats_client import PlaneClient
 
-CONNECT_SECONDS: Final = 10.0
-"""Until the first connection, over all servers: who starts a program wants to know soon, and its supervisor starts it again."""
-ATTEMPT_SECONDS: Final = 2
-"""For each step of an attempt to come back: a server that is there answers within milliseconds."""
-PING_SECONDS: Final = 5
-PINGS: Final = 2
-"""Pings without an answer after which a connection is dead: a server that is stopped or cut off is left within 15 seconds."""
-PENDING_BYTES: Final = 8 << 20
-"""What may wait for the socket: publishing waits above it, and raises while there is no connection."""
-CLOSE_SECONDS: Final = 5.0
-"""For what was published to reach the server, and for the end."""
-
-LEAST_VERSION: Final = (2, 11)
-"""Of nats-server: the oldest that is tested with, and whose releases still get fixes."""
+STABLE_SECONDS: Final = 1.0
+"""Seconds after which a connection counts as stable: the pauses of the next attempts start short again."""
+MAX_LOGGED_ERRORS: Final = 16
+"""Different errors that are logged between two changes of state; equal errors are logged once."""
+MIN_VERSION: Final = (2, 11)
+"""Oldest supported release of nats-server, the oldest that still receives fixes."""
 
 _FIRST_HINTS: Final[dict[Fault, str]] = {
-    "away": "look whether it runs, and whether its name and port are these",
-    "denied": "it does not take this login; look at user and password, token, credentials or nkey",
-    "timeout": "look whether it is a NATS server, and what is in between",
+    "away": "check that it runs, and its name and port",
+    "denied": "it rejects this login: check user and password, token, credentials or nkey",
+    "timeout": "check that it is a NATS server, and the network in between",
 }
-"""In the place of `HINTS`, for the first connection."""
+"""Hints for the first connection, instead of those of `HINTS`."""
 _NO_JETSTREAM: Final = frozenset({None, 10035, 10039, 10076})
-"""Nobody takes requests of JetStream's; or JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
+"""Error codes of an account without JetStream: no responder, JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
+_STATES: Final = {
+    "connected": (logging.INFO, "%s: connected to %s"),
+    "reconnecting": (logging.WARNING, "%s: lost the connection to %s; reconnecting"),
+    "closed": (logging.INFO, "%s: closed the connection to %s"),
+}
+
+log = logging.getLogger(__name__)
+DEFAULT_LIMITS: Final = ConnectionLimits()
 
 
 def check_connection(settings: PlaneSettings) -> None:
-    """Raise what `connect` raises before it asks any server: `ConfigError` and `MissingDependencyError`."""
+    """Raise the errors that `connect` raises before it contacts a server: `ConfigError` and `MissingDependencyError`."""
     _require_nats(settings)
     _options(settings)
 
 
 async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None) -> PlaneClient:
-    """A client that is connected, and comes back to its servers, or others of their cluster, for as long as it is not closed.
+    """Connect to a server and return the client, which reconnects to this or another server of the cluster until it is closed.
 
-    `name` is what the servers list it as. `on_state` is told `connected`, `reconnecting` and `closed` whenever it becomes
-    so; it is called on the event loop and must neither block nor raise.
+    The servers list the client as `name`. `on_state` is called with `connected`, `reconnecting` or `closed` at each change; it
+    runs in the event loop and must neither block nor raise.
 
-    Each server is tried once. Raises `PlaneError` that tells of each, `ConfigError` for files that are not what they should be,
-    and `MissingDependencyError` without nats-py.
+    Each server is tried once. Raises `PlaneError` with the reason for each server, `ConfigError` for invalid files, and
+    `MissingDependencyError` without nats-py.
     """
     _require_nats(settings)
     options = _options(settings)
     loop = asyncio.get_running_loop()
-    end = loop.time() + CONNECT_SECONDS
+    end = loop.time() + settings.connection.connect_seconds
     addresses = random.sample(settings.addresses, len(settings.addresses))
     failed: list[tuple[str, Exception]] = []
     for count, address in enumerate(addresses):
         try:
             async with asyncio.timeout((end - loop.time()) / (len(addresses) - count)):
-                client = await _open(settings, options, address, Voice(name, on_state))
-        except _failures() as error:
+                client = await _open(settings, options, address, ConnectionLog(name, on_state, settings.connection))
+        except _nats_failures() as error:
             failed.append((address, error))
         else:
             client.add_servers(addresses)
@@ -81,43 +83,41 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
 
 
 @asynccontextmanager
-async def opened(
+async def open_client(
     settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None
 ) -> AsyncIterator[PlaneClient]:
-    """`connect`, and at the end `close`."""
+    """Connect as `connect` does, and close the client at the end."""
     client = await connect(settings, name=name, on_state=on_state)
     try:
         yield client
     finally:
-        await close(client)
+        await close(client, settings.connection.close_seconds)
 
 
-async def close(client: PlaneClient) -> None:
-    """Send what was published and end the connection, within `CLOSE_SECONDS`; what could not be sent by then is lost."""
-    with suppress(*_failures()):
-        async with asyncio.timeout(CLOSE_SECONDS):
+async def close(client: PlaneClient, seconds: float = DEFAULT_LIMITS.close_seconds) -> None:
+    """Send published messages and close the connection, within `seconds` each; messages that could not be sent are lost."""
+    with suppress(*_nats_failures()):
+        async with asyncio.timeout(seconds):
             if client.is_connected:
                 await client.flush()
-    await _end(client)
+    await _end(client, seconds)
 
 
 async def require_jetstream(client: Client) -> AccountInfo:
-    """What this account has and may have in JetStream.
+    """Return the JetStream usage and limits of this account.
 
-    Raises `PlaneError` where JetStream is not enabled, or not reached, or older than `LEAST_VERSION`.
+    Raises `PlaneError` if JetStream is disabled or unreachable, or the server is older than `MIN_VERSION`.
     """
     _require_version(client)
     try:
-        with told("asking for JetStream"):
-            return await client.jetstream(timeout=CLOSE_SECONDS).account_info()
+        with map_errors("querying JetStream"):
+            return await client.jetstream(timeout=DEFAULT_LIMITS.close_seconds).account_info()
     except PlaneError as error:
-        if not _says_there_is_none(error.__cause__):
+        if not _is_without_jetstream(error.__cause__):
             raise
-        server = client.connected_url
-        where = f" at {server.hostname}:{server.port}" if server is not None else ""
         raise PlaneError(
-            f"there is no JetStream for this account{where}; a plane needs `jetstream` in the servers' configuration, and in "
-            "that of its account where there are accounts",
+            f"JetStream is disabled for this account{_place_of(client)}; a plane needs `jetstream` in the configuration of the "
+            "servers, and of its account if there are accounts",
             fault=error.fault,
         ) from error
 
@@ -126,20 +126,23 @@ def _require_version(client: Client) -> None:
     version = client.connected_server_version
     try:
         found = (version.major, version.minor)
-    except ValueError:  # a build of somebody's own
+    except ValueError:  # a custom build
         return
-    if found < LEAST_VERSION:
-        server = client.connected_url
-        where = f" at {server.hostname}:{server.port}" if server is not None else ""
+    if found < MIN_VERSION:
         raise PlaneError(
-            f"the NATS server{where} has version {version.major}.{version.minor}.{version.patch}; a plane needs nats-server "
-            f"{'.'.join(map(str, LEAST_VERSION))} or newer: update it",
+            f"the NATS server{_place_of(client)} has version {version.major}.{version.minor}.{version.patch}; a plane needs "
+            f"nats-server {'.'.join(map(str, MIN_VERSION))} or newer: update it",
             fault="old",
         )
 
 
-def _says_there_is_none(error: BaseException | None) -> bool:
-    """Whether JetStream is not there at all, rather than without a leader or forbidden."""
+def _place_of(client: Client) -> str:
+    server = client.connected_url
+    return f" at {server.hostname}:{server.port}" if server is not None else ""
+
+
+def _is_without_jetstream(error: BaseException | None) -> bool:
+    """Return whether an error says that JetStream is disabled, rather than without a leader or forbidden."""
     from nats.js import errors  # noqa: PLC0415 - an extra
 
     return isinstance(error, errors.APIError) and error.err_code in _NO_JETSTREAM
@@ -149,75 +152,76 @@ def _says_there_is_none(error: BaseException | None) -> bool:
 
 
 def _require_nats(settings: PlaneSettings) -> None:
-    wanted = ["nats"]
+    needed = ["nats"]
     if settings.credentials is not None or settings.nkey is not None:
-        wanted.append("nkeys")
-    for module in wanted:
+        needed.append("nkeys")
+    for module in needed:
         if find_spec(module) is None:
             raise MissingDependencyError(f"a plane needs {module}, which is not installed: pip install 'kvevents[plane]'")
     if settings.over_web and find_spec("aiohttp") is None:
-        raise MissingDependencyError(f"{settings.where}: WebSocket needs aiohttp besides: pip install 'nats-py[aiohttp]'")
+        raise MissingDependencyError(f"{settings.where}: WebSocket also needs aiohttp: pip install 'nats-py[aiohttp]'")
 
 
-def _failures() -> tuple[type[Exception], ...]:
-    """What nats-py raises, and lets through, of a server that is not there or is none."""
+def _nats_failures() -> tuple[type[Exception], ...]:
+    """Return the exceptions that nats-py raises or lets through for a server that is unreachable or no NATS server."""
     from nats import errors  # noqa: PLC0415 - an extra
 
     return (errors.Error, OSError, ValueError)
 
 
-async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, voice: Voice) -> PlaneClient:
+async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, states: ConnectionLog) -> PlaneClient:
     from nats import errors  # noqa: PLC0415 - an extra
 
-    from kvevents.plane.client import PlaneClient  # noqa: PLC0415 - needs it
+    from kvevents.plane.nats_client import PlaneClient  # noqa: PLC0415 - needs it
 
     client = PlaneClient(needs_tls=settings.needs_tls)
     try:
-        await client.connect([address], **options, **voice.callbacks(client))
-        if not client.is_connected:  # the server has hung up when it should have said PONG
-            raise errors.UnexpectedEOF  # noqa: TRY301 - nats-py should have
+        await client.connect([address], **options, **states.callbacks(client))
+        if not client.is_connected:  # the server has closed the connection instead of answering the first PING
+            raise errors.UnexpectedEOF  # noqa: TRY301 - nats-py does not raise it
     except BaseException:
-        voice.silence()
-        await _end(client)
+        states.mute()
+        await _end(client, settings.connection.close_seconds)
         raise
-    voice.say("connected")
+    states.set_state("connected")
     return client
 
 
-async def _end(client: PlaneClient) -> None:
-    client.abandon()
-    with suppress(*_failures()):
-        async with asyncio.timeout(CLOSE_SECONDS):
+async def _end(client: PlaneClient, seconds: float) -> None:
+    client.abort()
+    with suppress(*_nats_failures()):
+        async with asyncio.timeout(seconds):
             await client.close()
 
 
 def _unusable(failed: list[tuple[str, Exception]]) -> PlaneError:
-    faults: list[Fault] = [fault_of(error) or "away" for _, error in failed]
+    faults: list[Fault] = [classify_error(error) or "away" for _, error in failed]
     fault = faults[0] if len(set(faults)) == 1 else "away"
-    said = "; ".join(f"{address}: {text_of(error)}" for address, error in failed)
+    reasons = "; ".join(f"{address}: {error_text(error)}" for address, error in failed)
     which = "the NATS server" if len(failed) == 1 else "any of the NATS servers"
-    return PlaneError(f"cannot use {which} at {said}; {_FIRST_HINTS.get(fault, HINTS[fault])}", fault=fault)
+    return PlaneError(f"cannot use {which} at {reasons}; {_FIRST_HINTS.get(fault, HINTS[fault])}", fault=fault)
 
 
-# --- what nats-py is told ----------------------------------------------------------------------------------------------------
+# --- options of nats-py ------------------------------------------------------------------------------------------------------
 
 
 def _options(settings: PlaneSettings) -> dict[str, Any]:
-    """Arguments of nats-py's `connect`. Raises `ConfigError`."""
+    """Return the arguments of nats-py's `connect`. Raises `ConfigError`."""
+    limits = settings.connection
     found: dict[str, Any] = {
-        "tls": _tls(settings),
+        "tls": _tls_context(settings),
         "tls_hostname": settings.tls_hostname,
-        "connect_timeout": ATTEMPT_SECONDS,
+        "connect_timeout": limits.attempt_seconds,
         "max_reconnect_attempts": -1,
-        "ping_interval": PING_SECONDS,
-        "max_outstanding_pings": PINGS,
-        "pending_size": PENDING_BYTES,
+        "ping_interval": limits.ping_seconds,
+        "max_outstanding_pings": limits.max_unanswered_pings,
+        "pending_size": limits.pending_bytes,
         "inbox_prefix": settings.inbox_prefix,
     }
     if settings.credentials is not None:
         _sign(settings.read_credentials().seed, "")
         found["user_jwt_cb"] = lambda: _credentials(settings).jwt.encode()  # noqa: PLW0108 - read again each time
-        found["signature_cb"] = lambda nonce: _sign_again(settings, nonce)
+        found["signature_cb"] = lambda nonce: _sign_with_file(settings, nonce)
     elif settings.nkey is not None:
         found["nkeys_seed_str"] = settings.read_seed()
         _sign(settings.read_seed(), "")
@@ -226,32 +230,32 @@ def _options(settings: PlaneSettings) -> dict[str, Any]:
     return found
 
 
-def _tls(settings: PlaneSettings) -> ssl.SSLContext:
+def _tls_context(settings: PlaneSettings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=settings.tls_ca)
         if settings.tls_certificate is not None:
-            context.load_cert_chain(settings.tls_certificate, settings.tls_key, password=_no_password)
+            context.load_cert_chain(settings.tls_certificate, settings.tls_key, password=_refuse_password)
     except OSError as error:
         raise ConfigError(
-            f"tls_ca, tls_certificate or tls_key is no PEM file of its kind, or they do not belong together: {text_of(error)}"
+            f"tls_ca, tls_certificate or tls_key is no valid PEM file, or certificate and key do not match: {error_text(error)}"
         ) from error
     return context
 
 
-def _no_password() -> str:
-    raise ConfigError("tls_key is protected by a password, for which nobody is there to be asked; store it without")
+def _refuse_password() -> str:
+    raise ConfigError("tls_key is encrypted with a password; store the key without a password")
 
 
 def _credentials(settings: PlaneSettings) -> Credentials:
-    """As the file has them now. Raises `PlaneError`, which nats-py takes for one more attempt that failed."""
+    """Read the credentials file. Raises `PlaneError`, which nats-py counts as a failed attempt."""
     try:
         return settings.read_credentials()
     except ConfigError as error:
         raise PlaneError(str(error), fault="denied") from error
 
 
-def _sign_again(settings: PlaneSettings, nonce: str) -> bytes:
-    """With the seed that the file of credentials has now. Raises `PlaneError`, as above."""
+def _sign_with_file(settings: PlaneSettings, nonce: str) -> bytes:
+    """Sign with the seed in the credentials file. Raises `PlaneError`, which nats-py counts as a failed attempt."""
     try:
         return _sign(_credentials(settings).seed, nonce)
     except ConfigError as error:
@@ -259,11 +263,98 @@ def _sign_again(settings: PlaneSettings, nonce: str) -> bytes:
 
 
 def _sign(seed: str, nonce: str) -> bytes:
-    """A server's nonce, signed. Raises `ConfigError`."""
+    """Sign a server's nonce. Raises `ConfigError`."""
     import nkeys  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra; it has no types
 
     try:
         signed: bytes = nkeys.from_seed(bytearray(seed.encode())).sign(nonce.encode())
     except (nkeys.NkeysError, ValueError) as error:
-        raise ConfigError(f"the seed in the file of credentials or nkey is none: {error}") from error
+        raise ConfigError(f"the seed in the file of credentials or nkey is invalid: {error}") from error
     return base64.b64encode(signed)
+
+
+# --- reconnects and the log --------------------------------------------------------------------------------------------------
+
+
+class ReconnectPolicy:
+    """Selects the next server: all servers in random order, then all again after a growing pause."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._backoff = Backoff(initial=limits.reconnect_seconds, maximum=limits.max_reconnect_seconds)
+        self._tried: set[str] = set()
+
+    def start(self, lasted: float) -> None:
+        """Start a new series of attempts after a connection that lasted `lasted` seconds."""
+        self._tried.clear()
+        if lasted >= STABLE_SECONDS:
+            self._backoff.reset()
+
+    def choose(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
+        """Return one of nats-py's servers and the seconds to wait before the attempt."""
+        left = [server for server in servers if server.uri.netloc not in self._tried]
+        pause = 0.0
+        if not self._tried or not left:
+            self._tried.clear()
+            left, pause = servers, self._backoff.next_delay()
+        chosen = random.choice(left)  # noqa: S311 - no secret
+        self._tried.add(chosen.uri.netloc)
+        return chosen, pause
+
+
+class ConnectionLog:
+    """Logs the state and the errors of one connection, each once, and calls `on_state` at each change of state."""
+
+    def __init__(self, name: str, on_state: Callable[[str], None] | None, limits: ConnectionLimits = DEFAULT_LIMITS) -> None:
+        self._name = name
+        self._on_state = on_state
+        self._state: str | None = None
+        self._logged: set[str] = set()
+        self._policy = ReconnectPolicy(limits)
+        self._since = 0.0
+
+    def callbacks(self, client: Client) -> dict[str, Any]:
+        """Return the callback arguments of nats-py's `connect`."""
+        self._client = client
+        return {
+            "name": self._name,
+            "error_cb": self._failed,
+            "disconnected_cb": self._disconnected,
+            "reconnected_cb": self._reconnected,
+            "closed_cb": self._closed,
+            "reconnect_to_server_handler": self._policy.choose,
+        }
+
+    def set_state(self, state: str) -> None:
+        """Change the state to `connected`, `reconnecting` or `closed`."""
+        if state == self._state:
+            return
+        self._state = state
+        self._since = time.monotonic()
+        self._logged.clear()
+        url = self._client.connected_url
+        log.log(*_STATES[state], self._name, f"{url.hostname}:{url.port}" if url is not None else "its servers")
+        if self._on_state is not None:
+            self._on_state(state)
+
+    def mute(self) -> None:
+        """Log nothing from now on, because the first connection has failed."""
+        self._state = "closed"
+
+    async def _failed(self, error: Exception) -> None:
+        if self._state is None:  # the first connection: `connect` reports the error
+            raise error
+        text = error_text(error)
+        if self._state != "closed" and text not in self._logged and len(self._logged) < MAX_LOGGED_ERRORS:
+            self._logged.add(text)
+            log.warning("%s: %s", self._name, text)
+
+    async def _disconnected(self) -> None:
+        if not self._client.is_closed and self._state == "connected":
+            self._policy.start(time.monotonic() - self._since)
+            self.set_state("reconnecting")
+
+    async def _reconnected(self) -> None:
+        self.set_state("connected")
+
+    async def _closed(self) -> None:
+        self.set_state("closed")

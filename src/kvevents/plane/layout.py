@@ -1,25 +1,28 @@
-"""What a plane is in JetStream: its partitions, each a stream with one subject, and how they are made.
+"""JetStream objects of a plane: their names, how they are created, and how they are queried.
 
-    KVEVENTS_<plane>_<partition>         stream; subject kvevents.<plane>.partition.<partition>
-    KVEVENTS_<plane>                key-value bucket: which snapshot counts
+    KVEVENTS_<plane>_<partition>    stream; subject kvevents.<plane>.partition.<partition>
+    KVEVENTS_<plane>                key-value bucket: which snapshots are valid
     KVEVENTS_<plane>_leases         key-value bucket whose entries expire: leases, replicas and their digests
     KVEVENTS_<plane>_snapshots      object store
 
-Few subjects, whatever the number of engines: a server's memory grows with their number. Engines are spread over partitions by
-name, so that all ranks of one are in one partition.
+The number of subjects does not depend on the number of engines, because a server's memory grows with its subjects. A hash of
+the engine's name selects its partition, so all ranks of an engine are in one partition.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.faults import told
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, ReceivedMessage, Tail
 from kvevents.plane.settings import PlaneSettings
 from kvevents.structs import build_decoder_now
 
@@ -28,29 +31,33 @@ if TYPE_CHECKING:
     from nats.js.api import StreamInfo
 
 LAYOUT: Final = 2
-"""Version of all this; another one is another plane."""
+"""Version of these objects; releases with another version cannot use the plane."""
 METADATA: Final = "kvevents-"
-"""What the keys of ours in a stream's metadata begin with; the name of a field of `PartitionMetadata` follows."""
+"""Prefix of the keys in a stream's metadata; the name of a field of `PartitionMetadata` follows."""
 LEASE_SECONDS: Final = 15
-"""After which an entry of the bucket of leases is gone unless it was renewed."""
+"""Seconds after which an entry of the lease bucket expires unless it is renewed."""
+FETCH_SECONDS: Final = 5.0
+"""Timeout of one request for a message."""
+LIST_SECONDS: Final = 5.0
+"""Timeout of listing the entries of the lease bucket."""
 
 
 @build_decoder_now
 class PartitionMetadata(msgspec.Struct, frozen=True):
-    """In the metadata of each partition's stream."""
+    """Metadata of a partition's stream."""
 
     layout: int
     partitions: int
-    life: str
-    """Of this stream: one that is deleted and made anew has another, and a copy that is brought back has the same."""
+    epoch: str
+    """Identifies the stream: a recreated stream has another epoch, a stream that is restored from a backup has the same."""
 
     def as_metadata(self) -> dict[str, str]:
-        """For a stream's configuration."""
+        """Return the metadata for a stream's configuration."""
         return {METADATA + name: str(value) for name, value in msgspec.structs.asdict(self).items()}
 
     @classmethod
     def of(cls, info: StreamInfo) -> PartitionMetadata | None:
-        """What a stream has; None for one that is no partition."""
+        """Return the metadata of a stream; None for a stream that is no partition."""
         known = {key.removeprefix(METADATA): value for key, value in (info.config.metadata or {}).items()}
         try:
             return msgspec.convert(known, cls, strict=False)
@@ -59,74 +66,77 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
 
 
 class PartitionInfo(NamedTuple):
-    """What the servers say of a partition."""
+    """What the servers report about a partition."""
 
     first: int
-    """Number of the oldest page."""
+    """Position of the oldest page."""
     last: int
-    """Number of the newest; 0 before the first."""
+    """Position of the newest page; 0 before the first."""
     bytes: int
-    made: str
-    """Which stream it is: one that was deleted and made anew is another one."""
+    stream_id: str
+    """Identifies the stream: a recreated stream has another id."""
     leader: str | None
-    """None for a server of no cluster; empty while there is no leader."""
+    """None for a server outside a cluster; empty while there is no leader."""
 
 
 class Layout:
-    """Names and places of one plane."""
+    """Names of one plane's JetStream objects."""
 
     def __init__(self, name: str, partitions: int) -> None:
         self.name: Final = name
         self.partitions: Final = partitions
 
     def stream(self, partition: int) -> str:
-        """Of a partition."""
+        """Return the name of a partition's stream."""
         return f"KVEVENTS_{self.name}_{partition}"
 
     def subject(self, partition: int) -> str:
-        """To which its pages are published."""
+        """Return the subject to which a partition's pages are published."""
         return f"kvevents.{self.name}.partition.{partition}"
 
     @property
     def bucket(self) -> str:
-        """For what lasts."""
+        """Name of the bucket whose entries do not expire."""
         return f"KVEVENTS_{self.name}"
 
     @property
     def leases(self) -> str:
-        """For what expires."""
+        """Name of the bucket whose entries expire."""
         return f"KVEVENTS_{self.name}_leases"
 
     @property
     def snapshots(self) -> str:
-        """The object store."""
+        """Name of the object store."""
         return f"KVEVENTS_{self.name}_snapshots"
 
     def partition_of(self, source: str) -> int:
-        """The partition of an engine, which is the same everywhere and always."""
-        return _number_of(source) % self.partitions
+        """Return the partition of an engine; it depends on the engine's name and the number of partitions alone."""
+        return _hash_of(source) % self.partitions
 
 
 @lru_cache(maxsize=1 << 16)
-def _number_of(source: str) -> int:
-    """Asked for every record that a bridge writes."""
+def _hash_of(source: str) -> int:
+    """Return a hash of an engine's name; cached, because a bridge needs it for every record."""
     return int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-async def find(js: JetStreamContext, name: str) -> Layout | None:
-    """The layout of a plane that is there; None where there is none.
+# --- create ------------------------------------------------------------------------------------------------------------------
 
-    Raises `PlaneError`, and `ConfigError` where the streams of that name are another's.
+
+async def find_plane(js: JetStreamContext, name: str) -> Layout | None:
+    """Return the layout of an existing plane; None if there is no such plane.
+
+    Raises `PlaneError`, and `ConfigError` if a stream of that name belongs to another application or layout.
     """
-    for partition in (0, 1):  # somebody may just have deleted one
-        if (info := await _info(js, Layout(name, 1), partition)) is not None:
-            return _layout(name, info)
+    for partition in (0, 1):  # one of them may have just been deleted
+        if (info := await _stream_info(js, Layout(name, 1), partition)) is not None:
+            return _layout_of(name, info)
     return None
 
 
-async def _info(js: JetStreamContext, layout: Layout, partition: int) -> StreamInfo | None:
+async def _stream_info(js: JetStreamContext, layout: Layout, partition: int) -> StreamInfo | None:
     try:
-        with told(f"asking for partition {partition} of plane {layout.name!r}"):
+        with map_errors(f"querying partition {partition} of plane {layout.name!r}"):
             return await js.stream_info(layout.stream(partition))
     except PlaneError as error:
         if error.fault == "missing":
@@ -134,96 +144,89 @@ async def _info(js: JetStreamContext, layout: Layout, partition: int) -> StreamI
         raise
 
 
-def _layout(name: str, info: StreamInfo) -> Layout:
+def _layout_of(name: str, info: StreamInfo) -> Layout:
     found = PartitionMetadata.of(info)
     if found is None:
-        raise ConfigError(f"stream {info.config.name} is no partition of kvevents; give the plane another name")
+        raise ConfigError(f"stream {info.config.name} was not created by kvevents: choose another name for the plane")
     if found.layout != LAYOUT:
         raise ConfigError(
-            f"plane {name!r} has layout {found.layout}, and this release knows {LAYOUT}; use another release, or name"
+            f"plane {name!r} has layout version {found.layout}, but this release supports version {LAYOUT}: use another "
+            "release of kvevents or another plane"
         )
     return Layout(name, found.partitions)
 
 
-async def make(js: JetStreamContext, settings: PlaneSettings) -> Layout:
-    """The plane, each part of it made where it is missing, and left as it is where it is there.
+async def create_plane(js: JetStreamContext, settings: PlaneSettings) -> Layout:
+    """Create the missing parts of a plane and return its layout; existing parts stay as they are.
 
-    Raises `PlaneError`, and `ConfigError` where streams of the same names cannot be its partitions.
+    Raises `PlaneError`, and `ConfigError` if a stream of the same name cannot be a partition.
     """
-    layout = await find(js, settings.name)
+    layout = await find_plane(js, settings.name)
     if layout is None:
-        await make_partition(js, Layout(settings.name, settings.partitions), 0, settings)
-        # Somebody else may have been quicker, with another number of partitions.
-        layout = await find(js, settings.name) or Layout(settings.name, settings.partitions)
+        await create_partition(js, Layout(settings.name, settings.partitions), 0, settings)
+        # Another process may have been faster, with another number of partitions.
+        layout = await find_plane(js, settings.name) or Layout(settings.name, settings.partitions)
     for partition in range(layout.partitions):
-        await make_partition(js, layout, partition, settings)
-    await make_buckets(js, layout, settings)
+        await create_partition(js, layout, partition, settings)
+    await create_buckets(js, layout, settings)
     return layout
 
 
-async def make_buckets(js: JetStreamContext, layout: Layout, settings: PlaneSettings) -> None:
-    """What a plane has besides its partitions, where it is missing. Raises `PlaneError`."""
-    with told(f"making the buckets of plane {settings.name!r}"):
-        await _make_bucket(js, bucket=layout.bucket, replicas=settings.copies)
-        await _make_bucket(js, bucket=layout.leases, replicas=settings.copies, ttl=LEASE_SECONDS)
-        await _make_store(js, layout.snapshots, settings.copies)
+async def create_buckets(js: JetStreamContext, layout: Layout, settings: PlaneSettings) -> None:
+    """Create the buckets and the object store of a plane if they are missing. Raises `PlaneError`."""
+    from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+
+    with map_errors(f"creating the buckets of plane {settings.name!r}"):
+        for bucket, ttl in ((layout.bucket, None), (layout.leases, LEASE_SECONDS)):
+            try:
+                await js.key_value(bucket)
+            except NotFoundError:
+                await js.create_key_value(bucket=bucket, replicas=settings.copies, ttl=ttl)
+        try:
+            await js.object_store(layout.snapshots)
+        except NotFoundError:
+            await js.create_object_store(layout.snapshots, replicas=settings.copies)
 
 
-async def make_partition(js: JetStreamContext, layout: Layout, partition: int, settings: PlaneSettings) -> None:
-    """One partition, where it is missing. Raises `PlaneError`, and `ConfigError` where its stream is another's."""
-    info = await _info(js, layout, partition)
+async def create_partition(js: JetStreamContext, layout: Layout, partition: int, settings: PlaneSettings) -> None:
+    """Create a partition if it is missing. Raises `PlaneError`, and `ConfigError` if its stream cannot be a partition."""
+    info = await _stream_info(js, layout, partition)
     if info is None:
         try:
-            with told(f"making partition {partition} of plane {layout.name!r}"):
-                await js.add_stream(_partition_config(layout, partition, settings))
+            with map_errors(f"creating partition {partition} of plane {layout.name!r}"):
+                await js.add_stream(_stream_config(layout, partition, settings))
         except PlaneError as error:
             if error.fault == "full":
                 room = layout.partitions * settings.partition_bytes >> 20
                 raise PlaneError(
                     f"{error}. {layout.partitions} partitions reserve {room} MiB in all on {settings.copies} of the servers: "
-                    "see --partitions and --partition-size",
+                    "lower --partitions or --partition-size",
                     fault=error.fault,
                 ) from error
-            if error.fault != "exists":  # made by somebody else in this moment, and with another life
+            if error.fault != "exists":  # another process has just created it, with another epoch
                 raise
-    elif (fault := _unfit(info, layout, partition)) is not None:
+    elif (fault := _unsuitable(info, layout, partition)) is not None:
         raise ConfigError(
-            f"stream {info.config.name} {fault}; a partition of plane {layout.name!r} cannot be that, give it another name"
+            f"stream {info.config.name} {fault}, so it cannot be a partition of plane {layout.name!r}: "
+            "choose another name for the plane"
         )
 
 
-def _unfit(info: StreamInfo, layout: Layout, partition: int) -> str | None:
-    """What a partition must not be, or it would lose what nobody has read. Its size and copies are its operator's."""
+def _unsuitable(info: StreamInfo, layout: Layout, partition: int) -> str | None:
+    """Return why a stream would lose unread pages. Its size and number of copies are the operator's choice."""
     config = info.config
     if PartitionMetadata.of(info) is None:
-        return "is no partition of kvevents"
+        return "was not created by kvevents"
     if config.subjects != [layout.subject(partition)]:
-        return f"takes {config.subjects}, and not {layout.subject(partition)} alone"
+        return f"stores subjects {config.subjects} instead of {layout.subject(partition)} alone"
     if config.discard != "new" or config.retention != "limits":
-        return f"discards {config.discard} messages and keeps them by {config.retention}"
+        return f"discards {config.discard} messages and retains by {config.retention}"
     if config.max_age or (config.max_msgs or -1) > 0:
-        return "forgets messages by their age or number"
+        return "discards messages by their age or number"
     return None
 
 
-async def state_of(js: JetStreamContext, layout: Layout, partition: int) -> PartitionInfo:
-    """How a partition is now. Raises `PlaneError`."""
-    with told(f"asking for partition {partition} of plane {layout.name!r}"):
-        return _state(await js.stream_info(layout.stream(partition)))
-
-
-def _state(info: StreamInfo) -> PartitionInfo:
-    state = info.state
-    return PartitionInfo(
-        state.first_seq,
-        state.last_seq,
-        state.bytes,
-        found.life if (found := PartitionMetadata.of(info)) is not None else str(info.created),
-        (info.cluster.leader or "") if info.cluster is not None else None,
-    )
-
-
-def _partition_config(layout: Layout, partition: int, settings: PlaneSettings) -> Any:
+def _stream_config(layout: Layout, partition: int, settings: PlaneSettings) -> Any:
     from nats.js import api  # noqa: PLC0415 - an extra
 
     return api.StreamConfig(
@@ -239,19 +242,76 @@ def _partition_config(layout: Layout, partition: int, settings: PlaneSettings) -
     )
 
 
-async def _make_bucket(js: JetStreamContext, **config: Any) -> None:
-    from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+# --- query -------------------------------------------------------------------------------------------------------------------
 
+
+async def partition_info(js: JetStreamContext, layout: Layout, partition: int) -> PartitionInfo:
+    """Query a partition's current state. Raises `PlaneError`."""
+    with map_errors(f"querying partition {partition} of plane {layout.name!r}"):
+        info = await js.stream_info(layout.stream(partition))
+    metadata = PartitionMetadata.of(info)
+    return PartitionInfo(
+        info.state.first_seq,
+        info.state.last_seq,
+        info.state.bytes,
+        metadata.epoch if metadata is not None else str(info.created),
+        (info.cluster.leader or "") if info.cluster is not None else None,
+    )
+
+
+async def fetch_message(js: JetStreamContext, layout: Layout, partition: int, position: int) -> ReceivedMessage | None:
+    """Return one message of a partition; None if it was deleted. Raises `PlaneError`."""
     try:
-        await js.key_value(config["bucket"])
-    except NotFoundError:
-        await js.create_key_value(**config)
+        with map_errors(f"reading page {position} of partition {partition}"):
+            async with asyncio.timeout(FETCH_SECONDS):
+                found = await js.get_msg(layout.stream(partition), position)
+    except PlaneError as error:
+        if error.fault != "missing":
+            raise
+        return None
+    headers = found.headers or {}
+    return ReceivedMessage(position, found.data or b"", 0, headers.get(PAGE_HEADER, ""), headers.get(HISTORY_HEADER))
 
 
-async def _make_store(js: JetStreamContext, bucket: str, copies: int) -> None:
-    from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
+async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: PartitionInfo, tail: Tail) -> bool:
+    """Return whether a partition still holds the messages that a reader has read, as far as its messages show.
 
+    Raises `PlaneError` if they cannot be read.
+    """
+    if tail.position > info.last:
+        return False
+    if tail.name is not None and tail.position >= max(1, info.first):
+        found = await fetch_message(js, layout, partition, tail.position)
+        if found is not None and found.name != tail.name:
+            return False
+    if tail.history is not None and info.first <= tail.position + 1 <= info.last:
+        found = await fetch_message(js, layout, partition, tail.position + 1)
+        if found is not None and found.history not in {None, NEW_HISTORY}:
+            return found.history == tail.history.hex()
+    return True
+
+
+async def list_entries(js: JetStreamContext, layout: Layout, activity: str, prefix: str = "") -> dict[str, bytes]:
+    """Return the entries of the lease bucket whose keys begin with `prefix`, by the rest of their keys. Raises `PlaneError`.
+
+    `activity` says in the error what the entries are for. The function lists the bucket's subjects and requests each entry,
+    because nats-py's `KeyValue.keys` waits forever if the last entry of its list is rewritten meanwhile.
+    """
+    from nats.js.errors import KeyNotFoundError  # noqa: PLC0415 - an extra
+
+    begin = f"$KV.{layout.leases}.{prefix}"
+    found: dict[str, bytes] = {}
     try:
-        await js.object_store(bucket)
-    except NotFoundError:
-        await js.create_object_store(bucket, replicas=copies)
+        with map_errors(activity):
+            async with asyncio.timeout(LIST_SECONDS):
+                bucket = await js.key_value(layout.leases)
+                info = await js.stream_info(f"KV_{layout.leases}", subjects_filter=f"{begin}>")
+                for subject in info.state.subjects or {}:
+                    name = subject.removeprefix(begin)
+                    with suppress(KeyNotFoundError):  # it was deleted or has expired
+                        found[name] = (await bucket.get(prefix + name)).value or b""
+    except TimeoutError as error:
+        raise PlaneError(
+            f"{activity}: no answer in {LIST_SECONDS:g} s; check the load of the servers", fault="timeout"
+        ) from error
+    return found

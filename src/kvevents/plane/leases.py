@@ -1,17 +1,18 @@
-"""Leases: who does, for now, what one process at a time may do, such as to hold a share under the name of a replica.
+"""Leases: time-limited exclusive ownership of a name, stored in a key-value bucket of JetStream.
 
-Theory of operation. A lease is an entry of the bucket of leases that says who holds it. All changes go by compare-and-set:
-made where there is none, renewed, taken over and given back where the entry is the one that was seen. So two can never have got
-it by the same entry. The holder renews it every third of its length, and believes in it no longer than that length after the
-moment *before* the last renewal was sent, by its own clock, which nobody sets. Others may take it
+Theory of operation. A lease is an entry of the lease bucket that names its holder. All changes are compare-and-set: a process
+creates, renews, takes over or deletes the entry only if it is the entry that the process has read. So two processes can never
+acquire a lease from the same entry. The holder renews the lease every third of its length. It believes in the lease for no
+longer than its length after the moment *before* it sent the last renewal, by a monotonic clock. Another process may take the
+lease
 
-- when the entry is gone: given back, or expired by the servers' clock, which counts from when the renewal came;
-- when they have seen it unchanged for its whole length by their own clock, whatever the servers' clock does;
-- at once, when its holder was a process of this machine that has ended.
+- when the entry is gone: it was deleted, or has expired by the servers' clock, which counts from the arrival of the renewal;
+- when it has seen the entry unchanged for the whole length by its own clock, whatever the servers' clock does;
+- at once, if the holder was a process of the same machine that has ended.
 
-So there are never two who believe that they hold it, but for one case: the servers' clock was set forward. Then the former
-holder learns of it by its next renewal. What a lease guards must bear that, as the log does: it takes a page only from who has
-read all before it.
+So two processes never believe at once that they hold a lease, except if the servers' clock was set forward. Then the former
+holder learns of it with its next renewal. What a lease protects must tolerate that. The log does: it accepts a page only from a
+writer that has read all earlier pages.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from kvevents.errors import PlaneError
-from kvevents.plane.faults import told
 from kvevents.plane.layout import LEASE_SECONDS, Layout
+from kvevents.plane.nats_errors import map_errors
+from kvevents.settings import Seconds, Settings
 from kvevents.structs import build_decoder_now
 
 if TYPE_CHECKING:
@@ -42,60 +44,69 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RENEWALS: Final = 3
-"""In the length of a lease: two may fail."""
-ANSWER_SECONDS: Final = 4.0
-"""For the servers to answer; a new leader is elected within that."""
-AGAIN_SECONDS: Final = 0.5
-"""Between two attempts to renew a lease, or to get it."""
+"""Renewals in the length of a lease: two may fail."""
 _PLAIN: Final = re.compile(rb"[A-Za-z0-9_-]")
-_SPELLED: Final = re.compile(rb"=([0-9A-F]{2})")
+_ESCAPED: Final = re.compile(rb"=([0-9A-F]{2})")
+
+
+class LeaseTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Timers of leases."""
+
+    answer_seconds: Seconds = 4.0
+    """Seconds for the servers to answer; a new leader is elected within that."""
+    retry_seconds: Seconds = 0.5
+    """Seconds between two attempts to renew or acquire a lease."""
+
+
+DEFAULT_TIMERS: Final = LeaseTimers()
 
 
 def lease_key(kind: str, name: str) -> str:
-    """The key of a lease, another one for each `name` of whatever characters: `replica.node-7`, `replica.node-7=2Eexample`."""
-    return f"{kind}.{b''.join(_spell(byte) for byte in name.encode('utf-8', 'surrogatepass')).decode()}"
+    """Return the key of a lease for any `name`, with characters escaped: `replica.node-7`, `replica.node-7=2Eexample`."""
+    return f"{kind}.{b''.join(_escape(byte) for byte in name.encode('utf-8', 'surrogatepass')).decode()}"
 
 
 def lease_name(key: str) -> str:
-    """The name that `lease_key` was told."""
-    spelled = key.partition(".")[2].encode("utf-8", "replace")
-    return _SPELLED.sub(lambda found: bytes((int(found[1], 16),)), spelled).decode("utf-8", "replace")
+    """Return the name in a key that `lease_key` made."""
+    escaped = key.partition(".")[2].encode("utf-8", "replace")
+    return _ESCAPED.sub(lambda found: bytes((int(found[1], 16),)), escaped).decode("utf-8", "replace")
 
 
-def _spell(byte: int) -> bytes:
-    """One byte in characters that keys may have, and dots, which would be levels, not among them."""
+def _escape(byte: int) -> bytes:
+    """Return a byte in characters that keys can have, except dots, which separate levels."""
     found = bytes((byte,))
     return found if _PLAIN.fullmatch(found) else b"=%02X" % byte
 
 
-def elapsed() -> float:
-    """Seconds of a clock that nobody sets, and that goes on while the machine sleeps."""
+def boot_seconds() -> float:
+    """Return the seconds of a monotonic clock that runs while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @build_decoder_now
-class Holder(msgspec.Struct, frozen=True):
-    """Who holds a lease, or wants to: one life of one process."""
+class LeaseHolder(msgspec.Struct, frozen=True):
+    """A process that holds or wants a lease."""
 
     host: str
     pid: int
-    life: str
-    """Random: who comes after a restart is somebody else."""
+    nonce: str
+    """Random: a restarted process is another holder."""
     machine: str = ""
-    """Within which `pid` and `born` are a process; empty where that is not known."""
-    born: int = 0
+    """Boot and pid namespace in which `pid` and `started` identify a process; empty if unknown."""
+    started: int = 0
+    """Start of the process in ticks since boot; 0 if unknown."""
 
     @classmethod
-    def here(cls) -> Holder:
-        """The process that asks, with a new life."""
+    def current(cls) -> LeaseHolder:
+        """Return this process as a holder, with a new nonce."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, secrets.token_hex(8), _machine(), _born(pid) or 0)
+        return cls(socket.gethostname(), pid, secrets.token_hex(8), _machine(), _start_of(pid) or 0)
 
     def __str__(self) -> str:
         return f"process {self.pid} at {self.host}"
 
     def has_ended(self) -> bool:
-        """Whether it is known to be no more; only a process of this machine can be."""
+        """Return whether the process is known to have ended; only a process of this machine can be."""
         if not self.machine or self.machine != _machine():
             return False
         try:
@@ -103,13 +114,13 @@ class Holder(msgspec.Struct, frozen=True):
         except ProcessLookupError:
             return True
         except OSError:
-            pass  # somebody else's, and alive
-        born = _born(self.pid)
-        return born is not None and self.born not in {0, born}
+            pass  # it runs as another user
+        started = _start_of(self.pid)
+        return started is not None and self.started not in {0, started}
 
 
 def _machine() -> str:
-    """The boot of this machine, and the namespace that process ids are of."""
+    """Return the boot id of this machine and its pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -117,8 +128,8 @@ def _machine() -> str:
         return ""
 
 
-def _born(pid: int) -> int | None:
-    """When a process began, in ticks since boot (`proc(5)`, field 22 of stat); 0 of one that has ended and not been buried."""
+def _start_of(pid: int) -> int | None:
+    """Return when a process started, in ticks since boot (`proc(5)`, field 22 of stat); 0 for a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
@@ -126,20 +137,20 @@ def _born(pid: int) -> int | None:
     return 0 if fields[0] in {"Z", "X"} else int(fields[19])
 
 
-_NOBODY_KNOWN: Final = Holder("an unknown place", 0, "")
-"""Of an entry that was not written by this release."""
+_UNKNOWN_HOLDER: Final = LeaseHolder("an unknown place", 0, "")
+"""Holder of an entry that another release wrote."""
 
 
 class _Entry(NamedTuple):
     revision: int
-    holder: Holder
+    holder: LeaseHolder
 
 
 class Lease:
-    """One lease, as one who has it or wants it. To be used in one event loop.
+    """One lease, as seen by a process that holds or wants it. Use it in one event loop.
 
-    `holder` must be of its own for each `Lease` of one key. `seconds` is at most `LEASE_SECONDS`, after which the servers let
-    entries expire, and the same for all who want it.
+    Each `Lease` of a key needs a `holder` of its own. `seconds` is at most `LEASE_SECONDS`, after which the servers expire
+    entries, and is the same for all processes.
     """
 
     def __init__(
@@ -147,25 +158,27 @@ class Lease:
         js: JetStreamContext,
         layout: Layout,
         key: str,
-        holder: Holder,
+        holder: LeaseHolder,
         *,
         seconds: float = LEASE_SECONDS,
-        clock: Callable[[], float] = elapsed,
+        clock: Callable[[], float] = boot_seconds,
+        timers: LeaseTimers = DEFAULT_TIMERS,
     ) -> None:
         self.key: Final = key
         self.seconds: Final = seconds
-        self.rival: Holder | None = None
-        """Who had it when this one wanted it last."""
+        self.rival: LeaseHolder | None = None
+        """Holder of the lease at the last attempt to acquire it."""
         self._own: Final = holder
         self._js: Final = js
         self._bucket: Final = layout.leases
         self._clock: Final = clock
-        self._found: KeyValue | None = None
+        self._timers: Final = timers
+        self._kv: KeyValue | None = None
         self._revision: int | None = None
         self._until = 0.0
         self._lost = ""
         self._seen: tuple[int, float] = (0, 0.0)
-        """The entry of somebody else that was seen last, and since when."""
+        """Revision of the other holder's entry that was read last, and when it was read first."""
 
     def __repr__(self) -> str:
         state = "held" if self.is_held else self.lost or "not held"
@@ -173,22 +186,22 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether this one has it at this moment; asks nobody."""
+        """Whether this process holds the lease now, without a request."""
         return self._revision is not None and self._clock() < self._until
 
     @property
     def lost(self) -> str:
-        """Why it is held no longer; empty while it is, before it was, and after it was given back."""
+        """Why the lease was lost; empty while it is held, before it was acquired, and after it was released."""
         if self._revision is not None and not self.is_held:
             return f"it could not be renewed for {self.seconds:g} s"
         return self._lost
 
-    # --- what is done with it
+    # --- operations
 
     async def acquire(self, within: float = 0.0) -> bool:
-        """Get it, trying for so many seconds; False where somebody else has it.
+        """Try to acquire the lease for `within` seconds; return False if another process holds it.
 
-        Raises `PlaneError` where the servers could not be asked at the end.
+        Raises `PlaneError` if the servers did not answer the last attempt.
         """
         end = self._clock() + within
         while True:
@@ -201,56 +214,56 @@ class Lease:
             left = end - self._clock()
             if left <= 0 and self.rival is not None:
                 return False
-            # Without a rival the entry changed after it was read, perhaps by a renewal of this process that was sent late.
-            await asyncio.sleep(min(left, AGAIN_SECONDS) if left > 0 else AGAIN_SECONDS)
+            # Without a rival the entry changed after it was read, perhaps by a delayed renewal of this process.
+            await asyncio.sleep(min(left, self._timers.retry_seconds) if left > 0 else self._timers.retry_seconds)
 
     async def renew(self) -> bool:
-        """Hold it for `seconds` from now on; False when it is lost, which `lost` explains.
+        """Extend the lease to `seconds` from now; return False if it is lost, with the reason in `lost`.
 
-        Raises `PlaneError` where the servers do not answer: it is held until `is_held` says that it is not.
+        Raises `PlaneError` if the servers do not answer; the lease then remains held while `is_held`.
         """
         if not self.is_held or self._revision is None:
             return False
         if await self._put(self._revision):
             return True
         found = await self._read()
-        if found is not None and found.holder.life == self._own.life:
-            # An earlier renewal came after all, though nobody said so.
+        if found is not None and found.holder.nonce == self._own.nonce:
+            # An earlier renewal arrived although its acknowledgement did not.
             self._revision = found.revision
-            return await self._put(found.revision) or self._lose("somebody else changes it")
+            return await self._put(found.revision) or self._lose("another process changes its entry")
         self.rival = found and found.holder
         return self._lose(f"{found.holder} has taken it" if found else "its entry is gone")
 
-    async def keep(self) -> str:
-        """Renew it as often as need be until it is lost; why it was."""
-        said, pause = "", self.seconds / RENEWALS
+    async def renew_until_lost(self) -> str:
+        """Renew the lease until it is lost; return the reason."""
+        logged, pause = "", self.seconds / RENEWALS
         while self.is_held:
             await asyncio.sleep(min(pause, max(0.0, self._until - self._clock())))
             try:
                 async with asyncio.timeout(max(0.0, self._until - self._clock())):
                     await self.renew()
             except PlaneError as error:
-                if str(error) != said:
+                if str(error) != logged:
                     log.warning("lease %s: %s", self.key, error)
-                said, pause = str(error), min(AGAIN_SECONDS, self.seconds / RENEWALS)
+                logged, pause = str(error), min(self._timers.retry_seconds, self.seconds / RENEWALS)
             except TimeoutError:
                 continue
             else:
-                said, pause = "", self.seconds / RENEWALS
+                logged, pause = "", self.seconds / RENEWALS
         return self.lost
 
     async def release(self) -> None:
-        """Give it back, so that others need not wait; where the servers do not answer it expires."""
+        """Delete the entry so that others need not wait; if the servers do not answer, it expires."""
         revision, self._revision = self._revision, None
         if revision is None:
             return
         with suppress(PlaneError, TimeoutError):
-            async with asyncio.timeout(ANSWER_SECONDS):
-                with told(f"giving back lease {self.key}"):
-                    await (await self._store()).delete(self.key, last=revision)
+            async with asyncio.timeout(self._timers.answer_seconds):
+                with map_errors(f"releasing lease {self.key}"):
+                    await (await self._bucket_of()).delete(self.key, last=revision)
 
-    async def holder(self) -> Holder | None:
-        """Who has it, as far as the servers know; None for nobody. Raises `PlaneError`."""
+    async def holder(self) -> LeaseHolder | None:
+        """Return the holder in the bucket; None without an entry. Raises `PlaneError`."""
         found = await self._read()
         return found and found.holder
 
@@ -263,30 +276,30 @@ class Lease:
         found = await self._read()
         if found is None:
             return await self._put(None)
-        if self._may_take(found):
+        if self._can_take(found):
             return await self._put(found.revision)
         self.rival = found.holder
         return False
 
-    def _may_take(self, found: _Entry) -> bool:
-        if found.holder.life == self._own.life or found.holder.has_ended():
+    def _can_take(self, found: _Entry) -> bool:
+        if found.holder.nonce == self._own.nonce or found.holder.has_ended():
             return True
         if self._seen[0] != found.revision:
             self._seen = (found.revision, self._clock())
         return self._clock() - self._seen[1] >= self.seconds
 
     async def _put(self, last: int | None) -> bool:
-        """Write the entry where it is as it was seen; False where it is not."""
+        """Write the entry if its revision is `last`; return False if it is not."""
         sent = self._clock()
         value = msgspec.json.encode(self._own)
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                with told(f"writing lease {self.key}"):
-                    store = await self._store()
-                    made = store.create(self.key, value) if last is None else store.update(self.key, value, last)
+            async with asyncio.timeout(self._timers.answer_seconds):
+                with map_errors(f"writing lease {self.key}"):
+                    bucket = await self._bucket_of()
+                    made = bucket.create(self.key, value) if last is None else bucket.update(self.key, value, last)
                     self._revision = await made
         except PlaneError as error:
-            if error.fault in {"conflict", "missing"}:  # the latter where it expired within `create`
+            if error.fault in {"conflict", "missing"}:  # `missing` if it expired within `create`
                 return False
             raise
         except TimeoutError as error:
@@ -296,33 +309,33 @@ class Lease:
 
     async def _read(self) -> _Entry | None:
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                with told(f"reading lease {self.key}"):
-                    found = await (await self._store()).get(self.key)
+            async with asyncio.timeout(self._timers.answer_seconds):
+                with map_errors(f"reading lease {self.key}"):
+                    found = await (await self._bucket_of()).get(self.key)
         except PlaneError as error:
-            if error.fault == "missing" and self._found is not None:
+            if error.fault == "missing" and self._kv is not None:
                 return None
             raise
         except TimeoutError as error:
             raise self._unanswered("reading") from error
         try:
-            holder = msgspec.json.decode(found.value or b"", type=Holder)
+            holder = msgspec.json.decode(found.value or b"", type=LeaseHolder)
         except msgspec.MsgspecError:
-            holder = _NOBODY_KNOWN
+            holder = _UNKNOWN_HOLDER
         return _Entry(found.revision or 0, holder)
 
-    async def _store(self) -> KeyValue:
-        if self._found is None:
-            self._found = await self._js.key_value(self._bucket)
-        return self._found
+    async def _bucket_of(self) -> KeyValue:
+        if self._kv is None:
+            self._kv = await self._js.key_value(self._bucket)
+        return self._kv
 
     def _lose(self, why: str) -> bool:
         self._revision, self._lost = None, why
         return False
 
-    def _unanswered(self, what: str) -> PlaneError:
+    def _unanswered(self, activity: str) -> PlaneError:
         return PlaneError(
-            f"{what} lease {self.key}: no answer in {ANSWER_SECONDS:g} s; look at the servers' load and whether a "
-            "majority of them runs",
+            f"{activity} lease {self.key}: no answer in {self._timers.answer_seconds:g} s; check the load of the servers "
+            "and that a majority of them runs",
             fault="timeout",
         )

@@ -1,112 +1,173 @@
-"""Which engines are gone: what a bridge hears of them, for how long, and whether to believe it.
+"""Decides which engines leave the log, unreachable ones and unclaimed ones, and which other bridges are alive.
 
-An engine that cannot be reached for `dead_seconds` is gone. Where more than half of a bridge's engines cannot be reached at
-once it is the network that is suspected, and nobody is said to be gone; a single engine is too few to tell, and goes. When the
-network is back, connections come back one after the other: who is still away then has the same time once more.
+An engine that is unreachable for `dead_seconds` leaves. If more than half of a bridge's engines are unreachable at once, the
+bridge suspects its network instead, and no engine leaves; a single engine is too few for that, and leaves. When the network
+recovers, connections return one after the other. Engines that are then still unreachable get another `dead_seconds`.
 
-An engine of the log that no bridge names for `unnamed_seconds` was forgotten while no bridge was there to say so. Where that is
-more than half of all engines of the log at once it is a setting, or a bridge that does not come back, that is suspected.
+An engine in the log that no bridge has claimed for `unclaimed_seconds` was removed from the settings while no bridge ran, so it
+leaves too. If that is more than half of all engines in the log at once, the cause is probably a wrong setting or a bridge that
+is down, and no engine leaves.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from kvevents.plane.records import Key, Trusting
+from kvevents.plane.partition_state import LastHeartbeat
+from kvevents.plane.records import StreamKey, TrustRecord, bridge_name
 
 log = logging.getLogger(__name__)
 
-ALIVE: Final = frozenset({"EXACT", "DEGRADED", "REPLAYING"})
-"""Trust of streams whose engine was reached."""
-LEAST_SUSPECT: Final = 2
-"""Engines that must be out of reach for the network to be suspected."""
+REACHED: Final = frozenset({"EXACT", "DEGRADED", "REPLAYING"})
+"""Trust states of streams whose engine is reachable."""
+MIN_SUSPECT: Final = 2
+"""Number of unreachable engines from which on the network can be suspected."""
 
 
-class Members:
-    """The engines of one bridge, as it hears them."""
+class EngineLiveness:
+    """Reachability of one bridge's engines."""
 
     def __init__(self, dead_seconds: float) -> None:
-        self.suspects = ""
-        """Why this end's network is suspected rather than the engines."""
+        self.suspicion = ""
+        """Why the bridge suspects its own network; empty if it does not."""
         self._dead_seconds: Final = dead_seconds
-        self._said: dict[Key, Trusting] = {}
-        self._away_since: dict[Key, float] = {}
+        self._reports: dict[StreamKey, TrustRecord] = {}
+        self._unreachable_since: dict[StreamKey, float] = {}
 
-    def hear(self, said: Trusting) -> None:
-        """What is trusted of a stream now."""
-        self._said[said.key] = said
+    def update(self, report: TrustRecord) -> None:
+        """Note the current trust of a stream."""
+        self._reports[report.key] = report
 
-    def forget(self, key: Key) -> None:
-        """The stream is followed no more, or anew."""
-        self._said.pop(key, None)
-        self._away_since.pop(key, None)
+    def forget(self, key: StreamKey) -> None:
+        """Remove a stream that is no longer followed."""
+        self._reports.pop(key, None)
+        self._unreachable_since.pop(key, None)
 
-    def begin_anew(self, key: Key) -> None:
-        """The stream is followed anew; for how long it has been away still counts."""
-        self._said.pop(key, None)
+    def restart(self, key: StreamKey) -> None:
+        """Drop the trust of a stream that is followed again; the time for which it was unreachable still counts."""
+        self._reports.pop(key, None)
 
-    def said(self, key: Key) -> Trusting | None:
-        """What is trusted of a stream; None where that is not known yet."""
-        return self._said.get(key)
+    def report(self, key: StreamKey) -> TrustRecord | None:
+        """Return the current trust of a stream; None if unknown."""
+        return self._reports.get(key)
 
-    def is_reached(self, key: Key) -> bool:
-        """Whether its engine is."""
-        said = self._said.get(key)
-        return said is not None and said.trust in ALIVE
+    def is_reached(self, key: StreamKey) -> bool:
+        """Return whether the stream's engine is reachable."""
+        report = self._reports.get(key)
+        return report is not None and report.trust in REACHED
 
-    def gone(self, present: Collection[Key], now: float) -> list[Key]:
-        """Those of the streams in the log that have been away for too long. Call it now and then: away is what it sees."""
-        for key in present:
+    def dead(self, joined: Collection[StreamKey], now: float) -> list[StreamKey]:
+        """Return the streams of `joined` that were unreachable for too long. Call it periodically: each call takes a sample."""
+        for key in joined:
             if self.is_reached(key):
-                self._away_since.pop(key, None)
-            elif key in self._said:
-                self._away_since.setdefault(key, now)
-        for key in self._away_since.keys() - set(present):
-            del self._away_since[key]
-        suspected = bool(self.suspects)
-        self._suspect(present, now)
-        if suspected and not self.suspects:
-            self._away_since = dict.fromkeys(self._away_since, now)
-        return [] if self.suspects else [key for key, since in self._away_since.items() if now - since > self._dead_seconds]
+                self._unreachable_since.pop(key, None)
+            elif key in self._reports:
+                self._unreachable_since.setdefault(key, now)
+        for key in self._unreachable_since.keys() - set(joined):
+            del self._unreachable_since[key]
+        was_suspected = bool(self.suspicion)
+        self._update_suspicion(joined, now)
+        if was_suspected and not self.suspicion:
+            self._unreachable_since = dict.fromkeys(self._unreachable_since, now)
+        if self.suspicion:
+            return []
+        return [key for key, since in self._unreachable_since.items() if now - since > self._dead_seconds]
 
-    def _suspect(self, present: Collection[Key], now: float) -> None:
-        """Engines are counted, whatever the number of their ranks; none before it could matter."""
-        engines, away = {source for source, _ in present}, {source for source, _ in self._away_since}
-        longest = max((now - since for since in self._away_since.values()), default=0.0)
-        suspects = len(away) >= LEAST_SUSPECT and len(away) * 2 > len(engines) and longest > self._dead_seconds / 2
-        why = f"{len(away)} of {len(engines)} engines cannot be reached" if suspects else ""
-        if bool(why) != bool(self.suspects):
-            told = f"{why}: the network is suspected, and none of them leaves" if why else "engines are reached again"
-            log.warning("%s", told)
-        self.suspects = why
+    def _update_suspicion(self, joined: Collection[StreamKey], now: float) -> None:
+        """Count engines, whatever their number of ranks; ignore outages that are too short to remove an engine soon."""
+        engines, unreachable = {source for source, _ in joined}, {source for source, _ in self._unreachable_since}
+        longest = max((now - since for since in self._unreachable_since.values()), default=0.0)
+        is_suspected = (
+            len(unreachable) >= MIN_SUSPECT and len(unreachable) * 2 > len(engines) and longest > self._dead_seconds / 2
+        )
+        reason = f"{len(unreachable)} of {len(engines)} engines are unreachable" if is_suspected else ""
+        if bool(reason) != bool(self.suspicion):
+            log.warning(
+                "%s", f"{reason}: suspecting the network, removing none of them" if reason else "engines are reachable again"
+            )
+        self.suspicion = reason
 
 
-class Unnamed:
-    """The engines of the log that no bridge names, as one bridge reads it."""
+class UnclaimedEngines:
+    """Engines in the log that no bridge claims, as one bridge sees them."""
 
-    def __init__(self, unnamed_seconds: float) -> None:
+    def __init__(self, unclaimed_seconds: float) -> None:
         self.engines = 0
-        """How many there are."""
-        self.suspects = ""
+        """Number of such engines."""
+        self.suspicion = ""
         """Why they do not leave."""
-        self._unnamed_seconds: Final = unnamed_seconds
-        self._since: dict[Key, float] = {}
+        self._unclaimed_seconds: Final = unclaimed_seconds
+        self._since: dict[StreamKey, float] = {}
 
     def clear(self) -> None:
-        """It cannot be known at the moment who names what."""
+        """Start over, because the bridge cannot know at the moment which engines are claimed."""
         self._since.clear()
 
-    def gone(self, joined: Collection[Key], unnamed: Collection[Key], now: float) -> list[Key]:
-        """Those of all streams of the log that nobody has named for too long. Call it now and then: what it sees counts."""
-        self._since = {key: self._since.get(key, now) for key in unnamed}
-        engines, without = {source for source, _ in joined}, {source for source, _ in unnamed}
+    def expired(self, joined: Collection[StreamKey], unclaimed: Collection[StreamKey], now: float) -> list[StreamKey]:
+        """Return the streams that were unclaimed for too long. Call it periodically: each call takes a sample."""
+        self._since = {key: self._since.get(key, now) for key in unclaimed}
+        engines, without = {source for source, _ in joined}, {source for source, _ in unclaimed}
         self.engines = len(without)
-        suspects = len(without) >= LEAST_SUSPECT and len(without) * 2 > len(engines)
-        why = f"no bridge names {len(without)} of the {len(engines)} engines of the log" if suspects else ""
-        if bool(why) != bool(self.suspects):
-            told = f"{why}: none of them leaves; look whether all bridges run, and what they are to follow" if why else ""
-            log.warning("%s", told or "most engines of the log are named by a bridge again")
-        self.suspects = why
-        return [] if why else [key for key, since in self._since.items() if now - since > self._unnamed_seconds]
+        is_suspected = len(without) >= MIN_SUSPECT and len(without) * 2 > len(engines)
+        reason = f"no bridge claims {len(without)} of the {len(engines)} engines in the log" if is_suspected else ""
+        if bool(reason) != bool(self.suspicion):
+            text = f"{reason}: removing none of them; check that all bridges run, and their settings" if reason else ""
+            log.warning("%s", text or "bridges claim most engines in the log again")
+        self.suspicion = reason
+        return [] if reason else [key for key, since in self._since.items() if now - since > self._unclaimed_seconds]
+
+
+class BridgePeers:
+    """The other bridges that write to one partition, as one bridge sees them.
+
+    `heartbeats` returns the last heartbeats in the partition; a bridge is alive only if one has arrived since the start.
+    """
+
+    def __init__(self, own: str, heartbeats: Callable[[], Mapping[str, LastHeartbeat]]) -> None:
+        self._own: Final = own
+        self._heartbeats: Final = heartbeats
+        self._arrivals: dict[str, tuple[int, float]] = {}
+        """By bridge, the position of its last heartbeat and when it arrived."""
+        self._first_own: int | None = None
+        """Position of the oldest known heartbeat of this bridge."""
+
+    def restart(self) -> None:
+        """Forget this bridge's oldest heartbeat, because the partition is read again."""
+        self._first_own = None
+
+    def update(self, now: float) -> None:
+        """Note which heartbeats have arrived."""
+        heartbeats = self._heartbeats()
+        for bridge, last in heartbeats.items():
+            if self._arrivals.get(bridge, (-1, now))[0] != last.position:
+                self._arrivals[bridge] = last.position, now
+        if len(self._arrivals) > len(heartbeats):
+            self._arrivals = {bridge: arrival for bridge, arrival in self._arrivals.items() if bridge in heartbeats}
+
+    def is_alive(self, bridge: str, now: float) -> bool:
+        """Return whether heartbeats of another bridge have arrived recently."""
+        last, arrival = self._heartbeats().get(bridge), self._arrivals.get(bridge)
+        if last is None or arrival is None:
+            return False
+        return now - arrival[1] < last.record.alive_seconds
+
+    def has_other(self, now: float) -> bool:
+        """Return whether another bridge is alive."""
+        return any(self.is_alive(bridge, now) for bridge in self._heartbeats() if bridge != self._own)
+
+    def name_conflict(self, now: float) -> str:
+        """Return where another bridge of the same name runs; empty if there is none.
+
+        A bridge of that name that was there before counts only if it writes behind this one.
+        """
+        heartbeats = self._heartbeats()
+        if self._first_own is None and (own := heartbeats.get(self._own)) is not None:
+            self._first_own = own.position
+        for bridge, last in heartbeats.items():
+            is_behind = self._first_own is not None and last.position > self._first_own
+            has_same_name = bridge != self._own and bridge_name(bridge) == bridge_name(self._own)
+            if is_behind and has_same_name and self.is_alive(bridge, now):
+                return last.record.process or "another process"
+        return ""

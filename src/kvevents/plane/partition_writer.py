@@ -1,12 +1,12 @@
-"""What a bridge does with one partition: it reads all of it, and writes what comes next.
+"""The part of a bridge that reads one partition completely and writes the bridge's next pages to it.
 
-Theory of operation. A reader keeps the ledger as the partition is, and a composer says what comes next (`writing`). A page goes
-out with the number that its partition must end with; if it does not, somebody else has written, and the reader brings it. What
-the servers do not take stays with the composer.
+Theory of operation. A reader keeps a `PartitionState` as the partition is, and a `PageBuilder` builds the next page from it.
+The page is published with the position that must be the partition's last. If it is not, another bridge has written, and the
+reader receives its page. Records that the servers do not accept stay in the builder.
 
-A partition is *ready* while its ledger is known to be that of the stream that is there. It ceases to be where the stream was
-deleted, is of another life or has lost pages: the ledger is begun anew then, and so are all streams once it has been read.
-Nothing is written over a new connection before the reader has verified that the partition is what it was.
+A partition is *ready* while its state is known to match the existing stream. That ends if the stream was deleted, was
+recreated, or has lost pages. The state then starts over, and after it was read so do all streams. Over a new connection nothing
+is written before the reader has verified that the partition is unchanged.
 """
 
 from __future__ import annotations
@@ -24,391 +24,388 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
-from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout, make_buckets, make_partition, state_of
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.reading import AGAIN_SECONDS, HISTORY_HEADER, PAGE_HEADER, Broken, PartitionReader, Pushed, header_of
-from kvevents.plane.recalling import Recall
-from kvevents.plane.records import Beat, Key, Page, StreamRecord, Tail, encode_page, name_of
+from kvevents.plane.layout import Layout, create_buckets, create_partition, partition_info
+from kvevents.plane.membership import BridgePeers
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.page_builder import PageBuilder
+from kvevents.plane.partition_reader import PartitionReader, ReadFailure
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.records import (
+    HISTORY_HEADER,
+    PAGE_HEADER,
+    HeartbeatRecord,
+    Page,
+    ReceivedMessage,
+    StreamKey,
+    StreamRecord,
+    Tail,
+    encode_page,
+    history_header,
+)
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.writing import Composer
+from kvevents.plane.snapshots import Snapshots
 
 if TYPE_CHECKING:
-    from kvevents.plane.client import PlaneClient
+    from kvevents.plane.nats_client import PlaneClient
 
 log = logging.getLogger(__name__)
 
 ACK_SECONDS: Final = 2.0
-"""Until a page must be acknowledged. To send it again does no harm: it is refused where the first one has arrived."""
-ASK_SECONDS: Final = 5.0
-"""For anything else that is asked of the servers."""
+"""Timeout of a page's acknowledgement. Sending the page again is harmless: it is rejected if the first one has arrived."""
+REQUEST_SECONDS: Final = 5.0
+"""Timeout of other requests to the servers."""
 CATCH_UP_SECONDS: Final = 2.0
-"""For the reader to bring what somebody else has written."""
-REST_SECONDS: Final = 0.5
-"""Between two looks whether something is due, unless something comes."""
+"""Seconds for the reader to receive the page because of which a page was rejected."""
+IDLE_SECONDS: Final = 0.5
+"""Seconds between two checks for due records, unless an event interrupts."""
 RETRY_FIRST_SECONDS: Final = 0.1
-RETRY_MOST_SECONDS: Final = 1.0
-"""Between two attempts to write what was not taken."""
+RETRY_MAX_SECONDS: Final = 1.0
+"""Pauses between two attempts to write a page that was not accepted."""
 
 _LAST_SEQUENCE: Final = re.compile(r"wrong last sequence: (\d+)")
 
 
 class PartitionStatus(NamedTuple):
-    """One partition as a bridge has it."""
+    """One partition as a bridge sees it."""
 
     partition: int
     position: int
-    waiting: int
+    queued_records: int
     """Records that are not known to be in the log."""
     queued_bytes: int
     fault: str
-    """Why nothing is read or written at the moment; empty where that is not so."""
-    foreign: int = 0
-    """Messages that are no pages: somebody else writes there."""
-    parked: int = 0
-    """Streams that are not followed until what waits has been written."""
+    """Why nothing is read or written at the moment; empty if it is."""
+    foreign_messages: int = 0
+    """Messages that are no pages, which another application wrote."""
+    paused: int = 0
+    """Streams that are not followed until the queued records are written."""
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
-    """A page that is under way."""
+class _SentPage:
+    """The page in flight."""
 
     name: str
     expected: int
-    """Number of the page before it."""
+    """Position of the page before it."""
     answer: asyncio.Future[None]
 
 
-class Host(Protocol):
-    """What a partition asks of its bridge."""
+class PartitionObserver(Protocol):
+    """Receives the events of a partition; the bridge implements it."""
 
-    def begin(self, partition: BridgePartition) -> None:
-        """The partition is ready: follow its streams from where its log stands."""
+    def on_ready(self, writer: PartitionWriter) -> None:
+        """Follow the partition's streams from the end of the log."""
 
-    def is_adrift(self, keys: Sequence[Key]) -> None:
-        """These and the log have lost each other."""
+    def on_diverged(self, keys: Sequence[StreamKey]) -> None:
+        """Follow streams that have diverged from the log again."""
 
-    def count(self) -> None:
-        """Less, or more, is queued."""
+    def on_queue_change(self) -> None:
+        """Count the queued bytes again."""
 
 
-class BridgePartition:
-    """One partition of one bridge; `read` and `write` run side by side for as long as the bridge lives."""
+class PartitionWriter:
+    """One partition of one bridge; `read` and `write` run concurrently for as long as the bridge runs."""
 
     def __init__(
         self,
-        host: Host,
+        observer: PartitionObserver,
         client: PlaneClient,
         layout: Layout,
         partition: int,
         plane: PlaneSettings,
         bridge: str,
-        room: int,
+        page_bytes: int,
         unreadable_seconds: float,
     ) -> None:
         self.partition: Final = partition
-        self.composer = Composer(Ledger(), bridge, room, secrets.token_hex(4))
+        self.builder = PageBuilder(PartitionState(), bridge, page_bytes, secrets.token_hex(4))
+        self.peers: Final = BridgePeers(bridge, lambda: self.builder.state.heartbeats)
         self.ready = asyncio.Event()
-        self.parked: set[Key] = set()
-        """Streams that are not followed, as there is no room for what they say."""
+        self.paused: set[StreamKey] = set()
+        """Streams that are not followed because there is no room for their records."""
         self.conflicts = 0
-        self._host: Final = host
+        """Pages that were rejected because another bridge has written."""
+        self._observer: Final = observer
         self._client: Final = client
-        self._js: Final = client.jetstream(timeout=ASK_SECONDS)
-        self._recall: Final = Recall(self._js, layout)
+        self._js: Final = client.jetstream(timeout=REQUEST_SECONDS)
+        self._snapshots: Final = Snapshots(self._js, layout)
         self._layout: Final = layout
         self._plane: Final = plane
         self._bridge: Final = bridge
-        self._room: Final = room
+        self._page_bytes: Final = page_bytes
         self._unreadable_seconds: Final = unreadable_seconds
         self._reader: PartitionReader | None = None
-        self._refusal = ""
-        self._retry: Final = Backoff(initial=RETRY_FIRST_SECONDS, maximum=RETRY_MOST_SECONDS)
+        self._write_fault = ""
+        self._retry: Final = Backoff(initial=RETRY_FIRST_SECONDS, maximum=RETRY_MAX_SECONDS)
         self._wake: Final = asyncio.Event()
         self._advanced: Final = asyncio.Event()
+        # Counts of builders and states that were replaced:
         self._written = 0
-        self._breaches = 0
-        self._foreign = 0
-        self._sent: _Sent | None = None
-        """The page of which it is not known what became of it: the composer's that is under way."""
+        self._invalid_records = 0
+        self._foreign_messages = 0
+        self._sent: _SentPage | None = None
+        """The page in flight, of which the result is unknown."""
         self._answers: set[asyncio.Task[None]] = set()
-        """Those that are waited for, of pages that were given up too."""
-        self._heard: dict[str, tuple[int, float]] = {}
-        """By bridge, the page of its last beat, and when it came."""
-        self._first_beat: int | None = None
-        """A page with a beat of this bridge, the oldest that is known."""
+        """Pending acknowledgements, also of pages that were given up."""
 
-    # --- what is known
+    # --- status
 
     @property
     def fault(self) -> str:
-        """Why nothing is read or written at the moment; empty where that is not so."""
-        return (self._reader is not None and self._reader.fault) or self._refusal
+        """Why nothing is read or written at the moment; empty if it is."""
+        return (self._reader is not None and self._reader.fault) or self._write_fault
 
     @property
     def written(self) -> int:
-        """Batches that this bridge has put into the partition."""
-        return self._written + self.composer.written
+        """Batches that this bridge has written to the partition."""
+        return self._written + self.builder.written
 
     @property
-    def breaches(self) -> int:
+    def invalid_records(self) -> int:
         """Records that no bridge writes."""
-        return self._breaches + self.composer.ledger.breaches
+        return self._invalid_records + self.builder.state.invalid_records
 
     def status(self) -> PartitionStatus:
-        """Everything at once."""
-        composer = self.composer
-        position, foreign = composer.ledger.position, self._foreign + composer.ledger.foreign
+        """Return the current status."""
+        builder = self.builder
         return PartitionStatus(
-            self.partition, position, composer.waiting, composer.queued_bytes, self.fault, foreign, len(self.parked)
+            self.partition,
+            builder.state.position,
+            builder.queued_records,
+            builder.queued_bytes,
+            self.fault,
+            self._foreign_messages + builder.state.foreign_messages,
+            len(self.paused),
         )
 
-    def is_alive(self, bridge: str, now: float) -> bool:
-        """Whether another bridge has been heard lately."""
-        beaten = self.composer.ledger.beats.get(bridge)
-        heard = self._heard.get(bridge)
-        if beaten is None or heard is None:
-            return False
-        return now - heard[1] < beaten.beat.alive_seconds
+    # --- records to write
 
-    def has_company(self, now: float) -> bool:
-        """Whether any other bridge writes into this partition."""
-        return any(self.is_alive(bridge, now) for bridge in self.composer.ledger.beats if bridge != self._bridge)
-
-    def namesake(self, now: float) -> str:
-        """Where another bridge of the same name runs; empty where none does.
-
-        A bridge of that name that was there before counts only if it writes behind this one.
-        """
-        beats = self.composer.ledger.beats
-        if self._first_beat is None and (own := beats.get(self._bridge)) is not None:
-            self._first_beat = own.page
-        for bridge, beaten in beats.items():
-            is_behind = self._first_beat is not None and beaten.page > self._first_beat
-            if is_behind and bridge != self._bridge and name_of(bridge) == name_of(self._bridge) and self.is_alive(bridge, now):
-                return beaten.beat.process or "another process"
-        return ""
-
-    # --- what is to be written
-
-    def offer(self, record: StreamRecord, due: float = 0.0) -> None:
-        """Something of a stream, to be written not before `due`."""
-        self.composer.offer(record, due)
+    def enqueue(self, record: StreamRecord, due: float = 0.0) -> None:
+        """Queue a record, to be written not before `due`."""
+        self.builder.enqueue(record, due)
         if self._sent is None:
             self._wake.set()
 
-    def beat(self, beat: Beat) -> None:
-        """The bridge is alive."""
-        self.composer.beat(beat)
+    def set_heartbeat(self, heartbeat: HeartbeatRecord) -> None:
+        """Write a heartbeat with the next page."""
+        self.builder.set_heartbeat(heartbeat)
         self._wake.set()
 
-    def set_adrift(self, key: Key) -> None:
-        """Have a stream followed anew."""
-        self.composer.adrift[key] = None
+    def mark_diverged(self, key: StreamKey) -> None:
+        """Have a stream followed again."""
+        self.builder.diverged[key] = None
         self._wake.set()
 
-    # --- reading
+    # --- read
 
-    def connected(self) -> None:
-        """There is another connection: nothing that was asked over the last one is answered.
+    def on_connected(self) -> None:
+        """Give up requests of the last connection, which are never answered, and verify the partition.
 
-        What was under way is judged again by what the reader finds: a page that was acknowledged may be lost since then.
+        The reader decides the result of the page in flight: even an acknowledged page can have been lost.
         """
-        self._give_up()
+        self._give_up_page()
         if self._reader is not None:
-            self._reader.look_again()
+            self._reader.request_check()
 
-    def _give_up(self) -> None:
+    def _give_up_page(self) -> None:
         self._sent = None
-        self.composer.returned()
+        self.builder.withdraw()
         for answer in self._answers:
             answer.cancel()
         self._wake.set()
 
     async def read(self) -> None:
-        """Keep the ledger as the partition is, whatever becomes of it."""
-        broken: Broken | None = None
-        settled = False
+        """Keep the state up to date, and start over whenever the partition cannot be read on."""
+        failure: ReadFailure | None = None
+        resolves_disputes = False
         while True:
-            made = await self._begin(broken)
-            settled = settled or (broken is not None and broken.why == "disputed")
+            stream_id = await self._start_state(failure)
+            resolves_disputes = resolves_disputes or (failure is not None and failure.reason == "disputed")
             self._reader = reader = PartitionReader(
-                self._client, self._layout, self.partition, self.tail, made, self._take, self._remake, self
+                self._client,
+                self._layout,
+                self.partition,
+                self.tail,
+                stream_id,
+                self._on_messages,
+                self._recreate,
+                self,
+                self._plane.reader,
             )
-            reader.settled = settled
-            beside = [asyncio.create_task(work(reader)) for work in (self._catch_up, self._look_after)]
+            reader.resolves_disputes = resolves_disputes
+            tasks = [asyncio.create_task(work(reader)) for work in (self._wait_until_ready, self._watch_readability)]
             try:
-                broken = await reader.run()
+                failure = await reader.run()
             finally:
-                for task in beside:
+                for task in tasks:
                     task.cancel()
                 self.ready.clear()
-            log.error("partition %d was %s", self.partition, broken.why)
+            log.error("partition %d was %s; reading it again", self.partition, failure.reason)
 
-    async def _begin(self, broken: Broken | None) -> str | None:
-        """A ledger for a partition that is read from a snapshot on, or from its beginning; which stream it is of."""
-        ledger, made = Ledger(), None
+    async def _start_state(self, failure: ReadFailure | None) -> str | None:
+        """Start with the state in the newest snapshot, or an empty one; return the id of the stream."""
+        state, stream_id = PartitionState(), None
         while True:
             try:
-                state = await state_of(self._js, self._layout, self.partition)
-                made = state.made
-                ledger = await self._recall.ledger(self.partition, state) or ledger
+                info = await partition_info(self._js, self._layout, self.partition)
+                stream_id = info.stream_id
+                state = await self._snapshots.load_state(self.partition, info) or state
                 break
             except PlaneError as error:
-                if error.fault == "missing":  # the reader makes it
+                if error.fault == "missing":  # the reader creates it
                     break
-                self._say(error)
-                await asyncio.sleep(AGAIN_SECONDS)
-        if broken is not None and broken.why == "purged" and ledger.position + 1 < broken.first:
-            why = f"pages before {broken.first} were purged, and no snapshot stands for them"
-            log.error("partition %d is begun anew: %s", self.partition, why)
-            ledger = Ledger.behind(broken.first - 1, why)
-        self._adopt(ledger)
-        return made
+                self._set_write_fault(error)
+                await asyncio.sleep(self._plane.reader.retry_seconds)
+        if failure is not None and failure.reason == "purged" and state.position + 1 < failure.first:
+            reason = f"the pages before {failure.first} were purged, and no snapshot contains them"
+            log.error("partition %d starts over: %s", self.partition, reason)
+            state = PartitionState.after_unknown_prefix(failure.first - 1, reason)
+        self._replace_state(state)
+        return stream_id
 
-    def _adopt(self, ledger: Ledger) -> None:
-        before = self.composer
+    def _replace_state(self, state: PartitionState) -> None:
+        before = self.builder
         self._written += before.written
-        self._breaches += before.ledger.breaches
-        self._foreign += before.ledger.foreign
+        self._invalid_records += before.state.invalid_records
+        self._foreign_messages += before.state.foreign_messages
         self._sent = None
-        self._first_beat = None
+        self.peers.restart()
         self._advanced.set()
-        ledger.breaches = ledger.foreign = 0
-        self.composer = Composer(ledger, self._bridge, self._room, secrets.token_hex(4))
-        self.parked.clear()
+        state.invalid_records = state.foreign_messages = 0
+        self.builder = PageBuilder(state, self._bridge, self._page_bytes, secrets.token_hex(4))
+        self.paused.clear()
 
-    async def _remake(self) -> None:
+    async def _recreate(self) -> None:
         try:
-            await make_partition(self._js, self._layout, self.partition, self._plane)
+            await create_partition(self._js, self._layout, self.partition, self._plane)
         except KVEventsError as error:
-            raise PlaneError(f"partition {self.partition} is missing, and cannot be made: {error}", fault="missing") from error
-        log.error("partition %d was deleted, and has been made anew", self.partition)
+            raise PlaneError(
+                f"partition {self.partition} is missing and cannot be created: {error}", fault="missing"
+            ) from error
+        log.error("partition %d was deleted; the bridge has created it again", self.partition)
 
-    async def _catch_up(self, reader: PartitionReader) -> None:
+    async def _wait_until_ready(self, reader: PartitionReader) -> None:
         await reader.caught_up.wait()
-        self.composer.ledger.life = self.composer.ledger.life or reader.made or ""
-        self._host.begin(self)
+        self.builder.state.epoch = self.builder.state.epoch or reader.stream_id or ""
+        self._observer.on_ready(self)
         self.ready.set()
 
-    async def _look_after(self, reader: PartitionReader) -> None:
-        """End a reader whose partition nobody else could begin with: pages were purged that no snapshot stands for.
+    async def _watch_readability(self, reader: PartitionReader) -> None:
+        """End the reader if no new reader could read the partition: pages were purged that no snapshot contains.
 
-        With the first partition, what the plane has besides partitions is looked after as well.
+        The writer of the first partition also creates missing buckets.
         """
         await reader.caught_up.wait()
         was_unreadable = False
         while True:
-            await asyncio.sleep(self._unreadable_seconds * random.uniform(0.25, 0.75))  # noqa: S311 - not all partitions at once
+            pause = self._unreadable_seconds * random.uniform(0.25, 0.75)  # noqa: S311 - spreads the partitions over time
+            await asyncio.sleep(pause)
             try:
                 if self.partition == 0:
-                    await make_buckets(self._js, self._layout, self._plane)
-                state = await state_of(self._js, self._layout, self.partition)
-                is_readable = await self._recall.is_readable(self.partition, state, self.composer.ledger.begins_at)
+                    await create_buckets(self._js, self._layout, self._plane)
+                info = await partition_info(self._js, self._layout, self.partition)
+                is_readable = await self._snapshots.is_readable(self.partition, info, self.builder.state.first_page)
             except PlaneError as error:
                 log.debug("%s", error)
                 continue
             if was_unreadable and not is_readable:
-                reader.end(Broken("purged", state.first))
+                reader.end(ReadFailure("purged", info.first))
                 return
             was_unreadable = not is_readable
 
-    def _take(self, came: list[Pushed]) -> None:
-        ledger = self.composer.ledger
+    def _on_messages(self, messages: list[ReceivedMessage]) -> None:
+        state = self.builder.state
         if self._reader is not None:
-            ledger.life = ledger.life or self._reader.made or ""
-        for pushed in came:
-            position, name = pushed.position, pushed.name
-            if position <= ledger.position:
+            state.epoch = state.epoch or self._reader.stream_id or ""
+        for message in messages:
+            position, name = message.position, message.name
+            if position <= state.position:
                 continue
-            if self._is_next(name):
-                # Quicker than its acknowledgement.
+            if self._is_in_flight(name):
+                # The page has arrived before its acknowledgement.
                 self._sent = None
-                self.composer.landed(position)
-                self._went_well()
+                self.builder.acknowledge(position)
+                self._clear_write_fault()
                 continue
-            if self._sent is not None:  # it comes too late
+            if self._sent is not None:  # the page in flight will be rejected
                 self.conflicts += 1
                 self._sent = None
-                self._went_well()
-            if (page := pushed.page()) is None:
-                if not ledger.foreign + self._foreign:
-                    log.error("message %d of partition %d is no page; somebody else writes there", position, self.partition)
-                self.composer.skip(position, name, is_first=pushed.begins_history)
+                self._clear_write_fault()
+            if (page := message.page()) is None:
+                if not state.foreign_messages + self._foreign_messages:
+                    log.error(
+                        "message %d of partition %d is no page of kvevents: another application writes to its subject",
+                        position,
+                        self.partition,
+                    )
+                self.builder.skip(position, name, is_first=message.begins_history)
             else:
-                self.composer.read(position, page)
-        self._hear(asyncio.get_running_loop().time())
+                self.builder.apply(position, page)
+        self.peers.update(asyncio.get_running_loop().time())
         self._advanced.set()
         self._wake.set()
 
     def knows(self, position: int, name: str) -> bool:
-        """Whether a page is known to be there, or would be in a moment."""
-        return position <= self.composer.ledger.position or self._is_next(name)
+        """Return whether a page is known to be in the partition, or is in flight."""
+        return position <= self.builder.state.position or self._is_in_flight(name)
 
     def is_writing(self) -> bool:
-        """Whether a page is under way."""
+        """Return whether a page is in flight."""
         return self._sent is not None
 
     @property
     def tail(self) -> Tail:
-        """The newest message that was read, or was acknowledged."""
-        return self.composer.ledger.tail
+        """The newest message that was read or acknowledged."""
+        return self.builder.state.tail
 
-    def _is_next(self, name: str) -> bool:
+    def _is_in_flight(self, name: str) -> bool:
         return self._sent is not None and self._sent.name == name
 
-    def _hear(self, now: float) -> None:
-        beats = self.composer.ledger.beats
-        for bridge, beaten in beats.items():
-            if self._heard.get(bridge, (-1, now))[0] != beaten.page:
-                self._heard[bridge] = beaten.page, now
-        if len(self._heard) > len(beats):
-            self._heard = {bridge: heard for bridge, heard in self._heard.items() if bridge in beats}
-
-    # --- writing
+    # --- write
 
     async def write(self) -> None:
-        """Write whatever is due."""
+        """Write queued records when they are due."""
         try:
             while True:
                 await self.ready.wait()
-                if self._reader is not None and not self._reader.looked.is_set():
-                    await self._reader.looked.wait()
+                if self._reader is not None and not self._reader.checked.is_set():
+                    await self._reader.checked.wait()
                     continue
                 if self._sent is not None and self._sent.answer.done():
-                    await self._settle(self._sent)
+                    await self._finish(self._sent)
                 elif self._sent is not None or not self._send():
-                    self._host.count()
-                    await self._rest()
+                    self._observer.on_queue_change()
+                    await self._idle()
         finally:
             for answer in self._answers:
                 answer.cancel()
 
     def _send(self) -> bool:
-        """The next page, if anything is due."""
-        composer = self.composer
-        page = composer.compose(asyncio.get_running_loop().time(), time.time())
-        if composer.adrift:
-            self._host.is_adrift(list(composer.adrift))
+        """Send the next page; return False if nothing is due."""
+        builder = self.builder
+        page = builder.build(asyncio.get_running_loop().time(), time.time())
+        if builder.diverged:
+            self._observer.on_diverged(list(builder.diverged))
         if page is None:
             return False
-        expected = composer.ledger.position
+        expected = builder.state.position
         answer = asyncio.create_task(self._publish(page, expected))
-        self._sent = _Sent(page.name, expected, answer)
+        self._sent = _SentPage(page.name, expected, answer)
         self._answers.add(answer)
-        answer.add_done_callback(self._answered)
+        answer.add_done_callback(self._on_answer)
         return True
 
-    def _answered(self, answer: asyncio.Task[None]) -> None:
+    def _on_answer(self, answer: asyncio.Task[None]) -> None:
         self._answers.discard(answer)
         if not answer.cancelled():
-            answer.exception()  # of a page that was given up, nobody asks any more
+            answer.exception()  # retrieved here, because a page that was given up has no other reader
         self._wake.set()
 
-    async def _rest(self) -> None:
+    async def _idle(self) -> None:
         self._wake.clear()
-        wait = REST_SECONDS
-        if self._sent is None and (due := self.composer.due()) is not None:
+        wait = IDLE_SECONDS
+        if self._sent is None and (due := self.builder.next_due()) is not None:
             wait = min(wait, max(0.0, due - asyncio.get_running_loop().time()))
         with suppress(TimeoutError):
             async with asyncio.timeout(wait):
@@ -418,9 +415,9 @@ class BridgePartition:
         headers = {
             "Nats-Expected-Last-Sequence": str(expected),
             PAGE_HEADER: page.name,
-            HISTORY_HEADER: header_of(page.history),
+            HISTORY_HEADER: history_header(page.history),
         }
-        with told(f"writing to partition {self.partition}"):
+        with map_errors(f"writing to partition {self.partition}"):
             async with asyncio.timeout(ACK_SECONDS):
                 acknowledged = await self._js.publish(
                     self._layout.subject(self.partition),
@@ -430,58 +427,58 @@ class BridgePartition:
                     headers=headers,
                 )
         if acknowledged.seq != expected + 1:
-            raise PlaneError(f"partition {self.partition}: the page is there already", fault="conflict")
+            raise PlaneError(f"partition {self.partition} already has the page", fault="conflict")
 
-    async def _settle(self, sent: _Sent) -> None:
-        """What became of the page that is under way."""
+    async def _finish(self, sent: _SentPage) -> None:
+        """Handle the result of the page in flight."""
+        self._sent = None
         try:
             sent.answer.result()
         except PlaneError as error:
-            self._sent = None
-            self.composer.returned()
-            await self._refused(sent, error)
+            self.builder.withdraw()
+            await self._handle_rejection(sent, error)
         else:
-            self._sent = None
-            self.composer.landed(sent.expected + 1)
-            self._went_well()
-        self._host.count()
+            self.builder.acknowledge(sent.expected + 1)
+            self._clear_write_fault()
+        self._observer.on_queue_change()
 
-    async def _refused(self, sent: _Sent, error: PlaneError) -> None:
+    async def _handle_rejection(self, sent: _SentPage, error: PlaneError) -> None:
+        reader = self._reader
         if error.fault == "conflict":
             self.conflicts += 1
-            if self._is_shorter(error) and self._reader is not None:
-                await self._reader.look_again().wait()
+            if self._is_truncated(error) and reader is not None:
+                await reader.request_check().wait()
                 return
-            if self._reader is not None:
-                self._reader.ask()
-            composer = self.composer
+            if reader is not None:
+                reader.request_poll()
+            builder = self.builder
             try:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
-                    while self.composer is composer and composer.ledger.position <= sent.expected:
+                    while self.builder is builder and builder.state.position <= sent.expected:
                         self._advanced.clear()
                         await self._advanced.wait()
             except TimeoutError:
-                self._say(error)  # what others have written does not come: there may be less than was read
+                self._set_write_fault(error)  # the other bridge's page does not arrive: pages may be lost
                 if self._reader is not None:
-                    self._reader.look_again()
+                    self._reader.request_check()
             else:
-                self._went_well()
+                self._clear_write_fault()
             return
-        if error.fault == "away" and self._client.is_connected and self._reader is not None:
-            self._reader.look_again()  # there may be no such stream any more
-        self._say(error)
+        if error.fault == "away" and self._client.is_connected and reader is not None:
+            reader.request_check()  # the stream may be deleted
+        self._set_write_fault(error)
         await asyncio.sleep(self._retry.next_delay())
 
-    def _is_shorter(self, error: PlaneError) -> bool:
-        """Whether the partition ends before what was read of it: it is another one, and what it is must be known first."""
+    def _is_truncated(self, error: PlaneError) -> bool:
+        """Return whether the partition ends before the last page that was read, so that it must be checked first."""
         found = _LAST_SEQUENCE.search(str(error))
-        return found is not None and int(found[1]) < self.composer.ledger.position
+        return found is not None and int(found[1]) < self.builder.state.position
 
-    def _went_well(self) -> None:
-        self._refusal = ""
+    def _clear_write_fault(self) -> None:
+        self._write_fault = ""
         self._retry.reset()
 
-    def _say(self, error: PlaneError) -> None:
-        if str(error) != self._refusal:
+    def _set_write_fault(self, error: PlaneError) -> None:
+        if str(error) != self._write_fault:
             log.warning("%s", error)
-        self._refusal = str(error)
+        self._write_fault = str(error)

@@ -1,8 +1,8 @@
-"""What is written into the log: records of streams, and pages of records.
+"""Format of the log: records, pages of records, and the JetStream messages that carry pages.
 
-A partition of the log is a sequence of pages, each one JetStream message. A page holds records of any streams of its partition,
-those of one stream in order. Every record of a stream says of which incarnation it is and which number it has, so a reader
-needs nothing but the records before it to know whether it is the next one.
+A partition of the log is a sequence of pages. Each page is one JetStream message and holds records of any streams of the
+partition, those of one stream in order. Every record names its stream, its incarnation and its number, so a reader needs only
+the records before it to decide whether it is the next one.
 """
 
 from __future__ import annotations
@@ -15,51 +15,56 @@ import msgspec
 from kvevents.wire import MAX_SEQ
 
 VERSION: Final = 2
-"""Of pages; readers refuse others."""
-START: Final = bytes(8)
+"""Version of the page format; readers reject other versions."""
+EMPTY_HISTORY: Final = bytes(8)
 """The history of a partition before its first message."""
-MISSED_BEATS: Final = 3
-"""After so many that did not come a bridge is taken for dead."""
-MOST_BEAT_SECONDS: Final = 60.0
-"""Between two beats that a bridge may promise: it is not believed to be alive for longer than `MISSED_BEATS` of them."""
+MISSED_HEARTBEATS: Final = 3
+"""Number of missing heartbeats after which a bridge counts as dead."""
+MAX_HEARTBEAT_SECONDS: Final = 60.0
+"""Longest heartbeat interval that readers believe: a bridge counts as alive for at most `MISSED_HEARTBEATS` of these."""
+PAGE_HEADER: Final = "Kvevents-Page"
+"""NATS header with the page's name."""
+HISTORY_HEADER: Final = "Kvevents-History"
+"""NATS header with `Page.history` in hexadecimal digits, or `NEW_HISTORY`."""
+NEW_HISTORY: Final = "new"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
-_Through = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
+_Last = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
 
-Key: TypeAlias = tuple[str, int]
-"""A stream: source and rank."""
+StreamKey: TypeAlias = tuple[str, int]
+"""The source and rank of a stream."""
 
 
-def name_of(bridge: str) -> str:
-    """Return what an operator calls a bridge, given what the log calls it: `NAME#LIFE`, another one in each process."""
+def bridge_name(bridge: str) -> str:
+    """Return the configured name of a bridge from its id in the log, `NAME#RANDOM`, which differs for each process."""
     return bridge.rpartition("#")[0] or bridge
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class _StreamRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     source: str
     rank: _Count
 
     @property
-    def key(self) -> Key:
-        """The stream that it is of."""
+    def key(self) -> StreamKey:
+        """The stream that the record belongs to."""
         return self.source, self.rank
 
 
-class Join(_Record, frozen=True, array_like=True, tag="j", gc=False):
-    """A bridge follows the stream; or does so with another card."""
+class JoinRecord(_StreamRecord, frozen=True, array_like=True, tag="j", gc=False):
+    """A bridge follows the stream, or its registration has changed."""
 
-    card: bytes
-    """What replicas must know of the engine, in a form that the log does not look into."""
+    registration: bytes
+    """What replicas need to know about the engine; the log does not interpret it."""
 
 
-class Leave(_Record, frozen=True, array_like=True, tag="l", gc=False):
-    """The stream is gone: replicas forget it. What comes later begins with a `Join` and a new incarnation."""
+class LeaveRecord(_StreamRecord, frozen=True, array_like=True, tag="l", gc=False):
+    """The stream is gone and replicas drop it. Later records begin with a `JoinRecord` and a new incarnation."""
 
     reason: str
 
 
-class Batched(_Record, frozen=True, array_like=True, tag="b", gc=False):
-    """A batch, as the engine sent it."""
+class BatchRecord(_StreamRecord, frozen=True, array_like=True, tag="b", gc=False):
+    """A batch as the engine sent it."""
 
     incarnation: _Count
     seq: _Count
@@ -67,112 +72,142 @@ class Batched(_Record, frozen=True, array_like=True, tag="b", gc=False):
     payload: bytes
 
 
-class Piece(_Record, frozen=True, array_like=True, tag="p", gc=False):
-    """A part of a batch that is larger than a message may be. The batch is there with the last one."""
+class FragmentRecord(_StreamRecord, frozen=True, array_like=True, tag="p", gc=False):
+    """A part of a batch that is larger than a page. The batch is complete with its last fragment."""
 
     incarnation: _Count
     seq: _Count
     replayed: bool
     offset: _Count
     total: _Count
-    """Bytes of the whole."""
+    """Size of the whole batch in bytes."""
     payload: bytes
 
 
-class Renewed(_Record, frozen=True, array_like=True, tag="r", gc=False):
-    """A new life of the publisher: everything older is void."""
+class IncarnationRecord(_StreamRecord, frozen=True, array_like=True, tag="r", gc=False):
+    """A new incarnation of the publisher begins: everything older is void."""
 
     incarnation: _Count
     reason: str
 
 
-class Lost(_Record, frozen=True, array_like=True, tag="g", gc=False):
-    """Batches that no bridge will ever have."""
+class GapRecord(_StreamRecord, frozen=True, array_like=True, tag="g", gc=False):
+    """Batches `first` to `last` are lost: no bridge can obtain them."""
 
     incarnation: _Count
     first: _Count
     last: _Count
     compacted: bool = False
-    """Whether the snapshot that follows represents them; see `Gap.compacted`."""
+    """Whether the snapshot that follows represents the lost batches; see `Gap.compacted`."""
 
 
-class Trusting(_Record, frozen=True, array_like=True, tag="t", gc=False):
-    """How far a bridge trusts what has been written of the stream up to here."""
+class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False):
+    """How far a bridge trusts the stream as written up to this record."""
 
     bridge: str
     trust: str
-    """Empty: the bridge follows the stream no more, and what it said is void."""
+    """Name of the trust state. Empty: the bridge no longer follows the stream, and its earlier reports are void."""
     reason: str
-    doubts: dict[str, _Through]
-    """Names of `DegradedReason`, each with the last number affected; the newest one if a checkpoint does not keep it."""
+    doubts: dict[str, _Last]
+    """By name of `DegradedReason`, the last affected batch number; the newest number if checkpoints do not keep the reason."""
 
 
-class Blank(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
-    """The partition begins here: whoever wrote this could not know what was before. All streams have left, and begin anew."""
+class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
+    """The partition starts over, because the bridge cannot know what was before. All streams leave, and join again."""
 
     floor: _Count
-    """First incarnation of every stream from here on: above all that were."""
+    """First incarnation of every stream from here on; higher than all earlier ones."""
     reason: str
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
-    """A bridge is alive, and has written what it had."""
+class HeartbeatRecord(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
+    """A bridge is alive and has written what it had."""
 
     bridge: str
-    every: float
-    """Seconds until the next, at most."""
-    at: float
-    """Its clock, seconds since the epoch."""
-    suspects: str = ""
-    """Why it doubts its own network rather than its engines; empty where it does not."""
+    interval: float
+    """Seconds until the next heartbeat, at most."""
+    sent_at: float
+    """The bridge's clock, in seconds since the epoch."""
+    suspicion: str = ""
+    """Why the bridge suspects its own network rather than its engines; empty if it does not."""
     lag: float = 0.0
-    """Seconds for which what its engines say has waited to be written, or was not read; 0 while that is as usual."""
+    """Seconds for which events of its engines have waited to be written or read; 0 while below the bridge's limit."""
     process: str = ""
-    """Where it runs, for people."""
+    """Process and host, for operators."""
 
     @property
     def alive_seconds(self) -> float:
-        """For how long after this beat the bridge counts as alive."""
-        return MISSED_BEATS * min(self.every, MOST_BEAT_SECONDS)
+        """Seconds after this heartbeat for which the bridge counts as alive."""
+        return MISSED_HEARTBEATS * min(self.interval, MAX_HEARTBEAT_SECONDS)
 
 
-StreamRecord: TypeAlias = Join | Leave | Batched | Piece | Renewed | Lost | Trusting
-Record: TypeAlias = StreamRecord | Blank | Beat
+StreamRecord: TypeAlias = JoinRecord | LeaveRecord | BatchRecord | FragmentRecord | IncarnationRecord | GapRecord | TrustRecord
+Record: TypeAlias = StreamRecord | ResetRecord | HeartbeatRecord
 
 
 class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One message of a partition."""
+    """The records of one message of a partition."""
 
     version: int
     bridge: str
-    """Who wrote it."""
-    at: float
-    """The writer's clock, seconds since the epoch."""
+    """Id of the bridge that wrote the page."""
+    written_at: float
+    """The bridge's clock, in seconds since the epoch."""
     records: list[Record]
-    life: str = ""
-    """Of the partition, as the writer knew it: a page that was meant for a partition that has been deleted is void in the next
+    epoch: str = ""
+    """Epoch of the partition that the page was written for. The page is void in a recreated partition, which has another
     one."""
     name: str = ""
-    """What its writer calls it; no other page has the same."""
+    """Unique name of the page."""
     history: bytes | None = None
-    """Digest of the names of all messages that its writer expects before it (`extend_history`); the page is void behind any
-    others. None: a new history begins with this page, whatever is before it."""
+    """Digest of the names of all messages that the bridge expects before the page (`extend_history`); the page is void after
+    any other messages. None: a new history begins with this page, whatever is before it."""
 
 
 class Tail(NamedTuple):
-    """The newest message of a partition, as a reader knows it."""
+    """The newest message of a partition as a reader knows it."""
 
     position: int
-    """0 before the first message."""
+    """JetStream's sequence number; 0 before the first message."""
     name: str | None = None
-    """The page's name; empty for a message that is no page, None where it is not known."""
+    """The page's name; empty for a message that is no page, None if unknown."""
     history: bytes | None = None
-    """Digest of the names of all messages up to this one; None where it is not known."""
+    """Digest of the names of all messages up to this one; None if unknown."""
+
+
+class ReceivedMessage(NamedTuple):
+    """One JetStream message of a partition."""
+
+    position: int
+    data: bytes
+    pending: int
+    """Number of messages behind it that the server had when it sent this one."""
+    name: str = ""
+    """The page's name from `PAGE_HEADER`."""
+    history: str | None = None
+    """Value of `HISTORY_HEADER`; None for a message that is no page."""
+
+    @property
+    def begins_history(self) -> bool:
+        """Whether a new history begins with the message. Readers go by the header, even if the message is no valid page."""
+        return self.history == NEW_HISTORY
+
+    def page(self) -> Page | None:
+        """Return the page; None for a message that is no page, or whose headers contradict its page."""
+        page = decode_page(self.data)
+        if page is None or page.name != self.name:
+            return None
+        return page if self.history in {None, history_header(page.history)} else None
 
 
 def extend_history(history: bytes, name: str) -> bytes:
     """Return the history of a partition after one more message."""
-    return blake2b(history + name.encode("utf-8", "surrogatepass"), digest_size=len(START)).digest()
+    return blake2b(history + name.encode("utf-8", "surrogatepass"), digest_size=len(EMPTY_HISTORY)).digest()
+
+
+def history_header(history: bytes | None) -> str:
+    """Return the value of `HISTORY_HEADER` for `Page.history`."""
+    return NEW_HISTORY if history is None else history.hex()
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(Page)
@@ -180,12 +215,12 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 def encode_page(page: Page) -> bytes:
-    """The bytes of a message."""
+    """Encode a page as the payload of a message."""
     return _ENCODER.encode(page)
 
 
 def decode_page(data: bytes) -> Page | None:
-    """What `encode_page` wrote; None for anything else, which no bridge of ours has written."""
+    """Decode the payload of a message; return None if no bridge of this format version wrote it."""
     try:
         page = _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a plane is told: where its NATS servers are, how to log in there, and how its streams are made."""
+"""Settings of planes and bridges: NATS servers and logins, the streams of a plane, limits and timers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import msgspec
 
 from kvevents.errors import ConfigError
-from kvevents.plane.records import MOST_BEAT_SECONDS
+from kvevents.plane.records import MAX_HEARTBEAT_SECONDS
 from kvevents.settings import Bytes, FilePath, Host, Name, Positive, Range, Seconds, Secret, Settings, Subject, Unit, Url
 
 MAX_PARTITIONS: Final = 256
 COPIES: Final = (1, 3, 5)
-"""What JetStream can keep a majority of."""
-LEAST_PARTITION_BYTES: Final = 1 << 20
-"""Room for one message of the size that servers take unless told otherwise."""
+"""Numbers of copies of a stream that JetStream supports with a majority."""
+MIN_PARTITION_BYTES: Final = 1 << 20
+"""Room for one message of the servers' default maximum size."""
 DEFAULT_PARTITION_BYTES: Final = 1 << 30
 RECEIVE_QUEUE: Final = 256
-"""Batches of one engine that may wait in its connection: about as many as are read of it in one turn."""
+"""Default of `BridgeOptions.receive_queue`: about the number of batches that a bridge reads of one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
-"""Of a file of credentials or of a seed, which have some thousand bytes and 58."""
-
+"""Largest file of credentials or of a seed; such files have a few thousand bytes and 58 bytes."""
 MAX_INBOX: Final = 64
-"""Characters of an inbox prefix; a subject has 22 and more behind it."""
+"""Characters of an inbox prefix; NATS appends at least 22 more."""
 
 DEFAULT_PORTS: Final = {"nats": 4222, "tls": 4222, "ws": 80, "wss": 443}
 _WEB: Final = frozenset({"ws", "wss"})
@@ -42,7 +41,7 @@ _SEED_BLOCK: Final = re.compile(r"-+BEGIN USER NKEY SEED-+\s+(\S+)\s+-+END USER 
 
 
 class Credentials(NamedTuple):
-    """A user's JWT, which the servers are shown, and the seed by which this user signs."""
+    """A user's JWT, which the client sends to the servers, and the seed with which it signs."""
 
     jwt: str
     seed: str
@@ -52,7 +51,7 @@ class Credentials(NamedTuple):
 
 
 class Login(NamedTuple):
-    """What stands before the `@` of a server's URL: a user with a password, or a token."""
+    """The part before the `@` of a server's URL: a user with a password, or a token."""
 
     user: str | None = None
     password: str | None = None
@@ -62,49 +61,102 @@ class Login(NamedTuple):
         return "<Login>"
 
 
+class ConnectionLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Timers and limits of the connection to the NATS servers."""
+
+    connect_seconds: Seconds = 10.0
+    """Seconds for the first connection, over all servers. A program that cannot connect ends, and its supervisor restarts
+    it."""
+    attempt_seconds: Seconds = 2.0
+    """Seconds for each step of an attempt to reconnect; a server that runs answers within milliseconds."""
+    ping_seconds: Seconds = 5.0
+    """Seconds between two pings."""
+    max_unanswered_pings: Positive = 2
+    """Unanswered pings after which a connection is dead. With the default interval that takes 15 seconds."""
+    reconnect_seconds: Seconds = 0.2
+    """Longest pause before the first attempt to reconnect; in a cluster another server is available at once."""
+    max_reconnect_seconds: Seconds = 5.0
+    """Longest pause between two rounds over all servers."""
+    pending_bytes: Bytes = 8 << 20
+    """Bytes that may wait for the socket. Above that, publishing waits, or fails while there is no connection."""
+    close_seconds: Seconds = 5.0
+    """Seconds for published messages to reach the server when a program ends."""
+
+
+class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Timers and limits of reading a partition."""
+
+    heartbeat_seconds: Seconds = 1.0
+    """Seconds between two heartbeats of an idle consumer."""
+    silent_seconds: Seconds = 3.5
+    """Seconds without messages and heartbeats after which the consumer is replaced."""
+    check_seconds: Seconds = 10.0
+    """Seconds between two comparisons of the received pages with the partition. A server whose copy has stopped or differs
+    from the other copies still sends heartbeats."""
+    retry_seconds: Seconds = 0.5
+    """Seconds between two attempts to create the consumer."""
+    poll_seconds: Seconds = 1.0
+    """Seconds between two queries of a reader that polls instead of using a consumer."""
+    quiet_heartbeats: Positive = 3
+    """Heartbeats in a row with few pages of other bridges after which a bridge's reader polls."""
+    pending_bytes: Bytes = 64 << 20
+    """Bytes of pages that may wait to be processed. Pages above that are read again later."""
+    max_lag_pages: Positive = 64
+    """Pages that a partition may lag while it is written, before its streams are REPLAYING."""
+    digest_pages: Positive = 64
+    """Pages between two digests of a partition; the same in all replicas, which compare digests at equal positions."""
+
+    @property
+    def digest_intervals(self) -> tuple[int, int, int]:
+        """Intervals of which a replica publishes the newest digest, so that replicas far apart still share a position."""
+        return self.digest_pages, self.digest_pages * 16, self.digest_pages * 256
+
+
 class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One plane. Raises `ConfigError` for what cannot work; neither its text nor this object's holds a secret."""
+    """Settings of one plane. Raises `ConfigError` for impossible settings. Neither the error nor the repr contains a secret."""
 
     ALTERNATIVES: ClassVar = ("credentials", "nkey", "token")
-    """Settings of which a server is shown one."""
+    """Settings that exclude each other: the client logs in with one of them."""
 
     servers: tuple[Url, ...]
-    """NATS server of the plane: nats://HOST:4222, or tls://, ws://, wss://; one of a cluster is enough. More are tried when it
-    is away. `USER:PASSWORD@` or `TOKEN@` may be before the host. With `tls://` nothing is sent to a server without TLS."""
+    """NATS server of the plane: nats://HOST:4222, or tls://, ws://, wss://; one of a cluster is enough. The client tries others
+    when it is unreachable. `USER:PASSWORD@` or `TOKEN@` may be before the host. With `tls://` nothing is sent without TLS."""
     name: Annotated[Name, "--plane"] = "default"
     """Name of the plane; planes of different names share servers and nothing else. 1 to 32 letters, digits, `-` and `_`."""
     partitions: Annotated[int, "--partitions", Range(1, MAX_PARTITIONS)] = 8
-    """Streams of JetStream to spread engines over, 1 to 256; counts when the plane is made, and never after."""
+    """Number of partitions of a new plane, 1 to 256, each a JetStream stream; it cannot change later."""
     copies: Annotated[int, "--copies"] = 1
-    """Servers that keep each partition of a new plane: 1, 3 or 5."""
-    partition_bytes: Annotated[int, "--partition-size", Unit.BYTES, Range(LEAST_PARTITION_BYTES)] = DEFAULT_PARTITION_BYTES
-    """Room of each partition of a new plane. A full partition refuses what is new rather than forget what is old."""
+    """Servers that store each partition of a new plane: 1, 3 or 5."""
+    partition_bytes: Annotated[int, "--partition-size", Unit.BYTES, Range(MIN_PARTITION_BYTES)] = DEFAULT_PARTITION_BYTES
+    """Size of each partition of a new plane. A full partition rejects new pages; it never drops old ones."""
     credentials: Annotated[FilePath, "--creds"] | None = None
-    """File of a user's JWT and seed, as `nsc` makes it. It is read again for each connection."""
+    """File with a user's JWT and seed, as `nsc` creates it. It is read again for each connection."""
     nkey: Annotated[FilePath, "--nkey"] | None = None
-    """File of a user's NKey seed."""
+    """File with a user's NKey seed."""
     token: Secret | None = None
     """Token of the servers, instead of credentials or an NKey."""
     tls_ca: Annotated[FilePath, "--tls-ca"] | None = None
-    """PEM file of the authorities that sign the servers' certificates (default: the system's); enables TLS."""
+    """PEM file of the CA certificates for the servers (default: the system's); enables TLS."""
     tls_certificate: Annotated[FilePath, "--tls-cert"] | None = None
-    """PEM file of the certificate of this end, for servers that ask for one."""
+    """PEM file of the client certificate, for servers that require one."""
     tls_key: Annotated[FilePath, "--tls-key"] | None = None
-    """PEM file of the key of this end."""
+    """PEM file of the client certificate's key."""
     tls_hostname: Host | None = None
-    """Name that the servers' certificates must have, if it is not that of the URL."""
+    """Host name that the servers' certificates must have, if it differs from the URL."""
     inbox_prefix: Annotated[Subject, "--inbox-prefix"] = "_INBOX"
-    """Prefix of the subjects at which answers come. One that this user alone may subscribe to keeps others of the account from
-    listening."""
+    """Prefix of the subjects that receive replies. A prefix that only this user may subscribe to prevents other users of the
+    account from reading them."""
+    connection: ConnectionLimits = ConnectionLimits()
+    reader: ReaderLimits = ReaderLimits()
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if not self.servers:
-            raise ConfigError("a plane needs at least one server, such as nats://127.0.0.1:4222")
+            raise ConfigError("servers is empty; a plane needs at least one server, such as nats://127.0.0.1:4222")
         for url in self.servers:
             _check_url(url)
         if len({scheme in _WEB for scheme in self._schemes()}) > 1:
-            raise ConfigError(f"{self.where}: a plane's servers are all reached by WebSocket, or none is")
+            raise ConfigError(f"servers mix WebSocket and TCP: {self.where}; use one of them for all servers")
         self._check_streams()
         self._check_login()
         self._check_inbox()
@@ -112,18 +164,18 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check_streams(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise ConfigError(f"name is {self.name!r}; a plane's has 1 to 32 letters, digits, '-' and '_'")
+            raise ConfigError(f"invalid plane name {self.name!r}: expected 1 to 32 letters, digits, '-' and '_'")
         if self.copies not in COPIES:
-            raise ConfigError(f"copies is {self.copies}; JetStream keeps a majority of 1, 3 or 5")
+            raise ConfigError(f"copies is {self.copies}; it must be 1, 3 or 5")
 
     def _check_login(self) -> None:
         if len({_login_of(url) for url in self.servers} - {Login()}) > 1:
-            raise ConfigError(f"{self.where}: all servers of a plane take the same login; the URLs have different ones")
+            raise ConfigError(f"the URLs have different logins: {self.where}; use the same login for all servers")
         ways = [name for name in ("credentials", "nkey", "token") if getattr(self, name) is not None]
         if any(_login_of(url) != Login() for url in self.servers):
             ways.append("the login in the URL")
         if len(ways) > 1:
-            raise ConfigError(f"there are {' and '.join(ways)}: a server is shown one; leave out the others")
+            raise ConfigError(f"{' and '.join(ways)} exclude each other; set one of them")
         if self.credentials is not None:
             self.read_credentials()
         if self.nkey is not None:
@@ -132,73 +184,75 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     def _check_inbox(self) -> None:
         if len(self.inbox_prefix) > MAX_INBOX or not _SUBJECT.fullmatch(self.inbox_prefix):
             raise ConfigError(
-                f"inbox_prefix is {self.inbox_prefix!r}; it is the beginning of a subject, such as _INBOX_replica: at most "
+                f"invalid inbox_prefix {self.inbox_prefix!r}: expected the beginning of a subject, at most "
                 f"{MAX_INBOX} letters, digits, '-', '_', and '.' between them"
             )
 
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             given, wanting = ("tls_certificate", "tls_key") if self.tls_key is None else ("tls_key", "tls_certificate")
-            raise ConfigError(f"{given} is there without {wanting}: a certificate and its key go together")
+            raise ConfigError(f"{given} is set without {wanting}; set both or neither")
         for name in _TLS_FILES:
             if (path := getattr(self, name)) is not None:
-                _begin(name, path)
+                _read_start(name, path)
         if "ws" in self._schemes() and any(getattr(self, name) is not None for name in _TLS_FIELDS):
-            raise ConfigError(f"{self.where}: there is no TLS in ws://; write wss://, or leave out what begins with tls_")
+            raise ConfigError(f"{self.where}: ws:// has no TLS; use wss://, or remove the tls_ settings")
 
     def _schemes(self) -> set[str]:
         return {urlsplit(url).scheme for url in self.servers}
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The servers' URLs with a port and without a login."""
+        """URLs of the servers with a port and without a login."""
         return tuple(_address(urlsplit(url)) for url in self.servers)
 
     @property
     def where(self) -> str:
-        """The servers as people may be told of them."""
+        """The servers for messages, without logins."""
         return ", ".join(map(without_login, self.servers))
 
     @property
     def login(self) -> Login:
-        """User and password or token; empty where there is another way in, or none."""
+        """User and password or token; empty if the client logs in differently or not at all."""
         if self.token is not None:
             return Login(token=self.token)
         return next((found for url in self.servers if (found := _login_of(url)) != Login()), Login())
 
     @property
     def needs_tls(self) -> bool:
-        """Whether nothing, not even a login, is said to a server without TLS."""
-        told = any(getattr(self, name) is not None for name in _TLS_FIELDS)
-        return told or bool(self._schemes() & _ENCRYPTED)
+        """Whether the client sends nothing, not even a login, to a server without TLS."""
+        is_set = any(getattr(self, name) is not None for name in _TLS_FIELDS)
+        return is_set or bool(self._schemes() & _ENCRYPTED)
 
     @property
     def over_web(self) -> bool:
-        """Whether the servers are reached by WebSocket."""
+        """Whether the URLs are WebSocket URLs."""
         return bool(self._schemes() & _WEB)
 
     def read_credentials(self) -> Credentials:
-        """What the file of credentials holds now. Raises `ConfigError`."""
+        """Read the credentials file. Raises `ConfigError`."""
         path = self.credentials or ""
         text = _read("credentials", path)
         jwt, seed = _JWT_BLOCK.search(text), _SEED_BLOCK.search(text)
         if jwt is None or seed is None or not _SEED.fullmatch(seed[1]):
-            raise ConfigError(f"credentials: {path} has no user's JWT and seed in it; `nsc generate creds` makes such a file")
+            raise ConfigError(f"credentials: {path} contains no user JWT and seed; create the file with `nsc generate creds`")
         return Credentials(jwt[1], seed[1])
 
     def read_seed(self) -> str:
-        """The user's seed. Raises `ConfigError`."""
+        """Read the user's NKey seed. Raises `ConfigError`."""
         path = self.nkey or ""
         seed = _read("nkey", path).strip()
         if not _SEED.fullmatch(seed):
-            raise ConfigError(f"nkey: {path} has no user's seed in it: 58 characters from SU on, as `nk -gen user` makes them")
+            raise ConfigError(
+                f"nkey: {path} contains no user seed: expected 58 characters that begin with SU, as `nk -gen user` prints them"
+            )
         return seed
 
     def __repr__(self) -> str:
         return f"<PlaneSettings {self.name!r} at {self.where}>"
 
     def __rich_repr__(self) -> Any:
-        """No secret, however this is printed."""
+        """Leave out secrets, however the settings are printed."""
         for field in self.__struct_fields__:
             if field not in {"servers", "token"}:
                 yield field, getattr(self, field)
@@ -206,59 +260,61 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a bridge does, whichever plane it writes to. Raises `ConfigError` for what cannot work."""
+    """Settings of a bridge that do not depend on its plane. Raises `ConfigError` for impossible settings."""
 
     name: Name = msgspec.field(default_factory=socket.gethostname)
-    """Name of this bridge, for people; the host's unless given. Each bridge has its own."""
-    hold_back: Annotated[float, "--standby-delay", Unit.SECONDS, Range(0, 3600)] = 0.0
-    """Write only what no other bridge has written after so many seconds."""
+    """Name of this bridge for operators (default: the host name); each bridge needs its own."""
+    standby_seconds: Annotated[float, "--standby-delay", Unit.SECONDS, Range(0, 3600)] = 0.0
+    """Be a standby: write only records that no other bridge has written for so many seconds."""
     dead_seconds: Seconds = 30.0
     """Drop an engine from the log after so many seconds without a connection to any bridge."""
-    unnamed_seconds: Seconds = 600.0
-    """Drop an engine from the log that no bridge has named for so many seconds. So long may bridges take to start again."""
+    unclaimed_seconds: Seconds = 600.0
+    """Drop an engine from the log that no bridge has claimed for so many seconds; a restart of bridges must be shorter."""
     unreadable_seconds: Seconds = 20.0
-    """Write a partition again if pages that nobody has read are missing for so many seconds. No snapshot contains those."""
-    beat: Annotated[float, Unit.SECONDS, Range(0, MOST_BEAT_SECONDS, is_open=True)] = 2.0
-    """Seconds between two heartbeats in each partition, at most 60. Others do not believe for longer that the bridge is
-    alive."""
-    late_seconds: Seconds = 1.0
-    """Seconds that what engines say may wait in the bridge before replicas trust none of its streams."""
+    """Rewrite a partition whose purged pages have been in no snapshot for so many seconds."""
+    heartbeat_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_HEARTBEAT_SECONDS, is_open=True)] = 2.0
+    """Seconds between two heartbeats in each partition, at most 60."""
+    max_lag_seconds: Seconds = 1.0
+    """Seconds that events may wait in the bridge before replicas trust none of its streams."""
     receive_queue: Positive = RECEIVE_QUEUE
-    """Batches of each engine that wait in its connection while nothing is read. Others wait at the engine, or are dropped."""
+    """Batches of each engine that its connection queues while the bridge reads nothing. More wait at the engine, or are
+    dropped."""
     max_queued_bytes: Bytes = 64 << 20
-    """Most that may wait for the servers; above it nothing more is received."""
+    """Bytes that may wait for the servers; above that the bridge stops reading."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if not self.name or len(self.name) > 128 or not self.name.isprintable():
-            raise ConfigError(f"a bridge's name is {self.name!r}; it is 1 to 128 characters that can be read")
+            raise ConfigError(f"invalid bridge name {self.name!r}: expected 1 to 128 printable characters")
 
 
 class BridgeSettings(BridgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One bridge. Raises `ConfigError` for what cannot work."""
+    """Settings of one bridge. Raises `ConfigError` for impossible settings."""
 
     plane: PlaneSettings
 
 
 def without_login(url: str) -> str:
-    """A server's URL as people may be told of it, whatever is wrong with it: without what stands before the last `@`."""
+    """Return a server's URL without its login: without everything before the last `@`, even if the URL is invalid."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else url.rpartition("@")[2]
 
 
 def _check_url(url: str) -> None:
-    told = without_login(url)
-    shape = "it must look like nats://HOST:4222, tls://HOST:4222, ws://HOST:80 or wss://HOST:443"
+    shown = without_login(url)
+    expected = "expected nats://HOST:4222, tls://HOST:4222, ws://HOST:80 or wss://HOST:443"
     try:
         found = urlsplit(url)
         port = found.port
     except ValueError:
-        # The error behind this one has the bytes in it that stand where a port should, which may be half a password.
-        raise ConfigError(f"{told!r} is no server of a plane; {shape}") from None
+        # The original error contains the text in the place of the port, which may be a part of a password.
+        raise ConfigError(f"invalid server {shown!r}: {expected}") from None
     if found.scheme not in DEFAULT_PORTS or not found.hostname or port == 0:
-        raise ConfigError(f"{told!r} is no server of a plane; {shape}")
+        raise ConfigError(f"invalid server {shown!r}: {expected}")
     if found.query or found.fragment or (found.path.strip("/") and found.scheme not in _WEB):
-        raise ConfigError(f"{told!r} has something behind its port; {shape}, and a password's / ? # @ like %2F %3F %23 %40")
+        raise ConfigError(
+            f"invalid server {shown!r}: text after the port; {expected}, and write / ? # @ in a password as %2F %3F %23 %40"
+        )
 
 
 def _address(url: SplitResult) -> str:
@@ -275,11 +331,11 @@ def _login_of(url: str) -> Login:
     return Login(unquote(found.username), unquote(found.password))
 
 
-def _begin(name: str, path: str, length: int = 1) -> bytes:
-    """The first bytes of a file that a setting names. Raises `ConfigError`."""
+def _read_start(name: str, path: str, length: int = 1) -> bytes:
+    """Return the first bytes of the file that setting `name` points to. Raises `ConfigError`."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise ConfigError(f"{name}: {path} is no file")
+            raise ConfigError(f"{name}: {path} is not a regular file")
         with Path(path).open("rb") as file:
             return file.read(length)
     except OSError as error:
@@ -287,7 +343,7 @@ def _begin(name: str, path: str, length: int = 1) -> bytes:
 
 
 def _read(name: str, path: str) -> str:
-    found = _begin(name, path, MAX_SECRET_BYTES + 1)
+    found = _read_start(name, path, MAX_SECRET_BYTES + 1)
     if len(found) > MAX_SECRET_BYTES:
-        raise ConfigError(f"{name}: {path} is longer than {MAX_SECRET_BYTES} bytes, as no such file is")
+        raise ConfigError(f"{name}: {path} is longer than {MAX_SECRET_BYTES} bytes, so it is no file of this kind")
     return found.decode("ascii", errors="replace")

@@ -1,14 +1,14 @@
-"""Which replica of a plane holds which of its partitions, where one index would be too large for one machine.
+"""Assigns the partitions of a plane to replicas, if one index would be too large for one machine.
 
-Theory of operation. Each partition is wanted from the `holders` replicas that rank highest for it by rendezvous hashing (Thaler
-and Ravishankar, 1996): when a replica comes, it takes over a share from each of the others; when one goes, each of the others
-takes over a share of its partitions; no other partition moves. All engines of a partition are in one place, so the answers of
-replicas that together hold all partitions are a whole answer, and no engine is in two of them.
+Theory of operation. Rendezvous hashing (Thaler and Ravishankar, 1996) ranks the replicas for each partition, and the first
+`holders` of them hold it. A replica that joins takes over partitions from each of the others; the partitions of one that leaves
+move to each of the others; no other partition moves. All ranks of an engine are in one partition. So the answers of replicas
+that together hold all partitions form a complete answer, in which no engine occurs twice.
 
-Nobody decides for all. Each replica says every few seconds where it can be asked and which partitions it can answer for, and
-works out from what the others say which ones it is to hold. Two replicas may see different others for a moment. That costs
-work, and no answer is wrong for it: who asks goes by what each *says* that it holds, and who answers says for which partitions
-it did. A partition is let go by a replica only when all that are wanted for it have said for a while that they hold it.
+No replica decides for all. Each one announces every few seconds its URL and the partitions that it can answer for, and computes
+from the other announcements which partitions it must hold. For a moment two replicas can see different announcements. That
+costs work, but no answer is wrong: a caller uses the partitions that each replica *announces*, and each answer names its
+partitions. A replica releases a partition only after all assigned replicas have announced it for a while.
 """
 
 from __future__ import annotations
@@ -25,54 +25,53 @@ import msgspec
 from kvevents.settings import Seconds, Settings
 from kvevents.structs import build_decoder_now
 
-PREFIX: Final = "shard."
-"""What keys of announcements begin with, in the bucket whose entries expire; the replica's name follows."""
+SHARD_PREFIX: Final = "shard."
+"""Prefix of the keys of announcements in the lease bucket; the replica's name follows."""
 MAX_HOLDERS: Final = 8
-"""Of each partition, whoever asks for more."""
+"""Replicas that hold a partition, at most."""
 
 
 @build_decoder_now
-class SharePace(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often replicas with a share announce themselves, and how long they wait for each other: the same in all of them."""
+class ShardTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Timers of replicas that hold a shard; they must be the same in all replicas of a plane."""
 
     announce_seconds: Seconds = 2.0
     """Seconds between two announcements."""
     settle_seconds: Seconds = 5.0
-    """Seconds from the first announcement until anything is held. Of replicas that start together none takes all partitions."""
+    """Seconds from the first announcement until a replica holds anything, so that no replica takes all when several start."""
     present_seconds: Seconds = 6.0
-    """Seconds for which a replica is asked after its newest announcement. One look may miss that, since a bucket is listed
-    while it is written; and the announcement of a dead one stays in the bucket for longer."""
+    """Seconds after its newest announcement for which a replica is queried. One listing can miss an announcement that is being
+    rewritten, and the announcement of a dead replica stays in the bucket for longer."""
     dead_seconds: Seconds = 30.0
-    """Seconds without an announcement after which others take over the partitions of a replica. A restart must not move
-    them."""
+    """Seconds without an announcement after which others take over a replica's partitions; a restart must be shorter."""
     release_seconds: Seconds = 10.0
-    """Seconds for which the others must have held a partition before one that is not to hold it releases it."""
+    """Seconds for which all assigned replicas must have held a partition before another one releases it."""
     refresh_seconds: Seconds = 2.0
-    """Seconds between two questions for the engines of other replicas."""
+    """Seconds between two queries for the engines of other replicas."""
     away_seconds: Seconds = 2.0
-    """Seconds after a failure for which a replica is asked only if no other one holds the same."""
+    """Seconds after a failure for which a replica is queried only if no other one holds the partition."""
 
 
 @build_decoder_now
-class Announcement(msgspec.Struct, frozen=True):
-    """What a replica that holds a part says of itself."""
+class ShardAnnouncement(msgspec.Struct, frozen=True):
+    """What a replica that holds a shard announces."""
 
     url: str
-    """Where others ask it."""
+    """URL for the other replicas."""
     holders: int
-    """Replicas that are to hold each partition, as it was told."""
+    """Its setting for the number of replicas that hold each partition."""
     held: list[int]
-    """Partitions that it answers for."""
-    beat: int = 0
-    """Another number each time."""
+    """Partitions that it can answer for."""
+    counter: int = 0
+    """Changes with each announcement."""
 
     def encode(self) -> bytes:
-        """For the bucket."""
+        """Encode the announcement for the bucket."""
         return msgspec.json.encode(self)
 
     @classmethod
-    def decode(cls, value: bytes) -> Announcement | None:
-        """What `encode` wrote; None for anything else, such as what nobody could be asked at."""
+    def decode(cls, value: bytes) -> ShardAnnouncement | None:
+        """Decode an entry of the bucket; return None for an invalid one, also if its URL is unusable."""
         with suppress(msgspec.MsgspecError):
             found = msgspec.json.decode(value, type=cls)
             if is_url(found.url) and 1 <= found.holders <= MAX_HOLDERS:
@@ -81,10 +80,10 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 def is_url(text: str) -> bool:
-    """Whether a replica can be asked there: `http://HOST:PORT` or `https://HOST:PORT`, and nothing behind it."""
+    """Return whether the text is `http://HOST:PORT` or `https://HOST:PORT` without a path."""
     try:
         parts = urlsplit(text)
-        parts.port  # noqa: B018 - it raises for what is none
+        parts.port  # noqa: B018 - raises for an invalid port
     except ValueError:
         return False
     plain = text.isascii() and text.isprintable() and parts.username is None
@@ -97,86 +96,88 @@ def _rank(name: str, partition: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def owners(partition: int, names: Iterable[str], holders: int) -> list[str]:
-    """The replicas that are to hold a partition, the first one first."""
+def assigned_replicas(partition: int, names: Iterable[str], holders: int) -> list[str]:
+    """Return the replicas that must hold a partition, the highest-ranked first."""
     return sorted(names, key=lambda name: (_rank(name, partition), name), reverse=True)[:holders]
 
 
-def plan(own: str, partitions: Iterable[int], holding: Mapping[str, Collection[int]]) -> tuple[dict[str, list[int]], list[int]]:
-    """Whom to ask for which partitions, as few as can be, and the partitions that nobody holds.
+def plan_queries(
+    own: str, partitions: Iterable[int], holding: Mapping[str, Collection[int]]
+) -> tuple[dict[str, list[int]], list[int]]:
+    """Return which replicas to query for which partitions, with few replicas, and the partitions that no replica holds.
 
-    Of those who hold as many, different askers (`own`) take different ones.
+    Of replicas that hold equally many, different callers (`own`) choose different ones.
     """
     left = set(partitions)
     found: dict[str, list[int]] = {}
     while left:
-        shares = {name: left.intersection(held) for name, held in holding.items() if name not in found}
-        best = max(shares, key=lambda name: (len(shares[name]), _rank(f"{own}/{name}", 0)), default=None)
-        if best is None or not shares[best]:
+        held_by = {name: left.intersection(held) for name, held in holding.items() if name not in found}
+        best = max(held_by, key=lambda name: (len(held_by[name]), _rank(f"{own}/{name}", 0)), default=None)
+        if best is None or not held_by[best]:
             break
-        found[best] = sorted(shares[best])
-        left -= shares[best]
+        found[best] = sorted(held_by[best])
+        left -= held_by[best]
     return found, sorted(left)
 
 
-class Roster:
-    """The replicas of a plane as one of them sees them, and the partitions that this one is to hold or may let go.
+class ShardAssignment:
+    """The replicas of a plane as one of them sees them, and the partitions that this one must hold or can release.
 
-    `now` is of a clock that nobody sets.
+    `now` is the time of a monotonic clock.
     """
 
-    def __init__(self, own: str, partitions: int, holders: int, pace: SharePace | None = None) -> None:
-        self.present: Mapping[str, Announcement] = {}
-        """The others that are heard of."""
+    def __init__(self, own: str, partitions: int, holders: int, timers: ShardTimers | None = None) -> None:
+        self.present: Mapping[str, ShardAnnouncement] = {}
+        """The announcements of the other replicas that are present."""
         self._own: Final = own
         self._partitions: Final = partitions
         self._holders: Final = holders
-        self._pace: Final = pace or SharePace()
-        self._known: dict[str, tuple[Announcement, float]] = {}
-        """Those that were heard of lately, and when they said something new last."""
-        self._spare_since: dict[int, float] = {}
-        self._looked_at: float | None = None
+        self._timers: Final = timers or ShardTimers()
+        self._known: dict[str, tuple[ShardAnnouncement, float]] = {}
+        """The last announcement of each replica that is not dead, and when it was new."""
+        self._releasable_since: dict[int, float] = {}
+        self._updated_at: float | None = None
 
-    def hear(self, others: Mapping[str, Announcement], held: Collection[int], now: float) -> None:
-        """What the others say at this moment, and which partitions this replica answers for."""
-        if self._looked_at is not None and now - self._looked_at > self._pace.present_seconds:
-            # Nobody could be heard meanwhile: all have as long as they had to say something.
-            away = now - self._looked_at
+    def update(self, others: Mapping[str, ShardAnnouncement], held: Collection[int], now: float) -> None:
+        """Update the announcements of the other replicas, and the partitions that this replica answers for."""
+        if self._updated_at is not None and now - self._updated_at > self._timers.present_seconds:
+            # No announcement could be read meanwhile, so that time does not count.
+            away = now - self._updated_at
             self._known = {name: (each, at + away) for name, (each, at) in self._known.items()}
-            self._spare_since.clear()
-        self._looked_at = now
+            self._releasable_since.clear()
+        self._updated_at = now
         for name, each in others.items():
             if name not in self._known or self._known[name][0] != each:
                 self._known[name] = (each, now)
-        self._known = {name: (each, at) for name, (each, at) in self._known.items() if now - at <= self._pace.dead_seconds}
-        self.present = {name: each for name, (each, at) in self._known.items() if now - at <= self._pace.present_seconds}
-        spare = [partition for partition in held if self._is_spare(partition, others)]
-        self._spare_since = {partition: self._spare_since.get(partition, now) for partition in spare}
+        self._known = {name: (each, at) for name, (each, at) in self._known.items() if now - at <= self._timers.dead_seconds}
+        self.present = {name: each for name, (each, at) in self._known.items() if now - at <= self._timers.present_seconds}
+        releasable = [partition for partition in held if self._is_releasable(partition, others)]
+        self._releasable_since = {partition: self._releasable_since.get(partition, now) for partition in releasable}
 
-    def _is_spare(self, partition: int, others: Mapping[str, Announcement]) -> bool:
-        names = self._owners(partition)
-        there = [name for name in names if name in others and name in self.present and partition in others[name].held]
-        return self._own not in names and there == names
+    def _is_releasable(self, partition: int, others: Mapping[str, ShardAnnouncement]) -> bool:
+        names = self._assigned(partition)
+        present = [name for name in names if name in others and name in self.present and partition in others[name].held]
+        return self._own not in names and present == names
 
-    def _owners(self, partition: int) -> list[str]:
-        return owners(partition, [self._own, *self._known], self.holders)
+    def _assigned(self, partition: int) -> list[str]:
+        return assigned_replicas(partition, [self._own, *self._known], self.holders)
 
     @property
     def holders(self) -> int:
-        """Replicas that are to hold each partition: the most that any of them was told."""
+        """Number of replicas that must hold each partition: the highest setting of any replica."""
         return max([self._holders, *(each.holders for each, _ in self._known.values())])
 
     @property
-    def wanted(self) -> frozenset[int]:
-        """The partitions that this replica is to hold; none before it has heard of the others."""
-        if self._looked_at is None:
+    def assigned(self) -> frozenset[int]:
+        """The partitions that this replica must hold; none before the first update."""
+        if self._updated_at is None:
             return frozenset()
-        return frozenset(partition for partition in range(self._partitions) if self._own in self._owners(partition))
+        return frozenset(partition for partition in range(self._partitions) if self._own in self._assigned(partition))
 
-    def spare(self, now: float) -> frozenset[int]:
-        """The partitions that it may let go; none while nobody can be heard."""
-        if self._looked_at is None or now - self._looked_at > self._pace.present_seconds:
+    def releasable(self, now: float) -> frozenset[int]:
+        """Return the partitions that this replica can release; none while no announcements can be read."""
+        if self._updated_at is None or now - self._updated_at > self._timers.present_seconds:
             return frozenset()
         return frozenset(
-            partition for partition, since in self._spare_since.items() if now - since >= self._pace.release_seconds
+            partition for partition, since in self._releasable_since.items() if now - since >= self._timers.release_seconds
         )

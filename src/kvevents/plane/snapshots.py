@@ -1,10 +1,10 @@
-"""Snapshots of partitions in JetStream's object store: the index of one partition's streams, and its ledger.
+"""Snapshots of partitions in JetStream's object store: the index of one partition's streams, and its `PartitionState`.
 
-Each partition has snapshots of its own, so that a replica that holds some partitions alone can take them, and begin with them.
-A snapshot is two objects, and an entry in a bucket that says that it counts. The entry is written last, and only over the one
-that its writer has read. Pages that the snapshot before it stands for are purged then: a reader begins with the newest one, or
-with the one before where the newest cannot be read, and finds in the partition all that came after. Where there is no room for
-another snapshot, the older of the two gives way first, with the pages up to the newest.
+Each partition has its own snapshots, so a replica that holds some of the partitions writes and reads only theirs. A snapshot is
+two objects, and an entry in a bucket that makes it valid. The writer writes the entry last, and replaces only the entry that it
+has read. It then purges the pages that the previous snapshot represents. A reader begins with the newest snapshot, or with the
+previous one if the newest cannot be read, and finds all later pages in the partition. If there is no room for another snapshot,
+the older one of the two is deleted first, with the pages up to the newest.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import msgspec
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout, PartitionInfo, state_of
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.reading import has_tail
-from kvevents.plane.records import Key, Tail
+from kvevents.plane.layout import Layout, PartitionInfo, has_tail, list_entries, partition_info
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.records import StreamKey, Tail
+from kvevents.plane.replica_digests import DIGEST_PREFIX, ReplicaDigests
+from kvevents.settings import Seconds, Settings
 from kvevents.stream import DegradedReason
 from kvevents.structs import build_decoder_now
 
@@ -39,97 +40,109 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENTRY: Final = "snapshot"
-"""Level of the keys of entries that say which snapshots count; the partition follows."""
+"""Prefix of the keys of the entries that list valid snapshots; the partition follows."""
 VERSION: Final = 3
 CHUNK_BYTES: Final = 512 << 10
-"""Of a message of an object, less where servers take less."""
-TRANSFER_SECONDS: Final = 300.0
-"""For one snapshot to be written or read."""
-STREAMS_SECONDS: Final = 30.0
-"""For what one has besides the index to be read, which is some MiB at most."""
-TIDY_SECONDS: Final = 60.0
-"""For what no reader needs any more to be removed, after a snapshot was written."""
+"""Size of an object's chunks; smaller if the servers accept less."""
 SWEEP_SECONDS: Final = 600.0
-"""Between two looks for objects that no entry names; one that was seen for so long is removed. A process that was killed while
-it wrote a snapshot has left it."""
+"""Seconds between two searches for objects that no entry lists, and seconds after which such an object is deleted. A process
+that is killed while it writes a snapshot leaves such objects."""
 _SUFFIXES: Final = ("index", "streams")
 _CHUNKS: Final = "$O."
-"""What subjects of an object store begin with."""
+"""Prefix of an object store's subjects."""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class SnapshotTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Timeouts of reading and writing snapshots."""
+
+    transfer_seconds: Seconds = 300.0
+    """Seconds to read or write one snapshot."""
+    body_seconds: Seconds = 30.0
+    """Seconds to read a snapshot without its index, a few MiB at most."""
+    cleanup_seconds: Seconds = 60.0
+    """Seconds to delete what is no longer needed after a snapshot was written."""
+
+
+DEFAULT_TIMERS: Final = SnapshotTimers()
+
+
+class SnapshotInfo(msgspec.Struct, frozen=True):
     """One snapshot of one partition."""
 
     name: str
     partition: int
-    at: float
-    """When it was taken, seconds since the epoch by its taker's clock: for people alone."""
-    by: str
+    taken_at: float
+    """When it was taken, in seconds since the epoch by the replica's clock; for operators only."""
+    replica: str
     """The replica that took it."""
     position: int
-    """The page that it ends with."""
-    made: str
-    """Which stream the partition is: one that was deleted and made anew has other pages."""
+    """Position of the last page that it contains."""
+    stream_id: str
+    """Id of the partition's stream; a recreated stream has other pages."""
     blocks: int
     bytes: int
     page: str | None = None
-    """The name of that page, and the history of the partition up to it: one that has lost pages has others there."""
+    """Name of the last page; a partition that has lost pages has another one there."""
     history: str = ""
-    """In hexadecimal digits; empty where it is not known."""
+    """History of the partition up to that page in hexadecimal digits; empty if unknown."""
 
     @property
     def tail(self) -> Tail:
-        """Where it ends."""
+        """The last message that the snapshot contains."""
         return Tail(self.position, self.page, bytes.fromhex(self.history) or None)
 
     @property
     def objects(self) -> set[str]:
-        """Names of what it is made of."""
+        """Names of its objects."""
         return {f"{self.name}.{suffix}" for suffix in _SUFFIXES}
 
 
 @build_decoder_now
-class Entry(msgspec.Struct, frozen=True):
-    """Which snapshots of a partition count, the newest first: at most two."""
+class SnapshotList(msgspec.Struct, frozen=True):
+    """The valid snapshots of a partition, the newest first; at most two."""
 
     version: int
-    kept: list[Kept]
+    snapshots: list[SnapshotInfo]
 
 
 @build_decoder_now
-class Taken(msgspec.Struct, array_like=True):
-    """What a snapshot has besides the index; of the same moment."""
+class SnapshotBody(msgspec.Struct, array_like=True):
+    """A snapshot without its index."""
 
     version: int
     partition: int
-    ledger: bytes
+    state: bytes
+    """The encoded `PartitionState`."""
     doubts: list[tuple[str, int, list[str]]]
+    """Source, rank and names of the doubts of each doubted stream."""
     digests: list[tuple[str, int, str]]
-    """Of the partition's streams in the index."""
+    """Source, rank and index digest of each stream."""
 
-    def restored(self) -> tuple[Ledger, dict[Key, frozenset[DegradedReason]]]:
-        """Ledger and doubts as they were. Raises `SnapshotError`."""
+    def decode(self) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
+        """Return the partition's state and the doubts. Raises `SnapshotError`."""
         if self.version != VERSION:
-            raise SnapshotError(f"a snapshot is of version {self.version}, and this release reads {VERSION}; take another one")
+            raise SnapshotError(
+                f"the snapshot has version {self.version}, but this release reads version {VERSION}; use another snapshot"
+            )
         try:
-            ledger = Ledger.restore(self.ledger)
+            state = PartitionState.decode(self.state)
             doubts = {(source, rank): frozenset(DegradedReason[name] for name in names) for source, rank, names in self.doubts}
         except (ValueError, KeyError) as error:
-            raise SnapshotError(f"the streams of a snapshot cannot be read: {error}; take another one") from error
-        return ledger, doubts
+            raise SnapshotError(f"cannot read the streams of the snapshot: {error}; use another snapshot") from error
+        return state, doubts
 
 
-def take(
-    partition: int, ledger: Ledger, doubts: Mapping[Key, frozenset[DegradedReason]], index: PrefixIndex, path: Path
-) -> Taken:
-    """Write the streams of a partition to `path`, and say what belongs to them. Nothing may be applied to them meanwhile."""
-    index.snapshot(path, workers=list(ledger.streams))
-    named = [(*key, [doubt.name for doubt in doubts[key]]) for key in ledger.streams if key in doubts]
-    return Taken(VERSION, partition, ledger.save(), named, digests_of(index, ledger.streams))
+def capture(
+    partition: int, state: PartitionState, doubts: Mapping[StreamKey, frozenset[DegradedReason]], index: PrefixIndex, path: Path
+) -> SnapshotBody:
+    """Write the index of a partition's streams to `path` and return the rest. Nothing must be applied to them meanwhile."""
+    index.snapshot(path, workers=list(state.streams))
+    names = [(*key, [doubt.name for doubt in doubts[key]]) for key in state.streams if key in doubts]
+    return SnapshotBody(VERSION, partition, state.encode(), names, stream_digests(index, state.streams))
 
 
-def digests_of(index: PrefixIndex, keys: Iterable[Key]) -> list[tuple[str, int, str]]:
-    """Of those of some streams that are in an index."""
+def stream_digests(index: PrefixIndex, keys: Iterable[StreamKey]) -> list[tuple[str, int, str]]:
+    """Return source, rank and digest of the given streams that are in the index."""
     found = []
     for key in sorted(keys):
         with suppress(UnknownSourceError):
@@ -138,54 +151,98 @@ def digests_of(index: PrefixIndex, keys: Iterable[Key]) -> list[tuple[str, int, 
 
 
 class Snapshots:
-    """The snapshots of one plane. Methods raise `PlaneError` where the servers do not do it."""
+    """The snapshots of one plane. Methods raise `PlaneError` if a request to the servers fails."""
 
-    def __init__(self, js: JetStreamContext, layout: Layout, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        js: JetStreamContext,
+        layout: Layout,
+        clock: Callable[[], float] = time.monotonic,
+        timers: SnapshotTimers = DEFAULT_TIMERS,
+    ) -> None:
         self._js: Final = js
         self._layout: Final = layout
         self._clock: Final = clock
+        self._timers: Final = timers
         self._swept_at = float("-inf")
-        self._seen: dict[int, tuple[str, float]] = {}
-        """By partition the name of the newest snapshot, and when this process found it there first."""
-        self._unnamed: dict[str, float] = {}
-        """Objects that no entry names, and when this process found them first."""
+        self._newest: dict[int, tuple[str, float]] = {}
+        """By partition, the name of the newest snapshot and when this process found it first."""
+        self._unlisted: dict[str, float] = {}
+        """Objects that no entry lists, and when this process found them first."""
 
-    def known_for(self, partition: int) -> float | None:
-        """Seconds since this process found the newest snapshot of a partition: by its own clock, since others may be wrong.
+    # --- list
 
-        None where there was none when it looked last.
-        """
-        name, since = self._seen.get(partition, ("", 0.0))
-        return self._clock() - since if name else None
-
-    async def kept(self, partition: int) -> list[Kept]:
-        """Those of a partition that count, the newest first."""
-        kept, _ = await self._entry(partition)
-        self._see(partition, kept)
-        return kept
-
-    def _see(self, partition: int, kept: Sequence[Kept]) -> None:
-        name = kept[0].name if kept else ""
-        if self._seen.get(partition, ("", 0.0))[0] != name:
-            self._seen[partition] = name, self._clock()
-
-    async def usable(self, partition: int, state: PartitionInfo) -> list[Kept]:
-        """Return the snapshots of a partition that match its stream and its messages, the newest first."""
-        found = []
-        for kept in await self.kept(partition):
-            if kept.made != state.made:
-                continue
-            if await has_tail(self._js, self._layout, partition, state, kept.tail):
-                found.append(kept)
-            else:
-                log.error("snapshot %s is passed over: partition %d has lost pages that it was made of", kept.name, partition)
+    async def list_valid(self, partition: int) -> list[SnapshotInfo]:
+        """Return the valid snapshots of a partition, the newest first."""
+        found, _ = await self._entry(partition)
+        self._note_newest(partition, found)
         return found
 
-    async def is_whole(self, kept: Kept) -> bool:
-        """Whether all parts of a snapshot are there."""
+    async def matching(self, partition: int, info: PartitionInfo) -> list[SnapshotInfo]:
+        """Return the snapshots that match a partition's stream and its messages, the newest first."""
+        found = []
+        for snapshot in await self.list_valid(partition):
+            if snapshot.stream_id != info.stream_id:
+                continue
+            if await has_tail(self._js, self._layout, partition, info, snapshot.tail):
+                found.append(snapshot)
+            else:
+                log.error("ignoring snapshot %s: partition %d has lost pages that it contains", snapshot.name, partition)
+        return found
+
+    def newest_age(self, partition: int) -> float | None:
+        """Return the seconds since this process found the newest snapshot of a partition, by its own monotonic clock.
+
+        None if there was no snapshot at the last look.
+        """
+        name, since = self._newest.get(partition, ("", 0.0))
+        return self._clock() - since if name else None
+
+    def _note_newest(self, partition: int, snapshots: Sequence[SnapshotInfo]) -> None:
+        name = snapshots[0].name if snapshots else ""
+        if self._newest.get(partition, ("", 0.0))[0] != name:
+            self._newest[partition] = name, self._clock()
+
+    async def _entry(self, partition: int) -> tuple[list[SnapshotInfo], int]:
+        """Return the valid snapshots and the revision of their entry; 0 without an entry."""
         try:
-            with told(f"looking for snapshot {kept.name}"):
-                for name in sorted(kept.objects):
+            with map_errors(f"reading the list of snapshots of partition {partition}"):
+                bucket = await self._js.key_value(self._layout.bucket)
+                entry = await bucket.get(f"{ENTRY}.{partition}")
+        except PlaneError as error:
+            if error.fault != "missing":
+                raise
+            return [], 0
+        revision = entry.revision or 0
+        try:
+            found = msgspec.json.decode(entry.value or b"", type=SnapshotList)
+        except msgspec.MsgspecError as error:
+            log.error("ignoring the unreadable list of snapshots of partition %d: %s", partition, error)  # noqa: TRY400 - not our error
+            return [], revision
+        return (found.snapshots if found.version == VERSION else []), revision
+
+    async def is_readable(self, partition: int, info: PartitionInfo, first_page: int) -> bool:
+        """Return whether a new reader can read all of a partition, now or shortly.
+
+        It can if no page is purged, if all streams begin with a page that exists (`PartitionState.first_page`), if a snapshot
+        represents the purged pages, or if a replica holds the partition and so will take a snapshot of it.
+        """
+        if info.first <= max(1, first_page):
+            return True
+        for snapshot in await self.matching(partition, info):
+            if snapshot.position + 1 >= info.first and await self.is_complete(snapshot):
+                return True
+        entries = await list_entries(self._js, self._layout, "reading the digests of the replicas", DIGEST_PREFIX)
+        found = [digests for value in entries.values() if (digests := ReplicaDigests.decode(value)) is not None]
+        return any(str(partition) in digests.partitions for digests in found)
+
+    # --- read
+
+    async def is_complete(self, snapshot: SnapshotInfo) -> bool:
+        """Return whether the servers have all parts of a snapshot."""
+        try:
+            with map_errors(f"looking for snapshot {snapshot.name}"):
+                for name in sorted(snapshot.objects):
                     await self._find(name)
         except SnapshotError:
             return False
@@ -195,10 +252,64 @@ class Snapshots:
             return False
         return True
 
-    async def _find(self, name: str) -> ObjectStore:
-        """The object store, which has all parts of an object.
+    async def load_state(self, partition: int, info: PartitionInfo) -> PartitionState | None:
+        """Return a partition's state from its newest readable snapshot; None if no snapshot is readable.
 
-        Raises `SnapshotError` where one is lost: nats-py waits without end for a chunk that does not come.
+        Raises `PlaneError`, also if a request for one snapshot times out and no other is readable: that one may be intact.
+        """
+        late: PlaneError | None = None
+        for snapshot in await self.matching(partition, info):
+            try:
+                return (await self.load_body(snapshot)).decode()[0]
+            except SnapshotError as error:
+                log.warning("%s", error)
+            except PlaneError as error:
+                if error.fault not in {"missing", "timeout"}:
+                    raise
+                log.warning("%s", error)
+                late = late or (error if error.fault == "timeout" else None)
+        if late is not None:
+            raise late
+        return None
+
+    async def load(
+        self, snapshot: SnapshotInfo, index: PrefixIndex, folder: Path
+    ) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
+        """Add a snapshot's streams to an index, with a temporary file in `folder`; return the state and the doubts.
+
+        Raises `SnapshotError` for a damaged snapshot, of which nothing stays in the index.
+        """
+        path = folder / f"{snapshot.name}.index"
+        seconds = self._timers.transfer_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                body = await self.load_body(snapshot)
+                with map_errors(f"reading snapshot {snapshot.name}"), path.open("wb") as file:
+                    await self._get(f"{snapshot.name}.index", file)
+            state, doubts = body.decode()
+            await asyncio.to_thread(_merge, index, path, body, snapshot.name)
+        except TimeoutError as error:
+            raise PlaneError(f"snapshot {snapshot.name} was not read within {seconds:g} s", fault="timeout") from error
+        finally:
+            path.unlink(missing_ok=True)
+        return state, doubts
+
+    async def load_body(self, snapshot: SnapshotInfo) -> SnapshotBody:
+        """Read a snapshot without its index. Raises `SnapshotError` for a damaged snapshot."""
+        with map_errors(f"reading the streams of snapshot {snapshot.name}"):
+            async with asyncio.timeout(self._timers.body_seconds):
+                found = await self._get(f"{snapshot.name}.streams")
+        try:
+            return msgspec.msgpack.decode(found, type=SnapshotBody)
+        except msgspec.MsgspecError as error:
+            raise SnapshotError(
+                f"cannot read the streams of snapshot {snapshot.name}: {error}; use another snapshot"
+            ) from error
+
+    async def _find(self, name: str) -> ObjectStore:
+        """Return the object store after a check that it has all chunks of an object.
+
+        Raises `SnapshotError` if a chunk is missing, because nats-py would wait for it forever.
         """
         from nats.js.errors import BadObjectMetaError  # noqa: PLC0415 - an extra
 
@@ -206,158 +317,124 @@ class Snapshots:
         try:
             info = await store.get_info(name)
         except BadObjectMetaError as error:
-            raise _damaged(name, "its description cannot be read") from error
+            raise _damaged(name, "its metadata cannot be read") from error
         subject = f"{_CHUNKS}{self._layout.snapshots}.C.{info.nuid}"
-        found = await self._js.stream_info(self._stream, subjects_filter=subject)
-        there, chunks = (found.state.subjects or {}).get(subject, 0), info.chunks or 0
-        if there < chunks:
-            raise _damaged(name, f"the servers have {there} of its {chunks} chunks")
+        found = await self._js.stream_info(self._store_stream, subjects_filter=subject)
+        present, chunks = (found.state.subjects or {}).get(subject, 0), info.chunks or 0
+        if present < chunks:
+            raise _damaged(name, f"the servers have {present} of its {chunks} chunks")
         return store
 
     async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
-        """What an object holds; nothing where that is written into a file. Raises `SnapshotError` for one that is damaged."""
+        """Return an object's bytes, or nothing if they go to a file. Raises `SnapshotError` for a damaged object."""
         from nats.js.errors import DigestMismatchError  # noqa: PLC0415 - an extra
 
         store = await self._find(name)
         try:
-            return (await store.get(name, writeinto=writeinto)).data or b""  # type: ignore[arg-type]  # it writes alone
+            return (await store.get(name, writeinto=writeinto)).data or b""  # type: ignore[arg-type]  # it only writes
         except DigestMismatchError as error:
-            raise _damaged(name, "it does not have its digest") from error
+            raise _damaged(name, "its digest does not match") from error
 
-    async def _entry(self, partition: int) -> tuple[list[Kept], int]:
-        """The same with the number of the entry; 0 where there is none."""
-        try:
-            with told(f"asking for the newest snapshot of partition {partition}"):
-                bucket = await self._js.key_value(self._layout.bucket)
-                entry = await bucket.get(f"{ENTRY}.{partition}")
-        except PlaneError as error:
-            if error.fault != "missing":
-                raise
-            return [], 0
-        revision = entry.revision or 0
-        try:
-            found = msgspec.json.decode(entry.value or b"", type=Entry)
-        except msgspec.MsgspecError as error:
-            log.error("the entry of snapshots of partition %d cannot be read, and is passed over: %s", partition, error)  # noqa: TRY400 - no fault of ours
-            return [], revision
-        return (found.kept if found.version == VERSION else []), revision
+    # --- write
 
-    async def load(self, kept: Kept, index: PrefixIndex, folder: Path) -> tuple[Ledger, dict[Key, frozenset[DegradedReason]]]:
-        """Add what a snapshot holds to an index, by way of a folder.
+    async def save(self, body: SnapshotBody, path: Path, blocks: int, replica: str, stream_id: str) -> SnapshotInfo:
+        """Write a snapshot, make it valid, and purge what no reader needs any more.
 
-        Raises `SnapshotError` for one that is damaged, of which nothing stays in the index.
+        Raises `PlaneError`, with the fault `conflict` if another process has written a snapshot meanwhile or the partition has
+        other pages.
         """
-        path = folder / f"{kept.name}.index"
-        try:
-            async with asyncio.timeout(TRANSFER_SECONDS):
-                taken = await self.streams(kept)
-                with told(f"reading snapshot {kept.name}"), path.open("wb") as file:
-                    await self._get(f"{kept.name}.index", file)
-            ledger, doubts = taken.restored()
-            await asyncio.to_thread(_merge, index, path, taken, kept.name)
-        except TimeoutError as error:
-            raise PlaneError(f"snapshot {kept.name} was not read within {TRANSFER_SECONDS:g} s", fault="timeout") from error
-        finally:
-            path.unlink(missing_ok=True)
-        return ledger, doubts
-
-    async def streams(self, kept: Kept) -> Taken:
-        """What a snapshot has besides the index. Raises `SnapshotError` for one that is damaged."""
-        with told(f"reading the streams of snapshot {kept.name}"):
-            async with asyncio.timeout(STREAMS_SECONDS):
-                found = await self._get(f"{kept.name}.streams")
-        try:
-            return msgspec.msgpack.decode(found, type=Taken)
-        except msgspec.MsgspecError as error:
-            raise SnapshotError(f"the streams of snapshot {kept.name} cannot be read: {error}; take another one") from error
-
-    async def save(self, taken: Taken, path: Path, blocks: int, by: str, made: str) -> Kept:
-        """Write a snapshot, have it count, and purge what no reader needs any more.
-
-        Raises `PlaneError`, with the fault `conflict` where somebody else's came in between, or where the partition has other
-        pages.
-        """
-        name = f"{taken.partition}-{secrets.token_hex(8)}"
-        before, revision = await self._entry(taken.partition)
-        ledger, _ = taken.restored()
+        partition = body.partition
+        name = f"{partition}-{secrets.token_hex(8)}"
+        before, revision = await self._entry(partition)
+        state, _ = body.decode()
         size = await asyncio.to_thread(os.path.getsize, path)
-        position, page, history = ledger.tail
-        kept = Kept(name, taken.partition, time.time(), by, position, made, blocks, size, page, (history or b"").hex())
-        state = await state_of(self._js, self._layout, taken.partition)
-        if state.made == made and not await has_tail(self._js, self._layout, taken.partition, state, kept.tail):
-            raise PlaneError(f"partition {taken.partition} has lost pages that snapshot {name} was made of", fault="conflict")
-        count = [kept, *before[:1]]
+        position, page, history = state.tail
+        snapshot = SnapshotInfo(
+            name, partition, time.time(), replica, position, stream_id, blocks, size, page, (history or b"").hex()
+        )
+        info = await partition_info(self._js, self._layout, partition)
+        if info.stream_id == stream_id and not await has_tail(self._js, self._layout, partition, info, snapshot.tail):
+            raise PlaneError(f"partition {partition} has lost pages that snapshot {name} contains", fault="conflict")
+        valid = [snapshot, *before[:1]]
+        seconds = self._timers.transfer_seconds
         try:
-            async with asyncio.timeout(TRANSFER_SECONDS):
+            async with asyncio.timeout(seconds):
                 try:
-                    await self._put(kept, taken, path)
+                    await self._put(snapshot, body, path)
                 except PlaneError as error:
                     if error.fault != "full" or not before:
                         raise
-                    log.warning("%s; the snapshot before the newest of partition %d gives way", error, taken.partition)
+                    log.warning("%s; deleting the older snapshot of partition %d", error, partition)
                     await self._make_room(before)
-                    await self._put(kept, taken, path)
-                await self._let_count(count, revision)
+                    await self._put(snapshot, body, path)
+                await self._publish_list(valid, revision)
         except TimeoutError as error:
-            raise PlaneError(f"snapshot {name} was not written within {TRANSFER_SECONDS:g} s", fault="timeout") from error
-        self._see(taken.partition, count)
+            raise PlaneError(f"snapshot {name} was not written within {seconds:g} s", fault="timeout") from error
+        self._note_newest(partition, valid)
         try:
-            async with asyncio.timeout(TIDY_SECONDS):
-                await self._tidy(count, before[1:])
+            async with asyncio.timeout(self._timers.cleanup_seconds):
+                await self._clean_up(valid, before[1:])
         except TimeoutError:
-            log.warning("what snapshot %s replaces was not removed within %g s; the next one removes it", name, TIDY_SECONDS)
-        return kept
+            log.warning(
+                "what snapshot %s replaces was not deleted within %g s; the next snapshot deletes it",
+                name,
+                self._timers.cleanup_seconds,
+            )
+        return snapshot
 
-    async def _put(self, kept: Kept, taken: Taken, path: Path) -> None:
+    async def _put(self, snapshot: SnapshotInfo, body: SnapshotBody, path: Path) -> None:
         from nats.js import api  # noqa: PLC0415 - an extra
 
-        with told(f"writing snapshot {kept.name}"):
+        with map_errors(f"writing snapshot {snapshot.name}"):
             store = await self._js.object_store(self._layout.snapshots)
-            chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the client that it was made of
+            chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the client of the context
             for suffix in _SUFFIXES:
                 meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=chunk))
                 if suffix == "streams":
-                    await store.put(f"{kept.name}.streams", msgspec.msgpack.encode(taken), meta)
+                    await store.put(f"{snapshot.name}.streams", msgspec.msgpack.encode(body), meta)
                 else:
                     with path.open("rb") as file:
-                        await store.put(f"{kept.name}.index", file, meta)
+                        await store.put(f"{snapshot.name}.index", file, meta)
 
-    async def _make_room(self, kept: list[Kept]) -> None:
-        """Leave of a partition only its newest snapshot and the pages behind it."""
-        await self._purge(kept[0])
-        with told("removing old snapshots"):
-            await self._remove(set().union(*(each.objects for each in kept[1:])))
-
-    async def _let_count(self, kept: list[Kept], revision: int) -> None:
-        key = f"{ENTRY}.{kept[0].partition}"
-        with told(f"having a snapshot of partition {kept[0].partition} count"):
+    async def _publish_list(self, snapshots: Sequence[SnapshotInfo], revision: int) -> None:
+        """Make snapshots the valid ones, if the entry still has `revision`."""
+        key = f"{ENTRY}.{snapshots[0].partition}"
+        with map_errors(f"writing the list of snapshots of partition {snapshots[0].partition}"):
             bucket = await self._js.key_value(self._layout.bucket)
-            entry = msgspec.json.encode(Entry(VERSION, kept))
+            entry = msgspec.json.encode(SnapshotList(VERSION, list(snapshots)))
             if revision:
                 await bucket.update(key, entry, revision)
             else:
                 await bucket.create(key, entry)
 
-    async def _tidy(self, kept: list[Kept], gone: list[Kept]) -> None:
-        """Purge what is before the older snapshot that counts, and remove the others. What fails is done next time."""
-        newest, oldest = kept[0], kept[-1]
-        if len(kept) > 1 and oldest.made == newest.made and oldest.position > 0:
+    # --- delete
+
+    async def _make_room(self, snapshots: Sequence[SnapshotInfo]) -> None:
+        """Keep only the newest snapshot of a partition and the pages behind it."""
+        await self._purge(snapshots[0])
+        with map_errors("deleting old snapshots"):
+            await self._delete(set().union(*(each.objects for each in snapshots[1:])))
+
+    async def _clean_up(self, valid: Sequence[SnapshotInfo], replaced: Sequence[SnapshotInfo]) -> None:
+        """Purge the pages before the older valid snapshot, and delete replaced ones. The next snapshot repeats what fails."""
+        newest, oldest = valid[0], valid[-1]
+        if len(valid) > 1 and oldest.stream_id == newest.stream_id and oldest.position > 0:
             with suppress(PlaneError):
                 await self._purge(oldest)
-        with suppress(PlaneError), told("removing old snapshots"):
-            await self._remove(set().union(*(each.objects for each in gone)))
+        with suppress(PlaneError), map_errors("deleting old snapshots"):
+            await self._delete(set().union(*(each.objects for each in replaced)))
             if self._clock() - self._swept_at > SWEEP_SECONDS:
                 self._swept_at = self._clock()
                 await self._sweep()
 
-    async def _remove(self, names: Iterable[str]) -> None:
+    async def _delete(self, names: Iterable[str]) -> None:
         store = await self._js.object_store(self._layout.snapshots)
         for name in sorted(names):
-            with suppress(Exception):  # it is gone already
+            with suppress(Exception):  # it was deleted already
                 await store.delete(name)
 
     async def _sweep(self) -> None:
-        """Remove objects that no entry names, once nobody can be about to have them count."""
+        """Delete objects that no entry has listed for so long that no process can be about to list them."""
         from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
 
         try:
@@ -366,43 +443,45 @@ class Snapshots:
             return
         keep: set[str] = set()
         for partition in range(self._layout.partitions):
-            keep.update(*(each.objects for each in await self.kept(partition)))
+            keep.update(*(each.objects for each in await self.list_valid(partition)))
         now = self._clock()
-        names = {info.name for info in infos if info.name and info.name not in keep} | await self._chunks(infos)
-        self._unnamed = {name: self._unnamed.get(name, now) for name in names}
-        for name in [name for name, since in self._unnamed.items() if now - since >= SWEEP_SECONDS]:
+        names = {info.name for info in infos if info.name and info.name not in keep} | await self._unlisted_chunks(infos)
+        self._unlisted = {name: self._unlisted.get(name, now) for name in names}
+        for name in [name for name, since in self._unlisted.items() if now - since >= SWEEP_SECONDS]:
             if name.startswith(_CHUNKS):
-                await self._js.purge_stream(self._stream, subject=name)
+                await self._js.purge_stream(self._store_stream, subject=name)
             else:
-                await self._remove([name])
+                await self._delete([name])
 
     @property
-    def _stream(self) -> str:
-        """That of the object store."""
+    def _store_stream(self) -> str:
+        """Name of the object store's stream."""
         return f"OBJ_{self._layout.snapshots}"
 
-    async def _chunks(self, infos: Iterable[ObjectInfo]) -> set[str]:
-        """Subjects of chunks of no object: its writer was killed before it was whole."""
+    async def _unlisted_chunks(self, infos: Iterable[ObjectInfo]) -> set[str]:
+        """Return the subjects of chunks without an object, whose writer was killed before it was complete."""
         prefix = f"{_CHUNKS}{self._layout.snapshots}.C."
-        found = await self._js.stream_info(self._stream, subjects_filter=f"{prefix}>")
+        found = await self._js.stream_info(self._store_stream, subjects_filter=f"{prefix}>")
         return set(found.state.subjects or {}) - {f"{prefix}{info.nuid}" for info in infos}
 
-    async def _purge(self, kept: Kept) -> None:
-        """Up to the end of a snapshot, where the partition holds what that was made of."""
-        state = await state_of(self._js, self._layout, kept.partition)
-        if state.made == kept.made and await has_tail(self._js, self._layout, kept.partition, state, kept.tail):
-            with told(f"purging partition {kept.partition}"):
-                await self._js.purge_stream(self._layout.stream(kept.partition), seq=kept.position + 1)
+    async def _purge(self, snapshot: SnapshotInfo) -> None:
+        """Purge the pages that a snapshot contains, if the partition still holds them."""
+        info = await partition_info(self._js, self._layout, snapshot.partition)
+        if info.stream_id == snapshot.stream_id and await has_tail(
+            self._js, self._layout, snapshot.partition, info, snapshot.tail
+        ):
+            with map_errors(f"purging partition {snapshot.partition}"):
+                await self._js.purge_stream(self._layout.stream(snapshot.partition), seq=snapshot.position + 1)
 
 
-def _damaged(name: str, why: str) -> SnapshotError:
-    return SnapshotError(f"snapshot object {name} is damaged: {why}; another snapshot is taken instead")
+def _damaged(name: str, reason: str) -> SnapshotError:
+    return SnapshotError(f"snapshot object {name} is damaged: {reason}; another snapshot is used instead")
 
 
-def _merge(index: PrefixIndex, path: Path, taken: Taken, name: str) -> None:
-    came = index.merge(path)
-    if sorted(taken.digests) != digests_of(index, came):
-        for key in came:
+def _merge(index: PrefixIndex, path: Path, body: SnapshotBody, name: str) -> None:
+    keys = index.merge(path)
+    if sorted(body.digests) != stream_digests(index, keys):
+        for key in keys:
             index.remove_worker(key)
             index.readmit(key)
-        raise SnapshotError(f"snapshot {name} does not hold what it says; another one is taken instead")
+        raise SnapshotError(f"the index in snapshot {name} does not have its digests; another snapshot is used instead")

@@ -1,4 +1,4 @@
-"""A plane as an operator sees it, asked of the servers alone: no bridge or replica need be reached."""
+"""Status of a plane for operators, queried from the NATS servers alone: no bridge or replica needs to be reachable."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kvevents.errors import PlaneError
-from kvevents.plane.entries import ANSWER_SECONDS
-from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout, state_of
-from kvevents.plane.leases import Holder
-from kvevents.plane.opinions import PREFIX, Opinion
-from kvevents.plane.records import Beat, Page, decode_page, name_of
-from kvevents.plane.sharding import PREFIX as SHARE
-from kvevents.plane.sharding import Announcement, SharePace
-from kvevents.plane.snapshots import Kept, Snapshots
+from kvevents.plane.layout import LIST_SECONDS, Layout, fetch_message, partition_info
+from kvevents.plane.leases import LeaseHolder
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.records import HeartbeatRecord, bridge_name, decode_page
+from kvevents.plane.replica_digests import DIGEST_PREFIX, ReplicaDigests
+from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, ShardTimers
+from kvevents.plane.snapshots import SnapshotInfo, Snapshots
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
-LOOK_BACK: Final = 8
-"""Pages of a partition's end in which bridges are looked for."""
+BRIDGE_SCAN_PAGES: Final = 8
+"""Pages at the end of a partition in which the status looks for bridges."""
 
 
 class PartitionView(msgspec.Struct, frozen=True):
@@ -36,158 +34,159 @@ class PartitionView(msgspec.Struct, frozen=True):
     bytes: int
     leader: str | None
     bridges: dict[str, float]
-    """Heard at the partition's end, each with the clock of its last page or beat."""
+    """Bridges that wrote the last pages, with the time of their last page or heartbeat by their clocks."""
     fault: str = ""
     shared: list[str] = []
-    """Names of bridges under which several processes write there by turns."""
+    """Names of bridges under which several processes write alternately."""
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
-    """One replica that has told lately what it holds."""
+    """One replica that has published digests recently."""
 
     name: str
-    behind: int
-    """Pages between its last census and the newest page, in all partitions."""
+    lag: int
+    """Pages between its last digests and the newest pages, over all partitions."""
     differs: list[str]
-    """Replicas that hold something else at the same place."""
+    """Replicas whose digests differ at the same position."""
 
 
-class ShareView(msgspec.Struct, frozen=True):
-    """One replica that holds a part of the partitions, as it announces."""
+class ShardView(msgspec.Struct, frozen=True):
+    """One replica that holds some of the partitions, from its announcement."""
 
     name: str
     url: str
     holders: int
-    """Replicas that are to hold each partition, as it was told."""
+    """Its setting for the number of replicas that hold each partition."""
     partitions: list[int]
-    """Those that it answers for."""
+    """Partitions that it can answer for."""
     silent: float
-    """Seconds since it said so, before the newest that anybody has said, by the servers' clock."""
+    """Seconds since its announcement, up to the newest announcement of any replica, by the servers' clock."""
 
     @property
-    def is_heard(self) -> bool:
-        """Whether the others ask it."""
-        return self.silent <= SharePace().present_seconds
+    def is_present(self) -> bool:
+        """Whether the other replicas query it."""
+        return self.silent <= ShardTimers().present_seconds
 
 
 class PlaneView(msgspec.Struct, frozen=True):
-    """Everything."""
+    """The status of a plane."""
 
     name: str
     partitions: list[PartitionView]
-    snapshots: list[Kept]
+    snapshots: list[SnapshotInfo]
     leases: dict[str, str]
-    """By key who has it."""
+    """Holders by the keys of the leases."""
     replicas: list[ReplicaView]
-    shares: list[ShareView] = []
-    """Replicas that hold a part each; none where each holds everything."""
+    shards: list[ShardView] = []
+    """Replicas that hold some of the partitions; empty if each replica holds all."""
 
     def holders(self, partition: int) -> list[str]:
-        """Replicas that answer for a partition, of those that hold a part."""
-        return [each.name for each in self.shares if each.is_heard and partition in each.partitions]
+        """Return the present replicas with a shard that answer for a partition."""
+        return [each.name for each in self.shards if each.is_present and partition in each.partitions]
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong, as sentences."""
-        found = [f"partition {partition.partition}: {partition.fault}" for partition in self.partitions if partition.fault]
+        """All faults, as sentences."""
+        found = [f"partition {each.partition}: {each.fault}" for each in self.partitions if each.fault]
         found += [
-            f"partition {partition.partition}: no bridge is heard"
-            for partition in self.partitions
-            if not partition.fault and not partition.bridges
+            f"partition {each.partition}: no bridge writes" for each in self.partitions if not each.fault and not each.bridges
         ]
         found += [
-            f"replica {each.name} holds something else than {', '.join(each.differs)}" for each in self.replicas if each.differs
+            f"replica {each.name} holds another index than {', '.join(each.differs)}" for each in self.replicas if each.differs
         ]
         found += [
-            f"bridge {name} is more than one process; give each a name of its own with --bridge-name"
-            for name in sorted({name for partition in self.partitions for name in partition.shared})
+            f"several processes use the bridge name {name}; give each its own name with --bridge-name"
+            for name in sorted({name for each in self.partitions for name in each.shared})
         ]
-        return found + self._faults_of_shares()
+        return found + self._shard_faults()
 
-    def _faults_of_shares(self) -> list[str]:
+    def _shard_faults(self) -> list[str]:
         found = [
-            f"replica {each.name} holds a share and has said nothing for {each.silent:.0f} s"
-            for each in self.shares
-            if not each.is_heard
+            f"replica {each.name} holds a shard and has announced nothing for {each.silent:.0f} s"
+            for each in self.shards
+            if not each.is_present
         ]
-        uncovered = [
-            partition.partition for partition in self.partitions if self.shares and not self.holders(partition.partition)
-        ]
+        uncovered = [each.partition for each in self.partitions if self.shards and not self.holders(each.partition)]
         if uncovered:
-            found.append(f"no replica holds {spelled(uncovered)}: the engines there are missing in answers")
-        if len({each.holders for each in self.shares}) > 1:
-            said = ", ".join(f"{each.name} {each.holders}" for each in self.shares)
-            found.append(f"replicas were told different numbers of holders, of which the most counts: {said}")
+            found.append(f"no replica holds {format_partitions(uncovered)}: answers lack the engines there")
+        if len({each.holders for each in self.shards}) > 1:
+            settings = ", ".join(f"{each.name} {each.holders}" for each in self.shards)
+            found.append(f"replicas have different settings of --holders, of which the highest counts: {settings}")
         return found
 
 
-def spelled(partitions: Collection[int]) -> str:
-    """`partition 3`, `partitions 0-3, 7`."""
+def format_partitions(partitions: Collection[int]) -> str:
+    """Return `partition 3` or `partitions 0-3, 7`."""
     runs: list[list[int]] = []
     for partition in sorted(partitions):
         if runs and partition == runs[-1][-1] + 1:
             runs[-1].append(partition)
         else:
             runs.append([partition])
-    told = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"partition {told}" if len(partitions) == 1 else f"partitions {told}"
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"partition {text}" if len(partitions) == 1 else f"partitions {text}"
 
 
 class _Entry(NamedTuple):
-    """Of the bucket whose entries expire."""
+    """An entry of the lease bucket."""
 
     value: bytes
-    at: float
+    created_at: float
     """By the servers' clock."""
 
 
-async def look(js: JetStreamContext, layout: Layout) -> PlaneView:
-    """Ask for everything. Raises `PlaneError` where the servers cannot be asked at all."""
-    partitions = [await _partition(js, layout, partition) for partition in range(layout.partitions)]
+async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
+    """Query the status of a plane. Raises `PlaneError` if the servers do not answer."""
+    partitions = [await _partition_view(js, layout, partition) for partition in range(layout.partitions)]
     snapshots = Snapshots(js, layout)
-    kept = [each for partition in range(layout.partitions) for each in await snapshots.kept(partition)]
-    entries = await _entries(js, layout)
-    opinions = {name: found for name, entry in _under(PREFIX, entries) if (found := Opinion.decode(entry.value)) is not None}
-    now = max((entry.at for entry in entries.values()), default=0.0)
-    shares = [
-        ShareView(name, said.url, said.holders, said.held, now - entry.at)
-        for name, entry in _under(SHARE, entries)
-        if (said := Announcement.decode(entry.value)) is not None
+    valid = [each for partition in range(layout.partitions) for each in await snapshots.list_valid(partition)]
+    entries = await _lease_entries(js, layout)
+    digests = {
+        name: found
+        for name, entry in _with_prefix(DIGEST_PREFIX, entries)
+        if (found := ReplicaDigests.decode(entry.value)) is not None
+    }
+    now = max((entry.created_at for entry in entries.values()), default=0.0)
+    shards = [
+        ShardView(name, shard.url, shard.holders, shard.held, now - entry.created_at)
+        for name, entry in _with_prefix(SHARD_PREFIX, entries)
+        if (shard := ShardAnnouncement.decode(entry.value)) is not None
     ]
-    leases = {key: _holder(entry.value) for key, entry in entries.items() if not key.startswith((PREFIX, SHARE))}
-    ends = {str(partition.partition): partition.last for partition in partitions}
-    replicas = [_replica(name, opinions, ends) for name in sorted(opinions)]
-    return PlaneView(layout.name, partitions, kept, leases, replicas, shares)
+    leases = {key: _holder(entry.value) for key, entry in entries.items() if not key.startswith((DIGEST_PREFIX, SHARD_PREFIX))}
+    ends = {str(each.partition): each.last for each in partitions}
+    replicas = [_replica_view(name, digests, ends) for name in sorted(digests)]
+    return PlaneView(layout.name, partitions, valid, leases, replicas, shards)
 
 
-def _under(prefix: str, entries: Mapping[str, _Entry]) -> list[tuple[str, _Entry]]:
+def _with_prefix(prefix: str, entries: Mapping[str, _Entry]) -> list[tuple[str, _Entry]]:
     return [(key.removeprefix(prefix), entry) for key, entry in sorted(entries.items()) if key.startswith(prefix)]
 
 
-async def _partition(js: JetStreamContext, layout: Layout, partition: int) -> PartitionView:
+async def _partition_view(js: JetStreamContext, layout: Layout, partition: int) -> PartitionView:
     try:
-        state = await state_of(js, layout, partition)
-        heard: list[tuple[str, float]] = []
-        for position in range(max(state.first, state.last - LOOK_BACK + 1, 1), state.last + 1):
-            page = await _page(js, layout, partition, position)
+        info = await partition_info(js, layout, partition)
+        written: list[tuple[str, float]] = []
+        for position in range(max(info.first, info.last - BRIDGE_SCAN_PAGES + 1, 1), info.last + 1):
+            message = await fetch_message(js, layout, partition, position)
+            page = None if message is None else decode_page(message.data)
             if page is not None:
-                # Who writes is heard, whether or not it has said so lately: beats are few among the pages of a busy partition.
-                heard.append((page.bridge, page.at))
-                heard += [(each.bridge, each.at) for each in page.records if isinstance(each, Beat)]
+                # Any page shows that its bridge writes: few pages of a busy partition contain heartbeats.
+                written.append((page.bridge, page.written_at))
+                written += [(each.bridge, each.sent_at) for each in page.records if isinstance(each, HeartbeatRecord)]
     except PlaneError as error:
         return PartitionView(partition, 0, 0, 0, None, {}, str(error))
-    bridges = {name_of(bridge): at for bridge, at in heard}
-    shared = _shared(bridge for bridge, _ in heard)
-    return PartitionView(partition, state.first, state.last, state.bytes, state.leader, bridges, shared=shared)
+    bridges = {bridge_name(bridge): at for bridge, at in written}
+    shared = _shared_names(bridge for bridge, _ in written)
+    return PartitionView(partition, info.first, info.last, info.bytes, info.leader, bridges, shared=shared)
 
 
-def _shared(heard: Iterable[str]) -> list[str]:
-    """Names of bridges of which a process is heard again after another one of that name."""
+def _shared_names(bridges: Iterable[str]) -> list[str]:
+    """Return the names under which a process writes again after another process of that name."""
     last: dict[str, str] = {}
     before: set[str] = set()
     found: set[str] = set()
-    for bridge in heard:
-        name = name_of(bridge)
+    for bridge in bridges:
+        name = bridge_name(bridge)
         if bridge in before and last[name] != bridge:
             found.add(name)
         before.add(bridge)
@@ -195,27 +194,15 @@ def _shared(heard: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-async def _page(js: JetStreamContext, layout: Layout, partition: int, position: int) -> Page | None:
-    """One that may be purged at this moment."""
-    try:
-        with told(f"reading partition {partition}"):
-            return decode_page((await js.get_msg(layout.stream(partition), position)).data or b"")
-    except PlaneError as error:
-        if error.fault != "missing":
-            raise
-        return None
-
-
-async def _entries(js: JetStreamContext, layout: Layout) -> dict[str, _Entry]:
-    """Of the bucket whose entries expire."""
+async def _lease_entries(js: JetStreamContext, layout: Layout) -> dict[str, _Entry]:
     found: dict[str, _Entry] = {}
     try:
-        with told("asking for leases"):
+        with map_errors("reading the leases"):
             bucket = await js.key_value(layout.leases)
-            # Not key by key, for entries go while one looks.
+            # Not key by key, because entries expire meanwhile.
             watcher: Any = await bucket.watchall(ignore_deletes=True)
-            with suppress(TimeoutError):  # the last one was written anew meanwhile, and there is no end
-                async with asyncio.timeout(ANSWER_SECONDS):
+            with suppress(TimeoutError):  # the last entry was rewritten meanwhile, so the end marker is missing
+                async with asyncio.timeout(LIST_SECONDS):
                     async for entry in watcher:
                         if entry is None:
                             break
@@ -229,14 +216,14 @@ async def _entries(js: JetStreamContext, layout: Layout) -> dict[str, _Entry]:
 
 def _holder(value: bytes) -> str:
     try:
-        return str(msgspec.json.decode(value, type=Holder))
+        return str(msgspec.json.decode(value, type=LeaseHolder))
     except msgspec.MsgspecError:
         return value.decode(errors="replace")
 
 
-def _replica(name: str, opinions: Mapping[str, Opinion], ends: Mapping[str, int]) -> ReplicaView:
-    own = opinions[name]
-    newest = {partition: max(place.position for place in places) for partition, places in own.places.items() if places}
-    behind = sum(max(0, end - newest[partition]) for partition, end in ends.items() if partition in newest)
-    differs = [other for other, opinion in opinions.items() if own.agrees(opinion) is False]
-    return ReplicaView(name, behind, sorted(differs))
+def _replica_view(name: str, digests: Mapping[str, ReplicaDigests], ends: Mapping[str, int]) -> ReplicaView:
+    own = digests[name]
+    newest = {partition: max(each.position for each in found) for partition, found in own.partitions.items() if found}
+    lag = sum(max(0, end - newest[partition]) for partition, end in ends.items() if partition in newest)
+    differs = [other for other, found in digests.items() if own.agrees(found) is False]
+    return ReplicaView(name, lag, sorted(differs))

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from kvevents.errors import ConfigError
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.sharding import MAX_HOLDERS, SharePace, is_url
+from kvevents.plane.sharding import MAX_HOLDERS, ShardTimers, is_url
 from kvevents.security import Curve
 from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.source_config import SourceTable, Template
@@ -147,7 +147,7 @@ class ShardSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     allow: list[Host] = field(default_factory=list)
     """Hosts of the other replicas, which alone are asked: HOST, *.SUFFIX or NETWORK/BITS (default: the domain of the URL). If
     that domain has fewer than two parts, the default is the host of `url` itself."""
-    pace: SharePace = SharePace()
+    pace: ShardTimers = ShardTimers()
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)

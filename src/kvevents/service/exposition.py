@@ -25,8 +25,8 @@ from typing import Final, NamedTuple, TypeAlias, get_args
 
 from prometheus_client import generate_latest
 
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.subscriber import Partition
+from kvevents.plane.log_subscriber import PartitionProgress
+from kvevents.plane.partition_state import PartitionState
 from kvevents.service.data_plane import Counts
 from kvevents.service.member import Member
 from kvevents.service.metrics import Histogram
@@ -395,21 +395,21 @@ def _rejected(counts: dict[tuple[str, str], int]) -> Samples:
 
 # --- a plane's replica -------------------------------------------------------------------------------------------------------
 
-_LEDGER_COUNTS: Final[tuple[tuple[str, str, Callable[[Ledger], int]], ...]] = (
+_LEDGER_COUNTS: Final[tuple[tuple[str, str, Callable[[PartitionState], int]], ...]] = (
     (
         "kvevents_plane_invalid_records_total",
         "Records and messages in the log that no bridge writes; stays at 0.",
-        lambda ledger: ledger.breaches + ledger.foreign,
+        lambda state: state.invalid_records + state.foreign_messages,
     ),
     (
         "kvevents_plane_duplicate_records_total",
         "Records that repeat the log or belong to an incarnation that has ended; stays at 0.",
-        lambda ledger: ledger.doubled,
+        lambda state: state.duplicate_records,
     ),
     (
         "kvevents_plane_discarded_pages_total",
         "Pages without effect because their writer expected other pages before them; the bridge writes them again.",
-        lambda ledger: ledger.overtaken + ledger.strays,
+        lambda state: state.void_pages + state.stale_epoch_pages,
     ),
 )
 
@@ -438,9 +438,9 @@ def _write_replica(page: _Page, replica: Replica, now: float) -> None:
         return
     subscriber = generation.subscriber
     partitions = dict(subscriber.partitions)
-    ledgers = list(subscriber.ledgers.values())
+    states = list(subscriber.states.values())
     for name, text, count in _LEDGER_COUNTS:
-        page.counter(name, text, {"": sum(map(count, ledgers))})
+        page.counter(name, text, {"": sum(map(count, states))})
     page.gauge("kvevents_plane_bridges", "Bridges whose heartbeats arrive.", {"": subscriber.bridges()})
     page.gauge(
         "kvevents_plane_partition_position",
@@ -450,12 +450,12 @@ def _write_replica(page: _Page, replica: Replica, now: float) -> None:
     page.gauge(
         "kvevents_plane_partition_lag_pages",
         "Pages in the log that are not in the index yet; absent while unknown.",
-        _by_partition(partitions, lambda partition: partition.behind),
+        _by_partition(partitions, lambda partition: partition.lag),
     )
     page.gauge(
         "kvevents_plane_partition_last_page_timestamp_seconds",
         "Unix time at which the newest page in the index was written, by the bridge's clock.",
-        _by_partition(partitions, lambda partition: partition.at),
+        _by_partition(partitions, lambda partition: partition.written_at),
     )
     page.gauge(
         "kvevents_plane_partition_snapshot_timestamp_seconds",
@@ -464,7 +464,9 @@ def _write_replica(page: _Page, replica: Replica, now: float) -> None:
     )
 
 
-def _by_partition(partitions: Mapping[int, Partition], value: Callable[[Partition], float | None]) -> dict[str, float | None]:
+def _by_partition(
+    partitions: Mapping[int, PartitionProgress], value: Callable[[PartitionProgress], float | None]
+) -> dict[str, float | None]:
     return {f'partition="{number}"': value(partition) for number, partition in partitions.items()}
 
 

@@ -11,7 +11,16 @@ from typing import Any, Final
 import nats
 
 from kvevents.plane.layout import Layout
-from kvevents.plane.records import START, Batched, Lost, Page, Piece, Renewed, decode_page, extend_history
+from kvevents.plane.records import (
+    EMPTY_HISTORY,
+    BatchRecord,
+    FragmentRecord,
+    GapRecord,
+    IncarnationRecord,
+    Page,
+    decode_page,
+    extend_history,
+)
 from kvevents.wire import decode_batch
 from tests.system.chaos.truth import UNPLACED, Key, key_of
 
@@ -37,9 +46,9 @@ class Audit:
     lost: int = 0
     """Batches that the log says are lost."""
     foreign: int = 0
-    strays: int = 0
+    stale_epoch_pages: int = 0
     """Pages that were meant for a partition that has been deleted."""
-    overtaken: int = 0
+    void_pages: int = 0
     """Pages whose writer expected others before them."""
     flaws: list[str] = field(default_factory=list)
     _streams: dict[tuple[str, int, int], Stream] = field(default_factory=dict)
@@ -53,15 +62,15 @@ class Audit:
                 stream.last = None
         self._position = position
         for record in page.records:
-            if isinstance(record, Batched):
+            if isinstance(record, BatchRecord):
                 self._take_batch(position, record)
-            elif isinstance(record, Piece) and record.offset + len(record.payload) == record.total:
+            elif isinstance(record, FragmentRecord) and record.offset + len(record.payload) == record.total:
                 self._follow(position, record, record.seq, record.seq)
                 self.batches += 1
-            elif isinstance(record, Lost):
+            elif isinstance(record, GapRecord):
                 self._follow(position, record, record.first, record.last)
                 self.lost += record.last - record.first + 1
-            elif isinstance(record, Renewed) and (*record.key, record.incarnation) in self._streams:
+            elif isinstance(record, IncarnationRecord) and (*record.key, record.incarnation) in self._streams:
                 self.flaws.append(f"page {position}: incarnation {record.incarnation} of {record.source} begins again")
 
     def pass_over(self, position: int) -> None:
@@ -69,7 +78,7 @@ class Audit:
         if position == self._position + 1:
             self._position = position
 
-    def _take_batch(self, position: int, record: Batched) -> None:
+    def _take_batch(self, position: int, record: BatchRecord) -> None:
         self.batches += 1
         stream = self._follow(position, record, record.seq, record.seq)
         life = _life_of(record.payload)
@@ -82,7 +91,7 @@ class Audit:
             )
         stream.life = life
 
-    def _follow(self, position: int, record: Batched | Piece | Lost, first: int, last: int) -> Stream:
+    def _follow(self, position: int, record: BatchRecord | FragmentRecord | GapRecord, first: int, last: int) -> Stream:
         stream = self._streams.setdefault((*record.key, record.incarnation), Stream())
         if stream.last is not None and first != stream.last + 1:
             what = "again" if first <= stream.last else "too soon"
@@ -144,25 +153,25 @@ async def _read_partition(js: Any, layout: Layout, partition: int, audit: Audit,
         layout.subject(partition), stream=layout.stream(partition), config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
     )
     position, life = 0, ""
-    history: bytes | None = START if state.first_seq == 1 else None
+    history: bytes | None = EMPTY_HISTORY if state.first_seq == 1 else None
     while position < state.last_seq:
         for message in await consumer.fetch(at_once, timeout=READ_SECONDS):
             await message.ack()
             position = message.metadata.sequence.stream
             page = decode_page(message.data)
-            life = life or ("" if page is None else page.life)
+            life = life or ("" if page is None else page.epoch)
             expected, known = None if page is None else page.history, history
-            before = START if page is not None and expected is None else expected if known is None else known
+            before = EMPTY_HISTORY if page is not None and expected is None else expected if known is None else known
             history = None if before is None else extend_history(before, "" if page is None else page.name)
             if page is None:
                 audit.pass_over(position)
                 audit.foreign += 1
-            elif page.life != life:
+            elif page.epoch != life:
                 audit.pass_over(position)
-                audit.strays += 1
+                audit.stale_epoch_pages += 1
             elif expected is not None and known is not None and expected != known:
                 audit.pass_over(position)
-                audit.overtaken += 1
+                audit.void_pages += 1
             else:
                 audit.take(position, page)
     await consumer.unsubscribe()

@@ -8,7 +8,7 @@ from typing import Final, Literal, Self
 
 from kvevents.stream import Trust
 from tests.system.chaos.truth import EMPTY, Claim, Key
-from tests.system.plane_chaos.roles import Told
+from tests.system.plane_chaos.roles import TrustReport
 
 NEVER: Final = ("breaches", "doubled", "fell")
 """What no bridge and no replica may count."""
@@ -77,7 +77,7 @@ class Outcome:
         return not self.error and not self.wrong and all(verdict.kind == "right" for verdict in self.verdicts)
 
 
-def judge(replica: str, engine: str, told: Told, truth: bytes) -> Verdict:
+def judge(replica: str, engine: str, told: TrustReport, truth: bytes) -> Verdict:
     """How a replica stands with an engine, when there is nothing left to come."""
     name = engine.rpartition("\x1f")[2]
     held = told.held.get(engine)

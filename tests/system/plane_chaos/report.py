@@ -95,5 +95,5 @@ what it saw: do not edit it.
 
 
 def document(outcomes: Sequence[Outcome], told: str) -> str:
-    """All of it. `told` says what was played."""
+    """All of it. `trust_reports` says what was played."""
     return "\n".join([_HEAD, f"{told}: {totals(outcomes)}.\n", by_fault(outcomes)]) + "\n"

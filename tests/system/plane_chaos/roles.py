@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 
 from kvevents.errors import PlaneError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane import listening, reading, subscriber
+from kvevents.plane import engine_reader
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.sharding import SharePace
+from kvevents.plane.sharding import ShardTimers
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.replica import coordination as comparing
@@ -40,16 +40,9 @@ PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
     (replicas, "TELL_SECONDS", 0.5),
     (comparing, "TURN_SECONDS", 3.0),
     (replicas, "REBUILD_SECONDS", 5.0),
-    (reading, "CHECK_SECONDS", 1.0),
-    (subscriber, "CENSUS_PAGES", (4, 32)),
-)
-BRIDGE_PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
-    (reading, "HEARTBEAT_SECONDS", 0.3),
-    (reading, "CHECK_SECONDS", 1.0),
-    (reading, "FEW_LOOKS", 1),
 )
 """A round shall not last as long as a production network's patience."""
-SHARE_PACE: Final = SharePace(
+SHARE_PACE: Final = ShardTimers(
     announce_seconds=0.2, settle_seconds=0.6, present_seconds=0.7, dead_seconds=2.0, release_seconds=0.5
 )
 
@@ -90,7 +83,7 @@ class Held(NamedTuple):
     incarnation: int
 
 
-class Told(NamedTuple):
+class TrustReport(NamedTuple):
     """What a replica or a bridge says when asked."""
 
     held: dict[str, Held]
@@ -105,8 +98,7 @@ class Told(NamedTuple):
 def bridge(pipe: Connection, role: BridgeRole) -> None:
     """The process of a bridge; it ends with the pipe."""
     _begin(role.log)
-    _set(listening, "Subscriber", _brisk)
-    _keep_pace(BRIDGE_PACE)
+    _set(engine_reader, "Subscriber", _brisk)
     with suppress(EOFError, BrokenPipeError):
         asyncio.run(_bridge(pipe, role))
 
@@ -126,8 +118,9 @@ def _keep_pace(paces: Sequence[tuple[Any, str, Any]]) -> None:
         _set(module, name, value)
 
 
-def _brisk(*, decode: bool, transport: Any) -> Subscriber[Any]:
-    return Subscriber(decode=decode, limits=BRISK, transport=ZmqTransport(options=BRISK_SOCKETS))
+def _brisk(*, decode: bool, transport: Any, clock: Any, sink: Any) -> Subscriber[Any]:
+    transport = ZmqTransport(options=BRISK_SOCKETS)
+    return Subscriber(decode=decode, limits=BRISK, transport=transport, clock=clock, sink=sink)
 
 
 def _begin(log: str) -> None:
@@ -165,22 +158,22 @@ async def _bridge(pipe: Connection, role: BridgeRole) -> None:
         await asyncio.sleep(AGAIN_SECONDS)
 
 
-def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> Told:
+def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> TrustReport:
     counted, fault = {"fell": len(fell)}, "; ".join(fell[-2:])
     for each in now:
         status = each.status()
-        ledgers = [partition.composer.ledger for partition in each._partitions]
+        states = [partition.builder.state for partition in each._partitions]
         counted |= {
             "written": status.written,
             "conflicts": status.conflicts,
-            "adrift": status.adrift,
-            "breaches": status.breaches,
-            "doubled": sum(ledger.doubled for ledger in ledgers),
-            "strays": sum(ledger.strays for ledger in ledgers),
-            "waiting": sum(partition.waiting for partition in status.partitions),
+            "adrift": status.resyncs,
+            "breaches": status.invalid_records,
+            "doubled": sum(state.duplicate_records for state in states),
+            "strays": sum(state.stale_epoch_pages for state in states),
+            "waiting": sum(partition.queued_records for partition in status.partitions),
         }
         fault = "; ".join(filter(None, [fault, status.failure, *(partition.fault for partition in status.partitions)]))
-    return Told({}, counted, fault)
+    return TrustReport({}, counted, fault)
 
 
 # --- replicas ----------------------------------------------------------------------------------------------------------------
@@ -234,16 +227,16 @@ class _Diarist:
         layout = self._replica.layout
         return layout is not None and layout.partition_of(name) in generation.shown
 
-    def told(self) -> Told:
+    def told(self) -> TrustReport:
         replica, generation = self._replica, self._replica.generation
         counted = {"claims": self._claims, "generations": replica.builds, "disagreements": replica.disagreements}
         if generation is None or not replica.is_complete:
-            return Told({}, counted, replica.why_hidden, shown=frozenset(self._role.engines))
-        ledgers = generation.subscriber.ledgers.values()
+            return TrustReport({}, counted, replica.why_hidden, shown=frozenset(self._role.engines))
+        states = generation.subscriber.states.values()
         counted |= {
-            "breaches": sum(ledger.breaches for ledger in ledgers),
-            "doubled": sum(ledger.doubled for ledger in ledgers),
-            "foreign": sum(ledger.foreign for ledger in ledgers),
+            "breaches": sum(state.invalid_records for state in states),
+            "doubled": sum(state.duplicate_records for state in states),
+            "foreign": sum(state.foreign_messages for state in states),
             "diverged": generation.subscriber.diverged,
             "snapshots": len(generation.newest),
         }
@@ -252,7 +245,9 @@ class _Diarist:
         )
         faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))
         shown = frozenset(name for name in self._role.engines if self._shows(generation, name))
-        return Told(order.result(2.0), counted, faults, ", ".join(generation.began_with.values()) or "the log alone", shown)
+        return TrustReport(
+            order.result(2.0), counted, faults, ", ".join(generation.began_with.values()) or "the log alone", shown
+        )
 
 
 def _held(generation: IndexBuild, name: str) -> Held | None:
@@ -268,7 +263,7 @@ def _held(generation: IndexBuild, name: str) -> Held | None:
 # --- both --------------------------------------------------------------------------------------------------------------------
 
 
-async def _answer(pipe: Connection, answer: Callable[[], Told]) -> None:
+async def _answer(pipe: Connection, answer: Callable[[], TrustReport]) -> None:
     """Until nobody asks any more."""
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -282,7 +277,7 @@ async def _answer(pipe: Connection, answer: Callable[[], Told]) -> None:
                 try:
                     told = answer()
                 except TimeoutError:
-                    told = Told({}, {}, "the thread that applies does not answer")
+                    told = TrustReport({}, {}, "the thread that applies does not answer")
                 pipe.send(told)
     except (EOFError, OSError):
         return

@@ -20,7 +20,7 @@ import nats
 
 from kvevents.plane.bridge import BridgeSettings, Watch
 from kvevents.plane.layout import Layout
-from kvevents.plane.settings import PlaneSettings
+from kvevents.plane.settings import PlaneSettings, ReaderLimits
 from kvevents.service.registration import Registration
 from kvevents.stream import Trust
 from kvevents.testing.ports import reserve_port
@@ -32,7 +32,7 @@ from tests.system.plane_chaos import roles
 from tests.system.plane_chaos.audit import Audit, read_log
 from tests.system.plane_chaos.judging import NEVER, Claimed, Outcome, Verdict, check_claims, judge
 from tests.system.plane_chaos.plan import BRIDGES, LEAST_PARTITION_BYTES, REPLICAS, SECONDS, TAIL, Plan, Strike
-from tests.system.plane_chaos.roles import BridgeRole, Held, ReplicaRole, Told
+from tests.system.plane_chaos.roles import BridgeRole, Held, ReplicaRole, TrustReport
 from tools.nats_process import Server, Servers
 
 REACH_SECONDS: Final = 90.0
@@ -142,6 +142,7 @@ class Stage:
             name="chaos",
             partitions=self.plan.partitions,
             copies=3 if "cluster" in traits else 1,
+            reader=ReaderLimits(heartbeat_seconds=0.3, quiet_heartbeats=1, check_seconds=1.0, digest_pages=4),
             partition_bytes=LEAST_PARTITION_BYTES if "small partitions" in traits else 256 << 20,
         )
         self.layout = Layout("chaos", self.plan.partitions)
@@ -198,7 +199,11 @@ class Stage:
             watches.append(Watch(source, msgspec.json.encode(registration)))
         reserve = number == 1 and "bridge in reserve" in self.plan.traits
         settings = BridgeSettings(
-            plane=self.plane, name=f"b{number}", hold_back=0.4 if reserve else 0.0, dead_seconds=DEAD_SECONDS, beat=0.3
+            plane=self.plane,
+            name=f"b{number}",
+            standby_seconds=0.4 if reserve else 0.0,
+            dead_seconds=DEAD_SECONDS,
+            heartbeat_seconds=0.3,
         )
         self._bridges[number] = self._part(
             f"bridge {number}", roles.bridge, BridgeRole(settings, tuple(watches), self._log(f"b{number}"))
@@ -400,7 +405,7 @@ class Stage:
                     each.confirm()
             time.sleep(LOOK)
 
-    def _uncovered(self, names: Sequence[str], told: Mapping[int, Told]) -> list[Verdict]:
+    def _uncovered(self, names: Sequence[str], told: Mapping[int, TrustReport]) -> list[Verdict]:
         """Engines that fewer replicas hold than are to, or more."""
         holders = min(self.plan.holders or REPLICAS, REPLICAS)
         found = []
@@ -412,16 +417,16 @@ class Stage:
                 )
         return found
 
-    def _ask(self, part: Part) -> Told:
+    def _ask(self, part: Part) -> TrustReport:
         try:
             told = part.ask(seconds=ASK_SECONDS)
         except Silent as error:
             raise Broken(str(error)) from error
-        if not isinstance(told, Told):
+        if not isinstance(told, TrustReport):
             raise Broken(f"{part.name} fell: {told}")
         return told
 
-    def _count(self, told: dict[int, Told]) -> None:
+    def _count(self, told: dict[int, TrustReport]) -> None:
         """What all say of themselves, and those that bridges and replicas call wrong."""
         bridges = {number: self._ask(part) for number, part in self._bridges.items()}
         for kind, found in (("b", bridges), ("r", told)):

@@ -11,20 +11,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvevents.errors import PlaneError
-from kvevents.plane.entries import entries
-from kvevents.plane.faults import told
-from kvevents.plane.layout import Layout
-from kvevents.plane.leases import Holder, Lease, lease_key
-from kvevents.plane.opinions import PREFIX as OPINION_PREFIX
-from kvevents.plane.opinions import Opinion
-from kvevents.plane.sharding import PREFIX, Announcement, Roster
+from kvevents.plane.layout import Layout, list_entries
+from kvevents.plane.leases import Lease, LeaseHolder, lease_key
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.replica_digests import DIGEST_PREFIX, ReplicaDigests
+from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, ShardAssignment
 from kvevents.service.config import ShardSettings
 from kvevents.service.shards.peers import PeerPolicy
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue
 
-    from kvevents.plane.client import PlaneClient
+    from kvevents.plane.nats_client import PlaneClient
 
 
 log = logging.getLogger(__name__)
@@ -47,7 +45,7 @@ class Assignment:
         """Replicas that this one must not ask, by name, and why."""
         self._partitions = frozenset[int]()
         self._since: float | None = None
-        self.roster: Roster | None = None
+        self.assignment: ShardAssignment | None = None
         """The other replicas; None where this one holds all partitions, and before the plane was found."""
 
     @property
@@ -67,30 +65,30 @@ class Assignment:
         """Partitions that are to be held."""
         if not self.is_shared:
             return self._partitions
-        return self.roster.wanted if self.roster is not None and self.is_settled else frozenset()
+        return self.assignment.assigned if self.assignment is not None and self.is_settled else frozenset()
 
     @property
     def spare(self) -> frozenset[int]:
         """Partitions that may be let go."""
-        return self.roster.spare(time.monotonic()) if self.roster is not None else frozenset()
+        return self.assignment.releasable(time.monotonic()) if self.assignment is not None else frozenset()
 
     def begin(self, layout: Layout) -> None:
         """The plane is found."""
         self._partitions = frozenset(range(layout.partitions))
-        if self._settings is not None and self.roster is None:
-            self.roster = Roster(self._name, layout.partitions, self._settings.holders, self._settings.pace)
+        if self._settings is not None and self.assignment is None:
+            self.assignment = ShardAssignment(self._name, layout.partitions, self._settings.holders, self._settings.pace)
 
     async def run(self, client: PlaneClient, layout: Layout) -> None:
         """Tell the others, and hear of them, for as long as this replica has its name."""
         self.begin(layout)
-        if (settings := self._settings) is None or (roster := self.roster) is None:
+        if (settings := self._settings) is None or (assignment := self.assignment) is None:
             return
-        part = _Part(self._name, settings, roster, self._shown, self.refused)
+        part = _Part(self._name, settings, assignment, self._shown, self.refused)
         while True:
-            lease = Lease(client.jetstream(), layout, lease_key("replica", self._name), Holder.here())
+            lease = Lease(client.jetstream(), layout, lease_key("replica", self._name), LeaseHolder.current())
             try:
                 await self._name_oneself(lease)
-                keeping = asyncio.create_task(lease.keep())
+                keeping = asyncio.create_task(lease.renew_until_lost())
                 try:
                     await self._take_part(part, client, layout, keeping, settings.pace.announce_seconds)
                 finally:
@@ -143,7 +141,7 @@ class _Part:
         self,
         name: str,
         settings: ShardSettings,
-        roster: Roster,
+        assignment: ShardAssignment,
         shown: Callable[[], frozenset[int]],
         refused: dict[str, str],
     ) -> None:
@@ -151,7 +149,7 @@ class _Part:
         self._policy: Final = PeerPolicy(settings)
         self._name: Final = name
         self._settings: Final = settings
-        self._roster: Final = roster
+        self._assignment: Final = assignment
         self._shown: Final = shown
         self._beats = time.time_ns()
         """Another one in each life."""
@@ -160,16 +158,16 @@ class _Part:
         """Tell the others, and hear of them, once. Raises `PlaneError`."""
         shown = self._shown()
         self._beats += 1
-        own = Announcement(self._settings.url.rstrip("/"), self._settings.holders, sorted(shown), self._beats)
-        with told("telling the other replicas which partitions this one holds"):
+        own = ShardAnnouncement(self._settings.url.rstrip("/"), self._settings.holders, sorted(shown), self._beats)
+        with map_errors("telling the other replicas which partitions this one holds"):
             bucket = await client.jetstream().key_value(layout.leases)
-            await bucket.put(PREFIX + self._name, own.encode())
-        found = await entries(client.jetstream(), layout, "asking which partitions the other replicas hold", PREFIX)
-        said = {name: Announcement.decode(value) for name, value in found.items() if name != self._name}
+            await bucket.put(SHARD_PREFIX + self._name, own.encode())
+        found = await list_entries(client.jetstream(), layout, "asking which partitions the other replicas hold", SHARD_PREFIX)
+        said = {name: ShardAnnouncement.decode(value) for name, value in found.items() if name != self._name}
         others = {name: announced for name, announced in said.items() if announced is not None}
-        self._roster.hear(self._allowed(others), shown, time.monotonic())
+        self._assignment.update(self._allowed(others), shown, time.monotonic())
 
-    def _allowed(self, others: dict[str, Announcement]) -> dict[str, Announcement]:
+    def _allowed(self, others: dict[str, ShardAnnouncement]) -> dict[str, ShardAnnouncement]:
         """Those that may be asked; the rest is logged when it comes, and not counted among those that hold anything."""
         refused = {name: why for name, said in others.items() if (why := self._policy.refusal(said.url))}
         for name in sorted(refused):
@@ -181,9 +179,9 @@ class _Part:
 
     async def leave(self, client: PlaneClient, layout: Layout) -> None:
         """Tell the others that this one ends. Raises `PlaneError`."""
-        with told("telling the other replicas that this one ends"):
+        with map_errors("telling the other replicas that this one ends"):
             bucket = await client.jetstream().key_value(layout.leases)
-            await bucket.delete(PREFIX + self._name)
+            await bucket.delete(SHARD_PREFIX + self._name)
 
 
 TURN_SECONDS: Final = 20.0
@@ -210,7 +208,7 @@ class ConsistencyCheck:
         """What was found out about an index that is replaced."""
         self._differs_since = None
 
-    async def compare(self, client: PlaneClient, layout: Layout, own: Opinion, built_at: float) -> str:
+    async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:
         """Why the index must be built anew; empty where it need not."""
         try:
             others = await self._opinions(client, layout, own)
@@ -218,7 +216,7 @@ class ConsistencyCheck:
             log.debug("the other replicas cannot be asked: %s", error)
             return ""
         now = time.monotonic()
-        against = Counter(own.agrees(opinion) for opinion in others.values())
+        against = Counter(own.agrees(replica_digests) for replica_digests in others.values())
         if not against[False]:
             if against[True] or not others:
                 self._differs_since = None
@@ -233,20 +231,20 @@ class ConsistencyCheck:
         is_due = (outvoted or in_turn) and now - built_at > TURN_SECONDS
         return "the other replicas hold something else" if is_due else ""
 
-    async def _opinions(self, client: PlaneClient, layout: Layout, own: Opinion) -> dict[str, Opinion]:
+    async def _opinions(self, client: PlaneClient, layout: Layout, own: ReplicaDigests) -> dict[str, ReplicaDigests]:
         """What the others say, after this one has."""
         js = client.jetstream()
-        with told("telling the other replicas what this one holds"):
+        with map_errors("telling the other replicas what this one holds"):
             await self._say(await js.key_value(layout.leases), own)
-        found = await entries(js, layout, "asking what the other replicas hold", OPINION_PREFIX)
-        said = {name: Opinion.decode(value) for name, value in found.items() if name != self._name}
-        return {name: opinion for name, opinion in said.items() if opinion is not None}
+        found = await list_entries(js, layout, "asking what the other replicas hold", DIGEST_PREFIX)
+        said = {name: ReplicaDigests.decode(value) for name, value in found.items() if name != self._name}
+        return {name: replica_digests for name, replica_digests in said.items() if replica_digests is not None}
 
-    async def _say(self, bucket: KeyValue, own: Opinion) -> None:
+    async def _say(self, bucket: KeyValue, own: ReplicaDigests) -> None:
         """What this one holds. One that may only read compares itself all the same."""
         try:
-            with told("telling the other replicas what this one holds"):
-                await bucket.put(OPINION_PREFIX + self._name, own.encode())
+            with map_errors("telling the other replicas what this one holds"):
+                await bucket.put(DIGEST_PREFIX + self._name, own.encode())
         except PlaneError as error:
             if error.fault != "denied":
                 raise

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvevents.errors import KVEventsError, PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
-from kvevents.plane.layout import Layout, PartitionInfo, state_of
-from kvevents.plane.leases import Holder, Lease
-from kvevents.plane.ledger import Ledger
-from kvevents.plane.reading import PartitionReader
-from kvevents.plane.records import Key, Tail
-from kvevents.plane.snapshots import Kept, Snapshots, Taken, take
-from kvevents.plane.subscriber import LogSubscriber
+from kvevents.plane.layout import Layout, PartitionInfo, partition_info
+from kvevents.plane.leases import Lease, LeaseHolder
+from kvevents.plane.log_subscriber import LogSubscriber
+from kvevents.plane.partition_reader import DEFAULT_LIMITS, PartitionReader
+from kvevents.plane.partition_state import PartitionState
+from kvevents.plane.records import StreamKey, Tail
+from kvevents.plane.settings import ReaderLimits
+from kvevents.plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture
 from kvevents.service.follower import Follower, IndexSink
 from kvevents.service.replica.coordination import ConsistencyCheck
 from kvevents.stream import DegradedReason
@@ -28,7 +29,7 @@ from kvevents.stream import DegradedReason
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
-    from kvevents.plane.client import PlaneClient
+    from kvevents.plane.nats_client import PlaneClient
 
 
 log = logging.getLogger(__name__)
@@ -57,24 +58,26 @@ class IndexBuild:
         snapshots: Snapshots,
         index: PrefixIndex,
         settled: Collection[int] = (),
+        limits: ReaderLimits = DEFAULT_LIMITS,
     ) -> None:
         self.index: Final = index
         sink = IndexSink(index)
-        self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key), sink)
+        self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key), sink, limits)
         self.follower: Final = Follower(self.subscriber, sink)
-        self.made: dict[int, str] = {}
+        self.stream_ids: dict[int, str] = {}
         """By partition that is held which stream it is."""
         self.began_with: dict[int, str] = {}
         """By partition the snapshot."""
         self.shown: frozenset[int] = frozenset()
         """Partitions that answers may be about; replaced as a whole."""
-        self.newest: dict[int, Kept] = {}
+        self.newest: dict[int, SnapshotInfo] = {}
         """By partition the newest snapshot that is known."""
         self.broken = ""
         """Why it cannot go on."""
         self.settled: Final = set(settled)
         """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
         self._client: Final = client
+        self._limits: Final = limits
         self._layout: Final = layout
         self._snapshots: Final = snapshots
         self._reading: dict[int, asyncio.Task[None]] = {}
@@ -99,7 +102,7 @@ class IndexBuild:
     @property
     def hole(self) -> str:
         """Why a partition cannot be shown: pages are gone that no snapshot stands for."""
-        return next((ledger.hole for ledger in self.subscriber.ledgers.values() if ledger.hole), "")
+        return next((state.unknown_prefix for state in self.subscriber.states.values() if state.unknown_prefix), "")
 
     @property
     def passed_over(self) -> list[str]:
@@ -113,9 +116,9 @@ class IndexBuild:
 
         Raises `PlaneError` where the servers do not say how a partition stands.
         """
-        for partition in sorted(set(wanted) - self.made.keys()):
+        for partition in sorted(set(wanted) - self.stream_ids.keys()):
             await self._begin(partition)
-        for partition in sorted(self.made.keys() - self.shown):
+        for partition in sorted(self.stream_ids.keys() - self.shown):
             if partition not in wanted:
                 await self._drop(partition)
             elif await self._order(lambda partition=partition: self.subscriber.is_complete(partition)):  # type: ignore[misc]
@@ -125,7 +128,7 @@ class IndexBuild:
             await self._drop(partition)
 
     async def _complete(self, partition: int) -> None:
-        if not self.subscriber.ledgers[partition].hole:
+        if not self.subscriber.states[partition].unknown_prefix:
             self.shown |= {partition}
         elif time.monotonic() - self._begun_at[partition] > HOLE_SECONDS:
             # Somebody may have taken a snapshot, or have written the partition anew.
@@ -133,35 +136,37 @@ class IndexBuild:
             await self._begin(partition)
 
     async def _begin(self, partition: int) -> None:
-        state = await state_of(self._client.jetstream(), self._layout, partition)
-        ledger, doubts = await self._restored(partition, state)
-        await self._order(lambda: self.subscriber.add_partition(partition, ledger, doubts))
-        self.made[partition], self._begun_at[partition] = state.made, time.monotonic()
-        self._reading[partition] = asyncio.create_task(self._read(partition, ledger.tail))
+        info = await partition_info(self._client.jetstream(), self._layout, partition)
+        state, doubts = await self._restored(partition, info)
+        await self._order(lambda: self.subscriber.add_partition(partition, state, doubts))
+        self.stream_ids[partition], self._begun_at[partition] = info.stream_id, time.monotonic()
+        self._reading[partition] = asyncio.create_task(self._read(partition, state.tail))
 
-    async def _restored(self, partition: int, state: PartitionInfo) -> tuple[Ledger, Mapping[Key, frozenset[DegradedReason]]]:
+    async def _restored(
+        self, partition: int, info: PartitionInfo
+    ) -> tuple[PartitionState, Mapping[StreamKey, frozenset[DegradedReason]]]:
         """How a partition stands by the newest snapshot that can be read, whose blocks are in the index then."""
-        for kept in await self._snapshots.usable(partition, state):
+        for kept in await self._snapshots.matching(partition, info):
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 try:
-                    ledger, doubts = await self._snapshots.load(kept, self.index, Path(folder))
+                    state, doubts = await self._snapshots.load(kept, self.index, Path(folder))
                 except (SnapshotError, PlaneError) as error:
                     if isinstance(error, PlaneError) and error.fault not in {"missing", "timeout"}:
                         raise
                     self._pass_over(kept, str(error))
                     continue
             self.newest[partition] = kept
-            if not _is_gone(ledger.position, state):
+            if not _is_gone(state.position, info):
                 self.began_with[partition] = kept.name
-                return ledger, doubts
-            self._forget(ledger.streams)
-        if _is_gone(0, state):
+                return state, doubts
+            self._forget(state.streams)
+        if _is_gone(0, info):
             why = "; ".join(self._unread.get(partition, {}).values())
             hole = f"pages of partition {partition} are gone that no snapshot stands for" + (f", and {why}" if why else "")
-            return Ledger.behind(state.first - 1, hole), {}
-        return Ledger(), {}
+            return PartitionState.after_unknown_prefix(info.first - 1, hole), {}
+        return PartitionState(), {}
 
-    def _pass_over(self, kept: Kept, why: str) -> None:
+    def _pass_over(self, kept: SnapshotInfo, why: str) -> None:
         self._unread.setdefault(kept.partition, {})[kept.name] = why
         if why not in self._logged:  # a partition with a hole is begun again and again
             self._logged.add(why)
@@ -173,10 +178,10 @@ class IndexBuild:
         await asyncio.gather(reading, return_exceptions=True)
         await self._order(lambda: self._forget(self.subscriber.drop_partition(partition)))
         known: dict[int, Any]
-        for known in (self.made, self.began_with, self.newest, self._begun_at, self._unread):
+        for known in (self.stream_ids, self.began_with, self.newest, self._begun_at, self._unread):
             known.pop(partition, None)
 
-    def _forget(self, keys: Collection[Key]) -> None:
+    def _forget(self, keys: Collection[StreamKey]) -> None:
         for key in keys:
             self.index.remove_worker(key)
             self.index.readmit(key)
@@ -189,20 +194,25 @@ class IndexBuild:
         subscriber = self.subscriber
         while True:
             reader = PartitionReader(
-                self._client, self._layout, partition, tail, self.made[partition], lambda came: subscriber.put(partition, came)
+                self._client,
+                self._layout,
+                partition,
+                tail,
+                self.stream_ids[partition],
+                lambda came: subscriber.put(partition, came),
             )
-            reader.settled = partition in self.settled
+            reader.resolves_disputes = partition in self.settled
             reading = asyncio.create_task(reader.run())
             try:
                 while subscriber.queued_bytes < MAX_QUEUED_BYTES:
                     done, _ = await asyncio.wait({reading}, timeout=LOOK_SECONDS)
-                    subscriber.tell(partition, reader.behind, reader.fault)
+                    subscriber.report_progress(partition, reader.lag, reader.fault)
                     if done:
-                        why = reading.result().why
+                        why = reading.result().reason
                         if why == "disputed":
                             self.settled.add(partition)
                         self.broken = f"partition {partition} was {why}"
-                        subscriber.break_partition(partition, self.broken)
+                        subscriber.mark_broken(partition, self.broken)
                         return
             finally:
                 reading.cancel()
@@ -216,17 +226,17 @@ class IndexBuild:
 
     def snapshot_ages(self) -> dict[int, float]:
         """By partition, seconds since this process found its newest snapshot."""
-        ages = {partition: self._snapshots.known_for(partition) for partition in list(self.newest)}
+        ages = {partition: self._snapshots.newest_age(partition) for partition in list(self.newest)}
         return {partition: age for partition, age in ages.items() if age is not None}
 
-    def know(self, kept: Kept) -> None:
+    def know(self, kept: SnapshotInfo) -> None:
         """That a snapshot of a partition counts."""
-        if kept.partition in self.made:
+        if kept.partition in self.stream_ids:
             self.newest[kept.partition] = kept
             if kept.name not in self._unread.get(kept.partition, ()):
                 self._unread.pop(kept.partition, None)
 
-    async def take(self, partition: int, path: Path) -> tuple[Taken, int]:
+    async def take(self, partition: int, path: Path) -> tuple[SnapshotBody, int]:
         """A snapshot of a partition at `path`, and about how many blocks it has.
 
         Raises `SnapshotError`, and `TimeoutError` where it is too slow.
@@ -239,12 +249,12 @@ class IndexBuild:
         keys = {(source, rank) for source, rank, _ in taken.digests}
         return taken, sum(info.blocks for info in infos if (info.source, info.rank) in keys)
 
-    def _take(self, partition: int, path: Path) -> Taken:
+    def _take(self, partition: int, path: Path) -> SnapshotBody:
         """By the thread that applies: ledger and index are of one moment then."""
-        ledger = self.subscriber.ledgers.get(partition)
-        if ledger is None:
+        state = self.subscriber.states.get(partition)
+        if state is None:
             raise SnapshotError(f"partition {partition} is no longer held here; another replica takes its snapshots")
-        return take(partition, ledger, self.subscriber.doubts(), self.index, path)
+        return capture(partition, state, self.subscriber.doubts(), self.index, path)
 
 
 def _is_gone(position: int, state: PartitionInfo) -> bool:
@@ -252,7 +262,7 @@ def _is_gone(position: int, state: PartitionInfo) -> bool:
     return position + 1 < state.first and position < state.last
 
 
-def _digest(index: PrefixIndex, key: Key) -> str | None:
+def _digest(index: PrefixIndex, key: StreamKey) -> str | None:
     with suppress(UnknownSourceError):
         return index.digest(key)
     return None
@@ -295,7 +305,9 @@ class Snapshotter:
                 self._due[partition] = time.monotonic() + self._seconds
                 # It may be this index that is in the wrong.
                 if not self._comparing.differs and partition in generation.shown:
-                    await self._take(Lease(js, layout, f"{LEASE}.{partition}", Holder.here()), partition, snapshots, generation)
+                    await self._take(
+                        Lease(js, layout, f"{LEASE}.{partition}", LeaseHolder.current()), partition, snapshots, generation
+                    )
 
     async def _take(self, lease: Lease, partition: int, snapshots: Snapshots, generation: IndexBuild) -> None:
         """Write a snapshot, unless another replica does. What the servers do not take shows, and is tried again."""
@@ -316,10 +328,10 @@ class Snapshotter:
 
     async def _is_fresh(self, partition: int, snapshots: Snapshots, generation: IndexBuild) -> bool:
         """Whether the newest one that counts, whoever took it, is new enough."""
-        kept = await snapshots.kept(partition)
+        kept = await snapshots.list_valid(partition)
         if kept:
             generation.know(kept[0])
-        known_for = snapshots.known_for(partition)
+        known_for = snapshots.newest_age(partition)
         return known_for is not None and known_for < self._seconds * FRESH
 
     def _tell(self, partition: int, error: Exception) -> None:
@@ -330,9 +342,9 @@ class Snapshotter:
             log.warning("no snapshot was taken: %s", fault)
         self._faults[partition] = fault
 
-    async def _take_within(self, lease: Lease, partition: int, snapshots: Snapshots, generation: IndexBuild) -> Kept:
-        made = generation.made.get(partition, "")  # nothing comes of one that was let go meanwhile
-        keeping = asyncio.create_task(lease.keep())
+    async def _take_within(self, lease: Lease, partition: int, snapshots: Snapshots, generation: IndexBuild) -> SnapshotInfo:
+        made = generation.stream_ids.get(partition, "")  # nothing comes of one that was let go meanwhile
+        keeping = asyncio.create_task(lease.renew_until_lost())
         try:
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 path = Path(folder, "index")

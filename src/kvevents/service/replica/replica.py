@@ -22,12 +22,12 @@ import msgspec
 
 from kvevents.errors import ConfigError, PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
-from kvevents.plane.connection import opened, require_jetstream
-from kvevents.plane.layout import Layout, find
-from kvevents.plane.opinions import Opinion
-from kvevents.plane.records import Key
+from kvevents.plane.connection import open_client, require_jetstream
+from kvevents.plane.layout import Layout, find_plane
+from kvevents.plane.records import StreamKey
+from kvevents.plane.replica_digests import ReplicaDigests
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.sharding import Announcement
+from kvevents.plane.sharding import ShardAnnouncement
 from kvevents.plane.snapshots import Snapshots
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
@@ -37,7 +37,7 @@ from kvevents.service.replica.index_build import IndexBuild, Snapshotter
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:
-    from kvevents.plane.client import PlaneClient
+    from kvevents.plane.nats_client import PlaneClient
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Replica:
         self._fleet: Final = fleet
         self._memory_limit: Final = memory_limit
         self._generation: IndexBuild | None = None
-        self._told: tuple[Mapping[Key, bytes], frozenset[int]] | None = None
+        self._told: tuple[Mapping[StreamKey, bytes], frozenset[int]] | None = None
         """Cards and partitions of which the fleet was told last."""
         self._settled = set[int]()
         """Partitions that were read again because of a dispute."""
@@ -126,10 +126,10 @@ class Replica:
         return frozenset() if self._generation is None else self._answers & self._generation.shown
 
     @property
-    def present(self) -> Mapping[str, Announcement]:
+    def present(self) -> Mapping[str, ShardAnnouncement]:
         """The other replicas that hold a share and are heard of."""
-        roster = self._holding.roster
-        return {} if roster is None else roster.present
+        assignment = self._holding.assignment
+        return {} if assignment is None else assignment.present
 
     @property
     def refused(self) -> Mapping[str, str]:
@@ -148,7 +148,7 @@ class Replica:
         try:
             while True:
                 try:
-                    async with opened(self.plane, name=f"kvevents replica {self.name}") as client:
+                    async with open_client(self.plane, name=f"kvevents replica {self.name}") as client:
                         await require_jetstream(client)
                         await self._replicate(client)
                 except (PlaneError, SnapshotError, ConfigError) as error:  # the last of files that were replaced meanwhile
@@ -165,7 +165,7 @@ class Replica:
 
     async def _replicate(self, client: PlaneClient) -> None:
         js = client.jetstream()
-        while (layout := await find(js, self.plane.name)) is None:
+        while (layout := await find_plane(js, self.plane.name)) is None:
             self._tell(f"there is no plane {self.plane.name!r} yet; a bridge makes it")
             await asyncio.sleep(AGAIN_SECONDS)
         self.layout = layout
@@ -189,7 +189,7 @@ class Replica:
             await asyncio.sleep(LOOK_SECONDS)
         while True:
             index = PrefixIndex(memory_limit=self._memory_limit)
-            generation = IndexBuild(client, layout, snapshots, index, self._settled)
+            generation = IndexBuild(client, layout, snapshots, index, self._settled, self.plane.reader)
             try:
                 # One that takes the place of another one shows at least what that does.
                 while not generation.broken and not generation.shown.issuperset(wanted := self._holding.wanted | self.shown):
@@ -228,7 +228,7 @@ class Replica:
     def _registrations(self, generation: IndexBuild) -> tuple[list[Registration], frozenset[int]]:
         """Of the engines in the partitions that are shown, and these partitions."""
         found = []
-        cards, shown = self._told = generation.subscriber.cards, generation.shown
+        cards, shown = self._told = generation.subscriber.registrations, generation.shown
         for key, card in cards.items():
             if self.layout is None or self.layout.partition_of(key[0]) not in shown:
                 continue
@@ -273,14 +273,18 @@ class Replica:
             now = time.monotonic()
             if now >= tell_at:
                 tell_at = now + TELL_SECONDS
-                own = Opinion.of(dict(generation.subscriber.census))
+                own = ReplicaDigests.of(dict(generation.subscriber.digests))
                 why = await self._comparing.compare(client, layout, own, self._built_at)
                 generation.broken = generation.broken or why
         self._settled |= generation.settled
         log.warning("the index is built anew: %s", generation.broken)
 
     async def _watch(self, generation: IndexBuild) -> None:
-        if self._told is None or self._told[0] is not generation.subscriber.cards or self._told[1] is not generation.shown:
+        if (
+            self._told is None
+            or self._told[0] is not generation.subscriber.registrations
+            or self._told[1] is not generation.shown
+        ):
             await self._register(generation, *self._registrations(generation))
         if generation.subscriber.diverged and time.monotonic() - self._built_at > REBUILD_SECONDS:
             generation.broken = "an engine holds something else than this index"

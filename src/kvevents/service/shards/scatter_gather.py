@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.plane.sharding import Announcement, plan
+from kvevents.plane.sharding import ShardAnnouncement, plan_queries
 from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.reasons import Reason
@@ -147,7 +147,7 @@ class ScatterGather:
         url: str,
         answering: ShardServer,
         peers: Peers,
-        present: Callable[[], Mapping[str, Announcement]],
+        present: Callable[[], Mapping[str, ShardAnnouncement]],
         in_thread: Callable[..., Awaitable[Any]],
     ) -> None:
         self.answering: Final = answering
@@ -220,7 +220,7 @@ class ScatterGather:
             return
         left = set(range(layout.partitions)) - self.answering.shown()
         for _ in range(MAX_ROUNDS):
-            asked, _ = plan(self._name, left, self._holding(self._present(), {}, away=False))
+            asked, _ = plan_queries(self._name, left, self._holding(self._present(), {}, away=False))
             reached = await asyncio.gather(*(self._refresh(name, partitions) for name, partitions in asked.items()))
             left -= set().union(*reached)
             if all(reached):
@@ -308,9 +308,9 @@ class ScatterGather:
     async def _ask_others(self, question: ShardQuery, asking: _Asking) -> bool:
         """Ask for what is left, each partition of one replica; False where there is nobody to ask."""
         present = self._present()
-        asked, nobody = plan(self._name, asking.left, self._holding(present, asking.refused, away=False))
+        asked, nobody = plan_queries(self._name, asking.left, self._holding(present, asking.refused, away=False))
         if nobody:
-            asked |= plan(self._name, nobody, self._holding(present, asking.refused, away=True, but=asked))[0]
+            asked |= plan_queries(self._name, nobody, self._holding(present, asking.refused, away=True, but=asked))[0]
         parts = await asyncio.gather(
             *(self._ask(name, present[name].url, question, partitions) for name, partitions in asked.items())
         )
@@ -324,7 +324,7 @@ class ScatterGather:
         return bool(asked)
 
     def _holding(
-        self, present: Mapping[str, Announcement], refused: Mapping[str, set[int]], *, away: bool, but: Iterable[str] = ()
+        self, present: Mapping[str, ShardAnnouncement], refused: Mapping[str, set[int]], *, away: bool, but: Iterable[str] = ()
     ) -> dict[str, set[int]]:
         """Who says to hold which partitions, of those that have failed just now, or of the others."""
         return {

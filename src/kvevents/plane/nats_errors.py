@@ -1,6 +1,6 @@
-"""What goes wrong with NATS and JetStream, as one kind of exception with a word for each kind of fault.
+"""Maps the exceptions of nats-py to `PlaneError`, with a word for each kind of fault and a hint.
 
-nats-py's exceptions end here: every other module of the plane uses a server within `told`.
+Every other module of the plane calls nats-py within `map_errors`, so no exception of nats-py leaves the package.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from kvevents.errors import PlaneError
 Fault: TypeAlias = Literal[
     "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "old", "refused", "timeout", "tls"
 ]
-"""What `PlaneError.fault` is, besides `other`."""
+"""Values of `PlaneError.fault`, besides `other`."""
 
 HINTS: Final[dict[Fault, str]] = {
-    "away": "there is no connection, or JetStream or this stream has no leader: look whether enough of its servers run",
-    "backlog": "more waits to be sent than may; wait until the servers take it",
-    "closed": "the connection is closed; open another one",
-    "conflict": "somebody else has written in between; read again",
-    "denied": "give this user the permission, or log in as another one",
-    "exists": "it is there already with other settings; use those, or another name",
-    "full": "the stream, the account or the disk has no room left; raise its limit or free some",
-    "large": "the message is above what the server or the stream takes; raise max_payload",
-    "missing": "it has never been there, or somebody has deleted it",
+    "away": "not connected, or JetStream or the stream has no leader: check that enough servers run",
+    "backlog": "the send buffer is full: wait until the servers read it",
+    "closed": "the connection is closed: open another one",
+    "conflict": "another client has written in between: read again",
+    "denied": "grant this user the permission, or log in as another user",
+    "exists": "it exists with other settings: use those settings or another name",
+    "full": "the stream, the account or the disk is full: raise its limit or free space",
+    "large": "the message is larger than the server or the stream allows: raise max_payload",
+    "missing": "it does not exist, or was deleted",
     "old": "update it",
-    "refused": "the server understands the request and will not have it",
-    "timeout": "there was no answer in time; look at the servers' load, their disks, and whether a majority of them runs",
-    "tls": "look at tls_ca, tls_certificate, tls_key and tls_hostname, and whether the server speaks TLS",
+    "refused": "the server rejected the request",
+    "timeout": "no answer in time: check the load and the disks of the servers, and that a majority of them runs",
+    "tls": "check tls_ca, tls_certificate, tls_key and tls_hostname, and that the server uses TLS",
 }
 
 _BY_CODE: Final[dict[int, Fault]] = {
     10002: "full",  # JSAccountResourcesExceededErr
     10004: "away",  # JSClusterIncompleteErr
-    10005: "full",  # JSClusterNoPeersErrF: no server with enough room; too few servers are told in the same way
+    10005: "full",  # JSClusterNoPeersErrF: no server has enough room, or there are too few servers
     10008: "away",  # JSClusterNotAvailErr
     10009: "away",  # JSClusterNotLeaderErr
     10013: "exists",  # JSConsumerNameExistErr
@@ -55,69 +55,65 @@ _BY_CODE: Final[dict[int, Fault]] = {
     10070: "conflict",  # JSStreamWrongLastMsgIDErrF
     10071: "conflict",  # JSStreamWrongLastSequenceErrF
     10076: "away",  # JSNotEnabledErr
-    10077: "full",  # JSStreamStoreFailedF: `maximum bytes exceeded`, `maximum messages exceeded`, and the disk's own errors
+    10077: "full",  # JSStreamStoreFailedF: `maximum bytes exceeded`, `maximum messages exceeded`, and errors of the disk
     10097: "large",  # JSStreamHeaderExceedsMaximumErr
     10118: "away",  # JSStreamOfflineErr
     10119: "away",  # JSConsumerOfflineErr
     10122: "full",  # JSStreamMaxStreamBytesExceeded
     10158: "conflict",  # JSStreamDuplicateMessageConflict
-    10164: "conflict",  # JSStreamWrongLastSequenceConstantErr: as 10071, of a stream with copies
+    10164: "conflict",  # JSStreamWrongLastSequenceConstantErr: like 10071, for a replicated stream
 }
-"""By the numbers of nats-server's `server/errors.json`, which are the same in all releases."""
+"""Faults by the error codes of nats-server's `server/errors.json`, which are the same in all releases."""
 
 _DENIED: Final = re.compile(
     r"^nats: .*(?:authorization|authentication|permissions) (?:violation|expired|timeout|revoked)", re.IGNORECASE
 )
-"""What a server says in words alone, for which nats-py has no exception of its own."""
+"""Errors that a server reports as text only, and for which nats-py has no exception type."""
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """Within, whatever NATS has against it becomes `PlaneError`; `what` is what was being done, to be read before a colon."""
+def map_errors(activity: str) -> Iterator[None]:
+    """Raise exceptions of NATS and of the sockets below as `PlaneError`; `activity` begins its message, before a colon."""
     try:
         yield
     except PlaneError:
         raise
     except Exception as error:
-        fault = fault_of(error)
+        fault = classify_error(error)
         if fault is None:
             raise
-        raise PlaneError(f"{what}: {text_of(error)}; {HINTS[fault]}", fault=fault) from error
+        raise PlaneError(f"{activity}: {error_text(error)}; {HINTS[fault]}", fault=fault) from error
 
 
-def fault_of(error: Exception) -> Fault | None:
-    """The kind of fault that an exception of nats-py or of the sockets below tells; None for any other exception."""
+def classify_error(error: Exception) -> Fault | None:
+    """Return the kind of fault of an exception of nats-py or of the sockets below; None for any other exception."""
+    from nats import errors  # noqa: PLC0415 - an extra
+
     code = getattr(error, "err_code", None)
     if isinstance(code, int) and code in _BY_CODE:
         return _BY_CODE[code]
-    if _has_no_type(error) and _DENIED.search(str(error)):
+    if type(error) is errors.Error and _DENIED.search(str(error)):
         return "denied"
     return next((fault for kind, fault in _by_kind() if isinstance(error, kind)), None)
 
 
-def text_of(error: Exception) -> str:
-    """What an exception says, without the frame that nats-py puts around it."""
+def error_text(error: Exception) -> str:
+    """Return the message of an exception without the frame that nats-py puts around it."""
     from nats import errors  # noqa: PLC0415 - an extra
 
-    if isinstance(error, errors.SlowConsumerError):  # its own text ends in an address in memory
-        return f"messages of {error.subject} came faster than they were taken, and were dropped"
+    if isinstance(error, errors.SlowConsumerError):  # its own text ends in a memory address
+        return f"messages of {error.subject} arrived faster than they were processed, and were dropped"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate cannot be believed: {error.verify_message}"
+        return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, OSError) and not isinstance(error, errors.Error):
         return error.strerror or str(error) or "no answer"
     description: str | None = getattr(error, "description", None)
     return description or str(error).removeprefix("nats: ")
 
 
-def _has_no_type(error: Exception) -> bool:
-    from nats import errors  # noqa: PLC0415 - an extra
-
-    return type(error) is errors.Error
-
-
 @cache
 def _by_kind() -> tuple[tuple[type[Exception], Fault], ...]:
-    """Those below are also kinds of those above or the other way round: the first that fits counts."""
+    """Return faults by exception type. The first match counts, because some types are subclasses of others."""
     from nats import errors  # noqa: PLC0415 - an extra
     from nats.js import errors as js  # noqa: PLC0415 - an extra
 
@@ -139,7 +135,7 @@ def _by_kind() -> tuple[tuple[type[Exception], Fault], ...]:
         (errors.SecureConnWantedError, "tls"),
         (ssl.SSLError, "tls"),
         (errors.StaleConnectionError, "away"),
-        (TimeoutError, "timeout"),  # nats-py's are of this kind too
+        (TimeoutError, "timeout"),  # also the base of nats-py's timeouts
         (errors.Error, "refused"),
         (OSError, "away"),
     )

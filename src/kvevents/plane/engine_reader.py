@@ -1,0 +1,305 @@
+"""Thread of a bridge that follows engines and turns their deliveries into records of the log.
+
+The thread does not index what it forwards, so its memory does not grow with the engines' caches. Replicas have an index; they
+find out whether events are readable and whether an engine's digest matches. Of a batch the thread reads only what its stream
+needs: whether the engine cleared its cache, and the heartbeat of a kvevents sender (`inspect_payload`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from kvevents.errors import ConfigError, KVEventsError, UnknownSourceError
+from kvevents.plane.page_builder import RECORD_BYTES
+from kvevents.plane.partition_state import ResumePoint
+from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, StreamKey, StreamRecord, TrustRecord
+from kvevents.plane.settings import RECEIVE_QUEUE
+from kvevents.stream import (
+    REASONS_ENDED_BY_CLEAR,
+    Batch,
+    BatchReport,
+    Gap,
+    RawBatch,
+    Reset,
+    Source,
+    Trust,
+    inspect_events,
+)
+from kvevents.subscriber import SocketOptions, Subscriber, Transport, ZmqTransport
+from kvevents.wire import decode_batch
+
+log = logging.getLogger(__name__)
+
+MAX_REGISTRATION_BYTES: Final = 8 << 10
+MAX_SOURCE_BYTES: Final = 1 << 10
+"""Size of an engine's name."""
+RECEIVE_SECONDS: Final = 0.02
+"""Seconds that one turn waits for deliveries; commands wait at most so long."""
+TRUST_SECONDS: Final = 0.1
+"""Seconds between two checks of changed trust while nothing is delivered."""
+PAUSE_SECONDS: Final = 0.02
+"""Seconds between two checks for room in the queue while there is none."""
+MAX_REASON: Final = 500
+"""Characters of a reason; an engine can send one of any length."""
+MAX_HISTORY_REQUESTS: Final = 2
+"""Requests in a row for a sender's whole history; doubts that two histories do not end remain after a third."""
+_CLEARED: Final = b"leared"
+"""Part of every spelling of `AllBlocksCleared`, of which `cleared` is one."""
+_HEARTBEAT: Final = b"every"
+"""A field that every heartbeat has."""
+
+
+class Watch(NamedTuple):
+    """A rank of an engine that the bridge follows."""
+
+    source: Source
+    registration: bytes = b""
+    """What replicas need to know about the engine, at most `MAX_REGISTRATION_BYTES`; the bridge does not interpret it."""
+
+    @property
+    def key(self) -> StreamKey:
+        """The stream in the log."""
+        return self.source.label, self.source.rank
+
+    def checked(self) -> Watch:
+        """Return the watch if it fits into the log. Raises `ConfigError`."""
+        name = self.source.label
+        try:
+            size = len(name.encode())
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"invalid engine name {name!r}: expected valid Unicode") from error
+        if size > MAX_SOURCE_BYTES:
+            raise ConfigError(f"the name of engine {name[:60]!r}... has {size} bytes; the limit is {MAX_SOURCE_BYTES}")
+        if len(self.registration) > MAX_REGISTRATION_BYTES:
+            raise ConfigError(
+                f"the registration of {name!r} has {len(self.registration)} bytes; the limit is {MAX_REGISTRATION_BYTES}"
+            )
+        return self
+
+
+class EngineRecord(NamedTuple):
+    """A record of one stream."""
+
+    record: StreamRecord
+    follow_id: int
+    """The `follow` call that it belongs to: records of an earlier call are void."""
+
+
+OnRecords = Callable[[list[EngineRecord]], None]
+
+
+class EngineReader(threading.Thread):
+    """Follows engines, and calls `on_records` in this thread with their records. It is the sink of its subscriber.
+
+    While `has_room` returns False the thread reads nothing. `receive_queue` batches of each engine then wait in its connection.
+    ZeroMQ drops what exceeds its queues, and the stream recovers it by replay. The engines are not slowed down.
+    """
+
+    def __init__(
+        self,
+        bridge: str,
+        on_records: OnRecords,
+        has_room: Callable[[], bool],
+        *,
+        receive_queue: int = RECEIVE_QUEUE,
+        transport: Transport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(name="kvevents-bridge", daemon=True)
+        self.failure: BaseException | None = None
+        """The error that ended the thread."""
+        self._bridge: Final = bridge
+        self._on_records: Final = on_records
+        self._has_room: Final = has_room
+        self._subscriber: Final[Subscriber[RawBatch]] = Subscriber(
+            decode=False,
+            transport=transport or ZmqTransport(options=SocketOptions(receive_hwm=receive_queue)),
+            clock=clock,
+            sink=self,
+        )
+        self._commands: deque[Callable[[], None]] = deque()
+        self._follow_ids: dict[StreamKey, int] = {}
+        self._incarnations: dict[StreamKey, _Incarnations] = {}
+        self._history_requests: dict[StreamKey, int] = {}
+        """Streams whose sender was asked for its whole history, with the number of requests in a row."""
+        self._records: list[EngineRecord] = []
+        """Records for the next call of `on_records`."""
+        self._is_stopping = False
+        self._check_trust_at = 0.0
+
+    # --- any thread
+
+    def follow(self, source: Source, start: ResumePoint, follow_id: int) -> None:
+        """Follow a stream from the end of the log."""
+        self._commands.append(lambda: self._follow(source, start, follow_id))
+
+    def unfollow(self, key: StreamKey) -> None:
+        """Stop following a stream."""
+        self._commands.append(lambda: self._unfollow(key))
+
+    def stop(self, seconds: float = 5.0) -> bool:
+        """End the thread; return False if it has not ended within `seconds`."""
+        self._is_stopping = True
+        if self.ident is None:
+            self._subscriber.close()  # the thread was never started
+        elif self.is_alive():
+            self.join(seconds)
+        return not self.is_alive()
+
+    # --- this thread
+
+    def run(self) -> None:
+        """Read until `stop`."""
+        try:
+            while not self._is_stopping:
+                self._turn()
+        except BaseException as error:
+            log.exception("the thread that follows the engines has failed; the bridge writes nothing more")
+            self.failure = error
+        finally:
+            self._subscriber.close()
+
+    def _turn(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        if not self._has_room():
+            time.sleep(PAUSE_SECONDS)
+            return
+        deliveries = self._subscriber.receive_many(timeout=RECEIVE_SECONDS)
+        now = time.monotonic()
+        # Together with deliveries, because they may lower the trust: readers are EXACT until they read of it.
+        if deliveries or now >= self._check_trust_at:
+            self._check_trust_at = now + TRUST_SECONDS
+            self._add_trust_changes()
+        if self._records:
+            records, self._records = self._records, []
+            self._on_records(records)
+
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> Sequence[_Outcome]:
+        """Turn deliveries into records. The subscriber calls it, and reports the outcomes."""
+        outcomes = []
+        for delivery in deliveries:
+            key = (delivery.source, delivery.rank)
+            self._records.append(EngineRecord(_record(delivery, self._incarnations[key]), self._follow_ids[key]))
+            outcomes.append(_Outcome(self, delivery))
+        return outcomes
+
+    def batch_report(self, batch: RawBatch) -> BatchReport | None:
+        """Return what the stream must know of a batch. A doubted stream starts over if its sender can send all of it.
+
+        Senders with heartbeats can. Whether the engine holds what was delivered, which would end the doubts too, only a replica
+        can find out.
+        """
+        report = inspect_payload(batch.payload)
+        if report is None or report.heartbeat is None or report.cleared or batch.replayed:
+            return report
+        key = (batch.source, batch.rank)
+        doubts = self._subscriber.checkpoint(*key).degraded_reasons
+        requests = self._history_requests.get(key, 0)
+        if any(doubt.name in doubts and doubts[doubt.name] < batch.seq for doubt in REASONS_ENDED_BY_CLEAR):
+            if requests == MAX_HISTORY_REQUESTS:
+                return report
+            self._history_requests[key] = requests + 1
+            return replace(report, digest_matches=False)
+        if requests:
+            del self._history_requests[key]
+            return replace(report, digest_matches=True)
+        return report
+
+    def _add_trust_changes(self) -> None:
+        for key, trust in self._subscriber.trust_changes():
+            status = self._subscriber.status(*key)
+            doubts = {doubt.name: status.last_seq for doubt in status.degraded_reasons} | self._subscriber.checkpoint(
+                *key
+            ).degraded_reasons
+            record = TrustRecord(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], doubts)
+            self._records.append(EngineRecord(record, self._follow_ids[key]))
+
+    # --- commands
+
+    def _follow(self, source: Source, start: ResumePoint, follow_id: int) -> None:
+        key = (source.label, source.rank)
+        if key in self._follow_ids:
+            self._unfollow(key)
+        self._follow_ids[key] = follow_id
+        try:
+            self._subscriber.add(source, start.resume)
+            first = self._subscriber.status(*key).incarnation
+            offset = start.incarnation_offset
+            self._incarnations[key] = _Incarnations(first, offset if start.resume is None else first + offset)
+        except KVEventsError as error:
+            # The bridge still follows all other engines.
+            log.error("cannot follow %s rank %d: %s", *key, error)  # noqa: TRY400 - not our error
+            record = TrustRecord(*key, self._bridge, Trust.CONNECTING.name, str(error)[:MAX_REASON], {})
+            self._records.append(EngineRecord(record, follow_id))
+
+    def _unfollow(self, key: StreamKey) -> None:
+        if self._follow_ids.pop(key, None) is None:
+            return
+        with suppress(UnknownSourceError):  # it could not be followed
+            self._subscriber.remove(*key)
+        self._incarnations.pop(key, None)
+        self._history_requests.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Computes its report when the subscriber asks for it, because reports of earlier batches change the doubts."""
+
+    reader: EngineReader
+    delivery: Batch | RawBatch | Reset | Gap
+
+    @property
+    def report(self) -> BatchReport | None:
+        return self.reader.batch_report(self.delivery) if isinstance(self.delivery, RawBatch) else None
+
+
+def inspect_payload(payload: bytes) -> BatchReport | None:
+    """Return what a stream needs to know of a batch: whether everything was cleared, and its sender's heartbeat.
+
+    Most batches have neither. Their bytes show it without decoding, because MessagePack stores text unchanged.
+    """
+    if _CLEARED not in payload and _HEARTBEAT not in payload:
+        return None
+    return inspect_events(decode_batch(payload).batch.events)
+
+
+def size_of(record: StreamRecord) -> int:
+    """Return the approximate size of a queued record in bytes."""
+    return RECORD_BYTES + len(getattr(record, "payload", b""))
+
+
+class _Incarnations:
+    """Maps a subscriber's incarnations of one stream, which can skip numbers, to consecutive ones in the log."""
+
+    __slots__ = ("_in_log", "_local")
+
+    def __init__(self, local: int, in_log: int) -> None:
+        self._local = local
+        self._in_log = in_log
+
+    def in_log(self, local: int) -> int:
+        """Return the log's number of an incarnation, which is the newest known one or the next."""
+        if local != self._local:
+            self._local = local
+            self._in_log += 1
+        return self._in_log
+
+
+def _record(delivery: Batch | RawBatch | Reset | Gap, incarnations: _Incarnations) -> StreamRecord:
+    key = (delivery.source, delivery.rank)
+    incarnation = incarnations.in_log(delivery.incarnation)
+    if isinstance(delivery, RawBatch):
+        return BatchRecord(*key, incarnation, delivery.seq, delivery.replayed, delivery.payload)
+    if isinstance(delivery, Gap):
+        return GapRecord(*key, incarnation, delivery.first, delivery.last, delivery.compacted)
+    if isinstance(delivery, Reset):
+        return IncarnationRecord(*key, incarnation, delivery.reason[:MAX_REASON])
+    raise TypeError(f"the subscriber has decoded a batch: {delivery!r}")

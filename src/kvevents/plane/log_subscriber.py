@@ -1,0 +1,498 @@
+"""A subscriber whose streams come from a plane's log, with the interface of `kvevents.Subscriber`.
+
+Partition readers put messages into its queue. The thread that calls `receive_many` applies them, so all state here belongs to
+that thread, except where stated. A stream's trust is the best report of any bridge that is alive, but never better than what
+this subscriber sees itself: gaps, invalid records, engines' heartbeats that disagree, and partitions that cannot be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvevents.errors import ClosedError, UnknownSourceError
+from kvevents.plane.partition_state import (
+    InvalidRecord,
+    PartitionEvent,
+    PartitionState,
+    StreamJoined,
+    StreamLeft,
+    StreamState,
+    TrustReport,
+)
+from kvevents.plane.records import ReceivedMessage, StreamKey, bridge_name
+from kvevents.plane.replica_digests import PartitionDigest
+from kvevents.plane.settings import ReaderLimits
+from kvevents.stream import (
+    BatchReport,
+    Checkpoint,
+    DegradedReason,
+    Gap,
+    RawBatch,
+    RawDelivery,
+    Reset,
+    Source,
+    StreamCounters,
+    Trust,
+    TrustLedger,
+)
+from kvevents.subscriber import Sink, StreamStatus
+
+log = logging.getLogger(__name__)
+
+PAGES_PER_TURN: Final = 16
+"""Pages that are applied before their deliveries are returned."""
+DEFAULT_LIMITS: Final = ReaderLimits()
+_BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
+_CURRENT: Final = frozenset({"EXACT", "DEGRADED"})
+"""Reports about streams that a bridge follows to their end."""
+_REASONS: Final[Mapping[DegradedReason, str]] = {
+    DegradedReason.LOST: "the log lacks batches",
+    DegradedReason.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
+    DegradedReason.DIVERGED: "the engine's digest differs from the log",
+    DegradedReason.SENDER: "the engine does not trust its own events, or its snapshot is incomplete",
+}
+
+
+class _QueuedMessage(NamedTuple):
+    partition: int
+    state: PartitionState | None
+    """The state that the message is for: a partition that was dropped and added again has another one."""
+    message: ReceivedMessage
+
+
+class PartitionProgress(NamedTuple):
+    """How far one partition was read."""
+
+    position: int
+    lag: int | None
+    """Pages on the servers that are not in the index; None if unknown."""
+    fault: str
+    """Why the partition cannot be read at the moment."""
+    written_at: float | None
+    """When the newest page was written, by the bridge's clock."""
+    is_complete: bool = False
+    """Whether the partition was read to its end once."""
+    is_broken: bool = False
+    """Whether what was read may be wrong: `fault` then stays until the partition is dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class _Observed:
+    """What this subscriber has seen of one incarnation of a stream."""
+
+    incarnation: int
+    has_batch: bool = False
+    doubts: TrustLedger = field(default_factory=TrustLedger)
+    snapshot_end: int = -1
+    """Last number that an engine's snapshot represents while the snapshot is not completely in the index; else -1."""
+    heartbeat_seq: int = -1
+    """Number of the batch with the newest heartbeat."""
+
+    def add_report(self, seq: int, report: BatchReport) -> bool:
+        """Add the report about batch `seq`. Return whether the engine's digest differs for no known reason.
+
+        As in `kvevents.stream`, a clear or an equal digest ends only older doubts, whenever it is reported.
+        """
+        doubts = self.doubts
+        if report.cleared:
+            doubts.clear(seq)
+        if any(each.loses_events for each in report.rejected):
+            doubts.reject(seq)
+        heartbeat = report.heartbeat
+        if heartbeat is not None and seq > self.heartbeat_seq:
+            self.heartbeat_seq = seq
+            doubts.discard(DegradedReason.SENDER)
+            if heartbeat.trust != Trust.EXACT.name:
+                doubts.add(DegradedReason.SENDER, seq)
+        is_whole = report.cleared if heartbeat is None else heartbeat.trust == Trust.EXACT.name
+        if is_whole and seq > self.snapshot_end:
+            # Each batch of a snapshot has a heartbeat, but only the last one is EXACT.
+            self.snapshot_end = -1
+        if report.digest_matches:
+            doubts.match_digest(seq)
+        if report.digest_matches is not False:
+            return False
+        explained = doubts.explains(seq)
+        return doubts.mismatch_digest(seq) and not explained
+
+
+class LogSubscriber:
+    """The streams of some partitions.
+
+    Any thread may call `put`, `report_progress` and `mark_broken`, and read `partitions`, `states`, `registrations` and
+    `digests`. Everything else belongs to one thread. `digest` returns a stream's digest in the index; it is called when all
+    deliveries that were returned before are applied to the index.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        digest: Callable[[StreamKey], str | None],
+        sink: Sink | None = None,
+        limits: ReaderLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self.states: Mapping[int, PartitionState] = {}
+        """States of the partitions; replaced as a whole."""
+        self.registrations: Mapping[StreamKey, bytes] = {}
+        """Registrations of the joined streams; replaced as a whole."""
+        self.diverged = 0
+        """Number of engines' heartbeats whose digest differed for no known reason."""
+        self.digests: dict[int, tuple[PartitionDigest, ...]] = {}
+        """By partition, the newest digest for each of `ReaderLimits.digest_intervals`, without repetitions."""
+        self._digests_by_interval: dict[int, dict[int, PartitionDigest]] = {}
+        """By partition and interval."""
+        self._digest: Final = digest
+        self._due: list[int] = []
+        """Partitions whose digest must be computed before anything else is returned."""
+        self._sink: Final = sink
+        """Applies deliveries before they are returned; its reports are taken."""
+        self._clock: Final = clock
+        self._limits: Final = limits
+        self._queue: deque[_QueuedMessage] = deque()
+        # Each is changed by one thread only.
+        self._put_bytes = self._taken_bytes = 0
+        self._wake = threading.Event()
+        self._is_closed = self._has_membership_changed = False
+        self._partitions: dict[int, PartitionProgress] = {}
+        self._partitions_lock: Final = threading.Lock()
+        """Held while `_partitions` changes: both the thread of the deliveries and that of the readers change it."""
+        self._partition_of: dict[StreamKey, int] = {}
+        self._observed: dict[StreamKey, _Observed] = {}
+        """The current incarnation of each stream with a delivery."""
+        self._counters: dict[StreamKey, StreamCounters] = {}
+        self._heartbeats: dict[tuple[int, str], tuple[int, float]] = {}
+        """By partition and bridge, the position of its last heartbeat, and when it was read."""
+
+    # --- any thread
+
+    def put(self, partition: int, messages: list[ReceivedMessage]) -> None:
+        """Queue the next messages of a partition."""
+        self._put_bytes += sum(len(message.data) for message in messages)
+        state = self.states.get(partition)
+        self._queue.extend(_QueuedMessage(partition, state, message) for message in messages)
+        self._wake.set()
+
+    def report_progress(self, partition: int, lag: int | None, fault: str) -> None:
+        """Update the progress of a partition of which no messages arrive."""
+        with self._partitions_lock:
+            known = self._partitions.get(partition)
+            if known is None or known.is_broken:  # it is no longer read
+                return
+            if lag == 0 and not fault and not self._queue:
+                known = known._replace(lag=0, is_complete=True)
+            elif lag is None:
+                known = known._replace(lag=None)
+            self._partitions[partition] = known._replace(fault=fault)
+
+    def mark_broken(self, partition: int, reason: str) -> None:
+        """Note that what was read of a partition may be wrong: its streams are STALE until the partition is dropped."""
+        with self._partitions_lock:
+            if (known := self._partitions.get(partition)) is not None:
+                self._partitions[partition] = known._replace(lag=None, fault=reason, is_broken=True)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the messages that were not applied yet."""
+        return self._put_bytes - self._taken_bytes
+
+    @property
+    def partitions(self) -> Mapping[int, PartitionProgress]:
+        """Progress of each partition."""
+        return self._partitions
+
+    def bridges(self) -> int:
+        """Return the number of bridges that are alive."""
+        return len({bridge for partition, bridge in list(self._heartbeats) if self._is_alive(partition, bridge)})
+
+    def is_complete(self, partition: int) -> bool:
+        """Return whether a partition was read to its end once. Run it in the follower's thread, after the index."""
+        known = self._partitions.get(partition)
+        return known is not None and known.is_complete
+
+    # --- partitions
+
+    def add_partition(
+        self, partition: int, state: PartitionState, doubts: Mapping[StreamKey, frozenset[DegradedReason]]
+    ) -> None:
+        """Read a partition from the end of a state on; the index already contains the state's streams."""
+        with self._partitions_lock:
+            self._partitions = {**self._partitions, partition: PartitionProgress(state.position, None, "", None)}
+        self.states = {**self.states, partition: state}
+        self._partition_of.update(dict.fromkeys(state.streams, partition))
+        for key, stream in state.streams.items():
+            observed = self._observed[key] = _Observed(stream.incarnation, has_batch=stream.last_seq >= 0)
+            for doubt in doubts.get(key, ()):
+                observed.doubts.add(doubt, stream.last_seq)
+        self.registrations = _registrations(self.states.values())
+
+    def drop_partition(self, partition: int) -> list[StreamKey]:
+        """Forget a partition, and return its streams, which must leave the index."""
+        state = self.states[partition]
+        self.states = {number: each for number, each in self.states.items() if number != partition}
+        with self._partitions_lock:
+            self._partitions = {number: each for number, each in self._partitions.items() if number != partition}
+        self.digests = {number: each for number, each in self.digests.items() if number != partition}
+        self._digests_by_interval.pop(partition, None)
+        self._due = [number for number in self._due if number != partition]
+        self._heartbeats = {key: each for key, each in self._heartbeats.items() if key[0] != partition}
+        for key in state.streams:
+            self._partition_of.pop(key, None)
+            self._observed.pop(key, None)
+            self._counters.pop(key, None)
+        self.registrations = _registrations(self.states.values())
+        return list(state.streams)
+
+    # --- deliveries
+
+    def receive_many(self, timeout: float | None = None, limit: int | None = None) -> list[RawDelivery]:  # noqa: ARG002 - as a subscriber
+        """Return new deliveries in order; an empty list after `timeout` seconds."""
+        if self._is_closed:
+            raise ClosedError("LogSubscriber is closed")
+        self._compute_digests()
+        if not self._queue:
+            self._wake.wait(timeout)
+        self._wake.clear()
+        found: list[RawDelivery] = []
+        for _ in range(min(PAGES_PER_TURN, len(self._queue))):
+            queued = self._queue.popleft()
+            self._taken_bytes += len(queued.message.data)
+            found += self._apply(queued)
+            if self._due:
+                break
+        if found and self._sink is not None:
+            for delivery, outcome in zip(found, self._sink.apply_many(found), strict=True):
+                self.report(delivery, outcome.report)
+        if self._has_membership_changed:
+            self._has_membership_changed = False
+            self.registrations = _registrations(self.states.values())
+        if self._queue:
+            self._wake.set()
+        return found
+
+    def _compute_digests(self) -> None:
+        """Compute the digests that are due: everything up to their position is in the index, and nothing behind it."""
+        while self._due:
+            partition = self._due.pop()
+            state = self.states[partition]
+            digests = {key: digest for key in state.registrations() if (digest := self._digest(key)) is not None}
+            combined = PartitionDigest.of(state.position, digests)
+            known = self._digests_by_interval.setdefault(partition, {})
+            known.update({pages: combined for pages in self._limits.digest_intervals if combined.position % pages == 0})
+            self.digests[partition] = tuple(dict.fromkeys(known.values()))
+
+    def _apply(self, queued: _QueuedMessage) -> list[RawDelivery]:
+        partition, state, message = queued
+        if state is None or self.states.get(partition) is not state:
+            return []
+        page = message.page()
+        events: list[PartitionEvent] = []
+        written_at = self._partitions[partition].written_at
+        if page is None:
+            if not state.foreign_messages:
+                log.error(
+                    "message %d of partition %d is no page of kvevents: another application writes to its subject",
+                    message.position,
+                    partition,
+                )
+            state.skip(message.position, message.name, is_first=message.begins_history)
+        else:
+            events, written_at = state.apply(message.position, page), page.written_at
+        if message.position % self._limits.digest_intervals[0] == 0 and not state.unknown_prefix:
+            self._due.append(partition)
+        self._advance(partition, message, written_at)
+        now = self._clock()
+        self._heartbeats.update(
+            {
+                (partition, bridge): (last.position, now)
+                for bridge, last in state.heartbeats.items()
+                if self._heartbeats.get((partition, bridge), (-1, 0.0))[0] != last.position
+            }
+        )
+        return [delivery for event in events if (delivery := self._deliver(partition, event)) is not None]
+
+    def _advance(self, partition: int, message: ReceivedMessage, written_at: float | None) -> None:
+        with self._partitions_lock:
+            known = self._partitions[partition]._replace(position=message.position, written_at=written_at)
+            if not known.is_broken:
+                is_complete = known.is_complete or message.pending == 0
+                known = known._replace(lag=message.pending, fault="", is_complete=is_complete)
+            self._partitions[partition] = known
+
+    def _deliver(self, partition: int, event: PartitionEvent) -> RawDelivery | None:
+        """Update the trust for an event, and return what it means for the index."""
+        if isinstance(event, RawBatch | Reset | Gap):
+            self._count(event)
+            return event
+        if isinstance(event, StreamJoined | StreamLeft):
+            self._partition_of[event.key] = partition
+            self._has_membership_changed = True
+        if isinstance(event, StreamLeft):
+            # In order with later events: the stream may join again before any caller sees that it was gone.
+            self._observed.pop(event.key, None)
+            return Reset(*event.key, event.incarnation, f"the engine left the log: {event.reason}")
+        if isinstance(event, InvalidRecord):
+            log.error("partition %d, %s rank %d: invalid record: %s", partition, *event.key, event.reason)
+            stream = self.states[partition].streams[event.key]
+            # Behind the last batch, so that no report about an earlier batch ends the doubt.
+            self._observe(event.key, stream.incarnation).doubts.add(DegradedReason.REJECTED, stream.last_seq + 1)
+        return None
+
+    def _observe(self, key: StreamKey, incarnation: int) -> _Observed:
+        """Return what was seen of a stream's current incarnation."""
+        observed = self._observed.get(key)
+        if observed is None or observed.incarnation != incarnation:
+            observed = self._observed[key] = _Observed(incarnation)
+        return observed
+
+    def _count(self, event: RawDelivery) -> None:
+        key = (event.source, event.rank)
+        counters = self._counters.setdefault(key, StreamCounters())
+        observed = self._observe(key, event.incarnation)
+        if isinstance(event, RawBatch):
+            if not observed.has_batch:
+                observed.has_batch = True
+                if event.seq > 0:
+                    observed.doubts.add(DegradedReason.LOST, event.seq - 1)
+            counters.delivered += 1
+            counters.replayed += event.replayed
+        elif isinstance(event, Gap) and event.compacted:
+            observed.has_batch, observed.snapshot_end = True, event.last
+            counters.compacted += event.last - event.first + 1
+        elif isinstance(event, Gap):
+            counters.gaps += 1
+            counters.lost += event.last - event.first + 1
+            observed.doubts.add(DegradedReason.LOST, event.last)
+        else:
+            counters.resets += 1
+
+    def report(self, delivery: RawDelivery, report: BatchReport | None) -> None:
+        """Take the report about a batch that was applied; ignored for an incarnation that has ended."""
+        if report is None or not isinstance(delivery, RawBatch):
+            return
+        key = (delivery.source, delivery.rank)
+        if report.heartbeat is not None:
+            self._counters.setdefault(key, StreamCounters()).heartbeats += 1
+        observed = self._observed.get(key)
+        if observed is not None and observed.incarnation == delivery.incarnation:
+            # A difference with a known reason is not counted: another index of the same log would differ too.
+            self.diverged += observed.add_report(delivery.seq, report)
+
+    # --- status
+
+    def trust(self, name: str | None = None, rank: int = 0) -> Trust:
+        """Return the trust in a stream."""
+        return self._trust((name or "", rank))
+
+    def _trust(self, key: StreamKey) -> Trust:
+        partition, stream = self._find(key)
+        progress = self._partitions[partition]
+        if progress.fault:
+            return Trust.STALE.with_reason(f"the log cannot be read: {progress.fault}")
+        if not progress.is_complete or progress.lag is None or progress.lag > self._limits.max_lag_pages:
+            return Trust.REPLAYING.with_reason("the log is being read")
+        reported = self._reported(partition, stream)
+        observed = self._observed.get(key)
+        if reported != Trust.EXACT or observed is None:
+            return reported
+        if observed.snapshot_end >= 0:
+            return Trust.REPLAYING.with_reason("a snapshot of the engine is being read")
+        if observed.doubts:
+            return Trust.DEGRADED.with_reason("; ".join(sorted(_REASONS[doubt] for doubt in observed.doubts)))
+        return reported
+
+    def _reported(self, partition: int, stream: StreamState) -> Trust:
+        """Return the best report of the bridges that are alive."""
+        if (best := self._best_report(partition, stream)) is not None:
+            return Trust(best.trust, best.reason)
+        if stream.trust_reports:
+            return Trust.STALE.with_reason("no bridge that follows the stream is alive")
+        return Trust.REPLAYING.with_reason("no bridge has reported its trust in the stream yet")
+
+    def _best_report(self, partition: int, stream: StreamState) -> TrustReport | None:
+        """Return the best report of the bridges that are alive; None if there is none."""
+        reports = [
+            self._current_report(partition, bridge, report)
+            for bridge, report in stream.trust_reports.items()
+            if self._is_alive(partition, bridge)
+        ]
+        order = {trust: place for place, trust in enumerate(_BEST_FIRST)}
+        return min(reports, key=lambda report: order.get(report.trust, len(order)), default=None)
+
+    def _current_report(self, partition: int, bridge: str, report: TrustReport) -> TrustReport:
+        """Return a bridge's report; REPLAYING if the bridge lags, because it reported what it had read by then."""
+        lag = self.states[partition].heartbeats[bridge].record.lag
+        if not lag or report.trust not in _CURRENT:
+            return report
+        reason = f"bridge {bridge_name(bridge)} lags by {lag:.0f} s: the engines' events are not in the log yet"
+        return TrustReport("REPLAYING", reason, report.doubts)
+
+    def _is_alive(self, partition: int, bridge: str) -> bool:
+        state, arrived = self.states.get(partition), self._heartbeats.get((partition, bridge))
+        last = None if state is None else state.heartbeats.get(bridge)
+        if last is None or arrived is None:
+            return False
+        return self._clock() - arrived[1] < last.record.alive_seconds
+
+    def _find(self, key: StreamKey) -> tuple[int, StreamState]:
+        partition = self._partition_of.get(key)
+        stream = None if partition is None else self.states[partition].streams.get(key)
+        if partition is None or stream is None or stream.registration is None:
+            raise UnknownSourceError(f"the log has no source {key[0]!r} with rank {key[1]}")
+        return partition, stream
+
+    def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
+        """Return trust, numbers and counters of one stream."""
+        key = (name or "", rank)
+        partition, stream = self._find(key)
+        counters = self._counters.setdefault(key, StreamCounters())
+        best, observed = self._best_report(partition, stream), self._observed.get(key)
+        reported = () if best is None else (DegradedReason[name] for name in best.doubts if name in DegradedReason.__members__)
+        return StreamStatus(
+            key[0],
+            key[1],
+            f"partition {partition}",
+            self._trust(key),
+            frozenset((*(() if observed is None else observed.doubts), *reported)),
+            stream.incarnation,
+            stream.last_seq,
+            0,
+            counters.copy(),
+        )
+
+    def statuses(self) -> list[StreamStatus]:
+        """Return the status of every stream."""
+        return [self.status(*key) for key in self.registrations]
+
+    def doubts(self) -> dict[StreamKey, frozenset[DegradedReason]]:
+        """Return the doubts about each stream, for a snapshot."""
+        found = {
+            key: frozenset((*observed.doubts, *((DegradedReason.LOST,) * (observed.snapshot_end >= 0))))
+            for key, observed in self._observed.items()
+        }
+        return {key: doubts for key, doubts in found.items() if doubts}
+
+    # --- the rest of a subscriber's interface
+
+    def add(self, source: Source, resume: Checkpoint | None = None) -> None:
+        """Do nothing: bridges decide which engines are followed."""
+
+    def remove(self, name: str, rank: int = 0) -> None:
+        """Do nothing, as `add`."""
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return no checkpoints: a log is read again from its snapshot."""
+        return []
+
+    def close(self) -> None:
+        """Return no more deliveries."""
+        self._is_closed = True
+        self._wake.set()
+
+
+def _registrations(states: Iterable[PartitionState]) -> dict[StreamKey, bytes]:
+    return {key: registration for state in states for key, registration in state.registrations().items()}

@@ -1,0 +1,404 @@
+"""Builds the pages that a bridge writes to one partition.
+
+Theory of operation. The server accepts a page only if the partition ends where its writer believes
+(`Nats-Expected-Last-Sequence`). A bridge whose page is rejected reads what others have written and builds the page again. The
+builder then classifies each of its queued records (`append_rules`):
+
+- The log has the record: it is dropped. Before a bridge writes to an incarnation that another bridge has begun, it must have
+  seen that the log's newest batch equals its own, byte for byte. Once is enough, because every other bridge has done the same.
+- The record is next: it is written.
+- Neither: the stream has *diverged* from the log. The bridge follows it again from the end of the log. There the publisher
+  either proves that it is the one in the log, or a new incarnation begins.
+
+Records are dropped only because they were read or acknowledged, never because they were sent. So it does not matter which page
+was lost, or whether its acknowledgement was.
+
+One page is *in flight* at a time. Records that arrive meanwhile go into the next one. If the page is rejected, or a page of
+another bridge comes first, all its records are classified again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvevents.plane.append_rules import StreamEnd, Verdict, advance, can_report_trust, classify, trim
+from kvevents.plane.partition_state import PartitionEvent, PartitionState, StreamLeft
+from kvevents.plane.records import (
+    VERSION,
+    BatchRecord,
+    FragmentRecord,
+    HeartbeatRecord,
+    IncarnationRecord,
+    Page,
+    Record,
+    ResetRecord,
+    StreamKey,
+    StreamRecord,
+    TrustRecord,
+)
+from kvevents.stream import RawBatch, trust_order
+
+RECORD_BYTES: Final = 96
+"""Size of a record without its payload and texts, at most."""
+DOUBT_BYTES: Final = 32
+"""Size of a doubt's name and number, at most."""
+MAX_RECORDS: Final = 2_000
+"""Records of one page."""
+
+
+class _Queued(NamedTuple):
+    due: float
+    """When the record can be written at the earliest."""
+    record: StreamRecord
+    size: int
+    """Its size in a page, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class _StreamQueue:
+    """Records of one stream that may not be in the log yet."""
+
+    records: deque[_Queued] = field(default_factory=deque)
+    trust: TrustRecord | None = None
+    """To be written after all records."""
+    followed: int | None = None
+    """The incarnation that the bridge follows; None after the stream has left the log. The log can be at a later one that the
+    bridge does not know, and the bridge's trust is not about that one."""
+    agreed: int | None = None
+    """The incarnation of the log that is known to be the followed one."""
+
+
+class _Commit(NamedTuple):
+    """What is done for a stream once its records are in the log."""
+
+    key: StreamKey
+    queue: _StreamQueue
+    records: int
+    """Number of queued records that are in the log then."""
+    agreed: int | None
+    trust: TrustRecord | None
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """The page in flight."""
+
+    page: Page
+    heartbeat: HeartbeatRecord | None
+    commits: list[_Commit]
+
+
+@dataclass(slots=True)
+class _Selection:
+    """The records of one stream that go into a page."""
+
+    end: StreamEnd
+    room: int
+    records: list[StreamRecord] = field(default_factory=list)
+    done: int = 0
+    """Number of queued records that are in the log after the page."""
+
+
+class PageBuilder:
+    """Builds the pages of one bridge for one partition, and applies all pages to `state`.
+
+    Page names begin with `builder_id`, which no other builder has.
+    """
+
+    def __init__(self, state: PartitionState, bridge: str, page_bytes: int, builder_id: str) -> None:
+        self.state: Final = state
+        self.diverged: dict[StreamKey, None] = {}
+        """Streams that have diverged from the log; `resync` removes them."""
+        self.queued_bytes = 0
+        """Bytes of the records that are not known to be in the log."""
+        self.written = 0
+        """Batches of the log that this builder wrote."""
+        self._bridge: Final = bridge
+        self._page_bytes: Final = page_bytes
+        self._builder_id: Final = builder_id
+        self._pages = 0
+        self._queues: dict[StreamKey, _StreamQueue] = {}
+        self._active: dict[StreamKey, None] = {}
+        """Streams with records to write, in round-robin order."""
+        self._heartbeat: HeartbeatRecord | None = None
+        self._in_flight: _InFlight | None = None
+
+    # --- queue
+
+    def resync(self, key: StreamKey) -> None:
+        """Start a stream at the end of the log; records that were queued before are dropped."""
+        self._clear(key)
+        stream = self.state.streams.get(key)
+        # A new queue: the page in flight must not commit records of the new one.
+        self._queues[key] = _StreamQueue(
+            followed=self.state.min_incarnation if stream is None else stream.incarnation,
+            agreed=None if stream is None or stream.last_seq < 0 else stream.incarnation,
+        )
+        self.diverged.pop(key, None)
+
+    def forget(self, key: StreamKey) -> None:
+        """Remove a stream that is no longer followed."""
+        self._clear(key)
+        self._queues.pop(key, None)
+        self.diverged.pop(key, None)
+
+    def enqueue(self, record: StreamRecord, due: float = 0.0) -> None:
+        """Queue the next record of a stream, to be written not before `due`; ignore it while the stream is diverged."""
+        key = record.key
+        queue = self._queues.get(key)
+        if queue is None or key in self.diverged:
+            return
+        self._active[key] = None
+        if isinstance(record, TrustRecord):
+            queue.trust = record
+            return
+        if isinstance(record, IncarnationRecord):
+            queue.trust = None  # it was about the incarnation before
+            queue.followed = record.incarnation
+        size = _size(record)
+        queue.records.append(_Queued(due, record, size))
+        self.queued_bytes += size
+
+    def set_heartbeat(self, heartbeat: HeartbeatRecord) -> None:
+        """Put a heartbeat into the next page."""
+        self._heartbeat = heartbeat
+
+    def next_due(self) -> float | None:
+        """Return when there is something to write; None if nothing is queued."""
+        if self._heartbeat is not None:
+            return 0.0
+        waiting = [queue for key in self._active if (queue := self._queues[key]).records or self._can_report(key, queue)]
+        return min((queue.records[0].due if queue.records else 0.0 for queue in waiting), default=None)
+
+    def lag(self, now: float) -> float:
+        """Return the seconds for which the oldest due record has waited; 0 if none is due."""
+        waiting = (queue.records[0].due for key in self._active if (queue := self._queues[key]).records)
+        return max(0.0, now - min(waiting, default=now))
+
+    def _can_report(self, key: StreamKey, queue: _StreamQueue) -> bool:
+        return queue.trust is not None and can_report_trust(self._end_of(key, queue), queue.followed)
+
+    def has_left(self, key: StreamKey) -> bool:
+        """Return whether a stream has left the log since its last resync; it may have joined again."""
+        queue = self._queues.get(key)
+        return queue is not None and queue.followed is None
+
+    def has_queued(self, key: StreamKey) -> bool:
+        """Return whether a stream has records that are not known to be in the log."""
+        queue = self._queues.get(key)
+        return queue is not None and bool(queue.records)
+
+    @property
+    def queued_records(self) -> int:
+        """Number of records that are not known to be in the log."""
+        return sum(len(self._queues[key].records) for key in self._active)
+
+    def _clear(self, key: StreamKey) -> None:
+        """Drop a stream's queued records."""
+        queue = self._queues.get(key)
+        self._active.pop(key, None)
+        if queue is not None:
+            self.queued_bytes -= sum(queued.size for queued in queue.records)
+            queue.records.clear()
+            queue.trust = None
+
+    # --- build a page
+
+    def build(self, now: float, written_at: float) -> Page | None:
+        """Return the next page, with the wall-clock time `written_at`; None if nothing is due or a page is in flight.
+
+        Call `acknowledge` or `withdraw` once the result of the page is known.
+        """
+        if self._in_flight is not None:
+            return None
+        records: list[Record] = [] if self._heartbeat is None else [self._heartbeat]
+        commits: list[_Commit] = []
+        if self.state.unknown_prefix:
+            # Higher than any incarnation: no stream can have more of them than the pages before have room for records.
+            records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, self.state.unknown_prefix))
+        else:
+            self._fill(records, commits, now)
+        if not records:
+            return None
+        self._pages += 1
+        name = f"{self._builder_id}#{self._pages}"
+        page = Page(VERSION, self._bridge, written_at, records, self.state.epoch, name, self.state.history)
+        self._in_flight = _InFlight(page, self._heartbeat, commits)
+        self._heartbeat = None
+        return page
+
+    def _fill(self, records: list[Record], commits: list[_Commit], now: float) -> None:
+        room = self._page_bytes
+        for key in list(self._active):
+            selected, room = self._select(key, now, room, MAX_RECORDS - len(records), commits)
+            records += selected
+            if room <= 0 or len(records) >= MAX_RECORDS:
+                break
+
+    def _select(
+        self, key: StreamKey, now: float, room: int, count: int, commits: list[_Commit]
+    ) -> tuple[list[StreamRecord], int]:
+        """Return the next records of one stream that fit into the page, and the room that is left."""
+        queue = self._queues[key]
+        end = self._end_of(key, queue)
+        selection = _Selection(end, room)
+        if (warning := self._lower_trust(key, queue, end)) is not None:
+            selection.records.append(warning)
+            selection.room -= _size(warning)
+        for due, record, size in queue.records:
+            verdict = classify(selection.end, record)
+            if selection.room <= 0 or len(selection.records) >= count or (due > now and verdict is Verdict.APPEND):
+                break
+            if verdict is Verdict.DIVERGED:
+                self._clear(key)
+                self.diverged[key] = None
+                return [], room
+            if not self._add(selection, record, size, verdict):
+                break
+        is_all = selection.done == len(queue.records) and can_report_trust(selection.end, queue.followed)
+        trust = queue.trust if is_all else None
+        if trust is not None and (size := _size(trust)) <= selection.room and len(selection.records) < count:
+            selection.records.append(trust)
+            selection.room -= size
+        else:
+            trust = None
+        agreed = selection.end.incarnation if selection.end.agrees else queue.agreed
+        commit = _Commit(key, queue, selection.done, agreed, trust)
+        if selection.records:
+            commits.append(commit)
+        else:
+            self._commit(commit)  # the log has all of them
+        return selection.records, selection.room
+
+    def _lower_trust(self, key: StreamKey, queue: _StreamQueue, end: StreamEnd) -> TrustRecord | None:
+        """Return the queued trust if it is lower than the last report.
+
+        It goes before the records that it may be about, and again behind them.
+        """
+        stream = self.state.streams.get(key)
+        report = None if stream is None else stream.trust_reports.get(self._bridge)
+        if queue.trust is None or report is None or not queue.records or not can_report_trust(end, queue.followed):
+            return None
+        return queue.trust if trust_order(queue.trust.trust) < trust_order(report.trust) else None
+
+    def _add(self, selection: _Selection, record: StreamRecord, size: int, verdict: Verdict) -> bool:
+        """Add one record unless it is a duplicate; return False if there is no room for all of it."""
+        if verdict is Verdict.APPEND:
+            trimmed = trim(selection.end, record)
+            if size > selection.room:
+                if isinstance(trimmed, BatchRecord) and not selection.records and selection.room == self._page_bytes:
+                    self._add_fragment(selection, trimmed)
+                return False
+            selection.records.append(trimmed)
+            selection.room -= size
+        selection.end = advance(selection.end, record, verdict)
+        selection.done += 1
+        return True
+
+    def _add_fragment(self, selection: _Selection, record: BatchRecord) -> None:
+        """Add the next fragment of a batch that is larger than a page."""
+        fragment = self._fragment(selection.end, record)
+        selection.records.append(fragment)
+        selection.room = 0
+        if fragment.offset + len(fragment.payload) == fragment.total:
+            selection.end = advance(selection.end, record, Verdict.APPEND)
+            selection.done += 1
+
+    def _fragment(self, end: StreamEnd, record: BatchRecord) -> FragmentRecord:
+        """Return the fragment behind those that the log has."""
+        partial, offset = end.partial_batch, 0
+        if partial is not None and (partial.seq, partial.total) == (record.seq, len(record.payload)):
+            offset = partial.size if _begins_with(record.payload, partial.fragments) else 0
+        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - _length(record.source))]
+        return FragmentRecord(*record.key, record.incarnation, record.seq, record.replayed, offset, len(record.payload), part)
+
+    def _end_of(self, key: StreamKey, queue: _StreamQueue) -> StreamEnd:
+        stream = self.state.streams.get(key)
+        if stream is None:
+            return StreamEnd(None, self.state.min_incarnation, -1, has_ended=False, agrees=False, newest=None)
+        return StreamEnd(
+            stream.registration,
+            stream.incarnation,
+            stream.last_seq,
+            stream.has_ended or stream.registration is None,
+            queue.agreed == stream.incarnation,
+            self.state.newest_payload(key),
+            stream.digest,
+            stream.partial_batch,
+        )
+
+    # --- results of pages
+
+    def acknowledge(self, position: int) -> list[PartitionEvent]:
+        """Apply the page in flight, which is in the partition at `position`; return its events."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return []
+        found = self._apply(position, in_flight.page)
+        for commit in in_flight.commits:
+            self._commit(commit)
+        self.written += sum(isinstance(event, RawBatch) for event in found)
+        return found
+
+    def withdraw(self) -> None:
+        """Give up the page in flight, which may not be in the partition. Read the partition before the next page."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            self._heartbeat = self._heartbeat or in_flight.heartbeat
+
+    def _commit(self, commit: _Commit) -> None:
+        key, queue = commit.key, commit.queue
+        if self._queues.get(key) is not queue:
+            return  # resynced or removed meanwhile
+        for _ in range(commit.records):
+            self.queued_bytes -= queue.records.popleft().size
+        queue.agreed = commit.agreed
+        if queue.trust is commit.trust:
+            queue.trust = None
+        self._active.pop(key, None)
+        if queue.records or queue.trust is not None:
+            self._active[key] = None  # other streams are first in the next page
+
+    def apply(self, position: int, page: Page) -> list[PartitionEvent]:
+        """Apply a page of any bridge that was read; return its events. The page in flight is too late then."""
+        self.withdraw()
+        return self._apply(position, page)
+
+    def _apply(self, position: int, page: Page) -> list[PartitionEvent]:
+        found = self.state.apply(position, page)
+        for event in found:
+            if isinstance(event, StreamLeft) and (queue := self._queues.get(event.key)) is not None:
+                queue.followed = None
+        return found
+
+    def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
+        """Count a message that is no page. The page in flight is too late then."""
+        self.withdraw()
+        self.state.skip(position, name, is_first=is_first)
+
+
+def _size(record: StreamRecord) -> int:
+    """Return the size of a record in a page, at most."""
+    size = RECORD_BYTES + _length(record.source)
+    if isinstance(record, BatchRecord | FragmentRecord):
+        return size + len(record.payload)
+    size += len(getattr(record, "registration", b"")) + _length(getattr(record, "reason", ""))
+    if isinstance(record, TrustRecord):
+        size += _length(record.bridge) + DOUBT_BYTES * len(record.doubts)
+    return size
+
+
+def _length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _begins_with(payload: bytes, fragments: Sequence[bytes]) -> bool:
+    offset = 0
+    for fragment in fragments:
+        if not payload.startswith(fragment, offset):
+            return False
+        offset += len(fragment)
+    return True

@@ -1,0 +1,461 @@
+"""Reads one partition of the log: passes on every page once and in order, or reports why it cannot.
+
+The reader uses an ordered ephemeral consumer: the server pushes pages, nothing is acknowledged, and no state outlives the
+consumer. The sequence numbers show every fault of the connection, of the partition's leader, or of a queue that is too short.
+The reader then creates a new consumer behind the last page that it passed on.
+
+Servers can lose messages that they have acknowledged, and use their numbers again. So a reader verifies its *tail*, the newest
+message that it has read: by name with each new consumer, and by the history in each page (`partition_state`).
+
+The reader of a bridge also has a *writer*. The writer knows its own pages already, and they are most of the pages in a
+partition that no other bridge writes. While that is so, the reader *polls*: it has no consumer, it counts what the writer knows
+as read, and it requests pages of other bridges one by one. It does so at once when a page of the writer was rejected, since
+only another page can be the reason, and periodically while the writer writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from kvevents.errors import PlaneError
+from kvevents.plane.layout import Layout, PartitionInfo, fetch_message, has_tail, partition_info
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.records import (
+    EMPTY_HISTORY,
+    HISTORY_HEADER,
+    NEW_HISTORY,
+    PAGE_HEADER,
+    ReceivedMessage,
+    Tail,
+    extend_history,
+)
+from kvevents.plane.settings import ReaderLimits
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+log = logging.getLogger(__name__)
+
+DELETE_SECONDS: Final = 0.5
+"""Timeout of deleting a consumer; the server deletes it a little later by itself."""
+SHORT_REPLY: Final = 9
+"""Tokens in a message's reply subject; there are more if it contains the account's domain."""
+MAX_POLLED_PAGES: Final = 20
+"""Pages of other bridges that a reader requests one by one; for more it creates a consumer."""
+MAX_FOREIGN_PAGES: Final = 5
+"""Pages of other bridges between two heartbeats or polls at which polling is still worthwhile."""
+DEFAULT_LIMITS: Final = ReaderLimits()
+
+
+class ReadFailure(NamedTuple):
+    """Why a partition cannot be read on. The partition must be read again from a snapshot or from its beginning."""
+
+    reason: str
+    """`recreated`: the stream was deleted and created again. `purged`: unread pages are gone. `truncated`, `rewritten`: pages
+    that were read are gone, and in the latter case others are in their place. `disputed`: the writer of a page has read other
+    pages before it than this reader."""
+    first: int = 1
+    """Position of the oldest readable page."""
+
+
+OnMessages = Callable[[list[ReceivedMessage]], None]
+Recreate = Callable[[], Awaitable[None]]
+
+
+class LocalWriter(Protocol):
+    """Writes into the partition that is read."""
+
+    def knows(self, position: int, name: str) -> bool:
+        """Return whether the page is the writer's own or was read."""
+        ...
+
+    def is_writing(self) -> bool:
+        """Return whether a page is in flight. Its acknowledgement shows whether another bridge has written."""
+        ...
+
+    @property
+    def tail(self) -> Tail:
+        """The newest message that the writer knows."""
+        ...
+
+
+class PartitionReader:
+    """Reads one partition behind `tail`. `run` ends only when the partition cannot be read on, or when `on_messages` raises.
+
+    If the partition's stream is missing, the reader calls `recreate`, or without it waits until another process creates the
+    stream. With a `writer` the reader can poll, and passes on what the writer knows at once.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what it reads, from where, and for whom
+        self,
+        client: Client,
+        layout: Layout,
+        partition: int,
+        tail: Tail,
+        stream_id: str | None,
+        on_messages: OnMessages,
+        recreate: Recreate | None = None,
+        writer: LocalWriter | None = None,
+        limits: ReaderLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self.tail = tail
+        """The last message that was passed on, or that the writer knew."""
+        self.stream_id = stream_id
+        """Id of the partition's stream; None before the first query."""
+        self.lag: int | None = None
+        """Pages on the servers that were not passed on; None if unknown."""
+        self.info: PartitionInfo | None = None
+        """The servers' last report."""
+        self.caught_up = asyncio.Event()
+        """Set once everything in the partition has been passed on."""
+        self.resolves_disputes = False
+        """Whether the partition is read again because of a dispute: the log decides, so another dispute does not end `run`."""
+        self.fault = ""
+        """Why nothing can be read at the moment."""
+        self.checked = asyncio.Event()
+        """Cleared until a requested check (`request_check`) is done."""
+        self._client: Final = client
+        self._js: Final = client.jetstream()
+        self._layout: Final = layout
+        self._partition: Final = partition
+        self._on_messages: Final = on_messages
+        self._recreate: Final = recreate
+        self._writer: Final = writer
+        self._limits: Final = limits
+        self._polls = False
+        self._own_pages = self._foreign_pages = 0
+        """Pages since the last heartbeat, or since the last poll without any."""
+        self._quiet_heartbeats = 0
+        self._is_urgent = False
+        """Whether the next check follows without a pause."""
+        self._poll_requested = False
+        self._dispute: ReceivedMessage | None = None
+        """The page behind the tail whose writer has read other pages before it."""
+        self._void = 0
+        """Position of a page that is known to be void because of a dispute."""
+        self._verified: asyncio.Future[bool] | None = None
+        """Result for the current consumer: whether the partition still had the tail after the consumer was created."""
+        self._ended: ReadFailure | None = None
+        self._oldest: int | None = None
+        """Position of the first page that the server had to send, if pages before it are gone."""
+        self._failure: BaseException | None = None
+        self._received: list[ReceivedMessage] = []
+        self._delivered = 0
+        self._interrupted = asyncio.Event()
+        """Set when the consumer must be replaced or the poll must end."""
+        self._check_requests = 0
+        """Number of requested checks: a check that began before the last request does not answer it."""
+        self._alive_at = 0.0
+
+    @property
+    def position(self) -> int:
+        """Position of the tail."""
+        return self.tail.position
+
+    async def run(self) -> ReadFailure:
+        """Read until the partition cannot be read on; return why."""
+        try:
+            while True:
+                try:
+                    failure = await self._check()
+                    if failure is None:
+                        use = self._consume() if self._writer is None or not self._polls else self._poll(self._writer)
+                        failure = await use
+                    if failure is not None:
+                        return failure
+                except PlaneError as error:
+                    self._report(error)
+                await asyncio.sleep(0.0 if self._is_urgent else self._limits.retry_seconds)
+                self._is_urgent = False
+        finally:
+            self.checked.set()
+
+    def request_check(self) -> asyncio.Event:
+        """Check again whether the partition is the one that was read; return an event that is set after the check."""
+        self._check_requests += 1
+        self.checked.clear()
+        self._interrupted.set()
+        return self.checked
+
+    def end(self, failure: ReadFailure) -> None:
+        """Make `run` return `failure`, which the caller has found."""
+        self._ended = failure
+        self._interrupted.set()
+
+    def request_poll(self) -> None:
+        """Request the pages of other bridges now. A consumer pushes them by itself."""
+        if self._polls:
+            self._poll_requested = True
+            self._interrupted.set()
+
+    def _report(self, error: PlaneError) -> None:
+        self.lag = None
+        if self.fault != str(error):
+            self.fault = str(error)
+            log.warning("partition %d: %s", self._partition, error)
+
+    # --- check
+
+    async def _fetch_info(self) -> PartitionInfo:
+        try:
+            return await partition_info(self._js, self._layout, self._partition)
+        except PlaneError as error:
+            if error.fault != "missing" or self._recreate is None:
+                raise
+            await self._recreate()
+            return await partition_info(self._js, self._layout, self._partition)
+
+    async def _check(self) -> ReadFailure | None:
+        """Return why the next page cannot be read; None if it can."""
+        self._interrupted.clear()
+        requests = self._check_requests
+        if self._ended is not None:
+            return self._ended
+        self._skip_known()
+        info = await self._fetch_info()
+        self.info = info
+        if self.stream_id is None:
+            self.stream_id = info.stream_id
+        if info.stream_id != self.stream_id:
+            return ReadFailure("recreated")
+        if info.last < self.position:
+            if info.leader == "":
+                raise PlaneError(
+                    f"partition {self._partition} has no leader; wait until a majority of its servers runs", fault="away"
+                )
+            return ReadFailure("truncated", info.first)
+        if (failure := await self._resolve_doubts(info)) is not None:
+            return failure
+        if requests == self._check_requests:
+            self.checked.set()
+        if self._oldest is not None or (self.position + 1 < info.first and self.position < info.last):
+            return ReadFailure("purged", max(info.first, self._oldest or 0))
+        if self.position >= info.last:
+            self.lag = 0
+            self.caught_up.set()
+        return None
+
+    async def _resolve_doubts(self, info: PartitionInfo) -> ReadFailure | None:
+        dispute = self._dispute
+        if dispute is None and self.checked.is_set():
+            return None
+        if not await self._has(self.tail, info):
+            return ReadFailure("rewritten", info.first)
+        if dispute is None:
+            return None
+        if not self.resolves_disputes:
+            return ReadFailure("disputed", info.first)
+        log.warning(
+            "page %d of partition %d is void: its writer expected other pages before it", dispute.position, self._partition
+        )
+        self._dispute, self._void = None, dispute.position
+        return None
+
+    async def _has(self, tail: Tail, info: PartitionInfo) -> bool:
+        """Return whether the partition still holds `tail`; the page behind it is not compared here."""
+        return await has_tail(self._js, self._layout, self._partition, info, tail._replace(history=None))
+
+    def _skip_known(self) -> None:
+        """Count what the writer knows as read."""
+        if self._writer is not None and self._writer.tail.position > self.position:
+            self.tail = self._writer.tail
+
+    def _advance(self, message: ReceivedMessage) -> bool:
+        """Make the message the tail; return False if its writer expected other pages before it."""
+        history = EMPTY_HISTORY if message.begins_history else self.tail.history
+        expected = None if message.history == NEW_HISTORY else message.history
+        if expected and history is not None and expected != history.hex() and message.position != self._void:
+            self._dispute = message
+            self._interrupted.set()
+            return False
+        self.tail = Tail(message.position, message.name, None if history is None else extend_history(history, message.name))
+        return True
+
+    def _pass_on(self) -> None:
+        received, self._received = self._received, []
+        if not received:
+            return
+        try:
+            self._on_messages(received)
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
+            self._failure = error
+            self._interrupted.set()
+            return
+        self.lag = received[-1].pending
+        if self.lag == 0:
+            self.caught_up.set()
+
+    # --- poll
+
+    async def _poll(self, writer: LocalWriter) -> ReadFailure | None:
+        """Request the pages of other bridges if there are any; then wait until an interrupt or the next poll."""
+        self._is_urgent = True
+        requested, self._poll_requested = self._poll_requested, False
+        self._skip_known()
+        last = self.position if self.info is None else self.info.last
+        if requested or not writer.is_writing():
+            is_far = last - self.position > MAX_POLLED_PAGES
+            if is_far or not await self._fetch_to(last) or self._foreign_pages > MAX_FOREIGN_PAGES:
+                self._polls, self._foreign_pages = False, 0
+                return None
+            self.lag = 0
+        self.fault = ""
+        try:
+            async with asyncio.timeout(self._limits.poll_seconds):
+                await self._interrupted.wait()
+        except TimeoutError:
+            self._foreign_pages = 0
+        return None
+
+    async def _fetch_to(self, last: int) -> bool:
+        """Pass on all pages up to `last`; return False if that is impossible without a consumer."""
+        while self.position < last:
+            try:
+                message = await fetch_message(self._js, self._layout, self._partition, self.position + 1)
+            except PlaneError as error:
+                log.debug("%s", error)
+                return False
+            if message is None or not self._advance(message):
+                return False
+            self._foreign_pages += 1
+            self._received.append(message)
+            self._pass_on()
+            if self._failure is not None:
+                raise self._failure
+            self._skip_known()
+        return True
+
+    # --- consume
+
+    async def _consume(self) -> ReadFailure | None:
+        """Read with a new consumer until it must be replaced."""
+        client, inbox = self._client, self._client.new_inbox()
+        self._verified = verified = asyncio.get_running_loop().create_future()
+        self._received.clear()
+        self._delivered = 0
+        self._alive_at = asyncio.get_running_loop().time()
+        with map_errors(f"reading partition {self._partition}"):
+            subscription = await client.subscribe(
+                inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=self._limits.pending_bytes
+            )
+            name = None
+            try:
+                info = await self._js.add_consumer(self._layout.stream(self._partition), self._consumer_config(inbox))
+                name = info.name
+                if self.fault:
+                    log.info("partition %d: reading again", self._partition)
+                self.fault = ""
+                # A server that loses messages loses this consumer too: what it sends belongs to what is there now.
+                if not await self._has(self.tail, await self._fetch_info()):
+                    return ReadFailure("rewritten")
+                verified.set_result(True)
+                await self._watch()
+            finally:
+                if not verified.done():
+                    verified.set_result(False)
+                with suppress(Exception):
+                    await subscription.unsubscribe()
+                if name is not None and client.is_connected:
+                    with suppress(Exception):
+                        async with asyncio.timeout(DELETE_SECONDS):
+                            await self._js.delete_consumer(self._layout.stream(self._partition), name)
+        return None
+
+    def _consumer_config(self, inbox: str) -> Any:
+        from nats.js import api  # noqa: PLC0415 - an extra
+
+        return api.ConsumerConfig(
+            deliver_subject=inbox,
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=self.position + 1,
+            ack_policy=api.AckPolicy.NONE,
+            idle_heartbeat=self._limits.heartbeat_seconds,
+            flow_control=True,
+            mem_storage=True,
+            num_replicas=1,
+        )
+
+    async def _watch(self) -> None:
+        """Wait until the consumer must be replaced. Raises `PlaneError` if the server is silent."""
+        loop = asyncio.get_running_loop()
+        last, check_at = 0, loop.time() + self._limits.check_seconds
+        while not self._interrupted.is_set():
+            if loop.time() >= check_at:
+                last, check_at = await self._compare(last), loop.time() + self._limits.check_seconds
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._limits.heartbeat_seconds):
+                    await self._interrupted.wait()
+            self._choose_mode()
+            if self._failure is not None:
+                raise self._failure
+            if loop.time() - self._alive_at > self._limits.silent_seconds:
+                raise PlaneError(f"partition {self._partition}: the server has been silent", fault="timeout")
+
+    async def _compare(self, last: int) -> int:
+        """Request a check if the consumer has not sent the pages up to `last`, or other pages; return the last position now."""
+        info = await self._fetch_info()
+        if self.position < last or not await self._has(self.tail, info):
+            log.warning(
+                "partition %d: the consumer has stopped, or has sent other pages than the partition holds", self._partition
+            )
+            self.request_check()
+        return info.last
+
+    def _choose_mode(self) -> None:
+        """Switch to polling if other bridges have written few pages for some heartbeats."""
+        is_quiet = self._foreign_pages <= MAX_FOREIGN_PAGES and (
+            not self._foreign_pages or self._foreign_pages < self._own_pages
+        )
+        self._quiet_heartbeats = self._quiet_heartbeats + 1 if is_quiet else 0
+        self._own_pages = self._foreign_pages = 0
+        can_poll = self._writer is not None and self.caught_up.is_set() and not self._interrupted.is_set()
+        if can_poll and self._quiet_heartbeats >= self._limits.quiet_heartbeats:
+            self._quiet_heartbeats, self._polls, self._is_urgent = 0, True, True
+            self._interrupted.set()
+
+    async def _on_message(self, message: Msg) -> None:
+        self._alive_at = asyncio.get_running_loop().time()
+        verified = self._verified
+        if verified is None or not await verified or self._verified is not verified:
+            return
+        if message.headers is not None and (status := message.headers.get("Status")) is not None:
+            await self._on_status(message, status)
+            return
+        tokens = message.reply.split(".")
+        if len(tokens) < SHORT_REPLY:  # no message of a consumer
+            return
+        position, delivered, pending = (int(tokens[at]) for at in ((5, 6, 8) if len(tokens) == SHORT_REPLY else (7, 8, 10)))
+        if self._interrupted.is_set() or delivered != self._delivered + 1 or position != self.position + 1:
+            if delivered == self._delivered + 1 and position > self.position + 1:
+                self._oldest = position  # the consumer skips nothing that exists
+            self._interrupted.set()
+            return
+        headers = message.headers or {}
+        name = headers.get(PAGE_HEADER, "")
+        page = ReceivedMessage(position, message.data, pending, name, headers.get(HISTORY_HEADER))
+        if not self._advance(page):
+            return
+        is_known = self._writer is not None and self._writer.knows(position, name)
+        self._own_pages += is_known
+        self._foreign_pages += not is_known
+        self._delivered = delivered
+        self._received.append(page)
+        if is_known:
+            self._pass_on()
+        elif len(self._received) == 1:
+            # Pages that have arrived already are passed on together.
+            asyncio.get_running_loop().call_soon(self._pass_on)
+
+    async def _on_status(self, message: Msg, status: str) -> None:
+        headers = message.headers or {}
+        if status != "100":
+            self._interrupted.set()
+        elif message.reply:
+            await self._client.publish(message.reply)
+        elif int(headers.get("Nats-Last-Consumer", self._delivered)) != self._delivered:
+            self._interrupted.set()

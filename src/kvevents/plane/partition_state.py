@@ -1,0 +1,457 @@
+"""State of one partition of the log: its streams, how far each is written, and how far each bridge trusts it.
+
+Theory of operation. Several bridges can write the same stream, and any of them can be killed, stopped or disconnected at any
+moment. The log is consistent nevertheless. The server accepts a page only from a bridge that has read every earlier page
+(`page_builder`), and all readers apply pages by the same rules, which are in this module:
+
+- A batch is the next one if it has the stream's current incarnation and the number after the newest batch. The first batch of
+  an incarnation can have any number, because an engine may no longer have the earlier ones.
+- A batch whose number is already written is ignored, and so are records of incarnations that have ended.
+- Any other record is *invalid*: no bridge writes it. The state counts it, marks the stream, and does not apply it.
+
+The fragments of a large batch follow each other, possibly with other records in between. A fragment at offset 0 starts again.
+
+Each page carries a digest of the names of all messages that its writer expects before it, and is void behind any others. The
+server compares sequence numbers only. Those can match by chance after the server has lost acknowledged pages and has used their
+numbers again.
+
+A partition that is deleted and recreated has another `epoch`, in which pages of a bridge that has not noticed are void. If
+pages were purged before a bridge has read them, and no snapshot represents them, the partition has an *unknown prefix*. Nothing
+behind it is applied until a bridge writes a `ResetRecord`, at which all streams leave and start over, for every reader alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvevents.plane.records import (
+    EMPTY_HISTORY,
+    BatchRecord,
+    FragmentRecord,
+    GapRecord,
+    HeartbeatRecord,
+    IncarnationRecord,
+    JoinRecord,
+    LeaveRecord,
+    Page,
+    Record,
+    ResetRecord,
+    StreamKey,
+    Tail,
+    TrustRecord,
+    extend_history,
+)
+from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
+from kvevents.structs import build_decoder_now
+from kvevents.wire import DEFAULT_WIRE_LIMITS
+
+_KEPT: Final = frozenset(doubt.name for doubt in PERSISTENT_REASONS)
+MAX_DEPARTED: Final = 100_000
+"""Streams that have left and whose last incarnation is remembered, so that its late records are void; the oldest go first."""
+MAX_REPORTS: Final = 64
+"""Trust reports of one stream; the report of the bridge with the oldest heartbeat goes first."""
+MAX_BRIDGES: Final = 1_000
+"""Bridge processes whose last heartbeat is remembered; the oldest go first."""
+
+
+class TrustReport(msgspec.Struct, frozen=True, array_like=True):
+    """A bridge's last report about a stream."""
+
+    trust: str
+    reason: str
+    doubts: dict[str, int]
+
+
+class StreamJoined(NamedTuple):
+    """A stream has joined, or its registration has changed."""
+
+    key: StreamKey
+    registration: bytes
+
+
+class StreamLeft(NamedTuple):
+    """A stream has left."""
+
+    key: StreamKey
+    reason: str
+    incarnation: int
+    """The incarnation that has ended."""
+
+
+class TrustChanged(NamedTuple):
+    """A bridge has reported its trust in a stream."""
+
+    key: StreamKey
+
+
+class InvalidRecord(NamedTuple):
+    """The page contains a record that no bridge writes."""
+
+    key: StreamKey
+    reason: str
+
+
+PartitionEvent: TypeAlias = RawBatch | Reset | Gap | StreamJoined | StreamLeft | TrustChanged | InvalidRecord
+
+
+class PartialBatch(msgspec.Struct, array_like=True):
+    """The fragments of a batch so far."""
+
+    seq: int
+    total: int
+    size: int = 0
+    """Bytes so far."""
+    fragments: list[bytes] = []
+
+    def is_continued_by(self, fragment: FragmentRecord) -> bool:
+        """Return whether a fragment is the next one of the same batch."""
+        fits = self.size + len(fragment.payload) <= self.total
+        return fits and (self.seq, self.total, self.size) == (fragment.seq, fragment.total, fragment.offset)
+
+    def add(self, fragment: FragmentRecord) -> None:
+        """Append the next fragment."""
+        self.fragments.append(fragment.payload)
+        self.size += len(fragment.payload)
+
+
+class StreamState(msgspec.Struct, array_like=True):
+    """One stream in the log."""
+
+    registration: bytes | None
+    """None after the stream has left."""
+    incarnation: int = 0
+    last_seq: int = -1
+    digest: bytes | None = None
+    """SHA-256 of the newest batch, if its bytes are not kept."""
+    trust_reports: dict[str, TrustReport] = {}
+    """By bridge, the latest report last."""
+    partial_batch: PartialBatch | None = None
+    has_ended: bool = False
+    """Whether the incarnation accepts no more records: the stream had left, or an invalid record was written."""
+
+
+class ResumePoint(NamedTuple):
+    """How a bridge's subscriber follows a stream so that it continues the log."""
+
+    resume: Checkpoint | None
+    """None if the log has no batch of the current incarnation, so that there is nothing to verify."""
+    incarnation_offset: int
+    """Difference between the incarnations of the log and those of the subscriber."""
+
+
+class LastHeartbeat(NamedTuple):
+    """The last heartbeat of a bridge."""
+
+    record: HeartbeatRecord
+    position: int
+    """Position of its page."""
+
+
+class PartitionState:
+    """One partition after its page `position`. Apply every page, in order."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        """Position of the newest message that was read; JetStream counts from 1."""
+        self.streams: dict[StreamKey, StreamState] = {}
+        """Streams in the order in which they joined or left, including remembered ones that have left."""
+        self.heartbeats: dict[str, LastHeartbeat] = {}
+        """By bridge."""
+        self.invalid_records = 0
+        self.duplicate_records = 0
+        """Records that repeat what is written, or belong to an incarnation that has ended."""
+        self.foreign_messages = 0
+        """Messages that are no pages."""
+        self.stale_epoch_pages = 0
+        """Void pages that were written for an earlier epoch of the partition."""
+        self.void_pages = 0
+        """Pages whose writer expected other messages before them."""
+        self.history: bytes | None = EMPTY_HISTORY
+        """Digest of the names of all messages; None if the partition could not be read from its beginning."""
+        self.epoch = ""
+        """Epoch of the partition; that of its first page if the caller has set none."""
+        self.min_incarnation = 0
+        """First incarnation of a new stream."""
+        self.unknown_prefix = ""
+        """Why nothing of the partition can be applied yet; empty if all of it was read."""
+        self.first_page = 1
+        """Position of the page at which all streams started last: the first page, or one with a `ResetRecord`."""
+        self._newest: dict[StreamKey, bytes] = {}
+        self._writer = ""
+        """The bridge that wrote the page that is being applied."""
+        self._name: str | None = ""
+        """Name of the newest message."""
+
+    # --- apply pages
+
+    def apply(self, position: int, page: Page) -> list[PartitionEvent]:
+        """Apply a page and return its events. Positions can skip numbers, because the page's writer has read all before it."""
+        history = self.history
+        self._advance(position, page.name, is_first=page.history is None)
+        self.epoch = self.epoch or page.epoch
+        if page.epoch != self.epoch:
+            self.stale_epoch_pages += 1
+            return []
+        if page.history is not None and history is not None and page.history != history:
+            self.void_pages += 1
+            return []
+        self._writer = page.bridge
+        found: list[PartitionEvent] = []
+        for record in page.records:
+            if isinstance(record, HeartbeatRecord):
+                self._apply_heartbeat(LastHeartbeat(record, position))
+            elif isinstance(record, ResetRecord):
+                found += self._apply_reset(record)
+            elif not self.unknown_prefix:
+                apply: Callable[[PartitionState, Any], Iterable[PartitionEvent]] = _RULES[type(record)]
+                found += apply(self, record)
+        return found
+
+    def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
+        """Count a message that is no page. `is_first`: its headers say that a new history begins with it."""
+        self._advance(position, name, is_first=is_first)
+        self.foreign_messages += 1
+
+    def _advance(self, position: int, name: str, *, is_first: bool = False) -> None:
+        self.position, self._name = position, name
+        known = EMPTY_HISTORY if is_first else self.history
+        self.history = None if known is None else extend_history(known, name)
+
+    def _apply_heartbeat(self, heartbeat: LastHeartbeat) -> None:
+        self.heartbeats.pop(heartbeat.record.bridge, None)
+        self.heartbeats[heartbeat.record.bridge] = heartbeat
+        if len(self.heartbeats) > MAX_BRIDGES:
+            del self.heartbeats[next(iter(self.heartbeats))]
+
+    def _apply_reset(self, record: ResetRecord) -> Iterable[PartitionEvent]:
+        left = [
+            StreamLeft(key, record.reason, stream.incarnation)
+            for key, stream in self.streams.items()
+            if stream.registration is not None
+        ]
+        self.unknown_prefix, self.first_page = "", self.position
+        self.min_incarnation = max(self.min_incarnation, record.floor)
+        self.streams.clear()
+        self._newest.clear()
+        return left
+
+    def _apply_join(self, record: JoinRecord) -> Iterable[PartitionEvent]:
+        known = self.streams.get(record.key)
+        if known is None:
+            self.streams[record.key] = StreamState(record.registration, self.min_incarnation)
+        elif known.registration is None:
+            del self.streams[record.key]
+            # Readers have dropped the old incarnation; a bridge continues with the next one.
+            self.streams[record.key] = StreamState(record.registration, known.incarnation, has_ended=True)
+        else:
+            known.registration = record.registration
+        yield StreamJoined(record.key, record.registration)
+
+    def _apply_leave(self, record: LeaveRecord) -> Iterable[PartitionEvent]:
+        known = self.streams.pop(record.key, None)
+        if known is None or known.registration is None:
+            return
+        self._newest.pop(record.key, None)
+        self.streams[record.key] = StreamState(None, known.incarnation)
+        if len(self.streams) > MAX_DEPARTED:
+            departed = [key for key, stream in self.streams.items() if stream.registration is None]
+            for key in departed[:-MAX_DEPARTED]:
+                del self.streams[key]
+        yield StreamLeft(record.key, record.reason, known.incarnation)
+
+    def _apply_batch(self, record: BatchRecord) -> Iterable[PartitionEvent]:
+        stream = self._current(record.key, record.incarnation)
+        if stream is None:
+            return
+        if (reason := _why_invalid(stream, record)) is not None:
+            yield self._reject(record.key, stream, reason)
+        elif record.seq <= stream.last_seq:
+            self.duplicate_records += 1
+        else:
+            yield self._append(stream, record, record.payload)
+
+    def _append(self, stream: StreamState, record: BatchRecord | FragmentRecord, payload: bytes) -> RawBatch:
+        if stream.last_seq < 0:
+            # Only now is the incarnation identified: other bridges' reports may have been about another one.
+            stream.trust_reports = {bridge: report for bridge, report in stream.trust_reports.items() if bridge == self._writer}
+        stream.last_seq, stream.partial_batch, stream.digest = record.seq, None, None
+        self._newest[record.key] = payload
+        return RawBatch(record.source, record.rank, record.incarnation, record.seq, record.replayed, payload)
+
+    def _apply_fragment(self, record: FragmentRecord) -> Iterable[PartitionEvent]:
+        stream = self._current(record.key, record.incarnation)
+        if stream is None or record.seq <= stream.last_seq:
+            return
+        partial = PartialBatch(record.seq, record.total) if record.offset == 0 else stream.partial_batch
+        reason = _why_invalid(stream, record)
+        if reason is None and record.total > DEFAULT_WIRE_LIMITS.max_payload_bytes:
+            reason = f"batch {record.seq} has {record.total} bytes"
+        if partial is None or not partial.is_continued_by(record):
+            reason = reason or f"the fragment of batch {record.seq} at offset {record.offset} continues no batch"
+        if reason is not None or partial is None:
+            yield self._reject(record.key, stream, reason or "")
+            return
+        partial.add(record)
+        stream.partial_batch = partial
+        if partial.size == partial.total:
+            yield self._append(stream, record, b"".join(partial.fragments))
+
+    def _apply_incarnation(self, record: IncarnationRecord) -> Iterable[PartitionEvent]:
+        stream = self.streams.get(record.key)
+        if stream is None or stream.registration is None or record.incarnation <= stream.incarnation:
+            self.duplicate_records += 1
+            return
+        self._newest.pop(record.key, None)
+        # The reports were about the incarnation before; bridges that follow the new one report again.
+        self.streams[record.key] = StreamState(stream.registration, record.incarnation)
+        yield Reset(record.source, record.rank, record.incarnation, record.reason)
+
+    def _apply_gap(self, record: GapRecord) -> Iterable[PartitionEvent]:
+        stream = self._current(record.key, record.incarnation)
+        if stream is None:
+            return
+        if record.last <= stream.last_seq:
+            self.duplicate_records += 1
+        elif (reason := _why_invalid(stream, record)) is not None:
+            yield self._reject(record.key, stream, reason)
+        else:
+            stream.last_seq, stream.partial_batch, stream.digest = record.last, None, None
+            self._newest.pop(record.key, None)
+            yield Gap(record.source, record.rank, record.first, record.last, record.incarnation, record.compacted)
+
+    def _apply_trust(self, record: TrustRecord) -> Iterable[PartitionEvent]:
+        stream = self.streams.get(record.key)
+        if stream is None or stream.registration is None:
+            return
+        stream.trust_reports.pop(record.bridge, None)
+        if record.trust:
+            stream.trust_reports[record.bridge] = TrustReport(record.trust, record.reason, record.doubts)
+        if len(stream.trust_reports) > MAX_REPORTS:
+            del stream.trust_reports[min(stream.trust_reports, key=self._heartbeat_position)]
+        yield TrustChanged(record.key)
+
+    def _heartbeat_position(self, bridge: str) -> int:
+        heartbeat = self.heartbeats.get(bridge)
+        return 0 if heartbeat is None else heartbeat.position
+
+    def _current(self, key: StreamKey, incarnation: int) -> StreamState | None:
+        """Return a stream; count a duplicate and return None if the incarnation has ended."""
+        stream = self.streams.get(key)
+        if stream is None or stream.registration is None or incarnation < stream.incarnation:
+            self.duplicate_records += 1
+            return None
+        return stream
+
+    def _reject(self, key: StreamKey, stream: StreamState, reason: str) -> InvalidRecord:
+        self.invalid_records += 1
+        stream.has_ended = True
+        return InvalidRecord(key, reason)
+
+    # --- query
+
+    @property
+    def tail(self) -> Tail:
+        """The newest message that was read."""
+        return Tail(self.position, self._name, self.history)
+
+    def registrations(self) -> dict[StreamKey, bytes]:
+        """Return the registrations of the joined streams."""
+        return {key: stream.registration for key, stream in self.streams.items() if stream.registration is not None}
+
+    def newest_payload(self, key: StreamKey) -> bytes | None:
+        """Return the bytes of a stream's newest batch, if they are kept."""
+        return self._newest.get(key)
+
+    def resume_point(self, key: StreamKey, bridge: str) -> ResumePoint:
+        """Return where a bridge continues a stream, with the bridge's own doubts or those of the latest report."""
+        stream = self.streams.get(key)
+        if stream is None:
+            return ResumePoint(None, self.min_incarnation)
+        if stream.registration is not None and not stream.has_ended and stream.last_seq < 0:
+            return ResumePoint(None, stream.incarnation)
+        newest = self._newest.get(key)
+        digest = stream.digest if newest is None else payload_digest(newest)
+        if stream.registration is None or stream.has_ended or digest is None:
+            # Nothing identifies the incarnation, so it ends here: what comes next belongs to another one.
+            return ResumePoint(Checkpoint(*key, stream.incarnation, -1), 0)
+        fingerprint = Fingerprint(stream.last_seq, digest, True)
+        reports = stream.trust_reports
+        report = reports.get(bridge) or next(reversed(reports.values()), None)
+        doubts = {} if report is None else {name: last for name, last in report.doubts.items() if name in _KEPT}
+        return ResumePoint(Checkpoint(*key, stream.incarnation, stream.last_seq, (fingerprint,), True, doubts), 0)
+
+    # --- encode for snapshots
+
+    def encode(self) -> bytes:
+        """Encode the state for a snapshot."""
+        for key, newest in self._newest.items():
+            self.streams[key].digest = payload_digest(newest)
+        saved = _Saved(
+            self.position,
+            [(*key, stream) for key, stream in self.streams.items()],
+            [(heartbeat.record, heartbeat.position) for heartbeat in self.heartbeats.values()],
+            self.epoch,
+            self.min_incarnation,
+            self.unknown_prefix,
+            self._name,
+            self.history,
+            self.first_page,
+        )
+        return msgspec.msgpack.encode(saved)
+
+    @classmethod
+    def decode(cls, data: bytes) -> PartitionState:
+        """Decode what `encode` returned. Raises `ValueError` for anything else."""
+        saved = msgspec.msgpack.decode(data, type=_Saved)
+        state = cls()
+        state.position = saved.position
+        state.streams = {(source, rank): stream for source, rank, stream in saved.streams}
+        state.heartbeats = {record.bridge: LastHeartbeat(record, position) for record, position in saved.heartbeats}
+        state.epoch, state.min_incarnation, state.unknown_prefix = saved.epoch, saved.min_incarnation, saved.unknown_prefix
+        state._name, state.history, state.first_page = saved.name, saved.history, saved.first_page
+        return state
+
+    @classmethod
+    def after_unknown_prefix(cls, position: int, reason: str) -> PartitionState:
+        """Return the state of a partition that can be read only behind `position`; `reason` says why."""
+        state = cls()
+        state.position, state.unknown_prefix = position, reason
+        state._name = state.history = None
+        return state
+
+
+@build_decoder_now
+class _Saved(msgspec.Struct, array_like=True):
+    position: int
+    streams: list[tuple[str, int, StreamState]]
+    heartbeats: list[tuple[HeartbeatRecord, int]]
+    epoch: str = ""
+    min_incarnation: int = 0
+    unknown_prefix: str = ""
+    name: str | None = ""
+    history: bytes | None = EMPTY_HISTORY
+    first_page: int = 1
+
+
+def _why_invalid(stream: StreamState, record: BatchRecord | FragmentRecord | GapRecord) -> str | None:
+    """Return why a record is not the next one of its stream."""
+    first = record.first if isinstance(record, GapRecord) else record.seq
+    if record.incarnation != stream.incarnation or stream.has_ended:
+        return f"number {first} of incarnation {record.incarnation}, which has not begun"
+    if stream.last_seq >= 0 and first > stream.last_seq + 1:
+        return f"number {first} after {stream.last_seq}"
+    return None
+
+
+_RULES: Final[dict[type[Record], Callable[[PartitionState, Any], Iterable[PartitionEvent]]]] = {
+    JoinRecord: PartitionState._apply_join,  # noqa: SLF001 - the table of its own methods
+    LeaveRecord: PartitionState._apply_leave,  # noqa: SLF001 - as above
+    BatchRecord: PartitionState._apply_batch,  # noqa: SLF001 - as above
+    FragmentRecord: PartitionState._apply_fragment,  # noqa: SLF001 - as above
+    IncarnationRecord: PartitionState._apply_incarnation,  # noqa: SLF001 - as above
+    GapRecord: PartitionState._apply_gap,  # noqa: SLF001 - as above
+    TrustRecord: PartitionState._apply_trust,  # noqa: SLF001 - as above
+}
