@@ -134,6 +134,24 @@ def test_a_program_written_for_sglang(context: Context) -> None:
         publisher.publish(sglang.EventBatch(1.0, []))
 
 
+class _NoRank:
+    """A batch of a user's own type whose rank cannot be read."""
+
+    @property
+    def attn_dp_rank(self) -> int:
+        raise ValueError("no rank")
+
+
+def test_publish_raises_nothing_for_a_batch_whose_rank_cannot_be_read() -> None:
+    """`publish()` is called in the scheduler loop; the batch that cannot be encoded is dropped, and counted."""
+    text = json.dumps({"publisher": "zmq", "endpoint": "tcp://127.0.0.1:*"})
+    publisher = sglang.EventPublisherFactory.create(text, attn_dp_rank=3)
+    try:
+        publisher.publish(_NoRank())  # type: ignore[arg-type]  # not a batch of SGLang
+    finally:
+        publisher.shutdown()
+
+
 def test_batches_of_other_types_publish_too(context: Context) -> None:
     """vLLM's batches, whose rank has another name, publish too, also with a full queue."""
     publisher = sglang.ZmqEventPublisher(2, ANY, max_queue_size=1)

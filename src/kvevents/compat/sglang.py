@@ -245,7 +245,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         try:
             if events.attn_dp_rank is None:
                 events.attn_dp_rank = self._data_parallel_rank
-        except AttributeError:
+        except Exception:  # noqa: BLE001 - a user's own type may raise anything, and it must not reach the engine
             self._set_attention_rank(events)
         queue = self._queue
         if len(queue) >= self._limit:
