@@ -475,10 +475,10 @@ def test_a_stream_may_name_64_places_in_each_life(index: PrefixIndex, feed: Feed
     aside and counted, places known before stay usable, other streams are not touched, and a new life begins with none."""
     named = [f"M{number}" for number in range(66)]
     feed(*(chain(1, medium=medium) for medium in named))
-    assert index.stats().rejected == {("none", "too-many-planes"): 2}
+    assert index.stats().rejected == {("none", "too-many-placements"): 2}
     assert {tier for _, _, tier, *_ in blocks_of(index, ("a", 0))} == set(named[:64])
     feed(store([1], [], 0, medium=named[65]), chain(1, 2, medium=named[3]))
-    assert index.stats().rejected == {("none", "too-many-planes"): 3}
+    assert index.stats().rejected == {("none", "too-many-placements"): 3}
     assert tokens_of(index, PROMPT) == 4
     other = Feed(index, "b")
     other(*(chain(1, medium=medium) for medium in named[64:]))
@@ -486,7 +486,7 @@ def test_a_stream_may_name_64_places_in_each_life(index: PrefixIndex, feed: Feed
     index.apply(Reset("a", 0, 1, "restart"))
     Feed(index, incarnation=1)(*(chain(1, medium=medium) for medium in named[64:]))
     assert {tier for _, _, tier, *_ in blocks_of(index, ("a", 0))} == {"M64", "M65"}
-    assert sum(info.rejected.get(("none", "too-many-planes"), 0) for info in index.workers() if info.source == "b") == 0
+    assert sum(info.rejected.get(("none", "too-many-placements"), 0) for info in index.workers() if info.source == "b") == 0
 
 
 def test_duplicates_are_ignored(index: PrefixIndex, feed: Feed) -> None:

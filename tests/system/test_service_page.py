@@ -100,7 +100,7 @@ def texts(selector: str) -> str:
 
 def seen(selector: str) -> str:
     """An expression: whether an element is not hidden."""
-    return f"!document.querySelector({json.dumps(selector)}).is_hidden"
+    return f"!document.querySelector({json.dumps(selector)}).hidden"
 
 
 def confirmed(page: Chromium, publish: Callable[[], object]) -> None:
@@ -226,7 +226,7 @@ def test_a_row_opens_by_keyboard_and_the_filter_hides_it(page: Chromium) -> None
         assert engine.endpoint in page.wait("document.querySelector('tr.detail')?.innerText")
         assert page.run("document.querySelector('.toggle').ariaExpanded") == "true"
         page.type_into("#filter", "another")
-        page.wait(f"{text('#fleet-count')} === '0 of 1 source' && document.querySelector('tr.detail').is_hidden")
+        page.wait(f"{text('#fleet-count')} === '0 of 1 source' && document.querySelector('tr.detail').hidden")
         page.run("document.querySelector('#fleet thead th:nth-child(5) button').click()")
         assert page.run("document.querySelector('#fleet thead th:nth-child(5)').ariaSort") == "descending"
 

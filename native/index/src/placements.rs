@@ -54,7 +54,7 @@ pub fn tier(medium: &str) -> String {
 }
 
 /// Placements of one index. Engines have a handful; their names and groups are a peer's words.
-pub const MAX_PLANES: usize = 4096;
+pub const MAX_PLACEMENTS: usize = 4096;
 
 #[derive(Debug)]
 struct Entry {
@@ -115,7 +115,7 @@ impl Placements {
             (self.entries[at], self.levels[at]) = (entry, level as u8);
             return Some(at as u16);
         }
-        if self.entries.len() >= MAX_PLANES {
+        if self.entries.len() >= MAX_PLACEMENTS {
             return None;
         }
         self.entries.push(entry);

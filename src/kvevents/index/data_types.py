@@ -76,7 +76,7 @@ class Counters:
     """Copies beyond the first of each block on a tier."""
     rejected: dict[tuple[str, str], int]
     """Rejected stores, by kind of KV cache group (`none` if the engine sends none) and reason: `unknown-kind`,
-    `length-mismatch`, `bad-token`, `too-many-planes`, `too-many-alike`."""
+    `length-mismatch`, `bad-token`, `too-many-placements`, `too-many-alike`."""
     unknown_removals: int
     """Removals of blocks that were not held."""
     orphans_dropped: int

@@ -252,6 +252,6 @@ class MemberMatch(NamedTuple):
         return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}
 
 
-_LOSING: Final = frozenset({"length-mismatch", "bad-token", "too-many-planes", "too-many-alike"})
+_LOSING: Final = frozenset({"length-mismatch", "bad-token", "too-many-placements", "too-many-alike"})
 """Reasons for rejected stores that leave the index behind the engine. Kinds of groups that cannot be matched are not in it:
 answers are complete without their stores."""

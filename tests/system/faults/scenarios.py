@@ -186,6 +186,8 @@ def _restart(**options: Any) -> Callable[[Stage], None]:
         engine.wait_for_subscriber()
         stage.ask(B, C)
         engine.store(B)
+        # What arrives together with the connection may be of the connection before it: only a later batch confirms replay.
+        stage.wait(MOMENT)
         engine.store(C)
 
     return play
@@ -205,7 +207,9 @@ def _restart_ahead(stage: Stage) -> None:
     engine.store(B, lost=True)
     engine.store(C, lost=True)
     engine.wait_for_subscriber()
-    engine.store(D)
+    engine.store(D, range(1))
+    stage.wait(MOMENT)  # as in `_restart`
+    engine.store(D, range(1, D.blocks))
 
 
 def _gone(stage: Stage) -> None:

@@ -17,7 +17,7 @@ use crate::limits::Limits;
 use crate::members::Worker;
 use crate::page_pool;
 use crate::pending::{Content, Waiting};
-use crate::placements::{MAX_PLANES, Placement, Rule};
+use crate::placements::{MAX_PLACEMENTS, Placement, Rule};
 use crate::shared::{Block, SharedState};
 use crate::stream::Stream;
 use crate::table::Stage;
@@ -114,8 +114,8 @@ impl<'a, R: Read> Restoring<'a, R> {
         if self.placements.iter().any(|(known, _)| *known == placement) {
             return Err(bad("a placement is there twice"));
         }
-        if self.placements.len() == MAX_PLANES {
-            return Err(bad(format!("it has more than {MAX_PLANES} placements")));
+        if self.placements.len() == MAX_PLACEMENTS {
+            return Err(bad(format!("it has more than {MAX_PLACEMENTS} placements")));
         }
         self.placements.push((placement, None));
         Ok(())
@@ -133,7 +133,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             return Err(bad(format!("a stream has blocks in more than {most} places")));
         }
         *number = stream.use_placement(&mut self.shared_lock.write(), placement.clone());
-        number.ok_or_else(|| bad(format!("the index would have more than {MAX_PLANES} placements")))
+        number.ok_or_else(|| bad(format!("the index would have more than {MAX_PLACEMENTS} placements")))
     }
 
     fn worker(&mut self) -> Result<Worker, Failure> {
