@@ -147,7 +147,7 @@ def test_publish_raises_nothing_for_a_batch_whose_rank_cannot_be_read() -> None:
     text = json.dumps({"publisher": "zmq", "endpoint": "tcp://127.0.0.1:*"})
     publisher = sglang.EventPublisherFactory.create(text, attn_dp_rank=3)
     try:
-        publisher.publish(_NoRank())  # type: ignore[arg-type]  # not a batch of SGLang
+        publisher.publish(_NoRank())
     finally:
         publisher.shutdown()
 
