@@ -94,7 +94,7 @@ def test_a_long_prompt_that_is_expected_takes_a_thread() -> None:
 
 
 class Share:
-    """PartitionQuery 0 and 1 of a plane of two partitions; `on_rows` is called while prompts are looked up."""
+    """Partitions 0 and 1 of a plane of two partitions; `on_rows` is called while prompts are looked up."""
 
     def __init__(self, on_rows: Any) -> None:
         self.partitions = frozenset({0, 1})

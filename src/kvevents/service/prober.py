@@ -1,7 +1,7 @@
-"""What is wrong with the endpoints of a source that has no connection or no replay, and whether it may be followed.
+"""Probes of endpoints without a connection or without replay, and the check that a client may register an endpoint.
 
-ZeroMQ connects again and again and reports nothing. So endpoints are probed over connections of their own, which exchange
-ZeroMQ's greeting; `Probing` says how often. What is found is part of the source's trust, and is logged when it begins and ends.
+ZeroMQ reconnects without end and reports no errors. So the prober opens connections of its own and exchanges ZeroMQ's greeting;
+`Probing` sets how often. A fault becomes part of the source's trust, and is logged when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_h
 log = logging.getLogger(__name__)
 
 RESOLVE_SECONDS: Final = 2.0
-"""How long the check of a client's endpoint may take to resolve its name."""
+"""Longest time to resolve the name in a client's endpoint."""
 ROUND_SECONDS: Final = 0.1
-"""How often it is looked for whom to try."""
+"""Pause between two searches for endpoints to probe."""
 AUDIT_SECONDS: Final = 30.0
-"""How often it is looked where the names lead that clients have given: what was allowed may lead elsewhere now."""
+"""Pause between two checks of all endpoints that clients registered, because a name can resolve to another address later."""
 
 
 async def addresses_of(endpoint: str) -> list[str]:
-    """Where a TCP endpoint leads; nowhere for one of another kind. Raises `socket.gaierror` and `TimeoutError`."""
+    """Resolve a TCP endpoint; return no addresses for another kind. Raises `socket.gaierror` and `TimeoutError`."""
     found = split_tcp(endpoint)
     if found is None:
         return []
@@ -47,9 +47,9 @@ async def addresses_of(endpoint: str) -> list[str]:
 
 
 async def check_allowed(allowed: AllowList, registration: Registration) -> None:
-    """Raise `EndpointRefusedError` where a client's registration leads to what it may not name.
+    """Raise `EndpointRefusedError` if a client's registration has an endpoint that the allow list excludes.
 
-    A name that does not resolve leads nowhere yet; it is looked at again when it does.
+    A name that does not resolve passes. The prober checks it again later.
     """
     for endpoint in (registration.endpoint, registration.replay_endpoint):
         if endpoint is not None:
@@ -63,10 +63,10 @@ Which: TypeAlias = Literal["endpoint", "replay_endpoint"]
 
 @dataclass(slots=True)
 class _Probe:
-    """One endpoint of one member that is probed again and again."""
+    """The schedule of the probes of one endpoint."""
 
     since: float
-    """When the need for it arose."""
+    """Time from which the endpoint has needed probes."""
     due: float
     backoff: Backoff
 
@@ -82,7 +82,7 @@ class Prober:
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         loop = asyncio.get_running_loop()
         audit = loop.time() + AUDIT_SECONDS
         try:
@@ -107,7 +107,7 @@ class Prober:
         for each in wanted:
             probe = self._probes.get(each)
             if probe is None:
-                # Replay is usually on its way; a connection is there at once or not at all.
+                # A replay usually arrives after a moment. A connection is established at once or not at all.
                 wait = 0.0 if each[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[each] = _Probe(now, now + wait, backoff)
@@ -123,7 +123,7 @@ class Prober:
     async def _try(self, member: Member, which: Which, *, is_patient: bool) -> None:
         if await self._may_stay(member):
             fault = await self._fault_of(member, which, is_patient=is_patient)
-            if (member, which) in self._probes:  # it may have been connected meanwhile
+            if (member, which) in self._probes:  # else it has connected meanwhile
                 self._note(member, which, fault)
 
     async def _fault_of(self, member: Member, which: Which, *, is_patient: bool) -> SourceFault | None:
@@ -150,7 +150,7 @@ class Prober:
                 await self._may_stay(member)
 
     async def _may_stay(self, member: Member) -> bool:
-        """Follow a client's engine no more when its name has come to lead where it may not."""
+        """Unregister a client's engine if its name now resolves to an excluded address. Return whether it stays."""
         if member.origin != HTTP:
             return True
         try:
@@ -176,7 +176,7 @@ class Prober:
 
 
 def _in_doubt(member: Member) -> Which | None:
-    """Which endpoint of a member has to be probed."""
+    """Return which endpoint of a member needs a probe; None if none does."""
     if member.trust in {Trust.CONNECTING, Trust.STALE}:
         return "endpoint"
     is_silent = member.status is not None and DegradedReason.REPLAY_SILENT in member.status.degraded_reasons
@@ -185,7 +185,7 @@ def _in_doubt(member: Member) -> Which | None:
 
 
 class _Meaning(NamedTuple):
-    """What an outcome of a handshake says."""
+    """The reasons and the sentence for one outcome of a handshake."""
 
     of_endpoint: Reason
     of_replay: Reason
@@ -205,11 +205,11 @@ _MEANINGS: Final[dict[HandshakeOutcome, _Meaning]] = {
     "closed": _Meaning(Reason.UNREACHABLE, Reason.REPLAY_UNREACHABLE, "what listens at {endpoint} closes connections at once"),
     "not-zeromq": _Meaning(Reason.NOT_ZEROMQ, Reason.REPLAY_NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
 }
-"""Of handshakes that found no ZeroMQ socket."""
+"""By outcome of handshakes that found no ZeroMQ socket."""
 
 
 async def fault_of(registration: Registration, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Why there is no connection to the endpoint; None where nothing speaks against one."""
+    """Probe the endpoint. Return why there is no connection; None if no fault is found."""
     endpoint = registration.endpoint
     if registration.bind:
         return None
@@ -225,7 +225,7 @@ async def fault_of(registration: Registration, seconds: float, *, has_keys: bool
 
 
 async def fault_of_replay(registration: Registration, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Why the replay endpoint answers nothing; None where nothing is wrong with the socket there."""
+    """Probe the replay endpoint. Return why it does not answer; None if no fault is found."""
     endpoint = registration.replay_endpoint
     if endpoint is None:
         return None

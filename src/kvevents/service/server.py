@@ -1,4 +1,4 @@
-"""The process: uvicorn around the application, started and ended as an operator expects."""
+"""The server process: checks of the settings, sockets, signals, and uvicorn behind the data plane."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 BACKLOG: Final = 1_024
 SEND_BYTES: Final = 1 << 18
-"""Of an answer that the system keeps for a client that does not read, which else are megabytes."""
+"""Size of a connection's send buffer. The system's default is megabytes for each client that does not read."""
 MAX_THREADS: Final = 8
-"""Threads of the data plane: the machine's CPUs, up to so many."""
+"""Most threads of the data plane; it has one for each CPU up to this number."""
 KEPT_BYTES: Final = 64 << 20
-"""Freed memory that the process keeps for the next large request."""
+"""Freed memory that the process does not return to the system, for the next large request."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 
@@ -50,7 +50,7 @@ _M_MMAP_THRESHOLD: Final = -3
 def serve(config: ServiceConfig, watched: Path | None, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, with the sources of a `watched` file beside those of `config`.
 
-    `announce` is told the URL. Raises `ConfigError` for what the machine refuses.
+    `announce` is called with the URL. Raises `ConfigError` for settings that this machine cannot provide.
     """
     check_settings(config, watched)
     _keep_heap()
@@ -67,7 +67,7 @@ def serve(config: ServiceConfig, watched: Path | None, announce: Callable[[str],
 
 
 def check(config: ServiceConfig, watched: Path | None) -> None:
-    """Raise `ConfigError` for what `serve` refuses, but for a state folder that another process has."""
+    """Raise `ConfigError` for settings with which `serve` fails. A state folder in use by another process is accepted."""
     check_settings(config, watched)
     _listen(config.host, config.port).close()
 
@@ -98,7 +98,7 @@ def _check_tls(tls: Tls) -> None:
         if tls.client_ca is not None:
             file = tls.client_ca
             context.load_verify_locations(tls.client_ca)
-    except (OSError, ValueError) as error:  # ssl's errors are both
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError or a ValueError
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"tls cannot be used: {file}: {reason}; certificate, key and client_ca are PEM files, the key without password"
@@ -106,7 +106,7 @@ def _check_tls(tls: Tls) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder, write there, and leave no trace."""
+    """Check that the folder can be created and written, and remove everything that the check created."""
     made: list[Path] = []
     try:
         for each in reversed((folder, *folder.parents)):
@@ -124,9 +124,9 @@ def _check_folder(folder: Path) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, behind the data plane, with signals that mean: no new connections, end what is under way, keep what is known.
+    """The uvicorn server behind the data plane, which passes connections to it: it does not listen itself.
 
-    It listens nowhere: the data plane hands it connections.
+    A signal ends it in order: no new connections, finish the requests in progress, save the state.
     """
 
     def __init__(self, service: Service, announce: Callable[[str], None], url: str) -> None:
@@ -140,7 +140,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ours: uvicorn raises a signal again when all is done, which would end an orderly exit with its number."""
+        """Replace uvicorn's handlers, which raise the signal again at the end: the exit code would be the signal's number."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number)
@@ -151,7 +151,7 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _stop(self, number: int) -> None:
-        """SIGTERM has `/readyz` say no, and ends the service after the grace; SIGINT, or a second signal, ends it at once."""
+        """On SIGTERM, report not ready and end after the grace period. On SIGINT, or a second signal, end at once."""
         service = self._service
         grace = service.config.ready.grace_seconds if number == signal.SIGTERM and not service.is_ending else 0.0
         service.is_ending = True
@@ -170,18 +170,18 @@ class _Server(uvicorn.Server):
             self._service.data_plane.abort()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, and announce the URL."""
         await super().startup(sockets)
         if self._listening is not None and not self.should_exit:
             self._listening.listen(BACKLOG)
             answers_queries = self._service.shards is None and not self._app.has_spans
             settings = _data_plane_settings(self._service, answers_queries=answers_queries)
             self._service.data_plane.start(self._listening, self._accept, settings)
-            self._listening.close()  # the data plane has it
+            self._listening.close()  # the data plane has a copy
             self._announce(self._url)
 
     def _accept(self, connection: socket.socket) -> None:
-        """Serve a connection that the data plane has made."""
+        """Serve a connection that the data plane opened."""
 
         def protocol() -> asyncio.Protocol:
             kind: Any = self.config.http_protocol_class
@@ -194,7 +194,7 @@ class _Server(uvicorn.Server):
         task.add_done_callback(self._accepting.discard)
 
     async def run_at(self, listening: socket.socket) -> None:
-        """Serve at a socket until a signal comes."""
+        """Serve at a socket until a signal arrives."""
         self._listening = listening
         await self._service.start()
         try:
@@ -203,7 +203,7 @@ class _Server(uvicorn.Server):
             await self._service.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what is in progress; connections that have not sent anything are no reason to wait."""
+        """Finish the requests in progress. Connections without a request are closed at once."""
         await self._service.data_plane.drain(self._service.config.limits.drain_seconds)
         await super().shutdown(sockets)
         await self._service.data_plane.close()
@@ -218,13 +218,13 @@ _OPTIONS: Final[dict[str, Any]] = {
     "lifespan": "off",
     "interface": "asgi3",
     "backlog": BACKLOG,
-    "timeout_keep_alive": 3_600,  # connections are the data plane's, which keeps those that it has use for
-    "timeout_graceful_shutdown": 1,  # it has waited before
+    "timeout_keep_alive": 3_600,  # the data plane decides which connections stay open
+    "timeout_graceful_shutdown": 1,  # the data plane has drained before
 }
 
 
 def _data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
-    """What `native/server/src/settings.rs` reads."""
+    """Return the settings of the data plane, as `native/server/src/settings.rs` reads them."""
     config, access = service.config, service.access
     policy = OriginPolicy.of(config, access)
     paths: dict[str, list[str]] = {}
@@ -253,7 +253,7 @@ def _data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[
 
 
 def _keep_heap() -> None:
-    """Have glibc keep the memory of large bodies: giving it back after each of them costs more than all else."""
+    """Make glibc keep the memory of large bodies. To return it after each of them would cost more than the request."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES // 2)

@@ -1,4 +1,4 @@
-"""The service as a whole: the fleet, what keeps it, what finds it, and what its endpoints ask."""
+"""The service as a whole: fleet, discovery, persistence, replica, readiness, and the data that endpoints return."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from kvevents.version import version
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS: Final = 120.0
-"""How long streams of a snapshot wait to be registered again; after it their blocks are forgotten."""
+"""Time for which the blocks of a snapshot wait for the registration of their stream. Then they are removed."""
 REFRESH_SECONDS: Final = 0.25
-"""How old the answers of probes can be, and how long samples of prompts wait to be counted."""
+"""Pause between two updates of the answers to probes and of the counts of sampled prompts."""
 STANDING_SECONDS: Final = 10.0
-"""How long a snapshot waits for the follower to say where the streams stand."""
+"""Longest time for which a snapshot waits for the checkpoints of the streams."""
 
 
 class Service:
-    """Everything but the server. `start` and `stop` once each, in one event loop."""
+    """Everything except the HTTP server. Call `start` and `stop` once each, in one event loop."""
 
     def __init__(
         self, config: ServiceConfig, watched: Path | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -71,10 +71,10 @@ class Service:
             curve=config.curve,
         )
         self.replica = _replica(config, self.fleet)
-        """What keeps the index where it is built from a log; None where engines are followed."""
+        """Builds the index from a plane's log; None if the service follows engines."""
         self.pools = ThreadPools(config.limits.max_waiting)
         self.shards = _shards(config, self.fleet, self.replica, self.pools[MATCHING])
-        """What asks the replicas that hold the rest; None where all of the fleet is known here."""
+        """Queries the other replicas; None if this service holds the whole fleet."""
         self.metrics = Metrics()
         self.candidates = CandidateCache(self.fleet, self.shards, lambda: self.adapters)
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
@@ -84,15 +84,15 @@ class Service:
         self.snapshot_at: float | None = None
         self.snapshot_fault: str | None = None
         self.lost: list[str] = []
-        """What the process before had kept and this one could not use."""
+        """Sentences about saved state that could not be restored."""
         self.lowered = ""
-        """Which limit the process cannot have."""
+        """A sentence about a limit that was lowered because the process cannot have it; empty if none was."""
         self._is_remembered = True
         self._remembering = asyncio.Lock()
         self._changes = 0
-        """Registrations and their ends over HTTP."""
+        """Number of registrations and unregistrations over HTTP."""
         self._remembered = 0
-        """Of those, how many the file of registrations has."""
+        """Number of those that the file of registrations contains."""
         self._checkpoints: dict[Key, Checkpoint] = {}
         self._discovery = EngineDiscovery(config, watched, self.fleet, self._resume, config.limits.max_sources)
         self._prober = Prober(self.fleet, self.allowed, config.probe)
@@ -101,7 +101,7 @@ class Service:
         self._began = clock()
         self._is_ready = False
         self.is_ending = False
-        """Whether the process has been asked to end: it answers, and is not ready."""
+        """Whether the process is ending: it answers requests, and is not ready."""
         self._expects_engines = _names_engines(config, watched)
 
     @property
@@ -111,13 +111,13 @@ class Service:
 
     @property
     def index(self) -> PrefixIndex:
-        """The one that answers."""
+        """The index that queries are answered from."""
         return self.fleet.index
 
-    # --- its life
+    # --- start and stop
 
     async def start(self) -> None:
-        """Restore what was kept, and begin to follow."""
+        """Restore the saved state, and start to follow the engines."""
         self._restore()
         self.fleet.follower.start()
         self._register_remembered()
@@ -131,11 +131,11 @@ class Service:
         for task in self._tasks:
             task.add_done_callback(self._ended)
         for sentence in self.warnings():
-            if sentence not in self.lost:  # told already
+            if sentence not in self.lost:  # logged already
                 log.warning("%s", sentence)
 
     async def _refresh_data_plane(self) -> None:
-        """Keep the answers of probes up to date: part of them is a matter of time."""
+        """Update the answers to probes regularly, because they change with time."""
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
             self.data_plane.publish()
@@ -143,14 +143,14 @@ class Service:
             self.lookups.count()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """None of them fails but by a fault of ours."""
+        """Log the error of a task, which is a defect of the service, and mark the service as failed."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("a part of the service has failed", exc_info=error)
             self.fleet.failure = f"{type(error).__name__}: {error}"
 
     async def stop(self) -> None:
-        """Keep what is known, and end."""
+        """Save the state, and stop all tasks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -169,7 +169,7 @@ class Service:
             self._checkpoints = self.state_store.restore(self.index)
         except SnapshotError as error:
             self._tell_lost(f"{error}; started from the streams alone")
-        # A stream without a place to go on from is followed from its beginning.
+        # A stream without a checkpoint is followed from its beginning.
         for info in self.index.workers():
             if (info.source, info.rank) not in self._checkpoints:
                 self.index.remove_worker((info.source, info.rank))
@@ -187,7 +187,7 @@ class Service:
         self._expects_engines = self._expects_engines or bool(remembered)
         for registration in remembered:
             try:
-                # What may be named may have changed since.
+                # The allow list may have changed since.
                 self.allowed.check(registration.endpoint, bind=registration.bind)
                 self.fleet.register(registration, HTTP, resume=self._resume)
             except ServiceError as error:
@@ -212,7 +212,7 @@ class Service:
                 await self._remember()
 
     def save(self) -> None:
-        """Write a snapshot; a disk that refuses it is a state, not an end."""
+        """Write a snapshot. A failure becomes a warning in `/health`."""
         if self.state_store is None:
             return
         try:
@@ -223,12 +223,12 @@ class Service:
             self.snapshot_at, self.snapshot_fault = time.time(), None
 
     def _standing(self) -> list[Checkpoint]:
-        """Of streams that nobody has registered again yet, what was kept of them goes on being kept."""
+        """Return the checkpoints of followed streams, and of restored streams that are not registered again yet."""
         followed = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
         return [*followed, *self._checkpoints.values()]
 
     def _tell_lost(self, sentence: str) -> None:
-        """Unlike a fault of the disk it does not pass: somebody has to register what is missing again."""
+        """Log a failure to restore, and keep it as a warning: a client must register the missing engines again."""
         self.lost.append(sentence)
         log.error("%s", sentence)
 
@@ -240,7 +240,7 @@ class Service:
     # --- registration over HTTP
 
     async def admit(self, registration: Registration) -> None:
-        """Follow what a client has named."""
+        """Register what a client named. Raises `ServiceError`."""
         self._check_follows()
         await check_allowed(self.allowed, registration)
         try:
@@ -254,13 +254,13 @@ class Service:
             raise ConflictError("this service is a replica", "replica", "the bridges of its plane are told what to follow")
 
     async def dismiss(self, key: Key) -> None:
-        """Follow it no more."""
+        """Unregister a stream. Raises `ServiceError`."""
         self._check_follows()
         await asyncio.wrap_future(self.fleet.unregister(key))
         await self._remember()
 
     async def _remember(self) -> None:
-        """Write down what clients have registered. Changes that come during a write are together in the next one."""
+        """Write the registrations of clients to the disk. Changes during a write are written together by the next one."""
         if self.state_store is None:
             return
         self._changes += 1
@@ -284,17 +284,17 @@ class Service:
     # --- answers
 
     def runner(self, run: Run, workers: int) -> Run:
-        """How the steps of an answer about so many workers are called: as `run` says, and in a thread if they are many."""
+        """Return how to call the steps of an answer about `workers` workers: by `run`, or in a thread if there are many."""
         return self.pools[MATCHING].run if workers > self.config.limits.inline_candidates else run
 
     def check_tokens(self, count: int) -> None:
-        """Raises `TooMuchError` for more tokens, or hashes, than one request may have."""
+        """Raise `TooMuchError` for more tokens or hashes than one request may have."""
         if count > (limit := self.config.limits.max_tokens):
             raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
 
     def members(self) -> Mapping[Key, Member]:
-        """The whole fleet: those that are known here, and those of other replicas."""
-        self.data_plane.publish()  # what is told here must not be newer than what queries are answered from
+        """Return the members of the whole fleet: those of this service, and those of other replicas."""
+        self.data_plane.publish()  # the answer must not be newer than the table of queries
         return self._members()
 
     def _members(self) -> Mapping[Key, Member]:
@@ -302,17 +302,17 @@ class Service:
         return own if self.shards is None else {**self.shards.members, **own}
 
     def holder(self, member: Member) -> str:
-        """Where another replica that holds a member can be asked; empty where none is known."""
+        """Return the URL of another replica that holds a member; empty if none is known."""
         return "" if self.shards is None else self.shards.holder(member)
 
-    # --- how it fares
+    # --- state
 
     def faults(self) -> dict[str, list[str]]:
-        """What ways of discovery could not find out."""
+        """Return the sentences of the faults of discovery, by provider."""
         return self._discovery.faults()
 
     def warnings(self) -> list[str]:
-        """What an operator should know."""
+        """Return sentences that an operator should know."""
         found = [*self.lost, *filter(None, (self.lowered,))]
         if self.config.is_open:
             found.append(
@@ -329,16 +329,19 @@ class Service:
         return found
 
     def health(self) -> HealthAnswer:
-        """Whether engines are followed, and what an operator should know."""
+        """Return whether the service works, and its warnings."""
         return HealthAnswer(status="ok" if self.fleet.failure is None else "failed", warnings=self.warnings())
 
     @property
     def _failure(self) -> str:
-        """Why the process must be restarted, as a sentence; empty if it works."""
+        """A sentence that says why the process must be restarted; empty if it works."""
         return "" if self.fleet.failure is None else f"the service no longer receives events: {self.fleet.failure}"
 
     def readiness(self) -> ReadyAnswer:
-        """Whether enough is known to be asked. Once ready, it stays so until it ends or fails: later doubts are in trust."""
+        """Return whether the service is ready for queries.
+
+        It stays ready until it ends or fails; trust reports later problems.
+        """
         members = list(self._members().values())
         exact = sum(member.trust == Trust.EXACT for member in members)
         caught_up = sum(member.is_caught_up for member in members)
@@ -365,8 +368,8 @@ class Service:
         return self._clock() - self._began >= self.config.ready.deadline_seconds
 
     def _obstacle(self, members: int, exact: int, caught_up: int) -> str:
-        """Why the service is not ready; empty if it is."""
-        # A replica that has not read its log to the end has nothing to say, however long it takes.
+        """Return why the service is not ready; empty if it is ready."""
+        # A replica that has not read its log to the end is not ready, however long that takes.
         if self.replica is not None and not self.replica.is_complete:
             return self.replica.why_hidden
         if not members and (self._expects_engines or self.config.ready.expected):
@@ -374,7 +377,7 @@ class Service:
         return "" if self._is_late else self._shortfall(members, exact, caught_up)
 
     def _shortfall(self, members: int, exact: int, caught_up: int) -> str:
-        """What is missing that does not count any more after the deadline; empty if nothing is."""
+        """Return what is missing until the deadline; empty if nothing is."""
         if self.replica is None and not self._discovery.has_completed:
             return "not every way of discovery has answered"
         if members < (expected := self.config.ready.expected):
@@ -392,14 +395,14 @@ class Service:
         return text + (f"; no replica holds {len(uncovered)} partitions of the plane" if uncovered else "")
 
     def stats(self) -> StatsAnswer:
-        """The service in numbers."""
+        """Return the numbers of `/v1/stats`."""
         self.lookups.count()
         members = list(self.fleet.members.values())
         stats, answers = self.index.stats(), self.data_plane.counts().answers
         tiers: Counter[str] = Counter()
         blocks = 0
         for info in [member.info for member in members if member.info is not None]:
-            blocks += info.blocks  # of the same moment as its tiers
+            blocks += info.blocks  # from the same refresh as its tiers
             tiers.update(info.tiers)
         return StatsAnswer(
             version=version(),
@@ -424,19 +427,19 @@ class Service:
 
 
 def _names_engines(config: ServiceConfig, watched: Path | None) -> bool:
-    """Whether the settings, or a file with more of them, name engines or ways to find them."""
+    """Return whether the settings, or the watched file, name engines or providers."""
     if config.sources or config.source_files or config.dns:
         return True
     try:
         return watched is not None and bool(read_sources(watched, alone=False))
-    except ExceptionGroup:  # what is wrong with it is told by its provider
+    except ExceptionGroup:  # its provider reports what is wrong with it
         return True
 
 
 def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
     if config.plane is None:
         return None
-    # A name of its own for each life, since several may be on one host.
+    # Each process has its own name, because several can run on one host.
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
     name = config.replica or f"{host}-{secrets.token_hex(3)}"
     return Replica(

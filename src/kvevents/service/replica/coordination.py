@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS: Final = 0.5
-"""Between two attempts to get the lease of a name."""
+"""Pause between two attempts to acquire the lease of the replica's name."""
 _ANSWER_SECONDS: Final = 5.0
 
 
 class Assignment:
-    """One replica's share of a plane. `shown` says which partitions it answers for now."""
+    """The partitions that one replica is to hold. `shown` returns those that it serves now."""
 
     def __init__(self, name: str, settings: ShardSettings | None, shown: Callable[[], frozenset[int]]) -> None:
         self.fault = ""
-        """Why this replica has no part in the plane at the moment."""
+        """Why this replica cannot take part in the plane at the moment; empty if it can."""
         self._name: Final = name
         self._settings: Final = settings
         self._shown: Final = shown
         self.refused: dict[str, str] = {}
-        """Replicas that this one must not ask, by name, and why."""
+        """Why other replicas must not be queried, by name."""
         self._partitions = frozenset[int]()
         self._since: float | None = None
         self.assignment: ShardAssignment | None = None
@@ -50,19 +50,19 @@ class Assignment:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other replicas hold the rest."""
+        """Whether other replicas hold the other partitions."""
         return self._settings is not None
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is known what is to be held."""
+        """Whether the partitions to hold are known."""
         if (settings := self._settings) is None:
             return True
         return self._since is not None and time.monotonic() - self._since >= settings.pace.settle_seconds
 
     @property
     def wanted(self) -> frozenset[int]:
-        """Partitions that are to be held."""
+        """Partitions to hold."""
         if not self.is_shared:
             return self._partitions
         return self.assignment.assigned if self.assignment is not None and self.is_settled else frozenset()
@@ -73,13 +73,13 @@ class Assignment:
         return self.assignment.releasable(time.monotonic()) if self.assignment is not None else frozenset()
 
     def begin(self, layout: Layout) -> None:
-        """The plane is found."""
+        """Set the layout of the plane."""
         self._partitions = frozenset(range(layout.partitions))
         if self._settings is not None and self.assignment is None:
             self.assignment = ShardAssignment(self._name, layout.partitions, self._settings.holders, self._settings.pace)
 
     async def run(self, client: PlaneClient, layout: Layout) -> None:
-        """Tell the others, and hear of them, for as long as this replica has its name."""
+        """Announce this replica and read the announcements of the others, as long as it has the lease of its name."""
         self.begin(layout)
         if (settings := self._settings) is None or (assignment := self.assignment) is None:
             return
@@ -135,7 +135,7 @@ class Assignment:
 
 
 class _Part:
-    """What a replica that holds a share says of itself, and hears of the others."""
+    """The announcements of a replica that holds a share, and of the others."""
 
     def __init__(
         self,
@@ -152,10 +152,10 @@ class _Part:
         self._assignment: Final = assignment
         self._shown: Final = shown
         self._beats = time.time_ns()
-        """Another one in each life."""
+        """Number of the announcement. It begins at another value in each process."""
 
     async def meet(self, client: PlaneClient, layout: Layout) -> None:
-        """Tell the others, and hear of them, once. Raises `PlaneError`."""
+        """Write the announcement of this replica, and read those of the others. Raises `PlaneError`."""
         shown = self._shown()
         self._beats += 1
         own = ShardAnnouncement(self._settings.url.rstrip("/"), self._settings.holders, sorted(shown), self._beats)
@@ -185,7 +185,7 @@ class _Part:
 
 
 TURN_SECONDS: Final = 20.0
-"""That replicas of different opinions, none of them a majority, leave each other to build anew."""
+"""Time that a replica waits for another one to rebuild if their digests differ and none has a majority."""
 
 
 class ConsistencyCheck:
@@ -193,19 +193,19 @@ class ConsistencyCheck:
 
     def __init__(self, name: str) -> None:
         self.disagreements = 0
-        """How often another replica held something else at the same place."""
+        """Number of times that another replica held something else at the same position."""
         self.unheard = ""
-        """Why the other replicas are not told what this one holds, as where it may only read."""
+        """Why this replica cannot publish its digests, such as missing permission to write; empty if it can."""
         self._name: Final = name
         self._differs_since: float | None = None
 
     @property
     def differs(self) -> bool:
-        """Whether another replica holds something else, so that it may be this one that is in the wrong."""
+        """Whether another replica holds something else. Either of them may be wrong."""
         return self._differs_since is not None
 
     def forget(self) -> None:
-        """What was found out about an index that is replaced."""
+        """Reset the result, because the index was replaced."""
         self._differs_since = None
 
     async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:

@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_SECONDS: Final = 0.05
-"""Between two looks at readers."""
+"""Pause between two checks of the readers."""
 MAX_QUEUED_BYTES: Final = 128 << 20
-"""Of pages that came and are not in the index; a partition is read no further above it."""
+"""Size of received pages that are not applied yet, above which a partition is not read further."""
 TAKE_SECONDS: Final = 60.0
-"""For the thread that applies to write a snapshot to the disk."""
+"""Longest time for the follower's thread to write a snapshot to the disk."""
 HOLE_SECONDS: Final = 2.0
-"""Between two attempts to begin a partition of which pages are gone."""
+"""Pause between two attempts to begin a partition of which pages are missing."""
 
 
 class IndexBuild:
@@ -73,7 +73,7 @@ class IndexBuild:
         self.newest: dict[int, SnapshotInfo] = {}
         """By partition the newest snapshot that is known."""
         self.broken = ""
-        """Why it cannot go on."""
+        """Why it must be replaced; empty if it need not be."""
         self.settled: Final = set(settled)
         """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
         self._client: Final = client
@@ -88,7 +88,7 @@ class IndexBuild:
         self.follower.start()
 
     async def end(self) -> None:
-        """Stop reading, and applying."""
+        """Stop reading and applying."""
         for task in self._reading.values():
             task.cancel()
         await asyncio.gather(*self._reading.values(), return_exceptions=True)
@@ -96,7 +96,7 @@ class IndexBuild:
 
     @property
     def fault(self) -> str:
-        """Why a partition cannot be read at the moment."""
+        """Why a partition cannot be read at the moment; empty if all can."""
         return next((partition.fault for partition in self.subscriber.partitions.values() if partition.fault), "")
 
     @property
@@ -112,7 +112,7 @@ class IndexBuild:
     # --- partitions
 
     async def adjust(self, wanted: Collection[int], spare: Collection[int]) -> None:
-        """Begin with partitions that are wanted, show those that were read, and let go those that are to spare.
+        """Begin wanted partitions, serve those that are read to their end, and release spare ones.
 
         Raises `PlaneError` where the servers do not say how a partition stands.
         """
@@ -190,7 +190,7 @@ class IndexBuild:
         return asyncio.wrap_future(self.follower.submit(work))
 
     async def _read(self, partition: int, tail: Tail) -> None:
-        """Read one partition for as long as it can be, and there is room for what comes."""
+        """Read one partition until it breaks. Pause while too many received pages wait."""
         subscriber = self.subscriber
         while True:
             reader = PartitionReader(
@@ -258,7 +258,7 @@ class IndexBuild:
 
 
 def _is_gone(position: int, state: PartitionInfo) -> bool:
-    """Whether pages behind one are gone."""
+    """Return whether pages after a position are missing from the log."""
     return position + 1 < state.first and position < state.last
 
 
@@ -269,15 +269,15 @@ def _digest(index: PrefixIndex, key: StreamKey) -> str | None:
 
 
 LEASE: Final = "lease.snapshot"
-"""Level of the keys of leases; who has a partition's writes its next snapshot."""
+"""Prefix of the lease keys. The replica with the lease of a partition writes its next snapshot."""
 FRESH: Final = 0.8
-"""Share of the time between two snapshots within which another replica's is new enough, since this one found it."""
+"""Fraction of the snapshot interval for which a snapshot of another replica is new enough after it was found."""
 LOOKS: Final = 50
-"""In the time between two snapshots of a partition."""
+"""Number of checks in one snapshot interval."""
 
 
 class Snapshotter:
-    """Takes the snapshots of one replica."""
+    """Takes snapshots of the partitions of one replica, each under a lease."""
 
     def __init__(self, name: str, comparing: ConsistencyCheck, seconds: float) -> None:
         self._name: Final = name
@@ -303,7 +303,7 @@ class Snapshotter:
                 if self._due[partition] > time.monotonic():
                     break
                 self._due[partition] = time.monotonic() + self._seconds
-                # It may be this index that is in the wrong.
+                # If digests differ, this index may be the wrong one.
                 if not self._comparing.differs and partition in generation.shown:
                     await self._take(
                         Lease(js, layout, f"{LEASE}.{partition}", LeaseHolder.current()), partition, snapshots, generation
@@ -337,7 +337,7 @@ class Snapshotter:
     def _tell(self, partition: int, error: Exception) -> None:
         fault = f"partition {partition}: {str(error) or 'it was not written in time'}"
         denied = isinstance(error, PlaneError) and error.fault == "denied"
-        # Who may not take one may take none.
+        # A replica without permission for one snapshot has permission for none.
         if fault != self._faults.get(partition) and not (denied and self._faults):
             log.warning("no snapshot was taken: %s", fault)
         self._faults[partition] = fault

@@ -1,12 +1,12 @@
-"""An index that is built from a plane's log, in the place of one that follows engines itself.
+"""A replica: it builds the index from a plane's log instead of following engines.
 
-Theory of operation. A *generation* is an index with all that keeps it: ledgers, readers of the partitions, a thread that
-applies what they bring. It begins with the newest snapshot of each partition, reads the partitions to their ends, and is hidden
-until then; then the fleet answers from it. Where it cannot go on, because a partition was deleted or purged, or because what it
-holds is not what the other replicas or an engine hold, another one is built beside it, and takes its place when it is complete.
+Theory of operation. An *index build* is an index with everything that fills it: ledgers, readers of the partitions, and a
+thread that applies their events. It begins with the newest snapshot of each partition and reads the partitions to their ends.
+Then the fleet answers from it. A build cannot continue if a partition was deleted or purged, or if its content differs from
+that of the other replicas or of an engine. Then another build runs beside it, and replaces it when it is complete.
 
-A replica that holds a share of the partitions takes over others, and lets partitions go, while it answers: a partition is shown
-when it was read to its end, and hidden before anything of it is forgotten.
+A replica that holds a share takes over and releases partitions while it answers. It serves a partition when it has read it to
+its end, and stops serving it before it removes any of its blocks.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ORIGIN: Final = "plane"
-"""Who names the members."""
+"""Origin of the members."""
 LOOK_SECONDS: Final = 0.05
-"""Between two looks at readers and members."""
+"""Pause between two checks of readers and members."""
 TELL_SECONDS: Final = 2.0
-"""Between two looks at the other replicas."""
+"""Pause between two comparisons with the other replicas."""
 AGAIN_SECONDS: Final = 2.0
-"""Between two attempts to reach the servers, or to build."""
+"""Pause between two attempts to reach the servers, or to build an index."""
 REBUILD_SECONDS: Final = 60.0
 """Between two builds at least, when it is the content that is doubted."""
 
 
 class Replica:
-    """Keeps a fleet's index as the log is. `run` until it is cancelled; everything else may be read at any time."""
+    """Keeps a fleet's index equal to the log. `run` it until it is cancelled. All properties may be read at any time."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Replica:
         self._settled = set[int]()
         """Partitions that were read again because of a dispute."""
         self._answers = frozenset[int]()
-        """Partitions of which the fleet knows the engines."""
+        """Partitions whose engines are registered in the fleet."""
         self._built_at = float("-inf")
         self._holding: Final = Assignment(name, shard, lambda: self.shown)
         self._comparing: Final = ConsistencyCheck(name)
@@ -92,17 +92,17 @@ class Replica:
 
     @property
     def why_hidden(self) -> str:
-        """Why there is no answer yet."""
+        """Why queries are not answered yet."""
         return self.fault or "the log is being read"
 
     @property
     def fault(self) -> str:
-        """Why nothing is known, or nothing new; empty where all is well."""
+        """Why the log cannot be read; empty if it can."""
         return self._fault or self._holding.fault
 
     @property
     def snapshot_fault(self) -> str:
-        """Why the last snapshot that was due was not taken."""
+        """Why the last due snapshot was not taken; empty if it was."""
         return self._taking.fault
 
     @property
@@ -117,12 +117,12 @@ class Replica:
 
     @property
     def generation(self) -> IndexBuild | None:
-        """The one that answers."""
+        """The index build that queries are answered from."""
         return self._generation
 
     @property
     def shown(self) -> frozenset[int]:
-        """The partitions that answers are about: those of which the fleet knows all engines."""
+        """The partitions that answers cover: those that are read to their end and whose engines are registered."""
         return frozenset() if self._generation is None else self._answers & self._generation.shown
 
     @property
@@ -144,7 +144,7 @@ class Replica:
     # --- its life
 
     async def run(self) -> None:
-        """For as long as the service lives."""
+        """Run until cancelled."""
         try:
             while True:
                 try:
@@ -207,7 +207,7 @@ class Replica:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _adopt(self, generation: IndexBuild) -> None:
-        """Have the fleet answer from it."""
+        """Make the fleet answer from a build."""
         registrations, shown = self._registrations(generation)
         before, self._generation = self._generation, generation
         former = self._fleet.replace_index(generation.follower, generation.index)
@@ -255,7 +255,7 @@ class Replica:
     # --- as long as it goes well
 
     async def _adjust(self, generation: IndexBuild) -> None:
-        """Hold what is to be held."""
+        """Begin and release partitions according to the assignment."""
         while True:
             try:
                 await generation.adjust(self._holding.wanted, self._holding.spare)
@@ -265,7 +265,7 @@ class Replica:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _keep(self, client: PlaneClient, layout: Layout, generation: IndexBuild) -> None:
-        """Until it must be built anew."""
+        """Return when the index must be rebuilt."""
         tell_at = 0.0
         while not generation.broken:
             await asyncio.sleep(LOOK_SECONDS)
@@ -293,7 +293,7 @@ class Replica:
 
 @asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Within, have something else done; when that fails, this fails."""
+    """Return a context that runs `work` concurrently. An error of `work` is raised in the context."""
     task, here = asyncio.create_task(work), asyncio.current_task()
     failures: list[BaseException] = []
 

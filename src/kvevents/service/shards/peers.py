@@ -26,7 +26,7 @@ _LOOPBACK: Final = ("127.0.0.0/8", "::1", "localhost")
 
 
 class PeerPolicy:
-    """The rule for the URLs of other replicas."""
+    """Decides which URLs of other replicas are used."""
 
     def __init__(self, settings: ShardSettings) -> None:
         own = urlsplit(settings.url)
@@ -35,7 +35,7 @@ class PeerPolicy:
         self._is_secure: Final = own.scheme == "https"
 
     def refusal(self, url: str) -> str:
-        """Why a URL must not be asked; empty if it may be."""
+        """Return why a URL must not be used; empty if it is allowed."""
         parts = urlsplit(url)
         if self._is_secure and parts.scheme != "https":
             return f"{url} is not encrypted, and this replica is reached by https"
@@ -45,7 +45,7 @@ class PeerPolicy:
 
 
 def _beside(host: str) -> tuple[str, ...]:
-    """Patterns for the other replicas when none are configured."""
+    """Return the default patterns for the hosts of the other replicas."""
     if is_loopback(host):
         return _LOOPBACK
     domain = host.partition(".")[2]
@@ -59,26 +59,26 @@ T = TypeVar("T")
 
 MSGPACK: Final = "application/msgpack"
 MAX_CONNECTIONS: Final = 64
-"""To one replica at one time; more questions wait for one of them, within their time."""
+"""Most connections to one replica. Further requests wait for one of them, within their time limit."""
 IDLE_SECONDS: Final = 60.0
-"""For which an idle one is used again: less than the service keeps it, so that it is seldom closed under a question."""
+"""Time after which an idle connection is not used again. It is shorter than the server's, which rarely closes it first then."""
 MAX_ANSWER_BYTES: Final = 64 << 20
-"""Of one answer; a hundred thousand ranks with all that is told of each."""
+"""Largest answer: a hundred thousand ranks with their descriptions."""
 MAX_SHOWN: Final = 200
-"""Bytes of an answer that is an error."""
+"""Bytes of an error answer that a log message shows."""
 
 
 class PeerUnavailableError(ExternalError):
-    """Another replica did not answer, or what it answered cannot be used."""
+    """Another replica did not answer, or its answer cannot be used."""
 
 
 class Peers:
-    """The other replicas, by name. To be used in one event loop; `close` it."""
+    """Sends requests to the other replicas. Use it in one event loop, and `close` it."""
 
     def __init__(self, settings: ShardSettings) -> None:
         """Raises `ConfigError` for a token or authorities that cannot be read."""
         self.failures = 0
-        """Questions without an answer that could be used."""
+        """Number of requests without a usable answer."""
         self.settings: Final = settings
         self._headers: Final = {
             "content-type": MSGPACK,
@@ -92,11 +92,11 @@ class Peers:
         self._connections: HttpConnections | None = None
 
     def is_away(self, name: str) -> bool:
-        """Whether it has failed just now."""
+        """Return whether a replica failed within the last `shard.pace.away_seconds`."""
         return time.monotonic() - self._failed.get(name, float("-inf")) < self.settings.pace.away_seconds
 
     async def ask(self, name: str, url: str, path: str, question: msgspec.Struct, kind: type[T]) -> T:
-        """What replica `name` answers at `url`. Raises `PeerUnavailableError`."""
+        """Return the answer of replica `name` at `url`. Raises `PeerUnavailableError`."""
         if self._connections is None:
             self._connections = HttpConnections(
                 self._bounds, tls=self._tls, idle_seconds=IDLE_SECONDS, max_connections=MAX_CONNECTIONS
@@ -125,7 +125,7 @@ class Peers:
         return error
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         if self._connections is not None:
             await self._connections.close()
             self._connections = None

@@ -1,12 +1,12 @@
-"""One answer out of those of several replicas, each of which holds some partitions of the plane.
+"""Queries of all replicas of a plane, and the merge of their answers. Each replica holds some partitions.
 
-Theory of operation. A question goes to as few replicas as together hold all partitions, this one first. Each says for which of
-the partitions that it was asked about it has answered: what a replica has let go in the meantime, or what one that does not
-answer holds, is asked of the next one that says it holds it. A partition is asked of one replica at a time and engines are in
-one partition, so nothing is there twice. What nobody answers for is told beside the answer, never left out in silence.
+Theory of operation. A query goes to the smallest set of replicas that together hold all partitions, this one first. Each
+answer lists the partitions that it covers. A partition that a replica has released, or whose replica does not answer, is
+requested from the next replica that announces it. Only one replica at a time is asked for a partition, and each engine is in
+one partition, so no match occurs twice. The answer names the partitions that no replica covers.
 
-Engines of other replicas are known by what those tell every few seconds, for listings and for candidates; how far one is
-trusted comes with each answer. An answer that is of other engines than were told last has them told anew first.
+The engines of other replicas, for listings and candidates, are refreshed every few seconds. Their trust is part of each
+answer. If the engines of an answer are newer than the last refresh, they are refreshed first.
 """
 
 from __future__ import annotations
@@ -45,46 +45,46 @@ from kvevents.weights import State
 log = logging.getLogger(__name__)
 
 MAX_ROUNDS: Final = 4
-"""Of asking the next replica, for one question."""
+"""Most rounds of asking further replicas for one query."""
 MAX_EXPECTATIONS: Final = 256
-"""On their way to other replicas; more are passed over, since they are hints."""
+"""Most expectations on their way to other replicas. More are dropped, since they are hints."""
 MAX_INLINE_TOKENS: Final = 1 << 16
-"""Of all prompts of a question that are packed and looked up in the event loop."""
+"""Most tokens of a query that is encoded and looked up in the event loop. Longer ones use a thread."""
 ORIGIN: Final = "shard"
-"""Who named an engine of another replica, as far as this one knows."""
+"""Origin of the engines of other replicas."""
 
 
 class MergedMatches(NamedTuple):
-    """The answer of all."""
+    """The merged answer of all replicas."""
 
     rows: list[list[MemberMatch]]
     """By prompt."""
     missing: str
-    """Why it is not of the whole fleet; empty where it is."""
+    """Why it does not cover the whole fleet; empty if it does."""
 
 
 class _Known(NamedTuple):
-    """Of which members of a replica this one knows."""
+    """The partitions of another replica whose members this one knows, and the version of the members."""
 
     version: str
     partitions: set[int]
 
 
 class _Asking:
-    """How far the answer to one question has come."""
+    """The partial answer to one query."""
 
     def __init__(self, count: int, partitions: set[int]) -> None:
         self.rows: Rows = [[] for _ in range(count)]
         self.left: Final = partitions
-        """PartitionQuery that nobody has answered for."""
+        """Partitions without an answer so far."""
         self.refused: Final[dict[str, set[int]]] = {}
         """By replica partitions that it was asked about and has not answered for."""
         self.known = False
-        """Whether anybody serves the model."""
+        """Whether any replica serves the model."""
         self.unknown: NotFoundError | None = None
 
     def take(self, partitions: Collection[int], rows: Rows) -> None:
-        """What this replica itself answers for some partitions."""
+        """Add the answer of this replica for some partitions."""
         for merged, found in zip(self.rows, rows, strict=True):
             merged.extend(found)
         self.known = True
@@ -92,7 +92,7 @@ class _Asking:
 
 
 class RemoteMember(Member):
-    """An engine of another replica, as that tells of it."""
+    """An engine of another replica, as that replica describes it."""
 
     __slots__ = ("partition", "told")
 
@@ -102,13 +102,13 @@ class RemoteMember(Member):
         self.update_description(told, now)
 
     def update_description(self, told: MemberDescription, now: float) -> None:
-        """What was told of it last."""
+        """Store the newest description."""
         self.told = told
         self.is_hidden = told.is_hidden
         self.trusts(told.view.trust.state, told.view.trust.reason, told.view.trust.reason_codes, now)
 
     def admits(self, scope: Scope) -> bool:
-        """Of `Member`; the salt is not here, but its digest is."""
+        """As in `Member`. The salt is not known here, only its digest."""
         return super().admits(scope) and self.told.salt_digest in {None, scope.salt_digest}
 
     def trusts(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> State | None:
@@ -170,40 +170,40 @@ class ScatterGather:
 
     @property
     def members(self) -> dict[Key, RemoteMember]:
-        """The engines that other replicas answer for."""
+        """The engines of partitions that other replicas serve."""
         shown = self.answering.shown()
         return {key: member for key, member in list(self._members.items()) if member.partition not in shown}
 
     @property
     def uncovered(self) -> list[int]:
-        """PartitionQuery that no replica says it holds."""
+        """Partitions that no replica announces."""
         layout = self.answering.layout()
         held = set(self.answering.shown()).union(*(each.held for each in self._present().values()))
         return [partition for partition in range(layout.partitions if layout is not None else 0) if partition not in held]
 
     @property
     def urls(self) -> list[str]:
-        """Where this and the other replicas can be asked."""
+        """URLs of this replica and of the others."""
         return [self._url, *(each.url for each in self._present().values())]
 
     def holder(self, member: Member) -> str:
-        """Where another replica that holds an engine can be asked; empty where none is heard of."""
+        """Return the URL of another replica that holds an engine; empty if none announces it."""
         partition = self.answering.partition_of(member)
         return next((each.url for each in self._present().values() if partition in each.held), "")
 
     def block_sizes(self, scope: Scope) -> list[int]:
-        """Tokens per block of the engines in a scope, the smallest first."""
+        """Return the tokens per block of the engines in a scope, the smallest first."""
         return sorted(
             {size for each in self._members.values() if each.registration.scope[:3] == scope[:3] for size in each.block_sizes}
         )
 
     @property
     def replicas(self) -> int:
-        """The others that are heard of."""
+        """Number of other replicas that announce themselves."""
         return len(self._present())
 
     async def run(self) -> None:
-        """Keep knowing the engines of other replicas, until it is cancelled."""
+        """Refresh the engines of other replicas until cancelled."""
         try:
             while True:
                 await self.refresh()
@@ -214,7 +214,7 @@ class ScatterGather:
             await self.peers.close()
 
     async def refresh(self) -> None:
-        """Ask for all engines of other replicas, once."""
+        """Request the engines of all other replicas once."""
         layout = self.answering.layout()
         if layout is None:
             return
@@ -274,7 +274,7 @@ class ScatterGather:
     # --- questions
 
     async def find(self, question: ShardQuery, prompts: Sequence[Any]) -> MergedMatches:
-        """Who in all partitions holds how much of some prompts, and of the keys of the question.
+        """Return the matches of prompts, and of the keys of the query, in all partitions.
 
         Raises `NotFoundError` for a model that nobody serves.
         """
@@ -306,7 +306,7 @@ class ScatterGather:
         return MergedMatches(asking.rows, _told(sorted(asking.left)))
 
     async def _ask_others(self, question: ShardQuery, asking: _Asking) -> bool:
-        """Ask for what is left, each partition of one replica; False where there is nobody to ask."""
+        """Query other replicas for the partitions that are left. Return False if no replica holds any of them."""
         present = self._present()
         asked, nobody = plan_queries(self._name, asking.left, self._holding(present, asking.refused, away=False))
         if nobody:
@@ -326,7 +326,7 @@ class ScatterGather:
     def _holding(
         self, present: Mapping[str, ShardAnnouncement], refused: Mapping[str, set[int]], *, away: bool, but: Iterable[str] = ()
     ) -> dict[str, set[int]]:
-        """Who says to hold which partitions, of those that have failed just now, or of the others."""
+        """Return the announced partitions by replica: of replicas that failed recently, or of the others."""
         return {
             name: set(each.held) - refused.get(name, set())
             for name, each in present.items()
@@ -376,7 +376,7 @@ class ScatterGather:
     # --- expectations
 
     def expect(self, asked: Expectation) -> None:
-        """Have whoever holds an engine expect a prompt there; nobody waits for it."""
+        """Send an expectation to the replicas that hold the engine, without waiting for an answer."""
         if len(self._expecting) >= MAX_EXPECTATIONS:
             return
         partition = next(
@@ -410,7 +410,7 @@ def _packed(prompts: Sequence[Any]) -> list[bytes]:
 
 
 def packed(tokens: Any) -> bytes:
-    """Token ids as 32-bit little-endian numbers. Raises `OverflowError` and `TypeError` for what is none."""
+    """Encode token ids as 32-bit little-endian numbers. Raises `OverflowError` and `TypeError` for invalid ones."""
     if isinstance(tokens, memoryview) and tokens.format == "I":
         return tokens.tobytes()
     numbers = tokens if isinstance(tokens, array) and tokens.typecode == "I" else array("I", tokens)

@@ -30,20 +30,20 @@ Prompt: TypeAlias = Annotated[bytes, Meta(extra_json_schema={"pattern": "^([A-Za
 
 
 class ShardQuery(ScopedRequest, frozen=True, kw_only=True):
-    """Who in some partitions holds how much of some prompts, which come as tokens or as keys."""
+    """A query for the matches of some prompts, given as tokens or as keys, in some partitions."""
 
     partitions: PartitionList = field(default_factory=list)
     prompts: Annotated[list[Prompt], Meta(max_length=1024)] = field(default_factory=list)
     keys: Annotated[list[list[BlockKey]], Meta(max_length=1024)] = field(default_factory=list)
     local: bool = False
-    """Whether keys are of each block alone; else they are rolling."""
+    """Whether each key is the hash of its block alone; otherwise keys are rolling."""
 
 
 class ShardMatch(Struct, frozen=True, array_like=True):
-    """One rank that holds a beginning of a prompt: tokens on each tier with those before it, and on whatever tiers."""
+    """One rank that holds a prefix of a prompt: tokens on each tier, including faster tiers, and on all tiers."""
 
     name: str
-    """As streams are called in the plane."""
+    """Source name of the stream in the plane."""
     rank: int
     gpu: int
     cpu: int
@@ -56,12 +56,12 @@ class ShardMatch(Struct, frozen=True, array_like=True):
 
 @build_decoder_now
 class ShardAnswer(Struct, frozen=True, kw_only=True):
-    """The answer to a question, of the partitions that the replica shows."""
+    """The answer to a query, for the partitions that the replica serves."""
 
     partitions: list[Partition]
     """Those of the question that this is the answer for."""
     known: bool
-    """Whether anybody in them serves the model."""
+    """Whether any engine in them serves the model."""
     version: str
     """Of the replica's members."""
     found: list[list[ShardMatch]]
@@ -69,19 +69,19 @@ class ShardAnswer(Struct, frozen=True, kw_only=True):
 
 
 class PartitionQuery(Struct, frozen=True, kw_only=True):
-    """Which partitions are asked about."""
+    """A query for the members of some partitions."""
 
     partitions: PartitionList = []
 
 
 class MemberDescription(Struct, frozen=True, kw_only=True):
-    """One rank that a replica knows, without what is secret of it."""
+    """One rank of a replica, without its secrets."""
 
     registration: Registration
     view: SourceView
     is_hidden: bool
     salt_digest: str | None = None
-    """Of the salt that the registration leaves out: prompts must have it to find this rank."""
+    """Digest of the salt, which the registration omits. Prompts must have this salt to match the rank."""
 
 
 @build_decoder_now
@@ -95,7 +95,7 @@ class MemberList(Struct, frozen=True, kw_only=True):
 
 
 class Expectation(ScopedRequest, frozen=True, kw_only=True):
-    """A rank that is believed to hold a prompt soon."""
+    """A request to add a speculative entry: the rank will hold the prompt."""
 
     instance: Name
     rank: Rank
@@ -105,14 +105,14 @@ class Expectation(ScopedRequest, frozen=True, kw_only=True):
 
 @build_decoder_now
 class ExpectationAnswer(Struct, frozen=True, kw_only=True):
-    """What became of an expectation."""
+    """The answer to an expectation."""
 
     known: bool
     """Whether the rank is one of this replica's."""
 
 
 def within(partitions: Collection[int], shown: Collection[int]) -> list[int]:
-    """PartitionQuery that are asked about and shown."""
+    """Return the requested partitions that are served, in order."""
     return sorted(set(partitions).intersection(shown))
 
 
@@ -137,7 +137,7 @@ class ShardServer:
 
     @property
     def version(self) -> str:
-        """Of the members: another one where others have come or gone."""
+        """Version of the members. It changes when a member is added or removed."""
         return f"{self._life}.{self.fleet.version}"
 
     def rows(self, question: ShardQuery, partitions: Collection[int], prompts: list[Any]) -> Rows:
@@ -148,14 +148,14 @@ class ShardServer:
         return [[row for row in rows if self.partition_of(row.member) in partitions] for rows in found]
 
     def partition_of(self, member: Member) -> int:
-        """Where in the plane an engine is; -1 before the plane was found."""
+        """Return the partition of an engine; -1 before the plane is found."""
         layout = self.layout()
         return -1 if layout is None else layout.partition_of(member.registration.key[0])
 
     # --- to others
 
     def part(self, question: ShardQuery) -> ShardAnswer:
-        """The answer to another replica."""
+        """Answer the query of another replica."""
         partitions = within(question.partitions, self.shown())
         count = len(question.prompts) + len(question.keys)
         try:
@@ -166,13 +166,13 @@ class ShardServer:
         return ShardAnswer(partitions=partitions, known=True, version=self.version, found=found)
 
     def members(self, asked: PartitionQuery) -> MemberList:
-        """The engines of some partitions."""
+        """Return the engines of some partitions."""
         partitions = within(asked.partitions, self.shown())
         members = [member for member in list(self.fleet.members.values()) if self.partition_of(member) in partitions]
         return MemberList(partitions=partitions, version=self.version, members=[_described(member) for member in members])
 
     def expect(self, asked: Expectation) -> ExpectationAnswer:
-        """Believe for a while that an engine will hold a prompt, if it is one of this replica's."""
+        """Add a speculative entry if the engine belongs to this replica."""
         known = self.fleet.expect(scope_of(asked), (asked.instance, asked.rank), _tokens(asked.prompt), asked.seconds)
         return ExpectationAnswer(known=known)
 
