@@ -249,7 +249,7 @@ def test_a_full_disk_is_told_and_ends(tmp_path: Path) -> None:
             with_js(filler, fill)
             say_large(engine, 8 << 10, 100)
             until("a fault", lambda: partition_of(bridge).fault, SECONDS)
-            assert "room" in partition_of(bridge).fault
+            assert "is full" in partition_of(bridge).fault
             with_js(filler, lambda js: js.delete_stream("filler"))
             settled(Log(plane), engine)
             until("no fault", lambda: not partition_of(bridge).fault, SECONDS)
@@ -293,7 +293,7 @@ def test_a_file_system_without_room_is_told_and_nothing_is_lost(tmp_path: Path) 
             fill(disk / "filler")
             say_large(engine, 8 << 10, 300)
             until("a fault", lambda: partition_of(bridge).fault, SECONDS)
-            assert "their disks" in partition_of(bridge).fault  # the server says nothing at all
+            assert "the disks" in partition_of(bridge).fault  # the server says nothing at all
             assert bridge.status().written < engine.truth.count
             (disk / "filler").unlink()
             server.kill()
