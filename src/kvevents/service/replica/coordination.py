@@ -46,7 +46,7 @@ class Assignment:
         self._partitions = frozenset[int]()
         self._since: float | None = None
         self.assignment: ShardAssignment | None = None
-        """The other replicas; None where this one holds all partitions, and before the plane was found."""
+        """The other replicas; None if this one holds all partitions, and before the plane is found."""
 
     @property
     def is_shared(self) -> bool:
@@ -69,7 +69,7 @@ class Assignment:
 
     @property
     def spare(self) -> frozenset[int]:
-        """Partitions that may be let go."""
+        """Partitions that may be released."""
         return self.assignment.releasable(time.monotonic()) if self.assignment is not None else frozenset()
 
     def begin(self, layout: Layout) -> None:
@@ -168,7 +168,7 @@ class _Part:
         self._assignment.update(self._allowed(others), shown, time.monotonic())
 
     def _allowed(self, others: dict[str, ShardAnnouncement]) -> dict[str, ShardAnnouncement]:
-        """Those that may be asked; the rest is logged when it comes, and not counted among those that hold anything."""
+        """Return the announcements with an allowed URL. A refused one is logged once and ignored."""
         refused = {name: why for name, said in others.items() if (why := self._policy.refusal(said.url))}
         for name in sorted(refused):
             if self._refused.get(name) != refused[name]:
@@ -178,7 +178,7 @@ class _Part:
         return {name: said for name, said in others.items() if name not in refused}
 
     async def leave(self, client: PlaneClient, layout: Layout) -> None:
-        """Tell the others that this one ends. Raises `PlaneError`."""
+        """Remove the announcement of this replica. Raises `PlaneError`."""
         with map_errors("telling the other replicas that this one ends"):
             bucket = await client.jetstream().key_value(layout.leases)
             await bucket.delete(SHARD_PREFIX + self._name)
@@ -209,7 +209,7 @@ class ConsistencyCheck:
         self._differs_since = None
 
     async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:
-        """Why the index must be built anew; empty where it need not."""
+        """Compare digests with the other replicas. Return why the index must be rebuilt; empty if it need not be."""
         try:
             others = await self._opinions(client, layout, own)
         except PlaneError as error:
@@ -241,7 +241,7 @@ class ConsistencyCheck:
         return {name: replica_digests for name, replica_digests in said.items() if replica_digests is not None}
 
     async def _say(self, bucket: KeyValue, own: ReplicaDigests) -> None:
-        """What this one holds. One that may only read compares itself all the same."""
+        """Publish the digests of this replica. A replica that may only read continues without it."""
         try:
             with map_errors("telling the other replicas what this one holds"):
                 await bucket.put(DIGEST_PREFIX + self._name, own.encode())

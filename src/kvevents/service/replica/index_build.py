@@ -327,7 +327,7 @@ class Snapshotter:
             await lease.release()
 
     async def _is_fresh(self, partition: int, snapshots: Snapshots, generation: IndexBuild) -> bool:
-        """Whether the newest one that counts, whoever took it, is new enough."""
+        """Return whether the newest valid snapshot of any replica is new enough."""
         kept = await snapshots.list_valid(partition)
         if kept:
             generation.know(kept[0])

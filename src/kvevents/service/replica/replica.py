@@ -78,7 +78,7 @@ class Replica:
         self._memory_limit: Final = memory_limit
         self._generation: IndexBuild | None = None
         self._told: tuple[Mapping[StreamKey, bytes], frozenset[int]] | None = None
-        """Cards and partitions of which the fleet was told last."""
+        """Cards and partitions that the fleet was last updated with."""
         self._settled = set[int]()
         """Partitions that were read again because of a dispute."""
         self._answers = frozenset[int]()
