@@ -175,7 +175,7 @@ def test_every_way_to_list_knows_all_engines(server: NatsServer) -> None:
         mine, other = shares if foreign in own(shares[0]) else shares[::-1]
         assert mine.get(f"/v1/blocks?instance={foreign}").json["total"] > 0
         refused = other.get(f"/v1/blocks?instance={foreign}")
-        assert (refused.status, refused.json["hint"]) == (409, f"ask it: {mine.url}")
+        assert (refused.status, refused.json["hint"]) == (409, f"send the request to {mine.url}")
         assert shares[0].get("/dump").status == 409
         told = [each.get("/dump?own=true").json[f"{MODEL}:default"]["events"] for each in shares]
         assert sum(map(len, told)) == sum(range(1, ENGINES + 1))
