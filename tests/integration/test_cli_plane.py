@@ -105,7 +105,7 @@ def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer)
         assert ended.out.count("snapshot  of partition   0") == 1
         assert "{" not in ended.out
         found = msgspec.json.decode(status("--nats", server.url, "--plane", "shares", "--output=json").out)
-        assert [(each["name"], each["url"], each["partitions"]) for each in found["shares"]] == [
+        assert [(each["name"], each["url"], each["partitions"]) for each in found["shards"]] == [
             ("a", "http://a:8090", [0, 1]),
             ("b", "http://b:8090", [1]),
         ]
