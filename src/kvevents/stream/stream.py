@@ -1,8 +1,7 @@
 """One stream: mangled frames in, ordered deliveries and trust out. No I/O, no clock, no threads.
 
 `transitions` holds the theory of operation and the table that decides. This module classifies what happens as inputs of that
-table and carries out its actions with the parts that own the data: `Sequencer`, `ReplayFetch`, `FingerprintChain`,
-`CrossCheck`, `Quarantine`, `TrustLedger` and `HeartbeatMonitor`.
+table, and carries out its actions with the parts that `delivery_layer` owns.
 """
 
 from __future__ import annotations
@@ -22,14 +21,7 @@ from kvevents.stream.sequencer import Order
 from kvevents.stream.source import Source
 from kvevents.stream.transitions import Action, Input, State, bind_actions
 from kvevents.stream.trust import DegradedReason
-from kvevents.wire import (
-    MAX_SEQ,
-    Decoded,
-    Live,
-    Malformed,
-    decode_batch,
-    parse_live,
-)
+from kvevents.wire import MAX_SEQ, Decoded, Live, Malformed, decode_batch, parse_live
 from kvevents.wire.peek import begins_with_clear
 
 
@@ -40,7 +32,6 @@ class Stream(ReplayLayer[BatchT]):
     `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is any monotonic clock in seconds.
 
     Incarnations begin at `first_incarnation`. Those after a restored one are not below it either.
-
     With `decode=None` it delivers `RawBatch`, and the consumer that decodes must `report` what decoding has shown. Whether the
     consumer's state has the publisher's digest must be reported in either case.
     """
@@ -149,10 +140,10 @@ class Stream(ReplayLayer[BatchT]):
             self._prepare_reconnect()
         is_identified = self._chain.first is not None
         if self._can_replay:
-            self._apply(Input.UP_VERIFIABLE if is_identified else Input.UP_UNIDENTIFIED, _NO_FINGERPRINT[self.state])
+            input_ = Input.UP_VERIFIABLE if is_identified else Input.UP_UNIDENTIFIED
         else:
-            without_replay = Input.UP_WITHOUT_REPLAY if is_identified else Input.UP_UNIDENTIFIED_WITHOUT_REPLAY
-            self._apply(without_replay, _NO_FINGERPRINT[self.state])
+            input_ = Input.UP_WITHOUT_REPLAY if is_identified else Input.UP_UNIDENTIFIED_WITHOUT_REPLAY
+        self._apply(input_, _NO_FINGERPRINT[self.state])
 
     def _prepare_reconnect(self) -> None:
         self._cross_check.reconnect()
