@@ -141,11 +141,6 @@ class Bridge:
 
     # --- status
 
-    @property
-    def suspicion(self) -> str:
-        """Why the bridge suspects its own network; empty if it does not."""
-        return self._liveness.suspicion
-
     def status(self) -> BridgeStatus:
         """Return the current status."""
         return BridgeStatus(
@@ -156,7 +151,7 @@ class Bridge:
             sum(partition.conflicts for partition in self._partitions),
             self.resyncs,
             sum(partition.invalid_records for partition in self._partitions),
-            self.suspicion,
+            self._liveness.suspicion,
             self._unclaimed.engines,
             "" if self._reader.failure is None else repr(self._reader.failure),
             self._name_conflict,
@@ -434,7 +429,7 @@ class Bridge:
                 (self._lagging.add if is_lagging else self._lagging.discard)(number)
                 reported = lag if is_lagging else 0.0
                 partition.set_heartbeat(
-                    HeartbeatRecord(self.id, interval, time.time(), self.suspicion, reported, self._process)
+                    HeartbeatRecord(self.id, interval, time.time(), self._liveness.suspicion, reported, self._process)
                 )
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
