@@ -175,7 +175,7 @@ def test_ranks_of_one_engine_that_cannot_be_of_one_are_told(server: NatsServer, 
         with bridge(server, "ranks", "--sources", file) as program:
             confirmed(program, "a", first)
             write(file, source("a", first) + source("a", second, rank=1, model="other"))
-            program.err.wait("WARNING .*a rank 1 has model 'other'.*call this instance something else")
+            program.err.wait("WARNING .*a rank 1 has model 'other'.*give this instance another name")
             assert not [line for line in program.err.all if "a rank 1: following" in line]
 
 
