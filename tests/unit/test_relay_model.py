@@ -78,6 +78,10 @@ class Play:
         self.join(reads_heartbeats=True)
         self.join(reads_heartbeats=False)
         self.settle()
+        # Without further kills, the second batches confirm what replay has brought, the first ones included.
+        self.world.before = lambda _: None
+        self.settle()
+        self.settle()
 
     def upstream(self, which: int) -> Upstream:
         return self.world.upstreams[which % len(self.world.upstreams)]
@@ -205,8 +209,16 @@ KINDS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
 }
 
 
+SMALL_BUFFER: Final = 12
+"""Batches of a replay buffer that is often too small for the history, and never for what a relay sends in one turn.
+
+A consumer confirms what was replayed by an answer that holds both that and a live batch. No answer does if each turn replaces
+the whole buffer, so the consumer would stay DEGRADED.
+"""
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@given(history=HISTORIES, steps=st.sampled_from([3, 10_000]))
+@given(history=HISTORIES, steps=st.sampled_from([SMALL_BUFFER, 10_000]))
 @settings(max_examples=EXAMPLES)
 def test_nothing_is_lost_by_kills_and_restarts(kind: str, history: list[tuple[Any, ...]], steps: int) -> None:
     """If engines answer replay, all consumers are EXACT in the end, early and late ones."""
