@@ -485,7 +485,7 @@ def test_a_file_of_sources_that_changes(tmp_path: Path) -> None:
             write(path, table("b", second))
             until("the second alone", lambda: set(service.sources()) == {("b", 0)})
             assert service.get("/v1/sources").json["faults"] == {}
-            service.says(f"INFO +no more: {path}: ")
+            service.says(f"INFO +resolved: {path}: ")
             # What the configuration names, no client takes away for long, nor registers twice.
             assert service.register("b", second.publisher).status == 409
 
