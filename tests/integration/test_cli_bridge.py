@@ -446,7 +446,7 @@ def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
     with nats_server(tmp_path, jetstream=None) as server:
         ended = run("bridge", "--nats", server.url, *HERE)
     assert ended.code == 1
-    assert "there is no JetStream for this account" in last(ended)
+    assert "JetStream is disabled for this account" in last(ended)
     assert "Traceback" not in ended.err
 
 

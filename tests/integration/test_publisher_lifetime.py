@@ -272,7 +272,8 @@ for number in range(2000):
 @pytest.mark.parametrize("shared", [False, True], ids=["own context", "shared context"])
 def test_interpreter_exit_during_a_large_reply(context: Context, shared: bool) -> None:
     """Large batches are sent from the publisher's memory, which stays until they have left: each arrives complete. Either all
-    arrive, or the report counts the reply as unfinished because a slow machine did not read it in time."""
+    arrive, or the report counts the reply as unfinished because a slow machine did not read it in time. A report of a reply
+    that arrives late says that not everything was flushed."""
     program = f"""
 import sys, time, zmq
 from kvevents.events import BlockStored, EventBatch
@@ -316,5 +317,7 @@ print("leaving", flush=True)
             assert payload == encode_batch(expected)
         assert [number for number, _ in found] == list(range(len(found)))
         said = child.stdout.read()
-        assert said == "" if len(found) == 40 else "replays_unfinished=1" in said
+        # The report may come before libzmq has sent the last bytes, which it does until the process ends.
+        wanted = {"", "flushed=False"} if len(found) == 40 else {"replays_unfinished=1"}
+        assert any(each == said or (each and each in said) for each in wanted), (len(found), said)
     assert child.returncode == 0

@@ -340,6 +340,8 @@ def test_a_registration_that_is_refused_forgets_nothing_of_what_was_kept(tmp_pat
     with engine(seed=1, buffer_steps=2, compact=False) as made:
         with serving("--state-dir", tmp_path / "state") as service:
             assert service.register("e", made.publisher).status == 201
+            # Two of three batches are left for replay: the first one must come live.
+            until("the subscription", lambda: made.publisher.stats().subscribers)
             for number in range(3):
                 made.store(prompt(number + 1))
             service.exact("e", blocks=12)

@@ -350,6 +350,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
 publisher = ZmqEventPublisher(0, "tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
 publisher.publish(EventBatch(0.0, [BlockRemoved([1])]))
 end = time.monotonic() + 30
+while publisher.stats().queued:  # the batch must not come live
+    assert time.monotonic() < end
+    time.sleep(0.01)
 with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint), limits=StreamLimits(replay_timeout=0.5)) as subscriber:
     while publisher.stats().subscribers == 0:
         assert time.monotonic() < end

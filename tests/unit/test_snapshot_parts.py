@@ -38,7 +38,7 @@ Worker = tuple[str, int]
 
 WORKERS: tuple[Worker, ...] = (("a", 0), ("a", 1), ("b", 0))
 """Those of `Adversary`."""
-MAX_PLANES = 4096
+MAX_PLACEMENTS = 4096
 """Of the index; in native/index/src/shared.rs."""
 
 
@@ -171,7 +171,7 @@ def test_blocks_whose_parents_their_worker_has_removed_are_those_of_a_chain_that
     assert twin.stats().unique_blocks == 200
 
 
-def test_planes_have_other_numbers_in_another_index() -> None:
+def test_placements_have_other_numbers_in_another_index() -> None:
     index, twin = PrefixIndex(), PrefixIndex()
     for at, tier in enumerate(("GPU", "CPU", "DISK", "tape")):
         Feed(index, f"w{at}")(store([at + 1, 9], [1, 1, at, at], 2, medium=tier))
@@ -390,15 +390,15 @@ def test_a_file_that_raises_in_the_middle_leaves_nothing() -> None:
 # --- limits -------------------------------------------------------------------------------------------------------------------
 
 
-def test_an_index_with_all_planes_takes_blocks_on_those_alone() -> None:
+def test_an_index_with_all_placements_takes_blocks_on_those_alone() -> None:
     index, full = PrefixIndex(), PrefixIndex()
-    for at in range(MAX_PLANES // 64):
+    for at in range(MAX_PLACEMENTS // 64):
         groups = range(at * 64, at * 64 + 64)
         Feed(full, f"x{at}")(*[store([group + 1], [1, 1], 2, group_idx=group) for group in groups])
     Feed(index, "known")(store([1], [5, 5], 2, group_idx=4000))
-    Feed(index, "new")(store([1], [6, 6], 2, group_idx=MAX_PLANES))
+    Feed(index, "new")(store([1], [6, 6], 2, group_idx=MAX_PLACEMENTS))
     before = visible(full)
-    with pytest.raises(SnapshotError, match=f"more than {MAX_PLANES} planes"):
+    with pytest.raises(SnapshotError, match=f"more than {MAX_PLACEMENTS} placements"):
         full.merge(io.BytesIO(saved(index)))
     assert visible(full) == before
     merged(part(index, ("known", 0)), full)
