@@ -305,15 +305,21 @@ def switching_only_when_let() -> Iterator[list[int]]:
 
 
 def test_threads_run_while_a_small_payload_has_much_to_do() -> None:
-    """34 bytes clear 200,000 blocks."""
+    """34 bytes clear 200,000 blocks, which takes milliseconds: on a busy machine the other thread may need several of them."""
     index = PrefixIndex()
-    for at in range(50):
-        index.apply_payload("a", 0, at, payload_of([chain(10_000 * at + 1, 4_000, 10_000 * (at - 1) + 4_000 if at else None)]))
+    payloads = [payload_of([chain(10_000 * at + 1, 4_000, 10_000 * (at - 1) + 4_000 if at else None)]) for at in range(50)]
     payload = payload_of([cleared()])
-    with switching_only_when_let() as counted:
-        before = counted[0]
-        index.apply_payload("a", 0, 50, payload)
-        assert counted[0] > before
+
+    def has_run(attempt: int) -> bool:
+        first = 51 * attempt
+        for at, stored in enumerate(payloads):
+            index.apply_payload("a", 0, first + at, stored)
+        with switching_only_when_let() as counted:
+            before = counted[0]
+            index.apply_payload("a", 0, first + 50, payload)
+            return counted[0] > before
+
+    assert any(has_run(attempt) for attempt in range(50))
     assert index.stats().blocks == 0
 
 
