@@ -7,7 +7,6 @@ import secrets
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -15,24 +14,11 @@ from tests.system.chaos.jobs import outcomes
 from tests.system.plane_chaos import report
 from tests.system.plane_chaos.judging import Outcome
 from tests.system.plane_chaos.plan import draw_plan, known
-from tests.system.plane_chaos.stage import play
+from tests.system.plane_chaos.rounds import Run
 
 ROUNDS: Final = 20
 JOBS: Final = 2
 """Rounds side by side: much of each is waiting."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What is played: all that a round depends on, besides its number."""
-
-    seed: str
-    only: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    logs: str = ""
-
-    def play(self, number: int) -> Outcome:
-        return play(draw_plan(self.seed, number, self.only, self.without), self.logs)
 
 
 def main(arguments: list[str] | None = None) -> int:
