@@ -195,7 +195,7 @@ def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, o
     [
         ("clients/router", "engine.key", True, "ok", "accepts the key"),
         ("stranger", "engine.key", False, "ok", "accepts the key"),
-        ("stranger", "engine.key", True, "fail", "check that it allows"),
+        ("stranger", "engine.key", True, "fail", "that it allows"),
         ("clients/router", "stranger.key", True, "fail", "check that --curve-server-key is its public key"),
         (None, None, True, "fail", "--curve-key"),
     ],
