@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -267,6 +268,32 @@ for number in range(2000):
         assert [receive(subscriber)[0] for _ in range(2_000)] == list(range(2_000))
         assert child.communicate(timeout=DEADLINE)[0] == ""
     assert child.returncode == 0
+
+
+@pytest.mark.parametrize("begun", range(4))
+def test_a_constructor_that_ctrl_c_interrupts_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
+    """A socket or thread that stays would block the end of a shared context for ever."""
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name.startswith("zmq-"):
+            if len(started) == begun:
+                raise KeyboardInterrupt
+            started.append(thread)
+        start(thread)
+
+    context: zmq.Context[Any] = zmq.Context()
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with suppress(KeyboardInterrupt):
+        ZmqEventPublisher(0, ANY, ANY, context=context, compact=True).shutdown()
+    monkeypatch.undo()
+    assert len(started) == min(begun, 3), "the threads of replay, of compaction, and of the publisher"
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    ending.join(DEADLINE)
+    assert not ending.is_alive()
+    assert not any(thread.is_alive() for thread in started)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own context", "shared context"])

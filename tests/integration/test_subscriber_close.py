@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from kvevents.errors import ClosedError, UsageError
 from kvevents.events import BlockRemoved
 from kvevents.stream import Source, Trust
-from kvevents.subscriber import AsyncSubscriber, Subscriber
+from kvevents.subscriber import AsyncSubscriber, Subscriber, ZmqTransport
 from kvevents.testing.fake_transport import FakeTransport
 
 DEADLINE = 20.0
@@ -337,3 +338,16 @@ def test_closing_in_the_middle_of_an_iteration_ends_it() -> None:
         return count
 
     assert (seen, asyncio.run(iterate())) == (1, 1)
+
+
+def test_close_does_not_wait_for_a_socket_that_pyzmq_does_not_know() -> None:
+    """An interrupt that comes while pyzmq makes a socket leaves such a socket, for which libzmq would wait without a bound."""
+    transport = ZmqTransport()
+    subscriber = Subscriber(transport=transport)
+    half_made: zmq.Socket[bytes] = zmq.Socket(transport.context, zmq.SUB)
+    transport.context._rm_socket(half_made)
+    closing = threading.Thread(target=subscriber.close, daemon=True)
+    closing.start()
+    closing.join(DEADLINE)
+    assert not closing.is_alive()
+    half_made.close()

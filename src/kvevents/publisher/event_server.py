@@ -156,12 +156,16 @@ class EventServer:
         self.snapshot_bound: str | None = None
         with ExitStack() as undo:
             self._open(undo, self._topic if replay_topic else None, epoch, rank)
+            self._threads = [
+                threading.Thread(target=server.run, daemon=True, name=f"zmq-{server.name}") for server in self._servers()
+            ]
             undo.pop_all()
-        self._threads = [
-            threading.Thread(target=server.run, daemon=True, name=f"zmq-{server.name}") for server in self._servers()
-        ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
+            self.close(0.0)
+            raise
 
     def _choose_context(self, given: zmq.Context[Any] | None) -> tuple[zmq.Context[Any], bool]:
         """Return the context to use, and whether the server terminates it.
@@ -324,7 +328,8 @@ class EventServer:
         if not is_sending:
             self.close_events(deadline)
         for thread in self._threads:
-            thread.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE)
+            if thread.ident is not None:  # it was started
+                thread.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE)
         if self.security is not None:
             self.security.close()
         if is_sending or any(thread.is_alive() for thread in self._threads):

@@ -181,6 +181,8 @@ class StreamingRouter(ABC):
 
     def close(self) -> None:
         """Free all resources after `run` has ended or if it was never called. Waits until ZeroMQ has flushed the socket."""
+        if not self._socket.closed:  # `run` was never called
+            self.flush_until = close_socket(self._socket, self._deadline)
         self._in_flight.wait(self.flush_until + FLUSH_GRACE)
         if not self._is_closed:
             self._is_closed = True

@@ -110,6 +110,19 @@ class ZmqEventPublisher(QueuedPublisher):
         self._digest_tracker = None if heartbeat is None else DigestTracker.create()
         self._heartbeat_interval = heartbeat or 0.0
         self._buffer = self._replay_buffer(buffer_steps, compact, has_snapshots=snapshot_endpoint is not None)
+        self._published = self._heartbeats = 0
+        self._naps = NapPlanner(settings.naps)
+        self._history_problem: str | None = None
+        """Why there was no snapshot of older history when that was last checked."""
+        self._last_encode_failure = ""
+        self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
+        self._pid = os.getpid()
+        self._deadline: float | None = None
+        self._closing_lock = threading.RLock()
+        self._report: ShutdownReport | None = None
+        self._is_closing = False
+        self._compaction = threading.Thread(target=self._buffer.compact_until_stopped, daemon=True, name="zmq-compaction")
+        self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
         self._server = EventServer(
             self._endpoint,
             self._replay_endpoint,
@@ -124,30 +137,26 @@ class ZmqEventPublisher(QueuedPublisher):
             rank=data_parallel_rank,
             settings=settings,
         )
+        try:
+            self._start(max_queue_size)
+        except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
+            self.shutdown(0.0)
+            raise
+
+    def _start(self, max_queue_size: int) -> None:
+        """Start the threads, once the sockets are open."""
         self._bound, self._replay_bound = self._server.bound, self._server.replay_bound
-        self._published = self._heartbeats = 0
-        self._naps = NapPlanner(settings.naps)
+        settings = self._settings
         self._failures = FailureLog(logger, self.endpoint, settings.log_interval)
-        self._history_problem: str | None = None
-        """Why there was no snapshot of older history when that was last checked."""
         self._queue_full_log = LossLogger(
             logger, f"{self.endpoint}: the queue of {max_queue_size} batches is full", settings.loss_quiet_time
         )
         self._encode_failure_log = LossLogger(logger, f"{self.endpoint}: a batch cannot be encoded", settings.loss_quiet_time)
-        self._last_encode_failure = ""
-        self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
-        self._pid = os.getpid()
-        self._deadline: float | None = None
-        self._closing_lock = threading.RLock()
-        self._report: ShutdownReport | None = None
-        self._is_closing = False
-        self._compaction = threading.Thread(target=self._buffer.compact_until_stopped, daemon=True, name="zmq-compaction")
         if self._buffer.history_stats() is not None:
             self._compaction.start()
-        self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
         self._thread.start()
         base.register(self)
-        logger.info("publishing KV events of rank %d at %s", data_parallel_rank, self.endpoint)
+        logger.info("publishing KV events of rank %d at %s", self._data_parallel_rank, self.endpoint)
 
     def _replay_buffer(self, steps: int, compact: bool | None, *, has_snapshots: bool) -> ReplayBuffer:
         if has_snapshots and compact is False:
@@ -437,7 +446,8 @@ class ZmqEventPublisher(QueuedPublisher):
         self._deadline = monotonic() + seconds
         self._close_queue()
         self._server.stop_replies(self._deadline)
-        self._thread.join(seconds + FLUSH_GRACE)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(seconds + FLUSH_GRACE)
         left = max(0.0, self._deadline - monotonic())
         flushed = self._server.close(left, is_sending=self._thread.is_alive())
         if self._compaction.is_alive():

@@ -17,6 +17,7 @@ from kvevents.routing import Worker
 from kvevents.sim.settings import FleetSettings
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
+from kvevents.zmq_context import destroy_context
 
 REBIND_SECONDS: Final = 5.0
 """How long a restarted engine waits for its port. The socket of its last incarnation closes within milliseconds."""
@@ -68,7 +69,7 @@ class Sockets:
         self._proxied: Final = proxied
         self._closing: Final = ExitStack()
         self._context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context(io_threads=2)
-        self._closing.callback(self._context.destroy, linger=0)
+        self._closing.callback(destroy_context, self._context)
         self._context.max_sockets = 4 * len(settings.workers) + 64
         self._publishers: Final[dict[Worker, ZmqEventPublisher]] = {}
         self._bound: Final[dict[Worker, tuple[str, str]]] = {}

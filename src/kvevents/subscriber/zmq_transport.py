@@ -38,6 +38,7 @@ from kvevents.subscriber.zmq_sockets import (
 )
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
+from kvevents.zmq_context import destroy_context
 
 _CONNECTED: Final = zmq.Event.CONNECTED
 """A peer accepts TCP connections. Whether it is a publisher shows in the handshake."""
@@ -128,8 +129,7 @@ class ZmqTransport:
         self.selector.close()
         os.close(self._wake_reader)
         if self.owns_context:
-            # Not term(): it would block on a socket that an exception left open.
-            self.context.destroy(linger=0)
+            destroy_context(self.context)
 
 
 class StallDetector:

@@ -15,6 +15,7 @@ from kvevents.cli.doctor.findings import Finding, fail, ok
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.security import Curve
 from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake
+from kvevents.zmq_context import destroy_context
 
 CURVE_TIMEOUT: Final = 3.0
 """Seconds to connect and for the CURVE handshake, which takes milliseconds."""
@@ -48,7 +49,7 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
             socket.connect(endpoint)
         return _first_outcome(monitor, timeout)
     finally:
-        context.destroy(linger=0)
+        destroy_context(context)
 
 
 def _first_outcome(monitor: zmq.Socket[bytes], timeout: float) -> CurveOutcome:

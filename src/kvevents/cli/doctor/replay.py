@@ -22,6 +22,7 @@ from kvevents.events import AllBlocksCleared
 from kvevents.security import Curve
 from kvevents.subscriber.handshake import perform_handshake
 from kvevents.wire import ReplayBatch, ReplayEnd, decode_batch, parse_replay_reply, replay_request_frames
+from kvevents.zmq_context import destroy_context
 
 MAX_REPLY_MESSAGES: Final = 200_000
 """Messages of one response that are read. An engine keeps 10,000 batches, so more do not end."""
@@ -62,7 +63,7 @@ def dealers(endpoints: Sequence[str], curve: Curve | None = None) -> Iterator[li
     try:
         yield [_dealer(context, endpoint, curve) for endpoint in endpoints]
     finally:
-        context.destroy(linger=0)
+        destroy_context(context)
 
 
 def _dealer(context: zmq.Context[Dealer], endpoint: str, curve: Curve | None) -> Dealer:
