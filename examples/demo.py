@@ -19,7 +19,7 @@ from kvevents.cli.sim.run import live_view, streams_line
 from kvevents.routing import POLICIES
 from kvevents.sim.faults import parse_faults
 from kvevents.sim.live import LiveFleet
-from kvevents.sim.report import described
+from kvevents.sim.report import report_settings
 from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import rescaled, workload
@@ -49,10 +49,10 @@ and with an engine of your own:
 
 def run(policy: str, requests: int, pace: float, console: Console) -> PolicyResult:
     """The fleet under one policy."""
-    with LiveFleet(SETTINGS, policy, pace=pace, wishes=parse_faults(FAULTS)) as fleet:
+    with LiveFleet(SETTINGS, policy, pace=pace, requested=parse_faults(FAULTS)) as fleet:
         with live_view(fleet, console) as show:
             result = fleet.run(rescaled(workload("trace", requests=requests), SPEED), look=lambda _: show())
-        console.line(Span(f"{policy}: ", "name"), streams_line(fleet.streams(), fleet.struck))
+        console.line(Span(f"{policy}: ", "name"), streams_line(fleet.streams(), fleet.injected))
     return result
 
 
@@ -71,7 +71,7 @@ def main() -> int:
         f"of {len(POLICIES)} policies:"
     )
     results = [run(policy, asked.requests, asked.time_scale, console) for policy in POLICIES]
-    comparison = Comparison(settings=described(SETTINGS, {"requests": asked.requests, "speed": SPEED}), policies=results)
+    comparison = Comparison(settings=report_settings(SETTINGS, {"requests": asked.requests, "speed": SPEED}), policies=results)
     console.line()
     print_comparison(comparison, console, json=False)
     console.line(f"{time.monotonic() - began:.0f} seconds.")

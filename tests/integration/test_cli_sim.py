@@ -152,7 +152,7 @@ def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--preset", "tpu"], r"there is no preset 'tpu'; there are qwen3-32b-2xh100, .*"),
+        (["--preset", "tpu"], r"unknown preset 'tpu': expected qwen3-32b-2xh100, .*"),
         (["--preset", "/none/costs.json"], r"cannot read the cost model /none/costs.json: No such file or directory"),
         (["--dialect", "llama-1.0"], r".*llama.*"),
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
@@ -256,7 +256,7 @@ def test_a_process_that_dies_is_told_and_ends_the_others(traffic: WorkloadOption
 def test_what_a_process_raises_is_raised_here(salted: Path) -> None:
     settings = FleetSettings(engines=1, blocks=400, dialect="vllm-0.10.2")
     for jobs in (1, 2):
-        with pytest.raises(ConfigError, match="does not tell salts"):
+        with pytest.raises(ConfigError, match="has no field for salts"):
             run_policies(TWO, settings, WorkloadOptions(trace=str(salted)), jobs=jobs, on_progress=told_nothing)
 
 

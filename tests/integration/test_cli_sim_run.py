@@ -212,9 +212,9 @@ def test_nobody_may_come(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--faults", "crash:1s"], r"there is no fault 'crash'; there are restart:60s .*"),
-        (["--faults", "drop:7"], r"drop:7 is wrong; write a share from 0% to 100%, such as drop:1%"),
-        (["--faults", "cut:0s"], r"cut:0s is wrong; write a duration above 0, such as cut:60s"),
+        (["--faults", "crash:1s"], r"unknown fault 'crash': expected restart:60s .*"),
+        (["--faults", "drop:7"], r"invalid fault 'drop:7': expected a share from 0% to 100%, for example drop:1%"),
+        (["--faults", "cut:0s"], r"invalid fault 'cut:0s': expected a duration above 0, for example cut:60s"),
         (
             ["--base-port", str(HIGHEST_PORT - 2)],
             rf"invalid base port {HIGHEST_PORT - 2}: 2 workers would need port \d+; choose a lower one",
@@ -228,7 +228,7 @@ def test_nobody_may_come(capsys: pytest.CaptureFixture[str]) -> None:
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
         (["--trace", os.devnull], r"/dev/null has no requests; .*"),
         (["--dialect", "llama-1.0"], r".*llama.*"),
-        (["--preset", "tpu"], r"there is no preset 'tpu'; .*"),
+        (["--preset", "tpu"], r"unknown preset 'tpu': .*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -164,7 +164,7 @@ def test_a_reset_for_nothing_is_unproven_where_the_stream_is_in_doubt(monkeypatc
 @contextmanager
 def following() -> Iterator[tuple[Sockets, Follower]]:
     settings = FleetSettings(engines=1, blocks=10, block_size=4)
-    with Sockets(settings) as sockets, closing(Follower(PrefixIndex(), sockets.life)) as follower:
+    with Sockets(settings) as sockets, closing(Follower(PrefixIndex(), sockets.incarnation)) as follower:
         follower.audit.add(WORKER)
         sockets.open(WORKER)
         follower.follow([sockets.addresses[WORKER].source])

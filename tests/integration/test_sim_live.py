@@ -96,7 +96,7 @@ def test_index_and_engines_agree_over_sockets(given: dict[str, Any], within: Seq
     }
     assert total(run.streams, "batches") == result.batches
     assert [total(run.streams, name) for name in ("replayed", "healed", "resets", "reconnects")] == [0] * 4
-    assert run.fleet.struck == {}
+    assert run.fleet.injected == {}
 
 
 def test_views_tell_what_the_workers_do() -> None:
@@ -126,12 +126,12 @@ def test_absurd_haste_is_told_and_makes_nothing_wrong() -> None:
 
 @pytest.mark.parametrize("pace", [0, -1, float("inf"), float("nan")])
 def test_a_pace_that_cannot_be_is_refused(pace: float) -> None:
-    with pytest.raises(ConfigError, match=r"^pace is .*; it is a number above 0"), opened(pace=pace):
+    with pytest.raises(ConfigError, match=r"^invalid pace .*: expected a number above 0"), opened(pace=pace):
         pass
 
 
-def test_a_request_that_the_dialect_cannot_tell_ends_the_run() -> None:
-    with opened(engines=1, dialect="vllm-0.9.1") as fleet, pytest.raises(ConfigError, match="does not tell salts"):
+def test_a_request_that_the_dialect_cannot_announce_ends_the_run() -> None:
+    with opened(engines=1, dialect="vllm-0.9.1") as fleet, pytest.raises(ConfigError, match="has no field for salts"):
         fleet.run([request([1], salt="a")])
 
 
@@ -300,8 +300,8 @@ FAULTS: dict[str, Callable[[Ran], object]] = {
     "restart:200ms": lambda run: total(run.streams, "resets") > 0 < run.result.retried,
     "drop:10%": lambda run: total(run.streams, "healed") > 0,
     "cut:80ms": lambda run: total(run.streams, "reconnects") > 0,
-    "stall:150ms": lambda run: run.fleet.struck["stall"] > 0,
-    "reset:80ms": lambda run: run.fleet.struck["reset"] > 0 == total(run.streams, "resets"),
+    "stall:150ms": lambda run: run.fleet.injected["stall"] > 0,
+    "reset:80ms": lambda run: run.fleet.injected["reset"] > 0 == total(run.streams, "resets"),
     # Replay, which is asked for the first live batch, may be ahead of the ones that are delayed.
     "delay:100ms": lambda run: total(run.streams, "resets") == 0,
     "restart:200ms,drop:10%,cut:100ms": lambda run: total(run.streams, "resets") > 0 < total(run.streams, "healed"),
@@ -349,7 +349,7 @@ def test_a_stall_ends_no_other_fault() -> None:
     dropped_before: list[int] = []
 
     def look(each: LiveFleet) -> None:
-        if each.struck["stall"] and not dropped_before:
+        if each.injected["stall"] and not dropped_before:
             dropped_before.append(dropped(each))
 
     def dropped(each: LiveFleet) -> int:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from chromium import Chromium, find_chromium
 from kvevents.errors import MissingDependencyError
-from kvevents.sim.report import asked, described, page, rows, seen
+from kvevents.sim.report import page, report_settings, rows, summary, traffic_text
 from kvevents.sim.report.figures import DRAWINGS, MAX_DOTS, MAX_POINTS, _thinned, hit_rates
-from kvevents.sim.report.settings import room
+from kvevents.sim.report.settings import capacity_blocks
 from kvevents.sim.report.table import COLUMNS, cells
 from kvevents.sim.report.words import span
 from kvevents.sim.results import Comparison, Difference, Distribution, PolicyResult, Sample
@@ -24,7 +24,9 @@ from kvevents.sim.settings import FleetSettings
 from sim_report_cases import result
 
 VOID = frozenset({"meta", "link", "br", "hr", "img", "input"})
-SETTINGS = described(FleetSettings(engines=2, blocks=1_000), {"trace": None, "workload": "chat", "requests": 300, "rate": 2.0})
+SETTINGS = report_settings(
+    FleetSettings(engines=2, blocks=1_000), {"trace": None, "workload": "chat", "requests": 300, "rate": 2.0}
+)
 DIFFERENCE = Difference("engine-1", 0, 0, 17, 3, 4_096, 512, 528)
 
 
@@ -83,7 +85,7 @@ def compared(*results: PolicyResult) -> Comparison:
             [
                 "round-robin found 12.0% of prompt tokens in caches",
                 "its TTFT p90 was 0.90 s",
-                "index and engines DISAGREED on 3 of 100 lookups, which is a fault of the chain, 2 could not be compared",
+                "index and engines DISAGREED on 3 of 100 lookups, which is a defect, 2 could not be compared",
             ],
         ),
         (
@@ -103,8 +105,8 @@ def compared(*results: PolicyResult) -> Comparison:
                 "no lookup was compared with the index",
             ],
         ),
-        ([unanswered(requests=0)], ["nothing was asked"]),
-        ([], ["nothing was asked"]),
+        ([unanswered(requests=0)], ["no request was sent"]),
+        ([], ["no request was sent"]),
         (
             [unanswered("prefix-aware"), result()],
             [
@@ -116,7 +118,7 @@ def compared(*results: PolicyResult) -> Comparison:
     ],
 )
 def test_the_sentence_says_what_was_seen(results: list[PolicyResult], said: list[str]) -> None:
-    assert seen(compared(*results)) == "; ".join(said)
+    assert summary(compared(*results)) == "; ".join(said)
 
 
 @pytest.mark.parametrize(
@@ -131,17 +133,19 @@ def test_the_sentence_says_what_was_seen(results: list[PolicyResult], said: list
 def test_events_that_shorten_nothing_are_worth_nothing(p90: float, said: str) -> None:
     """Figures of the best policy that needs no events decide, whatever round robin, or another hit rate, would say."""
     aware = result("prefix-aware", hit_rate=0.9, p90=p90)
-    assert said in seen(compared(result(p90=2.0), result("least-loaded"), aware))
+    assert said in summary(compared(result(p90=2.0), result("least-loaded"), aware))
 
 
 def test_a_shorter_mean_is_worth_something() -> None:
     aware = result("prefix-aware", ttft=Distribution(0.3, 0.3, 0.9, 1.0, 1.0))
-    assert "routing by cache made the TTFT mean 33% shorter than least-loaded" in seen(compared(result("least-loaded"), aware))
+    assert "routing by cache made the TTFT mean 33% shorter than least-loaded" in summary(
+        compared(result("least-loaded"), aware)
+    )
 
 
 def test_without_a_policy_that_needs_no_events_nothing_is_said_of_their_worth() -> None:
-    assert "routing by cache" not in seen(compared(result("prefix-aware")))
-    assert "routing by cache" not in seen(compared(result("least-loaded"), result("random")))
+    assert "routing by cache" not in summary(compared(result("prefix-aware")))
+    assert "routing by cache" not in summary(compared(result("least-loaded"), result("random")))
 
 
 def test_durations_have_the_unit_that_suits_them() -> None:
@@ -198,18 +202,18 @@ def test_the_table_stands_in_columns(figures: list[tuple[float, float]]) -> None
 
 def test_settings_tell_what_there_really_is() -> None:
     """Blocks that the preset decided on are told as a number, and where its figures come from is told too."""
-    found = described(FleetSettings(), {"workload": "trace"})
+    found = report_settings(FleetSettings(), {"workload": "trace"})
     assert found["blocks"] == FleetSettings().size.blocks
     assert "roofline" in str(found["cost_source"])
-    assert room(found) == 8 * FleetSettings().size.blocks
-    assert room(described(FleetSettings(engines=3, ranks=2, blocks=100, host_blocks=50), {})) == 900
-    assert room({"engines": 8}) is None
+    assert capacity_blocks(found) == 8 * FleetSettings().size.blocks
+    assert capacity_blocks(report_settings(FleetSettings(engines=3, ranks=2, blocks=100, host_blocks=50), {})) == 900
+    assert capacity_blocks({"engines": 8}) is None
 
 
 def test_a_line_says_what_was_asked_of_whom() -> None:
-    assert asked(SETTINGS) == "2 engines, qwen3-32b-2xh100, 300 requests of chat, 2 requests a second, seed 0"
-    one = described(FleetSettings(engines=1, ranks=4, seed=7), {"trace": "t.jsonl", "requests": 1, "speed": 2.0})
-    assert asked(one) == "1 engine of 4 ranks, qwen3-32b-2xh100, 1 request of the trace t.jsonl, 2 times as fast, seed 7"
+    assert traffic_text(SETTINGS) == "2 engines, qwen3-32b-2xh100, 300 requests of chat, 2 requests a second, seed 0"
+    one = report_settings(FleetSettings(engines=1, ranks=4, seed=7), {"trace": "t.jsonl", "requests": 1, "speed": 2.0})
+    assert traffic_text(one) == "1 engine of 4 ranks, qwen3-32b-2xh100, 1 request of the trace t.jsonl, 2 times as fast, seed 7"
 
 
 # --- figures

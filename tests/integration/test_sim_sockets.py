@@ -138,7 +138,7 @@ def test_subscribers_are_those_of_the_worker_that_has_the_fewest() -> None:
 
 
 def test_lives_are_told_apart_by_timestamps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the moment at which a life was opened on batches are of it."""
+    """From the moment at which an incarnation was opened on batches are of it."""
     now = iter([100.0, 100.0, 200.0, 300.0])
     monkeypatch.setattr(
         sockets_module, "time", SimpleNamespace(time=lambda: next(now), monotonic=time.monotonic, sleep=time.sleep)
@@ -147,8 +147,8 @@ def test_lives_are_told_apart_by_timestamps(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(2):
             sockets.close(FIRST)
             sockets.open(FIRST)
-        assert [sockets.life(FIRST, ts) for ts in (100.0, 199.9, 200.0, 299.9, 300.0, 1e12)] == [0, 0, 1, 1, 2, 2]
-        assert sockets.life(SECOND, 1e12) == 0
+        assert [sockets.incarnation(FIRST, ts) for ts in (100.0, 199.9, 200.0, 299.9, 300.0, 1e12)] == [0, 0, 1, 1, 2, 2]
+        assert sockets.incarnation(SECOND, 1e12) == 0
 
 
 def test_a_life_begins_where_the_one_before_ended_and_remembers_nothing() -> None:
@@ -160,7 +160,7 @@ def test_a_life_begins_where_the_one_before_ended_and_remembers_nothing() -> Non
             sockets.open(FIRST)
         assert sockets.addresses[FIRST] == address
         with listening(address.endpoint) as sub:
-            wait_until(lambda: published(sockets, sub), "an event of the last life")
+            wait_until(lambda: published(sockets, sub), "an event of the last incarnation")
 
 
 def test_a_port_that_was_taken_meanwhile_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_s
 @contextmanager
 def opened(*, name: str = "prefix-aware", pace: float = 4.0, wrong: str = "", **given: Any) -> Iterator[LiveFleet]:
     options = {key: given.pop(key) for key in ("host", "base_port") if key in given}
-    with LiveFleet(FleetSettings(**(SMALL | given)), name, pace=pace, wishes=parse_faults(wrong), **options) as fleet:
+    with LiveFleet(FleetSettings(**(SMALL | given)), name, pace=pace, requested=parse_faults(wrong), **options) as fleet:
         yield fleet
 
 

@@ -277,7 +277,7 @@ def test_a_new_life_without_its_first_batches_proves_nothing_about_them() -> Non
     """The gap comes right after the reset: it is one of the new life."""
     stream = small()
     audit = stream.audited()
-    lookups = [Expected(one.mark._replace(life=1), one.sequence, one.tokens, one.cached) for one in stream.lookups]
+    lookups = [Expected(one.mark._replace(incarnation=1), one.sequence, one.tokens, one.cached) for one in stream.lookups]
     for one in lookups:
         audit.expect(WORKER, one)
     deliveries = [

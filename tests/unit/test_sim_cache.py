@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
-from kvevents.sim.cache import SPELLINGS, CacheSize, PrefixCache
+from kvevents.sim.cache import EVENT_STYLES, CacheSize, PrefixCache
 from kvevents.sim.sequence import Sequence
 from kvevents.wire.encode import batch_encoder
 from sim_model import Mirror, PlainCache, PlainPool, contents, plainly, waiting
@@ -238,7 +238,7 @@ def cache_hashes(tokens: Items[int], size: int) -> list[int]:
 
 
 def test_sglang_tells_the_salt_in_a_field_of_its_own() -> None:
-    cache = PrefixCache(CacheSize(8, 2, host_blocks=1), spelling=SPELLINGS["sglang"])
+    cache = PrefixCache(CacheSize(8, 2, host_blocks=1), event_style=EVENT_STYLES["sglang"])
     stored, copied = run(cache, Sequence(array("I", range(3)), 3, 2, "seed", None, "tenant"))
     assert isinstance(stored, BlockStored)
     assert stored.cache_salt == "tenant"

@@ -50,26 +50,26 @@ WRONG_DURATIONS = ("", "60", "0s", "0.0ms", "-1s", "1 s", "s", "1d", "1%", "1e3s
     ("name", "amount"),
     [*(("restart", amount) for amount in WRONG_DURATIONS), *((name, "60") for name in ("reset", "delay", "cut", "stall"))],
 )
-def test_a_wrong_duration_is_told_with_a_right_one(name: str, amount: str) -> None:
+def test_an_invalid_duration_raises_with_an_example(name: str, amount: str) -> None:
     """One parser reads the durations of all kinds, so every wrong one is tried with one kind, and every kind with one."""
-    said = f"{name}:{amount} is wrong; write a duration above 0, such as {name}:60s"
+    said = f"invalid fault '{name}:{amount}': expected a duration above 0, for example {name}:60s"
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
         parse_faults(f"restart:1s,{name}:{amount}")
 
 
 @pytest.mark.parametrize("amount", ["", "1", "0.01", "101%", "100.1%", "-1%", "%", "1 %", "60s", "\u0663%"])
-def test_a_wrong_share_is_told_with_a_right_one(amount: str) -> None:
-    said = f"drop:{amount} is wrong; write a share from 0% to 100%, such as drop:1%"
+def test_an_invalid_share_raises_with_an_example(amount: str) -> None:
+    said = f"invalid fault 'drop:{amount}': expected a share from 0% to 100%, for example drop:1%"
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
         parse_faults(f"drop:{amount}")
 
 
 @pytest.mark.parametrize("text", ["crash:1s", "Restart:1s", ":1s", "restart 1s", "1%"])
-def test_what_there_is_not_is_told_with_all_that_there_is(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^there is no fault '") as told:
+def test_an_unknown_fault_raises_with_the_list_of_known_ones(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^unknown fault '") as caught:
         parse_faults(text)
     for name, kind in KINDS.items():
-        assert f"{name}:{kind.example} ({kind.does})" in str(told.value)
+        assert f"{name}:{kind.example} ({kind.effect})" in str(caught.value)
 
 
 @given(st.sampled_from(sorted(KINDS)), st.floats(0.001, 1e6).map(lambda amount: round(amount, 3)))
@@ -87,13 +87,13 @@ def test_any_amount_is_read_as_written(name: str, amount: float) -> None:
 # --- whom they strike
 
 
-class Struck:
+class InjectedFaults:
     """As much of a live fleet as faults touch: its engines and proxies note what is done to them, and when."""
 
     def __init__(self, engines: int, pace: float = 1.0) -> None:
         self.pace = pace
         self.timeline = Timeline()
-        self.struck: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
         self.stalled: set[Worker] = set()
         self.log: list[tuple[float, str, Worker, Any]] = []
         workers = [(f"engine-{number}", 0) for number in range(engines)]
@@ -120,15 +120,15 @@ class Struck:
         return self.log
 
     def begin(self, text: str, seed: int = 0) -> None:
-        self.wishes, self.settings = parse_faults(text), SimpleNamespace(seed=seed)
+        self.requested, self.settings = parse_faults(text), SimpleNamespace(seed=seed)
         begin(self)  # type: ignore[arg-type]
 
     def did(self, what: str) -> list[tuple[float, Worker]]:
         return [(at, worker) for at, done, worker, _ in self.log if done == what]
 
     def _proxy(self, name: str, worker: Worker) -> SimpleNamespace:
-        does = ("cut", "stall", "heal", "drop", "delay", "resume", "flow")
-        return SimpleNamespace(**{each: self._note(f"{name} {each}", worker) for each in does})
+        effect = ("cut", "stall", "heal", "drop", "delay", "resume", "flow")
+        return SimpleNamespace(**{each: self._note(f"{name} {each}", worker) for each in effect})
 
     def _note(self, what: str, worker: Worker) -> Callable[..., None]:
         def noted(*given: Any, **named: Any) -> None:
@@ -138,24 +138,24 @@ class Struck:
 
 
 @given(st.sampled_from(["restart", "reset", "cut"]), st.integers(1, 6), st.integers(1, 20), st.integers(0, 3))
-def test_every_engine_is_struck_equally_often(kind: str, engines: int, times: int, seed: int) -> None:
+def test_every_engine_gets_equally_many_faults(kind: str, engines: int, times: int, seed: int) -> None:
     """Each once before any of them a second time; and at equal intervals."""
-    fleet = Struck(engines)
+    fleet = InjectedFaults(engines)
     fleet.play(f"{kind}:2s", 2.0 * times + 1.0, seed)
     strikes = fleet.did({"cut": "live cut"}.get(kind, kind))
     assert [at for at, _ in strikes] == [2.0 * number for number in range(1, times + 1)]
-    struck = [worker for _, worker in strikes]
+    injected = [worker for _, worker in strikes]
     for start in range(0, times, engines):
-        round_ = struck[start : start + engines]
+        round_ = injected[start : start + engines]
         assert len(set(round_)) == len(round_)
-    assert fleet.struck == {kind: times}
+    assert fleet.injected == {kind: times}
 
 
-def test_a_seed_draws_who_is_struck() -> None:
+def test_the_seed_chooses_the_engines() -> None:
     """The same seed the same ones; another seed, and another fault of the same kind, others."""
-    first, again, other = (Struck(5).play("reset:1s", 20, seed) for seed in (1, 1, 2))
+    first, again, other = (InjectedFaults(5).play("reset:1s", 20, seed) for seed in (1, 1, 2))
     assert first == again != other
-    both = Struck(5)
+    both = InjectedFaults(5)
     both.play("reset:1s,reset:1s", 20)
     strikes = [worker for _, worker in both.did("reset")]
     assert strikes[::2] != strikes[1::2]
@@ -163,26 +163,26 @@ def test_a_seed_draws_who_is_struck() -> None:
 
 def test_seconds_are_the_clocks_whatever_the_pace() -> None:
     """A fleet that runs ten times as fast sees a fault every tenth of its own seconds, and its engines come back as late."""
-    slow, fast = Struck(2), Struck(2, pace=10.0)
+    slow, fast = InjectedFaults(2), InjectedFaults(2, pace=10.0)
     assert [entry[:3] for entry in slow.play("restart:2s", 9)] == [entry[:3] for entry in fast.play("restart:2s", 9)]
     assert {entry[3] for entry in slow.log} == {(DOWN_SECONDS,)}
     assert {entry[3] for entry in fast.log} == {(DOWN_SECONDS * 10,)}
 
 
-def test_nothing_is_struck_when_all_is_answered() -> None:
-    fleet = Struck(2)
+def test_no_fault_is_injected_when_all_is_answered() -> None:
+    fleet = InjectedFaults(2)
     fleet.begin("restart:1s,cut:1s")
     fleet.fleet.done = True
     while fleet.timeline.next is not None:
         fleet.timeline.step()
-    assert (fleet.log, fleet.struck) == ([], {})
+    assert (fleet.log, fleet.injected) == ([], {})
 
 
-def test_an_engine_that_is_down_is_not_counted_as_struck() -> None:
-    fleet = Struck(1)
+def test_a_fault_of_an_engine_that_is_down_is_not_counted() -> None:
+    fleet = InjectedFaults(1)
     fleet.fleet.workers["engine-0", 0].is_up = False
     fleet.play("restart:1s,reset:1s", 5)
-    assert sum(fleet.struck.values()) == 0
+    assert sum(fleet.injected.values()) == 0
 
 
 # --- what they do
@@ -190,25 +190,25 @@ def test_an_engine_that_is_down_is_not_counted_as_struck() -> None:
 
 def test_what_lasts_holds_for_all_engines_from_the_beginning() -> None:
     """For live events alone; each engine loses others."""
-    fleet = Struck(3)
+    fleet = InjectedFaults(3)
     fleet.play("drop:5%,delay:20ms", 100, seed=7)
     assert {(at, what) for at, what, _, _ in fleet.log} == {(0.0, "live drop"), (0.0, "live delay")}
     drops = [given for _, what, _, given in fleet.log if what == "live drop"]
     assert [share for share, _ in drops] == [0.05] * 3
     assert len({seed for _, seed in drops}) == 3
     assert [given for _, what, _, given in fleet.log if what == "live delay"] == [(0.02,)] * 3
-    assert fleet.struck == {}
+    assert fleet.injected == {}
 
 
 def test_a_cut_goes_through_both_connections() -> None:
-    fleet = Struck(1)
+    fleet = InjectedFaults(1)
     fleet.play("cut:1s", 1)
     assert [what for _, what, _, _ in fleet.log] == ["live cut", "replay cut"]
 
 
 def test_a_stall_ends() -> None:
     """For both connections, and nothing else ends with it; who is stalled is not stalled again meanwhile."""
-    fleet = Struck(1)
+    fleet = InjectedFaults(1)
     fleet.play("stall:2s", 6)
     told = [(at, what) for at, what, _, _ in fleet.log]
     both = [
@@ -218,4 +218,4 @@ def test_a_stall_ends() -> None:
         ("replay resume", 2 + STALL_SECONDS),
     ]
     assert told == [(at, what) for what, at in [*both, ("live stall", 6.0), ("replay stall", 6.0)]]
-    assert fleet.struck["stall"] == 2
+    assert fleet.injected["stall"] == 2

@@ -54,8 +54,8 @@ def test_blocks_are_what_was_said_or_what_the_preset_has_memory_for() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"max_num_batched_tokens": 255}, "max_num_batched_tokens is 255; it must be at least max_num_seqs, which is 256"),
-        ({"preset": "gpt"}, "no preset 'gpt'"),
-        ({"preset": "gpt", "blocks": 5}, "no preset 'gpt'"),
+        ({"preset": "gpt"}, "unknown preset 'gpt'"),
+        ({"preset": "gpt", "blocks": 5}, "unknown preset 'gpt'"),
         ({"preset": "/none.json"}, "cannot read the cost model /none.json"),
         ({"dialect": "vllm-0.20", "window": 64}, "vllm-0.20.0 has no field for groups"),
         ({"dialect": "sglang-0.5.22", "window": 64}, "sglang-0.5.22 has no field for groups"),
@@ -86,18 +86,18 @@ def test_an_unknown_dialect_raises(name: str) -> None:
         ("sglang-0.5.22", True, True),
     ],
 )
-def test_a_request_whose_blocks_would_look_like_anybodys_is_refused(dialect: str, salts: bool, loras: bool) -> None:
-    """Which dialects have a word for a salt and for a LoRA."""
+def test_a_request_that_the_dialect_cannot_announce_is_refused(dialect: str, salts: bool, loras: bool) -> None:
+    """Only dialects with fields for salts and for LoRA names accept them."""
     settings = FleetSettings(dialect=dialect)
     settings.check(request([1]))
-    for allowed, within, says in ((salts, {"salt": "tenant"}, "salts"), (loras, {"lora": "adapter"}, "LoRAs")):
+    for allowed, within, says in ((salts, {"salt": "tenant"}, "salts"), (loras, {"lora": "adapter"}, "LoRA names")):
         if allowed:
             settings.check(request([1], 1, 0.0, **within))
         else:
-            with pytest.raises(ConfigError, match=f"{settings.wire} does not tell {says}"):
+            with pytest.raises(ConfigError, match=f"{settings.wire} has no field for {says}"):
                 settings.check(request([1], 1, 0.0, **within))
 
 
 @pytest.mark.parametrize(("dialect", "apart"), [("vllm-0.9.1", False), ("vllm-latest", False), ("sglang-0.5.22", True)])
 def test_engines_word_salts_as_their_dialect_does(dialect: str, apart: bool) -> None:
-    assert FleetSettings(dialect=dialect).spelling.salt_apart == apart
+    assert FleetSettings(dialect=dialect).event_style.has_salt_field == apart

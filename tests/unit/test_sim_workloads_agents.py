@@ -66,5 +66,5 @@ def test_agents_end_at_the_context_limit() -> None:
     [("kinds", 0), ("turns", 0), ("delegating", 1.5), ("helpers", 0), ("helper_turns", 0), ("popularity", -1)],
 )
 def test_wrong_settings_are_named(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} is "):
+    with pytest.raises(ConfigError, match=f"^invalid {name} "):
         Agents(**{name: value})  # type: ignore[arg-type]

@@ -36,16 +36,16 @@ def test_a_seed_gives_the_same_times(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rate", "variation", "told"),
+    ("name", "rate", "variation", "message"),
     [
-        ("fast", 1.0, 1.0, "there are constant, poisson, bursty"),
-        ("poisson", 0.0, 1.0, "rate is 0.0"),
-        ("poisson", float("inf"), 1.0, "rate is inf"),
-        ("bursty", 1.0, 0.0, "variation is 0.0"),
+        ("fast", 1.0, 1.0, "expected constant, poisson, bursty"),
+        ("poisson", 0.0, 1.0, "invalid rate 0.0"),
+        ("poisson", float("inf"), 1.0, "invalid rate inf"),
+        ("bursty", 1.0, 0.0, "invalid variation 0.0"),
     ],
 )
-def test_wrong_settings_are_told(name: str, rate: float, variation: float, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_settings_raise(name: str, rate: float, variation: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         arrivals(name, rate, Random(0), variation)
 
 
@@ -56,5 +56,5 @@ def test_a_trace_at_another_speed_keeps_everything_but_its_times() -> None:
     assert [(one.prompt, one.output, one.session, one.lora, one.salt) for one in faster] == [
         (requests[0].prompt, requests[0].output, "s", "l", "t")
     ] * 3
-    with pytest.raises(ConfigError, match="speed is 0"):
+    with pytest.raises(ConfigError, match="invalid speed 0"):
         rescaled(requests, 0)

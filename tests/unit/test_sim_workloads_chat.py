@@ -52,5 +52,5 @@ def test_conversations_end_at_the_context_limit() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("apps", 0), ("turns", 0.5), ("context", 0), ("preamble", -1), ("popularity", -1)])
 def test_wrong_settings_are_named(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} is "):
+    with pytest.raises(ConfigError, match=f"^invalid {name} "):
         Chat(**{name: value})  # type: ignore[arg-type]

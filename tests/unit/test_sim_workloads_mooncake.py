@@ -29,7 +29,7 @@ def test_a_line_is_a_request() -> None:
 def test_lengths_and_ids_must_agree(length: int, ids: int) -> None:
     assert len(MooncakeReader().request(row(input_length=length, hash_ids=list(range(ids))), 1).prompt) == length
     for wrong in (ids - 1, ids + 1):
-        with pytest.raises(ValueError, match=f"input_length {length} needs {ids} hash_ids, .* there are {wrong}"):
+        with pytest.raises(ValueError, match=f"input_length {length} needs {ids} hash_ids, .* but has {wrong}"):
             MooncakeReader().request(row(input_length=length, hash_ids=list(range(wrong))), 1)
 
 

@@ -73,15 +73,15 @@ def test_the_guide_is_true(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
-        ({"name": "chatter"}, "no workload 'chatter'; there are trace, chat, agents, shared-prompts, llm-d"),
-        ({"name": "chat", "requests": -1}, "requests is -1"),
-        ({"name": "chat", "turn": 3}, "has no setting turn; it has rate, arrivals"),
-        ({"name": "chat", "rate": 0}, "rate is 0"),
-        ({"name": "trace", "rate": 0}, "rate is 0"),
+        ({"name": "chatter"}, "unknown workload 'chatter': expected trace, chat, agents, shared-prompts, llm-d"),
+        ({"name": "chat", "requests": -1}, "invalid requests -1"),
+        ({"name": "chat", "turn": 3}, "unknown setting turn of workload chat: expected rate, arrivals"),
+        ({"name": "chat", "rate": 0}, "invalid rate 0"),
+        ({"name": "trace", "rate": 0}, "invalid rate 0"),
     ],
 )
-def test_what_is_wrong_is_told(call: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_names_and_settings_raise(call: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         workload(**call)  # type: ignore[arg-type]

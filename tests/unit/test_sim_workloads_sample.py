@@ -50,8 +50,8 @@ def test_a_trace_without_a_rate_of_its_own_is_left_as_it_is(tmp_path: Path, time
     assert [request.at for request in Trace(path=path, rate=7.0).requests()] == [at / 1000 for at in times]
 
 
-def test_wrong_settings_are_told() -> None:
-    with pytest.raises(ConfigError, match="rate is -1"):
+def test_invalid_settings_raise() -> None:
+    with pytest.raises(ConfigError, match="invalid rate -1"):
         Trace(rate=-1)
     with pytest.raises(WorkloadError, match="cannot read"):
         list(Trace(path="/none").requests())

@@ -30,11 +30,11 @@ def test_the_longest_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
-        ('{"at": 1, "output_tokens": 1}', "either `prompt` or `tokens`"),
-        ('{"at": 1, "tokens": [1], "prompt": [[1, 1]], "output_tokens": 1}', "either `prompt` or `tokens`"),
-        ('{"at": 1, "tokens": [1]}', "either `output` or `output_tokens`"),
+        ('{"at": 1, "output_tokens": 1}', "exactly one of the keys prompt and tokens"),
+        ('{"at": 1, "tokens": [1], "prompt": [[1, 1]], "output_tokens": 1}', "exactly one of the keys prompt and tokens"),
+        ('{"at": 1, "tokens": [1]}', "exactly one of the keys output and output_tokens"),
         ('{"at": -1, "tokens": [1], "output_tokens": 1}', "at"),
         ('{"at": 1, "tokens": [], "output_tokens": 1}', "tokens"),
         ('{"at": 1, "tokens": [4294967296], "output_tokens": 1}', r"tokens\[0\]"),
@@ -46,7 +46,7 @@ def test_the_longest_line() -> None:
         ('{"at": 1, "tokens": [1], "output_tokens": 1, "salt": ""}', "salt"),
     ],
 )
-def test_what_is_wrong_is_told(line: str, told: str) -> None:
-    """A misspelt key is an error too: it would be lost in silence."""
-    with pytest.raises(ValueError, match=told):
+def test_invalid_lines_raise(line: str, message: str) -> None:
+    """A misspelt key is an error too, since ignoring it would lose a value silently."""
+    with pytest.raises(ValueError, match=message):
         read(line)

@@ -51,7 +51,7 @@ def test_a_user_of_llm_ds_benchmark_is_a_session() -> None:
 
 @pytest.mark.parametrize("name", ["groups", "users", "system", "question", "output"])
 def test_wrong_settings_are_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} is 0"):
+    with pytest.raises(ConfigError, match=f"^invalid {name} 0"):
         LlmD(**{name: 0})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^prompts is 0"):
+    with pytest.raises(ConfigError, match=r"^invalid prompts 0"):
         SharedPrompts(prompts=0)

@@ -60,26 +60,26 @@ def test_a_limit(tmp_path: Path) -> None:
     path = file_of(tmp_path, PLAIN, PLAIN, "broken")
     assert len(list(read_trace(path, limit=2))) == 2
     assert list(read_trace(path, limit=0)) == []
-    with pytest.raises(ConfigError, match="limit is -1"):
+    with pytest.raises(ConfigError, match="invalid limit -1"):
         read_trace(path, limit=-1)
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("{", "truncated"),
         ("[1]", "object"),
         ('{"time": 1}', "neither of the keys hash_ids and at"),
         (PLAIN.replace("[1, 2]", "[-1]"), "tokens"),
         (MOONCAKE.replace("600", "6000"), "needs 12 hash_ids"),
-        (MOONCAKE.replace("2000", "1000"), "1.0 s, before 1.5 s of the line before; sort"),
+        (MOONCAKE.replace("2000", "1000"), "1.0 s is before 1.5 s of the previous line: sort"),
     ],
 )
-def test_a_bad_line_is_told_with_its_place(tmp_path: Path, line: str, told: str) -> None:
+def test_an_invalid_line_raises_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     """After the requests before it; the message says what a line is."""
     requests = read_trace(file_of(tmp_path, PLAIN, line))
     assert next(requests).at == 1.5
-    with pytest.raises(WorkloadError, match=rf"trace\.jsonl, line 2: .*{told}.*expected a JSON object"):
+    with pytest.raises(WorkloadError, match=rf"trace\.jsonl, line 2: .*{message}.*expected a JSON object"):
         next(requests)
 
 
@@ -113,7 +113,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_requests_without_a_place_in_the_format(tmp_path: Path, request_: Request) -> None:
     """What could not be read again is not written."""
-    with pytest.raises(WorkloadError, match="request 2 is at "):
+    with pytest.raises(WorkloadError, match="request 2 has the time "):
         write_trace(tmp_path / "trace.jsonl", [Request(1.0, Text([(1, 1)]), Text([(1, 1)])), request_])
 
 

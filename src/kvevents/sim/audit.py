@@ -33,7 +33,7 @@ MAX_PENDING: Final = 100_000
 class Mark(NamedTuple):
     """The position of a lookup in the stream of an engine."""
 
-    life: int
+    incarnation: int
     """Incarnation of the engine, from 0."""
     seq: int
     """Sequence number of the batch of its step, also if that published none."""
@@ -81,7 +81,7 @@ class AuditCounts:
 class _Stream:
     """Position in one worker's stream, and lookups that wait."""
 
-    life: int = 0
+    incarnation: int = 0
     next: int = 0
     """Sequence number of the next batch."""
     numbered: int = 0
@@ -110,30 +110,30 @@ class Audit:
             pending.popleft()
             self.counts.unproven += 1
 
-    def apply(self, delivery: Batch | RawBatch | Reset | Gap, life: int | None = None) -> Applied:
+    def apply(self, delivery: Batch | RawBatch | Reset | Gap, incarnation: int | None = None) -> Applied:
         """Apply the next delivery of a stream to the index.
 
-        `life` is the engine's incarnation, needed for batches; None for a reset whose next incarnation is not known yet. Raises
-        `UsageError` for a worker that was not added.
+        `incarnation` is the engine's incarnation, needed for batches; None for a reset whose next incarnation is not known yet.
+        Raises `UsageError` for a worker that was not added.
         """
         worker = (delivery.source, delivery.rank)
         stream = self._streams.get(worker)
         if stream is None:
             raise UsageError(f"the audit has no worker {worker[0]!r} with rank {worker[1]}: add it first")
         if isinstance(delivery, Reset):
-            self._move(worker, stream, Mark(stream.life if life is None else life, 0, 0))
+            self._move(worker, stream, Mark(stream.incarnation if incarnation is None else incarnation, 0, 0))
             stream.numbered = 0
             return self.index.apply(delivery)
         if isinstance(delivery, Gap):
-            self._move(worker, stream, Mark(stream.life, delivery.last + 1, 0))
+            self._move(worker, stream, Mark(stream.incarnation, delivery.last + 1, 0))
             stream.numbered += 1
             return self.index.apply(msgspec.structs.replace(delivery, first=stream.numbered - 1, last=stream.numbered - 1))
-        return self._batch(worker, stream, delivery, stream.life if life is None else life)
+        return self._batch(worker, stream, delivery, stream.incarnation if incarnation is None else incarnation)
 
     def settle(self, worker: Worker) -> None:
         """Compare the lookups before the next batch."""
         stream = self._streams[worker]
-        self._compare_until(worker, stream, Mark(stream.life, stream.next, 0))
+        self._compare_until(worker, stream, Mark(stream.incarnation, stream.next, 0))
 
     def finish(self) -> None:
         """Compare all lookups that can be compared; the others count as `unproven`."""
@@ -144,12 +144,12 @@ class Audit:
 
     # --- streams
 
-    def _batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, life: int) -> Applied:
-        if (life, batch.seq) != (stream.life, stream.next):
-            self._move(worker, stream, Mark(life, batch.seq, 0))
+    def _batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, incarnation: int) -> Applied:
+        if (incarnation, batch.seq) != (stream.incarnation, stream.next):
+            self._move(worker, stream, Mark(incarnation, batch.seq, 0))
         self.settle(worker)
         # A copy, since another thread can call `expect` meanwhile.
-        splits = sorted({one.mark.position for one in list(stream.pending) if one.mark[:2] == (life, batch.seq)})
+        splits = sorted({one.mark.position for one in list(stream.pending) if one.mark[:2] == (incarnation, batch.seq)})
         if splits:
             applied = self._in_parts(worker, stream, batch.decode() if isinstance(batch, RawBatch) else batch, splits)
         else:
@@ -161,18 +161,18 @@ class Audit:
     def _move(self, worker: Worker, stream: _Stream, mark: Mark) -> None:
         """Continue the stream at `mark`; lookups in between cannot be compared."""
         self.settle(worker)
-        if mark > Mark(stream.life, stream.next, 0):
+        if mark > Mark(stream.incarnation, stream.next, 0):
             while stream.pending and stream.pending[0].mark < mark:
                 stream.pending.popleft()
                 self.counts.unproven += 1
-        stream.life, stream.next = mark.life, mark.seq
+        stream.incarnation, stream.next = mark.incarnation, mark.seq
 
     def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> Applied:
         report, start = inspect_events(batch.events, batch.rejected), 0
         for split in splits:
             self._give(stream, _part(batch, batch.events[start:split]))
             start = split
-            self._compare_until(worker, stream, Mark(stream.life, batch.seq, split))
+            self._compare_until(worker, stream, Mark(stream.incarnation, batch.seq, split))
         heartbeat = report.heartbeat if report is not None else None
         # Its digest covers the entire batch, whatever its position in it.
         last = [] if heartbeat is None else [BlockRemoved([], heartbeat=heartbeat)]

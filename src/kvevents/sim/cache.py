@@ -30,17 +30,20 @@ SLIDING: Final = "sliding_window"
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
-    """Differences between the events of engines that are not part of their dialects."""
+class EventStyle:
+    """Properties of an engine's events that are not part of its dialect."""
 
     host_medium: str
-    """Its name for host memory."""
-    salt_apart: bool
+    """The engine's medium for host memory."""
+    has_salt_field: bool
     """Whether events have a field for the salt, instead of an extra key of the first block."""
 
 
-SPELLINGS: Final = {"vllm": Spelling(MEDIUM_CPU, salt_apart=False), "sglang": Spelling(MEDIUM_CPU_PINNED, salt_apart=True)}
-"""By engine."""
+EVENT_STYLES: Final = {
+    "vllm": EventStyle(MEDIUM_CPU, has_salt_field=False),
+    "sglang": EventStyle(MEDIUM_CPU_PINNED, has_salt_field=True),
+}
+"""Event styles by engine."""
 
 
 class CacheSize(NamedTuple):
@@ -71,17 +74,17 @@ class Found(NamedTuple):
 class PrefixCache:
     """The blocks of one engine. Changes are collected in order until `take_events`."""
 
-    def __init__(self, size: CacheSize, *, max_step_tokens: int = 8192, spelling: Spelling = SPELLINGS["vllm"]) -> None:
+    def __init__(self, size: CacheSize, *, max_step_tokens: int = 8192, event_style: EventStyle = EVENT_STYLES["vllm"]) -> None:
         check_size(size)
         self.size: Final = size
         self.pool: Final = Pool(size.blocks)
         self._changes: Final[list[Change]] = []
-        self._spelling: Final = spelling
+        self._spelling: Final = event_style
         windows = [None] if size.window is None else [size.window, None]
         self._groups: Final = [_Group(place, window, size.block_size, max_step_tokens) for place, window in enumerate(windows)]
         self._full: Final = self._groups[-1].table
         self._window: Final = None if size.window is None else self._groups[0]
-        self._host: Final = Host(size.host_blocks, spelling.host_medium, self._changes) if size.host_blocks else None
+        self._host: Final = Host(size.host_blocks, event_style.host_medium, self._changes) if size.host_blocks else None
 
     @property
     def host_blocks(self) -> int:
@@ -238,7 +241,7 @@ class PrefixCache:
         size, names = self.size.block_size, sequence.hashes[start : start + len(blocks)]
         keys = _extra_keys(sequence, start, len(blocks))
         if NULL in blocks:
-            # What a window does not keep is told by its tokens alone.
+            # Blocks that the window does not keep are announced with tokens only.
             keys = [key for key, block in zip(keys, blocks, strict=True) if block]
             names = [name for name, block in zip(names, blocks, strict=True) if block]
         return BlockStored(
@@ -253,7 +256,7 @@ class PrefixCache:
             group_idx=group.place,
             kv_cache_spec_kind=group.kind,
             kv_cache_spec_sliding_window=group.window,
-            cache_salt=sequence.salt if self._spelling.salt_apart else None,
+            cache_salt=sequence.salt if self._spelling.has_salt_field else None,
         )
 
     def _load(self, sequence: Sequence) -> None:

@@ -3,10 +3,10 @@
 A step computes the tokens of its prefill chunks and one token for each decoding sequence. Its arithmetic takes `2 x parameters`
 floating point operations a token, and attention `4 x layers x attention width` for each pair of a token and one before it (the
 usual counting, as in "Scaling Laws for Neural Language Models", arXiv 2001.08361, 2.1). Its memory traffic is the weights once
-and the cached keys and values of what it attends to. The slower of the two decides, since they overlap; a constant for what the
-host does comes on top.
+and the cached keys and values of what it attends to. The slower of the two decides, since they overlap; a constant for the
+work of the host is added.
 
-Real kernels reach a share of what a data sheet promises: `COMPUTE_SHARE` and `BANDWIDTH_SHARE`. These two are assumptions, not
+Real kernels reach a share of the data sheet's figures: `COMPUTE_SHARE` and `BANDWIDTH_SHARE`. These two are assumptions, not
 measurements; docs/simulation.md says how to replace a preset by figures of your own.
 """
 
@@ -90,11 +90,11 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("step", "token", "pair", "weights", "context", "reload"):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} of a cost model is {value}; it is a number of seconds, 0 or more")
+                raise ConfigError(f"invalid {name} {value} of a cost model: expected seconds, at least 0")
         if self.step + self.token <= 0:
             raise ConfigError("a cost model needs seconds for a step or for a token; without them no time would pass")
         if self.cache_tokens < 1:
-            raise ConfigError(f"cache_tokens is {self.cache_tokens}; it is the number of tokens that the cache has room for")
+            raise ConfigError(f"invalid cache_tokens {self.cache_tokens}: expected the cache's capacity in tokens, at least 1")
 
     def seconds(self, prefilled: int, pairs: int, decoding: int, context: int) -> float:
         """Return the duration of a step in seconds.
@@ -149,10 +149,10 @@ def cost_model(name: str) -> CostModel:
     if name in PRESETS:
         return PRESETS[name]
     if not name.endswith(".json"):
-        raise ConfigError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}, or name a .json file of your own")
+        raise ConfigError(f"unknown preset {name!r}: expected {', '.join(PRESETS)}, or the name of a .json file")
     try:
         return msgspec.json.decode(Path(name).read_bytes(), type=CostModel)
     except OSError as error:
         raise ConfigError(f"cannot read the cost model {name}: {error.strerror}") from error
     except (msgspec.DecodeError, ConfigError) as error:
-        raise ConfigError(f"the cost model {name} is wrong: {error}") from error
+        raise ConfigError(f"invalid cost model {name}: {error}") from error

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from kvevents.errors import ConfigError
 from kvevents.events import KVEvent
-from kvevents.sim.cache import SPELLINGS, CacheSize, Found, PrefixCache, Spelling
+from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, Found, PrefixCache
 from kvevents.sim.costs import CostModel
 from kvevents.sim.requests import Request
 from kvevents.sim.sequence import Sequence
@@ -91,10 +91,16 @@ class Engine:
     """An engine: a cache, a scheduler and its requests."""
 
     def __init__(
-        self, size: CacheSize, costs: CostModel, batching: Batching, *, seed: str, spelling: Spelling = SPELLINGS["vllm"]
+        self,
+        size: CacheSize,
+        costs: CostModel,
+        batching: Batching,
+        *,
+        seed: str,
+        event_style: EventStyle = EVENT_STYLES["vllm"],
     ) -> None:
         self.size: Final = size
-        self.cache: Final = PrefixCache(size, max_step_tokens=batching.max_num_batched_tokens, spelling=spelling)
+        self.cache: Final = PrefixCache(size, max_step_tokens=batching.max_num_batched_tokens, event_style=event_style)
         self.computed = 0
         """Prompt tokens computed so far."""
         self.preemptions = 0
@@ -252,7 +258,7 @@ class Engine:
     # --- prefill
 
     def _continue(self, work: _Work) -> bool:
-        """Further chunks of prompts begun in earlier steps; whether any was preempted for them."""
+        """Schedule further chunks of prompts that began in earlier steps. Return whether a job was preempted."""
         preempted = False
         for job in list(self._prefilling):
             sequence = _of(job)
@@ -293,11 +299,11 @@ class Engine:
 
     def _note_stuck(self, sequence: Sequence, found: Found) -> None:
         missed = sequence.hashes[len(found.tables[-1]) :][:1]
-        # What a window holds changes what is found in more ways than one hash could tell.
+        # With a sliding window the result of the lookup depends on more blocks than the one remembered hash.
         self._stuck = (self.cache.pool.freed, missed[0]) if missed and self.size.window is None else None
 
     def _still_stuck(self) -> bool:
-        """Whether nothing has happened that could have made room: nothing was freed, and nobody computed what it missed."""
+        """Return whether the first waiting job still does not fit: no block was freed, nor its first missing block computed."""
         if self._stuck is None:
             return False
         freed, missed = self._stuck
@@ -319,7 +325,7 @@ class Engine:
     # --- answers
 
     def _answer(self, job: Job, step: Step) -> None:
-        """The first token after a prompt, or after what was known when it was preempted."""
+        """Record the first token after a prefill: after the prompt, or after the tokens known at a preemption."""
         sequence = _of(job)
         if sequence.answered == 0:
             step.first.append(job)
@@ -337,16 +343,16 @@ class Engine:
 
 @dataclass(slots=True)
 class _Work:
-    """What a step computes."""
+    """The work of one step while it is scheduled."""
 
     left: int
-    """Tokens that may still be added."""
+    """Tokens left in the step's budget."""
     prefilled: int = 0
     pairs: int = 0
-    """Of tokens prefilled and those that each attends to."""
+    """Number of pairs of a prefilled token and a token that it attends to."""
     decoding: int = 0
     loaded: int = 0
-    """Blocks from host memory."""
+    """Blocks loaded from host memory."""
 
 
 def _of(job: Job) -> Sequence:

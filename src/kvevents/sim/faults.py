@@ -30,9 +30,9 @@ class Target(Protocol):
     pace: float
     fleet: Fleet
     sockets: Sockets
-    wishes: list[Fault]
+    requested: list[Fault]
     """Requested faults."""
-    struck: Counter[str]
+    injected: Counter[str]
     """Number of recurring faults that were injected, by kind."""
     stalled: set[Worker]
     """Workers whose network is stalled."""
@@ -48,11 +48,11 @@ class Kind:
 
     example: str
     """Example of an amount."""
-    does: str
+    effect: str
     """Description of its effect with that amount, for `--help`."""
     share: bool
     """Whether its amount is a share (`1%`) instead of a duration (`60s`)."""
-    strike: Callable[[Target, Worker], bool] | None = None
+    inject: Callable[[Target, Worker], bool] | None = None
     """Injects the fault into one engine each time the duration has passed; returns False if there was nothing to do."""
     lasting: Callable[[FaultProxy, float, int], None] | None = None
     """Applies a lasting fault to the live events of an engine from the beginning: amount and seed."""
@@ -82,28 +82,28 @@ def _fault(text: str) -> Fault:
     name, _, amount = text.partition(":")
     kind = KINDS.get(name)
     if kind is None:
-        known = "; ".join(f"{known}:{kind.example} ({kind.does})" for known, kind in KINDS.items())
-        raise ConfigError(f"there is no fault {name!r}; there are {known}")
+        known = "; ".join(f"{known}:{kind.example} ({kind.effect})" for known, kind in KINDS.items())
+        raise ConfigError(f"unknown fault {name!r}: expected {known}")
     return Fault(name, _share(name, amount) if kind.share else _seconds(name, amount))
 
 
 def _share(name: str, text: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
     if found is None or float(found[1]) > 100:
-        raise ConfigError(f"{name}:{text} is wrong; write a share from 0% to 100%, such as {name}:1%")
+        raise ConfigError(f"invalid fault '{name}:{text}': expected a share from 0% to 100%, for example {name}:1%")
     return float(found[1]) / 100
 
 
 def _seconds(name: str, text: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text)
     if found is None or float(found[1]) <= 0:
-        raise ConfigError(f"{name}:{text} is wrong; write a duration above 0, such as {name}:60s")
+        raise ConfigError(f"invalid fault '{name}:{text}': expected a duration above 0, for example {name}:60s")
     return float(found[1]) * _UNITS[found[2]]
 
 
 def begin(fleet: Target) -> None:
     """Inject the fleet's faults from now on, into engines that its seed selects."""
-    for number, fault in enumerate(fleet.wishes):
+    for number, fault in enumerate(fleet.requested):
         kind = KINDS[fault.kind]
         if kind.lasting is not None:
             for place, (live, _) in enumerate(fleet.sockets.proxies.values()):
@@ -127,9 +127,9 @@ class _Recurring:
     def _strike(self) -> None:
         if self._fleet.fleet.done:
             return
-        strike = KINDS[self._fault.kind].strike
-        assert strike is not None  # noqa: S101 - faults that recur have one
-        self._fleet.struck[self._fault.kind] += strike(self._fleet, next(self._workers))
+        inject = KINDS[self._fault.kind].inject
+        assert inject is not None  # noqa: S101 - faults that recur have one
+        self._fleet.injected[self._fault.kind] += inject(self._fleet, next(self._workers))
         self.plan()
 
 
@@ -186,13 +186,13 @@ def _delay(live: FaultProxy, seconds: float, _seed: int) -> None:
 
 
 KINDS: Final = {
-    "restart": Kind("60s", "every 60 s an engine is killed and comes back empty", False, strike=_restart, network=False),
-    "reset": Kind("60s", "every 60 s an engine forgets its prefix cache", False, strike=_reset, network=False),
+    "restart": Kind("60s", "every 60 s an engine is killed and comes back empty", False, inject=_restart, network=False),
+    "reset": Kind("60s", "every 60 s an engine forgets its prefix cache", False, inject=_reset, network=False),
     "drop": Kind("1%", "1% of the live batches are lost on the way", True, lasting=_drop),
     "delay": Kind("20ms", "live batches arrive 20 ms later", False, lasting=_delay),
-    "cut": Kind("60s", "every 60 s the connections of an engine are cut", False, strike=_cut),
+    "cut": Kind("60s", "every 60 s the connections of an engine are cut", False, inject=_cut),
     "stall": Kind(
-        "60s", f"every 60 s the network to an engine swallows everything for {STALL_SECONDS:g} s", False, strike=_stall
+        "60s", f"every 60 s the network to an engine swallows everything for {STALL_SECONDS:g} s", False, inject=_stall
     ),
 }
 """Kinds of faults by name."""

@@ -24,15 +24,15 @@ STOP_SECONDS: Final = 10.0
 class Follower:
     """Applies deliveries to an index and audits them.
 
-    `life` returns the incarnation of a worker in which a batch with some timestamp was published.
+    `incarnation` returns the incarnation of a worker in which a batch with some timestamp was published.
     """
 
-    def __init__(self, index: PrefixIndex, life: Callable[[Worker, float], int]) -> None:
+    def __init__(self, index: PrefixIndex, incarnation: Callable[[Worker, float], int]) -> None:
         self.audit: Final = Audit(index, self.exact)
         self.trust: dict[Worker, str] = {}
         """Trust state of each stream at the last check. The dict is replaced, never changed."""
-        self._life_of: Final = life
-        self._lives: Final[dict[tuple[Worker, int], int]] = {}
+        self._incarnation_of: Final = incarnation
+        self._incarnations: Final[dict[tuple[Worker, int], int]] = {}
         self._subscriber: Subscriber[RawBatch] | None = None
         self._statuses: list[StreamStatus] = []
         self._failure: BaseException | None = None
@@ -91,14 +91,14 @@ class Follower:
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
         """Audit deliveries and apply them to the index. The subscriber calls this sink."""
-        return [self.audit.apply(each, self._life(each) if isinstance(each, RawBatch) else None) for each in deliveries]
+        return [self.audit.apply(each, self._incarnation(each) if isinstance(each, RawBatch) else None) for each in deliveries]
 
-    def _life(self, batch: RawBatch) -> int:
+    def _incarnation(self, batch: RawBatch) -> int:
         worker = (batch.source, batch.rank)
-        life = self._lives.get((worker, batch.incarnation))
-        if life is None:
-            life = self._lives[worker, batch.incarnation] = self._life_of(worker, batch.decode().ts)
-        return life
+        incarnation = self._incarnations.get((worker, batch.incarnation))
+        if incarnation is None:
+            incarnation = self._incarnations[worker, batch.incarnation] = self._incarnation_of(worker, batch.decode().ts)
+        return incarnation
 
     def _look(self, subscriber: Subscriber[RawBatch]) -> None:
         self._statuses = subscriber.statuses()

@@ -66,30 +66,30 @@ class LiveFleet:
         pace: float = 1.0,
         host: str = "127.0.0.1",
         base_port: int | None = None,
-        wishes: Sequence[Fault] = (),
+        requested: Sequence[Fault] = (),
     ) -> None:
         if not 0 < pace < float("inf"):
-            raise ConfigError(f"pace is {pace}; it is a number above 0, and 1 is the clock's own")
+            raise ConfigError(f"invalid pace {pace}: expected a number above 0; 1 is real time")
         self.settings = settings
         self.pace = pace
         self.behind = 0.0
         """Largest delay of the fleet behind real time, in seconds. A large value means that this machine is too slow."""
-        self.struck: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
         """Number of recurring faults that were injected, by kind."""
         self.stalled: set[Worker] = set()
         """Workers whose network is stalled."""
         self.name: Final = name
         """Name of the policy."""
-        self.wishes = list(wishes)
+        self.requested = list(requested)
         """Requested faults."""
         self._timeline: Final = Timeline()
         self._stop: Final = threading.Event()
         with ExitStack() as closing:
             self.sockets = closing.enter_context(
-                Sockets(settings, host=host, base_port=base_port, proxied=any(wish.network for wish in wishes))
+                Sockets(settings, host=host, base_port=base_port, proxied=any(wish.network for wish in requested))
             )
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
-            self.follower: Final = Follower(self.index, self.sockets.life)
+            self.follower: Final = Follower(self.index, self.sockets.incarnation)
             closing.callback(self.follower.close)
             router = Router(
                 policy(name, settings.seed),

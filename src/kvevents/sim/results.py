@@ -64,7 +64,7 @@ class Difference(Struct, frozen=True):
 
     source: str
     rank: int
-    life: int
+    incarnation: int
     """Of the engine, from 0."""
     seq: int
     """Sequence number of the batch of the step with the lookup."""

@@ -8,7 +8,7 @@ from kvevents.config import resolve_dialect
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
 from kvevents.settings import Name, Positive, Range, Settings, Unit
-from kvevents.sim.cache import SPELLINGS, CacheSize, Spelling, check_size
+from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, check_size
 from kvevents.sim.costs import CostModel, cost_model
 from kvevents.sim.engine import Batching
 from kvevents.sim.requests import Request
@@ -27,7 +27,7 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     ranks: Positive = 1
     """Data-parallel ranks of each engine, each with a cache, a scheduler and a stream of its own."""
     preset: Name = DEFAULT_PRESET
-    """How fast engines are and what they have room for: qwen3-32b-2xh100, llama-3.1-8b-h100, llama-3.1-8b-a100,
+    """Speed and cache size of the engines: qwen3-32b-2xh100, llama-3.1-8b-h100, llama-3.1-8b-a100,
     llama-3.1-70b-4xh100, or a JSON file of your own."""
     block_size: Positive = 16
     """Tokens of a block."""
@@ -87,24 +87,24 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def size(self) -> CacheSize:
-        """Of each rank's cache."""
+        """Size of each rank's cache."""
         blocks = self.costs.cache_tokens // self.block_size if self.blocks is None else self.blocks
         return CacheSize(blocks, self.block_size, self.host_blocks, self.window)
 
     @property
-    def spelling(self) -> Spelling:
-        """How the engines word what they announce."""
-        return SPELLINGS[self.wire.engine]
+    def event_style(self) -> EventStyle:
+        """The style of the engines' events."""
+        return EVENT_STYLES[self.wire.engine]
 
     @property
     def workers(self) -> list[Worker]:
-        """Source and rank of each."""
+        """Source and rank of each worker."""
         return [(f"engine-{number}", rank) for number in range(self.engines) for rank in range(self.ranks)]
 
     def check(self, request: Request) -> None:
-        """Raises `ConfigError` for a request whose blocks the dialect would announce as if they were anybody's."""
+        """Raise `ConfigError` for a request with a salt or LoRA that the dialect cannot announce."""
         wire = self.wire
         if request.salt is not None and not {"extra_keys", "cache_salt"} & set(wire.stored_fields):
-            raise ConfigError(f"{wire} does not tell salts; leave them out, or use vllm-0.17 or sglang-0.5.20 or later")
+            raise ConfigError(f"{wire} has no field for salts: leave them out, or use vllm-0.17 or sglang-0.5.20 or later")
         if request.lora is not None and "lora_name" not in wire.stored_fields:
-            raise ConfigError(f"{wire} does not tell LoRAs by name; leave them out, or use vllm-0.14 or sglang-0.5.22 or later")
+            raise ConfigError(f"{wire} has no field for LoRA names: leave them out, or use vllm-0.14 or sglang-0.5.22 or later")

@@ -102,7 +102,7 @@ class Sockets:
 
     # --- information for the consumer
 
-    def life(self, worker: Worker, ts: float) -> int:
+    def incarnation(self, worker: Worker, ts: float) -> int:
         """Return the incarnation of a worker in which a batch with this timestamp was published."""
         return bisect_right(self._born[worker], ts) - 1
 

@@ -56,7 +56,7 @@ class SimulatedWorker:
             settings.costs,
             settings.batching,
             seed=f"{settings.seed}/{source}/{rank}/{self.incarnation}",
-            spelling=settings.spelling,
+            event_style=settings.event_style,
         )
 
     def stop(self) -> None:

@@ -21,7 +21,7 @@ from kvevents.cli.sim.workload_options import add_fleet, add_workload, read_flee
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.fleet import Progress
-from kvevents.sim.report import Cell, asked, check_drawing, described, page, rows, seen
+from kvevents.sim.report import Cell, check_matplotlib, page, report_settings, rows, summary, traffic_text
 from kvevents.sim.results import Comparison, PolicyResult
 
 DESCRIPTION: Final = (
@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
     settings, workload = read_fleet(args), read_workload(args)
     policies = list(dict.fromkeys(args.policy or POLICIES))
     if args.html is not None:
-        check_drawing()
+        check_matplotlib()
         _check_writable(args.html)
     total, done = workload.count(), set[str]()
     try:
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
         console.note(f"interrupted after {len(done)} of {plural(len(policies), 'simulation')}; their results are discarded")
         return INTERRUPTED
     comparison = Comparison(
-        settings=described(settings, msgspec.structs.asdict(workload) | {"requests": total}), policies=results
+        settings=report_settings(settings, msgspec.structs.asdict(workload) | {"requests": total}), policies=results
     )
     print_comparison(comparison, console, json=args.output == "json")
     if args.html is not None:
@@ -88,12 +88,12 @@ def print_comparison(comparison: Comparison, console: Console, *, json: bool) ->
     if json:
         console.data(msgspec.json.encode(comparison))
         return
-    console.note(Span(f"{asked(comparison.settings)}; times in seconds, * is the best", "dim"))
+    console.note(Span(f"{traffic_text(comparison.settings)}; times in seconds, * is the best", "dim"))
     head, *lines = rows(comparison)
     console.line(Span("  ".join(cell.text for cell in head).rstrip(), "dim"))
     for line in lines:
         console.line(*_styled(line))
-    console.line(seen(comparison))
+    console.line(summary(comparison))
 
 
 def _styled(line: list[Cell]) -> list[Part]:
@@ -111,7 +111,7 @@ def report_disagreements(results: list[PolicyResult], console: Console) -> int:
             console.note(
                 Span(f"{result.policy}: {one.source}/{one.rank} ", "bad"),
                 f"found {one.cached:,} of {one.prompt:,} tokens where the index says {one.indexed:,}"
-                f" (incarnation {one.life}, batch {one.seq}, after {plural(one.position, 'event')} of it)",
+                f" (incarnation {one.incarnation}, batch {one.seq}, after {plural(one.position, 'event')} of it)",
             )
     wrong = sum(result.disagreements for result in results)
     if wrong:

@@ -25,7 +25,7 @@ from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.faults import KINDS, parse_faults
 from kvevents.sim.live import LiveFleet, WorkerView
-from kvevents.sim.report import described
+from kvevents.sim.report import report_settings
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult
 from kvevents.sim.sockets import Address
@@ -68,7 +68,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--policy", choices=list(POLICIES), default=DEFAULT_POLICY, help="policy of the router (default: %(default)s)"
     )
-    faults = "; ".join(f"{name}: {kind.does}" for name, kind in KINDS.items()).replace("%", "%%")
+    faults = "; ".join(f"{name}: {kind.effect}" for name, kind in KINDS.items()).replace("%", "%%")
     parser.add_argument(
         "--faults",
         default="",
@@ -116,7 +116,7 @@ def run(args: Namespace) -> int:
     with (
         Stop() as stop,
         LiveFleet(
-            settings, args.policy, pace=args.time_scale, host=args.host, base_port=args.base_port, wishes=faults
+            settings, args.policy, pace=args.time_scale, host=args.host, base_port=args.base_port, requested=faults
         ) as fleet,
     ):
         _print_endpoints(fleet, args, console)
@@ -132,11 +132,11 @@ def run(args: Namespace) -> int:
 
             result = fleet.run(workload.generate() if is_finite else _repeat(workload), look=poll)
         live = LiveResult(
-            settings=described(settings, msgspec.structs.asdict(workload))
+            settings=report_settings(settings, msgspec.structs.asdict(workload))
             | {"time_scale": args.time_scale, "faults": args.faults},
             policies=[result],
             streams=fleet.streams(),
-            faults=dict(fleet.struck),
+            faults=dict(fleet.injected),
             seconds=time.monotonic() - began,
             behind=fleet.behind,
         )

@@ -1,4 +1,4 @@
-"""The figures of a report: each says in words what it shows, and draws it."""
+"""The figures of a report. Each has a description in text and a function that draws it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvevents.sim.report.rendering import INK, LINE, PANEL, SERIES, SOFT, drawn
-from kvevents.sim.report.settings import room
+from kvevents.sim.report.rendering import INK, LINE, PANEL, SERIES, SOFT, render_svg
+from kvevents.sim.report.settings import capacity_blocks
 from kvevents.sim.report.words import percent, span
 from kvevents.sim.results import Comparison, PolicyResult, Sample, WorkerResult
 
@@ -16,43 +16,44 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH: Final = 4.9
-"""Inches of 72 points; a phone shows a point as about one pixel."""
+"""Width of a figure in inches of 72 points; a phone shows a point as about one pixel."""
 ROW: Final = 0.34
-"""Inches that a policy takes in a figure with a line for each."""
+"""Height in inches of one policy in a figure with a line for each policy."""
 PANE: Final = 0.95
-"""Inches that a policy takes in a figure with a pane for each."""
+"""Height in inches of one policy in a figure with a pane for each policy."""
 MAX_DOTS: Final = 200
-"""Workers of a policy that are drawn one by one; of more, so many from the least to the most."""
+"""Largest number of dots of a policy, one for each worker. Of more workers, this many are drawn, evenly chosen in the order of
+their values."""
 MAX_POINTS: Final = 40
-"""Of a line of hit rates; what comes in between is taken together."""
+"""Largest number of points of a line of hit rates; samples between two points are summed."""
 MANY_DECADES: Final = 3_000.0
-"""A logarithmic scale from 1 to this has names at powers of ten only, for want of room."""
+"""Ratio of the ends of a logarithmic scale from which on only powers of ten have labels, because more do not fit."""
 _MARKS: Final = (("p50", "o"), ("p90", "s"), ("p99", "D"))
 _DASHES: Final = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A figure of the report."""
+    """One figure of the report."""
 
     name: str
     title: str
     about: str
-    """What is seen, for all readers."""
+    """Caption: what the figure shows."""
     label: Callable[[Comparison], str]
-    """The figures in words, for those who do not see them."""
+    """Returns the values as text, for screen readers."""
     height: Callable[[int], float]
-    """Inches, of the number of policies."""
+    """Returns the height in inches for a number of policies."""
     draw: Callable[[Figure, Comparison], None]
 
     def svg(self, comparison: Comparison) -> str:
-        """Raises `MissingDependencyError`."""
+        """Return the figure as an `<svg>` element. Raises `MissingDependencyError`."""
         height = self.height(len(comparison.policies))
-        return drawn(self.name, self.label(comparison), WIDTH, height, lambda figure: self.draw(figure, comparison))
+        return render_svg(self.name, self.label(comparison), WIDTH, height, lambda figure: self.draw(figure, comparison))
 
 
-def _by_policy(said: Callable[[PolicyResult], str]) -> Callable[[Comparison], str]:
-    return lambda comparison: "; ".join(f"{result.policy}: {said(result)}" for result in comparison.policies)
+def _by_policy(describe: Callable[[PolicyResult], str]) -> Callable[[Comparison], str]:
+    return lambda comparison: "; ".join(f"{result.policy}: {describe(result)}" for result in comparison.policies)
 
 
 def _lines(policies: int) -> float:
@@ -77,7 +78,7 @@ def _named_rows(axes: Axes, results: Sequence[PolicyResult]) -> None:
 def _ttft(figure: Figure, comparison: Comparison) -> None:
     axes = figure.add_subplot()
     _named_rows(axes, comparison.policies)
-    # Times on a logarithmic scale have no 0 that a bar could begin at, so a policy is a line from p50 to p99.
+    # A logarithmic scale has no 0 at which a bar could begin, so each policy is a line from p50 to p99.
     for row, result in enumerate(comparison.policies):
         if result.ttft is None:
             continue
@@ -102,7 +103,7 @@ def _ttft(figure: Figure, comparison: Comparison) -> None:
 
 
 def _logarithmic(axes: Axes) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415 - late: it is of an extra
+    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415 - imported late, since it belongs to an extra
 
     axes.set_xscale("log")
     low, high = axes.get_xlim()
@@ -156,7 +157,7 @@ def _busy(result: PolicyResult) -> list[float]:
 
 
 def _work(result: PolicyResult) -> list[float]:
-    """Prompt tokens that each worker had to compute, over their mean."""
+    """Return the prompt tokens that each worker computed, divided by their mean."""
     computed = [_computed(worker) for worker in result.workers]
     mean = sum(computed) / len(computed) if computed else 0
     return [tokens / mean for tokens in computed] if mean else []
@@ -166,15 +167,15 @@ def _computed(worker: WorkerResult) -> int:
     return worker.prompt_tokens - worker.cached_tokens
 
 
-def _range(values: list[float], spell: Callable[[float], str]) -> str:
-    return f"{spell(min(values))} to {spell(max(values))}" if values else "nothing"
+def _range(values: list[float], to_text: Callable[[float], str]) -> str:
+    return f"{to_text(min(values))} to {to_text(max(values))}" if values else "nothing"
 
 
 # --- over time
 
 
 def _over_time(draw: Callable[[Axes, list[float], list[Sample], Comparison], None]) -> Callable[[Figure, Comparison], None]:
-    """A pane for each policy, all with the same scales."""
+    """Return a function that draws a pane for each policy, all with the same scales."""
 
     def drawn_panes(figure: Figure, comparison: Comparison) -> None:
         results = comparison.policies
@@ -205,9 +206,9 @@ def _contents(axes: Axes, at: list[float], series: list[Sample], comparison: Com
     blocks = [sample.blocks for sample in series]
     axes.fill_between(at, unique, color=SERIES[0], linewidth=0, label="different blocks")
     axes.fill_between(at, unique, blocks, color=SERIES[0], alpha=0.4, linewidth=0, label="copies of them")
-    capacity = room(comparison.settings)
+    capacity = capacity_blocks(comparison.settings)
     if capacity is not None:
-        axes.axhline(capacity, color=INK, linewidth=1, linestyle="--", label="room")
+        axes.axhline(capacity, color=INK, linewidth=1, linestyle="--", label="capacity")
 
 
 def _queues(axes: Axes, at: list[float], series: list[Sample], _comparison: Comparison) -> None:
@@ -232,7 +233,7 @@ def _hit_rates_over_time(figure: Figure, comparison: Comparison) -> None:
 
 
 def hit_rates(series: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """Times and hit rates, in at most `MAX_POINTS` spans of equally many samples, but those in which nothing was looked up."""
+    """Return times and hit rates for at most `MAX_POINTS` equal intervals; intervals without lookups are left out."""
     step = -(-len(series) // MAX_POINTS)
     times, rates = [], []
     for start in range(0, len(series), max(step, 1)):
@@ -277,7 +278,7 @@ DRAWINGS: Final = (
     Drawing(
         "ttft",
         "Time to the first token",
-        "From the arrival of a request; to the left is better. The scale is logarithmic.",
+        "Measured from the arrival of a request. Shorter is better. The scale is logarithmic.",
         _by_policy(_times),
         _lines,
         _ttft,
@@ -285,7 +286,7 @@ DRAWINGS: Final = (
     Drawing(
         "hits",
         "Hit rate",
-        "Prompt tokens that the engines found in their caches, of all.",
+        "Share of all prompt tokens that the engines found in their caches.",
         _by_policy(lambda result: percent(result.hit_rate)),
         _lines,
         _hit_rates,
@@ -293,7 +294,7 @@ DRAWINGS: Final = (
     Drawing(
         "hits-over-time",
         "Hit rate over time",
-        "Of the requests that were admitted just then.",
+        "Hit rate of the requests that were admitted at that time.",
         _by_policy(lambda result: _range(hit_rates(result.series)[1], percent)),
         lambda _policies: 2.9,
         _hit_rates_over_time,
@@ -301,7 +302,7 @@ DRAWINGS: Final = (
     Drawing(
         "work",
         "Work of each worker",
-        "Prompt tokens that it had to compute, over the mean; the closer to 1, the more even.",
+        "Prompt tokens that the worker computed, divided by the mean of all workers; 1 is even.",
         _by_policy(lambda result: _range(_work(result), lambda value: f"{value:.2f}")),
         _lines,
         _dots(_work, lambda value, _=None: f"{value:g}"),
@@ -309,7 +310,7 @@ DRAWINGS: Final = (
     Drawing(
         "busy",
         "Busy share of each worker",
-        "Of the whole time, in which it computed.",
+        "Share of the run in which the worker computed.",
         _by_policy(lambda result: _range(_busy(result), percent)),
         _lines,
         _dots(_busy, _as_percent),
@@ -317,7 +318,7 @@ DRAWINGS: Final = (
     Drawing(
         "contents",
         "What the caches hold",
-        "Blocks that the index knows of. A block that several workers hold is one and its copies.",
+        "Blocks in the index. A block that several workers hold counts once as different; the rest are copies.",
         _by_policy(_held),
         _panes,
         _over_time(_contents),
@@ -325,10 +326,10 @@ DRAWINGS: Final = (
     Drawing(
         "queues",
         "Requests in the engines",
-        "Those that run, and those that wait for room.",
+        "Requests that run, and requests that wait for free blocks.",
         _by_policy(_longest),
         _panes,
         _over_time(_queues),
     ),
 )
-"""In the order of the report."""
+"""All figures, in the order of the report."""

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs nothing else: no script, no font, no network."""
+"""A comparison as one self-contained HTML file, without scripts, fonts or requests to the network."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import Final
 
 from kvevents.sim.report.figures import DRAWINGS, Drawing
-from kvevents.sim.report.settings import asked
+from kvevents.sim.report.settings import traffic_text
 from kvevents.sim.report.table import COLUMNS, Cell, cells
-from kvevents.sim.report.words import seen, visible
+from kvevents.sim.report.words import summary, visible
 from kvevents.sim.results import Comparison, Difference, PolicyResult
 from kvevents.version import version
 
 _STYLE: Final = Path(__file__).with_name("style.css")
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
-"""What the page may load, as a browser is told: nothing."""
+"""Content security policy: the page loads nothing."""
 _LONG: Final = frozenset({"cost_source", "trace"})
-"""Settings that take a line of their own."""
+"""Settings that the page shows on a line of their own."""
 _ASSUMED: Final = (
     "The fleet is simulated. Its engines cache, schedule and announce by the rules of vLLM, and their events go through the"
-    " wire format of the dialect below. How long a step takes comes from the cost model, not from a GPU."
+    " wire format of the dialect below. The cost model gives the duration of a step; no GPU is used."
 )
 
 
 def page(comparison: Comparison) -> str:
-    """The whole file; the same for the same comparison. Raises `MissingDependencyError` without matplotlib."""
+    """Return the file. Equal comparisons give equal files. Raises `MissingDependencyError` without matplotlib."""
     parts = [
         "<!doctype html>",
         '<html lang="en">',
@@ -56,15 +56,15 @@ def page(comparison: Comparison) -> str:
 
 
 def _text(value: object) -> str:
-    """Text that comes from outside, which is text in the page as well."""
+    """Return `value` as escaped text, with unprintable characters made visible."""
     return escape(visible(str(value)))
 
 
 def _head(comparison: Comparison) -> Iterator[str]:
     yield "<header>"
     yield "<h1>Routing policies compared</h1>"
-    yield f'<p class="seen">{_unbroken(_text(_sentence(seen(comparison))))}</p>'
-    yield f'<p class="soft">{_text(asked(comparison.settings))}</p>'
+    yield f'<p class="summary">{_unbroken(_text(_sentence(summary(comparison))))}</p>'
+    yield f'<p class="soft">{_text(traffic_text(comparison.settings))}</p>'
     yield "</header>"
 
 
@@ -73,7 +73,7 @@ def _sentence(text: str) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """No line ends between a number and its unit."""
+    """Keep a number and its unit on one line."""
     return re.sub(r"(\d) (m?s)\b", r"\1&nbsp;\2", text)
 
 
@@ -110,38 +110,38 @@ def _figure(drawing: Drawing, comparison: Comparison) -> Iterator[str]:
 def _audit(comparison: Comparison) -> Iterator[str]:
     wrong = any(result.disagreements for result in comparison.policies)
     yield f"<section{' class=bad' if wrong else ''}>"
-    yield "<h2>What the index knew</h2>"
-    yield "<p>Whenever an engine looked a prompt up in its cache, an index made of the events was asked about that moment.</p>"
+    yield "<h2>Comparison of index and engines</h2>"
+    yield "<p>Each lookup of a prompt in an engine's cache was compared with an index built from the events up to it.</p>"
     for result in comparison.policies:
-        yield f"<p>{_text(_audited(result))}</p>"
+        yield f"<p>{_text(_audit_text(result))}</p>"
         for one in result.examples:
             yield f"<p>{_text(_example(one))}</p>"
     yield "</section>"
 
 
-def _audited(result: PolicyResult) -> str:
-    said = (
+def _audit_text(result: PolicyResult) -> str:
+    text = (
         f"{result.policy}: {result.checked:,} compared, {result.disagreements:,} differed,"
         f" {result.unproven:,} could not be compared"
     )
     if result.predicted_tokens:
-        said += (
+        text += (
             f"; {result.predicted_tokens:,} cached tokens were predicted when requests were routed,"
             f" and {result.overpredictions:,} requests found fewer than predicted"
         )
-    return f"{said}; {result.batches:,} batches with {result.events:,} events."
+    return f"{text}; {result.batches:,} batches with {result.events:,} events."
 
 
 def _example(one: Difference) -> str:
     return (
-        f"{one.source}/{one.rank}, life {one.life}, batch {one.seq}, event {one.position}: of {one.prompt:,} tokens the engine"
-        f" found {one.cached:,}, the index said {one.indexed:,}."
+        f"{one.source}/{one.rank}, incarnation {one.incarnation}, batch {one.seq}, event {one.position}:"
+        f" of {one.prompt:,} tokens the engine found {one.cached:,}, the index {one.indexed:,}."
     )
 
 
 def _settings(comparison: Comparison) -> Iterator[str]:
     yield "<section>"
-    yield "<h2>How it was made</h2>"
+    yield "<h2>Settings</h2>"
     yield f"<p>{_text(_ASSUMED)}</p>"
     yield "<dl>"
     given = {name: value for name, value in comparison.settings.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Figures of matplotlib as SVG within a page: in its colours and letters, and the same each time."""
+"""Renders matplotlib figures as SVG elements of a page, with its colours and fonts. Equal figures give equal bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOFT: Final = "#020202"
 LINE: Final = "#030303"
 PANEL: Final = "#040404"
 SERIES: Final = ("#0a0001", "#0a0002", "#0a0003", "#0a0004", "#0a0005", "#0a0006")
-"""Colours that stand for those of the page, which has light ones and dark ones."""
+"""Placeholder colours. They are replaced by the page's variables, which differ in light and dark mode."""
 _OF_THE_PAGE: Final = {
     INK: "currentColor",
     SOFT: "var(--soft)",
@@ -68,24 +68,24 @@ _COLOR: Final = re.compile("|".join(_OF_THE_PAGE))
 _HEAD: Final = re.compile(r"<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>")
 
 
-def check_drawing() -> None:
-    """Raises `MissingDependencyError` where figures cannot be drawn."""
+def check_matplotlib() -> None:
+    """Raise `MissingDependencyError` if matplotlib is not installed."""
     try:
-        import matplotlib as _  # noqa: F401, ICN001, PLC0415 - whether it is there; late: it is of an extra
+        import matplotlib as _  # noqa: F401, ICN001, PLC0415 - only checked; it belongs to an extra
     except ImportError as error:
         raise MissingDependencyError(
             "a report with figures needs the package matplotlib: pip install 'kvevents[sim]'"
         ) from error
 
 
-def drawn(name: str, label: str, width: float, height: float, draw: Callable[[Figure], None]) -> str:
-    """An `<svg>` of what `draw` puts on a figure of so many inches.
+def render_svg(name: str, label: str, width: float, height: float, draw: Callable[[Figure], None]) -> str:
+    """Return an `<svg>` element of what `draw` draws on a figure of `width` times `height` inches.
 
-    `name` keeps its ids apart from those of other figures; `label` says what it shows to whom it is read aloud. Raises
+    `name` makes its ids unique in the page; `label` is the description for screen readers. Raises
     `MissingDependencyError`.
     """
-    check_drawing()
-    from matplotlib.figure import Figure  # noqa: PLC0415 - late: it is of an extra
+    check_matplotlib()
+    from matplotlib.figure import Figure  # noqa: PLC0415 - imported late, since it belongs to an extra
 
     with _styled():
         figure = Figure((width, height), layout="constrained")
@@ -97,11 +97,11 @@ def drawn(name: str, label: str, width: float, height: float, draw: Callable[[Fi
 
 @contextmanager
 def _styled() -> Iterator[None]:
-    from matplotlib import rc_context, rcdefaults  # noqa: PLC0415 - late: it is of an extra
+    from matplotlib import rc_context, rcdefaults  # noqa: PLC0415 - imported late, since it belongs to an extra
 
     with rc_context(), warnings.catch_warnings():
-        rcdefaults()  # whatever somebody's matplotlibrc says
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # the letters are the browser's
+        rcdefaults()  # the user's matplotlibrc must not change the report
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser draws the glyphs
         with rc_context(_STYLE):
             yield
 

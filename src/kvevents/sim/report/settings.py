@@ -1,4 +1,4 @@
-"""What a comparison was made with, as its settings tell it."""
+"""The settings of a comparison: which are reported, and how a report shows them in one line."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvevents.sim.settings import FleetSettings
 Settings: TypeAlias = Mapping[str, str | int | float | bool | None]
 
 
-def described(fleet: FleetSettings, traffic: Settings) -> dict[str, str | int | float | bool | None]:
-    """The settings of a fleet and its requests, with the blocks that there really are and where the costs come from."""
+def report_settings(fleet: FleetSettings, traffic: Settings) -> dict[str, str | int | float | bool | None]:
+    """Return the settings of a fleet and its requests, with the real number of blocks and the source of the costs."""
     found = msgspec.structs.asdict(fleet) | {"blocks": fleet.size.blocks, "cost_source": fleet.costs.source}
     return found | dict(traffic)
 
 
-def asked(settings: Settings) -> str:
-    """A fleet and its requests in a line: `8 engines, llama-3.1-8b-h100, 200 requests of chat, seed 0`."""
+def traffic_text(settings: Settings) -> str:
+    """Return a fleet and its requests as one line: `8 engines, llama-3.1-8b-h100, 200 requests of chat, seed 0`."""
     engines, ranks = settings.get("engines"), settings.get("ranks")
     parts = [
         f"{engines} engine{'' if engines == 1 else 's'}" + ("" if ranks in {None, 1} else f" of {ranks} ranks"),
@@ -31,8 +31,8 @@ def asked(settings: Settings) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def room(settings: Settings) -> int | None:
-    """Blocks that all caches of the fleet have room for; None where the settings do not tell."""
+def capacity_blocks(settings: Settings) -> int | None:
+    """Return the capacity of all caches of the fleet in blocks; None if the settings do not give it."""
     known = [value for name in ("engines", "ranks", "blocks", "host_blocks") if isinstance(value := settings.get(name), int)]
     if len(known) < 4:
         return None

@@ -1,4 +1,4 @@
-"""The table of a comparison, a line for each policy."""
+"""The table of a comparison, with a line for each policy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvevents.sim.results import Comparison, Distribution, PolicyResult
 Value: TypeAlias = float | None
 
 BEST: Final = "*"
-"""Follows the best value of a column."""
+"""Mark after the best value of a column."""
 NONE: Final = "-"
 
 
 class Cell(NamedTuple):
-    """One value as it is shown."""
+    """One value of the table as text."""
 
     text: str
     best: bool = False
@@ -29,7 +29,7 @@ class Column:
 
     title: str
     value: Callable[[PolicyResult], Value]
-    spell: Callable[[float], str]
+    to_text: Callable[[float], str]
     best: Literal["least", "most"] | None = None
 
 
@@ -37,8 +37,8 @@ def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], Va
     return lambda result: None if result.ttft is None else value(result.ttft)
 
 
-def _if_asked(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], Value]:
-    """Where nothing was looked up, there is no rate of anything."""
+def _if_looked_up(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], Value]:
+    """Return the value; None if no prompt was looked up, since rates are undefined then."""
     return lambda result: value(result) if result.prompt_tokens else None
 
 
@@ -54,9 +54,9 @@ COLUMNS: Final = (
     Column("TTFT p50", _ttft(lambda ttft: ttft.p50), _seconds, "least"),
     Column("p90", _ttft(lambda ttft: ttft.p90), _seconds, "least"),
     Column("p99", _ttft(lambda ttft: ttft.p99), _seconds, "least"),
-    Column("hit rate", _if_asked(lambda result: result.hit_rate), percent, "most"),
-    Column("tokens/s", _if_asked(lambda result: result.output_tokens_per_second), lambda value: f"{value:,.1f}", "most"),
-    Column("imbalance", _if_asked(lambda result: result.imbalance), lambda value: f"{value:.2f}", "least"),
+    Column("hit rate", _if_looked_up(lambda result: result.hit_rate), percent, "most"),
+    Column("tokens/s", _if_looked_up(lambda result: result.output_tokens_per_second), lambda value: f"{value:,.1f}", "most"),
+    Column("imbalance", _if_looked_up(lambda result: result.imbalance), lambda value: f"{value:.2f}", "least"),
     Column("preemptions", lambda result: result.preemptions, _whole, "least"),
     Column("checked", lambda result: result.checked, _whole),
     Column("disagreements", lambda result: result.disagreements, _whole),
@@ -64,28 +64,28 @@ COLUMNS: Final = (
 
 
 def cells(comparison: Comparison) -> list[list[Cell]]:
-    """A list for each policy, with a cell for each of `COLUMNS`. Values that look alike are equally good."""
+    """Return a list for each policy, with a cell for each of `COLUMNS`. Values with equal text are equally good."""
     columns = [_column(column, comparison.policies) for column in COLUMNS]
     return [list(line) for line in zip(*columns, strict=True)] if comparison.policies else []
 
 
 def rows(comparison: Comparison) -> list[list[Cell]]:
-    """The table as text: a line of titles and one for each policy, its name first, padded so that they stand in columns."""
+    """Return the table as text: a line of titles and one for each policy, with its name first, padded to columns."""
     titles = [Cell("policy"), *(Cell(column.title) for column in COLUMNS)]
     lines = [[Cell(result.policy), *line] for result, line in zip(comparison.policies, cells(comparison), strict=True)]
     table = [titles, *lines]
     widths = [max(len(cell.text) for cell in column) for column in zip(*table, strict=True)]
-    # Names to the left, figures to the right, with room for a mark behind them.
+    # Names are left-aligned, figures right-aligned, with a place for the mark after them.
     return [[Cell(f"{line[0].text:<{widths[0]}}"), *map(_padded, line[1:], widths[1:], COLUMNS)] for line in table]
 
 
 def _column(column: Column, results: Sequence[PolicyResult]) -> list[Cell]:
     values = [column.value(result) for result in results]
-    texts = [NONE if value is None else column.spell(value) for value in values]
+    texts = [NONE if value is None else column.to_text(value) for value in values]
     known = [value for value in values if value is not None]
     if column.best is None or len(set(texts)) < 2 or not known:
         return [Cell(text) for text in texts]
-    best = column.spell(min(known) if column.best == "least" else max(known))
+    best = column.to_text(min(known) if column.best == "least" else max(known))
     return [Cell(text, text == best) for text in texts]
 
 

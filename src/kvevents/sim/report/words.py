@@ -1,4 +1,4 @@
-"""One sentence that says what was seen, and how figures are written."""
+"""The summary of a comparison in one sentence, and the formats of its figures."""
 
 from __future__ import annotations
 
@@ -9,48 +9,53 @@ from kvevents.routing import POLICIES
 from kvevents.sim.results import Comparison, Distribution, PolicyResult
 
 _SUBJECT = "prefix-aware"
-"""What the sentence is about, if it ran."""
+"""Policy that the summary describes, if it ran."""
 _OTHER = "round-robin"
-"""What it is compared with, if it ran."""
+"""Policy with which it is compared, if it ran."""
 NOISE: Final = 0.05
-"""Shares by which times differ without a meaning: played one or two per cent faster or slower, the packaged sample has a TTFT
-p90 that differs by 3.5 %."""
+"""Relative difference of times that is noise: if the packaged sample runs one or two per cent faster or slower, the TTFT p90
+changes by 3.5 %."""
 _TIMES: Final[tuple[tuple[str, Callable[[Distribution], float]], ...]] = (
     ("p90", lambda ttft: ttft.p90),
     ("mean", lambda ttft: ttft.mean),
 )
-"""What a policy that asks the index must make shorter to be worth its events: TTFT of most requests, or on average."""
+"""Figures of the TTFT by which a policy that uses the index is compared with those that do not: it must improve one of them."""
 
 
 def visible(text: str) -> str:
-    """The text, with what would not be seen spelled out."""
+    """Return the text with unprintable characters as escape sequences."""
     return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def percent(share: float) -> str:
-    """`41.0%`, of a share from 0 to 1."""
+    """Return a share from 0 to 1 as text such as `41.0%`."""
     return f"{100 * share:.1f}%"
 
 
 def span(seconds: float) -> str:
-    """`4 ms`, `0.80 s`, `12.3 s`."""
+    """Return a duration as text such as `4 ms`, `0.80 s` or `12.3 s`."""
     if seconds < 0.1:
         return f"{1000 * seconds:.3g} ms"
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:,.1f} s"
 
 
-def seen(comparison: Comparison) -> str:
-    """What was seen, in one sentence without a full stop; right for one policy, for no answers and for disagreements."""
+def summary(comparison: Comparison) -> str:
+    """Return the results in one sentence without a full stop. It also covers one policy, no answers and disagreements."""
     results = comparison.policies
     answered = [result for result in results if result.ttft is not None and result.finished]
     if not answered:
-        said = [_unanswered(results)]
+        text = [_without_answers_text(results)]
     else:
-        subject = _named(_SUBJECT, answered) or max(answered, key=_hits)
+        subject = _policy_named(_SUBJECT, answered) or max(answered, key=_hits)
         rest = [result for result in answered if result is not subject]
-        other = _named(_OTHER, rest) or min(rest, key=_hits, default=None)
-        said = [_found(subject, other, rest), _waited(subject, other, rest), _worth(subject, rest), _refused(results)]
-    return "; ".join(part for part in (*said, _audited(results)) if part)
+        other = _policy_named(_OTHER, rest) or min(rest, key=_hits, default=None)
+        text = [
+            _hit_rate_text(subject, other, rest),
+            _ttft_text(subject, other, rest),
+            _benefit(subject, rest),
+            _refused_text(results),
+        ]
+    return "; ".join(part for part in (*text, _audit_text(results)) if part)
 
 
 def _hits(result: PolicyResult) -> float:
@@ -61,39 +66,39 @@ def _p90(result: PolicyResult) -> float:
     return _ttft(result, lambda ttft: ttft.p90)
 
 
-def _named(name: str, results: Sequence[PolicyResult]) -> PolicyResult | None:
+def _policy_named(name: str, results: Sequence[PolicyResult]) -> PolicyResult | None:
     return next((result for result in results if result.policy == name), None)
 
 
-def _unanswered(results: Sequence[PolicyResult]) -> str:
+def _without_answers_text(results: Sequence[PolicyResult]) -> str:
     if not any(result.requests for result in results):
-        return "nothing was asked"
-    return "; ".join(part for part in ("no request was answered", _refused(results)) if part)
+        return "no request was sent"
+    return "; ".join(part for part in ("no request was answered", _refused_text(results)) if part)
 
 
-def _found(subject: PolicyResult, other: PolicyResult | None, rest: Sequence[PolicyResult]) -> str:
-    said = f"{subject.policy} found {percent(subject.hit_rate)} of prompt tokens in caches"
+def _hit_rate_text(subject: PolicyResult, other: PolicyResult | None, rest: Sequence[PolicyResult]) -> str:
+    text = f"{subject.policy} found {percent(subject.hit_rate)} of prompt tokens in caches"
     if other is not None:
-        said += f", {other.policy} {percent(other.hit_rate)}"
+        text += f", {other.policy} {percent(other.hit_rate)}"
     best = max(rest, key=_hits, default=subject)
     if best is not other and percent(best.hit_rate) != percent(subject.hit_rate) and best.hit_rate > subject.hit_rate:
-        said += f" ({best.policy} the most, {percent(best.hit_rate)})"
-    return said
+        text += f" ({best.policy} the most, {percent(best.hit_rate)})"
+    return text
 
 
-def _waited(subject: PolicyResult, other: PolicyResult | None, rest: Sequence[PolicyResult]) -> str:
+def _ttft_text(subject: PolicyResult, other: PolicyResult | None, rest: Sequence[PolicyResult]) -> str:
     mine = span(_p90(subject))
-    said = f"its TTFT p90 was {mine}"
+    text = f"its TTFT p90 was {mine}"
     if other is not None:
-        said += f" against {span(_p90(other))}"
+        text += f" against {span(_p90(other))}"
     best = min(rest, key=_p90, default=subject)
     if best is not other and span(_p90(best)) != mine and _p90(best) < _p90(subject):
-        said += f" ({best.policy} the least, {span(_p90(best))})"
-    return said
+        text += f" ({best.policy} the least, {span(_p90(best))})"
+    return text
 
 
-def _worth(subject: PolicyResult, rest: Sequence[PolicyResult]) -> str:
-    """What the index is worth: the TTFT of a policy that asks it beside the shortest of those that need no events."""
+def _benefit(subject: PolicyResult, rest: Sequence[PolicyResult]) -> str:
+    """Compare the TTFT of a policy that uses the index with the shortest TTFT of those that need no events."""
     rivals = [result for result in rest if not _uses_index(result)]
     if not rivals or not _uses_index(subject):
         return ""
@@ -122,19 +127,19 @@ def _ttft(result: PolicyResult, figure: Callable[[Distribution], float]) -> floa
     return figure(result.ttft)
 
 
-def _refused(results: Sequence[PolicyResult]) -> str:
+def _refused_text(results: Sequence[PolicyResult]) -> str:
     most = max((result.refused for result in results), default=0)
     return f"{most:,} request{' was' if most == 1 else 's were'} refused, longer than a whole cache" if most else ""
 
 
-def _audited(results: Sequence[PolicyResult]) -> str:
+def _audit_text(results: Sequence[PolicyResult]) -> str:
     checked, wrong, unproven = (
         sum(getattr(result, name) for result in results) for name in ("checked", "disagreements", "unproven")
     )
     lookups = "lookup" if checked == 1 else "lookups"
     rest = f", {unproven:,} could not be compared" if unproven else ""
     if wrong:
-        return f"index and engines DISAGREED on {wrong:,} of {checked:,} {lookups}, which is a fault of the chain{rest}"
+        return f"index and engines DISAGREED on {wrong:,} of {checked:,} {lookups}, which is a defect{rest}"
     if checked:
         return f"index and engines agreed on {'its only' if checked == 1 else f'all {checked:,}'} {lookups}{rest}"
     return "no lookup was compared with the index" if any(result.requests for result in results) else ""

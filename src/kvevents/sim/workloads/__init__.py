@@ -1,4 +1,4 @@
-"""Traffic for a simulated fleet: traces, generators and recordings, all as `Request`."""
+"""Workloads of a simulated fleet: `Request` objects from traces, generators and recordings."""
 
 from kvevents.sim.workloads.agents import Agents
 from kvevents.sim.workloads.arrivals import ARRIVALS, arrivals, rescaled

@@ -1,4 +1,4 @@
-"""Agents that use tools."""
+"""The workload of agents that call tools."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from kvevents.sim.workloads.traffic import (
 
 @dataclass(frozen=True, kw_only=True)
 class Agents(Traffic):
-    """Agents of a few kinds, each with a long schema of tools; every turn appends a call and its result to the context.
+    """Agents of several kinds, each with a long prompt of tool schemas. Each turn appends a call and its result.
 
     Prompts are about a hundred times as long as answers, as Manus reports of its agents ("Context Engineering for AI Agents",
-    manus.im/blog). A turn may hand work to sub-agents that branch from the whole context of their parent; it goes on when they
-    are assumed to be done, with their reports appended. The other numbers are guesses; set your own.
+    manus.im/blog). A turn can start sub-agents that branch from the whole context of their parent. The parent continues when
+    they are assumed to be done, with their reports appended. The other defaults are guesses.
     """
 
     kinds: int = 4
     popularity: float = 1.0
-    """Zipf exponent of the kinds."""
+    """Zipf exponent of the kinds: 0 makes all equally popular."""
     schema: Lengths = field(default=Lengths(8_000, 0.5, 1_000, 30_000))
-    """Instructions and tools of a kind."""
+    """Tokens of the instructions and tool schemas of a kind."""
     task: Lengths = field(default=Lengths(400, 1.0, 20, 10_000))
     call: Lengths = field(default=Lengths(160, 0.8, 10, 4_000))
-    """An answer: thought and tool call."""
+    """Tokens of an answer: reasoning and tool call."""
     result: Lengths = field(default=Lengths(500, 1.2, 20, 12_000))
-    """What a tool returns; of a sub-agent, its report."""
+    """Tokens of a tool's result or a sub-agent's report."""
     turns: float = 20.0
     """Mean number of turns."""
     tool: Lengths = field(default=Lengths(2, 1.0, 1, 120))
     """Seconds that a tool takes."""
     delegating: float = 0.05
-    """Share of turns that begin sub-agents, 0 to 1."""
+    """Share of turns that start sub-agents, 0 to 1."""
     helpers: int = 3
-    """Sub-agents of such a turn, at most; at least one."""
+    """Largest number of sub-agents of one turn; the smallest is 1."""
     helper_turns: float = 6.0
-    """Mean number of turns of a sub-agent; sub-agents have none of their own."""
+    """Mean number of turns of a sub-agent. Sub-agents start no sub-agents."""
     context: int = 128_000
-    """An agent ends before a prompt would be longer than this."""
+    """Largest prompt in tokens; an agent ends before a longer one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._from_one("kinds", "turns", "helpers", "helper_turns", "context")
         self._need(("delegating",), lambda value: 0 <= value <= 1, "a share from 0 to 1")
-        self._need(("popularity",), lambda value: value >= 0, "0 or more")
+        self._need(("popularity",), lambda value: value >= 0, "at least 0")
 
     def sessions(self, random: Random) -> Iterator[Session]:
         """See `Traffic`."""
@@ -74,7 +74,7 @@ class Agents(Traffic):
 
 @dataclass(frozen=True, slots=True)
 class _Agent:
-    """One agent at work; its session is a template for those of its helpers."""
+    """One agent. Its session is the template of its sub-agents' sessions."""
 
     settings: Agents
     session: Session
@@ -110,7 +110,7 @@ class _Agent:
         return _Agent(self.settings, session, self.writer, self.random)
 
     def _away(self, helpers: int) -> float:
-        """Seconds until the next turn: that of a tool, or the mean time of the helpers, who work side by side."""
+        """Return the seconds until the next turn: the duration of a tool, or the mean duration of concurrent sub-agents."""
         tool, call = self.settings.tool, self.settings.call
         if not helpers:
             return tool.draw(self.random)

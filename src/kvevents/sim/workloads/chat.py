@@ -1,4 +1,4 @@
-"""Conversations of people with assistants."""
+"""The workload of conversations between users and assistants."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from kvevents.sim.workloads.traffic import Lengths, Session, Traffic, Turn, Writ
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(Traffic):
-    """Several apps, each with its system prompt; conversations of which each prompt is the one before, its answer and new text.
+    """Conversations with several apps, each with its system prompt. A prompt is the one before, its answer and new text.
 
-    The mean number of turns lies between WildChat's 2.5 (arXiv:2405.01470) and ShareChat's 4.6 (arXiv:2512.17843: 660,000 in
+    The mean number of turns is between WildChat's 2.5 (arXiv:2405.01470) and ShareChat's 4.6 (arXiv:2512.17843: 660,000 in
     142,808 conversations); answers are as long as those of Mooncake's conversation trace (median 350, 90 % below 600). Think
-    times, system prompts and what users write are guesses; set your own.
+    times, system prompts and lengths of user messages are guesses.
     """
 
     apps: int = 8
     popularity: float = 1.0
     """Zipf exponent of the apps: 0 makes all equally popular."""
     preamble: int = 0
-    """Tokens that the system prompts of all apps begin with, as an operator's own rules do."""
+    """Tokens of a common beginning of all system prompts, for example an operator's rules."""
     system: Lengths = field(default=Lengths(1_200, 0.7, 100, 8_000))
     user: Lengths = field(default=Lengths(120, 1.2, 4, 8_000))
     answer: Lengths = field(default=Lengths(350, 0.6, 1, 2_000))
     turns: float = 4.0
     """Mean number of turns."""
     think: Lengths = field(default=Lengths(20, 1.0, 1, 600))
-    """Seconds from an answer's end to the next turn."""
+    """Think time: seconds from the end of an answer to the next turn."""
     context: int = 32_768
-    """A conversation ends before a prompt would be longer than this."""
+    """Largest prompt in tokens; a conversation ends before a longer one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._from_one("apps", "turns", "context")
-        self._need(("preamble", "popularity"), lambda value: value >= 0, "0 or more")
+        self._need(("preamble", "popularity"), lambda value: value >= 0, "at least 0")
 
     def sessions(self, random: Random) -> Iterator[Session]:
         """See `Traffic`."""

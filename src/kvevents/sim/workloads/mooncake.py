@@ -1,8 +1,9 @@
-"""Traces in Mooncake's format: how long prompts were and which pieces they shared, without a word of them.
+"""Traces in Mooncake's format: the lengths of prompts and the pieces that they share, without their text.
 
 A line is `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, with one id for every 512
-tokens of the prompt, which stands for that piece and all before it; the last covers the rest (github.com/kvcache-ai/Mooncake,
-FAST'25). An answer is text of its own: which later prompt repeats it, a trace does not tell.
+tokens of the prompt. An id identifies its piece and all pieces before it; the last one covers the rest
+(github.com/kvcache-ai/Mooncake, FAST'25). Answers are always new text, since a trace does not contain which later prompt
+repeats one.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from kvevents.sim.workloads.sessions import Sessions
 
 PIECE_TOKENS: Final = 512
 ANSWERS: Final = 1 << 63
-"""Numbers from here on are answers that a file tells only the length of."""
+"""First number of the pieces that are answers, of which a trace has only the length."""
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
-    """One line. Other fields of it are left alone."""
+    """One line of a trace. Other fields are ignored."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    """Milliseconds from the beginning."""
+    """Milliseconds from the beginning of the trace."""
     input_length: _Positive
     output_length: _Positive
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
@@ -37,20 +38,20 @@ DECODER: Final = msgspec.json.Decoder(MooncakeRow)
 
 
 class MooncakeReader:
-    """Makes requests of rows, in their order; it remembers what tells sessions."""
+    """Converts lines to requests, in their order, and infers their sessions."""
 
     def __init__(self) -> None:
         self._sessions = Sessions()
 
     def request(self, line: bytes, number: int) -> Request:
-        """The request of one line, the `number`-th. Raises `ValueError`."""
+        """Return the request of line `number`. Raises `ValueError`."""
         row = DECODER.decode(line)
         ids, length = row.hash_ids, row.input_length
         pieces, rest = divmod(length, PIECE_TOKENS)
         needed = pieces + (rest > 0)
         if len(ids) != needed:
             raise ValueError(
-                f"input_length {length} needs {needed} hash_ids, one for every {PIECE_TOKENS} tokens; there are {len(ids)}"
+                f"input_length {length} needs {needed} hash_ids, one for every {PIECE_TOKENS} tokens, but has {len(ids)}"
             )
         drawn = [Drawn(one, PIECE_TOKENS) for one in ids[:pieces]]
         if rest:
@@ -60,7 +61,7 @@ class MooncakeReader:
 
 
 def mooncake_rows(requests: Iterable[Request]) -> Iterator[MooncakeRow]:
-    """These requests as Mooncake would have written them: pieces of 512 tokens get numbers, and their text is gone.
+    """Yield these requests in Mooncake's format: pieces of 512 tokens become numbers, without their text.
 
     Sessions, LoRA and salts are not part of the format: prompts of different LoRAs or salts share no ids. Times are rounded
     down to milliseconds. Remembers every piece, about 200 bytes each.

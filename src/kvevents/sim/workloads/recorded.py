@@ -1,14 +1,14 @@
-"""Requests out of recordings of KV events: what a fleet was asked, as far as its caches tell.
+"""Requests reconstructed from recordings of KV events, as far as the events show them.
 
-Theory of operation. An engine announces the blocks that it had to compute. A chain of new blocks hangs below a known block, or
-begins at the root, so ancestors and chain together are the beginning of a prompt. Then the same sequence goes on:
+Theory of operation. An engine announces the blocks that it computed. A chain of new blocks has a known parent or begins at the
+root, so its ancestors and the chain together are the beginning of a prompt. Later chains belong to the same sequence:
 - one block below the end of a prompt, at most `ANSWER_GAP` seconds after the last one, is its answer;
 - several blocks below it, before any answer and within `CHUNK_GAP` seconds, are the next part of the prompt, which engines
   compute in chunks;
 - anything else is a new prompt: another one with the same beginning, or the next turn of a conversation.
-Everything is known by stream and life: `kvevents.recording_streams` says where a life begins, and a clear begins one too.
-Nothing waits
-for what is missing, since requests of all streams come in one order, that of the recording.
+Blocks are identified by stream and cache generation. A generation begins with an incarnation, as `kvevents.recording_streams`
+finds it, and with each clear. A missing batch is not waited for, since requests of all streams are yielded in the order of the
+recording.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ ANSWER_GAP: Final = 30.0
 CHUNK_GAP: Final = 2.0
 """Seconds between two chunks of one prompt, at most: a step of 8,192 tokens takes less than a second."""
 MAX_BLOCKS: Final = 500_000
-"""Blocks whose tokens are remembered, about 500 bytes each; the ones not used for longest are forgotten first."""
+"""Most blocks whose tokens are stored, about 500 bytes each; the least recently used one is evicted first."""
 MAX_OPEN: Final = 10_000
-"""Requests whose answers may still go on; at more of them the oldest is taken as it is."""
+"""Most requests that are open, so that their answers can continue; above that the oldest one is completed."""
 _NOTHING_WAITS: Final = OrderingLimits(held_batches=0)
 _WHOLE: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups that announce every block of a prompt."""
 
 _Key: TypeAlias = tuple[int, int]
-"""Life and hash of a block."""
+"""Cache generation and hash of a block."""
 
 
 class _Block(NamedTuple):
     parent: _Key | None
     depth: int
-    """Blocks before it. A hash can come again elsewhere (SGLang before 0.5.7): a block less deep than it was is another one."""
+    """Number of blocks before it. A hash can recur elsewhere (SGLang before 0.5.7): with another depth it is another block."""
     tokens: array[int]
     lora: str | None
     salt: str | None
 
 
 @dataclass(slots=True)
-class _Life:
-    """Of one rank of a stream."""
+class _CacheGeneration:
+    """The state of one rank's cache between two clears."""
 
     number: int
-    """Another one after each clear."""
+    """Number of the generation; each clear begins a new one."""
     recorded: int
-    """As `OrderedBatch.incarnation` has it."""
+    """Incarnation of the batches, as in `OrderedBatch`."""
     group: int | None = None
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request whose answer may go on."""
+    """A request whose answer can continue."""
 
     at: float
     prompt: list[array[int]]
@@ -78,7 +78,7 @@ class _Open:
 
 
 class RecordedRequests(Iterator[Request]):
-    """Yields the requests of one recording, in the order in which they began."""
+    """The requests of one recording, in the order of their beginnings."""
 
     def __init__(
         self, path: StrPath, run: str | None = None, endpoint: str | None = None, max_blocks: int = MAX_BLOCKS
@@ -92,21 +92,21 @@ class RecordedRequests(Iterator[Request]):
 
     @property
     def skipped(self) -> int:
-        """Events so far whose blocks have no place: a parent that is not known, or tokens that are no ids."""
+        """Number of events so far that were ignored, because their parent is unknown or their tokens are not token ids."""
         return self._rebuilding.skipped
 
     @property
     def torn(self) -> str | None:
-        """As `RecordingReader.truncation`."""
+        """Why the recording ends in an incomplete record, as in `RecordingReader.truncation`; None if it is complete."""
         return self._reader.truncation
 
 
 def from_recording(path: StrPath, run: str | None = None, endpoint: str | None = None) -> RecordedRequests:
-    """Rebuild the requests behind a recording, of one run and endpoint or of all.
+    """Reconstruct the requests of a recording, for one run and endpoint or for all.
 
-    Times are seconds from the first batch; where the clock goes back, as between runs, it goes on from there. Prompts and
-    answers are whole blocks: what cannot be seen is told in docs/workloads.md. Sessions are inferred as for traces. Iterating
-    raises `RecordingError` as `read_recording` does.
+    Times are seconds from the first batch. If the clock goes back, for example between runs, times continue from the last one.
+    Prompts and answers consist of whole blocks; docs/workloads.md lists what events do not show. Sessions are inferred as for
+    traces. Iterating raises `RecordingError` as `read_recording` does.
     """
     return RecordedRequests(path, run, endpoint)
 
@@ -123,14 +123,14 @@ def _requests(reader: RecordingReader, rebuilding: _Rebuilding, run: str | None,
 
 
 class _Rebuilding:
-    """Feed it batches that were sent live; after each, take what is finished."""
+    """Reconstructs requests from live batches. Call `feed` with each batch, and `finished` after it."""
 
     def __init__(self, max_blocks: int) -> None:
         self.skipped = 0
         self._max_blocks = max_blocks
         self._blocks: dict[_Key, _Block] = {}
-        self._streams: dict[tuple[RecordedStream, int | None], _Life] = {}
-        self._lives = count()
+        self._streams: dict[tuple[RecordedStream, int | None], _CacheGeneration] = {}
+        self._generations = count()
         self._open: deque[_Open] = deque()
         self._ends: dict[_Key, list[_Open]] = {}
         self._sessions = Sessions()
@@ -139,15 +139,15 @@ class _Rebuilding:
         self._number = 0
 
     def feed(self, stream: RecordedStream, placed: OrderedBatch) -> None:
-        """Take in one batch."""
+        """Process one batch."""
         batch = decode_batch(placed.batch.payload).batch
         self._tick(batch.ts if placed.batch.t is None else placed.batch.t)
-        life = self._life(stream, batch.data_parallel_rank, placed.incarnation)
-        for chain in self._chains(life, batch):
+        generation = self._generation(stream, batch.data_parallel_rank, placed.incarnation)
+        for chain in self._chains(generation, batch):
             self._place(chain)
 
     def finished(self, *, at_end: bool = False) -> Iterator[Request]:
-        """Requests that cannot go on, up to the first that can."""
+        """Yield the completed requests, up to the first one that can continue."""
         while self._open:
             first = self._open[0]
             if not (at_end or self._now - first.last > ANSWER_GAP or len(self._open) > MAX_OPEN):
@@ -166,35 +166,35 @@ class _Rebuilding:
             self._now += max(clock - self._clock, 0.0)
         self._clock = clock
 
-    def _life(self, stream: RecordedStream, rank: int | None, recorded: int) -> _Life:
-        life = self._streams.get((stream, rank))
-        if life is None or life.recorded != recorded:
-            life = self._streams[stream, rank] = _Life(next(self._lives), recorded)
-        return life
+    def _generation(self, stream: RecordedStream, rank: int | None, recorded: int) -> _CacheGeneration:
+        generation = self._streams.get((stream, rank))
+        if generation is None or generation.recorded != recorded:
+            generation = self._streams[stream, rank] = _CacheGeneration(next(self._generations), recorded)
+        return generation
 
     # --- chains of new blocks
 
-    def _chains(self, life: _Life, batch: KVEventBatch) -> list[list[_Key]]:
-        """The new blocks of a batch, each chain from its first block to its last; events that go on from each other are one."""
+    def _chains(self, generation: _CacheGeneration, batch: KVEventBatch) -> list[list[_Key]]:
+        """Return the new blocks of a batch as chains. Events that continue each other form one chain."""
         chains: list[list[_Key]] = []
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                life.number = next(self._lives)
-            elif isinstance(event, BlockStored) and self._is_told(life, event):
-                self._remember(life.number, event, chains)
+                generation.number = next(self._generations)
+            elif isinstance(event, BlockStored) and self._has_new_tokens(generation, event):
+                self._remember(generation.number, event, chains)
         return chains
 
-    def _is_told(self, life: _Life, event: BlockStored) -> bool:
-        """Whether an event tells the tokens of blocks that were computed, once for all cache groups."""
+    def _has_new_tokens(self, generation: _CacheGeneration, event: BlockStored) -> bool:
+        """Return whether an event has the tokens of computed blocks. Only one cache group's events count."""
         if event.medium not in (None, MEDIUM_GPU) or event.kv_cache_spec_kind not in _WHOLE:
             return False
         if not event.token_ids or len(event.token_ids) != event.block_size * len(event.block_hashes):
             return False
-        life.group = event.group_idx if life.group is None else life.group
-        return event.group_idx == life.group
+        generation.group = event.group_idx if generation.group is None else generation.group
+        return event.group_idx == generation.group
 
-    def _remember(self, life: int, event: BlockStored, chains: list[list[_Key]]) -> None:
-        parent = None if event.parent_block_hash is None else (life, event.parent_block_hash)
+    def _remember(self, generation: int, event: BlockStored, chains: list[list[_Key]]) -> None:
+        parent = None if event.parent_block_hash is None else (generation, event.parent_block_hash)
         above = None if parent is None else self._blocks.get(parent)
         tokens = _tokens_of(event)
         if tokens is None or (parent is not None and above is None):
@@ -206,7 +206,7 @@ class _Rebuilding:
             chains.append(chain)
         depth = above.depth + 1 if above else 0
         for place, block_hash in enumerate(event.block_hashes):
-            key = (life, block_hash)
+            key = (generation, block_hash)
             part = tokens[place * event.block_size : (place + 1) * event.block_size]
             self._keep(key, _Block(parent, depth + place, part, lora, salt))
             chain.append(key)
@@ -218,7 +218,7 @@ class _Rebuilding:
         if len(self._blocks) > self._max_blocks:
             del self._blocks[next(iter(self._blocks))]
 
-    # --- whose they are
+    # --- requests of chains
 
     def _place(self, chain: list[_Key]) -> None:
         path = self._path(chain)
@@ -238,13 +238,13 @@ class _Rebuilding:
         self._ends.setdefault(request.end, []).append(request)
 
     def _leave(self, request: _Open) -> None:
-        """Its last block is not where it ends any more. Others may end there: engines compute equal prompts twice in a step."""
+        """Remove a request from the block at which it ended. Others can end there: a step can compute two equal prompts."""
         here = [other for other in self._ends.pop(request.end) if other is not request]
         if here:
             self._ends[request.end] = here
 
     def _part(self, request: _Open, blocks: int) -> list[array[int]] | None:
-        """What a chain below a request's last block adds to; None where it begins a request."""
+        """Return the part of a request that a chain after its last block continues; None if the chain begins a request."""
         idle = self._now - request.last
         if blocks == 1:
             return request.answer if idle <= ANSWER_GAP else None
@@ -258,7 +258,7 @@ class _Rebuilding:
         return request
 
     def _path(self, chain: list[_Key]) -> list[_Key] | None:
-        """The blocks of a prompt from the root on; None where one is not known. Those used are forgotten last."""
+        """Return the blocks of a prompt from the root on; None if one is unknown. They become the most recently used."""
         path: list[_Key] = []
         key: _Key | None = chain[-1]
         while key is not None:
@@ -275,7 +275,7 @@ class _Rebuilding:
 
 
 def _tokens_of(event: BlockStored) -> array[int] | None:
-    """Token ids, of EAGLE's pairs the first; None where one is no unsigned number of 32 bits."""
+    """Return the token ids, of EAGLE's pairs the first one; None if one is not an unsigned 32-bit integer."""
     try:
         return array("I", (one if isinstance(one, int) else one[0] for one in event.token_ids))
     except OverflowError:
@@ -289,7 +289,7 @@ def _lora_of(event: BlockStored) -> str | None:
 
 
 def _salt_of(event: BlockStored) -> str | None:
-    """The salt of a chain that begins at the root: SGLang names it, vLLM has it bare among the first block's extra keys."""
+    """Return the salt of a chain from the root. SGLang has a field for it; in vLLM it is an extra key of the first block."""
     if event.cache_salt is not None or not event.extra_keys:
         return event.cache_salt
     bare = [extra for extra in event.extra_keys[0] or () if isinstance(extra, str)]

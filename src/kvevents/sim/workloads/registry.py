@@ -1,4 +1,4 @@
-"""All workloads, by name."""
+"""The table of workloads by name."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from kvevents.sim.workloads.shared import LlmD, SharedPrompts
 
 
 class Workload(Protocol):
-    """A frozen dataclass of settings that makes requests."""
+    """A frozen dataclass of settings that generates requests."""
 
     def requests(self, seed: int = 0) -> Iterator[Request]:
-        """Requests in the order of their times; the same ones for the same seed."""
+        """Yield requests in the order of their times. Equal seeds give equal requests."""
         ...
 
 
 WORKLOADS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
     {"trace": Trace, "chat": Chat, "agents": Agents, "shared-prompts": SharedPrompts, "llm-d": LlmD}
 )
-"""The class of each workload; its fields are its settings."""
+"""Workload classes by name; their fields are the settings."""
 
 
 def workload(
     name: str, *, requests: int = 1_000, seed: int = 0, rate: float | None = None, **settings: Any
 ) -> Iterator[Request]:
-    """The first `requests` requests of a workload, or fewer of a trace that ends before, in the order of their times.
+    """Yield the first `requests` requests of a workload in the order of their times, or fewer if a trace ends before.
 
-    `rate` is the mean number a second, None for the workload's own; `settings` are fields of its class. Raises `ConfigError`
-    for a name, a setting or a value that is none.
+    `rate` is the mean number per second, None for the workload's default; `settings` are fields of its class. Raises
+    `ConfigError` for an unknown name or setting and for an invalid value.
     """
     if name not in WORKLOADS:
-        raise ConfigError(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
+        raise ConfigError(f"unknown workload {name!r}: expected {', '.join(WORKLOADS)}")
     if requests < 0:
-        raise ConfigError(f"requests is {requests}; it is 0 or more")
+        raise ConfigError(f"invalid requests {requests}: expected at least 0")
     known = settings_of(name)
     unknown = sorted(settings.keys() - set(known))
     if unknown:
-        raise ConfigError(f"the workload {name} has no setting {', '.join(unknown)}; it has {', '.join(known)}")
+        raise ConfigError(f"unknown setting {', '.join(unknown)} of workload {name}: expected {', '.join(known)}")
     given = settings if rate is None else settings | {"rate": rate}
     return islice(WORKLOADS[name](**given).requests(seed), requests)
 
 
 def settings_of(name: str) -> list[str]:
-    """The names of a workload's settings."""
+    """Return the names of a workload's settings."""
     return [field.name for field in fields(cast("Any", WORKLOADS[name]))]

@@ -1,4 +1,4 @@
-"""The trace that the package brings along, and traces as workloads."""
+"""The packaged sample trace, and traces as workloads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvevents.sim.workloads.traces import read_trace
 from kvevents.sim.workloads.traffic import Lengths
 
 SAMPLE: Final = Path(__file__).with_name("sample.jsonl.gz")
-"""Ten minutes of made-up conversations in Mooncake's format, half as long as those of Mooncake's own trace."""
+"""Ten minutes of generated conversations in Mooncake's format, half as long as those of Mooncake's trace."""
 SAMPLE_REQUESTS: Final = 1_000
 SAMPLE_SEED: Final = 8
 
 
 def make_sample() -> Iterator[MooncakeRow]:
-    """The rows of `SAMPLE`, made anew."""
+    """Generate the rows of `SAMPLE`."""
     chat = Chat(
         rate=SAMPLE_REQUESTS / 600,
         apps=12,
@@ -41,18 +41,18 @@ def make_sample() -> Iterator[MooncakeRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A trace in a file, with its own times. It ends when the file does. Raises `ConfigError`."""
+    """The workload of a trace file with its own times. It ends with the file. Raises `ConfigError`."""
 
     path: StrPath = SAMPLE
     rate: float | None = None
-    """Requests a second that its times are rescaled to, by one factor, so that its bursts stay; None leaves them."""
+    """Requests per second. All times are scaled by one factor, so bursts remain. None keeps the trace's times."""
 
     def __post_init__(self) -> None:
         if self.rate is not None and not self.rate > 0:
-            raise ConfigError(f"rate is {self.rate}; it is a finite number above 0, or None for the trace's own times")
+            raise ConfigError(f"invalid rate {self.rate}: expected a finite number above 0, or None for the times of the trace")
 
-    def requests(self, seed: int = 0) -> Iterator[Request]:  # noqa: ARG002 - every workload has a seed; nothing is drawn here
-        """Its requests, whatever the seed. With a `rate` the file is read twice. Raises `WorkloadError`."""
+    def requests(self, seed: int = 0) -> Iterator[Request]:  # noqa: ARG002 - part of `Workload`; a trace has no random part
+        """Yield the requests; the seed has no effect. With a `rate` the file is read twice. Raises `WorkloadError`."""
         requests = read_trace(self.path)
         return requests if self.rate is None else rescaled(requests, self.rate / self._own_rate(self.rate))
 

@@ -1,8 +1,9 @@
-"""Our own lines, for everybody's own requests.
+"""The trace format of kvevents, which describes any requests.
 
+Each line is a JSON object:
 `{"at": 1.5, "tokens": [791, 6864], "output_tokens": 120, "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}`. Instead
-of `tokens` and `output_tokens` there can be `prompt` and `output`, lists of pieces: each is `[number, length]`, which stands
-for that many token ids that the number always gives, or `{"tokens": [...]}`.
+of `tokens` and `output_tokens` a line can have `prompt` and `output`, lists of pieces. A piece is `{"tokens": [...]}` or
+`[number, length]`: `length` token ids that are generated from the number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class Given(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A piece of which the token ids are told."""
+    """A piece with its token ids."""
 
     tokens: _TokenIds
 
@@ -33,15 +34,15 @@ _Pieces = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=0)], _Length] | Gi
 
 
 class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """One line. `prompt` or `tokens`, and `output` or `output_tokens`, must be there; not both."""
+    """One line of a trace. It has exactly one of `prompt` and `tokens`, and exactly one of `output` and `output_tokens`."""
 
     at: Annotated[float, msgspec.Meta(ge=0)]
-    """Seconds from the beginning."""
+    """Seconds from the beginning of the trace."""
     prompt: _Pieces | None = None
     tokens: _TokenIds | None = None
     output: _Pieces | None = None
     output_tokens: _Length | None = None
-    """Length of an answer that is text of its own."""
+    """Length of an answer that is new text."""
     session: _Name | None = None
     lora: _Name | None = None
     salt: _Name | None = None
@@ -49,17 +50,17 @@ class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     def __post_init__(self) -> None:
         for one, other in (("prompt", "tokens"), ("output", "output_tokens")):
             if (getattr(self, one) is None) == (getattr(self, other) is None):
-                raise ValueError(f"a line has either `{one}` or `{other}`")
+                raise ValueError(f"expected exactly one of the keys {one} and {other}")
 
 
 DECODER: Final = msgspec.json.Decoder(PlainRow)
 
 
 class PlainReader:
-    """Makes requests of rows."""
+    """Converts lines to requests."""
 
     def request(self, line: bytes, number: int) -> Request:
-        """The request of one line, the `number`-th. Raises `ValueError`."""
+        """Return the request of line `number`. Raises `ValueError`."""
         row = DECODER.decode(line)
         prompt = Text.of(row.tokens) if row.tokens is not None else _text(row.prompt or ())
         output = _text(row.output or ()) if row.output_tokens is None else Text((Drawn(ANSWERS + number, row.output_tokens),))
@@ -67,7 +68,7 @@ class PlainReader:
 
 
 def plain_row(request: Request) -> PlainRow:
-    """The line of a request."""
+    """Return the line of a request."""
     return PlainRow(
         at=request.at,
         prompt=_pieces(request.prompt),
@@ -84,7 +85,7 @@ def _text(pieces: Sequence[tuple[int, int] | Given]) -> Text:
 
 def _drawn(number: int, length: int) -> Drawn:
     if number > MAX_NUMBER:
-        raise ValueError(f"the number of a piece is {number}; it is at most 2**64 - 1")
+        raise ValueError(f"invalid number {number} of a piece: expected at most 2**64 - 1")
     return Drawn(number, length)
 
 

@@ -1,12 +1,12 @@
-"""Which requests of a trace belong together, where the trace does not say.
+"""Infers the sessions of requests from a trace that does not contain sessions.
 
 The rule. The next prompt of a conversation begins with all whole pieces of an earlier one. So each prompt's last whole piece is
 remembered with its session, and a request belongs to the session of the deepest remembered piece of its own prompt; otherwise
-it begins a new one. Two kinds of pieces are no evidence, since many conversations share them: the first of a prompt, and one
-that was followed by more than `SHARED_AFTER` different pieces.
+it begins a new one. Two kinds of pieces are ignored, since many conversations share them: the first piece of a prompt, and a
+piece that was followed by more than `SHARED_AFTER` different pieces.
 
-What it gets wrong: prompts that are no longer than one whole piece always begin a session, and up to `SHARED_AFTER` users
-whose prompts go on from exactly the end of somebody's first prompt are taken for one.
+Known errors: a prompt of at most one whole piece always begins a session, and up to `SHARED_AFTER` users whose prompts continue
+exactly the end of another user's first prompt become one session.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Hashable, Sequence
 from typing import Final
 
 SHARED_AFTER: Final = 4
-"""Different continuations that one conversation may have: a turn, its regenerations and edits."""
+"""Most different continuations of one conversation: the next turn, its regenerations and edits."""
 MAX_ENDS: Final = 100_000
-"""Prompts that are remembered, about 300 bytes each; those that came first are forgotten first."""
+"""Most prompts that are stored, about 300 bytes each; the oldest is evicted first."""
 
 
 class Sessions:
-    """Gives requests a session, in the order in which they come."""
+    """Assigns a session to each request, in their order."""
 
     def __init__(self, name: str = "session", max_ends: int = MAX_ENDS) -> None:
         self._name = name
@@ -30,9 +30,9 @@ class Sessions:
         self._ends: dict[Hashable, tuple[str, set[Hashable]]] = {}
 
     def of(self, pieces: Sequence[Hashable], whole: int) -> str:
-        """The session of a prompt of these pieces, of which the first `whole` are whole.
+        """Return the session of a prompt of these pieces, of which the first `whole` are complete.
 
-        A piece stands for itself and all before it.
+        A piece identifies itself and all pieces before it.
         """
         session = self._continued(pieces, whole) or self._new()
         if whole > 1:

@@ -1,4 +1,4 @@
-"""Many users over few long system prompts."""
+"""Workloads of many users that share few long system prompts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvevents.sim.workloads.traffic import Lengths, Session, Traffic, Turn, Writ
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrompts(Traffic):
-    """Single questions of many users, each behind one of few long system prompts of Zipf popularity."""
+    """Single questions of many users, each after one of a few long system prompts with Zipf popularity."""
 
     prompts: int = 32
-    """System prompts there are."""
+    """Number of system prompts."""
     popularity: float = 1.0
     """Zipf exponent of the system prompts: 0 makes all equally popular."""
     users: int = 1_000
-    """Users there are; each has one system prompt and asks as often as any other."""
+    """Number of users. Each has one system prompt, and all ask equally often."""
     system: Lengths = field(default=Lengths(3_000, 0.6, 500, 16_000))
     question: Lengths = field(default=Lengths(150, 1.0, 4, 4_000))
     answer: Lengths = field(default=Lengths(350, 0.6, 1, 2_000))
@@ -28,10 +28,10 @@ class SharedPrompts(Traffic):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._from_one("prompts", "users")
-        self._need(("popularity",), lambda value: value >= 0, "0 or more")
+        self._need(("popularity",), lambda value: value >= 0, "at least 0")
 
     def sessions(self, random: Random) -> Iterator[Session]:
-        """See `Traffic`; a session is one question, its name the user's."""
+        """See `Traffic`. A session is one question, named after the user."""
         writer = Writer(random)
         systems = [(writer.write(self.system.draw(random)), *self.tenant(random)) for _ in range(self.prompts)]
         users = random.choices(systems, cum_weights=zipf(self.prompts, self.popularity), k=self.users)
@@ -51,16 +51,16 @@ class LlmD(Traffic):
     Qwen3-32B with 307,328 tokens of cache each; `shared_prefix` load of inference-perf with `num_groups: 150`,
     `num_prompts_per_group: 5`, `system_prompt_len: 6000`, `question_len: 1200`, `output_len: 1000`; Poisson arrivals, warmed up
     with 750 requests at 15 a second, then in stages from 3 to 60 a second. All prompts together are 1.8 million tokens, 73 % of
-    the caches. inference-perf asks its 750 prompts in one shuffled order, again and again, and so does this.
+    the caches. Like inference-perf, it repeats its 750 prompts in one shuffled order.
     """
 
     rate: float = 20.0
     groups: int = 150
     users: int = 5
-    """Prompts of each group."""
+    """Number of prompts of each group."""
     system: int = 6_000
     question: int = 1_200
-    """Tokens; a user always asks the same question."""
+    """Tokens of a question; a user always asks the same one."""
     output: int = 1_000
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class LlmD(Traffic):
         self._from_one("groups", "users", "system", "question", "output")
 
     def sessions(self, random: Random) -> Iterator[Session]:
-        """See `Traffic`; a session is one question, its name the user's."""
+        """See `Traffic`. A session is one question, named after the user."""
         writer = Writer(random)
         asked: list[tuple[str, Text, str | None, str | None]] = []
         for group in range(self.groups):

@@ -1,4 +1,4 @@
-"""Traces in files: read as a stream, in Mooncake's format or our own, and written in our own."""
+"""Reads trace files in Mooncake's format or in that of kvevents, line by line, and writes the latter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvevents.sim.workloads.mooncake import MooncakeReader, MooncakeRow
 from kvevents.sim.workloads.schema import PlainReader, plain_row
 
 MAX_LINE_BYTES: Final = 32 * 1024 * 1024
-"""Longest line that is read: prompts of three million token ids."""
+"""Longest line that is read. It has room for a prompt of three million token ids."""
 
 
 class _Reader(Protocol):
@@ -28,7 +28,7 @@ class _Reader(Protocol):
 
 
 _FORMATS: Final[Mapping[str, Callable[[], _Reader]]] = {"hash_ids": MooncakeReader, "at": PlainReader}
-"""By the key that only lines of this format have."""
+"""Readers by the key that only lines of their format have."""
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -36,27 +36,27 @@ _ENCODER: Final = msgspec.json.Encoder()
 def read_trace(path: StrPath, *, limit: int | None = None) -> Iterator[Request]:
     """Read the first `limit` requests of a trace, or all, one at a time.
 
-    Lines are in Mooncake's format or in our own, told apart by their keys; a name that ends in `.gz` is compressed. Times must
-    not decrease. Of Mooncake's lines sessions are inferred (`kvevents.sim.workloads.sessions`). Iterating raises
-    `WorkloadError` where a file cannot be read or a line is not right. Raises `ConfigError` for a negative limit.
+    Lines are in Mooncake's format or in that of kvevents, distinguished by their keys. A name that ends in `.gz` is compressed.
+    Times must not decrease. Sessions of Mooncake's traces are inferred. Iterating raises `WorkloadError` if the file cannot be
+    read or a line is invalid. Raises `ConfigError` for a negative limit.
     """
     if limit is not None and limit < 0:
-        raise ConfigError(f"limit is {limit}; it is 0 or more, or None for all")
+        raise ConfigError(f"invalid limit {limit}: expected at least 0, or None for all requests")
     return islice(_requests(Path(path)), limit)
 
 
 def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
-    """Write requests in our own format, in the order of their times; returns how many.
+    """Write requests in the format of kvevents, in the order of their times, and return their number.
 
-    The same requests give the same bytes. Raises `WorkloadError` where the file cannot be written or a request has no place in
-    the format.
+    Equal requests give equal bytes. Raises `WorkloadError` if the file cannot be written or the format cannot express a
+    request.
     """
     path, number, last = Path(path), 0, 0.0
     with _writing(path) as file:
         for number, request in enumerate(requests, 1):
             if not last <= request.at < float("inf"):
                 raise WorkloadError(
-                    f"cannot write {path}: request {number} is at {request.at}; it needs a finite time, not before {last}"
+                    f"cannot write {path}: request {number} has the time {request.at}: expected a finite time from {last} on"
                 )
             last = request.at
             file.write(_ENCODER.encode(plain_row(request)) + b"\n")
@@ -64,7 +64,7 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
 
 
 def write_rows(path: StrPath, rows: Iterable[MooncakeRow]) -> None:
-    """Write rows in Mooncake's format. Raises `WorkloadError` where the file cannot be written."""
+    """Write rows in Mooncake's format. Raises `WorkloadError` if the file cannot be written."""
     with _writing(Path(path)) as file:
         file.writelines(_ENCODER.encode(row) + b"\n" for row in rows)
 
@@ -78,14 +78,14 @@ def _requests(path: Path) -> Iterator[Request]:
             request = _reader(keys, readers).request(line, number)
             last = _in_order(request.at, last)
         except (msgspec.DecodeError, ValueError) as error:
-            expected = "expected a JSON object with the key hash_ids (Mooncake's format) or at (our own)"
+            expected = "expected a JSON object with the key hash_ids (Mooncake's format) or at (the format of kvevents)"
             raise WorkloadError(f"{path}, line {number}: {error}; {expected}") from error
         yield request
 
 
 def _in_order(at: float, last: float) -> float:
     if at < last:
-        raise ValueError(f"its time is {at} s, before {last} s of the line before; sort the lines by time")
+        raise ValueError(f"its time {at} s is before {last} s of the previous line: sort the lines by time")
     return at
 
 
@@ -95,11 +95,11 @@ def _reader(keys: Mapping[str, object], readers: dict[str, _Reader]) -> _Reader:
             if key not in readers:
                 readers[key] = kind()
             return readers[key]
-    raise ValueError(f"it has neither of the keys {' and '.join(_FORMATS)}, by which formats are told apart")
+    raise ValueError(f"its format is unknown, since it has neither of the keys {' and '.join(_FORMATS)}")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1."""
+    """Yield the lines that are not blank, with their numbers from 1."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -122,7 +122,7 @@ def _writing(path: Path) -> Iterator[IO[bytes]]:
             if path.suffix != ".gz":
                 yield file
                 return
-            # Without a name and a time, so that the same requests give the same bytes.
+            # Without file name and time in the header, so that equal requests give equal bytes.
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed, io.BufferedWriter(packed, 1 << 16) as lines:
                 yield lines
     except OSError as error:
