@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist clean
+.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes
 bench-native:  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates
 	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
 	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
+
+engines: $(NATIVE)  ## Real vLLM servers on CPUs: each request predicted by our service and compared (3 GB once; ENGINES="--requests 2000 --seed 7")
+	$(BIN)/python -m tests.system.engines $(ENGINES)
 
 faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/faults.md
 	$(BIN)/python -m tests.system.faults

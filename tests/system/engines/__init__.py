@@ -1,0 +1,1 @@
+"""Real engines beside kvevents: `python -m tests.system.engines`, which `make engines` starts."""

