@@ -72,6 +72,12 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] = ""
     incarnation: Annotated[int, msgspec.Meta(ge=0)] = 0
     """A number that differs in each life of the sender."""
+    attestation: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Digest of the engine's own prefix cache on the GPU tier, 64 bits, after all batches with smaller numbers: the sum modulo
+    2**64, over every cached copy of a block, of `hash XOR (group * 0x9E3779B97F4A7C15 mod 2**64)`. `hash` is the low 64 bits of
+    an integer, or the last 8 bytes of a byte hash, big-endian; a block without a group is in group 0. None if the sender does
+    not know the engine's cache. A sender with attestations announces each copy of a block exactly once, so it never announces a
+    resident block again, nor a block that no copy exists of."""
 
 
 class BlockStored(KVCacheEvent):

@@ -256,7 +256,7 @@ def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
     assert (listener["endpoint"], listener["status"]) == (made.endpoint, "active")
     # Absent while there is none, as with Dynamo; `trust` and `blocks` are ours.
     assert "last_error" not in listener
-    assert listener["trust"] == {"state": "EXACT", "reason": "", "reason_codes": []}
+    assert listener["trust"] == {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
 
 
 def test_workers_that_cannot_be_reached_say_so(service: Service) -> None:
@@ -289,7 +289,7 @@ def test_dump_has_every_block_with_its_worker_and_tier(service: Service, fresh: 
     tokens = prompt(3, 2)
     service.exact(number)
     group = service.get("/dump").json[f"{model}:default"]
-    exact = {"state": "EXACT", "reason": "", "reason_codes": []}
+    exact = {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
     assert group == {"block_size": BLOCK, "events": [], "trust": {str(number): {"0": exact}}}
     hashes = made.store(tokens[:BLOCK])
     made.store(tokens[BLOCK:], parent=hashes, medium="CPU")

@@ -73,7 +73,7 @@ async def test_one_client_at_a_time_has_the_lock() -> None:
     await lock.acquire(DEADLINE)
 
 
-EXACT = {"state": "EXACT", "reason": "", "reason_codes": []}
+EXACT = {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
 
 
 def test_a_dump_is_whole_whatever_the_number_of_pieces(tmp_path: Path) -> None:

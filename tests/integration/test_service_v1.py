@@ -69,7 +69,7 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
         "rank": 0,
         "tokens": 48,
         "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
-        "trust": {"state": "EXACT", "reason": "", "reason_codes": []},
+        "trust": {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False},
     }
     assert [answer.json for answer in answers] == [{"prompt_tokens": 49, "workers": [held], "missing": ""}] * 3
     told = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
@@ -477,7 +477,7 @@ def test_stats_count(service: Service, fresh: tuple[str, str, Engine]) -> None:
 def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engine]) -> None:
     """All pages are of one moment although blocks change meanwhile, and each block is on one page."""
     name, _model, made = fresh
-    exact = {"state": "EXACT", "reason": "", "reason_codes": []}
+    exact = {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
     service.exact(name)
     assert service.get(f"/v1/blocks?instance={name}").json == {"total": 0, "blocks": [], "next": None, "trust": exact}
     tokens = prompt(16, 25)

@@ -253,6 +253,10 @@ HEARTBEATS: list[dict[Any, Any]] = [
     {"reason": "a" * 1_001},
     {"trust": "a" * 33},
     {"incarnation": -1},
+    {"attestation": 2**64 - 1},
+    {"attestation": None},
+    {"attestation": -1},
+    {"attestation": "1"},
     {"tomorrow": [1]},
     {5: 1},
 ]

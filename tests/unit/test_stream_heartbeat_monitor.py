@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import Heartbeat
 from kvevents.stream import StreamLimits, Trust
-from kvevents.stream.heartbeat import HeartbeatMonitor
+from kvevents.stream.heartbeat import HeartbeatMonitor, MismatchCounter
 
 LIMITS = StreamLimits(max_consecutive_resyncs=2, max_missed_heartbeats=3.0)
 TRUSTS = st.sampled_from(("EXACT", "DEGRADED", "STALE", "REPLAYING", "unknown"))
@@ -47,13 +47,13 @@ def test_silence_counts_from_the_last_live_or_replayed_batch(
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans())))
 def test_mismatches_in_a_row_are_bounded(steps: list[tuple[int, bool, bool]]) -> None:
     """A live match ends the row; a replayed one does only if it is not before the last mismatch."""
-    monitor, in_a_row, last_mismatch = HeartbeatMonitor(LIMITS), 0, -1
+    monitor, in_a_row, last_mismatch = MismatchCounter(LIMITS.max_consecutive_resyncs), 0, -1
     for seq, matches, live in steps:
         if not matches:
             in_a_row, last_mismatch = in_a_row + 1, max(seq, last_mismatch)
             assert monitor.allow_resync(seq) == (in_a_row <= LIMITS.max_consecutive_resyncs)
             continue
-        monitor.match_digest(seq, live=live)
+        monitor.match(seq, live=live)
         if live or seq >= last_mismatch:
             in_a_row, last_mismatch = 0, -1
 

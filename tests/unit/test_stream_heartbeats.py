@@ -58,11 +58,14 @@ class Wire:
         self.out: list[Any] = []
         self.first = 0
         """The oldest number that the sender still has."""
+        self.attested: bool | None = None
+        """What every heartbeat's attestation is found to say."""
         self.stream.connected(self.now)
         self.settle()
 
-    def send(self, payload: bytes, *, agrees: bool | None = None, lost: bool = False) -> None:
+    def send(self, payload: bytes, *, agrees: bool | None = None, lost: bool = False, attested: bool | None = None) -> None:
         """The next batch, and what the consumer finds after it."""
+        self.attested = attested
         self.history.append(payload)
         if not lost:
             self.stream.receive_live(live_frames(TOPIC, len(self.history) - 1, payload), self.now)
@@ -93,7 +96,7 @@ class Wire:
             batch = delivery.decode() if isinstance(delivery, RawBatch) else delivery
             found = inspect_events(batch.events, batch.rejected)
             if found is not None and found.heartbeat is not None:
-                self.stream.report(delivery, BatchReport(found.rejected, found.cleared, found.heartbeat, agrees))
+                self.stream.report(delivery, BatchReport(found.rejected, found.cleared, found.heartbeat, agrees, self.attested))
 
     def later(self, seconds: float) -> None:
         self.now += seconds
@@ -205,6 +208,61 @@ def test_what_nobody_compares_changes_nothing(wire: Wire) -> None:
         0,
         0,
     )
+
+
+# --- attestation ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_attestation_that_agrees_makes_exact_attested(wire: Wire) -> None:
+    """EXACT stays EXACT for whoever compares states; its text and its flag say that the engine's cache is the same."""
+    assert (wire.stream.trust, wire.stream.trust.attested) == (Trust.EXACT, False)
+    wire.send(beating(), agrees=True, attested=True)
+    assert (wire.stream.trust, wire.stream.trust.attested, str(wire.stream.trust)) == (Trust.EXACT, True, "EXACT (attested)")
+    wire.send(telling(0))
+    assert wire.stream.trust.attested
+    assert (wire.stream.counters.attestations_matched, wire.stream.counters.attestations_mismatched) == (1, 0)
+
+
+def test_an_attestation_that_differs_starts_over_a_bounded_number_of_times(wire: Wire) -> None:
+    """A digest that agrees at the same heartbeat ends neither the doubt nor the count: it is of the stream alone."""
+    wire.send(telling(0))
+    wire.send(beating(), agrees=True, attested=False)
+    assert len(wire.resets) == LIMITS.max_consecutive_resyncs
+    assert wire.stream.degraded_reasons >= {DegradedReason.UNATTESTED}
+    assert DegradedReason.UNATTESTED.value in wire.stream.trust.reason
+    wire.send(beating(), agrees=True, attested=False)
+    assert len(wire.resets) == LIMITS.max_consecutive_resyncs
+    assert wire.stream.trust == Trust.DEGRADED
+    wire.send(beating(), agrees=True, attested=True)
+    assert wire.stream.trust.attested
+    assert wire.stream.degraded_reasons == set()
+
+
+def test_a_clear_ends_an_attestation_that_differed() -> None:
+    """An empty cache and an empty state are the same, but nothing has attested that."""
+    wire = Wire(WITHOUT_REPLAY)
+    wire.send(beating(), agrees=True, attested=False)
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.UNATTESTED}
+    wire.send(encode_batch(KVEventBatch(0.0, [AllBlocksCleared()])))
+    assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
+    assert not wire.stream._ledger.is_attested
+
+
+def test_an_attestation_heals_nothing_but_its_own_doubt(wire: Wire) -> None:
+    """It is of one tier of the engine; what was lost may have been of another."""
+    wire.send(telling(0))
+    wire.send(telling(1), lost=True)
+    wire.first = 2
+    wire.send(telling(2))
+    wire.send(beating(), attested=True)
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST}
+    assert not wire.stream.trust.attested
+
+
+def test_another_life_is_not_attested(wire: Wire) -> None:
+    wire.send(beating(), agrees=True, attested=True)
+    wire.stream.receive_live(live_frames(TOPIC, 0, telling(9)), wire.now)
+    assert not wire.stream._ledger.is_attested
 
 
 # --- divergence ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ use crate::contexts::Context;
 use crate::keys::{self, Scheme};
 use crate::page_pool;
 use crate::pending::{Content, Waiting};
-use crate::placements::{Placement, Rule, tier};
+use crate::placements::{Placement, Rule, TIERS, tier};
 use crate::records::{Records, Row};
 use crate::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, Span, extra_keys, scan};
 use crate::shared::SharedState;
@@ -190,6 +190,12 @@ impl Stream {
         let window = event.window.filter(|&window| window > 0 && kind == Some("sliding_window"));
         if !is_dense(kind) && window.is_none() {
             self.learn(writer, group, Rule::Unknown)?;
+            self.count_unkept(
+                group,
+                is_on_device(read, event),
+                event.hashes.slice(&read.scratch.hashes),
+                true,
+            );
             return Err("unknown-kind");
         }
         let hashes = event.hashes.slice(&read.scratch.hashes);
@@ -606,10 +612,11 @@ impl Stream {
 
     fn was_removed(&mut self, writer: &mut Writer<'_, SharedState>, read: &Read<'_>, event: &Event, work: &mut Work) {
         writer.spend(1);
-        if self.rules.get(event.group.unwrap_or(0)) == Some(Rule::Unknown) {
-            return;
-        }
         let hashes = event.hashes.slice(&read.scratch.hashes);
+        let group = event.group.unwrap_or(0);
+        if self.rules.get(group) == Some(Rule::Unknown) {
+            return self.count_unkept(group, is_on_device(read, event), hashes, false);
+        }
         let Some(placement) = self.placement(writer, read, event) else {
             self.counters.unknown += hashes.len() as u64;
             return;
@@ -630,6 +637,9 @@ impl Stream {
         if medium.is_none() && event.group.is_none() {
             self.forget(writer);
             return true;
+        }
+        if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {
+            self.clear_unkept(event.group);
         }
         let meant = |placement: &Placement| {
             medium.as_ref().is_none_or(|tier| *tier == placement.tier)
@@ -740,6 +750,11 @@ fn keys_behind(
     let seed = keys::seed(store.lora, salt.or(parent.map(|(_, salt)| salt)).unwrap_or(0));
     hash_all(&store, 0, parent.map(|(key, _)| key), seed, work);
     Ok(std::mem::take(&mut work.keys))
+}
+
+/// Whether an event is about the device.
+fn is_on_device(read: &Read<'_>, event: &Event) -> bool {
+    tier(read.text(event.medium).unwrap_or("")) == TIERS[0] && read.text(event.locality) != Some("REMOTE")
 }
 
 /// Whether the stores of a group carry the tokens of every block, by the kind of its attention.

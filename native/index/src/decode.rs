@@ -117,6 +117,8 @@ pub struct Heartbeat {
     pub trust: String,
     pub reason: String,
     pub incarnation: u64,
+    /// Digest of the engine's own cache, as `kvevents.events.Heartbeat` defines it.
+    pub attestation: Option<u64>,
 }
 
 /// Hashes of blocks, and the digests that they are the end of where all were sent as digests.

@@ -39,10 +39,43 @@ impl Placement {
         }
     }
 
+    /// How its copies count in an attestation.
+    pub fn attestation(&self) -> AttestedGroup {
+        AttestedGroup::new(self.group, self.level() == 0)
+    }
+
     /// The same number in every process.
     pub fn digest(&self) -> u64 {
         let text = format!("{}\0{:?}\0{:?}\0{}", self.tier, self.locality, self.ownership, self.group);
         xxh3_64(text.as_bytes())
+    }
+}
+
+/// How copies of blocks of one group count in an attestation (`kvevents.events.Heartbeat` has the formula): those on the device do, others are 0.
+#[derive(Clone, Copy, Debug)]
+pub struct AttestedGroup {
+    salt: u64,
+    mask: u64,
+}
+
+impl AttestedGroup {
+    /// Of a group of blocks that are on the device, or are not.
+    pub fn new(group: i64, is_on_device: bool) -> Self {
+        Self {
+            salt: (group as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15),
+            mask: if is_on_device { u64::MAX } else { 0 },
+        }
+    }
+
+    /// What one copy of a block adds.
+    #[inline]
+    pub fn copy(self, hash: u64) -> u64 {
+        (hash ^ self.salt) & self.mask
+    }
+
+    /// What one copy of each of several blocks adds.
+    pub fn copies(self, hashes: &[u64]) -> u64 {
+        hashes.iter().fold(0, |sum: u64, &hash| sum.wrapping_add(self.copy(hash)))
     }
 }
 

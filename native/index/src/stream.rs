@@ -10,7 +10,7 @@ use crate::hasher::Secret;
 use crate::holder_sets::{EMPTY, Move};
 use crate::keys::Scheme;
 use crate::pending::{Queue, Waiting};
-use crate::placements::{Placement, Rules};
+use crate::placements::{AttestedGroup, Placement, Rules};
 use crate::records::{Records, Row};
 use crate::shared::{Block, ByHash, SharedState};
 use crate::step_counter;
@@ -75,6 +75,8 @@ struct ProcessOwned {
     placement: u16,
     /// The part of a digest that it stands for.
     mark: u64,
+    /// How its copies count in an attestation.
+    attested: AttestedGroup,
     /// Blocks held there.
     held: usize,
 }
@@ -110,6 +112,12 @@ pub struct Stream {
     pub blocks: usize,
     /// Order-free digest of what is resident.
     pub digest: u128,
+    /// What an attestation is of the copies that are placed.
+    attestation: u64,
+    /// The same, by group, of the copies of groups whose blocks are not kept.
+    unkept: Vec<(i64, u64)>,
+    /// Whether it held what the engine does at the last attestation of this life; None before the first.
+    pub attested: Option<bool>,
     /// How its groups count.
     pub rules: Rules,
     /// What cannot be placed yet.
@@ -190,6 +198,9 @@ impl Stream {
             last: -1,
             blocks: 0,
             digest: 0,
+            attestation: 0,
+            unkept: Vec::new(),
+            attested: None,
             rules: Rules::default(),
             waiting: Queue::default(),
             counters: Counters::default(),
@@ -220,6 +231,40 @@ impl Stream {
             return Some(true);
         }
         (!is_limited || evicted == self.evicted_when_whole).then_some(false)
+    }
+
+    /// Compares what it holds on the device with an attestation of its engine; None as for `agrees`.
+    pub fn attest(&mut self, attestation: u64, is_limited: bool) -> Option<bool> {
+        let is_equal = self.attestation() == attestation;
+        let is_whole = self.counters.evicted == self.evicted_when_whole;
+        self.attested = (is_equal || !is_limited || is_whole).then_some(is_equal);
+        self.attested
+    }
+
+    /// What the engine's attestation is if the engine holds what the stream does, with what waits.
+    pub fn attestation(&self) -> u64 {
+        let place = |waiting: &Waiting| self.own.iter().find(|own| own.placement == waiting.placement);
+        let waiting = self
+            .waiting
+            .iter()
+            .filter_map(|waiting| Some(place(waiting)?.attested.copy(waiting.hash)));
+        let unkept = self.unkept.iter().map(|(_, sum)| *sum);
+        waiting.chain(unkept).fold(self.attestation, u64::wrapping_add)
+    }
+
+    /// Counts copies that are stored or removed of a group whose blocks are not kept.
+    pub fn count_unkept(&mut self, group: i64, is_on_device: bool, hashes: &[u64], is_stored: bool) {
+        let sum = AttestedGroup::new(group, is_on_device).copies(hashes);
+        let sum = if is_stored { sum } else { sum.wrapping_neg() };
+        match self.unkept.iter_mut().find(|(known, _)| *known == group) {
+            Some((_, known)) => *known = known.wrapping_add(sum),
+            None => self.unkept.push((group, sum)),
+        }
+    }
+
+    /// The same of a clear: of one group, or of all.
+    pub fn clear_unkept(&mut self, group: Option<i64>) {
+        self.unkept.retain(|(known, _)| group.is_some_and(|group| group != *known));
     }
 
     /// Heap bytes, about.
@@ -271,7 +316,7 @@ impl Stream {
 
     /// The number of a placement that the stream names from now on; None when there are too many.
     pub fn use_placement(&mut self, shared: &mut SharedState, placement: Placement) -> Option<u16> {
-        let mark = placement.digest();
+        let (mark, attested) = (placement.digest(), placement.attestation());
         let number = shared.view.change().placements.retain(placement)?;
         if self.own.iter().any(|own| own.placement == number) {
             shared.view.change().placements.release(number);
@@ -284,6 +329,7 @@ impl Stream {
         self.own.push(ProcessOwned {
             placement: number,
             mark,
+            attested,
             held: 0,
         });
         Some(number)
@@ -294,6 +340,7 @@ impl Stream {
         self.forget(writer);
         self.leave_placements(writer);
         self.rules = Rules::default();
+        self.attested = None;
         self.schemes.clear();
         self.looks = FIRST_LOOKS;
         self.evicted_when_whole = self.counters.evicted;
@@ -521,8 +568,10 @@ impl Stream {
             step_counter::count_growth(self.copies.len(), self.copies.capacity());
             let extra = self.copies.entry((number, placement)).or_default();
             *extra = extra.saturating_add(1);
-            let mark = mark(hash, key, self.own(placement).mark);
+            let own = self.own(placement);
+            let (mark, attested) = (mark(hash, key, own.mark), own.attested.copy(hash));
             self.digest = self.digest.wrapping_add(mark);
+            self.attestation = self.attestation.wrapping_add(attested);
         } else {
             shared.toggle(number, placement, self.number, &mut self.added);
             self.count_in(hash, key, placement);
@@ -534,8 +583,9 @@ impl Stream {
     fn count_in(&mut self, hash: u64, key: u64, placement: u16) {
         let own = self.own(placement);
         own.held += 1;
-        let mark = mark(hash, key, own.mark);
+        let (mark, attested) = (mark(hash, key, own.mark), own.attested.copy(hash));
         self.digest = self.digest.wrapping_add(mark);
+        self.attestation = self.attestation.wrapping_add(attested);
     }
 
     /// Counts blocks that are new on a placement, and were entered.
@@ -544,9 +594,10 @@ impl Stream {
         let count = hashes.len();
         let own = self.own(placement);
         own.held += count;
-        let part = own.mark;
+        let (part, attested) = (own.mark, own.attested.copies(hashes));
         let sum = |sum: u128, (&hash, &key): (&u64, &u64)| sum.wrapping_add(mark(hash, key, part));
         self.digest = hashes.iter().zip(keys).fold(self.digest, sum);
+        self.attestation = self.attestation.wrapping_add(attested);
         self.blocks += count;
         self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK * count);
     }
@@ -579,7 +630,7 @@ impl Stream {
                 shared.records.prefetch_all(number);
             }
         }
-        let (mut gone, mut keys) = (Gone::new(self.own(placement).mark), KeyCache::default());
+        let (mut gone, mut keys) = (Gone::new(self.own(placement)), KeyCache::default());
         for each in leaving {
             if self.remove_single(shared, each, placement, &mut keys, &mut gone) {
                 continue;
@@ -635,6 +686,7 @@ impl Stream {
         }
         let mark = mark(hash, keys.key(&shared.records, number), gone.part);
         gone.digest = gone.digest.wrapping_add(mark);
+        gone.attestation = gone.attestation.wrapping_add(gone.attested.copy(hash));
         gone.held += 1;
         shared.records.put_set(number, gone.to);
         if gone.leaves {
@@ -655,12 +707,14 @@ impl Stream {
             to,
             moved,
             digest,
+            attestation,
             held,
             row,
             ..
-        } = std::mem::replace(gone, Gone::new(gone.part));
+        } = std::mem::replace(gone, Gone::new(self.own(placement)));
         shared.sets.move_all(from, to, moved);
         self.digest = self.digest.wrapping_sub(digest);
+        self.attestation = self.attestation.wrapping_sub(attestation);
         self.own(placement).held -= held;
         shared.forget_row(row);
     }
@@ -685,8 +739,10 @@ impl Stream {
         self.alike = self.alike.saturating_sub(looks);
         let Some(number) = found else { return false };
         let key = shared.records.key(number);
-        let mark = mark(hash, key, self.own(placement).mark);
+        let own = self.own(placement);
+        let (mark, attested) = (mark(hash, key, own.mark), own.attested.copy(hash));
         self.digest = self.digest.wrapping_sub(mark);
+        self.attestation = self.attestation.wrapping_sub(attested);
         if self.remove_copy(number, placement) {
             return true;
         }
@@ -886,8 +942,10 @@ impl Stream {
             let more = copies.checked_sub(1)?;
             if more > 0 {
                 self.copies.insert((number, placement), more);
-                let each = mark(block.hash, block.key, self.own(placement).mark);
+                let own = self.own(placement);
+                let (each, attested) = (mark(block.hash, block.key, own.mark), own.attested.copy(block.hash));
                 self.digest = self.digest.wrapping_add(each.wrapping_mul(more.into()));
+                self.attestation = self.attestation.wrapping_add(attested.wrapping_mul(more.into()));
             }
         }
         Some(number)
@@ -983,12 +1041,13 @@ impl Stream {
         }
         let key = shared.records.key(number);
         for placement in placements {
-            let copies = 1 + u128::from(self.copies.remove(&(number, placement)).unwrap_or(0));
+            let copies = 1 + u64::from(self.copies.remove(&(number, placement)).unwrap_or(0));
             shared.toggle(number, placement, self.number, &mut self.removed);
             let own = self.own(placement);
             own.held -= 1;
-            let each = mark(hash, key, own.mark);
-            self.digest = self.digest.wrapping_sub(each.wrapping_mul(copies));
+            let (each, attested) = (mark(hash, key, own.mark), own.attested.copy(hash));
+            self.digest = self.digest.wrapping_sub(each.wrapping_mul(copies.into()));
+            self.attestation = self.attestation.wrapping_sub(attested.wrapping_mul(copies));
         }
         if self.copies.is_empty() {
             self.copies = HashMap::new();
@@ -1035,6 +1094,7 @@ impl Stream {
     /// Forgets every block, which readers see at once. The rules of groups stay.
     pub fn forget(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
+        self.unkept.clear();
         if self.blocks == 0 && self.waiting.is_empty() {
             return;
         }
@@ -1054,7 +1114,7 @@ impl Stream {
             writer.sweep(record);
             writer.spend(1);
         }
-        (self.blocks, self.digest, self.several_len) = (0, 0, 0);
+        (self.blocks, self.digest, self.attestation, self.several_len) = (0, 0, 0, 0);
         self.own.iter_mut().for_each(|own| own.held = 0);
         writer.show(number, true);
     }
@@ -1135,9 +1195,11 @@ struct Gone {
     leaves: bool,
     /// Blocks that have moved from the one to the other.
     moved: u32,
-    /// Parts of the digest, of this placement.
+    /// Parts of the digest and of the attestation, of this placement.
     digest: u128,
     part: u64,
+    attestation: u64,
+    attested: AttestedGroup,
     held: usize,
     /// Records without holders.
     row: Row,
@@ -1147,14 +1209,16 @@ struct Gone {
 const NONE: u32 = u32::MAX;
 
 impl Gone {
-    fn new(part: u64) -> Self {
+    fn new(own: &ProcessOwned) -> Self {
         Self {
             from: NONE,
             to: NONE,
             leaves: false,
             moved: 0,
             digest: 0,
-            part,
+            part: own.mark,
+            attestation: 0,
+            attested: own.attested,
             held: 0,
             row: Row::default(),
         }

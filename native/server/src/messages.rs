@@ -129,6 +129,8 @@ pub(crate) struct Trust {
     reason: String,
     #[prost(string, repeated, tag = "3")]
     reason_codes: Vec<String>,
+    #[prost(bool, tag = "4")]
+    attested: bool,
 }
 
 const STATES: [&str; 6] = ["", "CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"];

@@ -50,6 +50,7 @@ pub(crate) fn unfollowed() -> (Trust, u8) {
         state: State::Stale,
         reason: "this service does not follow it".into(),
         reason_codes: vec!["not-followed".into()],
+        attested: false,
     };
     (trust, NOT_CONNECTED)
 }

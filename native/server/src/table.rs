@@ -86,6 +86,8 @@ pub(crate) struct Trust {
     pub(crate) state: State,
     pub(crate) reason: String,
     pub(crate) reason_codes: Vec<String>,
+    /// Whether the engine's own cache was the same at the newest attestation.
+    pub(crate) attested: bool,
 }
 
 /// One rank of an engine.

@@ -103,6 +103,9 @@ class WorkerInfo(Counters):
     """Sequence number of the newest batch; -1 before the first."""
     block_sizes: list[int]
     """Tokens per block in its current incarnation; several if the engine contradicts itself."""
+    attested: bool | None
+    """Whether the worker held exactly what its engine's own cache does at the last attestation of the current incarnation; None
+    before the first. Only a publisher inside the engine sends attestations."""
     tiers: dict[str, int]
     """Blocks by tier; a block counts on each tier that holds it, and once for each group of a hybrid model."""
 

@@ -87,7 +87,7 @@ class PrefixIndex(_native.NativeIndex):
         changes nothing: the snapshot that follows it contains all that was skipped. Content that a peer sent never raises.
         Raises `UsageError` for events whose fields do not have the types that `kvevents.events` declares.
 
-        After a batch with a heartbeat the heartbeat's digest is compared with that of the stream in this index.
+        After a batch with a heartbeat the heartbeat's digest and its attestation are compared with the stream in this index.
         """
         if isinstance(delivery, RawBatch):
             stream = (delivery.source, delivery.rank)
@@ -132,24 +132,30 @@ class PrefixIndex(_native.NativeIndex):
         found = inspect_events(batch.events, batch.rejected)
         if found is None:
             return applied
-        heartbeat, agrees = found.heartbeat, None
+        heartbeat, agrees, attested = found.heartbeat, None, None
         if heartbeat is not None and applied.status == "applied":
-            agrees = self._agrees(batch.source, batch.rank, heartbeat.digest)
-        return self._with_report(applied, found.rejected, heartbeat, agrees)
+            agrees, attested = self._compare(batch.source, batch.rank, heartbeat.digest, heartbeat.attestation)
+        return self._with_report(applied, found.rejected, heartbeat, agrees, attested)
 
     def _found(
         self,
         applied: Applied,
         rejected: list[tuple[str, str, int | None, bytes, int]],
-        heartbeat: tuple[str, float, str, str, int] | None,
+        heartbeat: tuple[str, float, str, str, int, int | None] | None,
         agrees: bool | None,
+        attested: bool | None,
     ) -> Applied:
         """Called by the native decoder, with findings in the order of the fields of `Rejected` and `Heartbeat`."""
         sent = None if heartbeat is None else Heartbeat(*heartbeat)
-        return self._with_report(applied, tuple(Rejected(*one) for one in rejected), sent, agrees)
+        return self._with_report(applied, tuple(Rejected(*one) for one in rejected), sent, agrees, attested)
 
     def _with_report(
-        self, applied: Applied, rejected: tuple[Rejected, ...], heartbeat: Heartbeat | None, agrees: bool | None
+        self,
+        applied: Applied,
+        rejected: tuple[Rejected, ...],
+        heartbeat: Heartbeat | None,
+        agrees: bool | None,
+        attested: bool | None,
     ) -> Applied:
         """Add a report. The heartbeat of a batch that is not applied is reported too, since it describes the sender."""
         if applied.status != "applied":
@@ -157,7 +163,7 @@ class PrefixIndex(_native.NativeIndex):
         with self._counting:
             for one in rejected:
                 self._wire_rejected[one.reason] += one.count
-        return Applied(applied.status, BatchReport(rejected, applied is _CLEARED, heartbeat, agrees))
+        return Applied(applied.status, BatchReport(rejected, applied is _CLEARED, heartbeat, agrees, attested))
 
     # --- workers
 

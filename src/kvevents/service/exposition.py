@@ -242,6 +242,16 @@ _COUNTS: Final = (
         "Heartbeats whose digest differed from the index without a known cause; stays at 0.",
         lambda counters: counters.digests_mismatched,
     ),
+    _Count(
+        "attestation_matches",
+        "Heartbeats whose attestation of the engine's own cache matched the index.",
+        lambda counters: counters.attestations_matched,
+    ),
+    _Count(
+        "attestation_mismatches",
+        "Heartbeats whose attestation of the engine's own cache differed from the index; stays at 0.",
+        lambda counters: counters.attestations_mismatched,
+    ),
 )
 _OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]]], ...]] = (
     (

@@ -398,8 +398,8 @@ class Fleet(Listener):
         registration = member.registration
         try:
             trust = self.follower.subscriber.trust(*registration.key)
-            if (trust.name, trust.reason) != member.reported:
-                member.reported = trust.name, trust.reason
+            if (reported := (trust.name, trust.reason, trust.attested)) != member.reported:
+                member.reported = reported
                 member.status = self.follower.subscriber.status(*registration.key)  # it contains the reasons of this trust
         except LookupError:  # its order is on its way
             return

@@ -76,7 +76,7 @@ class Member:
         self.trust = Trust.CONNECTING
         self.trust_status = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
         """Trust with its reasons, for answers."""
-        self.reported: tuple[str, str] = ("", "")
+        self.reported: tuple[str, str, bool] = ("", "", False)
         """State and sentence of the last report of the subscriber."""
         self.faults: Mapping[str, SourceFault] = {}
         """Faults of `endpoint` and `replay_endpoint` that the prober found."""
@@ -122,11 +122,12 @@ class Member:
     def set_trust(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> State | None:
         """Set state and reasons. Return the former state if it has changed."""
         former = self.trust_status
-        if (trust.name, trust.reason, reasons) == (former.state, former.reason, former.reason_codes):
+        status = TrustStatus(cast("State", trust.name), trust.reason, reasons, trust.attested)
+        if status == former:
             return None
         self.revision.advance()
         self.trust = trust
-        self.trust_status = TrustStatus(cast("State", trust.name), trust.reason, reasons)
+        self.trust_status = status
         self.revision.advance()
         if trust.name == former.state:
             return None

@@ -25,6 +25,7 @@ class Reason(enum.StrEnum):
     LOST = "lost"
     REJECTED = "rejected"
     DIVERGED = "diverged"
+    UNATTESTED = "unattested"
     SENDER = "sender"
     SILENT = "silent"
     REPLAY_UNPROVEN = "replay-unproven"

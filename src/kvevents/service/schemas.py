@@ -65,6 +65,8 @@ class TrustStatus(Struct, frozen=True):
     """Why the state is not EXACT, as a sentence."""
     reason_codes: tuple[Reason, ...] = ()
     """Codes of the reasons; docs/runbook.md lists them."""
+    attested: bool = False
+    """Whether the state is EXACT, and the engine's own cache was the same at the newest attestation."""
 
 
 class Media(Struct, frozen=True, kw_only=True, gc=False):

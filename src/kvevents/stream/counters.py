@@ -48,6 +48,10 @@ class StreamCounters:
     digests_mismatched: int = 0
     """Heartbeats whose digest the consumer's state did not have, without a known cause: 0 unless something is broken. An
     explained mismatch, such as after a gap, is not counted; nor is the same mismatch at the next heartbeat."""
+    attestations_matched: int = 0
+    """Heartbeats whose attestation was that of the consumer's state."""
+    attestations_mismatched: int = 0
+    """Heartbeats whose attestation was not that of the consumer's state."""
 
     def copy(self) -> StreamCounters:
         """Return a copy that does not change any more."""

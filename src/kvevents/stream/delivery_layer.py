@@ -109,7 +109,7 @@ class DeliveryLayer(Generic[BatchT]):
             reasons = [reason for reason in DegradedReason if reason in self.degraded_reasons]
             return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(map(self._sentence, reasons)))
         if not self._is_unproven:
-            return Trust.EXACT
+            return Trust.ATTESTED if self._ledger.is_attested else Trust.EXACT
         if self._cross_check.last_live is not None and not self._checks.failed_comparisons:
             return Trust.REPLAYING.with_reason(_COMPARING)
         return Trust.DEGRADED.with_reason(DegradedReason.REPLAY_UNPROVEN.value)
@@ -149,7 +149,7 @@ class DeliveryLayer(Generic[BatchT]):
     # --- reports -----------------------------------------------------------------------------------------------------------
 
     def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
-        """Take what reading and applying a delivered batch has shown; of a decoded batch, only `digest_matches` is new.
+        """Take what reading and applying a delivered batch has shown; of a decoded batch, only the comparisons are new.
 
         Reports may come late and in any order. A clear or a matching digest ends the degraded reasons that are older than its
         batch and no newer ones. Take the deliveries afterwards: they may begin with a `Reset`.
@@ -163,6 +163,8 @@ class DeliveryLayer(Generic[BatchT]):
             self._compare_digest(seq, matches=report.digest_matches, live=not delivery.replayed)
             if report.digest_matches and not delivery.replayed:
                 self._cross_check.match_digest(seq)
+        if report.attestation_matches is not None and incarnation == self.incarnation:
+            self._compare_attestation(seq, matches=report.attestation_matches, live=not delivery.replayed)
 
     def _take_report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
         seq, heartbeat = delivery.seq, report.heartbeat
@@ -195,14 +197,24 @@ class DeliveryLayer(Generic[BatchT]):
     def _compare_digest(self, seq: int, *, matches: bool, live: bool) -> None:
         if matches:
             self.counters.digests_matched += 1
-            self._heartbeats.match_digest(seq, live=live)
+            self._heartbeats.digests.match(seq, live=live)
             self._ledger.match_digest(seq)
             return
         is_explained = self._ledger.explains(seq)
         if self._ledger.mismatch_digest(seq):
             self.counters.digests_mismatched += not is_explained
-            if self._heartbeats.allow_resync(seq) and self._can_replay:
+            if self._heartbeats.digests.allow_resync(seq) and self._can_replay:
                 self._restart_reason = f"the state after number {seq} does not have the publisher's digest"
+
+    def _compare_attestation(self, seq: int, *, matches: bool, live: bool) -> None:
+        if matches:
+            self.counters.attestations_matched += 1
+            self._heartbeats.attestations.match(seq, live=live)
+            self._ledger.match_attestation(seq)
+        elif self._ledger.mismatch_attestation(seq):
+            self.counters.attestations_mismatched += 1
+            if self._heartbeats.attestations.allow_resync(seq) and self._can_replay:
+                self._restart_reason = f"the state after number {seq} is not that of the engine's own cache"
 
     # --- deliveries --------------------------------------------------------------------------------------------------------
 

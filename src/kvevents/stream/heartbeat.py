@@ -11,6 +11,30 @@ from kvevents.stream.trust import Trust
 _STATES: Final = frozenset({"CONNECTING", "REPLAYING", "DEGRADED", "STALE"})
 
 
+class MismatchCounter:
+    """Counts heartbeats in a row that the delivered state differs from, so that a stream does not start over for ever."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self._max_in_a_row = max_in_a_row
+        self._up_to = -1
+        self._in_a_row = 0
+
+    def match(self, seq: int, *, live: bool) -> None:
+        """Record that the state after batch `seq` is the same.
+
+        A replayed match counts only if it is not before the last mismatch.
+        """
+        if live or seq >= self._up_to:
+            self._up_to = -1
+            self._in_a_row = 0
+
+    def allow_resync(self, seq: int) -> bool:
+        """Count a mismatch after batch `seq`. Return whether to fetch everything once more."""
+        self._up_to = max(seq, self._up_to)
+        self._in_a_row += 1
+        return self._in_a_row <= self._max_in_a_row
+
+
 class HeartbeatMonitor:
     """The heartbeats of one publisher. A publisher without heartbeats is trusted and never counts as silent.
 
@@ -21,8 +45,10 @@ class HeartbeatMonitor:
         self._limits = limits
         self._heartbeat: Heartbeat | None = None
         self._new_lives_in_a_row = 0
-        self._mismatch_up_to = -1
-        self._mismatches_in_a_row = 0
+        self.digests = MismatchCounter(limits.max_consecutive_resyncs)
+        """Whether heartbeats' digests are those of the delivered state."""
+        self.attestations = MismatchCounter(limits.max_consecutive_resyncs)
+        """Whether heartbeats' attestations are of the delivered state."""
         self.begin_life()
 
     def begin_life(self) -> None:
@@ -89,21 +115,6 @@ class HeartbeatMonitor:
         return f"silent: nothing was received for {self._limits.max_missed_heartbeats:g} times {interval}"
 
     # --- starting over
-
-    def match_digest(self, seq: int, *, live: bool) -> None:
-        """Record that the state after batch `seq` has the publisher's digest.
-
-        A replayed match counts only if it is not before the last mismatch.
-        """
-        if live or seq >= self._mismatch_up_to:
-            self._mismatch_up_to = -1
-            self._mismatches_in_a_row = 0
-
-    def allow_resync(self, seq: int) -> bool:
-        """Count a digest mismatch after batch `seq`. Return whether to fetch everything once more."""
-        self._mismatch_up_to = max(seq, self._mismatch_up_to)
-        self._mismatches_in_a_row += 1
-        return self._mismatches_in_a_row <= self._limits.max_consecutive_resyncs
 
     def allow_new_life(self) -> bool:
         """Count a heartbeat of another life. Return whether to start over once more; False if two lives alternate."""

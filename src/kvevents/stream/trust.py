@@ -19,15 +19,25 @@ class DegradedReason(enum.Enum):
     LOST = "batches are lost for good, or history is truncated"
     REJECTED = "a batch held events that could not be read"
     DIVERGED = "the delivered state does not have its publisher's digest"
+    UNATTESTED = "the delivered state is not that of the engine's own cache"
     SENDER = "its sender does not trust what it tells"
     SILENT = "the publisher has missed its heartbeats"
     REPLAY_UNPROVEN = "no live batch has confirmed yet what the replay endpoint says"
 
 
 REASONS_ENDED_BY_CLEAR: Final = frozenset(
-    {DegradedReason.IDENTITY, DegradedReason.LOST, DegradedReason.REJECTED, DegradedReason.DIVERGED}
+    {
+        DegradedReason.IDENTITY,
+        DegradedReason.LOST,
+        DegradedReason.REJECTED,
+        DegradedReason.DIVERGED,
+        DegradedReason.UNATTESTED,
+    }
 )
-"""Reasons that are about older events. AllBlocksCleared ends them, and so does a matching digest."""
+"""Reasons that are about older events. AllBlocksCleared ends them."""
+REASONS_ENDED_BY_DIGEST: Final = REASONS_ENDED_BY_CLEAR - {DegradedReason.UNATTESTED}
+"""Those of them that a matching digest ends. The digest is of the stream, an attestation of the engine: only an attestation
+that agrees ends `UNATTESTED`."""
 PERSISTENT_REASONS: Final = REASONS_ENDED_BY_CLEAR | {DegradedReason.REPLAY_UNCONFIRMED, DegradedReason.SENDER}
 """Reasons that a checkpoint stores: they are about delivered batches or their publisher. The others are about an endpoint and
 begin again in a later process."""
@@ -46,12 +56,17 @@ class Trust:
     name: str
     """CONNECTING, REPLAYING, EXACT, DEGRADED or STALE."""
     reason: str = field(default="", compare=False)
+    attested: bool = field(default=False, compare=False)
+    """Whether the state is EXACT, and the engine's own cache was the same at the newest attestation. Only a publisher inside
+    the engine sends attestations."""
 
     CONNECTING: ClassVar[Trust]
     """No connection yet."""
     REPLAYING: ClassVar[Trust]
     """Catching up, or verifying after a reconnect that the publisher is the same."""
     EXACT: ClassVar[Trust]
+    ATTESTED: ClassVar[Trust]
+    """EXACT and attested."""
     DEGRADED: ClassVar[Trust]
     """Following, but not exact; `reason` says why."""
     STALE: ClassVar[Trust]
@@ -60,10 +75,11 @@ class Trust:
 
     def with_reason(self, reason: str) -> Trust:
         """Return the same state with a reason."""
-        return Trust(self.name, reason)
+        return Trust(self.name, reason, self.attested)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.reason})" if self.reason else self.name
+        reason = self.reason or ("attested" if self.attested else "")
+        return f"{self.name} ({reason})" if reason else self.name
 
     def __repr__(self) -> str:
         return f"<Trust {self}>"
@@ -72,6 +88,7 @@ class Trust:
 Trust.CONNECTING = Trust("CONNECTING")
 Trust.REPLAYING = Trust("REPLAYING")
 Trust.EXACT = Trust("EXACT")
+Trust.ATTESTED = Trust("EXACT", attested=True)
 Trust.DEGRADED = Trust("DEGRADED")
 Trust.STALE = Trust("STALE")
 
@@ -82,6 +99,8 @@ def trust_order(name: str) -> int:
     """Return a number that orders the names of states, from STALE to EXACT; -1 for any other name."""
     return _ORDER.get(name, -1)
 
+
+_UNATTESTED: Final = frozenset({DegradedReason.UNATTESTED})
 
 MAX_MARKS: Final = 64
 """Affected numbers that a ledger stores for one reason: the newest ones. Of the others it stores only where they begin."""
@@ -145,7 +164,7 @@ class TrustLedger:
     def __init__(self, max_marks: int = MAX_MARKS) -> None:
         self._max_marks = max_marks
         self._marks: dict[DegradedReason, _Marks] = {}
-        self._cleared = self._matched = -1
+        self._cleared = self._matched = self._attested = self._unattested = -1
 
     def __bool__(self) -> bool:
         return bool(self._marks)
@@ -173,7 +192,7 @@ class TrustLedger:
     def clear(self, seq: int) -> None:
         """Record that batch `seq` clears everything: what affects only batches before it has ended."""
         self._cleared = max(seq, self._cleared)
-        self._end_before(seq)
+        self._end_before(REASONS_ENDED_BY_CLEAR, seq)
 
     def reject(self, seq: int) -> None:
         """Record that events of batch `seq` could not be read, unless a later clear or matching digest is known."""
@@ -183,7 +202,7 @@ class TrustLedger:
     def match_digest(self, seq: int) -> None:
         """Record that the state after batch `seq` is the publisher's: what affects earlier batches has ended."""
         self._matched = max(seq, self._matched)
-        self._end_before(seq)
+        self._end_before(REASONS_ENDED_BY_DIGEST, seq)
         rejected = self._marks.get(DegradedReason.REJECTED)
         if rejected is not None and rejected.last == seq:
             self.discard(DegradedReason.REJECTED)
@@ -195,9 +214,30 @@ class TrustLedger:
             self.add(DegradedReason.DIVERGED, seq)
         return matters
 
+    def match_attestation(self, seq: int) -> None:
+        """Record that the state after batch `seq` is that of the engine's own cache."""
+        self._attested = max(seq, self._attested)
+        self._end_before(_UNATTESTED, seq + 1)
+
+    def mismatch_attestation(self, seq: int) -> bool:
+        """Record that the state after batch `seq` is not that of the engine's own cache.
+
+        Return False if a later clear or match is known.
+        """
+        matters = seq >= self._cleared and seq > self._attested
+        if matters:
+            self._unattested = max(seq, self._unattested)
+            self.add(DegradedReason.UNATTESTED, seq)
+        return matters
+
+    @property
+    def is_attested(self) -> bool:
+        """Whether the state was that of the engine's own cache at the newest attestation of this life."""
+        return self._attested > self._unattested
+
     def explains(self, seq: int) -> bool:
         """Whether a reason is known why the state after batch `seq` might not be the publisher's."""
-        return any(reason in REASONS_ENDED_BY_CLEAR and marks.first <= seq for reason, marks in self._marks.items())
+        return any(reason in REASONS_ENDED_BY_DIGEST and marks.first <= seq for reason, marks in self._marks.items())
 
     def persistent(self) -> dict[DegradedReason, int]:
         """Return the reasons that a checkpoint stores, each with the last number that it affects."""
@@ -205,12 +245,12 @@ class TrustLedger:
 
     def begin_life(self) -> None:
         """Remove the reasons that are about events or heartbeats of the life that has ended."""
-        self._cleared = self._matched = -1
-        self._end_before(None)
+        self._cleared = self._matched = self._attested = self._unattested = -1
+        self._end_before(REASONS_ENDED_BY_CLEAR, None)
         self.discard(DegradedReason.SENDER)
         self.discard(DegradedReason.SILENT)
 
-    def _end_before(self, seq: int | None) -> None:
-        for reason in REASONS_ENDED_BY_CLEAR & self._marks.keys():
+    def _end_before(self, reasons: frozenset[DegradedReason], seq: int | None) -> None:
+        for reason in reasons & self._marks.keys():
             if seq is None or self._marks[reason].end(seq):
                 del self._marks[reason]

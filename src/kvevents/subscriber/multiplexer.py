@@ -91,7 +91,7 @@ class _StreamEntry:
         self.timer: float | None = None
         self.is_queued = False
         """Whether the stream waits for a free replay slot."""
-        self.reported_trust: tuple[str, str] = ("", "")
+        self.reported_trust: tuple[str, str, bool] = ("", "", False)
         """State and reason that `Multiplexer.trust_changes` returned last."""
 
     def mark_consumed(self) -> None:
@@ -242,7 +242,7 @@ class Multiplexer(Generic[BatchT]):
         found = []
         for entry in changed:
             trust = entry.trust
-            if entry.reported_trust != (current := (trust.name, trust.reason)):
+            if entry.reported_trust != (current := (trust.name, trust.reason, trust.attested)):
                 entry.reported_trust = current
                 found.append(((entry.stream.source.label, entry.stream.source.rank), trust))
         return found

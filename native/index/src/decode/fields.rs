@@ -325,6 +325,7 @@ fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {
         return None;
     }
     let (mut digest, mut every, mut trust, mut reason, mut incarnation) = (None, None, "EXACT", "", 0);
+    let mut attestation = None;
     for (name, raw) in pairs(raw).ok()? {
         let text = |longest: usize| text(raw).ok()?.filter(|text| text.chars().count() <= longest);
         match name {
@@ -345,6 +346,7 @@ fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {
             "trust" => trust = text(32)?,
             "reason" => reason = text(1_000)?,
             "incarnation" => incarnation = u64::try_from(integer(raw)?).ok()?,
+            "attestation" if head_of(raw) != 0xC0 => attestation = Some(u64::try_from(integer(raw)?).ok()?),
             _ => {}
         }
     }
@@ -354,5 +356,6 @@ fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {
         trust: trust.to_owned(),
         reason: reason.to_owned(),
         incarnation,
+        attestation,
     })
 }

@@ -35,6 +35,9 @@ pub struct Findings {
     /// Whether the stream had that digest when the batch was applied; None without a heartbeat, for a batch that was not applied, and where blocks
     /// that the memory limit has cost can be all that is missing.
     pub agrees: Option<bool>,
+    /// Whether the stream held then what the heartbeat's attestation says of the engine's cache; None as for `agrees`, and without an
+    /// attestation.
+    pub attested: Option<bool>,
 }
 
 /// What became of a delivery.
@@ -88,26 +91,39 @@ impl Index {
         self.scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_| {})
     }
 
-    /// Whether a stream has the digest of a heartbeat, as in `Findings`; None as well if the stream is unknown.
-    pub fn agrees(&self, source: &str, rank: i64, digest: &str) -> Option<bool> {
+    /// Compares a stream with the digest and the attestation of a heartbeat: `Findings::agrees` and `Findings::attested`, which are None as well
+    /// if the stream is unknown.
+    pub fn compare(&self, source: &str, rank: i64, digest: &str, attestation: Option<u64>) -> (Option<bool>, Option<bool>) {
         let is_limited = self.limits.memory.is_some();
-        self.stream(source, rank)?.lock().agrees(digest, is_limited)
+        let Some(stream) = self.stream(source, rank) else {
+            return (None, None);
+        };
+        let mut stream = stream.lock();
+        let agrees = stream.agrees(digest, is_limited);
+        (
+            agrees,
+            attestation.and_then(|attestation| stream.attest(attestation, is_limited)),
+        )
     }
 
     #[cold]
     fn decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> Applied {
         let read = normalise(payload, self.schema.limits());
         let is_limited = self.limits.memory.is_some();
-        let mut agrees = None;
+        let (mut agrees, mut attested) = (None, None);
         let mut compare = |stream: &mut Stream| {
-            let heartbeat = read.heartbeat.as_ref();
-            agrees = heartbeat.and_then(|beat| stream.agrees(&beat.digest, is_limited));
+            let Some(beat) = &read.heartbeat else { return };
+            agrees = stream.agrees(&beat.digest, is_limited);
+            attested = beat
+                .attestation
+                .and_then(|attestation| stream.attest(attestation, is_limited));
         };
         let outcome = self.scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
         let found = Findings {
             heartbeat: read.heartbeat,
             rejected: read.rejected,
             agrees,
+            attested,
         };
         Applied {
             outcome: outcome.expect("normalised events are what the scanner reads"),

@@ -31,6 +31,8 @@ pub struct Info {
     pub orphans: usize,
     /// Copies beyond the first.
     pub copies: usize,
+    /// Whether it held what the engine does at the last attestation of this life; None before the first.
+    pub attested: Option<bool>,
     /// Tokens per block, as its present incarnation has announced them.
     pub sizes: Vec<u32>,
     /// Blocks by tier; a block counts on each that holds it.
@@ -92,6 +94,7 @@ impl Index {
             last: stream.last,
             orphans: stream.waiting.len(),
             copies: stream.copies(),
+            attested: stream.attested,
             sizes: stream.sizes(),
             tiers: self.tiers(&stream),
             counters: stream.counters.clone(),

@@ -16,6 +16,7 @@ use super::answers::{Match, counters};
 use super::arguments::{Named, Pieces, Tokens, keys_of, scheme_of, scope_of, tokens_of, wire_limits_of};
 use super::refusals::{damaged, of_parent};
 use super::turns::{Signals, Turns};
+use kvevents_index::decode::Heartbeat;
 use kvevents_index::fork::ProcessOwned;
 use kvevents_index::index::{Applied, Held, Index, Info, Matches, Outcome, Scope};
 use kvevents_index::limits::Limits;
@@ -185,14 +186,27 @@ impl NativeIndex {
         });
         let rejected: Vec<_> = rejected.collect();
         let heartbeat = findings.heartbeat.as_ref();
-        let heartbeat = heartbeat.map(|beat| (&beat.digest, beat.every, &beat.trust, &beat.reason, beat.incarnation));
-        let found = (told, rejected, heartbeat, findings.agrees);
+        let found = (
+            told,
+            rejected,
+            heartbeat.map(plain_heartbeat),
+            findings.agrees,
+            findings.attested,
+        );
         Ok(slf.call_method1(pyo3::intern!(py, "_found"), found)?.unbind())
     }
 
     fn now(slf: &Bound<'_, Self>) -> PyResult<f64> {
         slf.call_method0(pyo3::intern!(slf.py(), "_now"))?.extract()
     }
+}
+
+/// The fields of `kvevents.events.Heartbeat`.
+pub(super) fn plain_heartbeat(beat: &Heartbeat) -> (&str, f64, &str, &str, u64, Option<u64>) {
+    let Heartbeat {
+        digest, trust, reason, ..
+    } = beat;
+    (digest, beat.every, trust, reason, beat.incarnation, beat.attestation)
 }
 
 /// What it takes to make Python's objects of what came of a batch.
@@ -329,10 +343,17 @@ impl NativeIndex {
         odd.into_iter().map(told).collect()
     }
 
-    /// Whether a stream has the digest of a heartbeat; None if that is unknown, or if the stream is unknown.
-    fn _agrees(&self, py: Python<'_>, source: &str, rank: i64, digest: &str) -> PyResult<Option<bool>> {
+    /// Whether a stream has the digest of a heartbeat, and what its attestation says; each None if that is unknown, or if the stream is unknown.
+    fn _compare(
+        &self,
+        py: Python<'_>,
+        source: &str,
+        rank: i64,
+        digest: &str,
+        attestation: Option<u64>,
+    ) -> PyResult<(Option<bool>, Option<bool>)> {
         let index = self.index(py)?;
-        Ok(py.detach(|| index.agrees(source, rank, digest)))
+        Ok(py.detach(|| index.compare(source, rank, digest, attestation)))
     }
 
     fn _gap(&self, py: Python<'_>, source: &str, rank: i64, incarnation: i64, last: i64) -> PyResult<Py<PyAny>> {
@@ -564,6 +585,7 @@ fn plain(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
     plain.set_item("last_seq", info.last)?;
     plain.set_item("orphans", info.orphans)?;
     plain.set_item("copies", info.copies)?;
+    plain.set_item("attested", info.attested)?;
     plain.set_item("block_sizes", info.sizes)?;
     plain.set_item("tiers", info.tiers)?;
     Ok(plain)

@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::arguments::wire_limits_of;
+use super::index::plain_heartbeat;
 use kvevents_index::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::scan::{self, Described, Kind, OwnedExtra, OwnedId, Schema};
 
@@ -194,8 +195,7 @@ fn removed_of(plain: &Bound<'_, PyDict>, event: &BlockRemoved) -> PyResult<()> {
     plain.set_item("group_idx", event.group_idx)?;
     plain.set_item("locality", &event.locality)?;
     plain.set_item("ownership", &event.ownership)?;
-    let heartbeat = event.heartbeat.as_ref();
-    let heartbeat = heartbeat.map(|beat| (&beat.digest, beat.every, &beat.trust, &beat.reason, beat.incarnation));
+    let heartbeat = event.heartbeat.as_ref().map(plain_heartbeat);
     plain.set_item("heartbeat", heartbeat)?;
     rest_of(plain, &event.unrecognised)
 }

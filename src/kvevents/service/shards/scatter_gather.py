@@ -105,7 +105,8 @@ class RemoteMember(Member):
         """Store the newest description."""
         self.told = told
         self.is_hidden = told.is_hidden
-        self.trusts(told.view.trust.state, told.view.trust.reason, told.view.trust.reason_codes, now)
+        trust = told.view.trust
+        self.set_trust(Trust(trust.state, trust.reason, trust.attested), trust.reason_codes, now)
 
     def admits(self, scope: Scope) -> bool:
         """As in `Member`. The salt is not known here, only its digest."""
