@@ -8,7 +8,7 @@ TESTS_STAMP := $(VENV)/.ready-tests
 BENCH_STAMP := $(VENV)/.ready-bench
 
 # The native module, built in place. Cargo rebuilds only what changed; without a change it is not even asked.
-NATIVE := src/kvevents/_native.abi3.so
+NATIVE := native/python/kvevents_native/_native.abi3.so
 NATIVE_SOURCES := native/Cargo.lock $(shell find native -path native/target -prune -o -name Cargo.toml -print -o -path '*/src/*.rs' -print)
 CARGO_FLAGS := --locked --manifest-path native/Cargo.toml
 PROPTEST_CASES ?= 20000
@@ -121,16 +121,18 @@ sanitize: $(STAMP) model  ## All native code, from Rust and from Python, under A
 	  RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer --cfg thread_sanitizer" \
 	  cargo test $(CARGO_FLAGS) --package kvevents-index --lib --tests --target $$host --target-dir native/target/threads
 
-dist: $(NATIVE)  ## The sdist, and a wheel built from it
+dist: $(STAMP)  ## Wheels and source distributions of kvevents (any platform) and kvevents-native (this platform), in dist/
 	rm -rf dist
-	$(BIN)/maturin build --release --sdist --out dist
+	$(BIN)/python -m hatchling build -d dist
+	cd native/python && $(abspath $(BIN))/maturin build --release --sdist --out ../../dist
 
 $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 	touch $(VENV)/.building  # its age is that of the sources it was begun with: an edit meanwhile is not lost
-	env -u CONDA_PREFIX VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --release --skip-install --features python,testing
+	cd native/python && env -u CONDA_PREFIX VIRTUAL_ENV=$(abspath $(VENV)) $(abspath $(BIN))/maturin develop --quiet --release --skip-install \
+	  --features python,testing
 	touch -r $(VENV)/.building $(NATIVE)
 
-$(STAMP): pyproject.toml tools/setup tools/constraints.txt
+$(STAMP): pyproject.toml native/python/pyproject.toml tools/setup tools/constraints.txt
 	PYTHON=$(PYTHON) tools/setup
 	touch $(STAMP)
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
+
+from kvevents.errors import MissingDependencyError
+from kvevents.native_module import require_native
 
 FRAMES: Final = 3
 """Frames of a message: topic, number, payload."""
 
 
 class LibzmqIO(Protocol):
-    """`_native.Libzmq`. A socket is given as pyzmq's `Socket.underlying`; it must be open, and used by no other thread."""
+    """The native `Libzmq`. A socket is given as pyzmq's `Socket.underlying`; it must be open, and used by no other thread."""
 
     def send(self, socket: int, topic: bytes, batches: Sequence[tuple[int, bytes]]) -> int:
         """Send messages of a topic, a number and a payload. Return the number of frames sent, up to the first refused one."""
@@ -39,9 +42,9 @@ class LibzmqIO(Protocol):
 def libzmq_io() -> LibzmqIO | None:
     """Return the native implementation; None without it, or if pyzmq has another backend or an unsupported libzmq."""
     try:
-        native: Any = importlib.import_module("kvevents._native")
+        native = require_native("message transfer in one call")
         backend = importlib.import_module("zmq.backend.cython._zmq")
         found: LibzmqIO = native.Libzmq(backend.__file__)
-    except (ImportError, AttributeError, OSError):
+    except (MissingDependencyError, ImportError, AttributeError, OSError):
         return None
     return found

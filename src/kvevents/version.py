@@ -1,11 +1,14 @@
 """The installed version of kvevents."""
 
 import importlib.metadata
+from typing import Final
+
+UNKNOWN_VERSION: Final = "unknown"
 
 
 def version() -> str:
-    """Return the version of the installed package; `unknown` in a source tree that is not installed."""
+    """Return the version of the installed package; `UNKNOWN_VERSION` in a source tree that is not installed."""
     try:
         return importlib.metadata.version("kvevents")
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return UNKNOWN_VERSION

@@ -18,10 +18,10 @@ ROOT = Path(kvevents.__file__).parent
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("events", "endpoints", "version", "backoff", "prometheus", "structs", "weights", "settings", "zmq_context"),
+    ("native_module",),
     ("wire", "security"),
     ("config",),
     ("stream",),
-    ("_native",),
     ("libzmq_io",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
     ("recording_streams", "routing"),
@@ -164,7 +164,7 @@ def test_few_modules_need_the_native_module() -> None:
         for module in MODULES
         if part_of(module) != "index" and module not in NATIVE
         for name in imports_of(module)
-        if name.startswith("kvevents._native")
+        if name.startswith("kvevents_native")
     ] == []
 
 

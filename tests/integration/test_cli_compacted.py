@@ -19,7 +19,7 @@ from kvevents.export import export
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Gap
 
-pytest.importorskip("kvevents._native", reason="publishers compact by the native module")
+pytest.importorskip("kvevents_native._native", reason="publishers compact by the native module")
 
 PUBLISHED = 60
 KEPT = 10

@@ -187,7 +187,7 @@ def test_text_and_a_tokenizer(fleet: Served, tmp_path: Path) -> None:
 def test_text_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     sentence = told(capsys, "query", "--text", "w1", "--tokenizer", tmp_path / "tokenizer.json")
-    assert "pip install 'kvevents[tokenizer]'" in sentence
+    assert "pip install 'kvevents[service]'" in sentence
 
 
 def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

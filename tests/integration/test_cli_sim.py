@@ -355,11 +355,12 @@ def test_other_commands_do_not_load_the_simulation() -> None:
 
 def test_without_the_index_its_absence_is_told() -> None:
     code = (
-        "import sys; sys.modules['kvevents._native'] = None\nfrom kvevents.cli import main\nsys.exit(main(['sim', 'compare']))"
+        "import sys; sys.modules['kvevents_native._native'] = None\n"
+        "from kvevents.cli import main\nsys.exit(main(['sim', 'compare']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "kvevents.index needs the compiled module" in done.stderr
+    assert "kvevents.index needs the package kvevents-native" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1119,7 +1119,7 @@ def test_unknown_workers_are_told(index: PrefixIndex) -> None:
 
 def test_without_the_native_module_the_package_works_and_the_index_says_what_is_missing() -> None:
     script = (
-        "import sys; sys.modules['kvevents._native'] = None\n"
+        "import sys; sys.modules['kvevents_native._native'] = None\n"
         "import kvevents, kvevents.compat.vllm\n"
         "from kvevents.errors import MissingDependencyError\n"
         "try:\n    import kvevents.index\n"

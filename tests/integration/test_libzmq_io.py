@@ -178,7 +178,7 @@ def test_only_a_loaded_libzmq_is_used() -> None:
     """A file that is not loaded, or has no libzmq, raises an error with the reason; then pyzmq does everything."""
     code = """
 import ctypes, sys
-from kvevents import _native
+from kvevents_native import _native
 for name, loads in (("/nowhere/at/all.so", False), (_native.__file__, True)):
     try:
         _native.Libzmq(name)

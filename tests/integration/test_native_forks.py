@@ -13,10 +13,10 @@ from io import BytesIO
 import pytest
 
 from index_cases import Feed, removal, store, tokens_of
-from kvevents import _native
 from kvevents.errors import ForkedError
 from kvevents.index import PrefixIndex
 from kvevents.wire import DEFAULT_WIRE_LIMITS
+from kvevents_native import _native
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),

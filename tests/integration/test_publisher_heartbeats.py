@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -157,10 +157,6 @@ def test_the_factory_passes_it_on() -> None:
 
 def test_they_need_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to do."""
-
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(MissingDependencyError, match="heartbeat needs the compiled module"):
+    monkeypatch.setitem(sys.modules, "kvevents_native._native", None)
+    with pytest.raises(MissingDependencyError, match="needs the package kvevents-native"):
         ZmqEventPublisher(0, ANY, heartbeat=1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -283,12 +283,8 @@ def test_settings_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
         KVEventsConfig(snapshot_endpoint="here")
     with serving() as publisher, pytest.raises(EndpointError, match="snapshot socket"):
         ZmqEventPublisher(0, ANY, ANY, snapshot_endpoint=publisher.snapshot_endpoint)
-
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(MissingDependencyError, match="snapshot_endpoint needs the compiled module"):
+    monkeypatch.setitem(sys.modules, "kvevents_native._native", None)
+    with pytest.raises(MissingDependencyError, match="snapshot_endpoint needs the package kvevents-native"):
         ZmqEventPublisher(0, ANY, snapshot_endpoint=ANY)
 
 

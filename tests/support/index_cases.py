@@ -11,11 +11,11 @@ from xxhash import xxh3_64_intdigest as xxh3
 
 from index_keys import Scope, Worker, item_hash, local_hash, rolling, salt_term, seed_of
 from index_model import Oracle
-from kvevents import _native
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex
 from kvevents.stream import Batch, Gap, Reset
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Dialect, dialects, encode_batch
+from kvevents_native import _native
 
 T = TypeVar("T")
 

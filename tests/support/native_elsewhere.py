@@ -7,9 +7,9 @@ import sys
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 
-import kvevents
+import kvevents_native
 
-NAME = "kvevents._native"
+NAME = "kvevents_native._native"
 
 
 def load(path: str) -> None:
@@ -19,7 +19,7 @@ def load(path: str) -> None:
     assert spec.loader is not None
     sys.modules[NAME] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    vars(kvevents)["_native"] = module
+    vars(kvevents_native)["_native"] = module
 
 
 load(os.environ["KVEVENTS_NATIVE"])

@@ -1,28 +1,31 @@
-"""What is shipped: one wheel for every Python, a source distribution that builds it, and what runs without native code."""
+"""What is shipped: a pure and a native wheel, their source distributions, and what runs without native code."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import zmq
 
 import paths
 
 ROOT = paths.ROOT
+NATIVE = ROOT / "native" / "python"
 WITHOUT_NATIVE = """
 import importlib, pkgutil, sys
-sys.modules["kvevents._native"] = None  # as if it had not been built
+sys.modules["kvevents_native._native"] = None  # as if it had not been built
 import kvevents
 from kvevents.testing import FakeTransport
 
 PARTS = (
-    "_native",
     "index",
     "export",
     "plane",
@@ -37,9 +40,9 @@ PARTS = (
     "cli.serve",
     "cli.sim.",
 )
-NATIVE = tuple(f"kvevents.{part}" for part in PARTS)
+USERS = tuple(f"kvevents.{part}" for part in PARTS)
 for module in pkgutil.walk_packages(kvevents.__path__, "kvevents."):
-    if not module.name.startswith(NATIVE) and not module.name.endswith("__main__"):
+    if not module.name.startswith(USERS) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 
 transport = FakeTransport()
@@ -54,11 +57,11 @@ print("works")
 """
 
 
-def run(*arguments: str | Path) -> str:
+def run(*arguments: str | Path, cwd: Path = ROOT) -> str:
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
     environment.pop("CONDA_PREFIX", None)  # maturin takes either
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=100
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd, env=environment, timeout=100
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -66,44 +69,120 @@ def run(*arguments: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built like the one that is installed here, features of tests included, so Cargo has nothing left to compile."""
+    """The wheel of `kvevents`, made from its source distribution, as pip would make it."""
     folder = tmp_path_factory.mktemp("wheel")
+    run("-m", "hatchling", "build", "-t", "sdist", "-d", folder)
+    (archive,) = folder.iterdir()
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=folder / archive.name.removesuffix(".tar.gz"))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def native_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built like the module that is installed here, features of tests included, so Cargo has nothing left to compile."""
+    folder = tmp_path_factory.mktemp("native")
     options = ("--release", "--offline", "--auditwheel=skip", f"--interpreter={sys.executable}", "--features=python,testing")
-    run("-m", "maturin", "build", *options, "--out", folder)
+    run("-m", "maturin", "build", *options, "--out", folder, cwd=NATIVE)
     (built,) = folder.iterdir()
     return built
 
 
-def test_one_wheel_serves_every_python_from_3_11(wheel: Path) -> None:
-    assert "-cp311-abi3-" in wheel.name
+def contents(wheel: Path) -> tuple[set[str], Message]:
+    """The names of the files and the metadata."""
     with zipfile.ZipFile(wheel) as files:
         names = files.namelist()
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        metadata = Parser().parsestr(files.read(about).decode())
-    assert "kvevents/_native.abi3.so" in names
-    assert "kvevents/py.typed" in names
-    assert f"{Path(about).parent}/licenses/LICENSE" in names
+        assert f"{Path(about).parent}/licenses/LICENSE" in names
+        return set(names), Parser().parsestr(files.read(about).decode())
+
+
+def shipped(names: set[str]) -> set[str]:
+    return {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+
+
+def sources(folder: Path) -> set[str]:
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {path.as_posix() for path in files if "__pycache__" not in path.parts}
+
+
+def test_the_wheel_is_pure_and_needs_two_packages(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names, metadata = contents(wheel)
+    assert shipped(names) == sources(ROOT / "src")
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
+    required = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert {line.partition(">")[0] for line in required} == {"msgspec", "pyzmq"}
 
 
-def test_a_wheel_holds_both_packages_whole_and_nothing_else(wheel: Path) -> None:
-    """The library, and the entry point of its program."""
-    with zipfile.ZipFile(wheel) as files:
-        shipped = {name for name in files.namelist() if not name.split("/")[0].endswith(".dist-info")}
-    files_here = (path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*") if path.is_file())
-    assert shipped == {path.as_posix() for path in files_here if "__pycache__" not in path.parts}
+def test_the_native_wheel_serves_every_python_from_3_11(native_wheel: Path) -> None:
+    assert "-cp311-abi3-" in native_wheel.name
+    names, metadata = contents(native_wheel)
+    assert shipped(names) == {f"kvevents_native/{name}" for name in sources(NATIVE / "kvevents_native")}
+    assert "kvevents_native/_native.abi3.so" in names
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("Requires-Dist") is None
 
 
-def test_a_source_distribution_can_build_the_native_module(tmp_path: Path) -> None:
-    run("-m", "maturin", "sdist", "--out", tmp_path)
+def test_extras_require_the_native_wheel_of_the_same_version(wheel: Path, native_wheel: Path) -> None:
+    (_, metadata), (_, native) = contents(wheel), contents(native_wheel)
+    assert metadata["Version"] == native["Version"]
+    pinned = [line for line in metadata.get_all("Requires-Dist", []) if line.startswith("kvevents-native")]
+    assert pinned
+    assert all(line.startswith(f"kvevents-native=={native['Version']};") for line in pinned)
+    assert {line.split("'")[1] for line in pinned} == {"all", "export", "native", "plane", "service", "sim"}
+
+
+def test_the_source_distribution_of_the_native_package_is_whole(tmp_path: Path) -> None:
+    run("-m", "maturin", "sdist", "--out", tmp_path, cwd=NATIVE)
     (archive,) = tmp_path.iterdir()
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
-    native = {path.relative_to(ROOT).as_posix() for path in (ROOT / "native").rglob("src/**/*.rs")}
-    wanted = {"LICENSE", "README.md", "pyproject.toml", "native/Cargo.toml", "native/Cargo.lock", "src/kvevents/py.typed"}
-    assert native | wanted <= names
+    wanted = {path.relative_to(ROOT / "native").as_posix() for path in (ROOT / "native").rglob("src/**/*.rs")}
+    assert {name for name in wanted if not any(each.endswith(name) for each in names)} == set()
+    assert any(name.endswith("Cargo.lock") for name in names)
     assert not [name for name in names if name.endswith(".so") or "target/" in name]
+
+
+PUBLISH_AND_SUBSCRIBE = """
+import importlib.util, sys
+assert importlib.util.find_spec("kvevents_native") is None
+import kvevents
+publisher = kvevents.ZmqEventPublisher(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
+publisher.publish(kvevents.KVEventBatch(0.0, [kvevents.BlockRemoved([1])]))
+source = kvevents.Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+with kvevents.Subscriber(source) as subscriber:
+    batch = subscriber.receive(timeout=20)
+publisher.shutdown()
+assert batch.events[0].block_hashes == [1] and batch.replayed, batch
+print(kvevents.__file__)
+"""
+
+
+def test_the_pure_wheel_alone_publishes_replays_and_subscribes(wheel: Path, tmp_path: Path) -> None:
+    """It is unpacked beside its two dependencies, out of the checkout's reach, with neither Rust nor the native package."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)  # noqa: S202 - our own wheel; ruff takes it for a tar archive
+    for name in ("msgspec", "zmq"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        (packages / name).symlink_to(Path(spec.origin).parent)
+    for libraries in Path(zmq.__file__).parent.parent.glob("pyzmq.libs"):
+        (packages / libraries.name).symlink_to(libraries)
+    script = tmp_path / "publish_and_subscribe.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(packages)!r})\n{PUBLISH_AND_SUBSCRIBE}")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", script], capture_output=True, text=True, check=False, cwd=tmp_path, env={}, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(packages)
 
 
 def test_everything_but_the_index_and_what_needs_it_works_without_the_native_module() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from index_cases import blocks_of, namespace, store
 from index_keys import Scope, prompt_keys, prompt_locals
-from kvevents import _native
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.index import (
     MultiModal,
@@ -28,6 +27,7 @@ from kvevents.index import (
 )
 from kvevents.weights import TIERS
 from kvevents.wire import encode_batch
+from kvevents_native import _native
 from wire_cases import DATA
 
 VECTORS: list[dict[str, Any]] = json.loads((DATA / "block-keys.json").read_text())

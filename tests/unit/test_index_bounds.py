@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from index_cases import Feed, answer, cleared, removal, store, tokens_of, waiting_of
-from kvevents._native import Compactor, turns
 from kvevents.errors import DamagedIndexError
 from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
 from kvevents.index import IndexLimits, Namespace, PrefixIndex, block_keys
 from kvevents.stream import RawBatch, Reset
 from kvevents.wire import DEFAULT_WIRE_LIMITS, encode_batch
+from kvevents_native._native import Compactor, turns
 
 CPU_SECONDS = 1.0
 """More than the payloads below take on a slow machine; before they were bounded they took seconds to hours."""

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from decode_cases import BAD_EVENTS
 from index_cases import scanned
-from kvevents import _native
 from kvevents.events import BlockRemoved, BlockStored, KVEvent
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batch, dialects, encode_batch
 from kvevents.wire.canonical import encode_canonical
 from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+from kvevents_native import _native
 from scan_cases import MUTATIONS, NUMBERS, loose_clears, loose_removals, loose_stores, mutated
 from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
 

@@ -103,7 +103,7 @@ fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Optio
     Some((PyBytes::new(py, &rest), PyBytes::new(py, keys::bytes_of(&tokens))))
 }
 
-/// `kvevents._native`.
+/// `kvevents_native._native`.
 #[pymodule(gil_used = true)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<NativeIndex>()?;
@@ -129,5 +129,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add_function(wrap_pyfunction!(testing::turns, module)?)?;
     }
     module.add("TIERS", placements::TIERS)?;
+    module.add("VERSION", env!("CARGO_PKG_VERSION"))?;
     module.add("SCRATCH_BYTES_PER_PAYLOAD_BYTE", scan::SCRATCH_BYTES_PER_PAYLOAD_BYTE)
 }

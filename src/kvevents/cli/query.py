@@ -158,7 +158,7 @@ def _encode(text: str, file: Path, *, special: bool) -> list[int]:
     try:
         from tokenizers import Tokenizer  # noqa: PLC0415 - only for text
     except ImportError as error:
-        raise MissingDependencyError("text needs the package tokenizers: pip install 'kvevents[tokenizer]'") from error
+        raise MissingDependencyError("text needs the package tokenizers: pip install 'kvevents[service]'") from error
     try:
         tokenizer: Any = Tokenizer.from_file(str(file))
         # Tokenizer files have truncation and padding for training, which a prompt must not get.

@@ -7,20 +7,13 @@
         index.apply(delivery)
     best = index.match(token_ids).best
 
-Needs the compiled module `kvevents._native`, which every wheel has, and raises `MissingDependencyError` without it.
+Needs the package `kvevents-native`, which the extra `native` installs, and raises `MissingDependencyError` without it.
 """
 
-try:
-    import kvevents._native  # noqa: F401 - imported here to raise one readable error if it is missing
-except ImportError as error:
-    from kvevents.errors import MissingDependencyError
+from kvevents.native_module import require_native
 
-    raise MissingDependencyError(
-        "kvevents.index needs the compiled module kvevents._native, which is missing or does not fit this Python: install a "
-        "wheel of kvevents, or build one with a Rust toolchain (pip install .)"
-    ) from error
+require_native("kvevents.index")
 
-from kvevents._native import Match, WorkerMatch
 from kvevents.index.data_types import Applied, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.namespace import (
     MultiModal,
@@ -34,6 +27,7 @@ from kvevents.index.namespace import (
     tier_of,
 )
 from kvevents.index.prefix_index import MAX_PAYLOAD_EXPANSION, PrefixIndex
+from kvevents_native._native import Match, WorkerMatch
 
 __all__ = [
     "MAX_PAYLOAD_EXPANSION",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvevents import _native
 from kvevents.events import BlockStored
 from kvevents.wire.canonical import encode_canonical
+from kvevents_native import _native
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, BinaryIO, Final, Self, TypeAlias
 
-from kvevents import _native
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.events import Heartbeat
 from kvevents.index.data_types import Applied, Block, IndexLimits, IndexStats, WorkerInfo
@@ -19,6 +18,7 @@ from kvevents.index.snapshot_file import merge_snapshot, read_snapshot, write_sn
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected
 from kvevents.wire.canonical import encode_canonical
+from kvevents_native import _native
 
 Worker: TypeAlias = tuple[str, int] | str
 """Source and rank, or the source alone for rank 0."""

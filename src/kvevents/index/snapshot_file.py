@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO, Final, TypeAlias, cast
 
-from kvevents._native import NativeIndex
 from kvevents.errors import SnapshotError, UsageError
+from kvevents_native._native import NativeIndex
 
 File: TypeAlias = str | os.PathLike[str] | BinaryIO
 Workers: TypeAlias = list[tuple[str, int]]

@@ -10,7 +10,6 @@ to this one, and only the heartbeat of the last part has the trust EXACT. A cons
 
 from __future__ import annotations
 
-import importlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple
@@ -19,8 +18,8 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 import msgspec
 
 from kvevents.config import MAX_HEARTBEAT
-from kvevents.errors import MissingDependencyError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.native_module import find_native, require_native
 from kvevents.stream import RawBatch
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
 from kvevents.wire.canonical import encode_canonical
@@ -73,11 +72,8 @@ class Compactor:
     @classmethod
     def create(cls) -> Compactor | None:
         """Return an empty compactor, or None if the native module is not installed."""
-        try:
-            native = importlib.import_module("kvevents._native")
-        except ImportError:
-            return None
-        return cls(native.Compactor(_NATIVE_LIMITS))
+        native = find_native()
+        return None if native is None else cls(native.Compactor(_NATIVE_LIMITS))
 
     def append(self, payload: bytes) -> None:
         """Apply the next payload, as it was sent."""
@@ -172,12 +168,7 @@ class DigestTracker:
     @classmethod
     def create(cls) -> DigestTracker:
         """Return a tracker of a stream without batches. Raises `MissingDependencyError` without the native module."""
-        try:
-            native = importlib.import_module("kvevents._native")
-        except ImportError as error:
-            raise MissingDependencyError(
-                "heartbeat needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
-            ) from error
+        native = require_native("the digest of a stream")
         # An index that drops the report of a payload, such as the publisher's own heartbeats.
         index: Any = type("DigestIndex", (native.NativeIndex,), {"_found": lambda _self, outcome, *_found: outcome})
         return cls(index(_NATIVE_LIMITS, None, _INDEX_LIMITS, _OUTCOMES))

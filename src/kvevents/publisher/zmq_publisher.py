@@ -24,8 +24,9 @@ import zmq
 
 from kvevents.config import KVEventsConfig, check_heartbeat, resolve_dialect
 from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, split_tcp
-from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, KVEventBatch
+from kvevents.native_module import require_native
 from kvevents.publisher import base
 from kvevents.publisher.compaction import Compactor, DigestTracker, Encode, SequencedPayload
 from kvevents.publisher.event_server import EventServer
@@ -166,10 +167,7 @@ class ZmqEventPublisher(QueuedPublisher):
             return ReplayBuffer(0 if self._replay_endpoint is None else steps, settings=settings)
         compactor = Compactor.create()
         if compactor is None and (compact or has_snapshots):
-            setting = "snapshot_endpoint" if has_snapshots else "compact=True"
-            raise MissingDependencyError(
-                f"{setting} needs the compiled module kvevents._native; install a wheel of kvevents, or leave the setting out"
-            )
+            require_native("snapshot_endpoint" if has_snapshots else "compact=True")
         # At least the newest batch is kept: a consumer recognises this publisher by it after a reconnect.
         steps = steps if compactor is None else max(steps, 1)
         return ReplayBuffer(steps, compactor, batch_encoder(self._dialect), settings=settings)

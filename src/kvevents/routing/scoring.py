@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import kvevents.index  # noqa: F401 - raises a readable error if the compiled module is missing
-from kvevents import _native
-from kvevents._native import Scorer, Ties
 from kvevents.routing.policy_types import Candidate
+from kvevents_native import _native
+from kvevents_native._native import Scorer, Ties
 
 __all__ = ["EQUAL", "TIES", "Scorer", "Ties", "break_tie", "nearest"]
 

@@ -20,11 +20,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from kvevents import _native
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.registration import Scope
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer
+from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
 """Time for clients to read the last responses after the control plane stopped."""

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents import _native
 from kvevents.routing import Ties, Worker
 from kvevents.service.errors import ConflictError, ServiceError
 from kvevents.service.fleet import Fleet
@@ -21,6 +20,7 @@ from kvevents.service.registration import Scope
 from kvevents.service.schemas import Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.shards.scatter_gather import ScatterGather
 from kvevents.weights import TIERS, distance_of
+from kvevents_native import _native
 
 MAX_REMEMBERED: Final = 256
 """Most scopes in the cache. Clients can name any LoRA and salt."""

@@ -23,7 +23,7 @@ const BRIEF: usize = 32 << 10;
 const COPIES_PER_NUMBER: usize = 128;
 
 /// Folds the payloads of one stream into what is still live.
-#[pyclass(frozen, module = "kvevents._native")]
+#[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Compactor {
     /// Poisoned by a panic, which may leave it changed by half.
     shared: ProcessOwned<Mutex<SharedState>>,

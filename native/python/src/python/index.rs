@@ -85,7 +85,7 @@ fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<
 }
 
 /// The native part of `kvevents.index.PrefixIndex`.
-#[pyclass(subclass, frozen, module = "kvevents._native")]
+#[pyclass(subclass, frozen, module = "kvevents_native._native")]
 pub(super) struct NativeIndex {
     index: ProcessOwned<Arc<Index>>,
     applied: Py<PyAny>,

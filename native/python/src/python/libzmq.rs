@@ -32,7 +32,7 @@ type Size = unsafe extern "C" fn(*const Message) -> usize;
 type Errno = unsafe extern "C" fn() -> c_int;
 
 /// Calls many functions of libzmq at a time. A socket is given as the address that pyzmq calls `underlying`.
-#[pyclass(frozen, module = "kvevents._native")]
+#[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Libzmq {
     send: Send,
     init: OnMessage,

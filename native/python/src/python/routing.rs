@@ -8,7 +8,7 @@ use kvevents_server::score::{self, Candidate, LoadWeights, TierWeights};
 use kvevents_server::{MAX_TURNS, Tie};
 
 /// The score of workers, by what tiers and loads are worth.
-#[pyclass(frozen, module = "kvevents._native")]
+#[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Scorer {
     tiers: Vec<Py<PyString>>,
     weights: TierWeights,

@@ -30,7 +30,7 @@ fn copied(descriptor: RawFd) -> PyResult<OwnedFd> {
 }
 
 /// The native HTTP server.
-#[pyclass(frozen, module = "kvevents._native")]
+#[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct DataPlane {
     server: Server,
 }

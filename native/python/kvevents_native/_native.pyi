@@ -10,6 +10,8 @@ from kvevents.index.namespace import Namespace
 from kvevents.stream import RawBatch
 
 SCRATCH_BYTES_PER_PAYLOAD_BYTE: int
+VERSION: str
+"""Version of the package `kvevents-native`."""
 TIERS: list[str]
 
 class WorkerMatch:
