@@ -172,9 +172,9 @@ async def _replica(url: str) -> None:
         await asyncio.sleep(LOOK)
     took = time.monotonic() - began
     say({"took": took, "fault": found.fault})
-    assert found.generation is not None
-    digests = {f"{source} {rank}": digest for source, rank, digest in all_digests(found.generation.index)}
-    say({"digests": digests, "begun": f"snapshots of {len(found.generation.began_with)} partitions"})
+    assert found.build is not None
+    digests = {f"{source} {rank}": digest for source, rank, digest in all_digests(found.build.index)}
+    say({"digests": digests, "begun": f"snapshots of {len(found.build.loaded_snapshots)} partitions"})
 
 
 def all_digests(index: Any) -> list[tuple[str, int, str]]:

@@ -83,7 +83,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_heartbeat(self.heartbeat)
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it is a number of batches and cannot be negative")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 batches")
         _check_endpoint("endpoint", self.endpoint)
         for name in ("replay_endpoint", "snapshot_endpoint"):
             if (endpoint := getattr(self, name)) is not None:

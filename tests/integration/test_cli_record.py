@@ -101,7 +101,7 @@ def test_a_folder_that_is_missing_is_told_before_the_wait(tmp_path: Path) -> Non
     with refusing() as nowhere:
         refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
     assert refused.code == 1
-    assert "there is no directory" in refused.err
+    assert "does not exist" in refused.err
 
 
 def test_a_recording_is_not_lost_when_no_engine_comes(tmp_path: Path) -> None:

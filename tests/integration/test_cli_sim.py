@@ -165,7 +165,7 @@ def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.
         ),
         (["--engines", "100000"], r"100000 engines of 1 ranks are more than \d+ workers"),
         (["--dialect", "vllm-0.9", "--host-blocks", "5"], r".*has no field for tiers.*"),
-        (["--html", "/none/report.html"], r"cannot write /none/report.html: there is no directory /none"),
+        (["--html", "/none/report.html"], r"cannot write /none/report.html: the directory /none does not exist"),
         (["--html", "/"], r"cannot write /: it is a directory; use the name of a file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -498,8 +498,8 @@ def test_an_endpoint_that_cannot_be_listened_at_has_a_face(tmp_path: Path) -> No
         with serving("--config", write(tmp_path / "service.toml", text)) as service:
             service.exact("good")
             (faults,) = until("the fault", lambda: list(service.get("/v1/sources").json["faults"].values()))
-            assert faults[0].startswith("taken rank 0 cannot be followed")
-            service.says("ERROR.*taken rank 0 cannot be followed")
+            assert faults[0].startswith("cannot follow taken rank 0")
+            service.says("ERROR.*cannot follow taken rank 0")
 
 
 # --- the process

@@ -225,7 +225,7 @@ def settings(**more: Any) -> ServiceConfig:
 
 def test_without_any_access_control_only_loopback_is_served() -> None:
     """It starts with tokens, a role for anonymous callers, client certificates, or `insecure`."""
-    with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 is reached by other machines and requests need no token"):
+    with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 is reachable from other machines and requests need no token"):
         settings()
     tokens = (TokenConfig(role="read", token=TOKEN),)
     for more in (

@@ -104,7 +104,7 @@ def test_replicas_agree_and_their_digests_are_the_engines(server: NatsServer) ->
         assert [one.keys(f"e{at}") for at in range(3)] == [two.keys(f"e{at}") for at in range(3)]
 
 
-def test_a_partition_that_is_deleted_is_built_anew(server: NatsServer) -> None:
+def test_the_index_is_rebuilt_after_a_partition_was_deleted(server: NatsServer) -> None:
     """The bridge writes it again from the engines' history, and the replica answers from another generation."""
     plane = plane_at(server.url, name="deleted", partitions=1)
     with engine() as one, bridging(plane, watch_of("one", one)), serving("--nats", server.url, "--plane", "deleted") as service:
@@ -113,7 +113,7 @@ def test_a_partition_that_is_deleted_is_built_anew(server: NatsServer) -> None:
         delete_stream(server, "KVEVENTS_deleted_0")
         one.store(range(100, 132))
         service.exact("one", blocks=6)
-        service.says("is built anew")
+        service.says("the index is rebuilt")
 
 
 def test_servers_that_are_away_show_and_come_back(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
         assert "bridges" in answer.body.decode()
 
 
-def test_pages_that_are_gone_keep_a_replica_hidden_until_a_bridge_writes_them_anew(server: NatsServer) -> None:
+def test_missing_pages_hide_a_replica_until_a_bridge_writes_them_again(server: NatsServer) -> None:
     """Without a snapshot nobody could say what was in them."""
     plane = plane_at(server.url, name="hole", partitions=1)
     with engine() as one:
@@ -192,7 +192,7 @@ def test_pages_that_are_gone_keep_a_replica_hidden_until_a_bridge_writes_them_an
             until("pages", lambda: asked(server, lambda js: js.stream_info("KVEVENTS_hole_0")).state.last_seq > 2)
         asked(server, lambda js: js.purge_stream("KVEVENTS_hole_0"))
         with serving("--nats", server.url, "--plane", "hole") as service:
-            until("a reason", lambda: b"are gone" in service.get("/readyz").body)
+            until("a reason", lambda: b"are missing" in service.get("/readyz").body)
             assert service.get("/readyz").status == 503
             with bridging(plane, watch_of("one", one)):
                 service.exact("one", blocks=4)

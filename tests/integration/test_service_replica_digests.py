@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A census several times a second, and no pauses between builds."""
-    monkeypatch.setattr(module, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "COMPARE_SECONDS", 0.05)
     monkeypatch.setattr(comparing, "TURN_SECONDS", 0.5)
     monkeypatch.setattr(module, "REBUILD_SECONDS", 0.5)
 

@@ -88,7 +88,7 @@ def settled(replicas: list[Replica], holders: int) -> None:
     }
 
     def look() -> bool:
-        return all(each.shown == wanted[each.name] and heard(each) == wanted for each in replicas)
+        return all(each.served == wanted[each.name] and heard(each) == wanted for each in replicas)
 
     def heard(replica: Replica) -> dict[str, set[int]]:
         present = replica.service.replica.present  # type: ignore[union-attr]
@@ -104,8 +104,8 @@ def test_three_that_hold_a_share_answer_as_one_that_holds_all(server: NatsServer
         whole = plane.whole()
         shares = plane.start("a", "b", "c")
         settled(shares, 1)
-        assert all(0 < len(each.shown) < PARTITIONS for each in shares)
-        assert sum(len(each.shown) for each in shares) == PARTITIONS
+        assert all(0 < len(each.served) < PARTITIONS for each in shares)
+        assert sum(len(each.served) for each in shares) == PARTITIONS
         assert blocks(whole) == sum(range(1, ENGINES + 1))
         until("what was let go to be forgotten", lambda: sum(map(blocks, shares)) == blocks(whole))
         until("members", lambda: all(sources(each) == sources(whole) for each in shares))
@@ -232,7 +232,7 @@ def test_of_two_holders_one_may_end_and_nobody_notices(server: NatsServer) -> No
             shares[2].end()
             settled(shares[:2], 2)
         assert wrong == []
-        assert shares[0].shown == shares[1].shown == frozenset(range(PARTITIONS))
+        assert shares[0].served == shares[1].served == frozenset(range(PARTITIONS))
 
 
 def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> None:
@@ -256,7 +256,7 @@ def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> No
         stale = {instance for instance, state, _ in sources(one) if state == "STALE"}
         assert stale <= lost
         assert 'kvevents_shard_partitions{state="uncovered"}' in one.get("/metrics").body.decode()
-        until("the other's partitions", lambda: one.shown == frozenset(range(PARTITIONS)))
+        until("the other's partitions", lambda: one.served == frozenset(range(PARTITIONS)))
         until("a whole answer", lambda: plane.is_right(one))
         assert {state for _, state, _ in sources(one)} == {"EXACT"}
 
@@ -288,7 +288,7 @@ def test_a_replica_at_a_foreign_host_is_not_asked(server: NatsServer) -> None:
         until("it to be refused", lambda: "kvevents_shard_denied_replicas 3" in one.get("/metrics").body.decode())
         for _ in range(20):
             assert plane.is_right(one)
-        assert one.shown == frozenset(range(PARTITIONS))
+        assert one.served == frozenset(range(PARTITIONS))
         assert one.service.replica.present == {}  # type: ignore[union-attr]
         foreign.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -347,15 +347,15 @@ def test_shares_want_the_token_of_each_other(server: NatsServer, tmp_path: Any) 
             bad.end()
 
 
-def test_two_of_one_name_do_not_share_it(server: NatsServer) -> None:
-    """The second one has nothing to say until the first has ended."""
+def test_a_second_process_with_the_same_name_waits(server: NatsServer) -> None:
+    """The second one is refused until the first has ended."""
     with planed(server, "names") as plane:
         (first,) = plane.start("a")
         second = Replica(server.url, plane.name, "a")
         try:
-            until("a word about it", lambda: "give each another --replica-name" in second.get("/health").body.decode())
+            until("a fault", lambda: "give each process its own --replica-name" in second.get("/health").body.decode())
             assert second.get("/readyz").status == 503
-            assert second.shown == frozenset()
+            assert second.served == frozenset()
             first.end()
             second.ready()
             assert plane.is_right(second)
@@ -372,11 +372,11 @@ def test_questions_of_other_replicas_are_answered_for_what_is_shown(server: Nats
         everything = list(range(PARTITIONS))
         body = {"model": MODEL, "partitions": everything, "keys": [[1]]}
         part = one.post("/v1/shard/match", body).json
-        assert (set(part["partitions"]), part["known"], part["found"]) == (set(one.shown), bool(own(one)), [[]])
+        assert (set(part["partitions"]), part["known"], part["found"]) == (set(one.served), bool(own(one)), [[]])
         members = one.post("/v1/shard/members", {"partitions": everything}).json
         assert {each["registration"]["instance"] for each in members["members"]} == own(one)
         assert members["version"] == part["version"]
-        assert one.post("/v1/shard/members", {"partitions": [min(shares[1].shown)]}).json["members"] == []
+        assert one.post("/v1/shard/members", {"partitions": [min(shares[1].served)]}).json["members"] == []
         whole = plane.whole()
         assert whole.post("/v1/shard/members", {"partitions": everything}).status == 409
         assert msgspec.json.decode(whole.post("/v1/shard/match", body).body)["reason"] == "no-shard"

@@ -81,9 +81,9 @@ def test_who_wants_certificates_has_one() -> None:
     """Else no replica could ask another one."""
     tables = {"plane": {"servers": ["nats://n1"]}, "replica": "a", "shard": {"url": POD}}
     tls = {"certificate": "server.pem", "key": "server.key", "client_ca": "ca.pem"}
-    with pytest.raises(ConfigError, match=r"name it as shard\.tls_certificate"):
+    with pytest.raises(ConfigError, match=r"set shard\.tls_certificate"):
         convert({**tables, "tls": tls}, ServiceConfig, "test")
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match="set both or neither"):
         ShardSettings(url=POD, tls_certificate="client.pem")
 
 

@@ -84,8 +84,8 @@ class Replica(Client):
             await self._server.run_at(listening)
 
     @property
-    def shown(self) -> frozenset[int]:
-        return self.service.replica.shown if self.service.replica is not None else frozenset()
+    def served(self) -> frozenset[int]:
+        return self.service.replica.served if self.service.replica is not None else frozenset()
 
     def ready(self) -> None:
         super().ready()

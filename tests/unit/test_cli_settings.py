@@ -190,7 +190,7 @@ def wrong() -> Iterator[Any]:
     yield "serve", [], {"INSECURE": "perhaps"}, "", "KVEVENTS_SERVE_INSECURE: invalid value 'perhaps': Expected `bool`"
     yield "serve", [], {"ACCESS_ANONYMOUS": "x"}, "", "KVEVENTS_SERVE_ACCESS_ANONYMOUS: invalid value 'x': Invalid enum"
     yield "serve", [], {"SOURCES": "[{"}, "", "KVEVENTS_SERVE_SOURCES: "
-    yield "serve", ["--host", "10.0.0.1"], {}, "", "--host: host 10.0.0.1 is reached by other machines"
+    yield "serve", ["--host", "10.0.0.1"], {}, "", "--host: host 10.0.0.1 is reachable from other machines"
     yield "serve", ["--ready-quorum", "2"], {}, "", "--ready-quorum: quorum is 2.0; it must be from 0 to 1"
     yield "serve", ["--tls-cert", "x"], {}, "", "--tls-cert needs --nats, the URL of a NATS server; for HTTPS use --https-cert"
     yield "serve", [], {"TLS_KEY": "x"}, "", "KVEVENTS_SERVE_TLS_KEY: missing field 'certificate'"

@@ -1,4 +1,4 @@
-"""What a generation begins a partition with: the newest snapshot that can be read, in a bounded time, or the log alone."""
+"""What a index_build begins a partition with: the newest snapshot that can be read, in a bounded time, or the log alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.layout import Layout, PartitionInfo
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.snapshots import SnapshotInfo, Snapshots
-from kvevents.service.replica import index_build as generation
+from kvevents.service.replica import index_build
 from kvevents.service.replica.index_build import IndexBuild
 
 pytest.importorskip("nats")
@@ -44,7 +44,7 @@ class FakeSnapshots:
 async def begun(
     monkeypatch: pytest.MonkeyPatch, snapshots: FakeSnapshots, first: int, partitions: Collection[int] = (0,)
 ) -> Any:
-    """A generation that has begun partitions whose first page is `first`, and has read nothing of them."""
+    """A index_build that has begun partitions whose first page is `first`, and has read nothing of them."""
     state: Any = SimpleNamespace(stream_id="made", first=first, last=9)
 
     async def partition_info(*_: object) -> Any:
@@ -52,7 +52,7 @@ async def begun(
 
     async def read(*_: object) -> None: ...
 
-    monkeypatch.setattr(generation, "partition_info", partition_info)
+    monkeypatch.setattr(index_build, "partition_info", partition_info)
     monkeypatch.setattr(IndexBuild, "_read", read)
     client: Any = SimpleNamespace(jetstream=lambda: None)
     answering: Snapshots = snapshots  # type: ignore[assignment]
@@ -71,27 +71,27 @@ def test_a_snapshot_that_cannot_be_read_gives_way_to_the_one_before(
     """It would be asked for again and again otherwise, and the replica never answer."""
     snapshots = FakeSnapshots({"newest": failure})
     made = asyncio.run(begun(monkeypatch, snapshots, first=5))
-    assert (snapshots.reads, made.began_with, made.hole) == (["newest", "before"], {0: "before"}, "")
-    assert made.passed_over == [str(failure)]
-    made.know(SnapshotInfo("newest", 0, 0.0, "test", 7, "made", 0, 0))
-    assert made.passed_over == [str(failure)]
-    made.know(SnapshotInfo("after", 0, 0.0, "test", 9, "made", 0, 0))
-    assert made.passed_over == []
+    assert (snapshots.reads, made.loaded_snapshots, made.missing_pages) == (["newest", "before"], {0: "before"}, "")
+    assert made.unreadable_snapshots == [str(failure)]
+    made.record(SnapshotInfo("newest", 0, 0.0, "test", 7, "made", 0, 0))
+    assert made.unreadable_snapshots == [str(failure)]
+    made.record(SnapshotInfo("after", 0, 0.0, "test", 9, "made", 0, 0))
+    assert made.unreadable_snapshots == []
 
 
 def test_where_none_can_be_read_in_time_the_log_alone_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = FakeSnapshots({"newest": LATE, "before": LATE})
     made = asyncio.run(begun(monkeypatch, snapshots, first=1))
-    assert (made.began_with, made.hole, made.subscriber.states[0].position) == ({}, "", 0)
-    assert made.passed_over == [str(LATE)]
+    assert (made.loaded_snapshots, made.missing_pages, made.subscriber.states[0].position) == ({}, "", 0)
+    assert made.unreadable_snapshots == [str(LATE)]
 
 
 def test_where_the_log_alone_is_not_enough_the_hole_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The partition stays hidden, and is begun again from time to time."""
     snapshots = FakeSnapshots({"newest": LATE, "before": DAMAGED})
     made = asyncio.run(begun(monkeypatch, snapshots, first=5))
-    assert made.began_with == {}
-    assert made.hole == f"pages of partition 0 are gone that no snapshot stands for, and {LATE}; {DAMAGED}"
+    assert made.loaded_snapshots == {}
+    assert made.missing_pages == f"pages of partition 0 are missing that no snapshot covers, and {LATE}; {DAMAGED}"
 
 
 @pytest.mark.parametrize("fault", ["away", "denied"])

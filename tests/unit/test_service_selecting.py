@@ -403,7 +403,7 @@ def test_why_is_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("candidates", "reason", "sentence"),
     [
-        ([], "no-candidates", "there is no candidate for model 'm'"),
+        ([], "no-candidates", "no candidate for model 'm'"),
         ([Candidate(instance="a"), Candidate(instance="a")], "duplicate-candidate", "'a' rank 0 is named twice"),
         ([Candidate(instance="a", load=math.inf)], "bad-load", "the load of 'a' rank 0 is inf"),
     ],

@@ -104,7 +104,7 @@ class Share:
     def layout(self) -> Any:
         return SimpleNamespace(partitions=2)
 
-    def shown(self) -> frozenset[int]:
+    def served(self) -> frozenset[int]:
         return self.partitions
 
     def partition_of(self, member: Any) -> int:

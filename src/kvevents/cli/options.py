@@ -98,7 +98,7 @@ def size(text: str) -> int:
 
 
 def port(text: str) -> int:
-    """Return a TCP port. 0 stands for any free one."""
+    """Return a TCP port. 0 means any free port."""
     if not text.isascii() or not text.isdecimal() or int(text) > MAX_PORT:
         raise ArgumentTypeError(f"invalid port {text!r}: expected a number from 0 to {MAX_PORT}")
     return int(text)

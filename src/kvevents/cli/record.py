@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
     console = Console()
     directory = args.file.absolute().parent
     if not directory.is_dir():
-        raise UsageError(f"cannot write {args.file}: there is no directory {directory}")
+        raise UsageError(f"cannot write {args.file}: the directory {directory} does not exist")
     if _has_content(args.file) and not args.force:
         raise UsageError(f"{args.file} exists; name another file, or use --force to replace it")
     with Stop() as stop:

@@ -51,7 +51,7 @@ MAX_REASON: Final = 500
 MAX_HISTORY_REQUESTS: Final = 2
 """Requests in a row for a sender's whole history; doubts that two histories do not end remain after a third."""
 _CLEARED: Final = b"leared"
-"""Part of every spelling of `AllBlocksCleared`, of which `cleared` is one."""
+"""Part of every name of the clear event in known dialects."""
 _HEARTBEAT: Final = b"every"
 """A field that every heartbeat has."""
 

@@ -57,7 +57,7 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, info: StreamInfo) -> PartitionMetadata | None:
-        """Return the metadata of a stream; None for a stream that is no partition."""
+        """Return the metadata of a stream; None for a stream that is not a partition."""
         known = {key.removeprefix(METADATA): value for key, value in (info.config.metadata or {}).items()}
         try:
             return msgspec.convert(known, cls, strict=False)

@@ -118,7 +118,7 @@ class _Observed:
         if report.digest_matches is not False:
             return False
         explained = doubts.explains(seq)
-        return doubts.mismatch_digest(seq) and not explained
+        return doubts.record_digest_mismatch(seq) and not explained
 
 
 class LogSubscriber:

@@ -59,7 +59,7 @@ class _Queued(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _StreamQueue:
-    """Records of one stream that may not be in the log yet."""
+    """Records of one stream that might not be in the log yet."""
 
     records: deque[_Queued] = field(default_factory=deque)
     trust: TrustRecord | None = None
@@ -344,7 +344,7 @@ class PageBuilder:
         return found
 
     def withdraw(self) -> None:
-        """Give up the page in flight, which may not be in the partition. Read the partition before the next page."""
+        """Give up the page in flight, which might not be in the partition. Read the partition before the next page."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             self._heartbeat = self._heartbeat or in_flight.heartbeat
@@ -375,7 +375,7 @@ class PageBuilder:
         return found
 
     def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
-        """Count a message that is no page. The page in flight is too late then."""
+        """Count a message that is not a page. The page in flight is too late then."""
         self.withdraw()
         self.state.skip(position, name, is_first=is_first)
 

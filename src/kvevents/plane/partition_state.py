@@ -211,7 +211,7 @@ class PartitionState:
         return found
 
     def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
-        """Count a message that is no page. `is_first`: its headers say that a new history begins with it."""
+        """Count a message that is not a page. `is_first`: its headers say that a new history begins with it."""
         self._advance(position, name, is_first=is_first)
         self.foreign_messages += 1
 

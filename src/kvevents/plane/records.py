@@ -113,7 +113,10 @@ class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False
 
 
 class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
-    """The partition starts over, because the bridge cannot know what was before. All streams leave, and join again."""
+    """Readers of the partition start over, because the bridge does not know the state before this record.
+
+    All streams leave, and join again.
+    """
 
     floor: _Count
     """First incarnation of every stream from here on; higher than all earlier ones."""
@@ -170,7 +173,7 @@ class Tail(NamedTuple):
     position: int
     """JetStream's sequence number; 0 before the first message."""
     name: str | None = None
-    """The page's name; empty for a message that is no page, None if unknown."""
+    """The page's name; empty for a message that is not a page, None if unknown."""
     history: bytes | None = None
     """Digest of the names of all messages up to this one; None if unknown."""
 
@@ -185,7 +188,7 @@ class ReceivedMessage(NamedTuple):
     name: str = ""
     """The page's name from `PAGE_HEADER`."""
     history: str | None = None
-    """Value of `HISTORY_HEADER`; None for a message that is no page."""
+    """Value of `HISTORY_HEADER`; None for a message that is not a page."""
 
     @property
     def begins_history(self) -> bool:
@@ -193,7 +196,7 @@ class ReceivedMessage(NamedTuple):
         return self.history == NEW_HISTORY
 
     def page(self) -> Page | None:
-        """Return the page; None for a message that is no page, or whose headers contradict its page."""
+        """Return the page; None for a message that is not a page, or whose headers contradict its page."""
         page = decode_page(self.data)
         if page is None or page.name != self.name:
             return None

@@ -345,5 +345,5 @@ def _read_start(name: str, path: str, length: int = 1) -> bytes:
 def _read(name: str, path: str) -> str:
     found = _read_start(name, path, MAX_SECRET_BYTES + 1)
     if len(found) > MAX_SECRET_BYTES:
-        raise ConfigError(f"{name}: {path} is longer than {MAX_SECRET_BYTES} bytes, so it is no file of this kind")
+        raise ConfigError(f"{name}: {path} is longer than {MAX_SECRET_BYTES} bytes, so it cannot be such a file")
     return found.decode("ascii", errors="replace")

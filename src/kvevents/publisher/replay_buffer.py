@@ -1,4 +1,4 @@
-"""The batches that can be replayed, and the snapshot that stands for older ones.
+"""The batches that can be replayed, and the snapshot that represents older ones.
 
 Theory of operation. Batches that leave the buffer are compacted. A consumer that requests replay from before the buffer gets a
 snapshot first. Consumers treat a snapshot like ordinary batches, so its numbers must express what it contains:

@@ -99,7 +99,7 @@ class Sequencer:
     def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, Applied]:
         """Send `payloads`, made from batches of one upstream. Return the outcome of each that was not simply applied.
 
-        Before a payload with events that nobody can decode, a number is skipped. A payload that nobody can decode at all is
+        Before a payload with events that cannot be decoded, a number is skipped. A payload that cannot be decoded at all is
         not sent.
         """
         self.encoder.observe(payloads)

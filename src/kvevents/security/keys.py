@@ -110,7 +110,7 @@ def write_pair(base: Path, pair: KeyPair, comment: str, *, replace: bool) -> tup
 
 _PUBLIC_FILE: Final = """\
 #   CURVE public key of {name}. {comment}
-#   Give it to those who let {name} connect, or who connect to {name}, in a way that protects it from being exchanged.
+#   Give it to the operators of peers of {name}, in a way that protects it from being exchanged.
 
 metadata
     name = "{name}"
@@ -119,7 +119,7 @@ curve
 """
 _PAIR_FILE: Final = """\
 #   CURVE secret key of {name}. {comment}
-#   Everyone who can read this file can impersonate {name}: keep it where it is used, and readable by its owner only.
+#   Every user that can read this file can impersonate {name}: keep it where it is used, and readable by its owner only.
 
 metadata
     name = "{name}"

@@ -228,7 +228,7 @@ def _target(endpoint: str, *, bind: bool) -> _Target:
 
 
 def _literal(endpoint: str, six: str | None, host: str, *, bind: bool) -> Address | None:
-    """Return the address that a host spells; None for a name."""
+    """Return the address that the text of a host means; None for a name."""
     try:
         if six is not None:
             return _unwrapped(IPv6Address(_without_zone(six)))

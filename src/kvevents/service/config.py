@@ -21,79 +21,84 @@ _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_ASK_SECONDS: Final = 30.0
 MAX_GRACE_SECONDS: Final = 3_600.0
 DEFAULT_PORT: Final = 8090
-"""As Dynamo's standalone indexer."""
+"""The port of Dynamo's standalone indexer."""
 
 
 class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of what peers and clients can make the service do. Reaching one is an error with its name in it."""
+    """Limits of what peers and clients can make the service do. The error at a limit contains the limit's name."""
 
     max_body_bytes: Bytes = 16 << 20
-    """Size of the body of one request. The default is two million token ids as JSON."""
+    """Largest body of a request. The default has room for two million token ids as JSON."""
     max_tokens: Positive = 2_000_000
-    """Tokens of one prompt, and of all prompts of one request."""
+    """Most tokens of one prompt, and of all prompts of one request."""
     max_json_bytes: Bytes = 2 << 20
-    """Size of one JSON or msgpack body without the token ids of a JSON prompt. Python reads it in one piece, in some 5 ms."""
+    """Largest JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes it in one piece, in about 5
+    ms."""
     max_hashes: Positive = 131_072
-    """Hashes of one `/query_by_hash`. The default is those of two million tokens in blocks of 16."""
+    """Most hashes of one `/query_by_hash`. The default covers two million tokens in blocks of 16."""
     max_candidates: Positive = 4_096
-    """Candidates of one `/v1/select`. The default is as many as registered ranks."""
+    """Most candidates of one `/v1/select`. The default equals `max_sources`."""
     inline_candidates: Positive = 512
-    """Workers up to which the control plane makes an answer without a thread."""
+    """Most workers of an answer that the control plane computes in its event loop, without another thread."""
     max_sources: Positive = 4_096
-    """Registered ranks."""
+    """Most registered ranks."""
     max_clients: Positive = 1_024
-    """Connections at one time. A further one takes the place of an idle one, if there is any."""
+    """Most open connections. A further connection replaces an idle one if there is one."""
     reserved_clients: Positive = 32
-    """Connections beyond these, on which only probes are answered."""
+    """Further connections beyond `max_clients`, on which only probes are answered."""
     max_received_bytes: Bytes = 256 << 20
-    """Memory of all requests that are being received or answered, beyond the first 64 KiB of each."""
+    """Most memory of all requests that are being received or answered, not counting the first 64 KiB of each."""
     max_unread_bytes: Bytes = 256 << 20
-    """Memory of all answers that clients have not read yet; above it the connection with the most is cut off."""
+    """Most memory of all answers that clients have not read. Above it the connection with the most is closed."""
     max_listeners: Positive = 64
-    """Clients of `/v1/events` at one time."""
+    """Most clients of `/v1/events` at one time."""
     max_waiting: Positive = 64
-    """Requests of one kind that may wait for its threads, and clients for a `/dump`."""
+    """Most requests of one kind that wait for a thread, and most clients that wait for a `/dump`."""
     max_dump_blocks: Positive = 1_000_000
-    """Blocks that `/dump` returns; more of them are read page by page from `/v1/blocks`."""
+    """Most blocks that `/dump` returns. Larger indexes are read page by page from `/v1/blocks`."""
     max_listed_blocks: Positive = 4_000_000
-    """Blocks that are kept for further pages of `/v1/blocks`, 32 bytes each; the newest listing is kept whatever it has."""
+    """Most blocks that are stored for further pages of `/v1/blocks`, 32 bytes each. The newest listing is always stored."""
     listing_seconds: Seconds = 60.0
-    """How long a listing waits for the next page to be asked for."""
+    """Seconds for which a listing is stored after its last page was requested."""
     request_seconds: Seconds = 10.0
-    """How long a client may take to send a request, from its first byte on, and to send the first byte after it connects."""
+    """Longest time for a client to send a request after its first byte, and to send the first byte after it connects."""
     idle_seconds: Seconds = 75.0
-    """How long an idle connection is kept: longer than the pools of common clients, so that they close first."""
+    """Time after which an idle connection is closed. It is longer than in common client pools, so that clients close first."""
     unread_seconds: Seconds = 10.0
-    """How long a client may take to read an answer, or the next MiB of a long one."""
+    """Longest time for a client to read an answer, or the next MiB of a long one."""
     drain_seconds: Seconds = 5.0
-    """How long requests that are in progress may take once the service ends."""
+    """Longest time for requests in progress after the service received a stop signal."""
 
 
 class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When `/readyz` says yes."""
+    """When `/readyz` returns 200."""
 
     quorum: Annotated[float, Range(0, 1)] = 1.0
     """Share of the sources that must be EXACT, 0 to 1."""
     deadline_seconds: Annotated[float, Unit.SECONDS, Range()] = 30.0
-    """Seconds after the start from which `/readyz` is 200 although sources are not EXACT. It lists what is missing, and is
-    never 200 without a single source where engines are expected: by settings, registrations before a restart, `expected`."""
+    """Seconds after the start from which `/readyz` returns 200 although sources are not EXACT. Its answer lists them. If
+    engines are expected by settings, by registrations before a restart or by `expected`, it needs at least one source."""
     expected: Annotated[int, Range()] = 0
-    """Sources that clients will register over HTTP; so many must be there before the deadline."""
+    """Number of sources that clients will register over HTTP. Before the deadline `/readyz` requires this many."""
     grace_seconds: Annotated[float, "--grace-seconds", Unit.SECONDS, Range(0, MAX_GRACE_SECONDS)] = 0.0
-    """After SIGTERM, how long /readyz says no while everything else is answered. Load balancers notice meanwhile."""
+    """Seconds after SIGTERM for which /readyz returns 503 while all other requests are answered, so that load balancers
+    react."""
 
 
 class Probing(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How endpoints are probed that have no connection or answer no replay: a fault is named within 10 s by the defaults."""
+    """How endpoints without a connection or without replay answers are probed.
+
+    With the defaults a fault is named within 10 s.
+    """
 
     connect_seconds: Seconds = 2.0
-    """How long a probe may take: connecting, and ZeroMQ's greeting."""
+    """Longest time of a probe: connecting and ZeroMQ's greeting."""
     pause_seconds: Seconds = 5.0
-    """Between two probes of one endpoint at most; the first pauses are shorter."""
+    """Longest pause between two probes of one endpoint; the first pauses are shorter."""
     patience_seconds: Seconds = 3.0
-    """How long a replay, an engine that is to connect here, or CURVE keys may take before they count as a fault."""
+    """Time after which a missing replay answer, a missing connection of an engine or a failed CURVE handshake is a fault."""
     at_once: Positive = 64
-    """Probes at one time."""
+    """Most probes at one time."""
 
 
 class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,104 +107,105 @@ class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     certificate: FilePath
     """PEM file of the certificate of the HTTP server."""
     key: FilePath
-    """PEM file of its key."""
+    """PEM file of the certificate's key."""
     client_ca: FilePath | None = None
-    """PEM file of authorities; clients must have a certificate that one of these has signed."""
+    """PEM file of authorities. Clients need a certificate that one of them has signed."""
 
 
 class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One name that stands for several engines."""
+    """A DNS name that resolves to several engines."""
 
     target: str
-    """`HOST:PORT` for addresses, `_kv._tcp.NAME` for an SRV record; behind `http://` each engine is asked for its endpoints."""
+    """`HOST:PORT` for addresses, `_kv._tcp.NAME` for an SRV record. With a leading `http://` each engine is asked for its
+    endpoints."""
 
 
 class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which engines are followed."""
+    """The engines that the service follows."""
 
     curve: Curve | None = None
-    """Keys towards engines whose source has none of its own."""
+    """CURVE keys for engines whose source has none."""
     sources: list[SourceTable] = field(default_factory=list)
-    """Engines; those of a configuration file are read again whenever it changes."""
+    """Engines. If a configuration file lists them, it is read again when it changes."""
     source_files: Annotated[list[FilePath], "--sources"] = field(default_factory=list)
-    """TOML file of [[sources]], read again whenever it changes; may be given many times."""
+    """TOML file of [[sources]], read again when it changes; can be repeated."""
     dns: list[DnsTable] = field(default_factory=list)
-    """Names that stand for several engines."""
+    """DNS names that resolve to several engines."""
 
 
 class ShardSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hold a share of a plane's partitions, and ask the other replicas for the rest."""
+    """Settings of a replica that holds a share of a plane's partitions and queries other replicas for the rest."""
 
     url: Url
-    """Hold a share of the plane's partitions; the other replicas ask this one for it at http://HOST:PORT. Also `https://`."""
+    """Hold a share of the plane's partitions; other replicas query it at this URL, http://HOST:PORT or https://HOST:PORT."""
     holders: Annotated[int, "--replication-factor", Range(1, MAX_HOLDERS)] = 2
-    """Replicas that hold each partition, 1 to 8. So many less one may fail, and every answer is still whole."""
+    """Number of replicas that hold each partition, 1 to 8. Answers stay complete while fewer than this many fail."""
     ask_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_ASK_SECONDS, is_open=True)] = 0.5
-    """Seconds for another replica to answer; then the next one that holds the same is asked."""
+    """Seconds for another replica to answer; then the next replica with the same partition is queried."""
     token_file: FilePath | None = None
-    """File of the bearer token for the other replicas, if they need one; it has the role `read`."""
+    """File of the bearer token for the other replicas, if they need one. The role `read` is enough."""
     tls_ca: FilePath | None = None
     """PEM file of the authorities that sign the other replicas' certificates (default: the system's)."""
     tls_certificate: FilePath | None = None
     """PEM file of the certificate for the other replicas, if they need one (`tls.client_ca`)."""
     tls_key: FilePath | None = None
-    """PEM file of its key."""
+    """PEM file of the certificate's key."""
     allow: list[Host] = field(default_factory=list)
-    """Hosts of the other replicas, which alone are asked: HOST, *.SUFFIX or NETWORK/BITS (default: the domain of the URL). If
-    that domain has fewer than two parts, the default is the host of `url` itself."""
+    """Hosts of replicas that may be queried: HOST, *.SUFFIX or NETWORK/BITS (default: the domain of the URL). If that domain
+    has fewer than two parts, the default is the host of `url`."""
     pace: ShardTimers = ShardTimers()
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         HostPatterns(self.allow, "shard.allow")
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ConfigError("shard.tls_certificate and shard.tls_key belong together: give both, or neither")
+            raise ConfigError("shard.tls_certificate and shard.tls_key are needed together: set both or neither")
         if not is_url(self.url):
-            raise ConfigError(f"shard.url is {self.url!r}; write http://HOST:PORT as the other replicas reach this one")
+            raise ConfigError(f"shard.url is {self.url!r}: expected http://HOST:PORT, at which other replicas reach this one")
 
 
 @build_decoder_now
 class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything `kvevents serve` can be told."""
+    """All settings of `kvevents serve`."""
 
     host: Host = "127.0.0.1"
     """Address to listen at."""
     port: Port = DEFAULT_PORT
     """Port to listen at; 0 takes a free one."""
     insecure: bool = False
-    """Listen at an address that other machines reach although requests need no token."""
+    """Allow to listen at an address that other machines can reach although requests need no token."""
     allowed_hosts: Annotated[list[Host], "--allowed-host"] = field(default_factory=list)
-    """Host name that clients reach the service by, beside its addresses: HOST or *.SUFFIX; may be given many times. Browsers
-    may send requests from pages of these, and while requests need no token, `Host` must be one of them or an address."""
+    """Host name of the service for clients, in addition to its addresses: HOST or *.SUFFIX; can be repeated. Pages of these
+    hosts can send requests from browsers. While requests need no token, their `Host` must be one of these or an address."""
     state_dir: FolderPath | None = None
-    """Folder in which snapshots and registrations outlive the process; without it a restart begins with nothing."""
+    """Folder for snapshots and registrations, which a restart loads; without it a restart begins empty."""
     snapshot_seconds: Seconds = 60.0
     """Seconds between two snapshots."""
     memory_limit: Bytes | None = None
-    """Most memory of the index, such as 8GiB; at the limit new blocks are refused. Their workers are DEGRADED then."""
+    """Most memory of the index, for example 8GiB. At the limit new blocks are refused, and their workers become DEGRADED."""
     hide_stale_seconds: Seconds = 300.0
-    """Workers without a connection for so many seconds are omitted from /query and /query_by_hash. Clients of those endpoints
-    might ignore trust."""
+    """Seconds without a connection after which a worker is omitted from /query and /query_by_hash, whose clients might ignore
+    trust."""
     ready: Readiness = Readiness()
     limits: Limits = Limits()
     probe: Probing = Probing()
     access: AccessConfig = AccessConfig()
     tls: Tls | None = None
     allow: list[str] = field(default_factory=list)
-    """Endpoint that registrations over HTTP may name; see docs/service.md."""
+    """Pattern of endpoints that registrations over HTTP can name; see docs/service.md."""
     plane: PlaneSettings | None = None
-    """Build the index from the log of this plane, in the place of following engines: nothing else is followed then."""
+    """Build the index from the log of this plane instead of following engines."""
     replica: Name | None = None
-    """Name of this replica, which no other of its plane has (default: made of the host's name)."""
+    """Name of this replica, unique in its plane (default: derived from the host's name)."""
     shard: ShardSettings | None = None
-    """Hold a share of the plane alone, as one of several replicas, for an index that is too large for one machine."""
+    """Hold only a share of the plane, as one of several replicas, for an index that is too large for one machine."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         HostPatterns(self.allowed_hosts, "allowed_hosts")
         if self.is_open and not self.insecure:
             raise ConfigError(
-                f"host {self.host} is reached by other machines and requests need no token: set access.tokens, "
+                f"host {self.host} is reachable from other machines and requests need no token: set access.tokens, "
                 "access.anonymous or tls.client_ca, listen at 127.0.0.1, or set insecure (--insecure)"
             )
         self._check_plane()
@@ -207,24 +213,24 @@ class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fie
     def _check_plane(self) -> None:
         if self.plane is None:
             if self.replica is not None:
-                raise ConfigError("replica is a name within a plane; tell which plane, with `plane` or --nats")
+                raise ConfigError("replica needs a plane: set `plane` or --nats")
             if self.shard is not None:
-                raise ConfigError("shard is a share of a plane; tell which plane, with `plane` or --nats")
+                raise ConfigError("shard needs a plane: set `plane` or --nats")
             return
         if self.sources or self.source_files or self.dns:
             raise ConfigError(
-                "a replica follows no engines itself, its plane's bridges do: leave out sources, source_files, dns"
+                "a replica follows no engines, since its plane's bridges do: remove sources, source_files and dns"
             )
         if self.state_dir is not None:
-            raise ConfigError("a replica keeps nothing on the disk, its plane does: leave state_dir out")
+            raise ConfigError("a replica stores nothing on the disk, since its plane does: remove state_dir")
         if self.replica is not None and not _REPLICA.fullmatch(self.replica):
-            raise ConfigError(f"replica is {self.replica!r}; it has 1 to 64 letters, digits, '-' and '_'")
+            raise ConfigError(f"replica is {self.replica!r}: expected 1 to 64 letters, digits, '-' and '_'")
         if self.shard is not None and self.replica is None:
-            raise ConfigError("a replica that holds a share needs a name that lasts, which says which share: give it `replica`")
+            raise ConfigError("a replica with a share needs a permanent name, which determines its share: set replica")
         if self.shard is not None and self.access.tokens and self.shard.token_file is None:
-            raise ConfigError("the other replicas want a token too: name its file as shard.token_file, with the role read")
+            raise ConfigError("the other replicas need a token too: set shard.token_file to a file of one with the role read")
         if self.shard is not None and self.tls is not None and self.tls.client_ca and self.shard.tls_certificate is None:
-            raise ConfigError("the other replicas want a certificate too: name it as shard.tls_certificate and shard.tls_key")
+            raise ConfigError("the other replicas need a certificate too: set shard.tls_certificate and shard.tls_key")
 
     @property
     def is_loopback(self) -> bool:
@@ -233,6 +239,6 @@ class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def is_open(self) -> bool:
-        """Whether other machines reach the service and may do everything without a token or certificate."""
+        """Whether other machines can reach the service and have all permissions without a token or certificate."""
         has_access = bool(self.access.tokens) or self.access.anonymous is not None
         return not (self.is_loopback or has_access or (self.tls is not None and self.tls.client_ca is not None))

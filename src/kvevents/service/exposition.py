@@ -444,9 +444,9 @@ def _write_replica(page: _Page, replica: Replica, now: float) -> None:
         "Times that another replica's digest differed at the same position of the log; stays at 0.",
         {"": replica.disagreements},
     )
-    if (generation := replica.generation) is None:
+    if (build := replica.build) is None:
         return
-    subscriber = generation.subscriber
+    subscriber = build.subscriber
     partitions = dict(subscriber.partitions)
     states = list(subscriber.states.values())
     for name, text, count in _LEDGER_COUNTS:
@@ -470,7 +470,7 @@ def _write_replica(page: _Page, replica: Replica, now: float) -> None:
     page.gauge(
         "kvevents_plane_partition_snapshot_timestamp_seconds",
         "Unix time at which this replica found the newest snapshot; absent before the first.",
-        {f'partition="{partition}"': now - age for partition, age in generation.snapshot_ages().items()},
+        {f'partition="{partition}"': now - age for partition, age in build.snapshot_ages().items()},
     )
 
 
@@ -483,7 +483,7 @@ def _by_partition(
 def _write_shards(page: _Page, replica: Replica, shards: ScatterGather) -> None:
     """Write what a replica that holds a shard knows about it and about the other replicas."""
     partitions = {
-        'state="serving"': len(replica.shown),
+        'state="serving"': len(replica.served),
         'state="assigned"': len(replica.wanted),
         'state="uncovered"': len(shards.uncovered),
     }

@@ -175,13 +175,13 @@ class Fleet(Listener):
         return self.follower.submit(lambda: self._leave(member))
 
     def _refuse(self, member: Member, error: BaseException) -> None:
-        log.error("%s cannot be followed: %s", member.registration.label, error)
+        log.error("cannot follow %s: %s", member.registration.label, error)
         with self._lock:
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
                 self.on_change()
             if member.origin != HTTP:  # a client receives the error in the answer
-                self.follow_errors[member.registration.key] = f"{member.registration.label} cannot be followed: {error}"
+                self.follow_errors[member.registration.key] = f"cannot follow {member.registration.label}: {error}"
 
     def _drop(self, member: Member) -> None:
         del self.members[member.registration.key]
@@ -288,9 +288,9 @@ class Fleet(Listener):
         ]
 
     def namespaces(self, scope: Scope) -> list[Namespace]:
-        """Where in the index a prompt may be: scopes, each with the LoRA and salt that events behind it tell themselves.
+        """Return the namespaces of the index in which a prompt can be, by its scope, its LoRA and its salt.
 
-        Raises `NotFoundError` for a model that nobody serves, and `UnavailableError` where nothing is known any more.
+        Raises `NotFoundError` for a model that no worker serves, and `UnavailableError` after the follower has failed.
         """
         if self.failure is not None:
             raise UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")

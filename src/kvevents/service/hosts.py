@@ -1,4 +1,4 @@
-"""Host names and addresses as they stand in settings and in HTTP headers."""
+"""Host names and addresses in settings and in HTTP headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATTERN: Final = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGN
 
 
 def address_of(host: str) -> Address | None:
-    """The address that `host` is; None for a name."""
+    """Return `host` as an address; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -23,20 +23,20 @@ def address_of(host: str) -> Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens at `host`."""
+    """Return whether only this machine can reach a server that listens at `host`."""
     address = address_of(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
 def host_of(place: str) -> str:
-    """`HOST` of `HOST`, `HOST:PORT`, `[HOST]` and `[HOST]:PORT`, in lower case and without a final dot."""
+    """Return HOST of `HOST`, `HOST:PORT`, `[HOST]` or `[HOST]:PORT`, in lower case and without a final dot."""
     if place.startswith("["):
         return place[1:].partition("]")[0].lower()
     return place.partition(":")[0].lower().removesuffix(".")
 
 
 class HostPatterns:
-    """Host names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names that end so; case does not matter.
+    """A set of hosts: names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names with it. Ignores case.
 
     Raises `ConfigError`, which names the `setting`, for anything else.
     """

@@ -17,7 +17,7 @@ from kvevents.weights import DISTANCE_LOST, State, distance_of
 
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
 MAX_GAPS: Final = 64
-"""Gaps of one stream that are told one by one; all of them are counted."""
+"""Most gaps of one stream that are listed one by one; all are counted."""
 
 
 class Revision:

@@ -156,7 +156,7 @@ class Prober:
         try:
             await check_allowed(self._allowed, member.registration)
         except EndpointRefusedError as error:
-            log.error("%s: %s; it is followed no more", member.registration.label, error)  # noqa: TRY400 - a sentence says it
+            log.error("%s: %s; it is no longer followed", member.registration.label, error)  # noqa: TRY400 - a sentence says it
             with suppress(KVEventsError):
                 await asyncio.wrap_future(self._fleet.unregister(member.registration.key))
             return False

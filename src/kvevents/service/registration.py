@@ -30,7 +30,7 @@ Key: TypeAlias = tuple[str, int]
 class Scope(NamedTuple):
     """What prompts cannot look past: one model of one tenant and routing group.
 
-    Engines whose events do not tell their LoRA or salt, and that were registered with one, are in scopes of their own.
+    An engine whose events have no LoRA or salt, and that was registered with one, has a scope of its own.
     """
 
     model: str
@@ -102,7 +102,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.rank < 0 or self.rank >= 1 << 32:
             raise ConfigError(f"rank {self.rank} is not from 0 to 2**32 - 1")
         if self.block_size is not None and not 0 < self.block_size <= MAX_BLOCK_SIZE:
-            raise ConfigError(f"block_size is {self.block_size}; it is a number of tokens from 1 to {MAX_BLOCK_SIZE}")
+            raise ConfigError(f"block_size is {self.block_size}; it must be from 1 to {MAX_BLOCK_SIZE} tokens")
 
     @property
     def key(self) -> Key:

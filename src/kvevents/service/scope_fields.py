@@ -29,7 +29,7 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "salt": SALT,
 }
 """Names of query parameters, by the name that handlers read."""
-_CANONICAL: Final = {spelled: name for name, names in _PARAMETERS.items() for spelled in names}
+_CANONICAL: Final = {alias: name for name, aliases in _PARAMETERS.items() for alias in aliases}
 _LIKE: Final = 0.8
 """Similarity by `difflib` from which a name is considered a misspelling of another one."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}

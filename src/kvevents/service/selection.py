@@ -83,7 +83,7 @@ class CandidateCache:
         # Read before the members, so that older members are never cached under a newer version.
         version: tuple[Any, ...] = (self._fleet.version, self._fleet.state_version, adapters)
         if self._shards is not None:
-            version += (self._shards.version, self._shards.answering.shown())
+            version += (self._shards.version, self._shards.answering.served())
         view = self._view
         if view.version != version:
             members = dict(self._fleet.members)
@@ -188,7 +188,7 @@ def _candidate(one: Candidate, held: Mapping[Worker, WorkerMatch], standings: Ma
 def _check(request: SelectRequest, candidates: Sequence[Candidate]) -> None:
     if not candidates:
         hint = "name some in `candidates`, or register engines that serve it"
-        raise SelectError(f"there is no candidate for model {request.model!r}", "no-candidates", hint)
+        raise SelectError(f"no candidate for model {request.model!r}", "no-candidates", hint)
     seen: set[Worker] = set()
     for one in candidates:
         if (one.instance, one.rank) in seen:

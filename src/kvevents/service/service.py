@@ -202,7 +202,7 @@ class Service:
             if self._checkpoints.pop(key, None) is not None:
                 self.index.remove_worker(key)
                 instance = key[0].split(SEPARATOR)[-1]
-                log.info("nobody has registered %s rank %d again; its blocks are forgotten", instance, key[1])
+                log.info("%s rank %d was not registered again; its blocks are removed", instance, key[1])
 
     async def _save_often(self) -> None:
         while True:
@@ -240,7 +240,7 @@ class Service:
     # --- registration over HTTP
 
     async def admit(self, registration: Registration) -> None:
-        """Register what a client named. Raises `ServiceError`."""
+        """Register the stream of a client's request. Raises `ServiceError`."""
         self._check_follows()
         await check_allowed(self.allowed, registration)
         try:
@@ -251,7 +251,7 @@ class Service:
 
     def _check_follows(self) -> None:
         if self.replica is not None:
-            raise ConflictError("this service is a replica", "replica", "the bridges of its plane are told what to follow")
+            raise ConflictError("this service is a replica", "replica", "register the engine with the bridges of its plane")
 
     async def dismiss(self, key: Key) -> None:
         """Unregister a stream. Raises `ServiceError`."""
@@ -316,14 +316,15 @@ class Service:
         found = [*self.lost, *filter(None, (self.lowered,))]
         if self.config.is_open:
             found.append(
-                f"everybody who reaches {self.config.host} may ask and register: set access.tokens, or listen at 127.0.0.1"
+                f"every client of {self.config.host} can query and register: set access.tokens, or listen at 127.0.0.1"
             )
         if not self.config.is_loopback and self.config.access.tokens and self.config.tls is None:
             found.append("tokens travel in clear: set tls")
         if self.snapshot_fault is not None:
             found.append(self.snapshot_fault)
         if self.replica is not None:
-            found += [each for each in (self.replica.fault, self.replica.snapshot_fault, *self.replica.passed_over) if each]
+            faults = (self.replica.fault, self.replica.snapshot_fault, *self.replica.unreadable_snapshots)
+            found += [fault for fault in faults if fault]
         if self._failure:
             found.append(self._failure)
         return found
@@ -455,5 +456,5 @@ def _replica(config: ServiceConfig, fleet: Fleet) -> Replica | None:
 def _shards(config: ServiceConfig, fleet: Fleet, replica: Replica | None, worker: ThreadPool) -> ScatterGather | None:
     if config.shard is None or replica is None:
         return None
-    answering = ShardServer(fleet, lambda: replica.layout, lambda: replica.shown)
+    answering = ShardServer(fleet, lambda: replica.layout, lambda: replica.served)
     return ScatterGather(replica.name, config.shard.url, answering, Peers(config.shard), lambda: replica.present, worker.run)

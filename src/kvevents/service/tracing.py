@@ -68,7 +68,7 @@ def record_lookup(scope: Scope, tokens: int, found: list[MemberMatch]) -> None:
 def find_tracer() -> Tracer | None:
     """Return the tracer of the configured SDK; None without an SDK."""
     try:
-        from opentelemetry import trace  # noqa: PLC0415 - it may not be installed
+        from opentelemetry import trace  # noqa: PLC0415 - it might not be installed
     except ImportError:
         return None
     provider = trace.get_tracer_provider()

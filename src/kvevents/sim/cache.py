@@ -394,6 +394,6 @@ def check_size(size: CacheSize) -> None:
         if getattr(size, name) < least:
             raise ConfigError(f"{name} is {getattr(size, name)}; it must be at least {least}")
     if size.window is not None and size.window < 2:
-        raise ConfigError(f"the sliding window is {size.window} tokens; it is 2 or more, or left out")
+        raise ConfigError(f"the sliding window is {size.window} tokens; it must be at least 2, or None")
     if size.window is not None and size.host_blocks:
         raise ConfigError("a sliding window and host memory together are not modelled; leave one out")

@@ -201,7 +201,7 @@ class DeliveryLayer(Generic[BatchT]):
             self._ledger.match_digest(seq)
             return
         is_explained = self._ledger.explains(seq)
-        if self._ledger.mismatch_digest(seq):
+        if self._ledger.record_digest_mismatch(seq):
             self.counters.digests_mismatched += not is_explained
             if self._heartbeats.digests.allow_resync(seq) and self._can_replay:
                 self._restart_reason = f"the state after number {seq} does not have the publisher's digest"

@@ -38,7 +38,7 @@ class MismatchCounter:
 class HeartbeatMonitor:
     """The heartbeats of one publisher. A publisher without heartbeats is trusted and never counts as silent.
 
-    It records what the heartbeats say; `Stream` decides what follows.
+    It records the results of heartbeats; `Stream` decides how to react.
     """
 
     def __init__(self, limits: StreamLimits) -> None:

@@ -217,7 +217,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             fetch.snapshot_part = seq
             return True
         if seq == self._order.parts.last + 1:
-            # A batch that is no part follows the last part.
+            # A batch that is not a part follows the last part.
             self._order.parts.last = -1
         else:
             self._end_snapshot()

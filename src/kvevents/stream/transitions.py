@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 A publisher numbers its batches from 0 in each life. Live frames of one connection arrive in order, with holes. Replay replies
-arrive in order too, with holes, from whatever the publisher still holds. Nothing in either tells one life from another. So four
+arrive in order too, with holes, from whatever the publisher still holds. Neither identifies an incarnation. So four
 questions are kept apart, and one module answers each:
 
 - **Order** (`sequencer`). One number may be delivered next. Batches that arrive early wait in a reorder buffer.

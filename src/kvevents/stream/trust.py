@@ -16,11 +16,11 @@ class DegradedReason(enum.Enum):
     REPLAY_FOREIGN = "the replay endpoint answers for another stream"
     REPLAY_UNCONFIRMED = "the replay endpoint contradicted the live stream and has not agreed with it since"
     IDENTITY = "after a reconnect, the publisher could not be verified to be the same process"
-    LOST = "batches are lost for good, or history is truncated"
+    LOST = "batches are permanently lost, or history is truncated"
     REJECTED = "a batch held events that could not be read"
     DIVERGED = "the delivered state does not have its publisher's digest"
     UNATTESTED = "the delivered state is not that of the engine's own cache"
-    SENDER = "its sender does not trust what it tells"
+    SENDER = "its sender reports that the events might be incomplete"
     SILENT = "the publisher has missed its heartbeats"
     REPLAY_UNPROVEN = "no live batch has confirmed yet what the replay endpoint says"
 
@@ -207,8 +207,11 @@ class TrustLedger:
         if rejected is not None and rejected.last == seq:
             self.discard(DegradedReason.REJECTED)
 
-    def mismatch_digest(self, seq: int) -> bool:
-        """Record that the state after batch `seq` is not the publisher's. Return False if a later clear or match is known."""
+    def record_digest_mismatch(self, seq: int) -> bool:
+        """Record that the state after batch `seq` has another digest than the publisher's.
+
+        Return False if a later clear or match is known.
+        """
         matters = seq >= self._cleared and seq > self._matched
         if matters:
             self.add(DegradedReason.DIVERGED, seq)

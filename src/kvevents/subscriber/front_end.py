@@ -147,7 +147,7 @@ class FrontEnd(Generic[BatchT]):
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
         """Return how far the deliveries of a stream can be trusted. `name` can be omitted if there is one stream.
 
-        Trust covers everything received. An application that takes deliveries one by one, or with a `limit`, may not have all
+        Trust covers everything received. An application that takes deliveries one by one, or with a `limit`, might not have all
         of them: a gap may precede the clear that repaired it. Call this when `receive_many()` has returned everything.
 
         Any thread may call this, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.

@@ -89,7 +89,7 @@ class TapePlayer:
 
     `tape` is a recording (`run` names one of its runs; by default the first stream is played) or a list of
     `(topic, seq, payload)`. `faults` can be replaced at any time. `endpoint` and `replay_endpoint` are bound; for a port of `*`
-    the OS chooses one. `replay_endpoint=None` stands for an engine without replay. `hwm` is the send limit of the PUB socket
+    the OS chooses one. `replay_endpoint=None` means an engine without replay. `hwm` is the send limit of the PUB socket
     per subscriber, in messages; `log` is the number of batches and requests in the logs. Any thread may call the methods.
 
     The first round of a tape has the recorded numbers and bytes. The next round continues the numbers; a restart counts from 0.

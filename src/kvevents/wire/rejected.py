@@ -24,7 +24,7 @@ class Rejected(msgspec.Struct, frozen=True):
     raw: bytes = b""
     """The first bytes of the rejected input."""
     count: int = 1
-    """Number of rejections that this entry stands for. Above 1 only for the reason `more`, the last entry of a long list."""
+    """Number of rejections that this entry represents. Above 1 only for the reason `more`, the last entry of a long list."""
 
     @property
     def loses_events(self) -> bool:

@@ -36,8 +36,8 @@ CLAIM_EVERY: Final = 0.01
 AGAIN_SECONDS: Final = 0.2
 """After which who runs a bridge starts it again."""
 PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
-    (replicas, "AGAIN_SECONDS", 0.3),
-    (replicas, "TELL_SECONDS", 0.5),
+    (replicas, "RETRY_SECONDS", 0.3),
+    (replicas, "COMPARE_SECONDS", 0.5),
     (comparing, "TURN_SECONDS", 3.0),
     (replicas, "REBUILD_SECONDS", 5.0),
 )
@@ -208,55 +208,55 @@ class _Diarist:
     async def keep(self) -> None:
         while True:
             await asyncio.sleep(CLAIM_EVERY)
-            generation = self._replica.generation
-            if generation is None or not generation.follower.is_alive():
+            build = self._replica.build
+            if build is None or not build.follower.is_alive():
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await asyncio.wrap_future(generation.follower.submit(partial(self._claim, generation)))
+                    await asyncio.wrap_future(build.follower.submit(partial(self._claim, build)))
 
-    def _claim(self, generation: IndexBuild) -> None:
+    def _claim(self, build: IndexBuild) -> None:
         """By the thread that applies, between two deliveries."""
         for place, name in enumerate(self._role.engines):
-            found = _held(generation, name) if self._shows(generation, name) else None
+            found = _held(build, name) if self._shows(build, name) else None
             if found is not None and found.trust == Trust.EXACT.name:
                 self._diary.write(Claim(place, found.digest, found.seq))
                 self._claims += 1
 
-    def _shows(self, generation: IndexBuild, name: str) -> bool:
+    def _shows(self, build: IndexBuild, name: str) -> bool:
         layout = self._replica.layout
-        return layout is not None and layout.partition_of(name) in generation.shown
+        return layout is not None and layout.partition_of(name) in build.served
 
     def told(self) -> TrustReport:
-        replica, generation = self._replica, self._replica.generation
+        replica, build = self._replica, self._replica.build
         counted = {"claims": self._claims, "generations": replica.builds, "disagreements": replica.disagreements}
-        if generation is None or not replica.is_complete:
+        if build is None or not replica.is_complete:
             return TrustReport({}, counted, replica.why_hidden, shown=frozenset(self._role.engines))
-        states = generation.subscriber.states.values()
+        states = build.subscriber.states.values()
         counted |= {
             "breaches": sum(state.invalid_records for state in states),
             "doubled": sum(state.duplicate_records for state in states),
             "foreign": sum(state.foreign_messages for state in states),
-            "diverged": generation.subscriber.diverged,
-            "snapshots": len(generation.newest),
+            "diverged": build.subscriber.diverged,
+            "snapshots": len(build.newest),
         }
-        order = generation.follower.submit(
-            lambda: {name: found for name in self._role.engines if (found := _held(generation, name)) is not None}
+        order = build.follower.submit(
+            lambda: {name: found for name in self._role.engines if (found := _held(build, name)) is not None}
         )
         faults = "; ".join(filter(None, [replica.fault, replica.snapshot_fault]))
-        shown = frozenset(name for name in self._role.engines if self._shows(generation, name))
+        shown = frozenset(name for name in self._role.engines if self._shows(build, name))
         return TrustReport(
-            order.result(2.0), counted, faults, ", ".join(generation.began_with.values()) or "the log alone", shown
+            order.result(2.0), counted, faults, ", ".join(build.loaded_snapshots.values()) or "the log alone", shown
         )
 
 
-def _held(generation: IndexBuild, name: str) -> Held | None:
+def _held(build: IndexBuild, name: str) -> Held | None:
     try:
-        status = generation.subscriber.status(name)
+        status = build.subscriber.status(name)
     except UnknownSourceError:
         return None
-    known = any(info.source == name for info in generation.index.workers())
-    digest = bytes.fromhex(generation.index.digest(name)) if known else EMPTY
+    known = any(info.source == name for info in build.index.workers())
+    digest = bytes.fromhex(build.index.digest(name)) if known else EMPTY
     return Held(status.trust.name, status.trust.reason, digest, status.last_seq, status.incarnation)
 
 

@@ -127,7 +127,7 @@ def _check_writable(file: Path) -> None:
     if file.is_dir():
         raise ConfigError(f"cannot write {file}: it is a directory; use the name of a file")
     if not file.parent.is_dir():
-        raise ConfigError(f"cannot write {file}: there is no directory {file.parent}")
+        raise ConfigError(f"cannot write {file}: the directory {file.parent} does not exist")
 
 
 def _write(file: Path, text: str) -> None:

@@ -134,10 +134,10 @@ def _sources_of(found: dict[str, Any], *, alone: bool) -> list[Any]:
     elif unknown:
         raise ConfigError(f"unknown key {unknown[0]!r}; a file of sources has [[sources]] tables and nothing else")
     if "sources" not in found:
-        raise ConfigError("it has no [[sources]]; write sources = [] if there are none")
+        raise ConfigError("it has no [[sources]]: write sources = [] for an empty list")
     sources = found["sources"]
     if not isinstance(sources, list):
-        raise ConfigError("sources is one table; write [[sources]], in double brackets")
+        raise ConfigError("sources is one table: write [[sources]], in double brackets")
     return sources
 
 

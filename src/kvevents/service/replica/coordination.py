@@ -1,4 +1,4 @@
-"""What the replicas of a plane write for each other: which partitions each of them holds, and digests of what they hold."""
+"""Coordination of the replicas of a plane: the partitions that each of them holds, and digests of their contents."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS: Final = 0.5
+RETRY_SECONDS: Final = 0.5
 """Pause between two attempts to acquire the lease of the replica's name."""
 _ANSWER_SECONDS: Final = 5.0
 
 
 class Assignment:
-    """The partitions that one replica is to hold. `shown` returns those that it serves now."""
+    """The partitions that one replica is to hold. `served` returns those that it serves now."""
 
-    def __init__(self, name: str, settings: ShardSettings | None, shown: Callable[[], frozenset[int]]) -> None:
+    def __init__(self, name: str, settings: ShardSettings | None, served: Callable[[], frozenset[int]]) -> None:
         self.fault = ""
         """Why this replica cannot take part in the plane at the moment; empty if it can."""
         self._name: Final = name
         self._settings: Final = settings
-        self._shown: Final = shown
+        self._shown: Final = served
         self.refused: dict[str, str] = {}
         """Why other replicas must not be queried, by name."""
         self._partitions = frozenset[int]()
@@ -87,47 +87,48 @@ class Assignment:
         while True:
             lease = Lease(client.jetstream(), layout, lease_key("replica", self._name), LeaseHolder.current())
             try:
-                await self._name_oneself(lease)
+                await self._acquire_name(lease)
                 keeping = asyncio.create_task(lease.renew_until_lost())
                 try:
-                    await self._take_part(part, client, layout, keeping, settings.pace.announce_seconds)
+                    await self._announce(part, client, layout, keeping, settings.pace.announce_seconds)
                 finally:
                     keeping.cancel()
             finally:
                 await lease.release()
 
-    async def _name_oneself(self, lease: Lease) -> None:
+    async def _acquire_name(self, lease: Lease) -> None:
         while True:
             try:
                 if await lease.acquire():
                     self.fault = ""
                     return
-                fault = f"{lease.rival or 'somebody'} is replica {self._name!r} too; give each another --replica-name"
+                owner = lease.rival or "another process"
+                fault = f"{owner} is replica {self._name!r} too: give each process its own --replica-name"
             except PlaneError as error:
                 fault = str(error)
-            self._tell(fault)
-            await asyncio.sleep(AGAIN_SECONDS)
+            self._set_fault(fault)
+            await asyncio.sleep(RETRY_SECONDS)
 
-    def _tell(self, fault: str) -> None:
+    def _set_fault(self, fault: str) -> None:
         if fault != self.fault:
             log.warning("%s", fault)
         self.fault = fault
 
-    async def _take_part(
+    async def _announce(
         self, part: _Part, client: PlaneClient, layout: Layout, keeping: asyncio.Task[str], pause: float
     ) -> None:
         try:
             while not keeping.done():
                 try:
                     async with asyncio.timeout(_ANSWER_SECONDS):
-                        await part.meet(client, layout)
+                        await part.exchange(client, layout)
                     self._since = time.monotonic() if self._since is None else self._since
                 except (PlaneError, TimeoutError) as error:
-                    self._tell(f"the other replicas cannot be asked: {error or 'no answer in time'}")
+                    self._set_fault(f"cannot query the other replicas: {error or 'no answer in time'}")
                 else:
                     self.fault = ""
                 await asyncio.sleep(pause)
-            self._tell(f"this is replica {self._name!r} no longer: {keeping.result()}")
+            self._set_fault(f"the lease of the name {self._name!r} was lost: {keeping.result()}")
         finally:
             with suppress(PlaneError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
@@ -142,7 +143,7 @@ class _Part:
         name: str,
         settings: ShardSettings,
         assignment: ShardAssignment,
-        shown: Callable[[], frozenset[int]],
+        served: Callable[[], frozenset[int]],
         refused: dict[str, str],
     ) -> None:
         self._refused: Final = refused
@@ -150,36 +151,36 @@ class _Part:
         self._name: Final = name
         self._settings: Final = settings
         self._assignment: Final = assignment
-        self._shown: Final = shown
-        self._beats = time.time_ns()
+        self._shown: Final = served
+        self._number = time.time_ns()
         """Number of the announcement. It begins at another value in each process."""
 
-    async def meet(self, client: PlaneClient, layout: Layout) -> None:
+    async def exchange(self, client: PlaneClient, layout: Layout) -> None:
         """Write the announcement of this replica, and read those of the others. Raises `PlaneError`."""
-        shown = self._shown()
-        self._beats += 1
-        own = ShardAnnouncement(self._settings.url.rstrip("/"), self._settings.holders, sorted(shown), self._beats)
-        with map_errors("telling the other replicas which partitions this one holds"):
+        served = self._shown()
+        self._number += 1
+        own = ShardAnnouncement(self._settings.url.rstrip("/"), self._settings.holders, sorted(served), self._number)
+        with map_errors("announcing the partitions of this replica"):
             bucket = await client.jetstream().key_value(layout.leases)
             await bucket.put(SHARD_PREFIX + self._name, own.encode())
-        found = await list_entries(client.jetstream(), layout, "asking which partitions the other replicas hold", SHARD_PREFIX)
+        found = await list_entries(client.jetstream(), layout, "reading the partitions of the other replicas", SHARD_PREFIX)
         said = {name: ShardAnnouncement.decode(value) for name, value in found.items() if name != self._name}
         others = {name: announced for name, announced in said.items() if announced is not None}
-        self._assignment.update(self._allowed(others), shown, time.monotonic())
+        self._assignment.update(self._allowed(others), served, time.monotonic())
 
     def _allowed(self, others: dict[str, ShardAnnouncement]) -> dict[str, ShardAnnouncement]:
         """Return the announcements with an allowed URL. A refused one is logged once and ignored."""
         refused = {name: why for name, said in others.items() if (why := self._policy.refusal(said.url))}
         for name in sorted(refused):
             if self._refused.get(name) != refused[name]:
-                log.warning("replica %s is not asked: %s; see shard.allow", name, refused[name])
+                log.warning("replica %s is not queried: %s; see shard.allow", name, refused[name])
         self._refused.clear()
         self._refused.update(refused)
         return {name: said for name, said in others.items() if name not in refused}
 
     async def leave(self, client: PlaneClient, layout: Layout) -> None:
         """Remove the announcement of this replica. Raises `PlaneError`."""
-        with map_errors("telling the other replicas that this one ends"):
+        with map_errors("withdrawing the announcement of this replica"):
             bucket = await client.jetstream().key_value(layout.leases)
             await bucket.delete(SHARD_PREFIX + self._name)
 
@@ -189,19 +190,19 @@ TURN_SECONDS: Final = 20.0
 
 
 class ConsistencyCheck:
-    """One replica's side of it."""
+    """Compares the contents of one replica's index with those of the others, by digests."""
 
     def __init__(self, name: str) -> None:
         self.disagreements = 0
-        """Number of times that another replica held something else at the same position."""
-        self.unheard = ""
+        """Number of times that another replica had other contents at the same position."""
+        self.write_fault = ""
         """Why this replica cannot publish its digests, such as missing permission to write; empty if it can."""
         self._name: Final = name
         self._differs_since: float | None = None
 
     @property
     def differs(self) -> bool:
-        """Whether another replica holds something else. Either of them may be wrong."""
+        """Whether another replica has other contents. Either of them can be wrong."""
         return self._differs_since is not None
 
     def forget(self) -> None:
@@ -211,9 +212,9 @@ class ConsistencyCheck:
     async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:
         """Compare digests with the other replicas. Return why the index must be rebuilt; empty if it need not be."""
         try:
-            others = await self._opinions(client, layout, own)
+            others = await self._exchange(client, layout, own)
         except PlaneError as error:
-            log.debug("the other replicas cannot be asked: %s", error)
+            log.debug("cannot query the other replicas: %s", error)
             return ""
         now = time.monotonic()
         against = Counter(own.agrees(replica_digests) for replica_digests in others.values())
@@ -224,32 +225,32 @@ class ConsistencyCheck:
         if self._differs_since is None:
             self._differs_since = now
             self.disagreements += 1
-            log.error("%d of %d replicas hold something else at the same place", against[False], len(others))
+            log.error("%d of %d replicas have other contents at the same position", against[False], len(others))
         turn = sorted([self._name, *others]).index(self._name)
         outvoted = against[False] > against[True] + 1
         in_turn = against[False] == against[True] + 1 and now - self._differs_since > (turn + 1) * TURN_SECONDS
         is_due = (outvoted or in_turn) and now - built_at > TURN_SECONDS
-        return "the other replicas hold something else" if is_due else ""
+        return "the other replicas have other contents" if is_due else ""
 
-    async def _opinions(self, client: PlaneClient, layout: Layout, own: ReplicaDigests) -> dict[str, ReplicaDigests]:
-        """What the others say, after this one has."""
+    async def _exchange(self, client: PlaneClient, layout: Layout, own: ReplicaDigests) -> dict[str, ReplicaDigests]:
+        """Publish the digests of this replica, and return those of the others."""
         js = client.jetstream()
-        with map_errors("telling the other replicas what this one holds"):
-            await self._say(await js.key_value(layout.leases), own)
-        found = await list_entries(js, layout, "asking what the other replicas hold", DIGEST_PREFIX)
+        with map_errors("publishing the digests of this replica"):
+            await self._publish(await js.key_value(layout.leases), own)
+        found = await list_entries(js, layout, "reading the digests of the other replicas", DIGEST_PREFIX)
         said = {name: ReplicaDigests.decode(value) for name, value in found.items() if name != self._name}
         return {name: replica_digests for name, replica_digests in said.items() if replica_digests is not None}
 
-    async def _say(self, bucket: KeyValue, own: ReplicaDigests) -> None:
-        """Publish the digests of this replica. A replica that may only read continues without it."""
+    async def _publish(self, bucket: KeyValue, own: ReplicaDigests) -> None:
+        """Publish the digests of this replica. A replica without permission to write continues without it."""
         try:
-            with map_errors("telling the other replicas what this one holds"):
+            with map_errors("publishing the digests of this replica"):
                 await bucket.put(DIGEST_PREFIX + self._name, own.encode())
         except PlaneError as error:
             if error.fault != "denied":
                 raise
-            if not self.unheard:
-                log.warning("this replica only reads: %s", error)
-            self.unheard = str(error)
+            if not self.write_fault:
+                log.warning("this replica publishes no digests: %s", error)
+            self.write_fault = str(error)
         else:
-            self.unheard = ""
+            self.write_fault = ""

@@ -1,4 +1,4 @@
-"""An index that is built from partitions of a plane's log, and the snapshots that are taken of it."""
+"""An index that is built from partitions of a plane's log, and the snapshots of its partitions."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOK_SECONDS: Final = 0.05
+CHECK_SECONDS: Final = 0.05
 """Pause between two checks of the readers."""
 MAX_QUEUED_BYTES: Final = 128 << 20
 """Size of received pages that are not applied yet, above which a partition is not read further."""
 TAKE_SECONDS: Final = 60.0
 """Longest time for the follower's thread to write a snapshot to the disk."""
-HOLE_SECONDS: Final = 2.0
+MISSING_PAGES_SECONDS: Final = 2.0
 """Pause between two attempts to begin a partition of which pages are missing."""
 
 
 class IndexBuild:
-    """An index of some partitions. Each is *held* from when it is begun, and *shown* once it was read to its end.
+    """An index of some partitions. A partition is *held* from its beginning, and *served* after it was read to its end.
 
-    To be used in one event loop.
+    Use it in one event loop.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class IndexBuild:
         self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key), sink, limits)
         self.follower: Final = Follower(self.subscriber, sink)
         self.stream_ids: dict[int, str] = {}
-        """By partition that is held which stream it is."""
-        self.began_with: dict[int, str] = {}
-        """By partition the snapshot."""
-        self.shown: frozenset[int] = frozenset()
-        """Partitions that answers may be about; replaced as a whole."""
+        """JetStream stream of each held partition."""
+        self.loaded_snapshots: dict[int, str] = {}
+        """Snapshot with which each partition was begun."""
+        self.served: frozenset[int] = frozenset()
+        """Partitions that queries may cover. The set is replaced, never changed."""
         self.newest: dict[int, SnapshotInfo] = {}
-        """By partition the newest snapshot that is known."""
-        self.broken = ""
-        """Why it must be replaced; empty if it need not be."""
+        """Newest known snapshot of each partition."""
+        self.rebuild_reason = ""
+        """Why this build must be replaced; empty if it need not be."""
         self.settled: Final = set(settled)
         """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
         self._client: Final = client
@@ -83,7 +83,7 @@ class IndexBuild:
         self._reading: dict[int, asyncio.Task[None]] = {}
         self._begun_at: dict[int, float] = {}
         self._unread: dict[int, dict[str, str]] = {}
-        """By partition, the snapshots that are newer than the one that it was begun with, and why each could not be read."""
+        """Unreadable snapshots of each partition that are newer than the one with which it was begun, and why."""
         self._logged: Final = set[str]()
         self.follower.start()
 
@@ -100,13 +100,13 @@ class IndexBuild:
         return next((partition.fault for partition in self.subscriber.partitions.values() if partition.fault), "")
 
     @property
-    def hole(self) -> str:
-        """Why a partition cannot be shown: pages are gone that no snapshot stands for."""
+    def missing_pages(self) -> str:
+        """Why a partition cannot be served: pages are missing that no snapshot covers; empty if all can."""
         return next((state.unknown_prefix for state in self.subscriber.states.values() if state.unknown_prefix), "")
 
     @property
-    def passed_over(self) -> list[str]:
-        """By partition that was begun without them, why its newest snapshots could not be read; until there are others."""
+    def unreadable_snapshots(self) -> list[str]:
+        """Why the newest snapshots of a partition could not be read, until a newer one is found."""
         return [next(iter(sentences.values())) for sentences in list(self._unread.values())]
 
     # --- partitions
@@ -114,24 +114,24 @@ class IndexBuild:
     async def adjust(self, wanted: Collection[int], spare: Collection[int]) -> None:
         """Begin wanted partitions, serve those that are read to their end, and release spare ones.
 
-        Raises `PlaneError` where the servers do not say how a partition stands.
+        Raises `PlaneError` if the servers do not return the state of a partition.
         """
         for partition in sorted(set(wanted) - self.stream_ids.keys()):
             await self._begin(partition)
-        for partition in sorted(self.stream_ids.keys() - self.shown):
+        for partition in sorted(self.stream_ids.keys() - self.served):
             if partition not in wanted:
                 await self._drop(partition)
             elif await self._order(lambda partition=partition: self.subscriber.is_complete(partition)):  # type: ignore[misc]
                 await self._complete(partition)
-        for partition in self.shown.intersection(spare):
-            self.shown -= {partition}
+        for partition in self.served.intersection(spare):
+            self.served -= {partition}
             await self._drop(partition)
 
     async def _complete(self, partition: int) -> None:
         if not self.subscriber.states[partition].unknown_prefix:
-            self.shown |= {partition}
-        elif time.monotonic() - self._begun_at[partition] > HOLE_SECONDS:
-            # Somebody may have taken a snapshot, or have written the partition anew.
+            self.served |= {partition}
+        elif time.monotonic() - self._begun_at[partition] > MISSING_PAGES_SECONDS:
+            # Another process may have written a snapshot or the whole partition meanwhile.
             await self._drop(partition)
             await self._begin(partition)
 
@@ -145,7 +145,7 @@ class IndexBuild:
     async def _restored(
         self, partition: int, info: PartitionInfo
     ) -> tuple[PartitionState, Mapping[StreamKey, frozenset[DegradedReason]]]:
-        """How a partition stands by the newest snapshot that can be read, whose blocks are in the index then."""
+        """Load the newest readable snapshot of a partition into the index, and return the state of the partition."""
         for kept in await self._snapshots.matching(partition, info):
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 try:
@@ -153,22 +153,22 @@ class IndexBuild:
                 except (SnapshotError, PlaneError) as error:
                     if isinstance(error, PlaneError) and error.fault not in {"missing", "timeout"}:
                         raise
-                    self._pass_over(kept, str(error))
+                    self._record_unreadable(kept, str(error))
                     continue
             self.newest[partition] = kept
             if not _is_gone(state.position, info):
-                self.began_with[partition] = kept.name
+                self.loaded_snapshots[partition] = kept.name
                 return state, doubts
             self._forget(state.streams)
         if _is_gone(0, info):
             why = "; ".join(self._unread.get(partition, {}).values())
-            hole = f"pages of partition {partition} are gone that no snapshot stands for" + (f", and {why}" if why else "")
-            return PartitionState.after_unknown_prefix(info.first - 1, hole), {}
+            missing_pages = f"pages of partition {partition} are missing that no snapshot covers" + (why and f", and {why}")
+            return PartitionState.after_unknown_prefix(info.first - 1, missing_pages), {}
         return PartitionState(), {}
 
-    def _pass_over(self, kept: SnapshotInfo, why: str) -> None:
+    def _record_unreadable(self, kept: SnapshotInfo, why: str) -> None:
         self._unread.setdefault(kept.partition, {})[kept.name] = why
-        if why not in self._logged:  # a partition with a hole is begun again and again
+        if why not in self._logged:  # a partition with missing pages is begun repeatedly
             self._logged.add(why)
             log.warning("%s", why)
 
@@ -178,7 +178,7 @@ class IndexBuild:
         await asyncio.gather(reading, return_exceptions=True)
         await self._order(lambda: self._forget(self.subscriber.drop_partition(partition)))
         known: dict[int, Any]
-        for known in (self.stream_ids, self.began_with, self.newest, self._begun_at, self._unread):
+        for known in (self.stream_ids, self.loaded_snapshots, self.newest, self._begun_at, self._unread):
             known.pop(partition, None)
 
     def _forget(self, keys: Collection[StreamKey]) -> None:
@@ -205,14 +205,14 @@ class IndexBuild:
             reading = asyncio.create_task(reader.run())
             try:
                 while subscriber.queued_bytes < MAX_QUEUED_BYTES:
-                    done, _ = await asyncio.wait({reading}, timeout=LOOK_SECONDS)
+                    done, _ = await asyncio.wait({reading}, timeout=CHECK_SECONDS)
                     subscriber.report_progress(partition, reader.lag, reader.fault)
                     if done:
                         why = reading.result().reason
                         if why == "disputed":
                             self.settled.add(partition)
-                        self.broken = f"partition {partition} was {why}"
-                        subscriber.mark_broken(partition, self.broken)
+                        self.rebuild_reason = f"partition {partition} was {why}"
+                        subscriber.mark_broken(partition, self.rebuild_reason)
                         return
             finally:
                 reading.cancel()
@@ -220,37 +220,37 @@ class IndexBuild:
                     await reading
             tail = reader.tail
             while subscriber.queued_bytes > MAX_QUEUED_BYTES // 2:  # noqa: ASYNC110 - a thread takes it away
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(CHECK_SECONDS)
 
     # --- snapshots
 
     def snapshot_ages(self) -> dict[int, float]:
-        """By partition, seconds since this process found its newest snapshot."""
+        """Return the seconds since this process found the newest snapshot, by partition."""
         ages = {partition: self._snapshots.newest_age(partition) for partition in list(self.newest)}
         return {partition: age for partition, age in ages.items() if age is not None}
 
-    def know(self, kept: SnapshotInfo) -> None:
-        """That a snapshot of a partition counts."""
+    def record(self, kept: SnapshotInfo) -> None:
+        """Record a readable snapshot of a partition."""
         if kept.partition in self.stream_ids:
             self.newest[kept.partition] = kept
             if kept.name not in self._unread.get(kept.partition, ()):
                 self._unread.pop(kept.partition, None)
 
     async def take(self, partition: int, path: Path) -> tuple[SnapshotBody, int]:
-        """A snapshot of a partition at `path`, and about how many blocks it has.
+        """Write a snapshot of a partition to `path`. Return its metadata and its approximate number of blocks.
 
-        Raises `SnapshotError`, and `TimeoutError` where it is too slow.
+        Raises `SnapshotError`, and `TimeoutError` after `TAKE_SECONDS`.
         """
         order = self.follower.submit(lambda: self._take(partition, path))
         async with asyncio.timeout(TAKE_SECONDS):
             taken = await asyncio.wrap_future(order)
-        # Counted aside: the thread that applies has no time to look at every worker for each partition.
+        # Counted in another thread, since the follower's thread has no time to read every worker for each partition.
         infos = await asyncio.to_thread(self.index.workers)
         keys = {(source, rank) for source, rank, _ in taken.digests}
         return taken, sum(info.blocks for info in infos if (info.source, info.rank) in keys)
 
     def _take(self, partition: int, path: Path) -> SnapshotBody:
-        """By the thread that applies: ledger and index are of one moment then."""
+        """Write a snapshot in the follower's thread, so that ledger and index have the same state."""
         state = self.subscriber.states.get(partition)
         if state is None:
             raise SnapshotError(f"partition {partition} is no longer held here; another replica takes its snapshots")
@@ -270,9 +270,9 @@ def _digest(index: PrefixIndex, key: StreamKey) -> str | None:
 
 LEASE: Final = "lease.snapshot"
 """Prefix of the lease keys. The replica with the lease of a partition writes its next snapshot."""
-FRESH: Final = 0.8
+FRESH_FRACTION: Final = 0.8
 """Fraction of the snapshot interval for which a snapshot of another replica is new enough after it was found."""
-LOOKS: Final = 50
+CHECKS_PER_INTERVAL: Final = 50
 """Number of checks in one snapshot interval."""
 
 
@@ -281,74 +281,74 @@ class Snapshotter:
 
     def __init__(self, name: str, comparing: ConsistencyCheck, seconds: float) -> None:
         self._name: Final = name
-        self._comparing: Final = comparing
+        self._consistency: Final = comparing
         self._seconds: Final = seconds
         self._due: dict[int, float] = {}
         self._faults: dict[int, str] = {}
 
     @property
     def fault(self) -> str:
-        """Why a partition's last snapshot that was due was not taken; empty where all were."""
+        """Why the last due snapshot of a partition was not written; empty if all were."""
         return next(iter(self._faults.values()), "")
 
-    async def run(self, js: JetStreamContext, layout: Layout, snapshots: Snapshots, generation: IndexBuild) -> None:
-        """As long as a generation answers. Partitions have different times, so that the work of one is never that of all."""
+    async def run(self, js: JetStreamContext, layout: Layout, snapshots: Snapshots, build: IndexBuild) -> None:
+        """Write snapshots while `build` answers. Partitions have different times, so that their snapshots do not coincide."""
         self._due, self._faults = {}, {}
         while True:
-            await asyncio.sleep(self._seconds / LOOKS)
+            await asyncio.sleep(self._seconds / CHECKS_PER_INTERVAL)
             now = time.monotonic()
-            shown = generation.shown
-            self._due = {partition: self._due.get(partition, now + random.uniform(0.0, self._seconds)) for partition in shown}  # noqa: S311
-            for partition in sorted(shown, key=self._due.__getitem__):
+            served = build.served
+            self._due = {partition: self._due.get(partition, now + random.uniform(0.0, self._seconds)) for partition in served}  # noqa: S311
+            for partition in sorted(served, key=self._due.__getitem__):
                 if self._due[partition] > time.monotonic():
                     break
                 self._due[partition] = time.monotonic() + self._seconds
                 # If digests differ, this index may be the wrong one.
-                if not self._comparing.differs and partition in generation.shown:
+                if not self._consistency.differs and partition in build.served:
                     await self._take(
-                        Lease(js, layout, f"{LEASE}.{partition}", LeaseHolder.current()), partition, snapshots, generation
+                        Lease(js, layout, f"{LEASE}.{partition}", LeaseHolder.current()), partition, snapshots, build
                     )
 
-    async def _take(self, lease: Lease, partition: int, snapshots: Snapshots, generation: IndexBuild) -> None:
-        """Write a snapshot, unless another replica does. What the servers do not take shows, and is tried again."""
+    async def _take(self, lease: Lease, partition: int, snapshots: Snapshots, build: IndexBuild) -> None:
+        """Write a snapshot, unless another replica does. An error is served in `fault`, and the next interval tries again."""
         try:
-            # Asked for again with the lease, for who had it before may just have taken one.
+            # Checked again with the lease, since its last holder may just have written one.
             if (
-                not await self._is_fresh(partition, snapshots, generation)
+                not await self._is_fresh(partition, snapshots, build)
                 and await lease.acquire()
-                and not await self._is_fresh(partition, snapshots, generation)
+                and not await self._is_fresh(partition, snapshots, build)
             ):
-                generation.know(await self._take_within(lease, partition, snapshots, generation))
+                build.record(await self._take_within(lease, partition, snapshots, build))
         except (KVEventsError, OSError, TimeoutError) as error:
-            self._tell(partition, error)
+            self._set_fault(partition, error)
         else:
             self._faults.pop(partition, None)
         finally:
             await lease.release()
 
-    async def _is_fresh(self, partition: int, snapshots: Snapshots, generation: IndexBuild) -> bool:
+    async def _is_fresh(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> bool:
         """Return whether the newest valid snapshot of any replica is new enough."""
         kept = await snapshots.list_valid(partition)
         if kept:
-            generation.know(kept[0])
+            build.record(kept[0])
         known_for = snapshots.newest_age(partition)
-        return known_for is not None and known_for < self._seconds * FRESH
+        return known_for is not None and known_for < self._seconds * FRESH_FRACTION
 
-    def _tell(self, partition: int, error: Exception) -> None:
+    def _set_fault(self, partition: int, error: Exception) -> None:
         fault = f"partition {partition}: {str(error) or 'it was not written in time'}"
         denied = isinstance(error, PlaneError) and error.fault == "denied"
         # A replica without permission for one snapshot has permission for none.
         if fault != self._faults.get(partition) and not (denied and self._faults):
-            log.warning("no snapshot was taken: %s", fault)
+            log.warning("no snapshot was written: %s", fault)
         self._faults[partition] = fault
 
-    async def _take_within(self, lease: Lease, partition: int, snapshots: Snapshots, generation: IndexBuild) -> SnapshotInfo:
-        made = generation.stream_ids.get(partition, "")  # nothing comes of one that was let go meanwhile
+    async def _take_within(self, lease: Lease, partition: int, snapshots: Snapshots, build: IndexBuild) -> SnapshotInfo:
+        made = build.stream_ids.get(partition, "")  # a partition that was released meanwhile has no snapshot
         keeping = asyncio.create_task(lease.renew_until_lost())
         try:
             with tempfile.TemporaryDirectory(prefix="kvevents-") as folder:
                 path = Path(folder, "index")
-                taken, blocks = await generation.take(partition, path)
+                taken, blocks = await build.take(partition, path)
                 return await snapshots.save(taken, path, blocks, self._name, made)
         finally:
             keeping.cancel()

@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 
 ORIGIN: Final = "plane"
 """Origin of the members."""
-LOOK_SECONDS: Final = 0.05
+CHECK_SECONDS: Final = 0.05
 """Pause between two checks of readers and members."""
-TELL_SECONDS: Final = 2.0
-"""Pause between two comparisons with the other replicas."""
-AGAIN_SECONDS: Final = 2.0
+COMPARE_SECONDS: Final = 2.0
+"""Pause between two comparisons of digests with the other replicas."""
+RETRY_SECONDS: Final = 2.0
 """Pause between two attempts to reach the servers, or to build an index."""
 REBUILD_SECONDS: Final = 60.0
-"""Between two builds at least, when it is the content that is doubted."""
+"""Shortest time between two builds whose reason is that contents differ."""
 
 
 class Replica:
@@ -69,26 +69,26 @@ class Replica:
         self.plane: Final = plane
         self.name: Final = name
         self.is_complete = False
-        """Whether there was ever a generation that had read the log to its end."""
+        """Whether any index build has read the log to its end."""
         self.layout: Layout | None = None
-        """Of the plane; None before it was found."""
+        """Layout of the plane; None before it was found."""
         self.builds = 0
         self._fault = ""
         self._fleet: Final = fleet
         self._memory_limit: Final = memory_limit
-        self._generation: IndexBuild | None = None
-        self._told: tuple[Mapping[StreamKey, bytes], frozenset[int]] | None = None
-        """Cards and partitions that the fleet was last updated with."""
+        self._current: IndexBuild | None = None
+        self._applied: tuple[Mapping[StreamKey, bytes], frozenset[int]] | None = None
+        """Registrations and partitions with which the fleet was last updated."""
         self._settled = set[int]()
         """Partitions that were read again because of a dispute."""
         self._answers = frozenset[int]()
         """Partitions whose engines are registered in the fleet."""
         self._built_at = float("-inf")
-        self._holding: Final = Assignment(name, shard, lambda: self.shown)
-        self._comparing: Final = ConsistencyCheck(name)
-        self._taking: Final = Snapshotter(name, self._comparing, snapshot_seconds)
+        self._assignment: Final = Assignment(name, shard, lambda: self.served)
+        self._consistency: Final = ConsistencyCheck(name)
+        self._snapshotter: Final = Snapshotter(name, self._consistency, snapshot_seconds)
 
-    # --- what may be read
+    # --- status
 
     @property
     def why_hidden(self) -> str:
@@ -98,50 +98,50 @@ class Replica:
     @property
     def fault(self) -> str:
         """Why the log cannot be read; empty if it can."""
-        return self._fault or self._holding.fault
+        return self._fault or self._assignment.fault
 
     @property
     def snapshot_fault(self) -> str:
         """Why the last due snapshot was not taken; empty if it was."""
-        return self._taking.fault
+        return self._snapshotter.fault
 
     @property
-    def passed_over(self) -> list[str]:
-        """Why the newest snapshots could not be read, of partitions that were begun without."""
-        return [] if self._generation is None else self._generation.passed_over
+    def unreadable_snapshots(self) -> list[str]:
+        """Why the newest snapshots could not be read, for partitions that were begun without them."""
+        return [] if self._current is None else self._current.unreadable_snapshots
 
     @property
     def disagreements(self) -> int:
-        """How often another replica held something else at the same place."""
-        return self._comparing.disagreements
+        """Number of times that another replica had other contents at the same position."""
+        return self._consistency.disagreements
 
     @property
-    def generation(self) -> IndexBuild | None:
+    def build(self) -> IndexBuild | None:
         """The index build that queries are answered from."""
-        return self._generation
+        return self._current
 
     @property
-    def shown(self) -> frozenset[int]:
+    def served(self) -> frozenset[int]:
         """The partitions that answers cover: those that are read to their end and whose engines are registered."""
-        return frozenset() if self._generation is None else self._answers & self._generation.shown
+        return frozenset() if self._current is None else self._answers & self._current.served
 
     @property
     def present(self) -> Mapping[str, ShardAnnouncement]:
-        """The other replicas that hold a share and are heard of."""
-        assignment = self._holding.assignment
+        """The announcements of other replicas that hold a share."""
+        assignment = self._assignment.assignment
         return {} if assignment is None else assignment.present
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Other replicas that must not be asked, and why."""
-        return self._holding.refused
+        """Other replicas that must not be queried, and why."""
+        return self._assignment.refused
 
     @property
     def wanted(self) -> frozenset[int]:
         """The partitions that are to be held."""
-        return self._holding.wanted
+        return self._assignment.wanted
 
-    # --- its life
+    # --- lifecycle
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -151,14 +151,14 @@ class Replica:
                     async with open_client(self.plane, name=f"kvevents replica {self.name}") as client:
                         await require_jetstream(client)
                         await self._replicate(client)
-                except (PlaneError, SnapshotError, ConfigError) as error:  # the last of files that were replaced meanwhile
-                    self._tell(str(error))
-                    await asyncio.sleep(AGAIN_SECONDS)
+                except (PlaneError, SnapshotError, ConfigError) as error:  # ConfigError: credential files changed
+                    self._set_fault(str(error))
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
-            if self._generation is not None:
-                await self._generation.end()
+            if self._current is not None:
+                await self._current.end()
 
-    def _tell(self, fault: str) -> None:
+    def _set_fault(self, fault: str) -> None:
         if fault and fault != self._fault:
             log.warning("%s", fault)
         self._fault = fault
@@ -166,58 +166,58 @@ class Replica:
     async def _replicate(self, client: PlaneClient) -> None:
         js = client.jetstream()
         while (layout := await find_plane(js, self.plane.name)) is None:
-            self._tell(f"there is no plane {self.plane.name!r} yet; a bridge makes it")
-            await asyncio.sleep(AGAIN_SECONDS)
+            self._set_fault(f"plane {self.plane.name!r} does not exist yet: start a bridge, which creates it")
+            await asyncio.sleep(RETRY_SECONDS)
         self.layout = layout
-        self._holding.begin(layout)
+        self._assignment.begin(layout)
         snapshots = Snapshots(js, layout)
-        async with _beside(self._holding.run(client, layout)):
+        async with _concurrently(self._assignment.run(client, layout)):
             while True:
-                generation = await self._build(client, layout, snapshots)
-                await self._adopt(generation)
+                build = await self._complete_build(client, layout, snapshots)
+                await self._adopt(build)
                 async with (
-                    _beside(self._taking.run(js, layout, snapshots, generation)),
-                    _beside(self._adjust(generation)),
+                    _concurrently(self._snapshotter.run(js, layout, snapshots, build)),
+                    _concurrently(self._adjust(build)),
                 ):
-                    await self._keep(client, layout, generation)
+                    await self._keep(client, layout, build)
 
-    # --- a generation
+    # --- index builds
 
-    async def _build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> IndexBuild:
-        """One that is complete. Raises `PlaneError` where the log cannot be read."""
-        while not self._holding.is_settled:  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(LOOK_SECONDS)
+    async def _complete_build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> IndexBuild:
+        """Return an index build that has read the log to its end. Raises `PlaneError` if the log cannot be read."""
+        while not self._assignment.is_settled:  # noqa: ASYNC110 - no event is available
+            await asyncio.sleep(CHECK_SECONDS)
         while True:
             index = PrefixIndex(memory_limit=self._memory_limit)
-            generation = IndexBuild(client, layout, snapshots, index, self._settled, self.plane.reader)
+            build = IndexBuild(client, layout, snapshots, index, self._settled, self.plane.reader)
             try:
-                # One that takes the place of another one shows at least what that does.
-                while not generation.broken and not generation.shown.issuperset(wanted := self._holding.wanted | self.shown):
-                    await generation.adjust(wanted, ())
-                    self._tell(_fault_of(generation))
-                    await asyncio.sleep(LOOK_SECONDS)
+                # A build that replaces another one must serve at least the same partitions.
+                while not build.rebuild_reason and not build.served.issuperset(wanted := self._assignment.wanted | self.served):
+                    await build.adjust(wanted, ())
+                    self._set_fault(_build_fault(build))
+                    await asyncio.sleep(CHECK_SECONDS)
             except BaseException:
-                await generation.end()
+                await build.end()
                 raise
-            if not generation.broken:
-                return generation
-            self._settled |= generation.settled
-            self._tell(f"an index could not be completed: {generation.broken}")
-            await generation.end()
-            await asyncio.sleep(AGAIN_SECONDS)
+            if not build.rebuild_reason:
+                return build
+            self._settled |= build.settled
+            self._set_fault(f"cannot complete the index: {build.rebuild_reason}")
+            await build.end()
+            await asyncio.sleep(RETRY_SECONDS)
 
-    async def _adopt(self, generation: IndexBuild) -> None:
+    async def _adopt(self, build: IndexBuild) -> None:
         """Make the fleet answer from a build."""
-        registrations, shown = self._registrations(generation)
-        before, self._generation = self._generation, generation
-        former = self._fleet.replace_index(generation.follower, generation.index)
-        await self._register(generation, registrations, shown)
+        registrations, served = self._registrations(build)
+        before, self._current = self._current, build
+        former = self._fleet.replace_index(build.follower, build.index)
+        await self._register(build, registrations, served)
         self.builds += 1
         self._built_at = time.monotonic()
-        self._comparing.forget()
+        self._consistency.forget()
         self.is_complete = True
-        self._tell("")
-        log.info("the index is complete: %d streams, begun with %s", len(registrations), _begun_with(generation))
+        self._set_fault("")
+        log.info("the index is complete: %d streams, begun with %s", len(registrations), _snapshots_text(build))
         if before is not None:
             await before.end()
         else:
@@ -225,74 +225,74 @@ class Replica:
 
     # --- members
 
-    def _registrations(self, generation: IndexBuild) -> tuple[list[Registration], frozenset[int]]:
-        """Of the engines in the partitions that are shown, and these partitions."""
+    def _registrations(self, build: IndexBuild) -> tuple[list[Registration], frozenset[int]]:
+        """Return the registrations of the engines in the served partitions, and these partitions."""
         found = []
-        cards, shown = self._told = generation.subscriber.registrations, generation.shown
-        for key, card in cards.items():
-            if self.layout is None or self.layout.partition_of(key[0]) not in shown:
+        registrations_by_key, served = self._applied = build.subscriber.registrations, build.served
+        for key, encoded in registrations_by_key.items():
+            if self.layout is None or self.layout.partition_of(key[0]) not in served:
                 continue
             try:
-                registration = msgspec.json.decode(card, type=Registration)
+                registration = msgspec.json.decode(encoded, type=Registration)
             except (msgspec.MsgspecError, ConfigError) as error:
-                log.warning("%s rank %d has a card that cannot be read, and is left out: %s", *key, error)
+                log.warning("%s rank %d is left out, since its registration in the plane cannot be decoded: %s", *key, error)
                 continue
             if registration.key == key:
-                generation.index.set_model(key[0], registration.scope.name)
+                build.index.set_model(key[0], registration.scope.name)
                 found.append(registration)
-        return found, shown
+        return found, served
 
-    async def _register(self, generation: IndexBuild, registrations: list[Registration], shown: frozenset[int]) -> None:
+    async def _register(self, build: IndexBuild, registrations: list[Registration], served: frozenset[int]) -> None:
         known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
         if any(known.get(each.key, each) != each for each in registrations):
-            # Another model behind the same name: the index would forget what it holds of it, and could not learn it again.
-            generation.broken = "the card of an engine has changed"
+            # If the model of a name changes, the index would remove its blocks, and the log could not restore them.
+            build.rebuild_reason = "the registration of an engine has changed"
         for fault in self._fleet.replace_registrations(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
             log.warning("%s", fault)
-        await asyncio.wrap_future(generation.follower.submit(self._fleet.refresh))
-        self._answers = shown
+        await asyncio.wrap_future(build.follower.submit(self._fleet.refresh))
+        self._answers = served
 
-    # --- as long as it goes well
+    # --- while a build is valid
 
-    async def _adjust(self, generation: IndexBuild) -> None:
+    async def _adjust(self, build: IndexBuild) -> None:
         """Begin and release partitions according to the assignment."""
         while True:
             try:
-                await generation.adjust(self._holding.wanted, self._holding.spare)
+                await build.adjust(self._assignment.wanted, self._assignment.spare)
             except PlaneError as error:
-                log.warning("partitions cannot be taken over: %s", error)
-                await asyncio.sleep(AGAIN_SECONDS)
-            await asyncio.sleep(LOOK_SECONDS)
+                log.warning("cannot take over partitions: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
 
-    async def _keep(self, client: PlaneClient, layout: Layout, generation: IndexBuild) -> None:
+    async def _keep(self, client: PlaneClient, layout: Layout, build: IndexBuild) -> None:
         """Return when the index must be rebuilt."""
-        tell_at = 0.0
-        while not generation.broken:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self._watch(generation)
+        compare_at = 0.0
+        while not build.rebuild_reason:
+            await asyncio.sleep(CHECK_SECONDS)
+            await self._check(build)
             now = time.monotonic()
-            if now >= tell_at:
-                tell_at = now + TELL_SECONDS
-                own = ReplicaDigests.of(dict(generation.subscriber.digests))
-                why = await self._comparing.compare(client, layout, own, self._built_at)
-                generation.broken = generation.broken or why
-        self._settled |= generation.settled
-        log.warning("the index is built anew: %s", generation.broken)
+            if now >= compare_at:
+                compare_at = now + COMPARE_SECONDS
+                own = ReplicaDigests.of(dict(build.subscriber.digests))
+                why = await self._consistency.compare(client, layout, own, self._built_at)
+                build.rebuild_reason = build.rebuild_reason or why
+        self._settled |= build.settled
+        log.warning("the index is rebuilt: %s", build.rebuild_reason)
 
-    async def _watch(self, generation: IndexBuild) -> None:
+    async def _check(self, build: IndexBuild) -> None:
         if (
-            self._told is None
-            or self._told[0] is not generation.subscriber.registrations
-            or self._told[1] is not generation.shown
+            self._applied is None
+            or self._applied[0] is not build.subscriber.registrations
+            or self._applied[1] is not build.served
         ):
-            await self._register(generation, *self._registrations(generation))
-        if generation.subscriber.diverged and time.monotonic() - self._built_at > REBUILD_SECONDS:
-            generation.broken = "an engine holds something else than this index"
-        self._tell(generation.fault)
+            await self._register(build, *self._registrations(build))
+        if build.subscriber.diverged and time.monotonic() - self._built_at > REBUILD_SECONDS:
+            build.rebuild_reason = "the digest of an engine differs from this index"
+        self._set_fault(build.fault)
 
 
 @asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def _concurrently(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Return a context that runs `work` concurrently. An error of `work` is raised in the context."""
     task, here = asyncio.create_task(work), asyncio.current_task()
     failures: list[BaseException] = []
@@ -315,15 +315,15 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _fault_of(generation: IndexBuild) -> str:
-    hole = generation.hole
-    return generation.fault or (
-        hole and f"an index could not be completed: {hole}; a bridge that is started writes the partition anew"
+def _build_fault(build: IndexBuild) -> str:
+    missing_pages = build.missing_pages
+    return build.fault or (
+        missing_pages and f"cannot complete the index: {missing_pages}; restart a bridge, which writes the partition again"
     )
 
 
-def _begun_with(generation: IndexBuild) -> str:
-    names = list(generation.began_with.values())
+def _snapshots_text(build: IndexBuild) -> str:
+    names = list(build.loaded_snapshots.values())
     if not names:
         return "the log alone"
     return f"snapshot {names[0]}" if len(names) == 1 else f"snapshots of {len(names)} partitions"

@@ -1,1 +1,1 @@
-"""Answers of a fleet whose index is spread over several replicas: what they ask each other, and what is made of it."""
+"""Queries of a fleet whose index is spread over several replicas: their requests to each other, and the merged answers."""

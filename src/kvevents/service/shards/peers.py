@@ -1,8 +1,9 @@
 """Requests to other replicas, within a bound of time and size.
 
-Theory of operation. Replicas announce their URLs in a bucket of the plane, and every user who may write there may announce any
-URL. Prompts and the token of this replica are sent to announced URLs. So the host of an announced URL must match the patterns
-of `shard.allow`. If this replica is reached by `https`, the others must be too: then TLS proves that the host is the named one.
+Theory of operation. Replicas announce their URLs in a bucket of the plane, and every user with permission to write there can
+announce any URL. Prompts and the token of this replica are sent to announced URLs. So the host of an announced URL must match
+the patterns of `shard.allow`. If this replica is reached by `https`, the others must be too: then TLS proves that the host is
+the named one.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Peers:
     def _away(self, name: str, why: str) -> PeerUnavailableError:
         error = PeerUnavailableError(f"replica {name}: {why}")
         if name not in self._failed:
-            log.warning("%s; another one that holds the same is asked in its place, as far as there is one", error)
+            log.warning("%s; other replicas with the same partitions are queried instead, if there are any", error)
         self.failures += 1
         self._failed[name] = time.monotonic()
         return error
@@ -141,13 +142,13 @@ def _tls(settings: ShardSettings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=settings.tls_ca)
     except (OSError, ValueError) as error:  # ssl's errors are both
-        raise ConfigError(f"shard.tls_ca: {settings.tls_ca} cannot be used: {error}; it is a PEM file") from error
+        raise ConfigError(f"shard.tls_ca: {settings.tls_ca} cannot be used: {error}; expected a PEM file") from error
     if settings.tls_certificate is not None:
         try:
             context.load_cert_chain(settings.tls_certificate, settings.tls_key)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"shard.tls_certificate: {settings.tls_certificate} and {settings.tls_key} cannot be used: {error}; they are "
+                f"shard.tls_certificate: {settings.tls_certificate} and {settings.tls_key} cannot be used: {error}; expected "
                 "PEM files, the key without password"
             ) from error
     return context

@@ -1,4 +1,4 @@
-"""Queries of all replicas of a plane, and the merge of their answers. Each replica holds some partitions.
+"""Queries all replicas of a plane and merges their answers. Each replica holds some partitions.
 
 Theory of operation. A query goes to the smallest set of replicas that together hold all partitions, this one first. Each
 answer lists the partitions that it covers. A partition that a replica has released, or whose replica does not answer, is
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 MAX_ROUNDS: Final = 4
 """Most rounds of asking further replicas for one query."""
 MAX_EXPECTATIONS: Final = 256
-"""Most expectations on their way to other replicas. More are dropped, since they are hints."""
+"""Most expectations that are being sent to other replicas. Further ones are dropped, since they are hints."""
 MAX_INLINE_TOKENS: Final = 1 << 16
 """Most tokens of a query that is encoded and looked up in the event loop. Longer ones use a thread."""
 ORIGIN: Final = "shard"
@@ -58,9 +58,9 @@ class MergedMatches(NamedTuple):
     """The merged answer of all replicas."""
 
     rows: list[list[MemberMatch]]
-    """By prompt."""
+    """Matches by prompt."""
     missing: str
-    """Why it does not cover the whole fleet; empty if it does."""
+    """Why the answer does not cover the whole fleet; empty if it does."""
 
 
 class _Known(NamedTuple):
@@ -78,7 +78,7 @@ class _Asking:
         self.left: Final = partitions
         """Partitions without an answer so far."""
         self.refused: Final[dict[str, set[int]]] = {}
-        """By replica partitions that it was asked about and has not answered for."""
+        """Partitions, by replica, for which the replica was queried without an answer."""
         self.known = False
         """Whether any replica serves the model."""
         self.unknown: NotFoundError | None = None
@@ -94,52 +94,52 @@ class _Asking:
 class RemoteMember(Member):
     """An engine of another replica, as that replica describes it."""
 
-    __slots__ = ("partition", "told")
+    __slots__ = ("description", "partition")
 
-    def __init__(self, told: MemberDescription, partition: int, now: float) -> None:
-        super().__init__(told.registration, ORIGIN, now)
+    def __init__(self, description: MemberDescription, partition: int, now: float) -> None:
+        super().__init__(description.registration, ORIGIN, now)
         self.partition = partition
-        self.update_description(told, now)
+        self.update_description(description, now)
 
-    def update_description(self, told: MemberDescription, now: float) -> None:
+    def update_description(self, description: MemberDescription, now: float) -> None:
         """Store the newest description."""
-        self.told = told
-        self.is_hidden = told.is_hidden
-        trust = told.view.trust
+        self.description = description
+        self.is_hidden = description.is_hidden
+        trust = description.view.trust
         self.set_trust(Trust(trust.state, trust.reason, trust.attested), trust.reason_codes, now)
 
     def admits(self, scope: Scope) -> bool:
-        """As in `Member`. The salt is not known here, only its digest."""
-        return super().admits(scope) and self.told.salt_digest in {None, scope.salt_digest}
+        """See `Member`. Only the digest of the salt is known here."""
+        return super().admits(scope) and self.description.salt_digest in {None, scope.salt_digest}
 
-    def trusts(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> State | None:
-        """How far it is to be trusted. Returns the former state if it has changed."""
+    def store_trust(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> State | None:
+        """Set the trust of the engine. Return the former state if it has changed."""
         return self.set_trust(Trust(state, reason), reason_codes, now)
 
     @property
     def block_sizes(self) -> list[int]:
-        """Of `Member`."""
-        return self.told.view.block_sizes
+        """See `Member`."""
+        return self.description.view.block_sizes
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Of `Member`."""
-        return self.told.view.tiers
+        """See `Member`."""
+        return self.description.view.tiers
 
     @property
     def blocks(self) -> int:
-        """Of `Member`."""
-        return self.told.view.blocks
+        """See `Member`."""
+        return self.description.view.blocks
 
     def view(self) -> Any:
-        """Of `Member`."""
-        return msgspec.structs.replace(self.told.view, trust=self.trust_status, since=self.since)
+        """See `Member`."""
+        return msgspec.structs.replace(self.description.view, trust=self.trust_status, since=self.since)
 
 
 class ScatterGather:
-    """Asks for the whole. `present` are the other replicas that are heard of. To be used in one event loop.
+    """Answers queries for all partitions, with the help of the other replicas. Use it in one event loop.
 
-    `in_thread` calls a function in another thread, for prompts that are long.
+    `present` returns the announcements of the other replicas. `in_thread` calls a function in another thread, for long prompts.
     """
 
     def __init__(
@@ -154,32 +154,32 @@ class ScatterGather:
         self.answering: Final = answering
         self.peers: Final = peers
         self.version = 0
-        """Another number whenever engines of other replicas have come or gone, or one has come into another state."""
+        """Changes when an engine of another replica is added or removed, or changes its state."""
         self.incomplete = 0
-        """Answers that were not of the whole fleet."""
+        """Number of answers that did not cover the whole fleet."""
         self._name: Final = name
         self._url: Final = url
         self._present: Final = present
         self._in_thread: Final = in_thread
         self._members: dict[Key, RemoteMember] = {}
         self._known: dict[str, _Known] = {}
-        """By replica."""
+        """Known members by replica."""
         self._refreshing: dict[str, asyncio.Task[set[int]]] = {}
         self._expecting: set[asyncio.Task[None]] = set()
 
-    # --- what is known
+    # --- engines of other replicas
 
     @property
     def members(self) -> dict[Key, RemoteMember]:
         """The engines of partitions that other replicas serve."""
-        shown = self.answering.shown()
-        return {key: member for key, member in list(self._members.items()) if member.partition not in shown}
+        served = self.answering.served()
+        return {key: member for key, member in list(self._members.items()) if member.partition not in served}
 
     @property
     def uncovered(self) -> list[int]:
         """Partitions that no replica announces."""
         layout = self.answering.layout()
-        held = set(self.answering.shown()).union(*(each.held for each in self._present().values()))
+        held = set(self.answering.served()).union(*(each.held for each in self._present().values()))
         return [partition for partition in range(layout.partitions if layout is not None else 0) if partition not in held]
 
     @property
@@ -219,30 +219,30 @@ class ScatterGather:
         layout = self.answering.layout()
         if layout is None:
             return
-        left = set(range(layout.partitions)) - self.answering.shown()
+        left = set(range(layout.partitions)) - self.answering.served()
         for _ in range(MAX_ROUNDS):
             asked, _ = plan_queries(self._name, left, self._holding(self._present(), {}, away=False))
             reached = await asyncio.gather(*(self._refresh(name, partitions) for name, partitions in asked.items()))
             left -= set().union(*reached)
             if all(reached):
                 break
-        self._lose(left)  # those of partitions that are shown here now stay: an answer about them may be on its way
+        self._mark_stale(left)  # others stay, since an answer about them may be outstanding
 
-    def _lose(self, partitions: Collection[int]) -> None:
-        """Do not trust what is known of the engines in partitions that no replica answers for."""
+    def _mark_stale(self, partitions: Collection[int]) -> None:
+        """Set the engines in these partitions to STALE, because no replica answers for them."""
         now = time.time()
         for member in list(self._members.values()):
             if member.partition in partitions:
                 self.version += 1
-                member.trusts("STALE", f"no replica that holds partition {member.partition} answers", (Reason.NO_REPLICA,), now)
+                member.store_trust("STALE", f"no replica answers for partition {member.partition}", (Reason.NO_REPLICA,), now)
 
     async def _refresh(self, name: str, partitions: Iterable[int]) -> set[int]:
-        """Know the engines that one replica answers for; the partitions that it did for."""
+        """Refresh the engines in some partitions of one replica. Return the partitions for which it answered."""
         announced = self._present().get(name)
         if announced is None:
             return set()
         try:
-            told = await self.peers.ask(
+            answer = await self.peers.ask(
                 name, announced.url, "/v1/shard/members", PartitionQuery(partitions=sorted(partitions)), MemberList
             )
         except PeerUnavailableError as error:
@@ -250,7 +250,7 @@ class ScatterGather:
             return set()
         now = time.time()
         came: set[Key] = set()
-        for each in told.members:
+        for each in answer.members:
             key = each.registration.key
             came.add(key)
             known = self._members.get(key)
@@ -258,35 +258,35 @@ class ScatterGather:
                 known.update_description(each, now)
             else:
                 self._members[key] = RemoteMember(each, self._partition_of(key), now)
-        for key in [key for key, member in self._members.items() if member.partition in told.partitions and key not in came]:
+        for key in [key for key, member in self._members.items() if member.partition in answer.partitions and key not in came]:
             del self._members[key]
         before = self._known.get(name)
-        same = before is not None and before.version == told.version
+        same = before is not None and before.version == answer.version
         self._known[name] = _Known(
-            told.version, {*told.partitions, *(before.partitions if same and before is not None else ())}
+            answer.version, {*answer.partitions, *(before.partitions if same and before is not None else ())}
         )
         self.version += 1
-        return set(told.partitions)
+        return set(answer.partitions)
 
     def _partition_of(self, key: Key) -> int:
         layout = self.answering.layout()
         return -1 if layout is None else layout.partition_of(key[0])
 
-    # --- questions
+    # --- queries
 
     async def find(self, question: ShardQuery, prompts: Sequence[Any]) -> MergedMatches:
         """Return the matches of prompts, and of the keys of the query, in all partitions.
 
-        Raises `NotFoundError` for a model that nobody serves.
+        Raises `NotFoundError` for a model that no engine serves.
         """
         layout = self.answering.layout()
         if layout is None:
             self.incomplete += 1
-            return MergedMatches([[] for _ in range(len(prompts) + len(question.keys))], "the plane was not found yet")
+            return MergedMatches([[] for _ in range(len(prompts) + len(question.keys))], "the plane is not known yet")
         run = self._in_thread if sum(map(len, prompts)) > MAX_INLINE_TOKENS else _at_once
         whole = msgspec.structs.replace(question, prompts=await run(_packed, prompts))
         asking = _Asking(len(prompts) + len(question.keys), set(range(layout.partitions)))
-        own: Collection[int] = self.answering.shown()
+        own: Collection[int] = self.answering.served()
         for _ in range(MAX_ROUNDS):
             try:
                 rows: Rows = await run(self.answering.rows, question, own, list(prompts))
@@ -294,24 +294,24 @@ class ScatterGather:
                 asking.unknown = error
                 asking.left.difference_update(own)
             else:
-                still = self.answering.shown().intersection(own)  # a partition may have been released meanwhile
+                still = self.answering.served().intersection(own)  # a partition may have been released meanwhile
                 asking.take(still, [[row for row in each if self.answering.partition_of(row.member) in still] for each in rows])
             if not asking.left or not await self._ask_others(whole, asking):
                 break
-            own = asking.left & self.answering.shown()  # what has come here since
+            own = asking.left & self.answering.served()  # partitions that this replica serves meanwhile
         if asking.left:
             self.incomplete += 1
-            self._lose(asking.left)
+            self._mark_stale(asking.left)
         elif not asking.known and asking.unknown is not None:
             raise asking.unknown
-        return MergedMatches(asking.rows, _told(sorted(asking.left)))
+        return MergedMatches(asking.rows, _missing_text(sorted(asking.left)))
 
     async def _ask_others(self, question: ShardQuery, asking: _Asking) -> bool:
         """Query other replicas for the partitions that are left. Return False if no replica holds any of them."""
         present = self._present()
-        asked, nobody = plan_queries(self._name, asking.left, self._holding(present, asking.refused, away=False))
-        if nobody:
-            asked |= plan_queries(self._name, nobody, self._holding(present, asking.refused, away=True, but=asked))[0]
+        asked, unassigned = plan_queries(self._name, asking.left, self._holding(present, asking.refused, away=False))
+        if unassigned:
+            asked |= plan_queries(self._name, unassigned, self._holding(present, asking.refused, away=True, but=asked))[0]
         parts = await asyncio.gather(
             *(self._ask(name, present[name].url, question, partitions) for name, partitions in asked.items())
         )
@@ -345,11 +345,11 @@ class ScatterGather:
         return part if len(part.found) == len(question.prompts) + len(question.keys) else None
 
     async def _known_of(self, name: str, part: ShardAnswer, partitions: Iterable[int]) -> set[int]:
-        """Return the partitions of an answer whose engines are as new as it; ask for the engines where they are not."""
+        """Return the partitions of an answer whose engines are known. Refresh them first if the answer is newer."""
         answered = set(part.partitions).intersection(partitions)
         if self._knows(name, part):
             return answered
-        if (task := self._refreshing.get(name)) is not None:  # the same question may be on its way
+        if (task := self._refreshing.get(name)) is not None:  # a refresh is already running
             await asyncio.shield(task)
         if self._knows(name, part):
             return answered
@@ -357,7 +357,7 @@ class ScatterGather:
         task = asyncio.create_task(self._refresh(name, {*part.partitions, *(known.partitions if known is not None else ())}))
         self._refreshing[name] = task
         task.add_done_callback(lambda done: self._refreshing.pop(name) if self._refreshing.get(name) is done else None)
-        # One that was let go in between is asked of who has it now.
+        # A partition that was released in between is requested from its new holder.
         return answered & await asyncio.shield(task)
 
     def _knows(self, name: str, part: ShardAnswer) -> bool:
@@ -369,8 +369,8 @@ class ScatterGather:
         for merged, found in zip(rows, part.found, strict=True):
             for each in found:
                 member = self._members.get((each.name, each.rank))
-                if member is not None and member.partition in answered:  # else it has left meanwhile
-                    if member.trusts(each.state, each.reason, each.reason_codes, now) is not None:
+                if member is not None and member.partition in answered:  # otherwise it was removed meanwhile
+                    if member.store_trust(each.state, each.reason, each.reason_codes, now) is not None:
                         self.version += 1
                     merged.append(MemberMatch(member, each.gpu, each.cpu, each.disk, each.tokens))
 
@@ -399,7 +399,7 @@ class ScatterGather:
         try:
             await self.peers.ask(name, url, "/v1/shard/expect", asked, ExpectationAnswer)
         except PeerUnavailableError as error:
-            log.debug("an expectation was not told: %s", error)
+            log.debug("an expectation was not sent: %s", error)
 
 
 async def _at_once(call: Callable[..., Any], *given: Any) -> Any:
@@ -421,7 +421,7 @@ def packed(tokens: Any) -> bytes:
     return numbers.tobytes()
 
 
-def _told(missing: list[int]) -> str:
+def _missing_text(missing: list[int]) -> str:
     if not missing:
         return ""
     partitions = ", ".join(map(str, missing))

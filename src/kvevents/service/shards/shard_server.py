@@ -59,13 +59,13 @@ class ShardAnswer(Struct, frozen=True, kw_only=True):
     """The answer to a query, for the partitions that the replica serves."""
 
     partitions: list[Partition]
-    """Those of the question that this is the answer for."""
+    """The queried partitions for which this is the answer."""
     known: bool
     """Whether any engine in them serves the model."""
     version: str
-    """Of the replica's members."""
+    """Version of the replica's members."""
     found: list[list[ShardMatch]]
-    """By prompt."""
+    """Matches by prompt."""
 
 
 class PartitionQuery(Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class MemberList(Struct, frozen=True, kw_only=True):
     """The ranks of some partitions."""
 
     partitions: list[Partition]
-    """Those that were asked about and that the replica shows."""
+    """The queried partitions that the replica serves."""
     version: str
     members: list[MemberDescription]
 
@@ -108,40 +108,43 @@ class ExpectationAnswer(Struct, frozen=True, kw_only=True):
     """The answer to an expectation."""
 
     known: bool
-    """Whether the rank is one of this replica's."""
+    """Whether the rank belongs to this replica."""
 
 
-def within(partitions: Collection[int], shown: Collection[int]) -> list[int]:
+def within(partitions: Collection[int], served: Collection[int]) -> list[int]:
     """Return the requested partitions that are served, in order."""
-    return sorted(set(partitions).intersection(shown))
+    return sorted(set(partitions).intersection(served))
 
 
 def fields_of(scope: Scope) -> dict[str, Any]:
-    """What `ScopedRequest` has of a scope."""
+    """Return a scope as fields of a `ScopedRequest`."""
     lora = "lora_id" if isinstance(scope.lora, int) else "lora"
     return {"model": scope.model, "tenant": scope.tenant, "group": scope.group, lora: scope.lora, "salt": scope.salt}
 
 
 Rows: TypeAlias = list[list[MemberMatch]]
-"""By prompt."""
+"""Matches by prompt."""
 
 
 class ShardServer:
-    """Answers for a fleet. `layout` is that of its plane, once it is known, and `shown` the partitions that may be told of."""
+    """Answers queries of other replicas from a fleet.
 
-    def __init__(self, fleet: Fleet, layout: Callable[[], Layout | None], shown: Callable[[], frozenset[int]]) -> None:
+    `layout` returns the layout of the plane, `served` the served partitions.
+    """
+
+    def __init__(self, fleet: Fleet, layout: Callable[[], Layout | None], served: Callable[[], frozenset[int]]) -> None:
         self.fleet: Final = fleet
         self.layout: Final = layout
-        self.shown: Final = shown
-        self._life: Final = secrets.token_hex(6)
+        self.served: Final = served
+        self._process_id: Final = secrets.token_hex(6)
 
     @property
     def version(self) -> str:
         """Version of the members. It changes when a member is added or removed."""
-        return f"{self._life}.{self.fleet.version}"
+        return f"{self._process_id}.{self.fleet.version}"
 
     def rows(self, question: ShardQuery, partitions: Collection[int], prompts: list[Any]) -> Rows:
-        """Who in some partitions holds how much. Raises `NotFoundError` for a model that nobody serves here."""
+        """Return the matches in some partitions. Raises `NotFoundError` for a model that no engine of this replica serves."""
         scope = scope_of(question)
         found = [self.fleet.match(scope, tokens, mm=question.mm, expected=question.expected) for tokens in prompts]
         found += [self.fleet.match_keys(scope, keys, local=question.local) for keys in question.keys]
@@ -152,24 +155,24 @@ class ShardServer:
         layout = self.layout()
         return -1 if layout is None else layout.partition_of(member.registration.key[0])
 
-    # --- to others
+    # --- answers to other replicas
 
     def part(self, question: ShardQuery) -> ShardAnswer:
         """Answer the query of another replica."""
-        partitions = within(question.partitions, self.shown())
+        partitions = within(question.partitions, self.served())
         count = len(question.prompts) + len(question.keys)
         try:
             rows = self.rows(question, partitions, [_tokens(prompt) for prompt in question.prompts])
         except NotFoundError:
             return ShardAnswer(partitions=partitions, known=False, version=self.version, found=[[] for _ in range(count)])
-        found = [[_found(row) for row in each] for each in rows]
+        found = [[_shard_match(row) for row in each] for each in rows]
         return ShardAnswer(partitions=partitions, known=True, version=self.version, found=found)
 
     def members(self, asked: PartitionQuery) -> MemberList:
         """Return the engines of some partitions."""
-        partitions = within(asked.partitions, self.shown())
+        partitions = within(asked.partitions, self.served())
         members = [member for member in list(self.fleet.members.values()) if self.partition_of(member) in partitions]
-        return MemberList(partitions=partitions, version=self.version, members=[_described(member) for member in members])
+        return MemberList(partitions=partitions, version=self.version, members=[_description(member) for member in members])
 
     def expect(self, asked: Expectation) -> ExpectationAnswer:
         """Add a speculative entry if the engine belongs to this replica."""
@@ -180,7 +183,7 @@ class ShardServer:
 def _tokens(prompt: bytes) -> array[int]:
     if len(prompt) % 4:
         raise RefusedError(
-            f"a prompt of {len(prompt)} bytes is not one of 32-bit numbers", "malformed-body", "send 4 bytes a token"
+            f"invalid prompt of {len(prompt)} bytes: expected 32-bit numbers", "malformed-body", "send 4 bytes per token"
         )
     numbers = array("I", prompt)
     if sys.byteorder == "big":
@@ -188,14 +191,14 @@ def _tokens(prompt: bytes) -> array[int]:
     return numbers
 
 
-def _found(row: MemberMatch) -> ShardMatch:
+def _shard_match(row: MemberMatch) -> ShardMatch:
     name, rank = row.member.registration.key
     trusted = row.member.trust_status
     return ShardMatch(name, rank, row.gpu, row.cpu, row.disk, row.tokens, trusted.state, trusted.reason, trusted.reason_codes)
 
 
-def _described(member: Member) -> MemberDescription:
-    # Nobody but the engine's own replica needs its secrets.
+def _description(member: Member) -> MemberDescription:
+    # Only the engine's own replica needs its secrets.
     registration = msgspec.structs.replace(member.registration, salt=None, curve=None)
     digest = member.registration.scope.salt_digest
     return MemberDescription(registration=registration, view=member.view(), is_hidden=member.is_hidden, salt_digest=digest)

@@ -177,7 +177,7 @@ def _range(values: list[float], to_text: Callable[[float], str]) -> str:
 def _over_time(draw: Callable[[Axes, list[float], list[Sample], Comparison], None]) -> Callable[[Figure, Comparison], None]:
     """Return a function that draws a pane for each policy, all with the same scales."""
 
-    def drawn_panes(figure: Figure, comparison: Comparison) -> None:
+    def draw_panes(figure: Figure, comparison: Comparison) -> None:
         results = comparison.policies
         panes = figure.subplots(max(len(results), 1), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, result in zip(panes, results, strict=False):
@@ -191,7 +191,7 @@ def _over_time(draw: Callable[[Axes, list[float], list[Sample], Comparison], Non
         panes[-1].set_xlabel("seconds")
         _legend(figure, panes[0])
 
-    return drawn_panes
+    return draw_panes
 
 
 def _short(value: float) -> str:
