@@ -128,7 +128,9 @@ def test_what_is_wrong_with_shares() -> None:
     assert faults(whole, silent) == ["replica b holds a shard and has announced nothing for 9 s"]
     assert faults(silent, less)[1:] == ["no replica holds partitions 0, 2: answers lack the engines there"]
     other = msgspec.structs.replace(whole, name="d", holders=2)
-    assert faults(whole, other) == ["replicas have different settings of --holders, of which the highest counts: a 1, d 2"]
+    assert faults(whole, other) == [
+        "replicas have different settings of --replication-factor, of which the highest counts: a 1, d 2"
+    ]
 
 
 def test_partitions_in_words() -> None:

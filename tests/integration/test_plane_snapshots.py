@@ -203,7 +203,7 @@ def test_a_taker_whose_clock_is_ahead_does_not_keep_others_from_taking(tmp_path:
             layout = await create_plane(js, plane_at(server.url, partitions=1))
             made = (await partition_info(js, layout, 0)).stream_id
             clock, path = Clock(), tmp_path / "index"
-            ours, taking = Snapshots(js, layout, clock), Snapshotter("good", ConsistencyCheck("good"), 60.0)
+            ours, taking = Snapshots(js, layout, clock), Snapshotter("good", ConsistencyCheck("good", 20.0), 60.0)
             generation: Any = SimpleNamespace(record=id)
             assert not await taking._is_fresh(0, ours, generation)
             filled(1).snapshot(path)

@@ -7,9 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvevents.plane.settings import PlaneSettings, ReaderLimits
-from kvevents.service.replica import coordination as comparing
-from kvevents.service.replica import replica as module
+from kvevents.plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import Running, bridging, plane_at
 from service_cases import engine, until
@@ -18,6 +16,7 @@ from service_replica_digest_cases import Serving
 
 pytestmark = needs_nats
 READER = ReaderLimits(digest_pages=2)
+TIMERS = ReplicaTimers(compare_seconds=0.05, turn_seconds=0.5, rebuild_seconds=0.5)
 KEY = ("default\x1fdefault\x1fone", 0)
 
 
@@ -25,14 +24,6 @@ KEY = ("default\x1fdefault\x1fone", 0)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     with nats_server(tmp_path_factory.mktemp("nats")) as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A census several times a second, and no pauses between builds."""
-    monkeypatch.setattr(module, "COMPARE_SECONDS", 0.05)
-    monkeypatch.setattr(comparing, "TURN_SECONDS", 0.5)
-    monkeypatch.setattr(module, "REBUILD_SECONDS", 0.5)
 
 
 @contextmanager
@@ -54,7 +45,7 @@ def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) -> None:
     """Outvoted by two others, or in its turn where it is one against one; then all hold the same, which is right."""
-    plane = plane_at(server.url, name=f"digests{count}", partitions=1, reader=READER)
+    plane = plane_at(server.url, name=f"digests{count}", partitions=1, reader=READER, replicas=TIMERS)
     with engine() as one, bridging(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, count) as found:
@@ -70,7 +61,7 @@ def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) ->
 
 def test_an_engine_that_says_it_holds_something_else_is_believed(server: NatsServer) -> None:
     """Its heartbeats have digests; a replica alone in the world finds out by them."""
-    plane = plane_at(server.url, name="heartbeat", partitions=1, reader=READER)
+    plane = plane_at(server.url, name="heartbeat", partitions=1, reader=READER, replicas=TIMERS)
     with engine(heartbeat=0.1) as one, bridging(plane, watch_of("one", one)):
         one.store(range(64))
         with replicas(plane, 1) as (only,):

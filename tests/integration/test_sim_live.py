@@ -17,10 +17,11 @@ from kvevents.errors import ConfigError, EndpointError
 from kvevents.index import Applied
 from kvevents.routing import Choice, Policy, Prompt, Worker, policy
 from kvevents.routing.policy_types import Candidate
-from kvevents.sim import faults, live
+from kvevents.sim import live
 from kvevents.sim.live import LiveFleet, WorkerView
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
+from kvevents.sim.settings import LiveTimers
 from kvevents.stream import RawBatch
 from publisher_cases import wait_until
 from sim_cases import conversations, request
@@ -29,13 +30,6 @@ from sim_live_cases import opened, openings
 TENANTS = (None, "one", "two")
 PROMPT = 8.0
 """Seconds within which a run must be over that waits for nothing; less than what a fleet waits for events in vain."""
-
-
-@pytest.fixture(autouse=True)
-def short_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that come back, and networks that heal, in a fraction of a second."""
-    monkeypatch.setattr(faults, "DOWN_SECONDS", 0.05)
-    monkeypatch.setattr(faults, "STALL_SECONDS", 0.1)
 
 
 class Ran(NamedTuple):
@@ -382,11 +376,10 @@ def test_the_router_is_told_the_trust_of_the_streams(monkeypatch: pytest.MonkeyP
     seen: set[tuple[Worker, str]] = set()
     monkeypatch.setattr(live, "policy", lambda name, seed: Watching(policy(name, seed), seen))
     first, second = ("engine-0", 0), ("engine-1", 0)
-    with opened(engines=2, wrong="delay:1ms") as fleet:
+    with opened(engines=2, wrong="delay:1ms", timers=LiveTimers(settle=0.0)) as fleet:
         for proxy in fleet.sockets.proxies[first]:
             proxy.cut(refuse=True)
         wait_until(lambda: fleet.follower.trust[first] == "STALE", "the stream to be STALE")
-        monkeypatch.setattr(live, "SETTLE_SECONDS", 0.0)
         fleet.run(conversations(60, rate=60))
     assert {worker for worker, _ in seen} == {second}
     assert (second, "EXACT") in seen

@@ -174,9 +174,8 @@ def test_a_port_that_was_taken_meanwhile_is_waited_for(monkeypatch: pytest.Monke
         sockets.open(FIRST)
 
 
-def test_a_port_that_stays_taken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets_module, "REBIND_SECONDS", 0.02)
-    with opened() as sockets, socket.socket() as thief:
+def test_a_port_that_stays_in_use_raises() -> None:
+    with opened(rebind_seconds=0.02) as sockets, socket.socket() as thief:
         endpoint = sockets.addresses[FIRST].endpoint
         sockets.close(FIRST)
         take(thief, endpoint)

@@ -53,7 +53,7 @@ class Replica(Client):
             # All of them are in one process here, which may be slow where the machine is crowded.
             tables["shard"] = {
                 "url": self.url,
-                "holders": holders,
+                "replication_factor": holders,
                 "ask_seconds": SECONDS,
                 "pace": PACE,
                 **more.get("shard", {}),

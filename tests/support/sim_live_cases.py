@@ -10,7 +10,7 @@ from typing import Any
 
 from kvevents.sim.faults import parse_faults
 from kvevents.sim.live import LiveFleet
-from kvevents.sim.settings import FleetSettings
+from kvevents.sim.settings import FleetSettings, LiveTimers
 
 SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}
 """So little memory that blocks are evicted and sequences preempted all the time."""
@@ -18,7 +18,8 @@ SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_s
 
 @contextmanager
 def opened(*, name: str = "prefix-aware", pace: float = 4.0, wrong: str = "", **given: Any) -> Iterator[LiveFleet]:
-    options = {key: given.pop(key) for key in ("host", "base_port") if key in given}
+    options = {key: given.pop(key) for key in ("host", "base_port", "timers") if key in given}
+    options.setdefault("timers", LiveTimers(down=0.05, stall=0.1))
     with LiveFleet(FleetSettings(**(SMALL | given)), name, pace=pace, requested=parse_faults(wrong), **options) as fleet:
         yield fleet
 

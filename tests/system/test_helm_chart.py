@@ -27,7 +27,7 @@ MODEL: Final = "engines.model=llama"
 EVERYTHING: Final = (
     MODEL,
     "engines.blockSize=16",
-    "bridge.reserve=1",
+    "bridge.standby=1",
     "bridge.login.secretName=bridge",
     "bridge.login.nkey=bridge.nk",
     "bridge.login.inboxPrefix=_INBOX_bridge",
@@ -151,7 +151,7 @@ def test_a_share_with_tokens_is_what_the_service_takes(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     access = f'[access]\nanonymous = "none"\ntokens = [{{role = "read", token_file = "{peer}"}}]\n'
     args = [arg.replace("$(POD_NAME)", "replica-1").replace(f"{place}/", f"{tmp_path}/") for arg in each["args"]]
-    for tables, said in ((f'{access}[shard]\ntoken_file = "{peer}"\n', ""), (access, "the other replicas want a token too")):
+    for tables, said in ((f'{access}[shard]\ntoken_file = "{peer}"\n', ""), (access, "the other replicas need a token too")):
         config.write_text(tables)
         done = run(*args, "--port", 0, "--check")
         assert (done.code, said in done.err) == (1 if said else 0, True), done.err
@@ -180,9 +180,9 @@ def test_one_bridge_may_be_in_reserve() -> None:
     objects = rendered(*EVERYTHING)
     args = {
         kind: named(objects, "Deployment", f"plane-kvevents-bridge-{kind}")["spec"]["template"]["spec"]["containers"][0]["args"]
-        for kind in ("active", "reserve")
+        for kind in ("active", "standby")
     }
-    assert [arg for arg in args["reserve"] if arg not in args["active"]] == ["--standby-delay=2"]
+    assert [arg for arg in args["standby"] if arg not in args["active"]] == ["--standby-delay=2"]
     assert "--bridge-name=$(POD_NAME)" in args["active"]
 
 
@@ -302,8 +302,8 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
         ("replica.memoryLimit=lots", "memoryLimit"),
         ("engines.model=", "engines.model: what model the engines serve"),
         ("bridge.login.secretName=x", "name the key in it as well"),
-        ("relay.tokens=burn", "tokens"),
-        ("replica.shard.holders=0", "holders"),
+        ("relay.tokenPolicy=burn", "tokenPolicy"),
+        ("replica.shard.replicationFactor=0", "replicationFactor"),
         ("engines.ranks=2", "engines.port and engines.replayPort must be 2 or more apart: they are 6557 and 6558"),
         ("replica.insecure=false", "name a Secret with tokens in [access], or set replica.insecure"),
     ],

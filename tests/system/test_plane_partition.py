@@ -16,9 +16,8 @@ from nats.errors import Error as NatsError
 
 from bridge_cases import BridgeProcess, TalkingEngine, settled
 from kvevents.plane.layout import Layout
-from kvevents.plane.settings import ConnectionLimits, PlaneSettings, ReaderLimits
+from kvevents.plane.settings import ConnectionLimits, PlaneSettings, ReaderLimits, ReplicaTimers
 from kvevents.service.registration import Registration
-from kvevents.service.replica import replica as module
 from kvevents.stream import Trust
 from nats_servers import NatsCluster, nats_cluster, needs_nats
 from network_namespaces import Network, needs_networks, network
@@ -48,11 +47,6 @@ def cluster(net: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     each = {name: {"host": net.addresses[name], "command": net.command(name)} for name in SERVERS}
     with nats_cluster(tmp_path_factory.mktemp("nats"), each=each, ping_interval="1s", ping_max=2) as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TELL_SECONDS", 0.1)
 
 
 class Elsewhere(Serving):
@@ -116,6 +110,7 @@ def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, 
         copies=3,
         connection=ConnectionLimits(ping_seconds=PING),
         reader=ReaderLimits(digest_pages=2),
+        replicas=ReplicaTimers(compare_seconds=0.1),
     )
     at = f"tcp://{net.address}:*"
     with ExitStack() as stack:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from kvevents.errors import UsageError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import Applied, PrefixIndex
-from kvevents.sim import audit as audit_module
 from kvevents.sim.audit import MAX_EXAMPLES, Audit, Expected, Mark
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.engine import Batching
@@ -41,9 +40,9 @@ class Recorded:
     batches: list[list[KVEvent]] = field(default_factory=list)
     lookups: list[Expected] = field(default_factory=list)
 
-    def audited(self, exact: bool = True) -> Audit:
-        """An audit that expects all of it, and has got nothing yet."""
-        audit = Audit(PrefixIndex(), lambda _: exact)
+    def audited(self, exact: bool = True, **limits: int) -> Audit:
+        """Return an audit that expects all lookups and has no deliveries yet."""
+        audit = Audit(PrefixIndex(), lambda _: exact, **limits)
         audit.add(WORKER)
         for expected in self.lookups:
             audit.expect(WORKER, expected)
@@ -297,10 +296,9 @@ def test_what_still_waits_at_the_end_is_unproven() -> None:
     assert outcome(stream.audited(), []) == (1, 0, 3)
 
 
-def test_lookups_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "MAX_PENDING", 3)
+def test_lookups_that_wait_are_bounded() -> None:
     stream = small()
-    assert outcome(stream.audited(), told(stream.batches)) == (3, 0, 1)
+    assert outcome(stream.audited(max_pending=3), told(stream.batches)) == (3, 0, 1)
 
 
 def test_parts_of_a_batch_are_told_as_one() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
-from kvevents.sim.faults import DOWN_SECONDS, KINDS, STALL_SECONDS, Fault, begin, parse_faults
+from kvevents.sim.faults import KINDS, Fault, begin, parse_faults
+from kvevents.sim.settings import LiveTimers
 from kvevents.sim.timeline import Timeline
 
 # --- as text
@@ -87,6 +88,9 @@ def test_any_amount_is_read_as_written(name: str, amount: float) -> None:
 # --- whom they strike
 
 
+TIMERS = LiveTimers()
+
+
 class InjectedFaults:
     """As much of a live fleet as faults touch: its engines and proxies note what is done to them, and when."""
 
@@ -121,6 +125,7 @@ class InjectedFaults:
 
     def begin(self, text: str, seed: int = 0) -> None:
         self.requested, self.settings = parse_faults(text), SimpleNamespace(seed=seed)
+        self.timers = TIMERS
         begin(self)  # type: ignore[arg-type]
 
     def did(self, what: str) -> list[tuple[float, Worker]]:
@@ -165,8 +170,8 @@ def test_seconds_are_the_clocks_whatever_the_pace() -> None:
     """A fleet that runs ten times as fast sees a fault every tenth of its own seconds, and its engines come back as late."""
     slow, fast = InjectedFaults(2), InjectedFaults(2, pace=10.0)
     assert [entry[:3] for entry in slow.play("restart:2s", 9)] == [entry[:3] for entry in fast.play("restart:2s", 9)]
-    assert {entry[3] for entry in slow.log} == {(DOWN_SECONDS,)}
-    assert {entry[3] for entry in fast.log} == {(DOWN_SECONDS * 10,)}
+    assert {entry[3] for entry in slow.log} == {(TIMERS.down,)}
+    assert {entry[3] for entry in fast.log} == {(TIMERS.down * 10,)}
 
 
 def test_no_fault_is_injected_when_all_is_answered() -> None:
@@ -214,8 +219,8 @@ def test_a_stall_ends() -> None:
     both = [
         ("live stall", 2.0),
         ("replay stall", 2.0),
-        ("live resume", 2 + STALL_SECONDS),
-        ("replay resume", 2 + STALL_SECONDS),
+        ("live resume", 2 + TIMERS.stall),
+        ("replay resume", 2 + TIMERS.stall),
     ]
     assert told == [(at, what) for what, at in [*both, ("live stall", 6.0), ("replay stall", 6.0)]]
     assert fleet.injected["stall"] == 2

@@ -15,8 +15,8 @@ import paths
 from kvevents.errors import RecordingError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import RecordedFrame, RecordingWriter
-from kvevents.sim.workloads import RecordedRequests, from_recording, recorded
-from kvevents.sim.workloads.recorded import ANSWER_GAP, CHUNK_GAP
+from kvevents.sim.workloads import RecordedRequests, from_recording
+from kvevents.sim.workloads.recorded import ANSWER_GAP, CHUNK_GAP, MAX_OPEN
 from kvevents.wire import Dialect, dialect_for, encode_batch, live_frames
 
 CAPTURE = paths.DATA / "vllm-0.32-captures.jsonl.gz"
@@ -58,15 +58,15 @@ class Tape:
     def restart(self) -> None:
         self._next.clear()
 
-    def requests(self) -> RecordedRequests:
+    def requests(self, max_open: int = MAX_OPEN) -> RecordedRequests:
         self._writer.close()
-        return from_recording(self.path)
+        return RecordedRequests(self.path, max_open=max_open)
 
-    def told(self) -> list[tuple[float, list[int], list[int]]]:
-        """Time, and blocks of prompt and of answer; none of an answer that was not seen."""
+    def told(self, max_open: int = MAX_OPEN) -> list[tuple[float, list[int], list[int]]]:
+        """Return time, blocks of the prompt and blocks of the answer; none for an answer that was not seen."""
         return [
             (one.at, blocks(one.prompt.tokens()), blocks(one.output.tokens()) if len(one.output) >= SIZE else [])
-            for one in self.requests()
+            for one in self.requests(max_open)
         ]
 
 
@@ -285,12 +285,11 @@ def test_whatever_engines_announce_is_read(
     assert all(request.prompt and request.output for request in found)
 
 
-def test_open_requests_are_limited(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the limit the oldest is taken as it is; what comes of its answer later begins a prompt."""
-    monkeypatch.setattr(recorded, "MAX_OPEN", 1)
+def test_open_requests_are_limited(tape: Tape) -> None:
+    """Above the limit the oldest request is completed; later blocks of its answer begin a prompt."""
     tape.batch(0.0, stored(1, 2), stored(3, 4))
     tape.batch(1.0, stored(5, parent=2), stored(6, parent=4))
-    assert [told[1:] for told in tape.told()] == [([1, 2], []), ([3, 4], [6]), ([1, 2, 5], [])]
+    assert [told[1:] for told in tape.told(max_open=1)] == [([1, 2], []), ([3, 4], [6]), ([1, 2, 5], [])]
 
 
 def test_a_recording_that_is_none(tmp_path: Path) -> None:

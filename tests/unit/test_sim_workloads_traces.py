@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError, WorkloadError
 from kvevents.sim.requests import Request, Text, shared_prefix
-from kvevents.sim.workloads import MooncakeRow, read_trace, traces, write_rows, write_trace
+from kvevents.sim.workloads import MooncakeRow, read_trace, write_rows, write_trace
 
 PLAIN = '{"at": 1.5, "tokens": [1, 2], "output_tokens": 3}'
 MOONCAKE = '{"timestamp": 2000, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}'
@@ -83,10 +83,9 @@ def test_an_invalid_line_raises_with_its_number(tmp_path: Path, line: str, messa
         next(requests)
 
 
-def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "MAX_LINE_BYTES", 100)
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="line 1: longer than 100 bytes"):
-        list(read_trace(file_of(tmp_path, PLAIN + " " * 100)))
+        list(read_trace(file_of(tmp_path, PLAIN + " " * 100), max_line_bytes=100))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

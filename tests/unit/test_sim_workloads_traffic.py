@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.sim.requests import Request, Text
-from kvevents.sim.workloads import Chat, Lengths, traffic
+from kvevents.sim.workloads import Chat, Lengths
 from kvevents.sim.workloads.traffic import (
     FIRST_TOKEN_SECONDS,
     TOKEN_SECONDS,
@@ -51,11 +51,10 @@ def test_sessions_that_a_turn_begins_come_after_its_answer() -> None:
     assert answered == FIRST_TOKEN_SECONDS + 10 * TOKEN_SECONDS
 
 
-def test_the_number_of_waiting_sessions_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit the one due first speaks early, so that no rate fills the memory."""
-    monkeypatch.setattr(traffic, "MAX_WAITING", 2)
+def test_the_number_of_waiting_sessions_is_limited() -> None:
+    """At the limit the session due first sends its turn early, so that no rate fills the memory."""
     sessions = (session(str(number), 1e9, 1e9, None) for number in range(100))
-    assert [name for _, name in spoken(schedule(range(5), sessions))] == ["0", "1", "0", "1", "0"]
+    assert [name for _, name in spoken(schedule(range(5), sessions, 2))] == ["0", "1", "0", "1", "0"]
 
 
 @given(st.integers(1, 50), st.floats(0, 3), st.integers(0, 1000))

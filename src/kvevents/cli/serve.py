@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     settings.add(parser.add_argument_group("index"), "state_dir", "snapshot_seconds", "memory_limit")
     plane = parser.add_argument_group("replica of a plane (builds the index from the plane's log instead of from engines)")
     settings.add(plane, "plane.servers", "plane.name", "replica", *LOGIN_SETTINGS)
-    settings.add(plane, "shard.url", "shard.holders", "shard.allow")
+    settings.add(plane, "shard.url", "shard.replication_factor", "shard.allow")
     add_log_options(parser)
     settings.add_rest(parser, "TOML file; its [[sources]] are read again whenever it changes")
     add_check(parser)

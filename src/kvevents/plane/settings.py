@@ -112,6 +112,19 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.digest_pages, self.digest_pages * 16, self.digest_pages * 256
 
 
+class ReplicaTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Timers of a replica, which builds its index from the plane's log."""
+
+    retry_seconds: Seconds = 2.0
+    """Pause between two attempts to reach the servers, or to build an index."""
+    compare_seconds: Seconds = 2.0
+    """Pause between two comparisons of digests with the other replicas."""
+    turn_seconds: Seconds = 20.0
+    """Time that a replica waits for another one to rebuild if their digests differ and none has a majority."""
+    rebuild_seconds: Seconds = 60.0
+    """Shortest time between two rebuilds because an engine's digest differs from the index."""
+
+
 class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one plane. Raises `ConfigError` for impossible settings. Neither the error nor the repr contains a secret."""
 
@@ -148,6 +161,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     account from reading them."""
     connection: ConnectionLimits = ConnectionLimits()
     reader: ReaderLimits = ReaderLimits()
+    replicas: ReplicaTimers = ReplicaTimers()
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)

@@ -111,7 +111,7 @@ class PlaneView(msgspec.Struct, frozen=True):
             found.append(f"no replica holds {format_partitions(uncovered)}: answers lack the engines there")
         if len({each.holders for each in self.shards}) > 1:
             settings = ", ".join(f"{each.name} {each.holders}" for each in self.shards)
-            found.append(f"replicas have different settings of --holders, of which the highest counts: {settings}")
+            found.append(f"replicas have different settings of --replication-factor, of which the highest counts: {settings}")
         return found
 
 

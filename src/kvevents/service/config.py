@@ -138,7 +138,7 @@ class ShardSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     url: Url
     """Hold a share of the plane's partitions; other replicas query it at this URL, http://HOST:PORT or https://HOST:PORT."""
-    holders: Annotated[int, "--replication-factor", Range(1, MAX_HOLDERS)] = 2
+    replication_factor: Annotated[int, "--replication-factor", Range(1, MAX_HOLDERS)] = 2
     """Number of replicas that hold each partition, 1 to 8. Answers stay complete while fewer than this many fail."""
     ask_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_ASK_SECONDS, is_open=True)] = 0.5
     """Seconds for another replica to answer; then the next replica with the same partition is queried."""

@@ -92,10 +92,13 @@ class _Stream:
 class Audit:
     """Applies deliveries to an index and compares lookups. For one thread, except that another one can call `expect`."""
 
-    def __init__(self, index: PrefixIndex, exact: Callable[[Worker], bool] = lambda _: True) -> None:
+    def __init__(
+        self, index: PrefixIndex, exact: Callable[[Worker], bool] = lambda _: True, *, max_pending: int = MAX_PENDING
+    ) -> None:
         self.index: Final = index
         self.counts: Final = AuditCounts()
         self._exact: Final = exact
+        self._max_pending: Final = max_pending
         self._streams: Final[dict[Worker, _Stream]] = {}
 
     def add(self, worker: Worker) -> None:
@@ -106,7 +109,7 @@ class Audit:
         """Compare this lookup when the index has reached its position."""
         pending = self._streams[worker].pending
         pending.append(expected)
-        if len(pending) > MAX_PENDING:
+        if len(pending) > self._max_pending:
             pending.popleft()
             self.counts.unproven += 1
 

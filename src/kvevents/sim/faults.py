@@ -12,14 +12,10 @@ from typing import Final, NamedTuple, Protocol
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
 from kvevents.sim.fleet import Fleet
-from kvevents.sim.settings import FleetSettings
+from kvevents.sim.settings import FleetSettings, LiveTimers
 from kvevents.sim.sockets import Sockets
 from kvevents.testing import FaultProxy
 
-DOWN_SECONDS: Final = 1.0
-"""How long a restarted engine is down."""
-STALL_SECONDS: Final = 3.0
-"""How long a stalled network drops everything."""
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -27,6 +23,7 @@ class Target(Protocol):
     """The live fleet into which faults are injected."""
 
     settings: FleetSettings
+    timers: LiveTimers
     pace: float
     fleet: Fleet
     sockets: Sockets
@@ -122,9 +119,9 @@ class _Recurring:
         self._workers = _forever_shuffled(list(fleet.fleet.workers), random)
 
     def plan(self) -> None:
-        self._fleet.after(self._fault.amount, self._strike)
+        self._fleet.after(self._fault.amount, self._inject)
 
-    def _strike(self) -> None:
+    def _inject(self) -> None:
         if self._fleet.fleet.done:
             return
         inject = KINDS[self._fault.kind].inject
@@ -139,12 +136,12 @@ def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]
         yield from workers
 
 
-# --- what they do
+# --- effects
 
 
 def _restart(fleet: Target, worker: Worker) -> bool:
     up = fleet.fleet.workers[worker].is_up
-    fleet.fleet.restart(worker, down=DOWN_SECONDS * fleet.pace)
+    fleet.fleet.restart(worker, down=fleet.timers.down * fleet.pace)
     return up
 
 
@@ -167,7 +164,7 @@ def _stall(fleet: Target, worker: Worker) -> bool:
     fleet.stalled.add(worker)
     for proxy in fleet.sockets.proxies[worker]:
         proxy.stall()
-    fleet.after(STALL_SECONDS, lambda: _resume(fleet, worker))
+    fleet.after(fleet.timers.stall, lambda: _resume(fleet, worker))
     return True
 
 
@@ -186,13 +183,13 @@ def _delay(live: FaultProxy, seconds: float, _seed: int) -> None:
 
 
 KINDS: Final = {
-    "restart": Kind("60s", "every 60 s an engine is killed and comes back empty", False, inject=_restart, network=False),
-    "reset": Kind("60s", "every 60 s an engine forgets its prefix cache", False, inject=_reset, network=False),
-    "drop": Kind("1%", "1% of the live batches are lost on the way", True, lasting=_drop),
+    "restart": Kind("60s", "every 60 s an engine is killed and restarts empty", False, inject=_restart, network=False),
+    "reset": Kind("60s", "every 60 s an engine clears its prefix cache", False, inject=_reset, network=False),
+    "drop": Kind("1%", "1% of the live batches are lost in the network", True, lasting=_drop),
     "delay": Kind("20ms", "live batches arrive 20 ms later", False, lasting=_delay),
     "cut": Kind("60s", "every 60 s the connections of an engine are cut", False, inject=_cut),
     "stall": Kind(
-        "60s", f"every 60 s the network to an engine swallows everything for {STALL_SECONDS:g} s", False, inject=_stall
+        "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", False, inject=_stall
     ),
 }
 """Kinds of faults by name."""

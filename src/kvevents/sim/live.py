@@ -23,16 +23,12 @@ from kvevents.sim.fleet import Fleet
 from kvevents.sim.follower import Follower
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
-from kvevents.sim.settings import FleetSettings
+from kvevents.sim.settings import FleetSettings, LiveTimers
 from kvevents.sim.sockets import Address, Sockets
 from kvevents.sim.timeline import Timeline
 from kvevents.stream import DegradedReason
 from kvevents.subscriber import StreamStatus
 
-CONNECT_SECONDS: Final = 10.0
-"""Time for the subscriber to connect to all engines before the traffic begins."""
-SETTLE_SECONDS: Final = 10.0
-"""Time for the last events to arrive after the traffic has ended."""
 CONFIRM_SECONDS: Final = 0.5
 """Between two empty batches that confirm replayed ones, after the traffic has ended."""
 LOOK: Final = 0.1
@@ -67,10 +63,12 @@ class LiveFleet:
         host: str = "127.0.0.1",
         base_port: int | None = None,
         requested: Sequence[Fault] = (),
+        timers: LiveTimers | None = None,
     ) -> None:
         if not 0 < pace < float("inf"):
             raise ConfigError(f"invalid pace {pace}: expected a number above 0; 1 is real time")
         self.settings = settings
+        self.timers = timers = timers or LiveTimers()
         self.pace = pace
         self.behind = 0.0
         """Largest delay of the fleet behind real time, in seconds. A large value means that this machine is too slow."""
@@ -86,7 +84,13 @@ class LiveFleet:
         self._stop: Final = threading.Event()
         with ExitStack() as closing:
             self.sockets = closing.enter_context(
-                Sockets(settings, host=host, base_port=base_port, proxied=any(wish.network for wish in requested))
+                Sockets(
+                    settings,
+                    host=host,
+                    base_port=base_port,
+                    proxied=any(fault.network for fault in requested),
+                    rebind_seconds=timers.rebind,
+                )
             )
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
             self.follower: Final = Follower(self.index, self.sockets.incarnation)
@@ -189,7 +193,7 @@ class LiveFleet:
         Batches published before a connection is up, or before history is replayed, arrive by replay. A run should not begin
         with those.
         """
-        until = time.monotonic() + CONNECT_SECONDS
+        until = time.monotonic() + self.timers.connect
         while not self._is_followed() and time.monotonic() < until:
             self.follower.check()
             time.sleep(POLL)
@@ -205,7 +209,7 @@ class LiveFleet:
         for proxies in self.sockets.proxies.values():
             for proxy in proxies:
                 proxy.heal()
-        until = time.monotonic() + SETTLE_SECONDS
+        until = time.monotonic() + self.timers.settle
         confirm_at = 0.0
         while (waiting := self._not_settled()) and (now := time.monotonic()) < until and not self._stop.is_set():
             self.follower.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 from kvevents.config import resolve_dialect
@@ -17,6 +18,22 @@ from kvevents.wire import Dialect
 DEFAULT_PRESET: Final = "qwen3-32b-2xh100"
 MAX_WORKERS: Final = 4_096
 """Largest product of engines and ranks: each worker with sockets needs some file descriptors and a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTimers:
+    """Timers of a fleet in real time, in seconds."""
+
+    connect: float = 10.0
+    """Time for the subscriber to connect to all engines before the traffic begins."""
+    settle: float = 10.0
+    """Time for the last events to arrive after the traffic has ended."""
+    down: float = 1.0
+    """How long an engine is down after a `restart` fault."""
+    stall: float = 3.0
+    """How long a network drops everything after a `stall` fault."""
+    rebind: float = 5.0
+    """How long a restarted engine waits for its port. The socket of its last incarnation closes within milliseconds."""
 
 
 class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,8 +22,6 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.sharding import ShardTimers
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
-from kvevents.service.replica import coordination as comparing
-from kvevents.service.replica import replica as replicas
 from kvevents.service.replica.index_build import IndexBuild
 from kvevents.service.replica.replica import Replica
 from kvevents.stream import Trust
@@ -35,13 +33,6 @@ CLAIM_EVERY: Final = 0.01
 """Seconds between two claims of a replica."""
 AGAIN_SECONDS: Final = 0.2
 """After which who runs a bridge starts it again."""
-PACE: Final[tuple[tuple[Any, str, Any], ...]] = (
-    (replicas, "RETRY_SECONDS", 0.3),
-    (replicas, "COMPARE_SECONDS", 0.5),
-    (comparing, "TURN_SECONDS", 3.0),
-    (replicas, "REBUILD_SECONDS", 5.0),
-)
-"""A round shall not last as long as a production network's patience."""
 SHARE_PACE: Final = ShardTimers(
     announce_seconds=0.2, settle_seconds=0.6, present_seconds=0.7, dead_seconds=2.0, release_seconds=0.5
 )
@@ -106,16 +97,10 @@ def bridge(pipe: Connection, role: BridgeRole) -> None:
 def replica(pipe: Connection, role: ReplicaRole) -> None:
     """The process of a replica; it ends with the pipe."""
     _begin(role.log)
-    _keep_pace(PACE)
     right = time.time
     time.time = lambda: right() + role.clock_ahead
     with suppress(EOFError, BrokenPipeError):
         asyncio.run(_replica(pipe, role))
-
-
-def _keep_pace(paces: Sequence[tuple[Any, str, Any]]) -> None:
-    for module, name, value in paces:
-        _set(module, name, value)
 
 
 def _brisk(*, decode: bool, transport: Any, clock: Any, sink: Any) -> Subscriber[Any]:
@@ -182,7 +167,9 @@ def _of_bridge(now: Sequence[Bridge], fell: Sequence[str]) -> TrustReport:
 async def _replica(pipe: Connection, role: ReplicaRole) -> None:
     fleet = Fleet(PrefixIndex(), max_sources=100)
     fleet.follower.start()
-    shard = None if role.holders is None else ShardSettings(url="http://127.0.0.1:1", holders=role.holders, pace=SHARE_PACE)
+    shard = None
+    if role.holders is not None:
+        shard = ShardSettings(url="http://127.0.0.1:1", replication_factor=role.holders, pace=SHARE_PACE)
     found = Replica(role.plane, role.name, fleet, snapshot_seconds=role.snapshot_seconds, memory_limit=None, shard=shard)
     diarist = _Diarist(role, found)
     running = asyncio.create_task(found.run())

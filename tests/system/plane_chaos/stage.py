@@ -20,7 +20,7 @@ import nats
 
 from kvevents.plane.bridge import BridgeSettings, Watch
 from kvevents.plane.layout import Layout
-from kvevents.plane.settings import PlaneSettings, ReaderLimits
+from kvevents.plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
 from kvevents.service.registration import Registration
 from kvevents.stream import Trust
 from kvevents.testing.ports import reserve_port
@@ -143,6 +143,7 @@ class Stage:
             partitions=self.plan.partitions,
             copies=3 if "cluster" in traits else 1,
             reader=ReaderLimits(heartbeat_seconds=0.3, quiet_heartbeats=1, check_seconds=1.0, digest_pages=4),
+            replicas=ReplicaTimers(retry_seconds=0.3, compare_seconds=0.5, turn_seconds=3.0, rebuild_seconds=5.0),
             partition_bytes=LEAST_PARTITION_BYTES if "small partitions" in traits else 256 << 20,
         )
         self.layout = Layout("chaos", self.plan.partitions)

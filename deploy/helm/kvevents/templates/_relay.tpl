@@ -23,7 +23,7 @@ a chart of which this one is a dependency:
     - --endpoint=tcp://0.0.0.0:{{ add $engines.port $rank }}
     - --replay-endpoint=tcp://0.0.0.0:{{ add $engines.replayPort $rank }}
     - --heartbeat={{ $relay.heartbeatSeconds }}
-    - --token-policy={{ $relay.tokens }}
+    - --token-policy={{ $relay.tokenPolicy }}
     - --metrics-host=0.0.0.0
     - --metrics-port={{ add $relay.metricsPort $rank }}
   ports:

@@ -58,6 +58,7 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.LOST: f"{_EXACT_AGAIN}; a larger buffer_steps of the engine avoids it",
     Reason.REJECTED: f"{_EXACT_AGAIN}; check whether the engine's release is newer than kvevents; {_CHECK_ENGINE}",
     Reason.DIVERGED: f"{_EXACT_AGAIN}, or after a matching digest; see KveventsSourceDiverged in docs/runbook.md",
+    Reason.UNATTESTED: "report it with a recording (`kvevents record`); it ends when the engine's digest matches again",
     Reason.SENDER: "check the relay: its own upstream is not exact",
     Reason.SILENT: f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}",
     Reason.EVICTED: "raise --memory-limit, or distribute the engines over several services",
@@ -67,7 +68,7 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.FAILED: "restart the service, and report the traceback in its log",
     Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
     Reason.NO_REPLICA: (
-        "check that the other replicas of the plane run and can be reached from this one; with shard.holders = 2 one can fail"
+        "check that the other replicas of the plane run and are reachable; with replication_factor 2 one can fail"
     ),
     Reason.NOT_FOLLOWED: "register the engine with the service (POST /register), or remove it from the candidates",
     Reason.CONNECTING: _UP,

@@ -76,7 +76,9 @@ class Assignment:
         """Set the layout of the plane."""
         self._partitions = frozenset(range(layout.partitions))
         if self._settings is not None and self.assignment is None:
-            self.assignment = ShardAssignment(self._name, layout.partitions, self._settings.holders, self._settings.pace)
+            self.assignment = ShardAssignment(
+                self._name, layout.partitions, self._settings.replication_factor, self._settings.pace
+            )
 
     async def run(self, client: PlaneClient, layout: Layout) -> None:
         """Announce this replica and read the announcements of the others, as long as it has the lease of its name."""
@@ -159,7 +161,7 @@ class _Part:
         """Write the announcement of this replica, and read those of the others. Raises `PlaneError`."""
         served = self._shown()
         self._number += 1
-        own = ShardAnnouncement(self._settings.url.rstrip("/"), self._settings.holders, sorted(served), self._number)
+        own = ShardAnnouncement(self._settings.url.rstrip("/"), self._settings.replication_factor, sorted(served), self._number)
         with map_errors("announcing the partitions of this replica"):
             bucket = await client.jetstream().key_value(layout.leases)
             await bucket.put(SHARD_PREFIX + self._name, own.encode())
@@ -185,14 +187,11 @@ class _Part:
             await bucket.delete(SHARD_PREFIX + self._name)
 
 
-TURN_SECONDS: Final = 20.0
-"""Time that a replica waits for another one to rebuild if their digests differ and none has a majority."""
-
-
 class ConsistencyCheck:
     """Compares the contents of one replica's index with those of the others, by digests."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, turn_seconds: float) -> None:
+        self._turn_seconds: Final = turn_seconds
         self.disagreements = 0
         """Number of times that another replica had other contents at the same position."""
         self.write_fault = ""
@@ -228,8 +227,8 @@ class ConsistencyCheck:
             log.error("%d of %d replicas have other contents at the same position", against[False], len(others))
         turn = sorted([self._name, *others]).index(self._name)
         outvoted = against[False] > against[True] + 1
-        in_turn = against[False] == against[True] + 1 and now - self._differs_since > (turn + 1) * TURN_SECONDS
-        is_due = (outvoted or in_turn) and now - built_at > TURN_SECONDS
+        in_turn = against[False] == against[True] + 1 and now - self._differs_since > (turn + 1) * self._turn_seconds
+        is_due = (outvoted or in_turn) and now - built_at > self._turn_seconds
         return "the other replicas have other contents" if is_due else ""
 
     async def _exchange(self, client: PlaneClient, layout: Layout, own: ReplicaDigests) -> dict[str, ReplicaDigests]:

@@ -45,12 +45,6 @@ ORIGIN: Final = "plane"
 """Origin of the members."""
 CHECK_SECONDS: Final = 0.05
 """Pause between two checks of readers and members."""
-COMPARE_SECONDS: Final = 2.0
-"""Pause between two comparisons of digests with the other replicas."""
-RETRY_SECONDS: Final = 2.0
-"""Pause between two attempts to reach the servers, or to build an index."""
-REBUILD_SECONDS: Final = 60.0
-"""Shortest time between two builds whose reason is that contents differ."""
 
 
 class Replica:
@@ -85,7 +79,7 @@ class Replica:
         """Partitions whose engines are registered in the fleet."""
         self._built_at = float("-inf")
         self._assignment: Final = Assignment(name, shard, lambda: self.served)
-        self._consistency: Final = ConsistencyCheck(name)
+        self._consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
         self._snapshotter: Final = Snapshotter(name, self._consistency, snapshot_seconds)
 
     # --- status
@@ -153,7 +147,7 @@ class Replica:
                         await self._replicate(client)
                 except (PlaneError, SnapshotError, ConfigError) as error:  # ConfigError: credential files changed
                     self._set_fault(str(error))
-                    await asyncio.sleep(RETRY_SECONDS)
+                    await asyncio.sleep(self.plane.replicas.retry_seconds)
         finally:
             if self._current is not None:
                 await self._current.end()
@@ -167,7 +161,7 @@ class Replica:
         js = client.jetstream()
         while (layout := await find_plane(js, self.plane.name)) is None:
             self._set_fault(f"plane {self.plane.name!r} does not exist yet: start a bridge, which creates it")
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self.plane.replicas.retry_seconds)
         self.layout = layout
         self._assignment.begin(layout)
         snapshots = Snapshots(js, layout)
@@ -204,7 +198,7 @@ class Replica:
             self._settled |= build.settled
             self._set_fault(f"cannot complete the index: {build.rebuild_reason}")
             await build.end()
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self.plane.replicas.retry_seconds)
 
     async def _adopt(self, build: IndexBuild) -> None:
         """Make the fleet answer from a build."""
@@ -261,7 +255,7 @@ class Replica:
                 await build.adjust(self._assignment.wanted, self._assignment.spare)
             except PlaneError as error:
                 log.warning("cannot take over partitions: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(self.plane.replicas.retry_seconds)
             await asyncio.sleep(CHECK_SECONDS)
 
     async def _keep(self, client: PlaneClient, layout: Layout, build: IndexBuild) -> None:
@@ -272,7 +266,7 @@ class Replica:
             await self._check(build)
             now = time.monotonic()
             if now >= compare_at:
-                compare_at = now + COMPARE_SECONDS
+                compare_at = now + self.plane.replicas.compare_seconds
                 own = ReplicaDigests.of(dict(build.subscriber.digests))
                 why = await self._consistency.compare(client, layout, own, self._built_at)
                 build.rebuild_reason = build.rebuild_reason or why
@@ -286,7 +280,7 @@ class Replica:
             or self._applied[1] is not build.served
         ):
             await self._register(build, *self._registrations(build))
-        if build.subscriber.diverged and time.monotonic() - self._built_at > REBUILD_SECONDS:
+        if build.subscriber.diverged and time.monotonic() - self._built_at > self.plane.replicas.rebuild_seconds:
             build.rebuild_reason = "the digest of an engine differs from this index"
         self._set_fault(build.fault)
 

@@ -81,10 +81,15 @@ class RecordedRequests(Iterator[Request]):
     """The requests of one recording, in the order of their beginnings."""
 
     def __init__(
-        self, path: StrPath, run: str | None = None, endpoint: str | None = None, max_blocks: int = MAX_BLOCKS
+        self,
+        path: StrPath,
+        run: str | None = None,
+        endpoint: str | None = None,
+        max_blocks: int = MAX_BLOCKS,
+        max_open: int = MAX_OPEN,
     ) -> None:
         self._reader = read_recording(path)
-        self._rebuilding = _Rebuilding(max_blocks)
+        self._rebuilding = _Rebuilding(max_blocks, max_open)
         self._requests = _requests(self._reader, self._rebuilding, run, endpoint)
 
     def __next__(self) -> Request:
@@ -125,9 +130,10 @@ def _requests(reader: RecordingReader, rebuilding: _Rebuilding, run: str | None,
 class _Rebuilding:
     """Reconstructs requests from live batches. Call `feed` with each batch, and `finished` after it."""
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, max_open: int) -> None:
         self.skipped = 0
         self._max_blocks = max_blocks
+        self._max_open = max_open
         self._blocks: dict[_Key, _Block] = {}
         self._streams: dict[tuple[RecordedStream, int | None], _CacheGeneration] = {}
         self._generations = count()
@@ -150,7 +156,7 @@ class _Rebuilding:
         """Yield the completed requests, up to the first one that can continue."""
         while self._open:
             first = self._open[0]
-            if not (at_end or self._now - first.last > ANSWER_GAP or len(self._open) > MAX_OPEN):
+            if not (at_end or self._now - first.last > ANSWER_GAP or len(self._open) > self._max_open):
                 return
             self._open.popleft()
             self._leave(first)

@@ -33,7 +33,7 @@ _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER: Final = msgspec.json.Encoder()
 
 
-def read_trace(path: StrPath, *, limit: int | None = None) -> Iterator[Request]:
+def read_trace(path: StrPath, *, limit: int | None = None, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Request]:
     """Read the first `limit` requests of a trace, or all, one at a time.
 
     Lines are in Mooncake's format or in that of kvevents, distinguished by their keys. A name that ends in `.gz` is compressed.
@@ -42,7 +42,7 @@ def read_trace(path: StrPath, *, limit: int | None = None) -> Iterator[Request]:
     """
     if limit is not None and limit < 0:
         raise ConfigError(f"invalid limit {limit}: expected at least 0, or None for all requests")
-    return islice(_requests(Path(path)), limit)
+    return islice(_requests(Path(path), max_line_bytes), limit)
 
 
 def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
@@ -69,10 +69,10 @@ def write_rows(path: StrPath, rows: Iterable[MooncakeRow]) -> None:
         file.writelines(_ENCODER.encode(row) + b"\n" for row in rows)
 
 
-def _requests(path: Path) -> Iterator[Request]:
+def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
     readers: dict[str, _Reader] = {}
     last = 0.0
-    for number, line in _lines(path):
+    for number, line in _lines(path, max_line_bytes):
         try:
             keys = _KEYS.decode(line)
             request = _reader(keys, readers).request(line, number)
@@ -98,15 +98,15 @@ def _reader(keys: Mapping[str, object], readers: dict[str, _Reader]) -> _Reader:
     raise ValueError(f"its format is unknown, since it has neither of the keys {' and '.join(_FORMATS)}")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their numbers from 1."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
+            while line := file.readline(max_line_bytes + 1):
                 number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise WorkloadError(f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; is this a trace?")
+                if len(line) > max_line_bytes:
+                    raise WorkloadError(f"{path}, line {number}: longer than {max_line_bytes} bytes; is this a trace?")
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:

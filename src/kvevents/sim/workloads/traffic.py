@@ -139,12 +139,15 @@ class Traffic(ABC):
                 raise ConfigError(f"invalid {name} {getattr(self, name)}: expected {what}")
 
 
-def schedule(times: Iterable[float], sessions: Iterator[Session]) -> Iterator[Request]:
-    """Yield a request at each of `times`, from the session that has been due for longest or from a new one."""
+def schedule(times: Iterable[float], sessions: Iterator[Session], max_waiting: int = MAX_WAITING) -> Iterator[Request]:
+    """Yield a request at each of `times`, from the session that has been due for longest or from a new one.
+
+    At most `max_waiting` sessions wait for their next turn.
+    """
     waiting: list[tuple[float, int, Session]] = []
     order = 0
     for now in times:
-        is_due = waiting and (waiting[0][0] <= now or len(waiting) >= MAX_WAITING)
+        is_due = waiting and (waiting[0][0] <= now or len(waiting) >= max_waiting)
         session = heappop(waiting)[2] if is_due else next(sessions)
         turn = next(session.turns)
         yield Request(now, turn.prompt, turn.output, session.name, session.lora, session.salt)
