@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.system.engines import report
 from tests.system.engines.concurrent_clients import blocks_for
-from tests.system.engines.installation import _without_local_build, write_kvevents
+from tests.system.engines.installation import _without_local_build, unpack_kvevents
 from tests.system.engines.judging import Example, Tally
 from tests.system.engines.models import FIRST_TOKEN, VOCABULARY, write_adapter, write_model
 from tests.system.engines.observer import engine_observer, page
@@ -106,13 +107,19 @@ def test_models_and_adapters_have_the_files_that_engines_read(tmp_path: Path) ->
 
 
 def test_an_engine_finds_our_distribution_on_its_path(tmp_path: Path) -> None:
-    folder = write_kvevents(tmp_path / "kvevents")
-    (found,) = metadata.distributions(path=[str(folder)])
-    assert found.name == "kvevents"
-    assert (folder / "kvevents" / "__init__.py").exists()
-    without = write_kvevents(tmp_path / "without", with_plugin=False)
-    (other,) = metadata.distributions(path=[str(without)])
-    assert list(other.entry_points) == []
+    wheel = tmp_path / "kvevents-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("kvevents/__init__.py", "")
+        archive.writestr("kvevents-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: kvevents\nVersion: 1.0\n")
+        archive.writestr("kvevents-1.0.dist-info/entry_points.txt", "[vllm.general_plugins]\nkvevents = kvevents:register\n")
+    (found,) = metadata.distributions(path=[str(unpack_kvevents(wheel, tmp_path / "whole"))])
+    assert [(point.group, point.value) for point in found.entry_points] == [("vllm.general_plugins", "kvevents:register")]
+    without_plugin = unpack_kvevents(wheel, tmp_path / "without-plugin", with_plugin=False)
+    (found,) = metadata.distributions(path=[str(without_plugin)])
+    assert list(found.entry_points) == []
+    assert (without_plugin / "kvevents" / "__init__.py").exists()
+    without_package = unpack_kvevents(wheel, tmp_path / "without-package", with_package=False)
+    assert not (without_package / "kvevents").exists()
 
 
 def test_only_the_local_build_of_a_requirement_is_left_out() -> None:

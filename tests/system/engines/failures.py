@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from tests.system.engines.installation import write_kvevents
+from tests.system.engines.installation import unpack_kvevents
 from tests.system.engines.server import BLOCK_SIZE, Engine, EngineError, wait_until
 from tests.system.engines.service import Service
 from tests.system.engines.stage import PLUGIN, Stage
@@ -68,7 +68,7 @@ def run_failures(stage: Stage) -> list[FailureResult]:
 
 def _run(stage: Stage, fault: Fault) -> FailureResult:
     print(f"fault: {fault.name}", flush=True)
-    path = None if fault.has_package else write_kvevents(stage.folder / "without-package", with_package=False)
+    path = None if fault.has_package else unpack_kvevents(stage.wheel, stage.folder / "without-package", with_package=False)
     try:
         with (
             stage.engine(PLUGIN, "llama", BLOCKS, path=path, variables=fault.variables) as engine,

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -107,16 +108,28 @@ def our_entry_points() -> dict[str, dict[str, str]]:
     return points
 
 
-def write_kvevents(folder: Path, *, with_package: bool = True, with_plugin: bool = True) -> Path:
-    """Make a folder that has on an engine's path the effect of `pip install kvevents` in its environment, and return it.
+def build_wheel(folder: Path) -> Path:
+    """Build the wheel of `kvevents` from this checkout, and return it. The network is not needed."""
+    options = ("--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder))
+    _run(sys.executable, "-m", "pip", "wheel", *options, str(CHECKOUT))
+    (wheel,) = folder.glob("kvevents-*.whl")
+    return wheel
 
-    It links to this checkout. Without the package its entry points name modules that cannot be imported. Without the plugin it
-    has no entry points.
+
+def unpack_kvevents(wheel: Path, folder: Path, *, with_package: bool = True, with_plugin: bool = True) -> Path:
+    """Make a folder that has on an engine's path the effect of `pip install 'kvevents[native]'`, and return it.
+
+    The wheel is unpacked there, beside a link to the compiled package of this checkout. Without the package, its entry points
+    name modules that cannot be imported. Without the plugin, it has no entry points.
     """
-    folder.mkdir(parents=True)
-    if with_package:
-        (folder / "kvevents").symlink_to(CHECKOUT / "src" / "kvevents")
-    write_distribution(folder, "kvevents", "0", our_entry_points() if with_plugin else None)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    (folder / "kvevents_native").symlink_to(CHECKOUT / "native" / "python" / "kvevents_native")
+    if not with_package:
+        shutil.rmtree(folder / "kvevents")
+    if not with_plugin:
+        (metadata,) = folder.glob("kvevents-*.dist-info")
+        (metadata / "entry_points.txt").unlink()
     return folder
 
 

@@ -138,7 +138,7 @@ class SequentialRun:
         length = len(prompt.tokens)
         example = Example(number, prediction.tokens, answer.cached, length, prompt.salt, prompt.lora, prediction.trust)
         if not tally.add(prediction, answer.cached, example):
-            print(f"  WRONG: {example}", flush=True)
+            print(f"  WRONG{' after a reset' if tally is self.result.after_reset else ''}: {example}", flush=True)
         self._traffic.answered(prompt, answer.tokens)
 
     def _kill(self, kind: Killing) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tests.system.engines.installation import Environment, write_kvevents, write_observer
+from tests.system.engines.installation import Environment, build_wheel, unpack_kvevents, write_observer
 from tests.system.engines.models import ADAPTERS, Model, write_adapter, write_model
 from tests.system.engines.server import Engine, EngineSettings
 from tests.system.engines.service import Service
@@ -52,8 +52,9 @@ class Stage:
         }
         self._adapters: Final = {name: write_adapter(folder / name, seed) for seed, name in enumerate(ADAPTERS)}
         self._observer: Final = write_observer(folder / "observer")
-        self._kvevents: Final = write_kvevents(folder / "kvevents-without-plugin", with_plugin=False)
-        self._plugin: Final = write_kvevents(folder / "kvevents-with-plugin")
+        self.wheel: Final = build_wheel(folder / "wheel")
+        self._kvevents: Final = unpack_kvevents(self.wheel, folder / "kvevents-without-plugin", with_plugin=False)
+        self._plugin: Final = unpack_kvevents(self.wheel, folder / "kvevents-with-plugin")
         self._started = 0
 
     @contextmanager
