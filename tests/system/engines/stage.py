@@ -43,7 +43,8 @@ class Pair(NamedTuple):
 class Stage:
     """Models and plugins in a folder, and engines that are started with them, one at a time."""
 
-    def __init__(self, environment: Environment, folder: Path) -> None:
+    def __init__(self, environment: Environment, folder: Path, wheel: Path | None = None) -> None:
+        """Without a `wheel` of kvevents, it is built from this checkout."""
         self.folder: Final = folder
         self._environment: Final = environment
         self._models: Final[dict[Model, Path]] = {
@@ -52,7 +53,7 @@ class Stage:
         }
         self._adapters: Final = {name: write_adapter(folder / name, seed) for seed, name in enumerate(ADAPTERS)}
         self._observer: Final = write_observer(folder / "observer")
-        self.wheel: Final = build_wheel(folder / "wheel")
+        self.wheel: Final = wheel or build_wheel(folder / "wheel")
         self._kvevents: Final = unpack_kvevents(self.wheel, folder / "kvevents-without-plugin", with_plugin=False)
         self._plugin: Final = unpack_kvevents(self.wheel, folder / "kvevents-with-plugin")
         self._started = 0
