@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recording_streams", "routing"),
     ("plane",),
     ("compat", "testing", "service", "export", "relay"),
-    ("sim",),
+    ("sim", "engines"),
     ("cli",),
     ("__main__",),
 )

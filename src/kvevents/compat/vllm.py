@@ -202,8 +202,10 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         max_queue_size: int = 100_000,
         topic: str = "",
     ) -> None:
-        replay_at = None if replay_endpoint is None else _at_node(replay_endpoint)
-        super().__init__(data_parallel_rank, _at_node(endpoint), replay_at, buffer_steps, hwm, max_queue_size, topic)
+        replay_at = None if replay_endpoint is None else resolve_node_endpoint(replay_endpoint)
+        super().__init__(
+            data_parallel_rank, resolve_node_endpoint(endpoint), replay_at, buffer_steps, hwm, max_queue_size, topic
+        )
 
     def get_publisher_config(self) -> KVEventsConfig:
         """Return the settings in force; port 0 is replaced by the port that the OS chose, at this node's address."""
@@ -214,7 +216,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
 
 
-def _at_node(endpoint: str) -> str:
+def resolve_node_endpoint(endpoint: str) -> str:
     """Return the endpoint that vLLM from 0.31 binds: for `tcp://*:0`, port 0 at this node's address."""
     if endpoint != "tcp://*:0":
         return endpoint

@@ -202,13 +202,13 @@ class DigestTracker:
         digest = self._index._digest(_STREAM, 0)  # noqa: SLF001 - the native module's
         return _EMPTY_DIGEST if digest is None else f"{digest:032x}"
 
-    def heartbeat(self, number: int, interval: float, incarnation: int) -> Heartbeat:
+    def heartbeat(self, number: int, interval: float, incarnation: int, attestation: int | None = None) -> Heartbeat:
         """Return the heartbeat for the batch `number`, which is sent next. `interval` is in seconds."""
         missing = number - 1 if number != self._last_seq + 1 else self._missing
         if missing is None:
-            return Heartbeat(self.digest(), interval, incarnation=incarnation)
+            return Heartbeat(self.digest(), interval, incarnation=incarnation, attestation=attestation)
         reason = f"number {missing} was never sent: it was dropped, or could not be encoded"
-        return Heartbeat(self.digest(), interval, "DEGRADED", reason, incarnation)
+        return Heartbeat(self.digest(), interval, "DEGRADED", reason, incarnation, attestation)
 
 
 # --- snapshots ---------------------------------------------------------------------------------------------------------------

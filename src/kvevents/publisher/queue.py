@@ -275,6 +275,11 @@ class QueuedPublisher(EventPublisher):
             following = self._next_seq + len(self._queue) - self._dropped_ranges + self._dropped_numbers
             return following, following - self._dropped_full - self._own_numbers
 
+    def _count_taken(self) -> int:
+        """Return how many batches given to `publish` were sent or dropped: all that precede the next number."""
+        with self._lock:
+            return self._next_seq - self._own_numbers
+
     def _on_encode_failure(self, seq: int, error: BaseException) -> None:
         """Note why batch `seq` could not be encoded."""
         raise NotImplementedError

@@ -353,12 +353,16 @@ class ZmqEventPublisher(QueuedPublisher):
             self._has_tail_gap = True
             raise
 
+    def _attestation(self) -> int | None:
+        """Return the digest of the engine's cache after all batches sent so far; None outside an engine."""
+        return None
+
     def _send_heartbeat(self, tracker: DigestTracker, encode: Encode) -> None:
         if not self._is_running:
             return
         number = self._next_own_number()
         try:
-            heartbeat = tracker.heartbeat(number, self._heartbeat_interval, self._server.incarnation)
+            heartbeat = tracker.heartbeat(number, self._heartbeat_interval, self._server.incarnation, self._attestation())
             payload = encode(KVEventBatch(time(), [BlockRemoved([], heartbeat=heartbeat)], self._data_parallel_rank))
         except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
             self._has_tail_gap = True

@@ -1,0 +1,331 @@
+"""The plugin for vLLM: `vllm serve --kv-events-config` with the publisher `zmq` publishes through kvevents.
+
+vLLM loads the entry points of the group `vllm.general_plugins` in every process, in the one of EngineCore before it creates the
+scheduler. `register` replaces the entry `zmq` of `EventPublisherFactory`, since vLLM's configuration allows no other name. The
+hooks into the block pool are installed when vLLM creates a publisher, so other processes have none.
+
+Everything fails open. A fault while the publisher is made leaves vLLM with its own; a fault in a hook ends the attestation.
+Each is logged once. `docs/engines.md` lists the releases of vLLM with which this module was run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from kvevents.compat import vllm as compat
+from kvevents.engines.attestation import DIGEST_MASK, AttestingPublisher, group_term
+from kvevents.engines.settings import EngineSettings, read_settings
+from kvevents.native_module import find_native
+from kvevents.version import version
+
+logger = logging.getLogger("vllm.kvevents")
+"""A child of vLLM's logger, so that its lines appear in the engine's log."""
+
+_EVENTS_MODULE: Final = "vllm.distributed.kv_events"
+_PUBLISHER_NAME: Final = "zmq"
+_ANNOUNCE_AGAIN: Final = "emit_cached_block_events"
+_GPU_MEDIA: Final = (None, "GPU")
+_KNOWN_OPTIONS: Final = frozenset({"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
+_HOOKED: Final = "_kvevents_hooked"
+"""Attribute of the classes of vLLM that have hooks; each gets them once."""
+
+
+def register() -> None:
+    """Replace vLLM's publisher `zmq`. Called by vLLM as a plugin; never raises and may be called repeatedly."""
+    try:
+        _register()
+    except BaseException as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
+        logger.warning("kvevents is not used: vLLM publishes KV cache events itself: %s: %s", type(error).__name__, error)
+
+
+def _register() -> None:
+    settings = read_settings(os.environ)
+    if not settings.enabled:
+        return
+    module = importlib.import_module(_EVENTS_MODULE)
+    registry = module.EventPublisherFactory._registry  # noqa: SLF001 - vLLM has no other way to replace a publisher
+    current = registry[_PUBLISHER_NAME]
+    if isinstance(current, _PublisherConstructor):
+        return
+    if current is not module.ZmqEventPublisher:
+        logger.warning(
+            "kvevents is not used: %s has replaced the publisher 'zmq' already; uninstall one of the two, or list the other "
+            "in VLLM_PLUGINS",
+            f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', current)}",
+        )
+        return
+    registry[_PUBLISHER_NAME] = _PublisherConstructor(settings, current)
+
+
+class _PublisherConstructor:
+    """The entry of the registry. It returns a publisher of kvevents, or vLLM's own if that fails."""
+
+    def __init__(self, settings: EngineSettings, original: Callable[..., Any]) -> None:
+        self._settings = settings
+        self._original = original
+
+    def __call__(self, data_parallel_rank: int = 0, **options: Any) -> Any:
+        try:
+            return _create_publisher(self._settings, data_parallel_rank, options)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            logger.warning("kvevents is not used: vLLM publishes KV cache events itself: %s: %s", type(error).__name__, error)
+        return self._original(data_parallel_rank=data_parallel_rank, **options)
+
+
+class VllmEventPublisher(AttestingPublisher):
+    """The publisher inside EngineCore, with vLLM's parameters and the settings of the plugin."""
+
+    logger = logger
+
+    def __init__(self, settings: EngineSettings, data_parallel_rank: int, options: dict[str, Any]) -> None:
+        self._options = options
+        known = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
+        for name in {"endpoint", "replay_endpoint"} & {name for name, value in known.items() if value is not None}:
+            known[name] = compat.resolve_node_endpoint(known[name])
+        is_native = find_native() is not None
+        super().__init__(
+            data_parallel_rank,
+            **known,
+            compact=None if settings.compact else False,
+            heartbeat=settings.heartbeat if is_native else None,
+            curve=settings.curve,
+            settings=settings.limits,
+        )
+
+    def get_publisher_config(self) -> Any:
+        """Return vLLM's `KVEventsConfig` with the endpoints in force. Its publisher is `zmq`, the only name vLLM can decode."""
+        ours = super().get_publisher_config()
+        endpoints = {"endpoint": ours.endpoint, "replay_endpoint": ours.replay_endpoint}
+        return _config_class()(enable_kv_cache_events=True, publisher=_PUBLISHER_NAME, **{**self._options, **endpoints})
+
+    def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
+        """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
+
+
+def _config_class() -> Any:
+    return importlib.import_module(_EVENTS_MODULE).KVEventsConfig
+
+
+def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, Any]) -> VllmEventPublisher:
+    publisher = VllmEventPublisher(settings, rank, options)
+    attests = False
+    with _failing_open(publisher):
+        attests = _install_hooks() and settings.attestation and find_native() is not None
+        _created.publisher = publisher
+        if attests:
+            publisher.expect_attestation()
+    _created.attests = attests
+    features = [f"heartbeats every {settings.heartbeat:g} s"] if find_native() is not None else []
+    features += ["attestation"] if attests else []
+    features += ["full history"] if publisher.stats().history is not None else []
+    unknown = sorted(options.keys() - _KNOWN_OPTIONS)
+    logger.info(
+        "kvevents %s publishes KV cache events of rank %d at %s: %s%s",
+        version(),
+        rank,
+        publisher.endpoint,
+        ", ".join(features) or "pip install 'kvevents[native]' adds heartbeats, attestation and full history",
+        f"; without the options that it does not know: {', '.join(unknown)}" if unknown else "",
+    )
+    return publisher
+
+
+# --- hooks -------------------------------------------------------------------------------------------------------------------
+
+_created = threading.local()
+"""`publisher`: the one created last by this thread, which also creates the KVCacheManager of the same scheduler."""
+
+
+@contextmanager
+def _failing_open(publisher: AttestingPublisher) -> Iterator[None]:
+    """Report an exception of a hook; the engine goes on."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - as the docstring says
+        _report(publisher, error)
+
+
+def _report(publisher: AttestingPublisher, error: Exception) -> None:
+    """Log the first fault of a publisher's hooks and switch its attestation off."""
+    if publisher.stop_attesting():
+        logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)
+
+
+def _install_hooks() -> bool:
+    """Hook into vLLM's scheduler. Return whether the cache can be attested in this release."""
+    pool = importlib.import_module("vllm.v1.core.block_pool")
+    managers = importlib.import_module("vllm.v1.core.kv_cache_manager")
+    schedulers = importlib.import_module("vllm.v1.core.sched.scheduler")
+    _hook(schedulers.Scheduler, "reset_prefix_cache", _after_reset)
+    if hasattr(pool.BlockPool, _ANNOUNCE_AGAIN):
+        _hook(pool.BlockPool, _ANNOUNCE_AGAIN, _no_announcement)
+    elif _has_report_mode():
+        logger.warning("kvevents: no attestation: this release of vLLM announces cached blocks again in an unknown way")
+        return False
+    block_map = getattr(pool, "BlockHashToBlockMap", None)
+    if block_map is None or not all(hasattr(block_map, name) for name in ("insert", "pop")):
+        logger.info("kvevents: no attestation: this release of vLLM keeps its cache in another form")
+        return False
+    event = importlib.import_module(_EVENTS_MODULE).BlockStored
+    has_groups = "group_idx" in event.__struct_fields__
+    _hook(block_map, "insert", functools.partial(_counting_insert, has_groups=has_groups))
+    _hook(block_map, "pop", functools.partial(_counting_pop, has_groups=has_groups))
+    _hook(managers.KVCacheManager, "__init__", _linking)
+    _hook(managers.KVCacheManager, "take_events", _recording)
+    return True
+
+
+def _has_report_mode() -> bool:
+    """Return whether requests can ask for announcements of blocks that are cached already (vLLM from 0.26)."""
+    request = importlib.import_module("vllm.v1.request")
+    return "kv_cache_report_mode" in inspect.getsource(request)
+
+
+def _hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method by `wrap(method)`, once."""
+    hooked: set[str] = owner.__dict__.get(_HOOKED, set())
+    if name in hooked:
+        return
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
+    setattr(owner, _HOOKED, hooked | {name})
+
+
+def _no_announcement(_original: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave out announcements of blocks that are cached already, and of positions of a sliding window that hold no block.
+
+    On the wire they look like further copies, which nothing would ever remove. Consumers that join late get full history.
+    """
+
+    def emit_cached_block_events(*_arguments: Any, **_named: Any) -> None:
+        return None
+
+    return emit_cached_block_events
+
+
+def _counting_insert(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
+    term = _term_of_key(has_groups=has_groups)
+
+    def insert(block_map: Any, key: Any, block: Any) -> Any:
+        result = original(block_map, key, block)
+        try:
+            block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) + term(key)) & DIGEST_MASK
+        except Exception as error:  # noqa: BLE001 - the engine goes on
+            _spoil(block_map, error)
+        return result
+
+    return insert
+
+
+def _counting_pop(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
+    term = _term_of_key(has_groups=has_groups)
+
+    def pop(block_map: Any, key: Any, block_id: Any) -> Any:
+        block = original(block_map, key, block_id)
+        if block is not None:
+            try:
+                block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) - term(key)) & DIGEST_MASK
+            except Exception as error:  # noqa: BLE001 - the engine goes on
+                _spoil(block_map, error)
+        return block
+
+    return pop
+
+
+def _spoil(block_map: Any, error: Exception) -> None:
+    """Make `_digest_of` fail for this map, which reports the error and ends the attestation."""
+    with suppress(Exception):
+        block_map.kvevents_digest = error
+
+
+def _term_of_key(*, has_groups: bool) -> Callable[[Any], int]:
+    """Return the function from a key of vLLM's map to its term of the digest.
+
+    A key is the block hash and four bytes of the KV cache group (`make_block_hash_with_group_id`).
+    """
+    terms = [group_term(group) for group in range(64)] if has_groups else []
+
+    def term(key: bytes) -> int:
+        block_hash = int.from_bytes(key[-12:-4], "big")
+        if not has_groups:
+            return block_hash
+        group = int.from_bytes(key[-4:], "big")
+        return block_hash ^ (terms[group] if group < len(terms) else group_term(group))
+
+    return term
+
+
+def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Link a new KVCacheManager with the publisher that its scheduler has created just before."""
+
+    def init(manager: Any, *arguments: Any, **named: Any) -> None:
+        original(manager, *arguments, **named)
+        publisher = getattr(_created, "publisher", None)
+        _created.publisher = None
+        if publisher is not None and _created.attests:
+            with _failing_open(publisher):
+                manager.kvevents_publisher = publisher
+
+    return init
+
+
+def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Record the digest of the cache at the moment at which the scheduler takes all events, just before it publishes them."""
+
+    def take_events(manager: Any) -> Any:
+        events = original(manager)
+        publisher = manager.__dict__.get("kvevents_publisher")
+        if publisher is not None:
+            try:
+                publisher.record_cache(_digest_of(manager), is_batch_pending=bool(events))
+            except Exception as error:  # noqa: BLE001 - the engine goes on
+                manager.kvevents_publisher = None
+                _report(publisher, error)
+        return events
+
+    return take_events
+
+
+def _digest_of(manager: Any) -> int:
+    """Return the sum over the pools on the GPU: hybrid models may have several."""
+    pools = manager.__dict__.get("kvevents_pools")
+    if pools is None:
+        coordinator = getattr(manager, "coordinator", None)
+        groups = getattr(coordinator, "single_type_managers", ())
+        found = dict.fromkeys([manager.block_pool, *(each.block_pool for each in groups)])
+        pools = manager.kvevents_pools = [each for each in found if getattr(each, "medium", None) in _GPU_MEDIA]
+    digests: list[int | Exception] = [pool.cached_block_hash_to_block.__dict__.get("kvevents_digest", 0) for pool in pools]
+    total = 0
+    for each in digests:
+        if isinstance(each, Exception):
+            raise each
+        total += each
+    return total & DIGEST_MASK
+
+
+def _after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Publish a reset of the cache at once. vLLM would do it in the next step, which an idle engine does not make."""
+
+    def reset_prefix_cache(scheduler: Any, *arguments: Any, **named: Any) -> Any:
+        result = original(scheduler, *arguments, **named)
+        publisher = getattr(scheduler, "kv_event_publisher", None)
+        if isinstance(publisher, VllmEventPublisher):
+            with _failing_open(publisher):
+                events = scheduler.kv_cache_manager.take_events()
+                if events:
+                    batch = importlib.import_module(_EVENTS_MODULE).KVEventBatch
+                    publisher.publish(batch(ts=time.time(), events=events))
+        return result
+
+    return reset_prefix_cache

@@ -1,0 +1,284 @@
+"""The plugin for vLLM, in a stand-in for vLLM's scheduler: what it publishes and attests, and that its faults stay its own."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import vllm_stand_in
+from kvevents import Batch, Source, Subscriber
+from kvevents.compat import vllm as compat
+from kvevents.engines import attestation, vllm
+from kvevents.engines.settings import VARIABLE
+from kvevents.index import PrefixIndex
+from paths import DATA
+from vllm_stand_in import Vllm
+
+ENDPOINTS = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+OFTEN = '{"heartbeat": 0.05}'
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm]:
+    monkeypatch.setenv(VARIABLE, OFTEN)
+    with vllm_stand_in.installed() as found:
+        yield found
+
+
+@pytest.fixture
+def start(engine: Vllm) -> Iterator[Callable[..., Any]]:
+    """Start a scheduler with these options."""
+    schedulers: list[Any] = []
+
+    def begin(**options: Any) -> Any:
+        schedulers.append(engine.scheduler(**{**ENDPOINTS, **options}))
+        return schedulers[-1]
+
+    yield begin
+    for each in schedulers:
+        each.kv_event_publisher.shutdown()
+
+
+def heartbeats(scheduler: Any, index: PrefixIndex, until: Callable[[int | None], bool]) -> None:
+    """Follow the publisher into `index` until a heartbeat's attestation fulfils `until`."""
+    publisher = scheduler.kv_event_publisher
+    with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
+        while True:
+            delivery = subscriber.receive(timeout=20)
+            assert delivery is not None
+            report = index.apply(delivery).report
+            if report is not None and report.heartbeat is not None and until(report.heartbeat.attestation):
+                return
+
+
+def events_of(scheduler: Any, count: int) -> list[Any]:
+    """The first events that the publisher sends, heartbeats aside."""
+    publisher = scheduler.kv_event_publisher
+    found: list[Any] = []
+    with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
+        while len(found) < count:
+            delivery = subscriber.receive(timeout=20)
+            assert isinstance(delivery, Batch)
+            found += [event for event in delivery.events if getattr(event, "heartbeat", None) is None]
+    return found
+
+
+def test_the_publisher_is_replaced_once_and_keeps_the_name_that_vllm_knows(start: Callable[..., Any], engine: Vllm) -> None:
+    vllm.register()
+    first = engine.factory._registry["zmq"]
+    vllm.register()
+    assert engine.factory._registry["zmq"] is first
+    publisher = start().kv_event_publisher
+    assert isinstance(publisher, vllm.VllmEventPublisher)
+    config = publisher.get_publisher_config()
+    assert config.publisher == "zmq"
+    assert not config.endpoint.endswith(":0")
+
+
+def test_another_replacement_is_left_alone(engine: Vllm, caplog: pytest.LogCaptureFixture) -> None:
+    other = type("Other", (), {})
+    engine.factory._registry["zmq"] = other
+    vllm.register()
+    assert engine.factory._registry["zmq"] is other
+    assert "has replaced the publisher 'zmq' already" in caplog.text
+
+
+def test_options_of_later_releases_are_accepted(start: Callable[..., Any], engine: Vllm) -> None:
+    vllm.register()
+    publisher = engine.factory._registry["zmq"](data_parallel_rank=0, **ENDPOINTS, compression="zstd")
+    assert isinstance(publisher, vllm.VllmEventPublisher)
+    publisher.shutdown()
+
+
+def test_the_plugin_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, engine: Vllm) -> None:
+    monkeypatch.setenv(VARIABLE, '{"enabled": false}')
+    vllm.register()
+    assert engine.factory._registry["zmq"] is engine.own_publisher
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_heartbeats_attest_the_cache_and_a_consumer_agrees(start: Callable[..., Any], seed: int) -> None:
+    """Random stores, copies and evictions in two groups; what the pool holds at the end is what the index holds."""
+    vllm.register()
+    scheduler, drawn = start(), random.Random(seed)
+    resident: list[tuple[int, int, int]] = []
+    for block in range(200):
+        if resident and drawn.random() < 0.4:
+            scheduler.pool.evict(*resident.pop(drawn.randrange(len(resident))))
+        else:
+            resident.append((drawn.randrange(1, 2**64), block, drawn.randrange(2)))
+            scheduler.pool.store(*resident[-1])
+        if drawn.random() < 0.3:
+            scheduler.step()
+    scheduler.step()
+    total = sum(attestation.block_term(block_hash, group) for block_hash, _, group in resident) & attestation.DIGEST_MASK
+    index = PrefixIndex()
+    heartbeats(scheduler, index, lambda found: found == total)
+    (worker,) = index.workers()
+    assert worker.attested
+
+
+def test_no_heartbeat_attests_while_a_batch_is_pending(start: Callable[..., Any]) -> None:
+    """The state after the events that the scheduler took is that of the batch that it publishes next."""
+    vllm.register()
+    scheduler = start()
+    scheduler.pool.store(5, 0)
+    scheduler.kv_cache_manager.take_events()
+    publisher = scheduler.kv_event_publisher
+    assert publisher._attestation() is None
+    publisher.publish(compat.KVEventBatch(ts=0.0, events=[]))
+    heartbeats(scheduler, PrefixIndex(), lambda found: found == 5)
+
+
+def test_blocks_that_are_cached_already_are_not_announced_again(start: Callable[..., Any]) -> None:
+    vllm.register()
+    scheduler = start()
+    scheduler.pool.store(1, 0)
+    scheduler.pool.emit_cached_block_events(1)
+    scheduler.pool.store(2, 1)
+    scheduler.step()
+    assert [event.block_hashes for event in events_of(scheduler, 2)] == [[1], [2]]
+
+
+def test_a_reset_of_an_idle_engine_is_published_at_once(start: Callable[..., Any]) -> None:
+    vllm.register()
+    scheduler = start()
+    scheduler.pool.store(1, 0)
+    scheduler.step()
+    assert scheduler.reset_prefix_cache()
+    heartbeats(scheduler, PrefixIndex(), lambda found: found == 0)
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------------
+
+
+def break_settings(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, '{"heartbeet": 1}')
+
+
+def break_settings_file(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/nowhere/publisher.toml")
+
+
+def break_registry(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release without the registry."""
+    monkeypatch.setattr(engine.events, "EventPublisherFactory", type("Factory", (), {}))
+
+
+def break_constructor(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.VllmEventPublisher, "__init__", raising)
+
+
+def break_keys(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, '{"curve": {"key_file": "/nowhere/engine.key_secret"}}')
+
+
+@pytest.mark.parametrize("fault", [break_settings, break_settings_file, break_registry, break_constructor, break_keys])
+def test_with_a_fault_at_the_start_vllm_uses_its_own_publisher(
+    fault: Callable[..., None],
+    start: Callable[..., Any],
+    engine: Vllm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is logged in one line, and events flow."""
+    fault(engine, monkeypatch)
+    vllm.register()
+    scheduler = start()
+    assert type(scheduler.kv_event_publisher) is engine.own_publisher
+    scheduler.pool.store(1, 0)
+    scheduler.step()
+    assert [event.block_hashes for event in events_of(scheduler, 1)] == [[1]]
+    assert [each.getMessage()[:20] for each in caplog.records if each.name == "vllm.kvevents"] == ["kvevents is not used"]
+
+
+def raising(*_arguments: Any, **_named: Any) -> Any:
+    raise RuntimeError("broken on purpose")
+
+
+def break_module(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that has moved the block pool."""
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.block_pool", None)
+
+
+def break_digest(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "_digest_of", raising)
+
+
+def break_term(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of another form."""
+    monkeypatch.setattr(vllm, "_term_of_key", lambda **_: raising)
+
+
+def break_recording(engine: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.VllmEventPublisher, "record_cache", raising)
+
+
+@pytest.mark.parametrize("fault", [break_module, break_digest, break_term, break_recording])
+def test_with_a_fault_in_a_hook_events_flow_without_attestation(
+    fault: Callable[..., None],
+    start: Callable[..., Any],
+    engine: Vllm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fault(engine, monkeypatch)
+    vllm.register()
+    scheduler = start()
+    for block in range(3):
+        scheduler.pool.store(block + 1, block)
+        scheduler.step()
+    scheduler.pool.evict(1, 0)
+    scheduler.step()
+    assert [event.block_hashes for event in events_of(scheduler, 4)] == [[1], [2], [3], [1]]
+    heartbeats(scheduler, PrefixIndex(), lambda found: found is None)
+    warnings = [each.getMessage() for each in caplog.records if each.name == "vllm.kvevents" and each.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "attestation is switched off: a hook failed" in warnings[0]
+
+
+def test_a_fault_while_a_reset_is_published_does_not_reach_the_engine(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm.register()
+    scheduler = start()
+    monkeypatch.setattr(scheduler.kv_event_publisher, "publish", raising)
+    assert scheduler.reset_prefix_cache()
+
+
+def test_a_port_in_use_is_reported_by_vllm_itself(
+    start: Callable[..., Any], engine: Vllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own publisher is tried, and fails as it would without the plugin."""
+    vllm.register()
+    taken = start().kv_event_publisher.endpoint
+    with pytest.raises(OSError, match="in use"):
+        engine.scheduler(endpoint=taken.replace("127.0.0.1", "*"))
+    assert "kvevents is not used" in caplog.text
+
+
+def test_without_the_native_package_it_publishes_and_says_what_is_missing(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="vllm.kvevents")
+    monkeypatch.setitem(sys.modules, "kvevents_native._native", None)
+    vllm.register()
+    scheduler = start()
+    assert isinstance(scheduler.kv_event_publisher, vllm.VllmEventPublisher)
+    scheduler.pool.store(1, 0)
+    scheduler.step()
+    assert [event.block_hashes for event in events_of(scheduler, 1)] == [[1]]
+    assert "pip install 'kvevents[native]' adds heartbeats, attestation and full history" in caplog.text
+
+
+def test_terms_are_those_of_the_test_vectors() -> None:
+    """Other programs can check their implementation against `tests/data/attestation.json`."""
+    for case in json.loads((DATA / "attestation.json").read_text()):
+        blocks = [(bytes.fromhex(each) if isinstance(each, str) else each, group) for each, group in case["blocks"]]
+        total = sum(attestation.block_term(each, group) for each, group in blocks) & attestation.DIGEST_MASK
+        assert total == case["digest"], case

@@ -1,0 +1,156 @@
+"""A stand-in for the parts of vLLM 0.33 that the plugin touches; the real ones need its wheel and are run by `make engines`.
+
+Names, signatures and the order of calls are vLLM's: the scheduler creates its publisher and then its KVCacheManager, and takes
+all events of the block pool just before it publishes them.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvevents.compat import vllm as compat
+
+
+class BlockHashToBlockMap:
+    """Copies of a block by their hash with a group."""
+
+    def __init__(self) -> None:
+        self.copies: dict[bytes, set[int]] = {}
+
+    def insert(self, key: bytes, block: int) -> None:
+        self.copies.setdefault(key, set()).add(block)
+
+    def pop(self, key: bytes, block_id: int) -> int | None:
+        copies = self.copies.get(key, set())
+        if block_id not in copies:
+            return None
+        copies.remove(block_id)
+        return block_id
+
+
+class BlockPool:
+    medium = "GPU"
+
+    def __init__(self) -> None:
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        self.queue: list[Any] = []
+
+    def store(self, block_hash: int, block: int, group: int = 0) -> None:
+        self.cached_block_hash_to_block.insert(key_of(block_hash, group), block)
+        self.queue.append(stored(block_hash, group))
+
+    def evict(self, block_hash: int, block: int, group: int = 0) -> None:
+        assert self.cached_block_hash_to_block.pop(key_of(block_hash, group), block) is not None
+        self.queue.append(compat.BlockRemoved([block_hash], "GPU", group))
+
+    def emit_cached_block_events(self, block_hash: int) -> None:
+        self.queue.append(stored(block_hash, 0))
+
+    def reset_prefix_cache(self) -> bool:
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        self.queue.append(compat.AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[Any]:
+        events, self.queue = self.queue, []
+        return events
+
+
+class KVCacheManager:
+    def __init__(self) -> None:
+        self.block_pool = BlockPool()
+
+    def take_events(self) -> list[Any]:
+        return self.block_pool.take_events()
+
+
+def stored(block_hash: int, group: int) -> compat.BlockStored:
+    """The event of one block at the beginning of a prompt, with tokens of its own."""
+    tokens = [block_hash & 0xFFFF_FFFF, block_hash >> 32, 3, 4]
+    return compat.BlockStored([block_hash], None, tokens, 4, None, "GPU", None, group_idx=group)
+
+
+def key_of(block_hash: int, group: int) -> bytes:
+    """`make_block_hash_with_group_id` of a hash of 32 bytes whose low 64 bits are announced."""
+    return bytes(24) + block_hash.to_bytes(8, "big") + group.to_bytes(4, "big")
+
+
+class Vllm:
+    """The modules, as they are imported by the names of vLLM."""
+
+    def __init__(self) -> None:
+        self.events = types.ModuleType("vllm.distributed.kv_events")
+        self.pool = types.ModuleType("vllm.v1.core.block_pool")
+        manager = types.ModuleType("vllm.v1.core.kv_cache_manager")
+        scheduler = types.ModuleType("vllm.v1.core.sched.scheduler")
+
+        class OwnPublisher(compat.ZmqEventPublisher):
+            """What vLLM would have used without the plugin."""
+
+        class Factory(compat.EventPublisherFactory):
+            _registry = {"null": compat.NullEventPublisher, "zmq": OwnPublisher}  # noqa: RUF012 - as vLLM's class has it
+
+        # Classes of their own for each test, since hooks stay.
+        map_class = type("BlockHashToBlockMap", (BlockHashToBlockMap,), {})
+        pool_class = type("BlockPool", (BlockPool,), {})
+        manager_class = type("KVCacheManager", (KVCacheManager,), {})
+
+        class Scheduler:
+            def __init__(self, rank: int = 0, **options: Any) -> None:
+                config = compat.KVEventsConfig(enable_kv_cache_events=True, **options)
+                self.kv_event_publisher: Any = Factory.create(config, rank)
+                self.kv_cache_manager: Any = manager_class()
+                self.pool: Any = pool_class()
+                self.kv_cache_manager.block_pool = self.pool
+                self.pool.cached_block_hash_to_block = map_class()
+
+            def step(self) -> None:
+                events = self.kv_cache_manager.take_events()
+                if events:
+                    self.kv_event_publisher.publish(compat.KVEventBatch(ts=0.0, events=events))
+
+            def reset_prefix_cache(self) -> bool:
+                done: bool = self.pool.reset_prefix_cache()
+                self.pool.cached_block_hash_to_block = map_class()
+                return done
+
+        self.own_publisher = OwnPublisher
+        self.factory: Any = Factory
+        self.scheduler: Any = Scheduler
+        for module, names in (
+            (
+                self.events,
+                {
+                    "EventPublisherFactory": Factory,
+                    "ZmqEventPublisher": OwnPublisher,
+                    "KVEventsConfig": compat.KVEventsConfig,
+                    "KVEventBatch": compat.KVEventBatch,
+                    "BlockStored": compat.BlockStored,
+                },
+            ),
+            (self.pool, {"BlockPool": pool_class, "BlockHashToBlockMap": map_class}),
+            (manager, {"KVCacheManager": manager_class}),
+            (scheduler, {"Scheduler": Scheduler}),
+        ):
+            vars(module).update(names)
+        self.modules = {each.__name__: each for each in (self.events, self.pool, manager, scheduler)}
+
+
+@contextmanager
+def installed() -> Iterator[Vllm]:
+    """Make the stand-in importable under vLLM's names."""
+    vllm = Vllm()
+    before = {name: sys.modules.get(name) for name in vllm.modules}
+    sys.modules.update(vllm.modules)
+    try:
+        yield vllm
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module

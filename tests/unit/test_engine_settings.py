@@ -1,0 +1,53 @@
+"""The settings of the plugins, from `KVEVENTS_PUBLISHER`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvevents.engines.settings import VARIABLE, EngineSettings, read_settings
+from kvevents.errors import ConfigError
+
+
+def settings(text: str) -> EngineSettings:
+    return read_settings({VARIABLE: text})
+
+
+def test_without_the_variable_the_defaults_hold() -> None:
+    assert read_settings({}) == settings(" ") == EngineSettings()
+
+
+def test_json_sets_fields_at_any_depth() -> None:
+    found = settings('{"heartbeat": 1, "attestation": false, "limits": {"burst": 8, "buffer": {"max_bytes": 1000}}}')
+    assert (found.heartbeat, found.attestation, found.compact) == (1.0, False, True)
+    assert (found.limits.burst, found.limits.buffer.max_bytes) == (8, 1000)
+    assert found.limits.buffer.group_size == EngineSettings().limits.buffer.group_size
+
+
+def test_other_text_names_a_toml_file(tmp_path: Path) -> None:
+    path = tmp_path / "publisher.toml"
+    path.write_text("enabled = false\n[limits.buffer]\nmax_bytes = 1000\n")
+    found = settings(str(path))
+    assert not found.enabled
+    assert found.limits.buffer.max_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "KVEVENTS_PUBLISHER is not a JSON object"),
+        ("[1]", "cannot read"),
+        ("/nowhere.toml", "cannot read /nowhere.toml: No such file"),
+        ('{"heartbeats": 1}', "unknown field 'heartbeats'; did you mean 'heartbeat'"),
+        ('{"heartbeat": 0}', "heartbeat is 0.0; it must be above 0"),
+        ('{"heartbeat": "5"}', "heartbeat"),
+        ('{"limits": {"bursts": 1}}', "limits: unknown field 'bursts'; did you mean 'burst'"),
+        ('{"limits": {"buffer": {"max_byte": 1}}}', "limits.buffer: unknown field 'max_byte'; did you mean 'max_bytes'"),
+        ('{"limits": 5}', "limits"),
+        ('{"curve": {}}', "curve needs key_file"),
+    ],
+)
+def test_a_wrong_setting_is_named(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace(";", ".?")):
+        settings(text)
