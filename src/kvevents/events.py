@@ -165,7 +165,23 @@ class AllBlocksCleared(KVCacheEvent):
         return hash(AllBlocksCleared)
 
 
-KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+class BlockInactive(KVCacheEvent):
+    """No request uses the blocks any more. They stay resident, and are among the next that the engine evicts.
+
+    Proposed for vLLM (https://github.com/vllm-project/vllm/pull/50732); see `kvevents.wire.dialects.NEUTRAL_FIELDS`.
+    """
+
+    block_hashes: list[int]
+    medium: str | None = msgspec.field(default_factory=_always_sent)
+    group_idx: int | None = None
+    block_digests: list[bytes] | None = None
+    unrecognised: UnknownFields | None = None
+
+    def __hash__(self) -> int:
+        return hash((BlockInactive, tuple(self.block_hashes), self.medium, self.group_idx))
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | BlockInactive
 
 
 class KVEventBatch(EventBatch):

@@ -14,6 +14,7 @@ def test_the_root_offers_exactly_these_names() -> None:
         "AllBlocksCleared",
         "AsyncSubscriber",
         "Batch",
+        "BlockInactive",
         "BlockRemoved",
         "BlockStored",
         "Checkpoint",

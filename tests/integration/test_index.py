@@ -32,10 +32,10 @@ from index_cases import (
 )
 from index_keys import Scope, prompt_keys
 from kvevents.errors import KVEventsError, UnknownSourceError, UsageError
-from kvevents.events import BlockRemoved, BlockStored
+from kvevents.events import BlockInactive, BlockRemoved, BlockStored
 from kvevents.index import MAX_PAYLOAD_EXPANSION, IndexLimits, MultiModal, Namespace, PrefixIndex, block_keys
 from kvevents.stream import BatchReport, Gap, Reset
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
 from wire_cases import batch_of, pack, stored
 
 REFUSED = (UsageError, TypeError, ValueError, OverflowError)
@@ -1140,14 +1140,19 @@ def test_the_layouts_in_rust_are_those_of_the_dialects() -> None:
     """The list in Rust must not stay behind when a dialect gains a field. A clear can be about a tier or a group."""
     source = (paths.ROOT / "native" / "index" / "src" / "scan" / "layouts.rs").read_text()
     lists = {
-        name: re.findall(r'"(\w+)"', body) for name, body in re.findall(r"const (\w+): .*? = &\[(.*?)\];", source, re.DOTALL)
+        name: re.findall(r'"(\w+)"', body)
+        for name, body in re.findall(r"const (\w+): &\[&str\] = &\[(.*?)\];", source, re.DOTALL)
     }
-    rows = re.findall(r'\("(\w+)", (\w+), (\w+)\)', source)
-    maps = {kind: [name for name in kind.__struct_fields__ if name != "unrecognised"] for kind in (BlockStored, BlockRemoved)}
+    rows = re.findall(r'\("?(\w+)"?, (\w+), (\w+)\)', source)
+    maps = {
+        kind: [name for name in kind.__struct_fields__ if name != "unrecognised"]
+        for kind in (BlockStored, BlockRemoved, BlockInactive)
+    }
     assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == [
         ("BlockStored", list(ARRAY_STORED), maps[BlockStored]),
         ("BlockRemoved", list(ARRAY_REMOVED), maps[BlockRemoved]),
         ("AllBlocksCleared", [], ["medium", "group_idx"]),
+        ("INACTIVE", list(NEUTRAL_FIELDS["BlockInactive"]), maps[BlockInactive]),
     ]
 
 

@@ -25,7 +25,7 @@ from index_keys import (
     tier_of,
     told_keys,
 )
-from kvevents.events import AllBlocksCleared, BlockStored, KVEvent
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Gap, Reset
 
 
@@ -69,7 +69,7 @@ class Stream:
             self.store(event)
         elif isinstance(event, AllBlocksCleared):
             self.clear(**event.unrecognised or {})
-        elif self.rules.get(event.group_idx or 0) != "unknown":
+        elif isinstance(event, BlockRemoved) and self.rules.get(event.group_idx or 0) != "unknown":
             for value in event.block_hashes:
                 self.remove(value, plane_of(event))
 

@@ -88,6 +88,15 @@ loose_clears = st.fixed_dictionaries(
 )
 
 
+loose_inactive = st.fixed_dictionaries(
+    {"type": st.just("BlockInactive"), "block_hashes": st.lists(st.integers(0, 12) | numbers, max_size=3)},
+    optional={"group_idx": numbers_or_none, "medium": texts, "tomorrow": msgpack_values},
+)
+
+
+loose_events = loose_stores | loose_removals | loose_clears | loose_inactive
+
+
 NUMBERS = [
     0,
     127,

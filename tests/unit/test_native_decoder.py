@@ -20,9 +20,9 @@ from index_cases import scanned
 from kvevents.events import BlockRemoved, BlockStored, KVEvent
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batch, dialects, encode_batch
 from kvevents.wire.canonical import encode_canonical
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
 from kvevents_native import _native
-from scan_cases import MUTATIONS, NUMBERS, loose_clears, loose_removals, loose_stores, mutated
+from scan_cases import MUTATIONS, NUMBERS, loose_events, mutated
 from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
 
 EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -183,7 +183,12 @@ NAMES = sorted(
 )
 def test_any_value_of_any_field_is_read_alike(fields: list[tuple[str, bytes]], more: dict[str, Any]) -> None:
     """Stores, removals and clears as maps, with additional and repeated fields."""
-    bodies = (stored(**more), {"type": "BlockRemoved", "block_hashes": [1]}, {"type": "AllBlocksCleared"})
+    bodies = (
+        stored(**more),
+        {"type": "BlockRemoved", "block_hashes": [1]},
+        {"type": "AllBlocksCleared"},
+        {"type": "BlockInactive", "block_hashes": [1]},
+    )
     events = []
     for body in bodies:
         pairs = [(name, pack(value)) for name, value in body.items()] + fields
@@ -193,12 +198,12 @@ def test_any_value_of_any_field_is_read_alike(fields: list[tuple[str, bytes]], m
 
 
 @given(
-    st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Tomorrow"]),
+    st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "BlockInactive", "Tomorrow"]),
     st.lists(raw_values, max_size=13),
     st.data(),
 )
 def test_any_element_of_an_array_event_is_read_alike(tag: str, values: list[bytes], data: st.DataObject) -> None:
-    names = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED}.get(tag, ())
+    names = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, **NEUTRAL_FIELDS}.get(tag, ())
     good = {**stored(), "heartbeat": {"digest": "0" * 32, "every": 5.0}}
     for at, name in enumerate(names[: len(values)]):
         if name in good and data.draw(st.integers(0, 3)):
@@ -220,7 +225,7 @@ def test_any_envelope_is_read_alike(one: bytes, other: bytes) -> None:
     )
 
 
-@given(st.lists(st.lists(loose_stores | loose_removals | loose_clears, min_size=1, max_size=3), min_size=1, max_size=5))
+@given(st.lists(st.lists(loose_events, min_size=1, max_size=3), min_size=1, max_size=5))
 def test_barely_readable_events_are_read_alike(batches: list[list[Any]]) -> None:
     for events in batches:
         check(batch_of(*events))

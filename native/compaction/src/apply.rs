@@ -93,6 +93,7 @@ impl State {
             Kind::Stored => self.store(&store_of(read, event)),
             Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &location_of(read, event)),
             Kind::Cleared => self.clear(read.bytes(event.medium), event.group),
+            Kind::Inactive => Ok(()),
         };
         if let Err(reason) = outcome {
             self.invalidate(reason);

@@ -165,6 +165,7 @@ impl Stream {
             Kind::Stored => self.stored(writer, read, event, work),
             Kind::Removed => self.was_removed(writer, read, event, work),
             Kind::Cleared => return self.was_cleared(writer, read, event),
+            Kind::Inactive => self.counters.neutral += 1,
         }
         false
     }

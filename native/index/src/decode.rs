@@ -12,7 +12,7 @@ mod value;
 use std::borrow::Cow;
 
 use crate::msgpack::Int;
-use crate::scan::layouts::{REMOVED_ARRAY, STORED_ARRAY};
+use crate::scan::layouts::{INACTIVE, INACTIVE_ARRAY, REMOVED_ARRAY, STORED_ARRAY};
 use crate::scan::{Limits, SECONDS};
 
 use fields::{Fields, FreeFormBudget};
@@ -172,6 +172,18 @@ pub struct BlockRemoved {
     pub unrecognised: Vec<(String, Value)>,
 }
 
+/// Blocks that no request uses; fields as in `kvevents.events.BlockInactive`.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+#[allow(missing_docs)]
+pub struct BlockInactive {
+    pub block_hashes: Hashes,
+    pub medium: Option<String>,
+    pub group_idx: Option<i128>,
+    /// As in `BlockStored`.
+    pub unrecognised: Vec<(String, Value)>,
+}
+
 /// An event.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
@@ -180,6 +192,8 @@ pub enum Event {
     Removed(Box<BlockRemoved>),
     /// The whole cache was cleared, or what `medium` and `group_idx` among these fields say.
     Cleared(Vec<(String, Value)>),
+    /// Nothing changes.
+    Inactive(Box<BlockInactive>),
 }
 
 impl Event {
@@ -188,6 +202,7 @@ impl Event {
         match self {
             Self::Stored(stored) => stored.block_hashes.digests.is_some() || stored.parent_block_digest.is_some(),
             Self::Removed(removed) => removed.block_hashes.digests.is_some(),
+            Self::Inactive(inactive) => inactive.block_hashes.digests.is_some(),
             Self::Cleared(_) => false,
         }
     }
@@ -403,6 +418,7 @@ fn event<'a>(raw: &'a [u8], limits: &Limits, free: &mut FreeFormBudget, is_wrapp
         "BlockStored" => fields.stored().map(|stored| Event::Stored(Box::new(stored))),
         "BlockRemoved" => fields.removed().map(|removed| Event::Removed(Box::new(removed))),
         "AllBlocksCleared" => fields.cleared().map(Event::Cleared),
+        INACTIVE => fields.inactive().map(|inactive| Event::Inactive(Box::new(inactive))),
         _ => Err(Refusal::tag(tag)),
     }
 }
@@ -415,6 +431,7 @@ fn array_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a
     let names: &[&'static str] = match tag {
         "BlockStored" => STORED_ARRAY,
         "BlockRemoved" => REMOVED_ARRAY,
+        INACTIVE => INACTIVE_ARRAY,
         _ => &[],
     };
     let name = |at: usize| match names.get(at) {

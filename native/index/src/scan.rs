@@ -58,6 +58,8 @@ pub enum Kind {
     Stored,
     Removed,
     Cleared,
+    /// Blocks that no request uses; nothing changes.
+    Inactive,
 }
 
 /// Bytes of a payload. They never start at 0, which makes an optional one as small.

@@ -42,6 +42,8 @@ pub struct Counters {
     pub void: u64,
     /// Gaps.
     pub gaps: u64,
+    /// Events that change nothing.
+    pub neutral: u64,
 }
 
 /// Kinds of groups that are counted under their own name; they are a peer's words.
@@ -66,6 +68,7 @@ impl Counters {
         self.duplicates += other.duplicates;
         self.void += other.void;
         self.gaps += other.gaps;
+        self.neutral += other.neutral;
     }
 }
 

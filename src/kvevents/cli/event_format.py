@@ -14,7 +14,7 @@ import msgspec
 
 from kvevents.cli.console import Part, Span, Style
 from kvevents.cli.humanize import number_range, plural
-from kvevents.events import MEDIUM_GPU, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
 
 Detail: TypeAlias = Literal["quiet", "batches", "events", "tokens"]
@@ -25,6 +25,12 @@ MAX_HASHES_INLINE: Final = 3
 _HASH_DIGITS: Final = 8
 """Of 16, which are enough to recognise a hash, as in git."""
 _TRUST_STYLES: Final[dict[str, Style]] = {"EXACT": "good", "DEGRADED": "warn", "STALE": "bad"}
+_EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {
+    BlockStored: "good",
+    BlockRemoved: "warn",
+    AllBlocksCleared: "loud",
+    BlockInactive: "dim",
+}
 _INDENT: Final = " " * 14
 
 
@@ -100,10 +106,12 @@ def _totals(events: Sequence[KVEvent]) -> str:
     stored = sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
     tokens = sum(len(event.token_ids) for event in events if isinstance(event, BlockStored))
     removed = sum(len(event.block_hashes) for event in events if isinstance(event, BlockRemoved))
-    cleared = any(not isinstance(event, BlockStored | BlockRemoved) for event in events)
+    inactive = sum(len(event.block_hashes) for event in events if isinstance(event, BlockInactive))
+    cleared = any(isinstance(event, AllBlocksCleared) for event in events)
     parts = [
         f"+{plural(stored, 'block')} with {plural(tokens, 'token')}" if stored or tokens else "",
         f"-{plural(removed, 'block')}" if removed else "",
+        f"{plural(inactive, 'block')} inactive" if inactive else "",
         "ALL BLOCKS CLEARED" if cleared else "",
     ]
     return f"{plural(len(events), 'event')}: {', '.join(part for part in parts if part) or 'nothing in them'}"
@@ -116,6 +124,8 @@ def _brief(event: KVEvent) -> str:
         return f"{blocks} after {parent}, {plural(len(event.token_ids), 'token')}{_medium(event.medium, 'on')}"
     if isinstance(event, BlockRemoved):
         return f"-{plural(len(event.block_hashes), 'block')}{_hashes(event.block_hashes)}{_medium(event.medium, 'from')}"
+    if isinstance(event, BlockInactive):
+        return f"{plural(len(event.block_hashes), 'block')} inactive{_hashes(event.block_hashes)}{_medium(event.medium, 'on')}"
     return "ALL BLOCKS CLEARED"
 
 
@@ -130,7 +140,7 @@ def _medium(medium: str | None, word: str) -> str:
 
 
 def _event_line(event: KVEvent, *, tokens: bool) -> list[Part]:
-    style: Style = "good" if isinstance(event, BlockStored) else "warn" if isinstance(event, BlockRemoved) else "loud"
+    style = _EVENT_STYLES[type(event)]
     details = [f"{name} {value}" for name, value in _details(event)]
     parts: list[Part] = [Span(_brief(event), style), *([Span(f"  {', '.join(details)}", "dim")] if details else [])]
     if tokens and isinstance(event, BlockStored):

@@ -12,7 +12,7 @@ from kvevents.cli.delivery_loop import DeliveryLoop, TrustChanges
 from kvevents.cli.event_format import Detail, LineFormat, encode_delivery, encode_trust
 from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources, source_name
 from kvevents.cli.signals import Stop
-from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
 from kvevents.subscriber import Subscriber
 
@@ -29,7 +29,12 @@ EXAMPLES: Final = """\
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --quiet --idle-timeout 60      report losses only
 """
 
-EVENT_TYPES: Final[dict[str, type[KVEvent]]] = {"stored": BlockStored, "removed": BlockRemoved, "cleared": AllBlocksCleared}
+EVENT_TYPES: Final[dict[str, type[KVEvent]]] = {
+    "stored": BlockStored,
+    "removed": BlockRemoved,
+    "cleared": AllBlocksCleared,
+    "inactive": BlockInactive,
+}
 _DETAILS: Final[tuple[tuple[Detail, tuple[str, ...], str], ...]] = (
     ("quiet", ("-q", "--quiet"), "print resets, gaps and changes of trust only"),
     ("events", ("-v", "--verbose"), "print each event on a line of its own, without token ids"),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, TokenId
+from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent, TokenId
 from kvevents.export.reuse_distance import ReuseDistances
 from kvevents.export.tables import ExportLimits, Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
@@ -132,6 +132,7 @@ class WorkerCache:
             BlockStored: self._store,
             BlockRemoved: self._remove,
             AllBlocksCleared: self._clear,
+            BlockInactive: lambda *_: [],  # the blocks stay resident
         }
 
     @property

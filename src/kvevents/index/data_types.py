@@ -89,6 +89,8 @@ class Counters:
     """Deliveries of earlier incarnations."""
     gaps: int
     """Gaps reported by the subscriber."""
+    neutral_events: int
+    """Events that do not change which blocks are resident, such as `BlockInactive`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,7 +276,7 @@ class PrefixIndex(_native.NativeIndex):
         return f"<PrefixIndex {stats.workers} workers, {stats.blocks} blocks, {stats.bytes} bytes>"
 
 
-_SUMMED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps")
+_SUMMED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps", "neutral_events")
 
 
 def _parts(worker: Worker) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 from kvevents.wire.canonical import scope_of
 
@@ -136,4 +136,5 @@ _APPLY: Final[dict[type[KVEvent], Callable[[UpstreamBlocks, Any], list[KVEvent]]
     AllBlocksCleared: UpstreamBlocks._apply_clear,  # noqa: SLF001 - its own table
     BlockStored: UpstreamBlocks._apply_store,  # noqa: SLF001 - as above
     BlockRemoved: UpstreamBlocks._apply_removal,  # noqa: SLF001 - as above
+    BlockInactive: lambda _, event: [event],
 }

@@ -285,6 +285,8 @@ def _write_sources(page: _Page, service: Service) -> None:
     page.counter(
         "kvevents_source_evicted_blocks_total", "Blocks of the source that the index refused at its memory limit.", evicted
     )
+    neutral = {label_text: member.info.neutral_events for label_text, member in sources.items() if member.info is not None}
+    page.counter("kvevents_source_neutral_events_total", "Events that change no residency, such as BlockInactive.", neutral)
     for name, text, count in _COUNTS:
         page.counter(
             f"kvevents_source_{name}_total", text, {label_text: count(counters) for label_text, counters in statuses.items()}

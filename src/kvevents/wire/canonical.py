@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _I64: Final = 1 << 63
@@ -41,8 +41,11 @@ def _canonical_event(event: KVEvent) -> Any:
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared"} | scope_of(event)
     changes: dict[str, Any] = {"group_idx": _signed(event.group_idx), "block_digests": None, "unrecognised": None}
-    others = {"heartbeat": None} if isinstance(event, BlockRemoved) else _stored_changes(event)
-    return msgspec.structs.replace(event, **changes, **others)
+    if isinstance(event, BlockRemoved):
+        changes["heartbeat"] = None
+    elif not isinstance(event, BlockInactive):
+        changes |= _stored_changes(event)
+    return msgspec.structs.replace(event, **changes)
 
 
 def _stored_changes(event: BlockStored) -> dict[str, Any]:

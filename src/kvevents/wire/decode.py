@@ -8,11 +8,20 @@ that an invalid event does not affect the others. Input of a peer never raises; 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockInactive,
+    BlockRemoved,
+    BlockStored,
+    ExtraKey,
+    Heartbeat,
+    KVEvent,
+    KVEventBatch,
+)
 from kvevents.wire.detect import detect_dialect
 from kvevents.wire.dialects import Dialect
 from kvevents.wire.raw_msgpack import MSGPACK_ERRORS
@@ -96,9 +105,20 @@ class _ArrayCleared(_ArrayEvent, tag="AllBlocksCleared"):
     pass
 
 
+class _ArrayInactive(_ArrayEvent, tag="BlockInactive"):
+    """BlockInactive as an array, with the fields of `dialects.NEUTRAL_FIELDS`."""
+
+    block_hashes: list[int]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+_AnyArray: TypeAlias = _ArrayStored | _ArrayRemoved | _ArrayCleared | _ArrayInactive
+
+
 class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[_ArrayStored | _ArrayRemoved | _ArrayCleared]
+    events: list[_AnyArray]
     data_parallel_rank: int | None = None
 
 
@@ -129,11 +149,13 @@ def _from_arrays(batch: _ArrayBatch) -> KVEventBatch:
     return KVEventBatch(batch.ts, [_from_array(event) for event in batch.events], batch.data_parallel_rank)
 
 
-def _from_array(event: _ArrayStored | _ArrayRemoved | _ArrayCleared) -> KVEvent:
+def _from_array(event: _AnyArray) -> KVEvent:
     if type(event) is _ArrayStored:
         return BlockStored(*msgspec.structs.astuple(event))
     if type(event) is _ArrayRemoved:
         return BlockRemoved(event.block_hashes, event.medium, event.group_idx, heartbeat=event.heartbeat)
+    if type(event) is _ArrayInactive:
+        return BlockInactive(event.block_hashes, event.medium, event.group_idx)
     return AllBlocksCleared()
 
 

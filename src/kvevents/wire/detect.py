@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.wire.dialects import Dialect, Form, dialects
+from kvevents.wire.dialects import NEUTRAL_FIELDS, Dialect, Form, dialects
 from kvevents.wire.raw_msgpack import MSGPACK_ERRORS, NIL, array_items, first_byte, is_array, is_map, map_items, scalar
 from kvevents.wire.rejected import DecodeRejectedError
 from kvevents.wire.wire_limits import DEFAULT_WIRE_LIMITS
@@ -102,6 +102,8 @@ def _hash_signs(raws: list[msgspec.Raw]) -> tuple[bool, bool]:
 
 def _matches(row: Dialect, event: _EventShape) -> bool:
     """Return whether `row` could have sent this event, by its form, its fields and the sign of its hashes."""
+    if event.tag in NEUTRAL_FIELDS:
+        return row.event_form == event.form  # no release is known to send these first
     names = {"BlockStored": row.stored_fields, "BlockRemoved": row.removed_fields, "AllBlocksCleared": ()}.get(event.tag)
     if (
         names is None

@@ -10,18 +10,19 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.errors import EncodeError
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVCacheEvent
-from kvevents.wire.dialects import ARRAY_REMOVED, NEWEST_VLLM, Dialect
+from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, EventBatch, KVCacheEvent
+from kvevents.wire.dialects import ARRAY_REMOVED, NEUTRAL_FIELDS, NEWEST_VLLM, Dialect
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _SIGN: Final = 1 << 63
 _MODULUS: Final = 1 << 64
-_TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+_TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared", *NEUTRAL_FIELDS})
 
 _DECLARED: Final = replace(
     NEWEST_VLLM,
     stored_fields=(*NEWEST_VLLM.stored_fields, "cache_salt"),
     optional_fields=NEWEST_VLLM.optional_fields | {"cache_salt"},
+    neutral_kinds=frozenset(NEUTRAL_FIELDS),
 )
 """All fields of `kvevents.events`, in the order of the newest vLLM."""
 _OWN_FIELDS: Final = ("heartbeat", "block_keys")
@@ -37,8 +38,8 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
     """Return the payload that a publisher of `dialect` sends for `batch`.
 
     With a dialect, KV cache events (those of kvevents and of `kvevents.compat`) are encoded as that release encodes them,
-    without the fields that it does not have. Users' own event types are encoded as they are declared. Without a dialect all
-    events are encoded as they are declared, which for `kvevents.events` is the layout of vLLM 0.33.
+    without the fields and the neutral events that it does not have. Users' own event types are encoded as they are declared.
+    Without a dialect all events are encoded as they are declared, which for `kvevents.events` is the layout of vLLM 0.33.
 
     Raise `EncodeError` if a value in the batch cannot be encoded.
     """
@@ -72,14 +73,14 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
 def _is_relayed(event: object) -> bool:
     """Return whether an event has fields that only a decoder sets and that are never sent unchanged."""
     kind = type(event)
-    if kind is BlockStored or kind is BlockRemoved:
+    if kind is BlockStored or kind is BlockRemoved or kind is BlockInactive:
         return event.unrecognised is not None or event.block_digests is not None  # type: ignore[attr-defined]
     return kind is AllBlocksCleared and event.unrecognised is not None  # type: ignore[attr-defined]
 
 
 def _convert_batch(batch: EventBatch, dialect: Dialect) -> Any:
     """Return a batch in the layout of `dialect`, as values that msgspec encodes."""
-    events = [_converter(event.__class__, dialect)(event) for event in batch.events]
+    events = [_converter(kind, dialect)(event) for event in batch.events if _has_kind(dialect, kind := event.__class__)]
     rank = batch_rank(batch)
     if dialect.batch_form == "map":
         return {"ts": batch.ts, "events": events, **({} if rank is None else {"data_parallel_rank": rank})}
@@ -92,11 +93,23 @@ def batch_rank(batch: EventBatch) -> int | None:
     return getattr(batch, "attn_dp_rank", None) if rank is None else rank
 
 
+def _has_kind(dialect: Dialect, kind: Any) -> bool:
+    """Return whether events of type `kind` are sent: neutral ones are left out if the release does not have them."""
+    tag = _tag_of(kind)
+    return tag not in NEUTRAL_FIELDS or tag in dialect.neutral_kinds
+
+
+def _tag_of(kind: Any) -> Any:
+    """Return the tag of an event type; None for a type of a user's own or a value that is not an event."""
+    is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
+    return getattr(getattr(kind, "__struct_config__", None), "tag", None) if is_event else None
+
+
 @cache
 def _converter(kind: Any, dialect: Dialect) -> _Converter:
     """Return the function that converts events of type `kind` to the layout of `dialect`. It is made once per pair."""
-    tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
-    if not issubclass(kind, KVCacheEvent) or tag not in _TAGS:
+    tag = _tag_of(kind)
+    if tag not in _TAGS:
         return _as_declared
     wire_type = _wire_type(tag, dialect)
     names = wire_type.__struct_fields__
@@ -155,7 +168,8 @@ def _extend_array(converted: msgspec.Struct, extra: dict[str, Any], dialect: Dia
 @cache
 def _wire_type(tag: str, dialect: Dialect) -> type[msgspec.Struct]:
     """Return a struct type with the layout of the release, so that msgspec orders and omits fields as the release does."""
-    names: Sequence[str] = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}.get(tag, ())
+    own = {"BlockStored": dialect.stored_fields, "BlockRemoved": dialect.removed_fields}
+    names: Sequence[str] = own.get(tag, NEUTRAL_FIELDS.get(tag, ()))
     fields = [_field(name, dialect) for name in names]
     return msgspec.defstruct(
         f"{tag}_{dialect.name}", fields, tag=tag, array_like=dialect.event_form == "array", omit_defaults=True, gc=False

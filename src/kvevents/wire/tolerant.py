@@ -11,8 +11,17 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey, Heartbeat, KVEvent, KVEventBatch
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockInactive,
+    BlockRemoved,
+    BlockStored,
+    ExtraKey,
+    Heartbeat,
+    KVEvent,
+    KVEventBatch,
+)
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
 from kvevents.wire.raw_msgpack import (
     MSGPACK_ERRORS,
     NIL,
@@ -214,7 +223,7 @@ _MOONCAKE_NAMES: Final = {
     "parent_hash": "parent_block_hash",
     "additional_salt": "cache_salt",
 }
-_ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED}
+_ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, **NEUTRAL_FIELDS}
 
 
 def _build_stored(fields: FieldReader) -> BlockStored:
@@ -265,10 +274,22 @@ def _build_cleared(fields: FieldReader) -> AllBlocksCleared:
     return AllBlocksCleared(unrecognised=fields.unknown_fields())
 
 
+def _build_inactive(fields: FieldReader) -> BlockInactive:
+    hashes, digests = fields.hashes()
+    return BlockInactive(
+        hashes,
+        medium=fields.text("medium"),
+        group_idx=fields.integer("group_idx"),
+        block_digests=digests,
+        unrecognised=fields.unknown_fields(),
+    )
+
+
 _BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
     "BlockStored": _build_stored,
     "BlockRemoved": _build_removed,
     "AllBlocksCleared": _build_cleared,
+    "BlockInactive": _build_inactive,
 }
 
 

@@ -8,7 +8,7 @@ use crate::step_counter;
 
 use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
-use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
+use super::{BlockInactive, BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
 /// Lists and maps of one batch in fields of free form, but for extra keys as engines send them.
 const MAX_FREE_CONTAINERS: usize = 50_000;
@@ -129,6 +129,15 @@ impl<'f, 'a> Fields<'f, 'a> {
             locality: self.text("locality")?,
             ownership: self.text("ownership")?,
             heartbeat: self.heartbeat(),
+            unrecognised: self.rest()?,
+        })
+    }
+
+    pub fn inactive(mut self) -> Result<BlockInactive, Refusal<'a>> {
+        Ok(BlockInactive {
+            block_hashes: self.hashes()?,
+            medium: self.text("medium")?,
+            group_idx: self.integer("group_idx")?,
             unrecognised: self.rest()?,
         })
     }

@@ -1,9 +1,10 @@
 //! Events in the one form that `scan` reads.
 
+use crate::scan::layouts::INACTIVE;
 use crate::step_counter;
 
 use super::value::{Value, write, write_array, write_bytes, write_integer, write_text};
-use super::{BlockRemoved, BlockStored, Event, Token};
+use super::{BlockInactive, BlockRemoved, BlockStored, Event, Token};
 
 /// Numbers of which 64 bits count: from 2^63 on they are below zero.
 fn signed(value: i128) -> i128 {
@@ -37,6 +38,7 @@ impl Normaliser {
             Event::Stored(stored) => write_stored(stored, &mut self.out),
             Event::Removed(removed) => write_removed(removed, &mut self.out),
             Event::Cleared(fields) => write_cleared(fields, &mut self.out),
+            Event::Inactive(inactive) => write_inactive(inactive, &mut self.out),
         }
     }
 
@@ -105,6 +107,14 @@ fn write_removed(event: &BlockRemoved, out: &mut Vec<u8>) {
     fields.integer("group_idx", event.group_idx.map(signed));
     fields.text("locality", event.locality.as_deref());
     fields.text("ownership", event.ownership.as_deref());
+    fields.finish();
+}
+
+fn write_inactive(event: &BlockInactive, out: &mut Vec<u8>) {
+    let mut fields = FieldWriter::new(INACTIVE, out);
+    fields.hashes("block_hashes", &event.block_hashes.values);
+    fields.text("medium", event.medium.as_deref());
+    fields.integer("group_idx", event.group_idx.map(signed));
     fields.finish();
 }
 

@@ -48,10 +48,16 @@ const REMOVED_MAP: &[&str] = &[
 ];
 const CLEARED_ARRAY: &[&str] = &[];
 const CLEARED_MAP: &[&str] = &["medium", "group_idx"];
+/// Tag of the event that is neutral: it does not change which blocks are resident. As in `kvevents.wire.dialects.NEUTRAL_FIELDS`.
+pub const INACTIVE: &str = "BlockInactive";
+/// Its fields as an array.
+pub const INACTIVE_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx"];
+const INACTIVE_MAP: &[&str] = &["block_hashes", "medium", "group_idx", "block_digests"];
 
 /// Of each event its tag, the fields of its array form in wire order, and the keys of its map form, `type` apart.
-pub const LAYOUTS: [(&str, &[&str], &[&str]); 3] = [
+pub const LAYOUTS: [(&str, &[&str], &[&str]); 4] = [
     ("BlockStored", STORED_ARRAY, STORED_MAP),
     ("BlockRemoved", REMOVED_ARRAY, REMOVED_MAP),
     ("AllBlocksCleared", CLEARED_ARRAY, CLEARED_MAP),
+    (INACTIVE, INACTIVE_ARRAY, INACTIVE_MAP),
 ];

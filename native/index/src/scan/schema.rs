@@ -1,6 +1,6 @@
 //! What the scanner knows of the events: their names and layouts, and what a payload may have.
 
-use super::layouts::LAYOUTS;
+use super::layouts::{INACTIVE, LAYOUTS};
 use super::{Field, Kind};
 
 /// What a payload may have; the same numbers as in `kvevents.wire.wire_limits`.
@@ -181,7 +181,7 @@ fn layout(tag: &str, array: &[&str], map: &[&str]) -> Result<Layout, String> {
 fn needed_fields(kind: Kind) -> &'static [Field] {
     match kind {
         Kind::Stored => &[Field::BlockHashes, Field::Parent, Field::TokenIds, Field::BlockSize],
-        Kind::Removed => &[Field::BlockHashes],
+        Kind::Removed | Kind::Inactive => &[Field::BlockHashes],
         Kind::Cleared => &[],
     }
 }
@@ -208,6 +208,7 @@ fn kind(tag: &str) -> Result<Kind, String> {
         "BlockStored" => Ok(Kind::Stored),
         "BlockRemoved" => Ok(Kind::Removed),
         "AllBlocksCleared" => Ok(Kind::Cleared),
+        INACTIVE => Ok(Kind::Inactive),
         _ => Err(format!("unknown event {tag}")),
     }
 }

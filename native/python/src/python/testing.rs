@@ -38,6 +38,7 @@ fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bound<'py, PyD
         Kind::Stored => "BlockStored",
         Kind::Removed => "BlockRemoved",
         Kind::Cleared => "AllBlocksCleared",
+        Kind::Inactive => "BlockInactive",
     };
     plain.set_item("type", kind)?;
     plain.set_item("block_hashes", &event.hashes)?;
@@ -144,6 +145,13 @@ fn event_of<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>>
         Event::Cleared(unrecognised) => {
             plain.set_item("type", "AllBlocksCleared")?;
             rest_of(&plain, unrecognised)?;
+        }
+        Event::Inactive(inactive) => {
+            plain.set_item("type", "BlockInactive")?;
+            hashes_of(&plain, &inactive.block_hashes)?;
+            plain.set_item("medium", &inactive.medium)?;
+            plain.set_item("group_idx", inactive.group_idx)?;
+            rest_of(&plain, &inactive.unrecognised)?;
         }
     }
     Ok(plain)
