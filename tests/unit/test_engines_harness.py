@@ -50,6 +50,19 @@ def test_wrong_predictions_fail_the_run_and_those_after_a_reset_only_with_the_pl
     assert "| 1 right" not in report.text(found)
 
 
+def test_reports_of_several_runs_are_joined_and_read_again(tmp_path: Path) -> None:
+    runs = [SequentialResult("s", seed, Tally(), Tally(), [], 1.0) for seed in (1, 2)]
+    parts = [report.Report("vllm", "now", sequential=[report.Sequential("p", 0.0, run)]) for run in runs]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, part in zip(paths, parts, strict=True):
+        path.write_bytes(report.encode(part))
+    joined = tmp_path / "joined.json"
+    assert report.main([*map(str, paths), "--json", str(joined)]) == 0
+    assert [each.result.seed for each in report.read(joined).sequential] == [1, 2]
+    with pytest.raises(ValueError, match="reports of vllm and of sglang are not joined"):
+        report.join([parts[0], report.Report("sglang", "now")])
+
+
 def test_traffic_repeats_itself_and_has_all_kinds_of_requests() -> None:
     habits = Habits(adapters=(None, "a"), full_reports=0.2)
 

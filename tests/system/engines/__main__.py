@@ -17,8 +17,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from tests.system.engines import report
 from tests.system.engines.concurrent_clients import ConcurrentRun, blocks_for
 from tests.system.engines.failures import run_failures
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in options.only or PARTS:
             _run_part(part, stage, publishers, options, found)
             if options.json is not None:  # after each part: a later one may fail
-                options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+                options.json.write_bytes(report.encode(found))
     print(report.text(found))
     return 1 if report.wrong(found) else 0
 

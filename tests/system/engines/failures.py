@@ -36,9 +36,10 @@ FAULTS: Final = (
         "exception in the constructor",
         {"ENGINE_OBSERVER_FAULT": "kvevents.publisher.zmq_publisher:ZmqEventPublisher.__init__"},
     ),
+    Fault("exception in a hook into the cache", {"ENGINE_OBSERVER_FAULT": "kvevents.engines.vllm:_digest_of"}),
     Fault(
-        "exception in each publish()",
-        {"ENGINE_OBSERVER_FAULT": "kvevents.publisher.queue:QueuedPublisher.publish"},
+        "exception whenever batches are sent",
+        {"ENGINE_OBSERVER_FAULT": "kvevents.publisher.event_server:EventServer.send"},
     ),
 )
 
@@ -52,7 +53,7 @@ class FailureResult(msgspec.Struct):
     has_events: bool
     """Whether the service has blocks of the engine."""
     log_lines: int
-    """Lines of the engine's log, at WARNING or above, that name kvevents."""
+    """Lines of EngineCore's log, at WARNING or above, that name kvevents. Each of vLLM's processes loads plugins."""
     log: str
     """The first of them."""
 
@@ -88,4 +89,8 @@ def _run(stage: Stage, fault: Fault) -> FailureResult:
 
 def _complaints(engine: Engine) -> list[str]:
     text = engine.log.read_text(encoding="utf-8", errors="replace")
-    return [line for line in text.splitlines() if "kvevents" in line and ("WARNING" in line or "ERROR" in line)]
+    return [
+        line.partition(") ")[2]
+        for line in text.splitlines()
+        if line.startswith("(EngineCore") and "kvevents" in line and ("WARNING" in line or "ERROR" in line)
+    ]

@@ -1,6 +1,16 @@
-"""The report of `make engines`, as text and as JSON."""
+"""The report of `make engines`, as text and as JSON.
+
+`python -m tests.system.engines.report FILE...` joins the reports of several runs and prints the tables of `docs/testing.md`;
+`--json FILE` writes them to one file.
+"""
 
 from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -9,6 +19,9 @@ from tests.system.engines.failures import FailureResult
 from tests.system.engines.judging import Tally
 from tests.system.engines.sequential import SequentialResult
 from tests.system.engines.timing import TimingResult
+
+RESULTS: Final = Path(__file__).parent / "results.json"
+"""The report that `docs/testing.md` quotes."""
 
 
 class Sequential(msgspec.Struct):
@@ -39,6 +52,29 @@ class Report(msgspec.Struct):
     failures: list[FailureResult] = []
 
 
+def read(path: Path) -> Report:
+    """Read a report. Raises `msgspec.ValidationError` for a file that is none."""
+    return msgspec.json.decode(path.read_bytes(), type=Report)
+
+
+def encode(report: Report) -> bytes:
+    """Return the report as readable JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+
+
+def join(reports: Iterable[Report]) -> Report:
+    """Return one report of the same engine with the runs of all of them."""
+    first, *others = reports
+    for other in others:
+        if other.engine != first.engine:
+            raise ValueError(f"reports of {first.engine} and of {other.engine} are not joined")
+        first.sequential += other.sequential
+        first.concurrent += other.concurrent
+        first.timings += other.timings
+        first.failures += other.failures
+    return first
+
+
 def wrong(report: Report) -> int:
     """Predictions that were EXACT and wrong, and failures of the plugin that the engine did not survive.
 
@@ -60,16 +96,16 @@ def summary(tally: Tally) -> str:
 
 def text(report: Report) -> str:
     """The report as tables of Markdown."""
-    lines = [f"{report.engine}, {report.started}", ""]
+    tables = [f"{report.engine}, {report.started}"]
     if report.sequential:
-        lines += [*_sequential(report), ""]
+        tables.append("\n".join(_sequential(report)))
     if report.concurrent:
-        lines += [*_concurrent(report), ""]
+        tables.append("\n".join(_concurrent(report)))
     if report.timings:
-        lines += [*_timings(report), ""]
+        tables.append("\n".join(_timings(report)))
     if report.failures:
-        lines += [*_failures(report), ""]
-    return "\n".join(lines)
+        tables.append("\n".join(_failures(report)))
+    return "\n\n".join(tables)
 
 
 def _sequential(report: Report) -> list[str]:
@@ -129,3 +165,20 @@ def _failures(report: Report) -> list[str]:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Join and print reports. Returns 0 if no prediction was wrong, 1 if one was."""
+    parser = argparse.ArgumentParser(prog="python -m tests.system.engines.report", description=main.__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="reports that `--json` has written")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the joined report to a file")
+    options = parser.parse_args(arguments)
+    joined = join(map(read, options.files))
+    if options.json is not None:
+        options.json.write_bytes(encode(joined))
+    print(text(joined))
+    return 1 if wrong(joined) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
