@@ -63,8 +63,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     It is a field of a `BlockRemoved` without blocks, which other consumers ignore.
     """
 
-    digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat."""
+    digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")] | None
+    """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if the sender cannot compute it."""
     interval: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = msgspec.field(name="every")
     """Seconds until the next heartbeat at most; on the wire `every`."""
     trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from kvevents.errors import MissingDependencyError
@@ -19,7 +21,7 @@ def require_native(feature: str) -> Any:
     """
     problem = _problem()
     if problem is not None:
-        raise MissingDependencyError(f"{feature} needs the package kvevents-native, {problem}: {INSTALL_COMMAND}")
+        raise MissingDependencyError(f"{feature} needs {problem}: {INSTALL_COMMAND}")
     return importlib.import_module("kvevents_native._native")
 
 
@@ -28,12 +30,19 @@ def find_native() -> Any | None:
     return None if _problem() is not None else importlib.import_module("kvevents_native._native")
 
 
+def warn_without_native(logger: logging.Logger, subject: str, features: Sequence[str]) -> None:
+    """Log one warning that `subject` works without `features`, if there are any and `find_native` returns None."""
+    problem = _problem() if features else None
+    if problem is not None:
+        logger.warning("%s: no %s without %s: %s", subject, " and no ".join(features), problem, INSTALL_COMMAND)
+
+
 def _problem() -> str | None:
-    """Return why the compiled module cannot be used; None if it can."""
+    """Return what is needed and why it cannot be used; None if it can be used."""
     try:
         native = importlib.import_module("kvevents_native._native")
     except ImportError as error:
-        return f"which cannot be imported ({error})"
+        return f"the package kvevents-native, which cannot be imported ({error})"
     if version() not in {UNKNOWN_VERSION, native.VERSION}:
-        return f"whose version {native.VERSION} is not the version {version()} of kvevents"
+        return f"version {version()} of the package kvevents-native, which is installed in version {native.VERSION}"
     return None

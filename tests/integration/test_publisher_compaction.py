@@ -174,7 +174,7 @@ def test_a_late_subscriber_sees_a_batch_that_was_never_sent(context: Context) ->
         with Subscriber(Source(publisher.endpoint, publisher.replay_endpoint, name="engine"), decode=False) as subscriber:
             follow(subscriber, index, 8, "DEGRADED")
             assert index.digest(WORKER) == index_of(known).digest(WORKER)
-            assert "batches are lost" in subscriber.trust().reason
+            assert "batches are permanently lost" in subscriber.trust().reason
         publisher.publish(KVEventBatch(0.0, [AllBlocksCleared()]))
         batches = fill(publisher, Engine(5), 5)
         ask(replay, 0)

@@ -10,9 +10,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents import Source, Subscriber
+from kvevents import Batch, Source, Subscriber
 from kvevents.config import KVEventsConfig
-from kvevents.errors import ConfigError, MissingDependencyError
+from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher import EventPublisherFactory, ZmqEventPublisher
@@ -155,8 +155,65 @@ def test_the_factory_passes_it_on() -> None:
         assert publisher.stats().heartbeats == 0
 
 
-def test_they_need_the_native_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says what to do."""
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvevents_native._native", None)
-    with pytest.raises(MissingDependencyError, match="needs the package kvevents-native"):
-        ZmqEventPublisher(0, ANY, heartbeat=1.0)
+
+
+@pytest.mark.usefixtures("without_native")
+def test_without_the_native_module_they_have_no_digest(caplog: pytest.LogCaptureFixture) -> None:
+    """A subscriber follows them and is EXACT; silence and other lives are known as before. One warning says what is missing."""
+    with publishing(replay_endpoint=ANY, heartbeat=OFTEN) as publisher:
+        publisher.publish(KVEventBatch(0.0, Engine(3).events()))
+        source = Source(publisher.endpoint, publisher.replay_endpoint, name="engine")
+        found: list[Heartbeat] = []
+        with Subscriber(source) as subscriber:
+
+            def heard() -> bool:
+                for delivery in subscriber.receive_many(timeout=0.01):
+                    events = delivery.events if isinstance(delivery, Batch) else []
+                    found.extend(event.heartbeat for event in events if isinstance(event, BlockRemoved) and event.heartbeat)
+                return len(found) >= 3 and subscriber.trust().name == "EXACT"
+
+            wait_until(heard, "three heartbeats")
+            counters = subscriber.status().counters
+    assert {(each.digest, each.trust, each.interval) for each in found} == {(None, "EXACT", OFTEN)}
+    assert len({each.incarnation for each in found}) == 1
+    assert counters.heartbeats >= 3
+    assert (counters.digests_matched, counters.digests_mismatched) == (0, 0)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "no snapshots of batches that have left the replay buffer and no digests in heartbeats" in warning
+    assert "pip install 'kvevents[native]'" in warning
+
+
+@pytest.mark.usefixtures("without_native")
+def test_without_the_native_module_they_report_dropped_batches_until_a_clear() -> None:
+    """Also if the missing number is the newest, or the batch that clears is the one behind it."""
+    tracker = DigestTracker.create()
+    payload = encode_batch(KVEventBatch(1.0, Engine().events(), 0))
+    clear = encode_batch(KVEventBatch(1.0, [AllBlocksCleared()], 0))
+    assert tracker.heartbeat(0, 1.0, 5) == Heartbeat(None, 1.0, incarnation=5)
+    tracker.apply([(0, payload)])
+    assert tracker.heartbeat(1, 1.0, 5).trust == "EXACT"
+    assert "number 1 was never sent" in tracker.heartbeat(2, 1.0, 5).reason
+    tracker.apply([(2, payload)])
+    assert tracker.heartbeat(3, 1.0, 5).trust == "DEGRADED"
+    tracker.apply([(3, clear)])
+    assert tracker.heartbeat(4, 1.0, 5).trust == "EXACT"
+    tracker.apply([(5, clear), (6, payload)])
+    assert tracker.heartbeat(7, 1.0, 5).trust == "EXACT"
+
+
+def test_a_heartbeat_without_a_digest_is_not_compared() -> None:
+    """An index that holds blocks reports the heartbeat, and neither agreement nor a difference; so does one fed by parts."""
+    payload = encode_batch(KVEventBatch(1.0, [*Engine(3).events(), BlockRemoved([], heartbeat=Heartbeat(None, 1.0))], 0))
+    report = PrefixIndex().apply_payload(WORKER, 0, 0, payload).report
+    assert report is not None
+    assert (report.heartbeat, report.digest_matches) == (Heartbeat(None, 1.0), None)
+
+
+@pytest.mark.usefixtures("without_native")
+def test_nothing_is_said_of_features_that_are_not_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    with publishing(replay_endpoint=ANY, compact=False):
+        pass
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []

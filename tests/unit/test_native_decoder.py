@@ -258,6 +258,7 @@ HEARTBEATS: list[dict[Any, Any]] = [
     {"reason": "a" * 1_001},
     {"trust": "a" * 33},
     {"incarnation": -1},
+    {"digest": None},
     {"attestation": 2**64 - 1},
     {"attestation": None},
     {"attestation": -1},

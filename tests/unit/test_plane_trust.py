@@ -224,6 +224,18 @@ def test_a_sender_with_heartbeats_is_asked_for_all_it_holds_where_its_stream_is_
     assert scene.engine.requests.count(0) == before, "what is not doubted is not asked for"
 
 
+def test_a_sender_whose_heartbeats_have_no_digest_is_not_asked_for_all_it_holds() -> None:
+    """It is a publisher without the native module, which keeps no snapshot. A request would cost blocks and end no doubt."""
+    scene = Scene(buffer_steps=2)
+    play(scene, "store", "burn", "store", "store", "store")
+    incarnation = scene.log.status(*KEY).incarnation
+    for _ in range(3):
+        scene.say(BlockRemoved([], heartbeat=Heartbeat(None, 3600.0)))
+        scene.settle()
+    assert scene.log.status(*KEY).incarnation == incarnation
+    assert scene.trust == Trust.DEGRADED
+
+
 def test_a_sender_that_has_forgotten_what_is_missing_is_asked_a_bounded_number_of_times() -> None:
     scene = Scene(buffer_steps=2)
     play(scene, "store", "burn", "store", "store", "store")

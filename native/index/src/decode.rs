@@ -110,8 +110,8 @@ pub enum Token {
 #[non_exhaustive]
 #[allow(missing_docs)]
 pub struct Heartbeat {
-    /// State digest of the stream after its batch, 32 hexadecimal digits.
-    pub digest: String,
+    /// State digest of the stream after its batch, 32 hexadecimal digits; None if the sender cannot compute it.
+    pub digest: Option<String>,
     /// Seconds until the next one at most.
     pub every: f64,
     pub trust: String,

@@ -62,13 +62,24 @@ fn heartbeats_are_compared() {
         let applied = index.batch("a", 0, 0, seq as i64, &beat(digest));
         let findings = applied.findings.expect("there is a heartbeat");
         assert_eq!(findings.agrees, Some(agrees));
-        assert_eq!(findings.heartbeat.expect("there is one").digest.as_bytes(), digest);
+        assert_eq!(findings.heartbeat.expect("there is one").digest.as_deref().map(str::as_bytes), Some(&digest[..]));
         let again = index.batch("a", 0, 0, seq as i64, &beat(digest));
         assert_eq!(
             (again.outcome, again.findings.expect("as before").agrees),
             (Outcome::Duplicate, None)
         );
     }
+}
+
+/// A sender without a digest is not compared, but what else it says of itself is known.
+#[test]
+fn heartbeats_without_a_digest_are_not_compared() {
+    let index = index();
+    let payload = b"\x92\x01\x91\x95\xACBlockRemoved\x90\xC0\xC0\x83\xA6digest\xC0\xA5every\x05\xABincarnation\x07";
+    let findings = index.batch("a", 0, 0, 0, payload).findings.expect("there is a heartbeat");
+    assert_eq!((findings.agrees, findings.attested), (None, None));
+    let heartbeat = findings.heartbeat.expect("there is one");
+    assert_eq!((heartbeat.digest, heartbeat.incarnation), (None, 7));
 }
 
 /// What one item marks every block with is short: a payload would cost the square of its length otherwise.

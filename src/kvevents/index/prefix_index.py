@@ -141,7 +141,7 @@ class PrefixIndex(_native.NativeIndex):
         self,
         applied: Applied,
         rejected: list[tuple[str, str, int | None, bytes, int]],
-        heartbeat: tuple[str, float, str, str, int, int | None] | None,
+        heartbeat: tuple[str | None, float, str, str, int, int | None] | None,
         agrees: bool | None,
         attested: bool | None,
     ) -> Applied:

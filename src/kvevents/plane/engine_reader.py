@@ -194,11 +194,11 @@ class EngineReader(threading.Thread):
     def batch_report(self, batch: RawBatch) -> BatchReport | None:
         """Return what the stream must know of a batch. A doubted stream starts over if its sender can send all of it.
 
-        Senders with heartbeats can. Whether the engine holds what was delivered, which would end the doubts too, only a replica
-        can find out.
+        Senders whose heartbeats have digests can. Whether the engine holds what was delivered, which would end the doubts too,
+        only a replica can find out.
         """
         report = inspect_payload(batch.payload)
-        if report is None or report.heartbeat is None or report.cleared or batch.replayed:
+        if report is None or report.heartbeat is None or report.heartbeat.digest is None or report.cleared or batch.replayed:
             return report
         key = (batch.source, batch.rank)
         doubts = self._subscriber.checkpoint(*key).degraded_reasons

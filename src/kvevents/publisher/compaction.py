@@ -19,8 +19,8 @@ import msgspec
 
 from kvevents.config import MAX_HEARTBEAT
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
-from kvevents.native_module import find_native, require_native
-from kvevents.stream import RawBatch
+from kvevents.native_module import find_native
+from kvevents.stream import RawBatch, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
 from kvevents.wire.canonical import encode_canonical
 
@@ -156,10 +156,10 @@ class DigestTracker:
     """Applies a stream as the index of a consumer does, and computes its digest.
 
     `index` is a subclass of `_native.NativeIndex`. It is loaded at run time only, so that publishers work without the native
-    module.
+    module; None then, and so is the digest. Missing numbers are known all the same.
     """
 
-    def __init__(self, index: Any) -> None:
+    def __init__(self, index: Any | None) -> None:
         self._index = index
         self._last_seq = -1
         self._missing: int | None = None
@@ -167,28 +167,35 @@ class DigestTracker:
 
     @classmethod
     def create(cls) -> DigestTracker:
-        """Return a tracker of a stream without batches. Raises `MissingDependencyError` without the native module."""
-        native = require_native("the digest of a stream")
+        """Return a tracker of a stream without batches. It has no digest if the native module is not installed."""
+        native = find_native()
+        if native is None:
+            return cls(None)
         # An index that drops the report of a payload, such as the publisher's own heartbeats.
         index: Any = type("DigestIndex", (native.NativeIndex,), {"_found": lambda _self, outcome, *_found: outcome})
         return cls(index(_NATIVE_LIMITS, None, _INDEX_LIMITS, _OUTCOMES))
 
     def apply(self, batches: Sequence[SequencedPayload]) -> None:
         """Apply batches as they were sent. Releases the interpreter lock."""
+        if self._index is None:
+            for seq, payload in batches:
+                is_doubted = self._missing is not None or seq != self._last_seq + 1
+                self._note(seq, _CLEARED if is_doubted and _clears_everything(payload) else _APPLIED)
+            return
         raw = [RawBatch(_STREAM, 0, 0, seq, False, payload) for seq, payload in batches]
         done = 0
         while done < len(raw):
             outcomes = self._index._apply_many(raw[done:])  # noqa: SLF001 - the native module's, as in kvevents.index
             if done + len(outcomes) < len(raw):
-                outcomes.append(self._apply_tolerant(raw[done + len(outcomes)]))
+                outcomes.append(self._apply_tolerant(self._index, raw[done + len(outcomes)]))
             for each, outcome in zip(raw[done:], outcomes, strict=False):
                 self._note(each.seq, outcome)
             done += len(outcomes)
 
-    def _apply_tolerant(self, batch: RawBatch) -> Any:
+    def _apply_tolerant(self, index: Any, batch: RawBatch) -> Any:
         """Apply a payload that only the tolerant decoder can read."""
         payload = encode_canonical(decode_batch(batch.payload).batch.events)
-        return self._index._apply(_STREAM, 0, 0, batch.seq, payload)  # noqa: SLF001 - the native module's
+        return index._apply(_STREAM, 0, 0, batch.seq, payload)  # noqa: SLF001 - the native module's
 
     def _note(self, seq: int, outcome: Any) -> None:
         if seq != self._last_seq + 1:
@@ -197,8 +204,13 @@ class DigestTracker:
             self._missing = None
         self._last_seq = seq
 
-    def digest(self) -> str:
-        """Return what `kvevents.index.PrefixIndex.digest` returns for a consumer that applied the same batches."""
+    def digest(self) -> str | None:
+        """Return what `kvevents.index.PrefixIndex.digest` returns for a consumer that applied the same batches.
+
+        None without the native module.
+        """
+        if self._index is None:
+            return None
         digest = self._index._digest(_STREAM, 0)  # noqa: SLF001 - the native module's
         return _EMPTY_DIGEST if digest is None else f"{digest:032x}"
 
@@ -209,6 +221,11 @@ class DigestTracker:
             return Heartbeat(self.digest(), interval, incarnation=incarnation, attestation=attestation)
         reason = f"number {missing} was never sent: it was dropped, or could not be encoded"
         return Heartbeat(self.digest(), interval, "DEGRADED", reason, incarnation, attestation)
+
+
+def _clears_everything(payload: bytes) -> bool:
+    report = inspect_events(decode_batch(payload).batch.events)
+    return report is not None and report.cleared
 
 
 # --- snapshots ---------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from kvevents.config import KVEventsConfig, check_heartbeat, resolve_dialect
 from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, split_tcp
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, KVEventBatch
-from kvevents.native_module import require_native
+from kvevents.native_module import require_native, warn_without_native
 from kvevents.publisher import base
 from kvevents.publisher.compaction import Compactor, DigestTracker, Encode, SequencedPayload
 from kvevents.publisher.event_server import EventServer
@@ -62,7 +62,7 @@ class ZmqEventPublisher(QueuedPublisher):
     None does so if the native module is installed.
     curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates.
     heartbeat: seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for
-    none.
+    none. Without the native module these batches have no digest.
     snapshot_endpoint: where placement snapshots are served as in SGLang's draft `snapshot-v1`; changes the topics of batches.
     settings: limits and timers.
 
@@ -110,6 +110,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._replay_endpoint = self.offset_endpoint_port(replay_endpoint, data_parallel_rank)
         self._digest_tracker = None if heartbeat is None else DigestTracker.create()
         self._heartbeat_interval = heartbeat or 0.0
+        self._compact = compact
         self._buffer = self._replay_buffer(buffer_steps, compact, has_snapshots=snapshot_endpoint is not None)
         self._published = self._heartbeats = 0
         self._naps = NapPlanner(settings.naps)
@@ -158,6 +159,11 @@ class ZmqEventPublisher(QueuedPublisher):
         self._thread.start()
         base.register(self)
         logger.info("publishing KV events of rank %d at %s", self._data_parallel_rank, self.endpoint)
+        features = {
+            "snapshots of batches that have left the replay buffer": self._replay_endpoint and self._compact is not False,
+            "digests in heartbeats": self._digest_tracker,
+        }
+        warn_without_native(logger, self.endpoint, [feature for feature, is_wanted in features.items() if is_wanted])
 
     def _replay_buffer(self, steps: int, compact: bool | None, *, has_snapshots: bool) -> ReplayBuffer:
         if has_snapshots and compact is False:

@@ -20,7 +20,7 @@ class BatchReport:
     heartbeat: Heartbeat | None = None
     """The last heartbeat in the batch. Its digest is of everything up to the end of the batch, wherever the heartbeat is."""
     digest_matches: bool | None = None
-    """Whether the state after the batch has the heartbeat's digest; None if there is no heartbeat or the state is unknown."""
+    """Whether the state after the batch has the heartbeat's digest; None if there is no digest or the state is unknown."""
     attestation_matches: bool | None = None
     """Whether the state after the batch is that of the engine's own cache, as the heartbeat's attestation says; None if there
     is no attestation or the state is unknown."""

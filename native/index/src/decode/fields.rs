@@ -341,7 +341,8 @@ fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {
             "digest" => {
                 let is_digest =
                     |text: &&str| text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-                digest = Some(text(32).filter(is_digest)?);
+                let is_nil = head_of(raw) == 0xC0;
+                digest = Some(if is_nil { None } else { Some(text(32).filter(is_digest)?) });
             }
             "every" => {
                 let seconds = match value(raw, 0, &mut 0).ok()? {
@@ -360,7 +361,7 @@ fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {
         }
     }
     Some(Heartbeat {
-        digest: digest?.to_owned(),
+        digest: digest?.map(str::to_owned),
         every: every?,
         trust: trust.to_owned(),
         reason: reason.to_owned(),

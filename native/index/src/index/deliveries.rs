@@ -92,14 +92,14 @@ impl Index {
     }
 
     /// Compares a stream with the digest and the attestation of a heartbeat: `Findings::agrees` and `Findings::attested`, which are None as well
-    /// if the stream is unknown.
-    pub fn compare(&self, source: &str, rank: i64, digest: &str, attestation: Option<u64>) -> (Option<bool>, Option<bool>) {
+    /// if the stream is unknown, or if the heartbeat has no such value.
+    pub fn compare(&self, source: &str, rank: i64, digest: Option<&str>, attestation: Option<u64>) -> (Option<bool>, Option<bool>) {
         let is_limited = self.limits.memory.is_some();
         let Some(stream) = self.stream(source, rank) else {
             return (None, None);
         };
         let mut stream = stream.lock();
-        let agrees = stream.agrees(digest, is_limited);
+        let agrees = digest.and_then(|digest| stream.agrees(digest, is_limited));
         (
             agrees,
             attestation.and_then(|attestation| stream.attest(attestation, is_limited)),
@@ -113,7 +113,7 @@ impl Index {
         let (mut agrees, mut attested) = (None, None);
         let mut compare = |stream: &mut Stream| {
             let Some(beat) = &read.heartbeat else { return };
-            agrees = stream.agrees(&beat.digest, is_limited);
+            agrees = beat.digest.as_deref().and_then(|digest| stream.agrees(digest, is_limited));
             attested = beat
                 .attestation
                 .and_then(|attestation| stream.attest(attestation, is_limited));

@@ -202,10 +202,11 @@ impl NativeIndex {
 }
 
 /// The fields of `kvevents.events.Heartbeat`.
-pub(super) fn plain_heartbeat(beat: &Heartbeat) -> (&str, f64, &str, &str, u64, Option<u64>) {
+pub(super) fn plain_heartbeat(beat: &Heartbeat) -> (Option<&str>, f64, &str, &str, u64, Option<u64>) {
     let Heartbeat {
         digest, trust, reason, ..
     } = beat;
+    let digest = digest.as_deref();
     (digest, beat.every, trust, reason, beat.incarnation, beat.attestation)
 }
 
@@ -349,7 +350,7 @@ impl NativeIndex {
         py: Python<'_>,
         source: &str,
         rank: i64,
-        digest: &str,
+        digest: Option<&str>,
         attestation: Option<u64>,
     ) -> PyResult<(Option<bool>, Option<bool>)> {
         let index = self.index(py)?;
