@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist clean
+.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check deny clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -125,6 +125,12 @@ dist: $(STAMP)  ## Wheels and source distributions of kvevents (any platform) an
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 	cd native/python && $(abspath $(BIN))/maturin build --release --sdist --out ../../dist
+
+wheels-check: dist  ## Install the wheels into fresh environments of every Python found, outside the checkout, and use them: minutes, downloads
+	$(BIN)/python tools/check_wheels.py dist
+
+deny:  ## Licences, sources and advisories of the crates; needs cargo-deny (cargo install --locked cargo-deny)
+	cargo deny --manifest-path native/Cargo.toml check
 
 $(NATIVE): $(NATIVE_SOURCES) $(STAMP)
 	touch $(VENV)/.building  # its age is that of the sources it was begun with: an edit meanwhile is not lost
