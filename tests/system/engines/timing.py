@@ -7,6 +7,7 @@ changes the figures from run to run: CPU times of the scheduler's thread are les
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from statistics import quantiles
 from typing import Final
 
@@ -43,10 +44,12 @@ class TimingResult(msgspec.Struct):
     load_average: float
 
 
-def measure(stage: Stage, rounds: int, *, has_plugin: bool) -> list[TimingResult]:
+def measure(stage: Stage, rounds: int, *, has_plugin: bool) -> Iterator[TimingResult]:
     """Measure all publishers by turns, `rounds` times."""
     publishers = [OWN, COMPAT, PLUGIN] if has_plugin else [OWN, COMPAT]
-    return [_measure_one(stage, publisher, number) for number in range(rounds) for publisher in publishers]
+    for number in range(rounds):
+        for publisher in publishers:
+            yield _measure_one(stage, publisher, number)
 
 
 def _measure_one(stage: Stage, publisher: Publisher, number: int) -> TimingResult:
