@@ -235,6 +235,9 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         bind: bool | None = None,
     ) -> None:
         super().__init__(attn_dp_rank, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic, bind=bind)
+        self._set_local_endpoints()
+
+    def _set_local_endpoints(self) -> None:
         # Resolved now, since the working directory may change later.
         self._local_pub_endpoint = _absolute(self._bound) if self._binds else None
         self._local_replay_endpoint = None if self._replay_bound is None else _absolute(self._replay_bound)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 import os
 import threading
 import time
@@ -23,15 +22,13 @@ from typing import Any, Final
 
 from kvevents.compat import vllm as compat
 from kvevents.engines.attestation import DIGEST_MASK, AttestingPublisher, group_term
-from kvevents.engines.settings import EngineSettings, read_settings
+from kvevents.engines.registry import PUBLISHER_NAME, engine_logger, log_publisher, log_unused, replace_publisher
+from kvevents.engines.settings import EngineSettings
 from kvevents.native_module import find_native
-from kvevents.version import version
 
-logger = logging.getLogger("vllm.kvevents")
-"""A child of vLLM's logger, so that its lines appear in the engine's log."""
-
+_ENGINE: Final = "vLLM"
+logger = engine_logger(_ENGINE)
 _EVENTS_MODULE: Final = "vllm.distributed.kv_events"
-_PUBLISHER_NAME: Final = "zmq"
 _ANNOUNCE_AGAIN: Final = "emit_cached_block_events"
 _GPU_MEDIA: Final = (None, "GPU")
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
@@ -42,45 +39,9 @@ _HOOKED: Final = "_kvevents_hooked"
 def register() -> None:
     """Replace vLLM's publisher `zmq`. Called by vLLM as a plugin; never raises and may be called repeatedly."""
     try:
-        _register()
-    except BaseException as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
-        logger.warning("kvevents is not used: vLLM publishes KV cache events itself: %s: %s", type(error).__name__, error)
-
-
-def _register() -> None:
-    settings = read_settings(os.environ)
-    if not settings.enabled:
-        return
-    module = importlib.import_module(_EVENTS_MODULE)
-    registry = module.EventPublisherFactory._registry  # noqa: SLF001 - vLLM has no other way to replace a publisher
-    current = registry[_PUBLISHER_NAME]
-    if isinstance(current, _PublisherConstructor):
-        return
-    if current is not module.ZmqEventPublisher:
-        logger.warning(
-            "kvevents is not used: %s has replaced the publisher 'zmq' already; uninstall one of the two, or list the other "
-            "in VLLM_PLUGINS",
-            f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', current)}",
-        )
-        return
-    registry[_PUBLISHER_NAME] = _PublisherConstructor(settings, current)
-
-
-class _PublisherConstructor:
-    """The entry of the registry. It returns a publisher of kvevents, or vLLM's own if that fails."""
-
-    def __init__(self, settings: EngineSettings, original: Callable[..., Any]) -> None:
-        self._settings = settings
-        self._original = original
-
-    def __call__(self, data_parallel_rank: int = 0, **options: Any) -> Any:
-        try:
-            return _create_publisher(self._settings, data_parallel_rank, options)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            logger.warning("kvevents is not used: vLLM publishes KV cache events itself: %s: %s", type(error).__name__, error)
-        return self._original(data_parallel_rank=data_parallel_rank, **options)
+        replace_publisher(_ENGINE, "data_parallel_rank", importlib.import_module(_EVENTS_MODULE), _create_publisher, os.environ)
+    except Exception as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
+        log_unused(_ENGINE, error)
 
 
 class VllmEventPublisher(AttestingPublisher):
@@ -107,7 +68,7 @@ class VllmEventPublisher(AttestingPublisher):
         """Return vLLM's `KVEventsConfig` with the endpoints in force. Its publisher is `zmq`, the only name vLLM can decode."""
         ours = super().get_publisher_config()
         endpoints = {"endpoint": ours.endpoint, "replay_endpoint": ours.replay_endpoint}
-        return _config_class()(enable_kv_cache_events=True, publisher=_PUBLISHER_NAME, **{**self._options, **endpoints})
+        return _config_class()(enable_kv_cache_events=True, publisher=PUBLISHER_NAME, **{**self._options, **endpoints})
 
     def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
         """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
@@ -126,18 +87,7 @@ def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, An
         if attests:
             publisher.expect_attestation()
     _created.attests = attests
-    features = [f"heartbeats every {settings.heartbeat:g} s"] if find_native() is not None else []
-    features += ["attestation"] if attests else []
-    features += ["full history"] if publisher.stats().history is not None else []
-    unknown = sorted(options.keys() - _KNOWN_OPTIONS)
-    logger.info(
-        "kvevents %s publishes KV cache events of rank %d at %s: %s%s",
-        version(),
-        rank,
-        publisher.endpoint,
-        ", ".join(features) or "pip install 'kvevents[native]' adds heartbeats, attestation and full history",
-        f"; without the options that it does not know: {', '.join(unknown)}" if unknown else "",
-    )
+    log_publisher(_ENGINE, publisher, rank, settings, attests=attests, ignored=sorted(options.keys() - _KNOWN_OPTIONS))
     return publisher
 
 

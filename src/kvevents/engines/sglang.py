@@ -1,0 +1,218 @@
+"""The plugin for SGLang: a server started with `--kv-events-config` publishes through kvevents.
+
+SGLang from 0.5.11 loads the entry points of the group `sglang.srt.plugins` in every process, in that of the scheduler before it
+is created. `register` replaces the entry `zmq` of `EventPublisherFactory` (`srt/disaggregation/kv_events.py`) and adds
+`kvevents`. The hook into the scheduler is installed when SGLang creates a publisher, so other processes have none.
+
+The attestation. SGLang's radix trees have no table of hashes, and the tree of the newest releases is native code. So the digest
+is that of the events in the order in which the tree queued them, and it is sent only while the tree's own count of cached
+tokens on the GPU (evictable and protected) equals the count of the blocks in the digest. A store or removal that the tree did
+not announce, or announced twice, makes them differ. Reading both takes constant time.
+
+Everything fails open. A fault while the publisher is made leaves SGLang with its own; a fault in a hook ends the attestation.
+Each is logged once. `docs/engines.md` lists the releases of SGLang with which this module was run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from kvevents import publisher
+from kvevents.compat import sglang as compat
+from kvevents.engines.attestation import DIGEST_MASK, AttestingPublisher
+from kvevents.engines.registry import engine_logger, log_publisher, log_unused, replace_publisher
+from kvevents.engines.settings import EngineSettings
+from kvevents.native_module import find_native
+
+_ENGINE: Final = "SGLang"
+logger = engine_logger(_ENGINE)
+OWN_NAME: Final = "kvevents"
+"""The publisher's own name in `--kv-events-config`; `zmq` leads to it as well."""
+_EVENTS_MODULE: Final = "sglang.srt.disaggregation.kv_events"
+_GPU_MEDIA: Final = (None, "GPU")
+_KNOWN_OPTIONS: Final = frozenset({"endpoint", "bind", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
+_HOOKED: Final = "_kvevents_hooked"
+"""Attribute of the class of SGLang that has the hook; it gets it once."""
+_EMITTERS: Final = (
+    ("sglang.srt.managers.scheduler_components.kv_events_publisher", "SchedulerKvEventsPublisher", "publish_kv_events"),
+    ("sglang.srt.observability.scheduler_metrics_mixin", "SchedulerMetricsMixin", "_publish_kv_events"),
+)
+"""Methods that take the events of `self.tree_cache` and publish them: SGLang from 0.5.13, and before."""
+_MAX_UNEQUAL_BATCHES: Final = 1000
+"""Batches in sequence after which it is logged that the tree and its events differ. The hierarchical cache counts the blocks
+that it loads before it announces them, so a few are normal."""
+
+
+def register() -> None:
+    """Replace SGLang's publisher `zmq`. Called by SGLang as a plugin; never raises and may be called repeatedly."""
+    try:
+        factory = importlib.import_module(_EVENTS_MODULE).EventPublisherFactory
+        entry = replace_publisher(_ENGINE, "attn_dp_rank", sys.modules[_EVENTS_MODULE], _create_publisher, os.environ)
+        if entry is not None and OWN_NAME not in factory._registry:  # noqa: SLF001 - SGLang has no other way to look it up
+            factory.register_publisher(OWN_NAME, entry)
+    except Exception as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
+        log_unused(_ENGINE, error)
+
+
+class SglangEventPublisher(AttestingPublisher, compat.ZmqEventPublisher):
+    """The publisher inside SGLang's scheduler, with SGLang's parameters and the settings of the plugin."""
+
+    logger = logger
+    is_linked = False
+    """Whether a scheduler has offered its cache."""
+
+    def __init__(self, settings: EngineSettings, attn_dp_rank: int, options: dict[str, Any]) -> None:
+        self._cache_digest: _CacheDigest | None = None
+        publisher.ZmqEventPublisher.__init__(
+            self,
+            attn_dp_rank,
+            **{name: value for name, value in options.items() if name in _KNOWN_OPTIONS},
+            replay_topic=_has_replay_topic(),
+            compact=None if settings.compact else False,
+            heartbeat=settings.heartbeat if find_native() is not None else None,
+            curve=settings.curve,
+            settings=settings.limits,
+        )
+        self._set_local_endpoints()
+
+    def attest(self, cache: Any) -> None:
+        """Send the digest of `cache`, SGLang's `tree_cache`, in heartbeats; call it before the first batch of the cache."""
+        self._expects_attestation = False
+        self._cache_digest = _CacheDigest(cache, importlib.import_module(_EVENTS_MODULE))
+
+    def publish(self, events: Any) -> None:
+        """Accept one batch, which has all events that the tree has queued."""
+        super().publish(events)
+        digest = self._cache_digest
+        if digest is None:
+            return
+        try:
+            if digest.add(events.events):
+                self.record_cache(digest.digest, is_batch_pending=False)
+        except Exception as error:  # noqa: BLE001 - the engine goes on
+            self.end_attestation(error)
+
+    def end_attestation(self, error: Exception) -> None:
+        """Log the first fault of a hook and send no attestation from now on."""
+        self._cache_digest = None
+        if self.stop_attesting():
+            logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)
+
+
+def _has_replay_topic() -> bool:
+    """Return whether replies of this release repeat the topic (SGLang from 0.5.22), as its own consumers expect."""
+    # `namespaced_block_hash` came to the module in the same release.
+    return hasattr(importlib.import_module(_EVENTS_MODULE), "namespaced_block_hash")
+
+
+def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, Any]) -> SglangEventPublisher:
+    created = SglangEventPublisher(settings, rank, options)
+    attests = False
+    try:
+        if settings.attestation and find_native() is not None:
+            attests = _install_hooks()
+            if attests:
+                created.expect_attestation()
+    except Exception as error:  # noqa: BLE001 - events flow without attestation
+        created.end_attestation(error)
+    ignored = sorted(name for name, value in options.items() if name not in _KNOWN_OPTIONS and value is not None)
+    log_publisher(_ENGINE, created, rank, settings, attests=attests, ignored=ignored)
+    return created
+
+
+# --- attestation -------------------------------------------------------------------------------------------------------------
+
+
+class _CacheDigest:
+    """The digest of one radix tree, as `kvevents.engines.attestation` defines it; all blocks are in group 0."""
+
+    def __init__(self, cache: Any, module: Any) -> None:
+        self._cache = getattr(cache, "inner", cache)  # a StreamingSession wraps the tree
+        self._page_size: int = self._cache.page_size
+        self._stored, self._removed, self._cleared = module.BlockStored, module.BlockRemoved, module.AllBlocksCleared
+        self._unequal = 0
+        self.digest = 0
+        self.blocks = 0
+        """Blocks in the digest."""
+        self._count_tokens()  # raises for a cache of another form
+
+    def add(self, events: list[Any]) -> bool:
+        """Add the events of a batch. Return whether the tree holds as many tokens as the digest has.
+
+        Raises TypeError for an event of an unknown kind.
+        """
+        digest, blocks = self.digest, self.blocks
+        for event in events:
+            kind = type(event)
+            if kind is self._stored:
+                if event.medium in _GPU_MEDIA:
+                    digest += sum(event.block_hashes)
+                    blocks += len(event.block_hashes)
+            elif kind is self._removed:
+                if event.medium in _GPU_MEDIA:
+                    digest -= sum(event.block_hashes)
+                    blocks -= len(event.block_hashes)
+            elif kind is self._cleared:
+                digest = blocks = 0
+            else:
+                raise TypeError(f"unknown event {kind.__name__}")
+        self.digest, self.blocks = digest & DIGEST_MASK, blocks
+        tokens = self._count_tokens()
+        if tokens == blocks * self._page_size:
+            self._unequal = 0
+            return True
+        self._unequal += 1
+        if self._unequal == _MAX_UNEQUAL_BATCHES:
+            logger.warning(
+                "kvevents: heartbeats carry no attestation: SGLang's %s holds %d tokens on the GPU, and has announced %d",
+                type(self._cache).__name__,
+                tokens,
+                blocks * self._page_size,
+            )
+        return False
+
+    def _count_tokens(self) -> int:
+        """Return how many tokens the tree holds on the GPU, by its own count."""
+        cache = self._cache
+        try:
+            tokens: int = cache.evictable_size() + cache.protected_size()
+        except NotImplementedError:  # SWARadixCache has one count for each kind of layers
+            tokens = cache.full_evictable_size() + cache.full_protected_size()
+        return tokens
+
+
+def _install_hooks() -> bool:
+    """Hook into SGLang's scheduler. Return whether its cache can be attested in this release."""
+    for module_name, owner_name, method_name in _EMITTERS:
+        module = sys.modules.get(module_name)
+        owner = getattr(module, owner_name, None)
+        if owner is None or not hasattr(owner, method_name):
+            continue
+        if _HOOKED not in owner.__dict__:
+            original = getattr(owner, method_name)
+            setattr(owner, method_name, functools.wraps(original)(_linking(original)))
+            setattr(owner, _HOOKED, True)
+        return True
+    logger.info("kvevents: no attestation: this release of SGLang publishes its events in another place")
+    return False
+
+
+def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Link the publisher of a scheduler with its cache when the scheduler publishes for the first time."""
+
+    def publish_kv_events(emitter: Any) -> Any:
+        found = emitter.kv_event_publisher if emitter.enable_kv_cache_events else None
+        if isinstance(found, SglangEventPublisher) and not found.is_linked:
+            found.is_linked = True
+            try:
+                found.attest(emitter.tree_cache)
+            except Exception as error:  # noqa: BLE001 - the engine goes on
+                found.end_attestation(error)
+        return original(emitter)
+
+    return publish_kv_events

@@ -1,0 +1,265 @@
+"""The plugin for SGLang, in a stand-in for SGLang: what it publishes and attests, and that its faults stay its own.
+
+The stand-in has the names of SGLang 0.5.23; `tests/system/engines/sglang.py` runs the plugin in the real modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvevents import Batch, Source, Subscriber
+from kvevents.compat import sglang as compat
+from kvevents.engines import sglang
+from kvevents.engines.attestation import DIGEST_MASK
+from kvevents.engines.settings import VARIABLE
+from kvevents.index import PrefixIndex
+
+CONFIG = '{"publisher": "%s", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}'
+LOGGER = "sglang.kvevents"
+
+
+class OwnPublisher(compat.ZmqEventPublisher):
+    """What SGLang would have used without the plugin."""
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    class Factory(compat.EventPublisherFactory):
+        _registry = {"null": compat.NullEventPublisher, "zmq": OwnPublisher}  # noqa: RUF012 - as SGLang's class has it
+
+    module = types.ModuleType("sglang.srt.disaggregation.kv_events")
+    vars(module).update({name: getattr(compat, name) for name in ("BlockStored", "BlockRemoved", "AllBlocksCleared")})
+    vars(module).update(EventPublisherFactory=Factory, ZmqEventPublisher=OwnPublisher)
+    emitters = types.ModuleType("sglang.srt.managers.scheduler_components.kv_events_publisher")
+    vars(emitters).update(SchedulerKvEventsPublisher=type("SchedulerKvEventsPublisher", (Emitter,), {}))
+    for each in (module, emitters):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    monkeypatch.setenv(VARIABLE, '{"heartbeat": 0.05}')
+    yield Factory
+    for publisher in made:
+        publisher.shutdown()
+    made.clear()
+
+
+made: list[Any] = []
+
+
+class Cache:
+    """A radix tree: what it holds on the GPU, and the events that it has queued."""
+
+    page_size = 2
+
+    def __init__(self) -> None:
+        self.resident: list[int] = []
+        self.queue: list[Any] = []
+
+    def store(self, block_hash: int, medium: str = "GPU") -> None:
+        if medium == "GPU":
+            self.resident.append(block_hash)
+        self.queue.append(compat.BlockStored([block_hash], None, [block_hash & 0xFFFF, 2], 2, None, medium))
+
+    def remove(self, block_hash: int, medium: str = "GPU") -> None:
+        if medium == "GPU":
+            self.resident.remove(block_hash)
+        self.queue.append(compat.BlockRemoved([block_hash], medium))
+
+    def reset(self) -> None:
+        self.resident.clear()
+        self.queue.append(compat.AllBlocksCleared())
+
+    def evictable_size(self) -> int:
+        return len(self.resident) // 2 * self.page_size
+
+    def protected_size(self) -> int:
+        return len(self.resident) * self.page_size - self.evictable_size()
+
+    def take_events(self) -> list[Any]:
+        events, self.queue = self.queue, []
+        return events
+
+
+class Emitter:
+    """The part of the scheduler that publishes."""
+
+    def __init__(self, publisher: Any, cache: Any) -> None:
+        self.enable_kv_cache_events = True
+        self.kv_event_publisher = publisher
+        self.tree_cache = cache
+
+    def publish_kv_events(self) -> None:
+        if events := self.tree_cache.take_events():
+            self.kv_event_publisher.publish(compat.KVEventBatch(ts=0.0, events=events))
+
+
+def emitter_of(factory: Any, cache: Any) -> Any:
+    sglang.register()
+    publisher = create(factory)
+    return sys.modules["sglang.srt.managers.scheduler_components.kv_events_publisher"].SchedulerKvEventsPublisher(
+        publisher, cache
+    )
+
+
+def heartbeats(publisher: Any, index: PrefixIndex, until: Callable[[int | None], bool]) -> None:
+    """Follow the publisher into `index` until a heartbeat's attestation fulfils `until`."""
+    with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
+        while True:
+            delivery = subscriber.receive(timeout=20)
+            assert delivery is not None
+            report = index.apply(delivery).report
+            if report is not None and report.heartbeat is not None and until(report.heartbeat.attestation):
+                return
+
+
+def is_none(attestation: int | None) -> bool:
+    return attestation is None
+
+
+def create(factory: Any, name: str = "zmq") -> Any:
+    made.append(factory.create(CONFIG % name, 0))
+    return made[-1]
+
+
+def store(publisher: Any, block_hash: int) -> None:
+    event = compat.BlockStored([block_hash], None, [1, 2], 2, None, "GPU")
+    publisher.publish(compat.KVEventBatch(ts=0.0, events=[event]))
+
+
+def first_events(publisher: Any) -> Any:
+    with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
+        while True:
+            delivery = subscriber.receive(timeout=20)
+            assert isinstance(delivery, Batch)
+            if getattr(delivery.events[0], "heartbeat", None) is None:
+                return delivery.events
+
+
+@pytest.mark.parametrize("name", ["zmq", "kvevents"])
+def test_both_names_are_the_publisher_of_kvevents(factory: Any, name: str) -> None:
+    sglang.register()
+    sglang.register()
+    publisher = create(factory, name)
+    assert isinstance(publisher, sglang.SglangEventPublisher)
+    store(publisher, 7)
+    assert first_events(publisher)[0].block_hashes == [7]
+    source: Any = publisher.describe_local_source(2)
+    assert source["endpoint"] == publisher.endpoint
+    assert source["replay_endpoint"] == publisher.replay_endpoint
+
+
+def test_another_replacement_is_left_alone(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
+    other = type("Other", (), {})
+    factory._registry["zmq"] = other
+    sglang.register()
+    assert factory._registry["zmq"] is other
+    assert "kvevents" not in factory._registry
+    assert "has replaced the publisher 'zmq' already" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_heartbeats_attest_the_tree_and_a_consumer_agrees(factory: Any, seed: int) -> None:
+    """Random stores, removals and resets, on the GPU and in the host's memory; signed hashes, as SGLang's are."""
+    cache, drawn = Cache(), random.Random(seed)
+    emitter = emitter_of(factory, cache)
+    for _ in range(300):
+        if cache.resident and drawn.random() < 0.4:
+            cache.remove(drawn.choice(cache.resident))
+        elif drawn.random() < 0.01:
+            cache.reset()
+        else:
+            cache.store(drawn.randrange(-(2**63), 2**63), drawn.choice(["GPU", "GPU", "CPU_PINNED"]))
+        if drawn.random() < 0.3:
+            emitter.publish_kv_events()
+    emitter.publish_kv_events()
+    index = PrefixIndex()
+    heartbeats(emitter.kv_event_publisher, index, functools.partial(operator.eq, sum(cache.resident) & DIGEST_MASK))
+    (worker,) = index.workers()
+    assert worker.attested
+
+
+def lose_a_store(cache: Cache) -> None:
+    cache.resident.append(5)
+
+
+def lose_a_removal(cache: Cache) -> None:
+    cache.resident.remove(1)
+
+
+def announce_twice(cache: Cache) -> None:
+    cache.queue.append(compat.BlockStored([1], None, [1, 2], 2, None, "GPU"))
+
+
+@pytest.mark.parametrize("fault", [lose_a_store, lose_a_removal, announce_twice])
+def test_a_tree_that_announces_too_little_or_too_much_is_not_attested(
+    factory: Any, fault: Callable[[Cache], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, after so many batches that no load from the host's memory explains it."""
+    cache = Cache()
+    emitter = emitter_of(factory, cache)
+    cache.store(1)
+    fault(cache)
+    cache.store(2)
+    emitter.publish_kv_events()
+    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_none)
+    for block in range(3, 1010):
+        cache.store(block)
+        emitter.publish_kv_events()
+    assert caplog.text.count("SGLang's Cache holds") == 1
+    assert [each for each in caplog.records if each.name == LOGGER and each.levelname == "WARNING"][1:] == []
+
+
+def test_a_cache_of_another_form_is_not_attested(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
+    cache = types.SimpleNamespace(take_events=lambda: [compat.BlockStored([7], None, [1, 2], 2, None, "GPU")])
+    emitter = emitter_of(factory, cache)
+    emitter.publish_kv_events()
+    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_none)
+    emitter.publish_kv_events()
+    assert caplog.text.count("attestation is switched off: a hook failed") == 1
+
+
+def test_a_fault_in_the_digest_does_not_reach_the_engine(
+    factory: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache()
+    emitter = emitter_of(factory, cache)
+    cache.store(1)
+    emitter.publish_kv_events()
+    monkeypatch.setattr(cache, "evictable_size", raising)
+    cache.store(2)
+    emitter.publish_kv_events()
+    cache.store(3)
+    emitter.publish_kv_events()
+    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_none)
+    assert emitter.kv_event_publisher.stats().accepted == 3
+    assert caplog.text.count("attestation is switched off: a hook failed") == 1
+
+
+def raising(*_arguments: Any, **_named: Any) -> Any:
+    raise RuntimeError("broken on purpose")
+
+
+FAULTS = ('{"heartbeet": 1}', "/nowhere.toml", '{"curve": {"key_file": "/nowhere/key"}}', "constructor")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_with_a_fault_sglang_uses_its_own_publisher(
+    factory: Any, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged in one line, and events flow."""
+    if fault == "constructor":
+        monkeypatch.setattr(sglang.SglangEventPublisher, "__init__", raising)
+    else:
+        monkeypatch.setenv(VARIABLE, fault)
+    sglang.register()
+    publisher = create(factory)
+    assert type(publisher) is OwnPublisher
+    store(publisher, 7)
+    assert first_events(publisher)[0].block_hashes == [7]
+    assert [each.getMessage()[:20] for each in caplog.records if each.name == LOGGER] == ["kvevents is not used"]
