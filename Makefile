@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check deny clean
+.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,11 +123,27 @@ sanitize: $(STAMP) model  ## All native code, from Rust and from Python, under A
 
 dist: $(STAMP)  ## Wheels and source distributions of kvevents (any platform) and kvevents-native (this platform), in dist/
 	rm -rf dist
+	+$(MAKE) --no-print-directory licences
 	$(BIN)/python -m hatchling build -d dist
 	cd native/python && $(abspath $(BIN))/maturin build --release --sdist --out ../../dist
 
 wheels-check: dist  ## Install the wheels into fresh environments of every Python found, outside the checkout, and use them: minutes, downloads
 	$(BIN)/python tools/check_wheels.py dist
+
+pure-check:  ## The same of the pure wheel alone, without Rust and .venv, with PYTHON and any other that is found
+	rm -rf build && $(PYTHON) -m venv build/packaging
+	build/packaging/bin/python -m pip install --quiet 'hatchling>=1.27,<2'
+	build/packaging/bin/python -m hatchling build -d build/dist
+	$(PYTHON) tools/check_wheels.py --pure build/dist
+
+licences:  # of the crates in the native wheel, which takes every LICENSE* along
+	$(PYTHON) tools/licences.py native/python/LICENSE-THIRD-PARTY
+
+version:
+	@sed -n 's/^version = "\(.*\)"$$/\1/p' native/Cargo.toml
+
+image:  ## The container image, as kvevents:latest
+	docker build --file deploy/Dockerfile --tag kvevents .
 
 deny:  ## Licences, sources and advisories of the crates; needs cargo-deny (cargo install --locked cargo-deny)
 	cargo deny --manifest-path native/Cargo.toml check
@@ -151,4 +167,4 @@ $(BENCH_STAMP): tools/setup $(STAMP)  # wrk, which asks the service
 	touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist native/target benchmarks/native/target $(NATIVE)
+	rm -rf native/python/LICENSE-THIRD-PARTY $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist native/target benchmarks/native/target $(NATIVE)
