@@ -1,22 +1,41 @@
-"""Adds the extras to the metadata of `kvevents`. Those that use the compiled package require the same version of it."""
+"""Adds extras, addresses and the README to the metadata of `kvevents`.
+
+Extras that use the compiled package require the same version of it. The addresses are those of the repository that a release is
+built in, which its workflow passes in the environment variable `KVEVENTS_REPOSITORY`; other builds have none.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
-class ExtrasHook(MetadataHookInterface):
-    """Fills in `optional-dependencies` from the table `extras` of this hook's configuration in pyproject.toml."""
+class ProjectHook(MetadataHookInterface):
+    """Fills in the dynamic fields. The table `extras` of this hook's configuration in pyproject.toml has the extras."""
 
     PLUGIN_NAME = "custom"
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Append `kvevents-native` to each extra named by `needs-native`, and add the extra `all`."""
+        """Fill in the extras and the README; in a release, also addresses, to which relative links of the README then lead."""
         native = f"kvevents-native=={metadata['version']}"
         extras = {name: list(requirements) for name, requirements in self.config["extras"].items()}
         for name in self.config["needs-native"]:
             extras.setdefault(name, []).append(native)
         extras["all"] = sorted({requirement for requirements in extras.values() for requirement in requirements})
         metadata["optional-dependencies"] = extras
+        readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        if repository := os.environ.get("KVEVENTS_REPOSITORY"):
+            tree = f"{repository}/blob/v{metadata['version']}"
+            readme = re.sub(r"\]\((?!https?:|#)", f"]({tree}/", readme)
+            metadata["urls"] = {
+                "Source": repository,
+                "Documentation": f"{tree}/docs",
+                "Changelog": f"{tree}/CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+                "Security": f"{repository}/security/policy",
+            }
+        metadata["readme"] = {"content-type": "text/markdown", "text": readme}

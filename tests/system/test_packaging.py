@@ -116,6 +116,20 @@ def test_the_wheel_is_pure_and_needs_two_packages(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     required = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {line.partition(">")[0] for line in required} == {"msgspec", "pyzmq"}
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_all("Project-URL") is None
+
+
+def test_a_release_names_the_addresses_of_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links of the README lead there as well. A build outside of a release has no addresses."""
+    monkeypatch.setenv("KVEVENTS_REPOSITORY", "https://forge.example/kv/kvevents")
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
+    (built,) = tmp_path.glob("*.whl")
+    _, metadata = contents(built)
+    tree = f"https://forge.example/kv/kvevents/blob/v{metadata['Version']}"
+    assert "Source, https://forge.example/kv/kvevents" in metadata.get_all("Project-URL", [])
+    assert f"]({tree}/docs/stream.md)" in metadata.get_payload()
+    assert "](docs/" not in metadata.get_payload()
 
 
 def test_the_native_wheel_serves_every_python_from_3_11(native_wheel: Path) -> None:
