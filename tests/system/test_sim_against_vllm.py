@@ -14,7 +14,7 @@ import pytest
 from kvevents.sim.cache import PrefixCache
 from kvevents.sim.sequence import Sequence
 from tests.system.vllm_oracle import __main__ as against_vllm
-from tests.system.vllm_oracle import lookups as foretelling
+from tests.system.vllm_oracle import lookups as lookup_oracle
 from tests.system.vllm_oracle.comparing import Counts
 from tests.system.vllm_oracle.histories import CASES, Case
 from tests.system.vllm_oracle.vllm_blocks import FOREIGN, RealCache, modules, request
@@ -93,13 +93,13 @@ def test_the_real_cache_is_the_real_one() -> None:
 
 
 def test_the_recorded_histories_are_what_vllm_does(tmp_path: Path) -> None:
-    """`test_index_captures.py` foretells them without a wheel."""
-    foretelling.record(tmp_path / "again")
-    assert foretelling.recorded(tmp_path / "again") == foretelling.recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
+    """`test_index_captures.py` predicts them without a wheel."""
+    lookup_oracle.record(tmp_path / "again")
+    assert lookup_oracle.recorded(tmp_path / "again") == lookup_oracle.recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
 
 
-def test_every_request_is_foretold(capsys: pytest.CaptureFixture[str]) -> None:
-    assert foretelling.main(["--histories", "2", "--seed", "1"]) == 0
+def test_every_request_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lookup_oracle.main(["--histories", "2", "--seed", "1"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == len(foretelling.SHAPES)
-    assert all(", 0 foretold wrongly; " in line for line in told)
+    assert len(told) == len(lookup_oracle.SHAPES)
+    assert all(", 0 predicted wrongly; " in line for line in told)

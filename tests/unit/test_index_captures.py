@@ -15,7 +15,7 @@ from kvevents.index import PrefixIndex
 from kvevents.recording import RecordedEndpoint, live_batches, recorded_endpoints
 from kvevents.stream import Batch, inspect_events
 from kvevents.wire import decode_batch
-from tests.system.vllm_oracle.lookups import WINDOWED, Foreteller, History, recorded
+from tests.system.vllm_oracle.lookups import WINDOWED, History, LookupPredictor, recorded
 from wire_cases import CAPTURES, DATA, GOLDENS, Golden, batch_of, stored
 
 WORKER: Worker = ("vllm", 0)
@@ -123,7 +123,7 @@ def test_a_golden_payload_leaves_the_same_by_event_by_payload_and_in_the_model(g
 
 
 class Run:
-    """200 requests at an engine, two at a time, each foretold from the events before it and then run."""
+    """200 requests at an engine, two at a time, each predicted from the events before it and then run."""
 
     def __init__(self, windows: tuple[int | None, ...]) -> None:
         self.engine = Engine(7, 4, 60 * len(windows), windows)
@@ -138,10 +138,10 @@ class Run:
             while len(traffic.running) >= 2:
                 traffic.step()
             tokens, salt = traffic.arrive()
-            self.foretell(tokens, Scope(salt=salt))
+            self.predict(tokens, Scope(salt=salt))
             traffic.admit(tokens, salt)
 
-    def foretell(self, tokens: list[int], scope: Scope) -> None:
+    def predict(self, tokens: list[int], scope: Scope) -> None:
         batch = self.all.batch(*self.engine.take_events())
         self.index.apply(batch)
         self.oracle.apply(batch)
@@ -153,9 +153,9 @@ class Run:
 
 
 @pytest.mark.parametrize("windows", [(None, 9), (None, 6, 17), (None, None, 9)], ids=repr)
-def test_every_request_of_a_hybrid_model_is_foretold(windows: tuple[int | None, ...]) -> None:
+def test_every_request_of_a_hybrid_model_is_predicted(windows: tuple[int | None, ...]) -> None:
     """An engine with full attention and sliding windows frees blocks as windows pass them and evicts in LRU order; each of 200
-    requests is foretold to the block, where the dense group alone would promise too much of many."""
+    requests is predicted to the block, where the dense group alone would promise too much of many."""
     run = Run(windows)
     assert run.hits > 80
     assert run.wrong == 0
@@ -164,7 +164,7 @@ def test_every_request_of_a_hybrid_model_is_foretold(windows: tuple[int | None, 
     assert {group for *_, group, _ in run.oracle.blocks(("a", 0))} == set(range(len(windows)))
 
 
-def test_every_request_of_a_dense_model_is_foretold() -> None:
+def test_every_request_of_a_dense_model_is_predicted() -> None:
     run = Run((None,))
     assert run.hits > 100
     assert run.wrong == run.wrong_if_dense == 0
@@ -177,24 +177,24 @@ HISTORIES = recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.shape)
-def test_every_request_at_vllm_with_sliding_windows_is_foretold(history: History) -> None:
+def test_every_request_at_vllm_with_sliding_windows_is_predicted(history: History) -> None:
     """What vLLM 0.32.0's block manager published and then found of 200 prompts, while it evicted and was reset: each is
-    foretold to the token, where full attention alone promises too much of some."""
-    foreteller, oracle = Foreteller(), Oracle()
+    predicted to the token, where full attention alone promises too much of some."""
+    predictor, oracle = LookupPredictor(), Oracle()
     removed = cleared = 0
     for seq, step in enumerate(history.steps):
-        foreteller.take(step)
+        predictor.take(step)
         if step.payload:
             batch = decode_batch(step.payload).batch
             oracle.apply(Batch(*WORKER, 0, seq, batch.ts, batch.events, False))
             removed += sum(isinstance(event, BlockRemoved) for event in batch.events)
             cleared += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
-    assert (foreteller.requests, foreteller.wrong) == (200, 0)
-    assert foreteller.hits > 80
-    assert foreteller.wrong_if_dense > 0
+    assert (predictor.requests, predictor.wrong) == (200, 0)
+    assert predictor.hits > 80
+    assert predictor.wrong_if_dense > 0
     assert removed > 100
     assert cleared > 0
-    assert blocks_of(foreteller.index, WORKER) == oracle.blocks(WORKER) != []
+    assert blocks_of(predictor.index, WORKER) == oracle.blocks(WORKER) != []
 
 
 def test_all_shapes_with_windows_are_recorded() -> None:

@@ -1,4 +1,4 @@
-"""Requests of vLLM's own block manager, foretold from its events: `python -m tests.system.vllm_oracle.lookups`.
+"""Requests of vLLM's own block manager, predicted from its events: `python -m tests.system.vllm_oracle.lookups`.
 
 The manager out of vLLM's released wheel serves random requests, mostly of models with sliding windows. Before each of its
 lookups the index has the events so far, as vLLM encodes them, and is asked for the prompt. Told is how often it said another
@@ -143,7 +143,7 @@ class Manager:
         self._cache.release(one[0])
 
 
-class Foreteller:
+class LookupPredictor:
     """What an index says before each request of a history, and one that is told of full attention only."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ def record(path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Foretell. Returns 0 when every request was foretold, else 1."""
+    """Predict the requests. Returns 0 if every prediction was right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.vllm_oracle.lookups", description=__doc__)
     parser.add_argument("--histories", type=int, default=50, help="of each shape")
     parser.add_argument("--seed", type=int, default=0, help="of the first history; the next has the next number")
@@ -211,15 +211,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for shape in SHAPES:
         began, told = time.monotonic(), [0, 0, 0, 0]
         for seed in range(options.seed, options.seed + options.histories):
-            foreteller = Foreteller()
+            predictor = LookupPredictor()
             for step in Manager(shape, seed).serve():
-                foreteller.take(step)
-            if foreteller.wrong:
-                print(f"{shape.name}, seed {seed}: {foreteller.wrong} of {foreteller.requests} foretold wrongly")
-            counts = (foreteller.requests, foreteller.hits, foreteller.wrong, foreteller.wrong_if_dense)
+                predictor.take(step)
+            if predictor.wrong:
+                print(f"{shape.name}, seed {seed}: {predictor.wrong} of {predictor.requests} predicted wrongly")
+            counts = (predictor.requests, predictor.hits, predictor.wrong, predictor.wrong_if_dense)
             told = [sum(pair) for pair in zip(told, counts, strict=True)]
         print(
-            f"{shape.name}: {told[0]:,} requests, {told[1]:,} with cached tokens, {told[2]:,} foretold wrongly; "
+            f"{shape.name}: {told[0]:,} requests, {told[1]:,} with cached tokens, {told[2]:,} predicted wrongly; "
             f"{told[3]:,} by full attention alone; {time.monotonic() - began:.1f} s"
         )
         wrong += told[2]
