@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -149,6 +150,19 @@ def test_extras_require_the_native_wheel_of_the_same_version(wheel: Path, native
     assert pinned
     assert all(line.startswith(f"kvevents-native=={native['Version']};") for line in pinned)
     assert {line.split("'")[1] for line in pinned} == {"all", "export", "native", "plane", "service", "sim"}
+
+
+def test_what_cannot_read_the_version_names_the_same() -> None:
+    """The chart, and the image in examples for clusters."""
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "native" / "Cargo.toml").read_text(), re.MULTILINE)
+    files = [path for path in (ROOT / "deploy").rglob("*") if path.suffix in {".yaml", ".md"} or path.name == "Chart.yaml"]
+    named = {
+        (path.name, found)
+        for path in files
+        for found in re.findall(r'(?:^version: |^appVersion: "|\bkvevents:)(\d+\.\d+\.\d+)', path.read_text(), re.MULTILINE)
+    }
+    assert {name for name, _ in named} >= {"Chart.yaml", "serve.yaml", "README.md"}
+    assert {found for _, found in named} == {version}
 
 
 def test_the_source_distribution_of_the_native_package_is_whole(tmp_path: Path) -> None:
