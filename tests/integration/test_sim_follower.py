@@ -1,4 +1,4 @@
-"""`kvevents.sim.follower`: which life of an engine a batch is of, and what becomes of lookups where a subscriber resets."""
+"""`kvevents.sim.live`: which life of an engine a batch is of, and what becomes of lookups where a subscriber resets."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from kvevents.errors import ConfigError
 from kvevents.events import BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.sim import follower as follower_module
+from kvevents.sim import live as follower_module
 from kvevents.sim.audit import AuditCounts, Expected, Mark
-from kvevents.sim.follower import Follower
+from kvevents.sim.live import Follower
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.sockets import Sockets
 from kvevents.stream import BatchReport, DegradedReason, Gap, RawBatch, RawDelivery, Reset, Source, Trust

@@ -16,9 +16,7 @@ from chromium import Chromium, find_chromium
 from kvevents.errors import MissingDependencyError
 from kvevents.sim.report import page, report_settings, rows, summary, traffic_text
 from kvevents.sim.report.figures import DRAWINGS, MAX_DOTS, MAX_POINTS, _thinned, hit_rates
-from kvevents.sim.report.settings import capacity_blocks
-from kvevents.sim.report.table import COLUMNS, cells
-from kvevents.sim.report.words import span
+from kvevents.sim.report.text import COLUMNS, capacity_blocks, cells, span
 from kvevents.sim.results import Comparison, Difference, Distribution, PolicyResult, Sample
 from kvevents.sim.settings import FleetSettings
 from sim_report_cases import result

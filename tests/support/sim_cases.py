@@ -15,11 +15,9 @@ from kvevents.sim.audit import Audit
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import CostModel
 from kvevents.sim.engine import Batching, Engine, Job, Step
-from kvevents.sim.event_sink import DelayedDelivery
-from kvevents.sim.fleet import Fleet
+from kvevents.sim.fleet import DelayedDelivery, Fleet, Timeline
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.timeline import Timeline
 from sim_model import Mirror, contents
 
 SECONDS = CostModel(step=1.0, token=0.001, pair=0.00001, weights=0.002, context=0.00002, reload=0.0001)

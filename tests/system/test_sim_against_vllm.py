@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvevents.sim.cache import PrefixCache
-from kvevents.sim.sequence import Sequence
+from kvevents.sim.requests import Sequence
 from tests.system.vllm_oracle import __main__ as against_vllm
 from tests.system.vllm_oracle import lookups as lookup_oracle
 from tests.system.vllm_oracle.comparing import Counts

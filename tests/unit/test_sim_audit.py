@@ -17,8 +17,8 @@ from kvevents.index import Applied, PrefixIndex
 from kvevents.sim.audit import MAX_EXAMPLES, Audit, Expected, Mark
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.engine import Batching
+from kvevents.sim.requests import Sequence
 from kvevents.sim.results import Difference
-from kvevents.sim.sequence import Sequence
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset
 from kvevents.wire.encode import batch_encoder
 from sim_cases import Run, request

@@ -14,7 +14,7 @@ from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.sim.cache import EVENT_STYLES, CacheSize, PrefixCache
-from kvevents.sim.sequence import Sequence
+from kvevents.sim.requests import Sequence
 from kvevents.wire.encode import batch_encoder
 from sim_model import Mirror, PlainCache, PlainPool, contents, plainly, waiting
 

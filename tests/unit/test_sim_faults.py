@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
 from kvevents.sim.faults import KINDS, Fault, begin, parse_faults
+from kvevents.sim.fleet import Timeline
 from kvevents.sim.settings import LiveTimers
-from kvevents.sim.timeline import Timeline
 
 # --- as text
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
-from kvevents.sim.costs import CostModel
-from kvevents.sim.fitting import Measurement, fit, read_measurements
+from kvevents.sim.costs import CostModel, Measurement, fit, read_measurements
 
 LENGTHS = (128, 512, 2_048, 8_192, 32_768)
 BATCHES = ((1, 512), (8, 1_024), (32, 2_048), (64, 4_096))

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from kvevents.index import PrefixIndex
 from kvevents.sim.engine import Job, Lookup
-from kvevents.sim.metrics import FIRST_INTERVAL, MAX_SAMPLES, RequestMetrics, Sampler
+from kvevents.sim.metrics import FIRST_INTERVAL, MAX_SAMPLES, RequestMetrics, Sampler, SimulatedWorker
 from kvevents.sim.results import Distribution
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.worker import SimulatedWorker
 from sim_cases import request
 
 # --- distributions

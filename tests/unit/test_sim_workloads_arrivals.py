@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.arrivals`."""
+"""`kvevents.sim.workloads.traffic`."""
 
 from __future__ import annotations
 

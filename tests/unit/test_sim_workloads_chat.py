@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.chat`."""
+"""`kvevents.sim.workloads.generators`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.mooncake`."""
+"""`kvevents.sim.workloads.traces`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvevents.sim.requests import Drawn, Request, Text
 from kvevents.sim.workloads import MooncakeRow, mooncake_rows, workload
-from kvevents.sim.workloads.mooncake import ANSWERS, PIECE_TOKENS, MooncakeReader
+from kvevents.sim.workloads.traces import ANSWERS, PIECE_TOKENS, MooncakeReader
 
 
 def row(**fields: object) -> bytes:

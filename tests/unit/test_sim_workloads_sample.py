@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.sample`."""
+"""`kvevents.sim.workloads.registry`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.schema`."""
+"""`kvevents.sim.workloads.traces`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workloads.mooncake import ANSWERS
-from kvevents.sim.workloads.schema import PlainReader, plain_row
+from kvevents.sim.workloads.traces import ANSWERS, PlainReader, plain_row
 
 
 def read(line: str, number: int = 1) -> Request:

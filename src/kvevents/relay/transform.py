@@ -258,8 +258,25 @@ def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:
 # --- redaction
 
 
-_PROMPT_FIELDS: Final = ("extra_keys", "lookahead_token_ids", "cache_salt", "session_id", "unrecognised")
-"""Fields besides the tokens that reveal something about a prompt or its sender."""
+_PLACEMENT_FIELDS: Final = frozenset(
+    {
+        "block_hashes",
+        "parent_block_hash",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
+        "locality",
+        "ownership",
+        "block_digests",
+        "parent_block_digest",
+    }
+)
+"""Fields of a store that reveal nothing about a prompt. The others are removed, also those of releases to come."""
+_PROMPT_FIELDS: Final = tuple(set(BlockStored.__struct_fields__) - _PLACEMENT_FIELDS - {"token_ids", "block_keys"})
 
 
 class Redactor:

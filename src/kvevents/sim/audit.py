@@ -19,8 +19,8 @@ from kvevents.errors import UsageError
 from kvevents.events import BlockRemoved, KVEvent, KVEventBatch
 from kvevents.index import Applied, Namespace, PrefixIndex
 from kvevents.routing import Worker
+from kvevents.sim.requests import Sequence
 from kvevents.sim.results import Difference
-from kvevents.sim.sequence import Sequence
 from kvevents.stream import Batch, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire.encode import batch_encoder
 

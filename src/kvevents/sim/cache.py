@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, TypeAlias
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_CPU_PINNED, MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.sim.pool import NULL, BlockTable, Pool
-from kvevents.sim.sequence import Sequence
+from kvevents.sim.requests import Sequence
 
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_window"

@@ -20,8 +20,7 @@ from kvevents.errors import ConfigError
 from kvevents.events import KVEvent
 from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, Found, PrefixCache
 from kvevents.sim.costs import CostModel
-from kvevents.sim.requests import Request
-from kvevents.sim.sequence import Sequence
+from kvevents.sim.requests import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvevents.sim.cache import CacheSize, PrefixCache
 from kvevents.sim.costs import CostModel
 from kvevents.sim.engine import Batching, Engine, Job
 from kvevents.sim.requests import Request, Text
-from kvevents.sim.sequence import Sequence as Simulated
+from kvevents.sim.requests import Sequence as Simulated
 from tests.system.vllm_oracle.comparing import Counts, Streams, expect
 from tests.system.vllm_oracle.vllm_blocks import RealCache, request
 from tests.system.vllm_oracle.vllm_scheduler import RealScheduler

@@ -11,7 +11,7 @@ import msgspec
 from kvevents.cli.command import OK
 from kvevents.cli.console import Console
 from kvevents.cli.options import positive_int, positive_seconds
-from kvevents.sim.fitting import fit, read_measurements
+from kvevents.sim.costs import fit, read_measurements
 
 DESCRIPTION: Final = (
     "Fit a cost model for --preset to measurements of an engine: the time to the first token of single prompts of several "

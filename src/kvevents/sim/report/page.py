@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvevents.sim.report.figures import DRAWINGS, Drawing
-from kvevents.sim.report.settings import traffic_text
-from kvevents.sim.report.table import COLUMNS, Cell, cells
-from kvevents.sim.report.words import summary, visible
+from kvevents.sim.report.text import COLUMNS, Cell, cells, summary, traffic_text, visible
 from kvevents.sim.results import Comparison, Difference, PolicyResult
 from kvevents.version import version
 

@@ -1,15 +1,10 @@
 """Workloads of a simulated fleet: `Request` objects from traces, generators and recordings."""
 
-from kvevents.sim.workloads.agents import Agents
-from kvevents.sim.workloads.arrivals import ARRIVALS, arrivals, rescaled
-from kvevents.sim.workloads.chat import Chat
-from kvevents.sim.workloads.mooncake import MooncakeRow, mooncake_rows
+from kvevents.sim.workloads.generators import Agents, Chat, LlmD, SharedPrompts
 from kvevents.sim.workloads.recorded import RecordedRequests, from_recording
-from kvevents.sim.workloads.registry import WORKLOADS, Workload, settings_of, workload
-from kvevents.sim.workloads.sample import SAMPLE, Trace, make_sample
-from kvevents.sim.workloads.shared import LlmD, SharedPrompts
-from kvevents.sim.workloads.traces import read_trace, write_rows, write_trace
-from kvevents.sim.workloads.traffic import Lengths, Traffic
+from kvevents.sim.workloads.registry import SAMPLE, WORKLOADS, Trace, Workload, make_sample, settings_of, workload
+from kvevents.sim.workloads.traces import MooncakeRow, mooncake_rows, read_trace, write_rows, write_trace
+from kvevents.sim.workloads.traffic import ARRIVALS, Lengths, Traffic, arrivals, rescaled
 
 __all__ = [
     "ARRIVALS",

@@ -1,23 +1,228 @@
-"""Reads trace files in Mooncake's format or in that of kvevents, line by line, and writes the latter."""
+"""Reads trace files in Mooncake's format or in that of kvevents, line by line, and writes them.
+
+Mooncake's format has the lengths of prompts and the pieces that they share, without their text. A line is
+`{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, with one id for every 512 tokens of the
+prompt. An id identifies its piece and all pieces before it; the last one covers the rest (github.com/kvcache-ai/Mooncake,
+FAST'25). Answers are always new text, since a trace does not contain which later prompt repeats one.
+
+The format of kvevents describes any requests. Each line is a JSON object:
+`{"at": 1.5, "tokens": [791, 6864], "output_tokens": 120, "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}`. Instead
+of `tokens` and `output_tokens` a line can have `prompt` and `output`, lists of pieces. A piece is `{"tokens": [...]}` or
+`[number, length]`: `length` token ids that are generated from the number.
+"""
 
 from __future__ import annotations
 
 import gzip
 import io
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import IO, Final, Protocol
+from typing import IO, Annotated, Final, Protocol
 
 import msgspec
 
 from kvevents.errors import ConfigError, WorkloadError
 from kvevents.recording import StrPath
-from kvevents.sim.requests import Request
-from kvevents.sim.workloads.mooncake import MooncakeReader, MooncakeRow
-from kvevents.sim.workloads.schema import PlainReader, plain_row
+from kvevents.sim.requests import Drawn, Request, Text
+
+SHARED_AFTER: Final = 4
+"""Most different continuations of one conversation: the next turn, its regenerations and edits."""
+MAX_ENDS: Final = 100_000
+"""Most prompts that are stored, about 300 bytes each; the oldest is evicted first."""
+
+
+class Sessions:
+    """Infers the sessions of requests from a trace that does not contain sessions.
+
+    The next prompt of a conversation begins with all whole pieces of an earlier one. So each prompt's last whole piece is
+    stored with its session, and a request belongs to the session of the deepest stored piece of its own prompt; otherwise it
+    begins a new one. Two kinds of pieces are ignored, since many conversations share them: the first piece of a prompt, and a
+    piece that was followed by more than `SHARED_AFTER` different pieces.
+
+    Known errors: a prompt of at most one whole piece always begins a session, and up to `SHARED_AFTER` users whose prompts
+    continue exactly the end of another user's first prompt become one session.
+    """
+
+    def __init__(self, name: str = "session", max_ends: int = MAX_ENDS) -> None:
+        self._name = name
+        self._max_ends = max_ends
+        self._begun = 0
+        self._ends: dict[Hashable, tuple[str, set[Hashable]]] = {}
+
+    def of(self, pieces: Sequence[Hashable], whole: int) -> str:
+        """Return the session of a prompt of these pieces, of which the first `whole` are complete.
+
+        A piece identifies itself and all pieces before it.
+        """
+        session = self._continued(pieces, whole) or self._new()
+        if whole > 1:
+            end = pieces[whole - 1]
+            _, followers = self._ends.pop(end, (session, set()))
+            self._ends[end] = session, followers
+            if len(self._ends) > self._max_ends:
+                del self._ends[next(iter(self._ends))]
+        return session
+
+    def _continued(self, pieces: Sequence[Hashable], whole: int) -> str | None:
+        for place in range(whole - 1, 0, -1):
+            known = self._ends.get(pieces[place])
+            if known is None:
+                continue
+            session, followers = known
+            if place + 1 < len(pieces) and len(followers) <= SHARED_AFTER:
+                followers.add(pieces[place + 1])
+            return session if len(followers) <= SHARED_AFTER else None
+        return None
+
+    def _new(self) -> str:
+        self._begun += 1
+        return f"{self._name}-{self._begun}"
+
+
+PIECE_TOKENS: Final = 512
+ANSWERS: Final = 1 << 63
+"""First number of the pieces that are answers, of which a trace has only the length."""
+
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+
+
+class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
+    """One line of a trace. Other fields are ignored."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    """Milliseconds from the beginning of the trace."""
+    input_length: _Positive
+    output_length: _Positive
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]
+
+
+MOONCAKE_DECODER: Final = msgspec.json.Decoder(MooncakeRow)
+
+
+class MooncakeReader:
+    """Converts lines to requests, in their order, and infers their sessions."""
+
+    def __init__(self) -> None:
+        self._sessions = Sessions()
+
+    def request(self, line: bytes, number: int) -> Request:
+        """Return the request of line `number`. Raises `ValueError`."""
+        row = MOONCAKE_DECODER.decode(line)
+        ids, length = row.hash_ids, row.input_length
+        pieces, rest = divmod(length, PIECE_TOKENS)
+        needed = pieces + (rest > 0)
+        if len(ids) != needed:
+            raise ValueError(
+                f"input_length {length} needs {needed} hash_ids, one for every {PIECE_TOKENS} tokens, but has {len(ids)}"
+            )
+        drawn = [Drawn(one, PIECE_TOKENS) for one in ids[:pieces]]
+        if rest:
+            drawn.append(Drawn(ids[-1], rest))
+        answer = Text((Drawn(ANSWERS + number, row.output_length),))
+        return Request(row.timestamp / 1000, Text(drawn), answer, self._sessions.of(ids, pieces))
+
+
+def mooncake_rows(requests: Iterable[Request]) -> Iterator[MooncakeRow]:
+    """Yield these requests in Mooncake's format: pieces of 512 tokens become numbers, without their text.
+
+    Sessions, LoRA and salts are not part of the format: prompts of different LoRAs or salts share no ids. Times are rounded
+    down to milliseconds. Remembers every piece, about 200 bytes each.
+    """
+    ids: dict[tuple[object, bytes], int] = {}
+    for request in requests:
+        text = memoryview(request.prompt.tokens())
+        parent: object = (request.lora, request.salt)
+        path: list[int] = []
+        for start in range(0, len(text), PIECE_TOKENS):
+            parent = ids.setdefault((parent, _digest(text[start : start + PIECE_TOKENS])), len(ids))
+            path.append(parent)
+        yield MooncakeRow(int(request.at * 1000), len(text), len(request.output), path)
+
+
+def _digest(piece: memoryview) -> bytes:
+    return blake2b(piece, digest_size=16).digest()
+
+
+MAX_NUMBER: Final = (1 << 64) - 1
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+_Length = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_TokenIds = Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class Given(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A piece with its token ids."""
+
+    tokens: _TokenIds
+
+
+_Pieces = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=0)], _Length] | Given], msgspec.Meta(min_length=1)]
+
+
+class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, forbid_unknown_fields=True):
+    """One line of a trace. It has exactly one of `prompt` and `tokens`, and exactly one of `output` and `output_tokens`."""
+
+    at: Annotated[float, msgspec.Meta(ge=0)]
+    """Seconds from the beginning of the trace."""
+    prompt: _Pieces | None = None
+    tokens: _TokenIds | None = None
+    output: _Pieces | None = None
+    output_tokens: _Length | None = None
+    """Length of an answer that is new text."""
+    session: _Name | None = None
+    lora: _Name | None = None
+    salt: _Name | None = None
+
+    def __post_init__(self) -> None:
+        for one, other in (("prompt", "tokens"), ("output", "output_tokens")):
+            if (getattr(self, one) is None) == (getattr(self, other) is None):
+                raise ValueError(f"expected exactly one of the keys {one} and {other}")
+
+
+DECODER: Final = msgspec.json.Decoder(PlainRow)
+
+
+class PlainReader:
+    """Converts lines to requests."""
+
+    def request(self, line: bytes, number: int) -> Request:
+        """Return the request of line `number`. Raises `ValueError`."""
+        row = DECODER.decode(line)
+        prompt = Text.of(row.tokens) if row.tokens is not None else _text(row.prompt or ())
+        output = _text(row.output or ()) if row.output_tokens is None else Text((Drawn(ANSWERS + number, row.output_tokens),))
+        return Request(row.at, prompt, output, row.session, row.lora, row.salt)
+
+
+def plain_row(request: Request) -> PlainRow:
+    """Return the line of a request."""
+    return PlainRow(
+        at=request.at,
+        prompt=_pieces(request.prompt),
+        output=_pieces(request.output),
+        session=request.session,
+        lora=request.lora,
+        salt=request.salt,
+    )
+
+
+def _text(pieces: Sequence[tuple[int, int] | Given]) -> Text:
+    return Text(array("I", piece.tokens) if isinstance(piece, Given) else _drawn(*piece) for piece in pieces)
+
+
+def _drawn(number: int, length: int) -> Drawn:
+    if number > MAX_NUMBER:
+        raise ValueError(f"invalid number {number} of a piece: expected at most 2**64 - 1")
+    return Drawn(number, length)
+
+
+def _pieces(text: Text) -> list[tuple[int, int] | Given]:
+    return [(piece.number, piece.length) if isinstance(piece, Drawn) else Given(piece.tolist()) for piece in text.pieces]
+
 
 MAX_LINE_BYTES: Final = 32 * 1024 * 1024
 """Longest line that is read. It has room for a prompt of three million token ids."""

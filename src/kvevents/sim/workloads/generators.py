@@ -1,0 +1,236 @@
+"""Generated workloads: chats, agents that call tools, and users that share long system prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count, cycle
+from random import Random
+
+from kvevents.sim.requests import Text
+from kvevents.sim.workloads.traffic import (
+    FIRST_TOKEN_SECONDS,
+    TOKEN_SECONDS,
+    Lengths,
+    Session,
+    Traffic,
+    Turn,
+    Writer,
+    answer_seconds,
+    turns_of,
+    zipf,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrompts(Traffic):
+    """Single questions of many users, each after one of a few long system prompts with Zipf popularity."""
+
+    prompts: int = 32
+    """Number of system prompts."""
+    popularity: float = 1.0
+    """Zipf exponent of the system prompts: 0 makes all equally popular."""
+    users: int = 1_000
+    """Number of users. Each has one system prompt, and all ask equally often."""
+    system: Lengths = field(default=Lengths(3_000, 0.6, 500, 16_000))
+    question: Lengths = field(default=Lengths(150, 1.0, 4, 4_000))
+    answer: Lengths = field(default=Lengths(350, 0.6, 1, 2_000))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._from_one("prompts", "users")
+        self._need(("popularity",), lambda value: value >= 0, "at least 0")
+
+    def sessions(self, random: Random) -> Iterator[Session]:
+        """See `Traffic`. A session is one question, named after the user."""
+        writer = Writer(random)
+        systems = [(writer.write(self.system.draw(random)), *self.tenant(random)) for _ in range(self.prompts)]
+        users = random.choices(systems, cum_weights=zipf(self.prompts, self.popularity), k=self.users)
+        while True:
+            user = random.randrange(self.users)
+            system, lora, salt = users[user]
+            prompt = system + writer.write(self.question.draw(random))
+            turn = Turn(prompt, writer.write(self.answer.draw(random)), None)
+            yield Session(f"user-{user}", iter((turn,)), lora, salt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmD(Traffic):
+    """The shape of llm-d's published benchmark: 150 groups, each with a system prompt of its own and five users.
+
+    "KV-Cache Wins You Can See" (https://llm-d.ai/blog/kvcache-wins-you-can-see) and the report behind it: eight pods of
+    Qwen3-32B with 307,328 tokens of cache each; `shared_prefix` load of inference-perf with `num_groups: 150`,
+    `num_prompts_per_group: 5`, `system_prompt_len: 6000`, `question_len: 1200`, `output_len: 1000`; Poisson arrivals, warmed up
+    with 750 requests at 15 a second, then in stages from 3 to 60 a second. All prompts together are 1.8 million tokens, 73 % of
+    the caches. Like inference-perf, it repeats its 750 prompts in one shuffled order.
+    """
+
+    rate: float = 20.0
+    groups: int = 150
+    users: int = 5
+    """Number of prompts of each group."""
+    system: int = 6_000
+    question: int = 1_200
+    """Tokens of a question; a user always asks the same one."""
+    output: int = 1_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._from_one("groups", "users", "system", "question", "output")
+
+    def sessions(self, random: Random) -> Iterator[Session]:
+        """See `Traffic`. A session is one question, named after the user."""
+        writer = Writer(random)
+        asked: list[tuple[str, Text, str | None, str | None]] = []
+        for group in range(self.groups):
+            system, (lora, salt) = writer.write(self.system), self.tenant(random)
+            asked += [(f"user-{group}.{user}", system + writer.write(self.question), lora, salt) for user in range(self.users)]
+        random.shuffle(asked)
+        for name, prompt, lora, salt in cycle(asked):
+            yield Session(name, iter((Turn(prompt, writer.write(self.output), None),)), lora, salt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agents(Traffic):
+    """Agents of several kinds, each with a long prompt of tool schemas. Each turn appends a call and its result.
+
+    Prompts are about a hundred times as long as answers, as Manus reports of its agents ("Context Engineering for AI Agents",
+    manus.im/blog). A turn can start sub-agents that branch from the whole context of their parent. The parent continues when
+    they are assumed to be done, with their reports appended. The other defaults are guesses.
+    """
+
+    kinds: int = 4
+    popularity: float = 1.0
+    """Zipf exponent of the kinds: 0 makes all equally popular."""
+    schema: Lengths = field(default=Lengths(8_000, 0.5, 1_000, 30_000))
+    """Tokens of the instructions and tool schemas of a kind."""
+    task: Lengths = field(default=Lengths(400, 1.0, 20, 10_000))
+    call: Lengths = field(default=Lengths(160, 0.8, 10, 4_000))
+    """Tokens of an answer: reasoning and tool call."""
+    result: Lengths = field(default=Lengths(500, 1.2, 20, 12_000))
+    """Tokens of a tool's result or a sub-agent's report."""
+    turns: float = 20.0
+    """Mean number of turns."""
+    tool: Lengths = field(default=Lengths(2, 1.0, 1, 120))
+    """Seconds that a tool takes."""
+    delegating: float = 0.05
+    """Share of turns that start sub-agents, 0 to 1."""
+    helpers: int = 3
+    """Largest number of sub-agents of one turn; the smallest is 1."""
+    helper_turns: float = 6.0
+    """Mean number of turns of a sub-agent. Sub-agents start no sub-agents."""
+    context: int = 128_000
+    """Largest prompt in tokens; an agent ends before a longer one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._from_one("kinds", "turns", "helpers", "helper_turns", "context")
+        self._need(("delegating",), lambda value: 0 <= value <= 1, "a share from 0 to 1")
+        self._need(("popularity",), lambda value: value >= 0, "at least 0")
+
+    def sessions(self, random: Random) -> Iterator[Session]:
+        """See `Traffic`."""
+        writer = Writer(random)
+        schemas = [writer.write(self.schema.draw(random)) for _ in range(self.kinds)]
+        weights = zipf(self.kinds, self.popularity)
+        for number in count():
+            (schema,) = random.choices(schemas, cum_weights=weights)
+            lora, salt = self.tenant(random)
+            agent = _Agent(self, Session(f"agent-{number}", iter(()), lora, salt), writer, random)
+            yield agent.begun(schema, self.turns, self.delegating)
+
+
+@dataclass(frozen=True, slots=True)
+class _Agent:
+    """One agent. Its session is the template of its sub-agents' sessions."""
+
+    settings: Agents
+    session: Session
+    writer: Writer
+    random: Random
+
+    def begun(self, context: Text, turns: float, delegating: float) -> Session:
+        return self.session._replace(turns=self._work(context, turns, delegating))
+
+    def _work(self, context: Text, turns: float, delegating: float) -> Iterator[Turn]:
+        settings, random = self.settings, self.random
+        prompt = context + self._text(settings.task)
+        helped = 0
+        for _ in range(turns_of(turns, random) - 1):
+            call = self._text(settings.call)
+            helpers = random.randint(1, settings.helpers) if random.random() < delegating else 0
+            following = (
+                prompt + call + Text(piece for _ in range(max(helpers, 1)) for piece in self._text(settings.result).pieces)
+            )
+            if len(following) > settings.context:
+                break
+            begins = [self._helper(helped + place).begun(prompt + call, settings.helper_turns, 0) for place in range(helpers)]
+            helped += helpers
+            yield Turn(prompt, call, answer_seconds(call) + self._away(helpers), begins)
+            prompt = following
+        yield Turn(prompt, self._text(settings.call), None)
+
+    def _text(self, lengths: Lengths) -> Text:
+        return self.writer.write(lengths.draw(self.random))
+
+    def _helper(self, number: int) -> _Agent:
+        session = self.session._replace(name=f"{self.session.name}.{number}")
+        return _Agent(self.settings, session, self.writer, self.random)
+
+    def _away(self, helpers: int) -> float:
+        """Return the seconds until the next turn: the duration of a tool, or the mean duration of concurrent sub-agents."""
+        tool, call = self.settings.tool, self.settings.call
+        if not helpers:
+            return tool.draw(self.random)
+        return self.settings.helper_turns * (tool.median + FIRST_TOKEN_SECONDS + TOKEN_SECONDS * call.median)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Traffic):
+    """Conversations with several apps, each with its system prompt. A prompt is the one before, its answer and new text.
+
+    The mean number of turns is between WildChat's 2.5 (arXiv:2405.01470) and ShareChat's 4.6 (arXiv:2512.17843: 660,000 in
+    142,808 conversations); answers are as long as those of Mooncake's conversation trace (median 350, 90 % below 600). Think
+    times, system prompts and lengths of user messages are guesses.
+    """
+
+    apps: int = 8
+    popularity: float = 1.0
+    """Zipf exponent of the apps: 0 makes all equally popular."""
+    preamble: int = 0
+    """Tokens of a common beginning of all system prompts, for example an operator's rules."""
+    system: Lengths = field(default=Lengths(1_200, 0.7, 100, 8_000))
+    user: Lengths = field(default=Lengths(120, 1.2, 4, 8_000))
+    answer: Lengths = field(default=Lengths(350, 0.6, 1, 2_000))
+    turns: float = 4.0
+    """Mean number of turns."""
+    think: Lengths = field(default=Lengths(20, 1.0, 1, 600))
+    """Think time: seconds from the end of an answer to the next turn."""
+    context: int = 32_768
+    """Largest prompt in tokens; a conversation ends before a longer one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._from_one("apps", "turns", "context")
+        self._need(("preamble", "popularity"), lambda value: value >= 0, "at least 0")
+
+    def sessions(self, random: Random) -> Iterator[Session]:
+        """See `Traffic`."""
+        writer = Writer(random)
+        preamble = writer.write(self.preamble) if self.preamble else Text()
+        systems = [preamble + writer.write(self.system.draw(random)) for _ in range(self.apps)]
+        weights = zipf(self.apps, self.popularity)
+        for number in count():
+            (system,) = random.choices(systems, cum_weights=weights)
+            yield Session(f"chat-{number}", self._talk(system, writer, random), *self.tenant(random))
+
+    def _talk(self, context: Text, writer: Writer, random: Random) -> Iterator[Turn]:
+        prompt = context + writer.write(self.user.draw(random))
+        for _ in range(turns_of(self.turns, random) - 1):
+            answer = writer.write(self.answer.draw(random))
+            following = prompt + answer + writer.write(self.user.draw(random))
+            if len(following) > self.context:
+                break
+            yield Turn(prompt, answer, answer_seconds(answer) + self.think.draw(random))
+            prompt = following
+        yield Turn(prompt, writer.write(self.answer.draw(random)), None)

@@ -1,0 +1,55 @@
+"""`kvevents.relay.transform`: what a redactor keeps of a store."""
+
+from __future__ import annotations
+
+from kvevents.events import BlockStored
+from kvevents.relay.transform import drop_redactor
+
+STORE = BlockStored(
+    [1],
+    2,
+    [3, 4],
+    2,
+    lora_id=5,
+    medium="GPU",
+    lora_name="adapter",
+    extra_keys=[("image",)],
+    group_idx=0,
+    kv_cache_spec_kind="full_attention",
+    kv_cache_spec_sliding_window=128,
+    locality="LOCAL",
+    ownership="store",
+    session_id="user",
+    lookahead_token_ids=[[6]],
+    cache_salt="tenant",
+    block_keys=[7],
+    block_digests=[b"\x01" * 32],
+    parent_block_digest=b"\x02" * 32,
+    unrecognised={"note": "text"},
+)
+KEPT = {
+    "block_hashes",
+    "parent_block_hash",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+    "ownership",
+    "block_digests",
+    "parent_block_digest",
+}
+
+
+def test_a_redactor_keeps_only_fields_that_reveal_nothing_about_a_prompt() -> None:
+    """The list names what is kept, so a field of a later release is removed until it is added here."""
+    (redacted,) = drop_redactor()([STORE])
+    assert isinstance(redacted, BlockStored)
+    fields = BlockStored.__struct_fields__
+    assert all(getattr(STORE, name) is not None for name in fields)
+    assert {name for name in fields if getattr(redacted, name) == getattr(STORE, name)} == KEPT
+    assert redacted.token_ids == []
+    assert redacted.block_keys not in (None, STORE.block_keys)
