@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvevents import Batch, Delivery, Gap, Reset, Source, Subscriber
-from kvevents.cli.console import Console, Span
+from kvevents.cli.console import Console, Span, plural
 from kvevents.cli.delivery_loop import TrustChanges
 from kvevents.cli.event_format import LineFormat
-from kvevents.cli.humanize import plural
 from kvevents.recording import live_batches
 from kvevents.testing import Faults, TapePlayer
 

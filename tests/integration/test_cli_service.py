@@ -28,7 +28,7 @@ from rich.console import Console as RichConsole
 from cli_cases import SECONDS, Program, heeding_interrupts, refusing, run
 from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, told
 from kvevents.cli import main
-from kvevents.cli.humanize import duration, first_names, percentage, size
+from kvevents.cli.console import duration, first_names, percentage, size
 from kvevents.cli.options import service_url
 from kvevents.cli.poller import ORDERS, Frame, Source, in_order
 from kvevents.cli.service_client import MAX_RESPONSE_BYTES, ServiceClient, ServiceError, worker_name

@@ -22,9 +22,8 @@ import pytest
 from cli_cases import RECORDING, RUN, Program, run
 from kvevents.cli import main
 from kvevents.cli.sim import compare as compare_module
-from kvevents.cli.sim import parallel
-from kvevents.cli.sim.compare import progress_bars
-from kvevents.cli.sim.parallel import WorkerError, run_policies
+from kvevents.cli.sim import compare as parallel
+from kvevents.cli.sim.compare import WorkerError, progress_bars, run_policies
 from kvevents.cli.sim.workload_options import (
     DEFAULT_REQUESTS,
     WorkloadOptions,

@@ -44,8 +44,7 @@ from kvevents.export import (
     find_query,
     run_query,
 )
-from kvevents.export.residency import UNKEYED
-from kvevents.export.reuse_distance import ReuseDistances
+from kvevents.export.residency import UNKEYED, ReuseDistances
 from kvevents.index import PrefixIndex, block_keys
 from kvevents.recording import live_batches, recorded_endpoints
 from kvevents.stream import RawBatch

@@ -20,8 +20,7 @@ from discovery_cases import within
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
 from kvevents.plane import connection
 from kvevents.plane.connection import close, connect, open_client, require_jetstream
-from kvevents.plane.nats_client import PlaneClient
-from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.nats_client import PlaneClient, map_errors
 from kvevents.plane.settings import ConnectionLimits, PlaneSettings
 from nats_logins import Key, Operator
 from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats

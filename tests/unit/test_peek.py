@@ -1,4 +1,4 @@
-"""What `kvevents.wire.peek` finds at both ends of a payload agrees with the decoded batch."""
+"""What `kvevents.wire.decode` finds at both ends of a payload agrees with the decoded batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.wire import Dialect, decode_batch, dialects, encode_batch
-from kvevents.wire.peek import begins_with_clear, ends_with_digest
+from kvevents.wire.decode import begins_with_clear, ends_with_digest
 
 CLEAR = AllBlocksCleared()
 STORE = BlockStored([1], None, [1], 1)

@@ -17,9 +17,8 @@ import msgspec
 from kvevents import prometheus
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span
-from kvevents.cli.process import add_log_options, configure_logging, configure_threads, trimming_memory
+from kvevents.cli.process import Stop, add_log_options, configure_logging, configure_threads, trimming_memory
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
-from kvevents.cli.signals import Stop
 from kvevents.cli.source_options import LOGIN_SETTINGS, SHARED_FLAGS, add_check, add_sources, read_sources
 from kvevents.errors import KVEventsError
 from kvevents.plane.bridge import Bridge, Watch

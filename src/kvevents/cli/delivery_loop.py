@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvevents.cli.command import NOTHING_ARRIVED, OK
-from kvevents.cli.console import Console, Part, Span
+from kvevents.cli.console import Console, Part, Span, plural
 from kvevents.cli.event_format import trust_style
-from kvevents.cli.humanize import plural
-from kvevents.cli.signals import Stop
+from kvevents.cli.process import Stop
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Trust
 from kvevents.subscriber import Subscriber
 

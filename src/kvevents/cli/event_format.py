@@ -12,8 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from kvevents.cli.console import Part, Span, Style
-from kvevents.cli.humanize import number_range, plural
+from kvevents.cli.console import Part, Span, Style, number_range, plural
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
 

@@ -12,8 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console, Span
-from kvevents.cli.humanize import plural
+from kvevents.cli.console import Console, Span, plural
 from kvevents.cli.options import add_output
 from kvevents.export import ExportProgress, ExportSummary, QueryResult, export, find_query, queries, run_query
 

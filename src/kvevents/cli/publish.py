@@ -12,10 +12,9 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
-from kvevents.cli.console import Console, Span
-from kvevents.cli.humanize import plural
+from kvevents.cli.console import Console, Span, plural
 from kvevents.cli.options import add_curve, add_publisher, no_subscriber, rate, read_curve
-from kvevents.cli.signals import Stop, sleep_until_signal
+from kvevents.cli.process import Stop, sleep_until_signal
 from kvevents.config import resolve_dialect
 from kvevents.endpoints import should_bind
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvevents.cli.console import Console
+from kvevents.cli.console import Console, plural
 from kvevents.cli.delivery_loop import DeliveryLoop
-from kvevents.cli.humanize import plural
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
-from kvevents.cli.signals import Stop
+from kvevents.cli.process import Stop
 from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
 from kvevents.stream import Batch, Delivery, Gap, Reset, Source

@@ -15,9 +15,8 @@ from kvevents import prometheus
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.doctor.address import BINDS, BOTH_CONNECT
 from kvevents.cli.options import CURVE_FLAGS, engine, make_curve, positive_seconds
-from kvevents.cli.process import add_log_options, configure_logging, trimming_memory
+from kvevents.cli.process import Stop, add_log_options, configure_logging, trimming_memory
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
-from kvevents.cli.signals import Stop
 from kvevents.errors import ConfigError
 from kvevents.relay import Relay, RelayStatus, metrics
 from kvevents.relay.settings import RelayOptions, RelaySettings

@@ -11,7 +11,7 @@ from kvevents.cli.console import Console
 from kvevents.cli.delivery_loop import DeliveryLoop, TrustChanges
 from kvevents.cli.event_format import Detail, LineFormat, encode_delivery, encode_trust
 from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources, source_name
-from kvevents.cli.signals import Stop
+from kvevents.cli.process import Stop
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
 from kvevents.subscriber import Subscriber

@@ -13,8 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvevents.cli.console import printable
-from kvevents.cli.humanize import duration, percentage, plural, size
+from kvevents.cli.console import duration, percentage, plural, printable, size
 from kvevents.cli.poller import Frame, Source
 from kvevents.cli.service_client import source_issues, worker_name
 from kvevents.service.schemas import StatsAnswer

@@ -20,8 +20,18 @@ except ImportError as error:
     ) from error
 
 from kvevents.export.exporter import ExportProgress, ExportSummary, export
-from kvevents.export.query import Query, QueryResult, find_query, queries, run_query
-from kvevents.export.tables import DEFAULT_EXPORT_LIMITS, TABLES, Column, ExportLimits, Table
+from kvevents.export.tables import (
+    DEFAULT_EXPORT_LIMITS,
+    TABLES,
+    Column,
+    ExportLimits,
+    Query,
+    QueryResult,
+    Table,
+    find_query,
+    queries,
+    run_query,
+)
 
 __all__ = [
     "DEFAULT_EXPORT_LIMITS",

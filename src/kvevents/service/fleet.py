@@ -22,7 +22,7 @@ from kvevents.service.member import Member, MemberMatch, Revision
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.schemas import BatchesEvent, GapView, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
-from kvevents.service.scopes import Scopes
+from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.wire import Rejected, decode_batch

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -23,16 +24,42 @@ from kvevents.errors import ConfigError
 from kvevents.plane.connection import check_connection
 from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import AllowList
-from kvevents.service.config import ServiceConfig, Tls
+from kvevents.service.config import Limits, ServiceConfig, Tls
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.hot_prefixes import MAX_DEPTH, SAMPLES_PER_SECOND
 from kvevents.service.http.app import App
 from kvevents.service.http.origins import OriginPolicy
 from kvevents.service.http.routes import ENDPOINTS
-from kvevents.service.open_files import fit_clients
 from kvevents.service.selection import terms_of
 from kvevents.service.service import Service
 from kvevents.service.shards.peers import Peers
+
+RESERVED_FILES: Final = 256
+"""Files, pipes and sockets that are not client connections. The subscriber checks the room for its engines itself."""
+MAX_FILES: Final = 1 << 20
+"""Soft limit that the process sets if the hard limit is unlimited."""
+
+
+def fit_clients(limits: Limits) -> tuple[Limits, str]:
+    """Raise the soft limit of open files, and fit `max_clients` into it.
+
+    Returns the limits and a warning, which is empty if `max_clients` did not have to be lowered.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits, ""
+    raised = max(soft, MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES))
+    if raised > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    room = max(raised - RESERVED_FILES - limits.reserved_clients, raised // 4)
+    if limits.max_clients <= room:
+        return limits, ""
+    warning = (
+        f"limits.max_clients is lowered from {limits.max_clients} to {room}, because the process may open {raised} files: "
+        "raise that limit (ulimit -Hn, LimitNOFILE), or lower the setting"
+    )
+    return msgspec.structs.replace(limits, max_clients=room), warning
+
 
 log = logging.getLogger(__name__)
 

@@ -9,18 +9,17 @@ from typing import Any, ClassVar, Final, Generic
 from kvevents.events import Heartbeat
 from kvevents.stream.checkpoint import StreamPosition
 from kvevents.stream.counters import StreamCounters
-from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch
+from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch, Source
 from kvevents.stream.heartbeat import HeartbeatMonitor
 from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
 from kvevents.stream.limits import StreamLimits
 from kvevents.stream.replay_fetch import CheckSchedule, ReplayFetch, RequestPacer
 from kvevents.stream.report import BatchReport, inspect_events
 from kvevents.stream.sequencer import GapEnd, ReorderBuffer, Sequencer
-from kvevents.stream.source import Source
 from kvevents.stream.transitions import Input, State, Steps
 from kvevents.stream.trust import DegradedReason, Trust, TrustLedger
 from kvevents.wire import Decoded
-from kvevents.wire.peek import begins_with_clear
+from kvevents.wire.decode import begins_with_clear
 
 UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)
 """States without a connection."""

@@ -11,7 +11,7 @@ from kvevents.stream.replay_fetch import Purpose, ReplayFetch, Stage
 from kvevents.stream.transitions import Input
 from kvevents.stream.trust import DegradedReason
 from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
-from kvevents.wire.peek import begins_with_clear, ends_with_digest
+from kvevents.wire.decode import begins_with_clear, ends_with_digest
 
 
 class ReplayLayer(DeliveryLayer[BatchT]):

@@ -21,8 +21,7 @@ from kvevents.wire.framing import (
     replay_end_frames,
     replay_request_frames,
 )
-from kvevents.wire.rejected import Rejected
-from kvevents.wire.wire_limits import DEFAULT_WIRE_LIMITS, MAX_SEQ, WireLimits
+from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS, MAX_SEQ, Rejected, WireLimits
 
 __all__ = [
     "DEFAULT_WIRE_LIMITS",

@@ -8,8 +8,7 @@ import msgspec
 
 from kvevents.wire.dialects import NEUTRAL_FIELDS, Dialect, Form, dialects
 from kvevents.wire.raw_msgpack import MSGPACK_ERRORS, NIL, array_items, first_byte, is_array, is_map, map_items, scalar
-from kvevents.wire.rejected import DecodeRejectedError
-from kvevents.wire.wire_limits import DEFAULT_WIRE_LIMITS
+from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS, DecodeRejectedError
 
 _HASH_FIELDS: Final = ("block_hashes", "parent_block_hash")
 _decode_hashes: Final = msgspec.msgpack.Decoder(int | bytes | list[int | bytes] | None).decode

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.wire.rejected import DecodeRejectedError
-from kvevents.wire.wire_limits import MAX_NONRECURSIVE_BYTES
+from kvevents.wire.rejected import MAX_NONRECURSIVE_BYTES, DecodeRejectedError
 
 MSGPACK_ERRORS: Final = (ValueError, RecursionError, OverflowError)
 """Everything that msgspec raises for the bytes of a peer. Its own errors are a `ValueError`, as are those for text that is not

@@ -37,8 +37,7 @@ from kvevents.wire.raw_msgpack import (
     scalar,
     to_python,
 )
-from kvevents.wire.rejected import DecodeRejectedError, Rejected
-from kvevents.wire.wire_limits import MAX_FREE_CONTAINERS, WireLimits
+from kvevents.wire.rejected import MAX_FREE_CONTAINERS, DecodeRejectedError, Rejected, WireLimits
 
 MAX_SECONDS: Final = 1e11
 """A timestamp above this is in milliseconds (Mooncake RFC #1527). In seconds it would be the year 5138."""

@@ -3,7 +3,7 @@
 use super::layouts::{INACTIVE, LAYOUTS};
 use super::{Field, Kind};
 
-/// What a payload may have; the same numbers as in `kvevents.wire.wire_limits`.
+/// What a payload may have; the same numbers as in `kvevents.wire.rejected`.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes of a payload.

@@ -29,8 +29,8 @@ from kvevents.cli.doctor.sample import MAX_PER_TURN, Sample
 from kvevents.cli.doctor.service import ServiceChecks
 from kvevents.cli.doctor.traffic import check_decoding, check_frames, check_ranks, check_topic, check_traffic, check_trust
 from kvevents.cli.options import add_access, add_engine_details, add_output, endpoint, positive_seconds, read_curve, service_url
+from kvevents.cli.process import Stop
 from kvevents.cli.service_client import make_client
-from kvevents.cli.signals import Stop
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kvevents.cli.console import duration, first_names, plural
 from kvevents.cli.doctor.findings import Finding, Verdict, fail, ok, warn
-from kvevents.cli.humanize import duration, first_names, plural
 from kvevents.cli.service_client import source_issues, worker_name
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import SourcesAnswer, SourceView

@@ -11,7 +11,7 @@ from typing import Final, Self
 import msgspec
 import zmq
 
-from kvevents.cli.humanize import number_ranges
+from kvevents.cli.console import number_ranges
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.security import Curve

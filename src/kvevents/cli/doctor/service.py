@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvevents.cli.console import duration, percentage, plural, size
 from kvevents.cli.doctor import fleet
 from kvevents.cli.doctor.findings import Finding, fail, ok, warn
-from kvevents.cli.humanize import duration, percentage, plural, size
 from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceError
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, StatsAnswer
 from kvevents.subscriber.handshake import perform_handshake

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from kvevents.cli.console import plural
 from kvevents.cli.doctor.findings import Finding, fail, ok, warn
 from kvevents.cli.doctor.sample import DecodedContents, Sample
-from kvevents.cli.humanize import plural
 from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber import StreamStatus
 

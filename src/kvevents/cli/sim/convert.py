@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from kvevents.cli.command import FAILED, OK
-from kvevents.cli.console import Console, Span
-from kvevents.cli.humanize import plural
+from kvevents.cli.console import Console, Span, plural
 from kvevents.sim.workloads import from_recording, write_trace
 
 DESCRIPTION: Final = (

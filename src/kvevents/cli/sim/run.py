@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from kvevents.cli.command import FAILED, OK
-from kvevents.cli.console import Console, Span
-from kvevents.cli.humanize import duration, percentage, plural
+from kvevents.cli.console import Console, Span, duration, percentage, plural
 from kvevents.cli.options import add_output, add_wait_for_subscriber, no_subscriber, positive_int, positive_seconds
-from kvevents.cli.signals import Stop
+from kvevents.cli.process import Stop
 from kvevents.cli.sim.compare import print_comparison, report_disagreements
 from kvevents.cli.sim.workload_options import WorkloadOptions, add_fleet, add_workload, positive, read_fleet, read_workload
 from kvevents.errors import ConfigError

@@ -1,31 +1,263 @@
-"""Discovery of engines that describe themselves: vLLM and SGLang, queried over HTTP."""
+"""Discovery of engines that describe themselves: vLLM and SGLang, queried over HTTP.
+
+vLLM, from 0.31 on (`vllm/entrypoints/serve/instrumentator/basic.py`, 0.33): `GET /kv_event_sources` returns the publisher's
+resolved configuration of each data-parallel rank that this server has started, by rank, and `{}` if events are off. Behind an
+external load balancer the first rank need not be 0::
+
+    {"0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://10.0.0.1:41233", "replay_endpoint": null,
+           "buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": ""}}
+
+SGLang (`sglang/srt/runtime_context.py`, `describe_kv_events_publisher`, 0.5.23): `GET /server_info` returns all settings of the
+server. Its field `kv_events` is one address for all ranks (rank r is r ports higher; null if events are off). The address is
+correct for the ranks of the server's own node only. If the field `kv_event_sources` is present too, it lists those ranks.
+Releases before `kv_events` return the flag that they were started with as `kv_events_config`, and those before `/server_info`
+call the path `/get_server_info`::
+
+    {"served_model_name": "Qwen/Qwen3-0.6B", "nnodes": 1, "node_rank": 0, ...,
+     "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "", "block_size": 64,
+                   "dp_size": 2, "replay_endpoint_port_base": 6557}}
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
+from kvevents.config import KVEventsConfig
+from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.engine_info import INFO_PATHS, EngineInfo, ServedModels, parse_models
 from kvevents.service.discovery.provider import DiscoveryFault, Finding
 from kvevents.service.discovery.source_config import (
     DEFAULT_TEMPLATE,
+    MAX_RANKS,
     BaseUrl,
     EngineQueryError,
     RankEndpoint,
     Template,
     bracket_host,
+    check_endpoint,
+    replace_wildcard_host,
 )
 from kvevents.service.http_client import Answer, HttpConnections, HttpError, RequestLimits
 from kvevents.service.registration import Scope
+from kvevents.structs import build_decoder_now
+
+_SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
+"""Settings with which an engine publishes events and answers replay requests."""
+_START_VLLM: Final = f"start vLLM with --kv-events-config '{{\"enable_kv_cache_events\": true, {_SOCKETS}}}'"
+_START_SGLANG: Final = f"start SGLang with --kv-events-config '{{{_SOCKETS}}}'"
+
+
+@dataclass(slots=True)
+class EngineInfo:
+    """The ranks of one engine and their endpoints, as the engine describes them."""
+
+    endpoints: list[RankEndpoint] = field(default_factory=list)
+    missing: dict[int, str] = field(default_factory=dict)
+    """Ranks that cannot be followed, with the reason as the end of a sentence: `rank 3 of ENGINE ...`."""
+    model: str | None = None
+    off_reason: str | None = None
+    """Why the engine publishes no events at all, as the end of a sentence."""
+
+
+@build_decoder_now
+class _VllmSource(Struct):
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    topic: str | None = None
+    publisher: str | None = None
+
+
+class _Descriptor(Struct):
+    endpoint_port_base: int
+    endpoint_host: str | None = None
+    replay_endpoint_port_base: int | None = None
+    topic: str | None = None
+    block_size: int | None = None
+    dp_size: int | None = None
+
+
+class _LocalSource(Struct):
+    dp_rank: int
+
+
+@build_decoder_now
+class _ServerInfo(Struct):
+    kv_events: _Descriptor | UnsetType | None = UNSET
+    kv_events_config: str | None = None
+    kv_event_sources: list[_LocalSource] | None = None
+    page_size: int | None = None
+    dp_size: int | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    served_model_name: str | None = None
+
+
+def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
+    """Parse the answer of a vLLM server that was reached at `host`. Raises `EngineQueryError` for another shape."""
+    if not isinstance(answer, dict):
+        raise EngineQueryError("/kv_event_sources does not return a JSON object of ranks, as vLLM does")
+    found = EngineInfo()
+    for key, raw in answer.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise EngineQueryError(f"/kv_event_sources returns the key {key!r} in place of a rank number")
+        _parse_vllm_rank(found, int(key), raw, host)
+    ranks = found.missing.keys() | {each.rank for each in found.endpoints}
+    if not ranks:
+        found.off_reason = f"publishes no KV events: {_START_VLLM}"
+        return found
+    _check_count(max(ranks) - min(ranks) + 1)
+    found.missing |= {rank: "is not in /kv_event_sources" for rank in range(min(ranks), max(ranks)) if rank not in ranks}
+    return found
+
+
+def _parse_vllm_rank(found: EngineInfo, rank: int, raw: Any, host: str) -> None:
+    try:
+        source = msgspec.convert(raw, _VllmSource)
+        if source.publisher == "null" or source.endpoint is None:
+            raise ConfigError("it has no endpoint")
+        replay = source.replay_endpoint
+        replay = None if replay is None else replace_wildcard_host(replay, host)
+        endpoint = RankEndpoint(rank, replace_wildcard_host(source.endpoint, host), replay, topic=source.topic or "")
+    except ValueError as error:  # msgspec.ValidationError or ConfigError
+        found.missing[rank] = f"cannot be followed: {error}"
+    else:
+        _add(found, endpoint)
+
+
+def parse_server_info(answer: Any, host: str) -> EngineInfo:
+    """Parse the answer of an SGLang server that was reached at `host`. Raises `EngineQueryError` for another shape."""
+    try:
+        info = msgspec.convert(answer, _ServerInfo)
+        descriptor = _configured(info) if info.kv_events is UNSET else info.kv_events
+    except ValueError as error:
+        raise EngineQueryError(f"/server_info does not have the shape of SGLang's: {error}") from error
+    found = EngineInfo(model=info.served_model_name or None)
+    if descriptor is None:
+        found.off_reason = f"publishes no KV events: {_START_SGLANG}"
+        return found
+    count = 1 if descriptor.dp_size is None else descriptor.dp_size
+    _check_count(count)
+    here = _ranks_here(info, count)
+    for rank in range(count):
+        if rank in here:
+            _parse_sglang_rank(found, rank, descriptor, host)
+        else:
+            found.missing[rank] = "runs on another node, whose address SGLang does not return: name it in a [[sources]] table"
+    return found
+
+
+def _configured(info: _ServerInfo) -> _Descriptor | None:
+    """Build `kv_events` from the flag `kv_events_config`; None if events are off, or the release has neither."""
+    if not info.kv_events_config:
+        return None
+    config = KVEventsConfig.from_cli(info.kv_events_config)
+    events, replay = split_tcp(config.endpoint), split_tcp(config.replay_endpoint or "")
+    if not config.enable_kv_cache_events or events is None:
+        return None
+    return _Descriptor(
+        endpoint_host=events[0],
+        endpoint_port_base=events[1],
+        replay_endpoint_port_base=replay[1] if replay else None,
+        topic=config.topic,
+        block_size=info.page_size,
+        dp_size=info.dp_size,
+    )
+
+
+def _ranks_here(info: _ServerInfo, count: int) -> set[int]:
+    """Return the ranks of the queried node. Each node has an equal range of ranks (`data_parallel_controller.py`)."""
+    nodes = info.nnodes or 1
+    if nodes <= 1:
+        return set(range(count))
+    if info.kv_event_sources is not None:
+        return {source.dp_rank for source in info.kv_event_sources}
+    return {rank for rank in range(count) if rank * nodes // count == (info.node_rank or 0)}
+
+
+def _parse_sglang_rank(found: EngineInfo, rank: int, descriptor: _Descriptor, host: str) -> None:
+    own = bracket_host(descriptor.endpoint_host or "*")
+    replay_port = descriptor.replay_endpoint_port_base
+    endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
+    # The replay socket is always bound on the host of the HTTP server, whatever host events are sent to.
+    replay = None if replay_port is None else replace_wildcard_host(f"tcp://*:{replay_port + rank}", host)
+    _add(found, RankEndpoint(rank, endpoint, replay, topic=descriptor.topic or "", block_size=descriptor.block_size or None))
+
+
+def _add(found: EngineInfo, rank: RankEndpoint) -> None:
+    """Add a rank to the endpoints if it can be connected to, else to the missing ranks."""
+    try:
+        check_endpoint("endpoint", rank.endpoint)
+        if rank.replay_endpoint is not None:
+            check_endpoint("replay_endpoint", rank.replay_endpoint)
+    except ConfigError as error:
+        found.missing[rank.rank] = f"cannot be followed: {error}"
+    else:
+        found.endpoints.append(rank)
+
+
+def _check_count(count: int) -> None:
+    if not 0 < count <= MAX_RANKS:
+        raise EngineQueryError(f"the engine reports {count} data-parallel ranks: expected 1 to {MAX_RANKS}")
+
+
+class _Model(Struct):
+    id: str
+    parent: str | None = None
+
+
+@build_decoder_now
+class _Models(Struct):
+    data: list[_Model]
+
+
+class ServedModels(NamedTuple):
+    """The model names that an engine serves."""
+
+    base: str | None
+    """Name of the base model; None if the engine lists none."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters, which requests name as their model."""
+
+
+def parse_models(answer: Any) -> ServedModels:
+    """Return the first model of `/v1/models` that has no parent, and its adapters.
+
+    Raises `EngineQueryError` for an answer of another shape.
+    """
+    try:
+        models = msgspec.convert(answer, _Models).data
+    except msgspec.ValidationError as error:
+        raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
+    base = next((model.id for model in models if model.parent is None and model.id), None)
+    return ServedModels(
+        base, tuple(model.id for model in models if model.parent is not None and model.parent == base and model.id)
+    )
+
+
+class InfoPath(NamedTuple):
+    """A path at which engines describe themselves, and the parser of the answer."""
+
+    path: str
+    parse: Callable[[Any, str], EngineInfo]
+
+
+INFO_PATHS: Final = (
+    InfoPath("/kv_event_sources", parse_kv_event_sources),
+    InfoPath("/server_info", parse_server_info),
+    InfoPath("/get_server_info", parse_server_info),
+)
+"""Queried in this order until an answer is not 404."""
+
 
 QUERY_SECONDS: Final = 15.0
 """Pause between two queries to an engine that answers. A change of its ports stays unknown for this long."""
