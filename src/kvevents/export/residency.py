@@ -1,9 +1,10 @@
 """The cache of one worker, block by block, as its events describe it: makes the rows of `events` and `lifetimes`.
 
-Reuse distances: the number of different blocks that were stored between the removal of a block and its next store. Stores are numbered, and for each block the number of its last store is marked. So a block that was stored
-several times since a removal counts once, and a distance is the number of marks since the removal. Marks are counted by
-segment, so that setting one is cheap and counting adds few numbers. When the numbers are used up, the remaining marks are
-renumbered, and the oldest blocks beyond the limit are forgotten.
+Reuse distances: the number of different blocks that were stored between the removal of a block and its next store. Stores are
+numbered, and for each block the number of its last store is marked. So a block that was stored several times since a removal
+counts once, and a distance is the number of marks since the removal. Marks are counted by segment, so that setting one is cheap
+and counting adds few numbers. When the numbers are used up, the remaining marks are renumbered, and the oldest blocks beyond
+the limit are forgotten.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 Most of this overrides private methods, so `pyproject.toml` allows no other minor release of nats-py. For a newer one, compare
 these methods with its `client.py`, and run `test_nats_client.py` and `test_plane_connection.py` of `tests/integration`.
 
-Exceptions of nats-py become `PlaneError`, with a word for each kind of fault and a hint. Every other module of the plane calls nats-py within `map_errors`, so no exception of nats-py leaves the package.
+Exceptions of nats-py become `PlaneError`, with a word for each kind of fault and a hint. Every other module of the plane calls
+nats-py within `map_errors`, so no exception of nats-py leaves the package.
 """
 
 from __future__ import annotations
