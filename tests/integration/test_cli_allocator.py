@@ -1,4 +1,4 @@
-"""`kvevents.cli.process`: what is free goes back to the machine."""
+"""`kvevents.cli.process`: free memory returns to the system."""
 
 from __future__ import annotations
 

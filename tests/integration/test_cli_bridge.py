@@ -1,4 +1,4 @@
-"""`kvevents bridge` as a process, on a real NATS server: what it follows, its name, its end, what it tells, wrong usage."""
+"""`kvevents bridge` as a process on a real NATS server: its sources, its name, its output, its end, and wrong usage."""
 
 from __future__ import annotations
 

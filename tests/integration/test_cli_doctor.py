@@ -1,4 +1,4 @@
-"""`kvevents doctor` as a process: each fault is found, named, and comes with what to do."""
+"""`kvevents doctor` as a process: it finds and names each fault, with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvevents doctor` says of each kind of engine: every verdict, and the advice that fits it."""
+"""`kvevents doctor` with each kind of engine: every verdict, and its advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvevents record` and `kvevents play` as processes: what goes in comes out, byte for byte."""
+"""`kvevents record` and `kvevents play` as processes: a played recording equals the recorded stream, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings become tables that say what the index says, lose nothing silently, and are whole or not there."""
+"""Exports of recordings: tables agree with the index, lose nothing silently, and are complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What native code does in a forked child, where no other thread of its parent's exists, nor will it ever release a lock."""
+"""Native code in a forked child, which has no other thread of its parent, and whose copied locks are never released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bridges on a real NATS server: the log has what the engines said, whoever writes it and whoever is killed."""
+"""Bridges on a real NATS server: the log has all events of the engines, whichever bridge writes or is killed."""
 
 from __future__ import annotations
 

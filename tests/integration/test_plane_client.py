@@ -1,4 +1,4 @@
-"""What our client does otherwise than nats-py's, where a server that says what it is told to shows it best."""
+"""Differences of `PlaneClient` from nats-py's client, shown with a scripted server."""
 
 from __future__ import annotations
 

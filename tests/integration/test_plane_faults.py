@@ -1,4 +1,4 @@
-"""What NATS has against something, in one word: told by real servers, and for each of nats-py's exceptions."""
+"""The mapping of NATS faults to one word each, for real servers and for each exception of nats-py."""
 
 from __future__ import annotations
 

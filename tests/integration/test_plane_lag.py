@@ -1,4 +1,4 @@
-"""A bridge that reads nothing, or cannot write what it has read: its replicas do not claim to know what engines hold."""
+"""A bridge that does not read, or cannot write what it has read: its replicas do not claim EXACT."""
 
 from __future__ import annotations
 

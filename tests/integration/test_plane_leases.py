@@ -1,4 +1,4 @@
-"""Leases on real NATS servers: one holder at a time, whoever stops, dies or comes back, and whatever the servers do."""
+"""Leases on real NATS servers have one holder at a time, through stops, kills, restarts and faults of servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal: whatever happens to the process, the disk or a file, recovery returns all that was sent or is incomplete."""
+"""The journal: after any fault of process, disk or file, recovery returns everything sent, or says that it is incomplete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay over real sockets: complete for every consumer, beside live batches, whatever other consumers do."""
+"""Replay over real sockets is complete for every consumer, concurrent with live batches, and independent of other consumers."""
 
 from __future__ import annotations
 

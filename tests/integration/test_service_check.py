@@ -1,4 +1,4 @@
-"""`serve --check` and `bridge --check` refuse what `serve` and `bridge` refuse, with the same words and the same exit code."""
+"""`serve --check` and `bridge --check` refuse what `serve` and `bridge` refuse, with the same message and exit code."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_check_refuses_files_with_which_no_plane_is_reached(
         flags = ("--tls-cert", certificate[0], "--tls-key", certificate[1].with_name("client.key"))
     args = (*FOLLOWING[command], "tls://127.0.0.1:1", *flags)
     checked, begun = run(*args, "--check"), run(*args)
-    assert checked.err.startswith("kvevents: tls_ca, tls_certificate or tls_key is no valid PEM file"), checked.err
+    assert checked.err.startswith("kvevents: tls_ca, tls_certificate or tls_key is not a valid PEM file"), checked.err
     assert checked.err.count("\n") == 1, "one sentence"
     assert (checked.code, checked.err) == (begun.code, begun.err)
     assert checked.code == 1

@@ -1,4 +1,4 @@
-"""`native/server`: probes have responses whatever clients do, and each connection has limits."""
+"""`native/server`: probes are always answered, and each connection has limits."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_what_is_over_is_logged_once_and_no_longer_a_reason(tmp_path: Path) -> N
         with engine(endpoint=f"tcp://*:{port}", replay_endpoint=None):
             until("a connection", lambda: codes(service)["late"] == {"no-replay"})
             # One sentence and one line, though the subscriber has found out something as well.
-            until("the log", lambda: service.told("late rank 0: no longer so: nothing listens at"))
+            until("the log", lambda: service.told("late rank 0: this fault has ended: nothing listens at"))
             assert service.source("late")["fault"] is None
         assert len(service.told("late rank 0: nothing listens")) == 1
         assert not service.told("no connection")

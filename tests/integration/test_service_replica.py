@@ -142,7 +142,7 @@ def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> Non
 
         until("the servers to be away", lambda: "cannot use the NATS server" in why())
         authority.write_text("no certificate")
-        until("the file to be wrong", lambda: "is no valid PEM file" in why())
+        until("the file to be wrong", lambda: "is not a valid PEM file" in why())
         authority.write_text(right)
         until("the file to be right", lambda: "cannot use the NATS server" in why())
 

@@ -1,4 +1,4 @@
-"""Replicas that hold something else than the others, or than the engine: who is in the wrong builds anew."""
+"""A replica whose contents differ from the others or from the engine rebuilds its index."""
 
 from __future__ import annotations
 

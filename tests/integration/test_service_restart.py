@@ -1,4 +1,4 @@
-"""What outlives a service: killed at any moment, it comes back with the truth, and says what it could not keep."""
+"""State across restarts: a service that is killed at any moment restarts with correct state, and reports what it lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that hold a share each: every answer is that of the whole fleet, or says what is missing."""
+"""Replicas with shares: every answer covers the whole fleet, or lists what is missing."""
 
 from __future__ import annotations
 

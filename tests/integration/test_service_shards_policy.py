@@ -1,4 +1,4 @@
-"""`kvevents.service.shards.peers`: replicas that may be asked, whatever is announced."""
+"""`kvevents.service.shards.peers`: which announced replicas are queried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one client asks keeps the event loop from others for a bounded time: large work is refused, or done by threads."""
+"""No request occupies the event loop for long: large requests are refused, or processed in threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvevents.sim.live`: which life of an engine a batch is of, and what becomes of lookups where a subscriber resets."""
+"""`kvevents.sim.live.Follower`: the incarnation of each batch, and lookups around resets of a subscriber."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvevents.sim.live`: small fleets over real sockets, through what can go wrong on the way."""
+"""`kvevents.sim.live`: small fleets over real sockets, with each kind of fault."""
 
 from __future__ import annotations
 

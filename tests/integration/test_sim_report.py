@@ -1,4 +1,4 @@
-"""What a comparison is told as: the table, the sentence, and the page, which is also looked at in a real Chromium."""
+"""Reports of a comparison: the table, the summary, and the page, which is also rendered in a real Chromium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the command line, in a process of its own or in this one, and read what it prints."""
+"""Runs the command line in a process of its own or in this one, and returns its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the index tests share: builders of events, histories made of bytes, an engine's block pool, how to look at an index."""
+"""Shared parts of the index tests: builders of events, histories from bytes, an engine's block pool, and views of an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and places of blocks as plain Python, of prompts and of what engines announce."""
+"""Keys and placements of blocks in plain Python, for prompts and for announced blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the plane share: bridges in threads of their own, engines, and the log as a reader finds it."""
+"""Shared parts of the plane tests: bridges in threads, engines, and a reader of the log."""
 
 from __future__ import annotations
 

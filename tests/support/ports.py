@@ -1,4 +1,4 @@
-"""Ports for servers that are told where to listen."""
+"""Ports for servers that need a fixed port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tests.system.chaos.soak`: what counts as growing."""
+"""`tests.system.chaos.soak`: which measurements count as growth."""
 
 from __future__ import annotations
 

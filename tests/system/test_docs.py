@@ -1,4 +1,4 @@
-"""Documents say what the code says."""
+"""Documents agree with the code."""
 
 from __future__ import annotations
 

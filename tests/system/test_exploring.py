@@ -1,4 +1,4 @@
-"""The profile `explore` of the tests' own settings: what `make fuzz` runs."""
+"""The Hypothesis profile `explore`, which `make fuzz` uses."""
 
 from __future__ import annotations
 

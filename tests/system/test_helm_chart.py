@@ -1,4 +1,4 @@
-"""The Helm chart: what it renders is what Kubernetes' schemas allow, what `kvevents` takes, and what clusters want of pods."""
+"""The Helm chart: its objects match Kubernetes' schemas, the options of `kvevents`, and the pod security standards."""
 
 from __future__ import annotations
 

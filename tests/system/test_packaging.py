@@ -1,4 +1,4 @@
-"""What is shipped: a pure and a native wheel, their source distributions, and what runs without native code."""
+"""Packages: a pure and a native wheel, their source distributions, and a run without native code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of bridges whose servers are killed, stopped, full or robbed of a stream: nothing is lost, and they tell."""
+"""Bridges whose servers are killed, stopped, full or without a stream: nothing is lost, and the status names the fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chaos of a plane: what it calls wrong is wrong, and a round of it ends right."""
+"""The chaos of a plane: its audit finds errors, and a round ends without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plane's dashboard, alerts and runbook against what a real replica and a real bridge export, and a real Prometheus."""
+"""The plane's dashboard, alerts and runbook agree with the metrics of a real replica and bridge, and with a real Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvevents sim compare` prints without options, and that the defaults are worth showing."""
+"""The output of `kvevents sim compare` with its defaults."""
 
 from __future__ import annotations
 

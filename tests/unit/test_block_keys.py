@@ -1,4 +1,4 @@
-"""Block keys: equal to those of other routers to the last bit, and to XXH3 itself for whatever a prompt holds."""
+"""Block keys equal those of other routers and of XXH3, for any content of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting can be given by an option, a variable and a file, and is the same; what is wrong says where it is."""
+"""Every setting has the same value by option, variable and file, and an error names where the wrong value was set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of dialects: every golden row, the releases between rows, and what is refused."""
+"""The table of dialects: every row, releases between rows, and unknown releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people write about an engine."""
+"""Source tables of discovery: what operators write about an engine."""
 
 from __future__ import annotations
 

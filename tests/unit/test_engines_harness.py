@@ -1,4 +1,4 @@
-"""`make engines`: that its judge, its traffic and its observer do what they say. No engine is started here."""
+"""`make engines`: its judge, traffic and observer work as described. No engine is started here."""
 
 from __future__ import annotations
 

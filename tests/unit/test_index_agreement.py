@@ -1,4 +1,4 @@
-"""Heartbeats in the index: its digest against the sender's, at the very batch that told it."""
+"""Heartbeats in the index: its digest compared with the sender's, at the batch of the heartbeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one engine sends costs the others nothing: no blocks, no answers, and hardly any time."""
+"""Input of one engine costs other engines no blocks, no answers, and hardly any time."""
 
 from __future__ import annotations
 
@@ -437,7 +437,7 @@ def test_a_history_that_a_panic_left_changed_by_half_says_nothing_more() -> None
     with pytest.raises(BaseException, match="as a test"):
         history._break()
     for call in (history.events, lambda: history.payloads(1, 1.0), lambda: history.fold(b""), lambda: history.live):
-        with pytest.raises(RuntimeError, match="changed by half"):
+        with pytest.raises(RuntimeError, match="left this history inconsistent"):
             call()
 
 

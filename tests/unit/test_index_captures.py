@@ -1,4 +1,4 @@
-"""The prefix index on what engines really sent, and on an engine whose own answer is known for every request."""
+"""The prefix index on captured streams of engines, and on an engine whose own answer to each request is known."""
 
 from __future__ import annotations
 

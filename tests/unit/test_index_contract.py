@@ -1,4 +1,4 @@
-"""Rules of the index that no answer of it shows: who waits for whom, and what a removal costs."""
+"""Rules of the index that its answers do not show: which threads wait for each other, and the cost of removals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix index against plain Python: whatever engines announce, both say the same of every prompt and every block."""
+"""The prefix index agrees with plain Python about every prompt and every block, for any announced events."""
 
 from __future__ import annotations
 

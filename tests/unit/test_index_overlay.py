@@ -1,4 +1,4 @@
-"""`PrefixIndex.speculate`: decisions that no event has confirmed yet, for a while and apart from what the streams said."""
+"""`PrefixIndex.speculate`: decisions without confirming events are kept for a while, apart from announced blocks."""
 
 from __future__ import annotations
 

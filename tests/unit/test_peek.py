@@ -1,4 +1,4 @@
-"""What `kvevents.wire.decode` finds at both ends of a payload agrees with the decoded batch."""
+"""The functions of `kvevents.wire.decode` that read only both ends of a payload agree with the decoded batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engines are gone, by what a bridge hears and for how long."""
+"""Which engines are removed from the log, by what a bridge receives and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plane is told: what cannot work is refused with a sentence, and no secret is ever shown."""
+"""Settings of a plane: impossible ones are refused with a message, and no secret is ever printed."""
 
 from __future__ import annotations
 

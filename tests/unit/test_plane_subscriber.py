@@ -1,4 +1,4 @@
-"""What comes out of a plane's partitions: deliveries, and how far they are to be trusted."""
+"""The subscriber of a plane's partitions: its deliveries, and their trust."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A relay between engines and consumers in memory: what it sends, what it restores, and what it must never send."""
+"""A relay between engines and consumers in memory: what it sends, what it restores, and what it never sends."""
 
 from __future__ import annotations
 

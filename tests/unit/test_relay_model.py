@@ -1,4 +1,4 @@
-"""A relay compared with what its upstreams hold: whatever happens, no consumer is EXACT and wrong."""
+"""A relay compared with its upstreams' contents: no consumer is ever EXACT and wrong."""
 
 from __future__ import annotations
 

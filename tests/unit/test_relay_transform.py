@@ -1,4 +1,4 @@
-"""`kvevents.relay.transform`: what a redactor keeps of a store."""
+"""`kvevents.relay.transform`: the fields of a store that a redactor keeps."""
 
 from __future__ import annotations
 

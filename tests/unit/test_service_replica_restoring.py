@@ -1,4 +1,4 @@
-"""What a index_build begins a partition with: the newest snapshot that can be read, in a bounded time, or the log alone."""
+"""The state with which an index build begins a partition: the newest readable snapshot, in bounded time, or the log alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies and prompts between replicas: what is not for this one is not read, and what is long keeps no other client waiting."""
+"""Bodies and prompts between replicas: foreign partitions are not read, and long prompts do not delay other clients."""
 
 from __future__ import annotations
 

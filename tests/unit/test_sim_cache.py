@@ -1,4 +1,4 @@
-"""`kvevents.sim.cache`, held against `sim_model`: what it does, what it says, and what it finds."""
+"""`kvevents.sim.cache` compared with `sim_model`: its effects, its events, and its lookups."""
 
 from __future__ import annotations
 

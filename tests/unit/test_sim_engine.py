@@ -1,4 +1,4 @@
-"""`kvevents.sim.engine`: limits of a step, who comes first, what is announced when, and that everything comes to an end."""
+"""`kvevents.sim.engine`: limits of a step, the order of requests, the times of events, and that every run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvevents.sim.settings`: what cannot be is refused by name, before anything runs."""
+"""`kvevents.sim.settings`: invalid settings are refused by name before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots: a restored index goes on as the other would have, whatever is in it, goes on meanwhile, or is in the way."""
+"""Snapshots: a restored index continues like the original, for any content and any concurrent events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay fetches are bounded in attempts and in time, and requests are paced, whatever a peer answers."""
+"""Replay fetches are bounded in attempts and in time, and requests are paced, for any answers of a peer."""
 
 from __future__ import annotations
 

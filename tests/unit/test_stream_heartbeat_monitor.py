@@ -1,4 +1,4 @@
-"""The heartbeat monitor: what a publisher says of itself, when it counts as silent, and how often a stream starts over."""
+"""The heartbeat monitor: reports of a publisher, its silence, and how often a stream starts over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream makes of its sender's heartbeats: agreement, divergence, the sender's own trust, its lives, its silence."""
+"""Heartbeats in a stream: agreement, divergence, the sender's trust, its incarnations, its silence."""
 
 from __future__ import annotations
 

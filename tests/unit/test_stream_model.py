@@ -1,4 +1,4 @@
-"""The stream against a model network: whatever is dropped, cut, restarted or truncated, order and trust hold."""
+"""The stream compared with a model network: order and trust hold through drops, cuts, restarts and truncation."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ impl State {
         self.check_limits()
     }
 
-    /// A store of keys, which stand for the namespace and all that is before a block.
+    /// A store of keys. A key identifies the namespace and all blocks before a block.
     fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
         for (&hash, &key) in hashes.iter().zip(keys) {
             let stored = self.blocks.store(&NewBlock {

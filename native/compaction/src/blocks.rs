@@ -375,7 +375,7 @@ impl Blocks {
         }
     }
 
-    /// Leaves a block no other copies than these; without any it is removed, or dead if there are blocks behind it.
+    /// Keeps only these copies of a block. Without any it is removed, or marked dead if blocks follow it.
     fn keep_copies(&mut self, number: u32, copies: u64) {
         if copies != 0 {
             return self.set_copies(number, copies);

@@ -90,7 +90,7 @@ mod tests {
         }
     }
 
-    /// What entries leave behind that are gone makes a table no larger, for as long as entries come and go.
+    /// Marks of removed entries do not make a table grow, however many entries are added and removed.
     #[test]
     fn a_table_stays_as_large_as_it_is() {
         const LIVE: u64 = 5_300;

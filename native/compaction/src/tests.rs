@@ -512,7 +512,7 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
 type Step = (u8, u8, u8, u8);
 
 /// Has a state take a step in which stores are long, and hashes come again: at other locations, with other tokens, in the middle of
-/// others, behind what is gone.
+/// others, after what is gone.
 fn step(state: &mut State, (what, hash, count, variant): Step) {
     let first = u64::from(hash) * 8;
     let location = if variant.is_multiple_of(11) { &CPU } else { &GPU };

@@ -24,7 +24,7 @@ struct Figures {
     miss: f64,
 }
 
-/// Fills a table, and weighs it at each of the sizes; then looks for what is there and what is not, in an order of its own.
+/// Fills a table and reports its memory at each of the sizes; then looks up keys that are there and keys that are not, shuffled.
 fn measure<T>(
     name: &'static str,
     records: &[Record],

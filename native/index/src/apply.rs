@@ -316,7 +316,7 @@ impl Stream {
             .push_within(waiting, limits.orphans, limits.orphan_bytes.min(bytes));
     }
 
-    /// Takes in the blocks of an event from `first` on behind `parent`, each the parent of the next.
+    /// Applies the blocks of an event from `first` on after `parent`. Each is the parent of the next.
     fn run(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -351,7 +351,7 @@ impl Stream {
         placed
     }
 
-    /// Does what blocks need before they are placed: much of it while others may read and write. What this stream holds nobody else changes
+    /// Does what blocks need before they are placed: much of it while others may read and write. No other thread changes what this stream holds
     /// meanwhile.
     fn prepare(&mut self, writer: &mut Writer<'_, SharedState>, count: usize, work: impl FnOnce()) {
         if count > FEW_BLOCKS || page_pool::are_short() {
@@ -364,7 +364,7 @@ impl Stream {
         }
     }
 
-    /// Places blocks behind a record.
+    /// Places blocks after a record.
     fn place_all(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -416,7 +416,7 @@ impl Stream {
         parent: &mut Option<u32>,
     ) -> Pause {
         let (chain, mut open) = (blocks.chain, Open::default());
-        // Whether the block before is new, so that no stream holds one behind it, except across a hole.
+        // Whether the block before is new, so that no stream holds one after it, except across a hole.
         let mut is_new = false;
         for at in start..end {
             let block = blocks.next(self, shared, at);
@@ -503,7 +503,7 @@ impl Stream {
         }
     }
 
-    /// Takes copies of blocks that the stream holds; the others, and all behind them, are refused for the memory limit.
+    /// Adds copies of blocks that the stream holds. The others, and all blocks after them, are refused at the memory limit.
     fn refuse(&mut self, writer: &mut Writer<'_, SharedState>, chain: &Chain<'_>, first: usize, mut parent: Option<u32>) {
         for at in first..chain.hashes.len() {
             let block = chain.block(writer, at);
@@ -517,7 +517,7 @@ impl Stream {
         }
     }
 
-    /// Places what waited for a block, and what waited for that, the nearest first.
+    /// Places the pending blocks whose parent is this block, then those whose parents they are, and so on.
     fn link(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
         let mut queue = VecDeque::from([(hash, number)]);
         while let Some((hash, above)) = queue.pop_front() {
@@ -538,7 +538,7 @@ impl Stream {
         }
     }
 
-    /// Places an orphan behind its parent. Returns its record if its hash was unknown.
+    /// Places an orphan after its parent. Returns its record if its hash was unknown.
     fn place_orphan(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -706,7 +706,7 @@ pub struct StoredKeys {
     pub unkeyed: Option<&'static str>,
 }
 
-/// Keys of the blocks of the only event of a payload, which `normalised` has written, behind a block of which the key and the salt's part
+/// Keys of the blocks of the only event of a payload, which `normalised` has written, after a block of which the key and the salt's part
 /// of the seed are known. None if that is not one stored event.
 pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
     static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
@@ -797,7 +797,7 @@ pub fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64
         .map(|(_, extra)| *extra)
 }
 
-/// Reads extra keys into `(block, hash)`, and returns the salt that stands bare at a root.
+/// Reads extra keys into `(block, hash)`, and returns the salt, which is a plain text key of a root.
 pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, root: bool, found: &mut Vec<(usize, u64)>) -> Option<u64> {
     found.clear();
     let raw = raw?;

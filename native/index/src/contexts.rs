@@ -125,7 +125,7 @@ pub struct Contexts {
     secret: Secret,
     /// Numbers that lookups have another context of, or none.
     changed: Vec<u32>,
-    /// The last one that was retained; most batches go on in the same.
+    /// The last context that was retained; the next batch usually has the same.
     last: u32,
 }
 

@@ -40,7 +40,7 @@ pub enum Reason {
     BadField,
     BadTimestamp,
     BadRank,
-    /// Very many were set aside; this one stands for those that are not listed.
+    /// Very many were set aside; this entry represents those that are not listed.
     More,
 }
 
@@ -85,7 +85,7 @@ pub struct Rejected {
     pub index: Option<usize>,
     /// The first bytes of it.
     pub raw: Vec<u8>,
-    /// How many this stands for; above 1 only with the reason `More`.
+    /// Number of rejections that this entry represents; above 1 only with the reason `More`.
     pub count: usize,
 }
 

@@ -33,7 +33,7 @@ impl Scheme {
     }
 }
 
-/// The part of a seed that a LoRA's name stands for.
+/// The part of a seed that a LoRA's name contributes.
 pub fn lora_name(name: &[u8]) -> u64 {
     xxh3_64(name)
 }
@@ -43,12 +43,12 @@ pub fn lora_id(id: i64) -> u64 {
     xxh3_64_with_seed(&id.to_le_bytes(), LORA_ID_SEED)
 }
 
-/// The part of a seed that a salt stands for.
+/// The part of a seed that a salt contributes.
 pub fn salt(salt: &[u8]) -> u64 {
     xxh3_64_with_seed(salt, SALT_SEED)
 }
 
-/// The seed of local hashes in a namespace; 0 stands for no LoRA and for no salt.
+/// The seed of local hashes in a namespace; 0 means no LoRA and no salt.
 pub fn seed(lora: u64, salt: u64) -> u64 {
     SEED.wrapping_add(lora).wrapping_add(salt)
 }
@@ -107,7 +107,7 @@ pub fn local_with(tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
     xxh3_64_with_seed(&bytes, seed)
 }
 
-/// The key of a block behind another one.
+/// The key of a block after another one.
 #[inline]
 pub fn chained(parent: u64, local: u64) -> u64 {
     let mut bytes = [0; 16];
@@ -135,7 +135,7 @@ pub struct Roller<'a> {
 }
 
 impl<'a> Roller<'a> {
-    /// For so many blocks behind the one whose key is `parent`; takes the place of what was there.
+    /// Computes the keys of this many blocks after the one with key `parent`, and replaces the former ones.
     pub fn new(parent: Option<u64>, count: usize, locals: &'a mut Vec<u64>, keys: &'a mut Vec<u64>) -> Self {
         locals.clear();
         keys.clear();
@@ -163,7 +163,7 @@ impl<'a> Roller<'a> {
 pub struct Item {
     /// Hash of its identifier.
     pub id: u64,
-    /// Whether the identifier was a number, which stands for itself wherever the item begins (as in Dynamo).
+    /// Whether the identifier was a number, which is used as it is wherever the item begins (as in Dynamo).
     pub placeless: bool,
     /// First token of its span.
     pub start: i64,

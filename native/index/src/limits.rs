@@ -1,7 +1,7 @@
 //! The bounds of an index.
 
 /// Blocks of one stream with one hash: engines that hash pages without their prefix have hundreds. Histories of publishers keep as many, so
-/// that whoever comes late is told what those hold who heard all of it.
+/// that a consumer that starts late holds the same as one that received everything.
 pub const BLOCKS_PER_HASH: usize = 1_024;
 
 /// Bounds of an index; reaching one is counted.

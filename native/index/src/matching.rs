@@ -104,7 +104,7 @@ impl Walk {
         }
     }
 
-    /// The usual case: the place in a run stands for all that is before it, so that keys are only made where a run ends.
+    /// The usual case: a position in a run determines all blocks before it, so keys are only computed at the end of a run.
     fn read(&mut self, view: &View, locals: &[u64], context: u32) -> usize {
         self.clear();
         let Some(&(mut key)) = locals.first() else { return 0 };

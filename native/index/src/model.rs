@@ -22,7 +22,7 @@ use crate::yielding_lock::Publish;
 
 const SCHEME: Scheme = Scheme { size: 1, eagle: false };
 
-/// The slot of the first block behind those that `State::new` makes.
+/// The slot of the first block after those that `State::new` makes.
 const FIRST: u32 = 3;
 
 /// A `SharedState`, and what its streams need to store into it.

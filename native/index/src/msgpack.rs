@@ -2,7 +2,7 @@
 
 use std::str;
 
-/// An integer of any width: its 64 bits, and whether they stand for a negative number.
+/// An integer of any width: its 64 bits, and whether it is negative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Int {
     /// Two's complement.

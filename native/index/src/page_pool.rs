@@ -21,7 +21,7 @@ use std::sync::{Mutex, MutexGuard, Once};
 const REGION: usize = 2 << 20;
 /// Bytes of a span: records of a chunk, or 12 or 8 segments of a table.
 const SPAN: usize = 24 << 10;
-/// Spans of a region. Behind them is room for its header.
+/// Spans of a region. After them is room for its header.
 const SPANS: usize = REGION / SPAN;
 /// The most pieces of a span.
 const MOST: usize = 16;

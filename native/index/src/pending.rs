@@ -1,6 +1,6 @@
 //! What a stream cannot place yet, oldest first: orphans wait for their parent, hashes without tokens for a store with tokens.
 //!
-//! Entries stand in rows of three kinds, each a doubly linked list: all of them in the order in which they came, those that wait for the same hash, and
+//! Entries are in lists of three kinds, each a doubly linked list: all of them in the order in which they came, those that wait for the same hash, and
 //! copies of one hash on one placement. So each of them comes and goes in constant time, however many others there are.
 
 use std::collections::HashMap;
@@ -83,7 +83,7 @@ struct Links {
     next: u32,
 }
 
-/// Rows that an entry stands in.
+/// Lists that an entry is in.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Order,

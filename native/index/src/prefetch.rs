@@ -13,7 +13,7 @@ pub fn line<T: ?Sized>(at: *const T) {
     let _ = at;
 }
 
-/// Bytes that `beginning` asks for: behind those, processors see by themselves what is wanted.
+/// Bytes that `beginning` prefetches. After them the hardware prefetcher continues.
 const BEGINNING: usize = 512;
 /// Bytes of a cache line.
 const LINE: usize = 64;

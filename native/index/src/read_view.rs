@@ -1,4 +1,4 @@
-//! What lookups read while a writer goes on.
+//! What lookups read while a writer runs.
 //!
 //! Lookups do not take the lock of writers (`yielding_lock`). They hold a lock of their own, which a writer takes for as long as it changes a table or a list
 //! that they search, which is seldom and short: most stores and removals change slots alone, and those are read beside a writer

@@ -10,7 +10,7 @@
 //! Invariant: if slot n + 1 is linked, it is the only record with its key in its context, slot n holds its parent and is the only record with
 //! the parent's key in that context.
 //!
-//! Lookups read slots while a writer goes on: all that is in a slot is an atomic number, and each chunk has a version, which is odd from its
+//! Lookups read slots while a writer runs: all that is in a slot is an atomic number, and each chunk has a version, which is odd from its
 //! first change on until `Records::publish`. A reader that finds a chunk's version even, and the same at the end, has read what was true at
 //! one moment; the writer never waits for readers.
 
@@ -157,7 +157,7 @@ impl Memory {
         self.flags(number) & LINKED != 0
     }
 
-    /// Slots behind one.
+    /// Slots after one.
     #[inline]
     pub fn behind(&self, number: u32) -> Run<'_> {
         let (slots, at) = (&self.slots[0], (number & MASK) as usize + 1);
@@ -357,7 +357,7 @@ impl std::fmt::Debug for Records {
     }
 }
 
-/// Slots behind one, by what is compared with a prompt.
+/// Slots after one, by what is compared with a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct Run<'a> {
     words: &'a [AtomicU64],
@@ -511,13 +511,13 @@ impl Records {
         self.flags(number) & LINKED != 0
     }
 
-    /// The slot behind one, in the same chunk.
+    /// The slot after one, in the same chunk.
     #[inline]
     pub fn next(number: u32) -> Option<u32> {
         (number & MASK != MASK).then(|| number + 1)
     }
 
-    /// The linked block behind a slot.
+    /// The linked block after a slot.
     #[inline]
     pub fn linked_next(&self, number: u32) -> Option<u32> {
         Self::next(number).filter(|&next| self.is_linked(next))
@@ -571,7 +571,7 @@ impl Records {
 
     // --- taking and giving back
 
-    /// Takes a row of at most `count` slots, right behind `after` where that is possible; None when there are as many as numbers.
+    /// Allocates a row of at most `count` slots, directly after `after` if possible; None if all slot numbers are used.
     pub fn take(&mut self, after: Option<u32>, count: usize) -> Option<Row> {
         let behind = after.and_then(Self::next).filter(|&next| {
             let chunk = &self.chunks[(next >> BITS) as usize];

@@ -232,7 +232,7 @@ impl SharedState {
         Some((number, true))
     }
 
-    /// Whether a block in the slot behind its parent may be linked to it, if it is the only one of its key.
+    /// Whether a block in the slot after its parent may be linked to it, if it is the only one of its key.
     #[inline]
     pub fn may_link(&self, parent: u32, context: u32) -> bool {
         self.records.context(parent) == context && !self.records.has_twins(parent)

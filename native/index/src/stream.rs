@@ -76,7 +76,7 @@ impl Counters {
 #[derive(Clone, Copy, Debug)]
 struct ProcessOwned {
     placement: u16,
-    /// The part of a digest that it stands for.
+    /// Its contribution to a digest.
     mark: u64,
     /// How its copies count in an attestation.
     attested: AttestedGroup,
@@ -817,7 +817,7 @@ impl Stream {
         u32::from(held) + self.copies.get(&(number, placement)).copied().unwrap_or(0)
     }
 
-    /// The blocks that share a hash, the oldest first; what `numbers` does not tell the order of.
+    /// The blocks that share a hash, the oldest first; those whose order `numbers` does not contain.
     pub fn ordered(&self) -> impl Iterator<Item = (&u64, &Vec<u32>)> {
         self.several.iter()
     }
@@ -1122,7 +1122,7 @@ impl Stream {
         writer.show(number, true);
     }
 
-    /// What waits, and what else is to be placed behind a block that came.
+    /// Pending blocks, and others that are to be placed after a block that arrived.
     pub fn take_awaiting(&mut self, hash: u64) -> Option<Waiting> {
         self.waiting.take_one_awaiting(hash)
     }
@@ -1139,7 +1139,7 @@ fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32
         return records.word(number) == block.key;
     }
     match parent {
-        // A linked block is behind the only record of its parent's key in that context.
+        // A linked block is after the only record of its parent's key in that context.
         Some(parent) if records.context(parent) == block.context => {
             Records::next(parent) == Some(number) && records.word(number) == block.local
         }

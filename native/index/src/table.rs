@@ -1,11 +1,11 @@
 //! A compact multiset of record numbers, found by hashes that are not stored.
 //!
 //! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts what it has sent
-//! on, so that a search for what is not there ends early. Buckets stand in segments of `SEGMENT`, found by a directory over the first
+//! on, so that a search for what is not there ends early. Buckets are in segments of `SEGMENT`, found by a directory over the first
 //! bits of the hash (extendible hashing); a full segment splits in two. Were all of them equally full, all would split at once and the
 //! table would be half empty afterwards. So hashes are first skewed, which makes the segments of one end of the directory fill up to
 //! twice as fast as those of the other: at any size some have just been split and others are about to be, and the table takes about
-//! 10.5 bytes an entry always. A dense table has a size of segments between, and takes about 8.5. Tags are the bits of the hash behind
+//! 10.5 bytes an entry always. A dense table has a size of segments between, and takes about 8.5. Tags are the bits of the hash after
 //! those that a segment was found by, so four splits of five need no hashes from the records, which would be a cache miss each. No
 //! single operation moves more than a segment, apart from the doubling of the directory.
 

@@ -187,7 +187,7 @@ const TILE: usize = 1024;
 /// Bytes that are classified in one step.
 const STEP: usize = 32;
 
-/// Bytes behind a tile on which four tokens can depend that begin in it.
+/// Bytes after a tile on which four tokens can depend that begin in it.
 const AHEAD: usize = 16;
 
 /// Bytes of the longest token in the tables.
@@ -299,7 +299,7 @@ impl Lengths {
     unsafe fn classify_avx2(&mut self, bytes: &[u8]) {
         use std::arch::x86_64::*;
 
-        /// At each byte, its own length and the length of what begins behind that.
+        /// At each byte, its own length and the length of what begins after that.
         #[inline]
         #[target_feature(enable = "avx2")]
         unsafe fn add_next(lengths: &[u8; STEP + 16], sums: &mut [u8; STEP]) {
@@ -413,7 +413,7 @@ fn write<const N: usize>(places: &mut [MaybeUninit<u32>], tokens: [u32; N]) {
     }
 }
 
-/// The token that ends 4 bytes behind `end`. The minimum only tells the compiler that nothing is out of bounds.
+/// The token that ends 4 bytes after `end`. The minimum only tells the compiler that nothing is out of bounds.
 #[inline]
 fn token<const N: usize>(near: &[u8; N], end: usize, length: usize) -> u32 {
     let end = end.min(N - 4);

@@ -66,12 +66,12 @@ pub(crate) enum Body {
         /// Until the end of the body, or until the client gives it up.
         _progress: InProgress,
     },
-    /// A message of gRPC, and the status behind it.
+    /// A message of gRPC, and the status after it.
     Message {
         data: Option<Bytes>,
         trailers: Option<HeaderMap>,
     },
-    /// Messages of gRPC as they come, and the status behind them.
+    /// Messages of gRPC as they come, and the status after them.
     Messages {
         messages: mpsc::Receiver<Bytes>,
         trailers: Option<HeaderMap>,

@@ -302,7 +302,7 @@ impl Endpoints {
         )
     }
 
-    /// An answer in Dynamo's or in Mooncake's spelling.
+    /// An answer in the format of Dynamo or of Mooncake.
     fn field(
         &self,
         table: &Table,

@@ -1,8 +1,8 @@
 //! gRPC on the port of HTTP: the queries of `/v1` as unary calls, and the standard health service.
 //!
-//! Theory of operation. A call is an HTTP/2 request whose content type is `application/grpc`. Its body is one message behind five
+//! Theory of operation. A call is an HTTP/2 request whose content type is `application/grpc`. Its body is one message after five
 //! bytes (whether it is compressed, and its length), and its answer the same with the status in trailers. A query is answered from
-//! the index like one over HTTP; what is not answered here goes to the control plane as the request of `/v1` that it stands for, and
+//! the index like one over HTTP; what is not answered here goes to the control plane as the equivalent request of `/v1`, and
 //! its answer or its problem comes back as a message or a status. So both have the same rules, bounds and words.
 
 use std::sync::Arc;
@@ -157,7 +157,7 @@ impl From<&Problem> for Status {
 
 impl From<prost::DecodeError> for Status {
     fn from(error: prost::DecodeError) -> Self {
-        Self::new(Code::InvalidArgument, format!("the message cannot be read: {error}"))
+        Self::new(Code::InvalidArgument, format!("cannot decode the message: {error}"))
     }
 }
 
@@ -218,7 +218,7 @@ async fn answer(
 ) -> Result<Response<Body>, Status> {
     let path = head.uri.path();
     let (path, question) = match Call::at(path) {
-        None => return Err(Status::new(Code::Unimplemented, format!("there is no {path}"))),
+        None => return Err(Status::new(Code::Unimplemented, format!("unknown method {path}"))),
         Some(Call::Check) => {
             let message = received(shared, &progress, body).await?.map_err(|()| too_large())?;
             return check(shared, &message);
@@ -338,7 +338,7 @@ fn from_json(question: Question, json: &[u8]) -> Option<Response<Body>> {
     }
 }
 
-/// The request of `/v1` that a message stands for.
+/// The request of `/v1` that is equivalent to a message.
 fn as_json(question: Question, message: Bytes) -> Result<Vec<u8>, Status> {
     let json = match question {
         Question::Match => serde_json::to_vec(&MatchRequest::decode(message)?),
@@ -413,7 +413,7 @@ fn check(shared: &Shared, message: &Bytes) -> Result<Response<Body>, Status> {
     if !is_known(message)? {
         return Err(Status::new(
             Code::NotFound,
-            format!("the services are {SERVICE} and the empty name"),
+            format!("unknown service: expected {SERVICE} or the empty name"),
         ));
     }
     Ok(answered_with(&health(shared)))

@@ -98,7 +98,7 @@ impl Problem {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// The answer, behind which the connection ends.
+    /// An answer after which the connection is closed.
     pub(crate) fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(Bytes::from(self.json())));
         *response.status_mut() = self.status;

@@ -205,7 +205,7 @@ question! {
     }
 }
 
-/// Decimal digits with an optional minus and without leading zeros, or up to 16 hexadecimal ones behind `0x`.
+/// Decimal digits with an optional minus and without leading zeros, or up to 16 hexadecimal digits after `0x`.
 fn of_text(text: &str) -> Option<u64> {
     if let Some(digits) = text.strip_prefix("0x") {
         let is_hex = (1..=16).contains(&digits.len()) && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
@@ -312,7 +312,7 @@ impl Select {
     }
 }
 
-/// A worker that may be chosen.
+/// A worker that a choice can be made from.
 #[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Candidate {

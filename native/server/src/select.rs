@@ -4,7 +4,7 @@
 //! nothing listens, takes a prompt only if no other worker can. The score of each of the rest is the share of the prompt that it
 //! must compute, 0 to 1, plus `load_weight` times its load over the mean load. Both are pure numbers, so that neither the length
 //! of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of equal scores the one that
-//! computes less is taken, since work that is not done helps everybody. Those that are equal in that too take turns; each process
+//! computes less is taken, since avoided work helps all requests. Candidates that are equal in that too are chosen in rotation; each process
 //! begins at a random place, so that many routers do not send to one worker at once.
 
 use std::collections::{HashMap, HashSet};
@@ -305,7 +305,7 @@ fn why(
     };
     let mut among = match equal {
         1 => format!("the best of {candidates}"),
-        _ => format!("of {equal} equally good ones taken {way}"),
+        _ => format!("one of {equal} equally good candidates, chosen {way}"),
     };
     if left_out > 0 {
         let _ = write!(among, "; {left_out} without a connection were left out");

@@ -395,7 +395,7 @@ async fn respond(
     Ok(forward(shared, progress, &head, peer, Sent::Whole(body)).await)
 }
 
-/// An answer to a request whose body is not received: the connection ends behind it.
+/// An answer to a request whose body is not received: the connection ends after it.
 fn unread(connection: &Connection, mut response: Response<Body>) -> Response<Body> {
     connection.linger();
     response.headers_mut().insert(CONNECTION, CLOSE);

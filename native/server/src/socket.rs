@@ -112,7 +112,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Socket<S> {
         if buf.filled().len() > before {
             this.connections.has_received(&this.connection, now);
         } else if this.connections.has_left(&this.connection, now) {
-            // hyper would give the answer up; it reads again behind it.
+            // hyper would drop the answer; it reads again after the answer.
             return Poll::Pending;
         }
         Poll::Ready(Ok(()))

@@ -3,7 +3,7 @@
 //! A question is a small object with one large array of token ids. The array is read here, and the rest of the text by `serde_json`.
 //! Whatever is unexpected is left alone: the control plane then reads the whole text, and says what is wrong.
 //!
-//! Numbers are read one by one with care, and behind the first of them many at once, as long as they are short and separated alike.
+//! The first numbers are read one by one; then many at once, as long as they are short and have equal separators.
 //! Reading one needs to know where the last one ends, so what takes time is not the work but the wait for it. `side_by_side` waits
 //! for several numbers at the same time.
 
@@ -18,7 +18,7 @@ struct Lifted {
     tokens: Vec<u32>,
     /// Where its opening bracket is.
     start: usize,
-    /// Where the text goes on behind its closing bracket.
+    /// Position after its closing bracket.
     end: usize,
 }
 
@@ -30,7 +30,7 @@ pub fn lift(text: &[u8], name: &str) -> Option<(Vec<u8>, Vec<u32>)> {
     Some(([&text[..start], b"[]", &text[end..]].concat(), tokens))
 }
 
-/// Reads on behind a number that ended just before the given place, and appends what it reads: where the last number ends, which is
+/// Reads on after a number that ended just before the given place, and appends what it reads: where the last number ends, which is
 /// the same place if there was none. It reads nothing but numbers as `number` would, each before a comma, or a comma and one space.
 type Quick = fn(&[u8], usize, &mut Vec<u32>) -> usize;
 
@@ -69,7 +69,7 @@ fn space(text: &[u8], mut at: usize) -> usize {
     at
 }
 
-/// The separator behind a number that ends at `end`, if it is one of the two that are read quickly: how many bytes it has.
+/// The separator after a number that ends at `end`, if it is one of the two that are read quickly: how many bytes it has.
 fn gap(text: &[u8], end: usize) -> Option<usize> {
     match text.get(end..end + 3)? {
         [b',', b' ', b'0'..=b'9'] => Some(2),
@@ -82,7 +82,7 @@ fn expect(text: &[u8], at: usize, wanted: u8) -> Option<usize> {
     (*text.get(at)? == wanted).then_some(at + 1)
 }
 
-/// Behind a string that begins at `at`.
+/// After a string that begins at `at`.
 fn string(text: &[u8], at: usize) -> Option<usize> {
     let mut at = expect(text, at, b'"')?;
     loop {
@@ -129,7 +129,7 @@ fn value(text: &[u8], mut at: usize) -> Option<usize> {
     }
 }
 
-/// An array of numbers that fit, and where the text goes on behind it.
+/// An array of numbers that fit, and the position after it.
 fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
     let mut at = space(text, expect(text, at, b'[')?);
     // The shortest element has two bytes, so no text makes this larger than twice its own size.
@@ -173,7 +173,7 @@ fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
 const FEW: usize = 16;
 const MANY: usize = 1024;
 
-/// A whole number below 2^32 without a sign, and where the text goes on behind it.
+/// A whole number below 2^32 without a sign, and the position after it.
 #[inline]
 fn number(text: &[u8], at: usize) -> Option<(u32, usize)> {
     let known = match text.get(at..at + 8) {
@@ -219,7 +219,7 @@ fn digits(eight: [u8; 8]) -> (u64, usize) {
 /// The value of the first `count` of these digits, which are one to eight.
 #[inline]
 fn of_digits(word: u64, count: usize) -> u32 {
-    // What is behind them goes, and zeros lead.
+    // Bytes after the digits are dropped, and zeros are added in front.
     let digits = word << (64 - 8 * count);
     let pairs = (digits.wrapping_mul(10) + (digits >> 8)) & 0x00FF_00FF_00FF_00FF;
     let fours = (pairs.wrapping_mul(100) + (pairs >> 16)) & 0x0000_FFFF_0000_FFFF;

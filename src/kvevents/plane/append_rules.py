@@ -22,7 +22,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The end of a stream in the log, now or after the page that is in flight or being built."""
+    """The state at the end of a stream: in the log, or as it will be after the page in flight or the page being built."""
 
     registration: bytes | None
     """None if the stream has not joined, or has left."""

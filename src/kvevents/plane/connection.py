@@ -237,7 +237,8 @@ def _tls_context(settings: PlaneSettings) -> ssl.SSLContext:
             context.load_cert_chain(settings.tls_certificate, settings.tls_key, password=_refuse_password)
     except OSError as error:
         raise ConfigError(
-            f"tls_ca, tls_certificate or tls_key is no valid PEM file, or certificate and key do not match: {error_text(error)}"
+            "tls_ca, tls_certificate or tls_key is not a valid PEM file, or certificate and key do not match:"
+            f" {error_text(error)}"
         ) from error
     return context
 

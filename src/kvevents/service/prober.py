@@ -172,7 +172,7 @@ class Prober:
         if fault is not None and (former is None or former.reason != fault.reason):
             log.warning("%s: %s", member.registration.label, fault.sentence)
         if fault is None and former is not None and self._fleet.members.get(member.registration.key) is member:
-            log.info("%s: no longer so: %s", member.registration.label, former.sentence)
+            log.info("%s: this fault has ended: %s", member.registration.label, former.sentence)
 
 
 def _in_doubt(member: Member) -> Which | None:

@@ -179,8 +179,8 @@ def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None
 def scope_parameters(parameters: Mapping[str, str], known: Iterable[str], *, beside: str = "") -> dict[str, str]:
     """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
-    `known` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one: a tenant that is
-    ignored would be answered with what others hold. `beside` says in the hint why there are none.
+    `known` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one,
+    since ignoring a tenant would return the blocks of other tenants. `beside` is the reason in the hint if there are none.
     """
     accepted = {_CANONICAL.get(name, name) for name in known}
     found: dict[str, str] = {}

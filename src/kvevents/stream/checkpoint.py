@@ -100,7 +100,10 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamPosition(NamedTuple):
-    """How far a stream has delivered: a checkpoint before its newest batch is digested."""
+    """The position of a stream.
+
+    Its incarnation and its last delivered number. A checkpoint adds the fingerprint of that batch.
+    """
 
     incarnation: int
     last_seq: int

@@ -74,7 +74,10 @@ class HeartbeatMonitor:
         return True
 
     def is_other_life(self, heartbeat: Heartbeat, *, live: bool) -> bool:
-        """Record the life of a heartbeat. Return whether it differs from the life of the heartbeat before, if there was one."""
+        """Record the incarnation of a heartbeat.
+
+        Return whether it differs from the life of the heartbeat before, if there was one.
+        """
         known, self._incarnation = self._incarnation, heartbeat.incarnation
         if known is None or known == heartbeat.incarnation:
             if live and known is not None:

@@ -128,7 +128,7 @@ class FingerprintChain:
 
 
 class CrossCheck:
-    """Whether replayed and live batches are of one publisher and of one life.
+    """Verifies that replayed and live batches come from one publisher and one incarnation.
 
     One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection whose number
     is not below anything that the answer brought. A later answer can confirm it too, if that one first repeats the newest batch

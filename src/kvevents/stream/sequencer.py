@@ -178,7 +178,7 @@ class Sequencer:
         return None if self.parts.last >= 0 else self.early.pop(self.next_seq)
 
     def skip_to(self, last: int) -> int:
-        """Give up the numbers up to `last`. Return how many they are."""
+        """Give up the numbers up to `last`. Return their count."""
         count = last + 1 - self.next_seq
         self.next_seq = last + 1
         return count

@@ -145,7 +145,7 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// A block and those behind it that one event stores with it; after one that has a key, those that come next.
+    /// A block and the following ones that one event can store with it.
     fn run_from(&mut self, head: u32) -> Vec<u32> {
         let mut run = vec![head];
         if self.twins.contain(self.blocks.get(head).hash) {

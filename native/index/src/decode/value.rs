@@ -112,7 +112,7 @@ pub(super) fn items(raw: &[u8]) -> impl Iterator<Item = &[u8]> {
     (0..declared(raw)).map_while(move |_| parts.as_mut()?.next().ok())
 }
 
-/// Cuts the parts behind the header of an array or a map into values.
+/// Cuts the parts after the header of an array or a map into values.
 struct Parts<'a> {
     raw: &'a [u8],
     at: usize,

@@ -56,7 +56,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Lets everybody see the streams, behind the walls of these models.
+    /// Makes the streams visible to lookups of these models.
     fn show(&self, shared: &mut SharedState, labels: &HashMap<&str, &str>) {
         if !labels.is_empty() {
             shared.relabel(|source| labels.get(source).map(|&model| Some(model.to_owned())));

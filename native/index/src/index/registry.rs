@@ -132,7 +132,7 @@ impl Index {
             Some(model) => registry.labels.insert(source.into(), model.into()),
             None => registry.labels.remove(source),
         };
-        // Not asking the streams, which may be busy: nothing else goes on while the registry is locked.
+        // Streams are not locked here, since they might be busy while the registry is locked.
         let model_of = |other: &str| (other == source).then(|| model.map(str::to_owned));
         self.shared_lock.write().relabel(model_of);
     }

@@ -25,8 +25,8 @@
 //! LABEL    source, model
 //! ```
 //!
-//! Words are rolling keys in a run of kind KEYS. In one of kind CHAIN each block is behind the one before it, and only the first word is a key, the
-//! others are local hashes; in one of kind REST all are, and the first block is behind the last one of the run before.
+//! Words are rolling keys in a run of kind KEYS. In one of kind CHAIN each block is after the one before it, and only the first word is a key, the
+//! others are local hashes; in one of kind REST all are, and the first block is after the last one of the run before.
 //!
 //! Streams come in the order of their workers, and blocks in that of their records, which is mostly that of their chains. A file may hold
 //! some workers of an index alone, with their fences and the labels of their sources.

@@ -35,7 +35,7 @@ pub fn extra_keys<'a>(raw: &'a [u8], visit: impl FnMut(usize, Extra<'a>)) -> Opt
     (reader.left() == 0).then_some(())
 }
 
-/// The same from where `reader` stands, with at most `max_blocks` entries.
+/// The same from the position of `reader`, with at most `max_blocks` entries.
 pub(super) fn walk<'a>(reader: &mut Reader<'a>, max_blocks: usize, mut visit: impl FnMut(usize, Extra<'a>)) -> Option<()> {
     let blocks = reader.array()?;
     if blocks > max_blocks {

@@ -18,7 +18,7 @@ pub struct Limits {
     pub max_free_form_bytes: usize,
     /// Levels of containers in an event.
     pub max_nesting: usize,
-    /// Entries of what `decode` sets aside of a batch; one more stands for all that follow.
+    /// Entries of what `decode` sets aside of a batch; one more represents all that follow.
     pub max_rejected: usize,
 }
 

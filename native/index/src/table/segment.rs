@@ -118,7 +118,7 @@ impl Buckets {
         Self { at, count: count as u32 }
     }
 
-    /// Puts an entry behind its home, which is full.
+    /// Puts an entry after its home, which is full.
     #[cold]
     fn send_on(&mut self, home: usize, tag: u16, record: u32) {
         let mut at = home;
@@ -166,7 +166,7 @@ pub struct Segment {
     used: u32,
     /// Leading bits of skewed hashes that all of its entries share.
     depth: u8,
-    /// The bits behind this many are the tags.
+    /// The bits after this many are the tags.
     base: u8,
 }
 
@@ -340,7 +340,7 @@ impl Segment {
         self.depth - self.base > SPLITS_BY_TAG
     }
 
-    /// Takes tags from the bits behind `base` from now on. The records have the hashes; they are anywhere in memory, so all are prefetched before
+    /// Takes tags from the bits after `base` from now on. The records have the hashes; they are anywhere in memory, so all are prefetched before
     /// any is read.
     pub fn take_tags(&mut self, base: u32, hashes: &impl Hashes) {
         self.records().for_each(|record| hashes.prefetch(record));

@@ -164,7 +164,7 @@ fn listed(
                 Err(_) => {
                     // What was said of too large a number is said below, for all kinds of them.
                     drop(PyErr::take(py));
-                    let refused = |_| PyTypeError::new_err(format!("token {at} is no integer from 0 to 2**32 - 1"));
+                    let refused = |_| PyTypeError::new_err(format!("token {at} is not an integer from 0 to 2**32 - 1"));
                     // SAFETY: as above; the item is held from here on.
                     let item = unsafe { Bound::from_borrowed_ptr_or_err(py, item_at(given.as_ptr(), at)) };
                     item.and_then(|item| item.extract()).map_err(refused)?
@@ -183,8 +183,11 @@ pub(super) fn keys_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResu
         None if PyUntypedBuffer::get(given).is_ok() || given.is_instance_of::<PyString>() => None,
         None => numbered(given, turns)?,
     };
-    let refused =
-        || PyTypeError::new_err("keys are integers from 0 to 2**64 - 1, in a list or a buffer of this machine's byte order");
+    let refused = || {
+        PyTypeError::new_err(
+            "invalid keys: expected integers from 0 to 2**64 - 1, in a list or in a buffer with native byte order",
+        )
+    };
     found.ok_or_else(refused)
 }
 

@@ -1,4 +1,4 @@
-//! The class behind `kvevents.publisher.compaction`.
+//! The class of `kvevents.publisher.compaction`.
 
 use std::ptr::null_mut;
 use std::slice;
@@ -65,7 +65,7 @@ impl Compactor {
 }
 
 fn damaged() -> PyErr {
-    PyRuntimeError::new_err("an error of kvevents left this history changed by half")
+    PyRuntimeError::new_err("an internal error left this history inconsistent")
 }
 
 #[pymethods]
@@ -118,13 +118,15 @@ impl Compactor {
         events.map(|events| events.iter().map(plain).collect()).transpose()
     }
 
-    /// The same, spelled as payloads for `fold`, other threads running meanwhile.
+    /// The same, encoded as payloads for `fold`. Other threads run meanwhile.
     fn payloads<'py>(&self, py: Python<'py>, limit: usize, ts: f64) -> PyResult<Option<Vec<Bound<'py, PyBytes>>>> {
         if limit == 0 {
-            return Err(PyValueError::new_err("limit is a number of bytes above 0"));
+            return Err(PyValueError::new_err("invalid limit: expected a number of bytes above 0"));
         }
         if !SECONDS.contains(&ts) {
-            return Err(PyValueError::new_err(format!("ts is {ts}; it is seconds since the epoch")));
+            return Err(PyValueError::new_err(format!(
+                "invalid ts {ts}: expected seconds since the epoch"
+            )));
         }
         let (spelled, mut turns) = (self.work(py, |shared| shared.payloads(limit, ts))?, Turns::new(py));
         let bytes = |payload: &Vec<u8>| {
@@ -147,7 +149,7 @@ impl Compactor {
     /// Gives up until the stream is cleared.
     fn lose(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
-        let reason = known.ok_or_else(|| PyValueError::new_err("reason is batches, payloads or digests"))?;
+        let reason = known.ok_or_else(|| PyValueError::new_err("invalid reason: expected batches, payloads or digests"))?;
         self.work(py, |shared| shared.invalidate(reason))
     }
 

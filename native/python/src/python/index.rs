@@ -1,4 +1,4 @@
-//! The class behind `kvevents.index.PrefixIndex`: each method reads its arguments, and lets other threads run where that is worth it.
+//! The class of `kvevents.index.PrefixIndex`: each method reads its arguments, and lets other threads run where that is worth it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -77,7 +77,7 @@ fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<
             "max_blocks_per_hash" => &mut limits.blocks_per_hash,
             "max_fences" => &mut limits.fences,
             "max_speculated" => &mut limits.speculated,
-            _ => return Err(PyValueError::new_err(format!("an index has no limit {name}"))),
+            _ => return Err(PyValueError::new_err(format!("unknown limit {name} of an index"))),
         };
         *place = limit;
     }
@@ -106,7 +106,7 @@ pub(super) struct Listing {
 
 #[pymethods]
 impl Listing {
-    /// The next blocks, at most `most`: per block and placement `(key, hash, tier, group, copies)`. Empty behind the last one.
+    /// The next blocks, at most `most`: per block and placement `(key, hash, tier, group, copies)`. Empty after the last one.
     ///
     /// Lets other threads of Python run each time, so that a long listing does not keep them waiting.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
@@ -422,7 +422,7 @@ impl NativeIndex {
 
     /// The same for rolling keys that the caller has, as `block_keys` makes them: all of them, from that of the prompt's first block on.
     ///
-    /// Blocks are found one behind the other, so of keys that begin in the middle of a prompt nobody may be told who holds them. Of
+    /// Blocks are found one after the other, so no worker matches keys that begin in the middle of a prompt. Of
     /// `namespace` only the model counts, since keys hold the rest. Raises `ValueError` when workers have different block sizes and `block_size` does
     /// not say which one the keys are of, and `TypeError` for what is no list or buffer of unsigned 64-bit numbers.
     #[pyo3(signature = (keys, block_size=None, namespace=None))]
@@ -441,9 +441,8 @@ impl NativeIndex {
         let model = scope_of(namespace)?.model;
         let index = self.whole(py)?;
         let found = py.detach(|| index.matched_keys(&keys, size, &model));
-        let found = found.ok_or_else(|| {
-            PyValueError::new_err("workers have blocks of different sizes; say block_size, the one that the keys are of")
-        })?;
+        let found = found
+            .ok_or_else(|| PyValueError::new_err("workers have blocks of different sizes: give the block_size of the keys"))?;
         Ok(Match { found })
     }
 

@@ -160,7 +160,8 @@ impl Libzmq {
         let find = |name: &CStr| {
             // SAFETY: the handle is of a file that is loaded.
             let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
-            NonNull::new(found).ok_or_else(|| PyOSError::new_err(format!("{module} leads to no {}", name.to_string_lossy())))
+            NonNull::new(found)
+                .ok_or_else(|| PyOSError::new_err(format!("{module} does not export {}", name.to_string_lossy())))
         };
         let version = find(c"zmq_version")?;
         // SAFETY: these are the declarations of zmq.h, the same in all releases of this major version.

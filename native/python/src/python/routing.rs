@@ -123,7 +123,7 @@ impl Ties {
             "rotate" => Tie::Rotate,
             "random" => Tie::Random,
             "first" => Tie::First,
-            _ => return Err(PyValueError::new_err(format!("no such way to end a tie: {how:?}"))),
+            _ => return Err(PyValueError::new_err(format!("unknown tie break {how:?}"))),
         };
         let keys: Vec<u64> = equal.iter().map(|worker| key(&worker)).collect::<PyResult<_>>()?;
         Ok(self.ties.pick(how, &keys))

@@ -1,4 +1,4 @@
-//! The class behind `kvevents.service.data_plane.DataPlane`.
+//! The class of `kvevents.service.data_plane.DataPlane`.
 
 use std::net::TcpListener;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};

@@ -1,6 +1,6 @@
 //! Numbers from several places of an array at the same time, for any processor.
 //!
-//! In an array of numbers every comma separates two of them, so reading may begin behind any. What is read behind a comma counts only
+//! In an array of numbers every comma separates two of them, so reading can begin after any comma. What is read after one counts only
 //! if reading from the front comes there: so whatever else the text holds is found out.
 
 use super::{digits, gap, of_digits};
@@ -84,7 +84,7 @@ fn split<const GAP: usize>(text: &[u8], at: usize, part: usize) -> Option<[usize
     Some(found)
 }
 
-/// A number of up to eight digits, and where the next one begins behind its separator.
+/// A number of up to eight digits, and where the next one begins after its separator.
 #[inline]
 fn number<const GAP: usize>(text: &[u8], at: usize) -> Option<(u32, usize)> {
     let near: &[u8; 10] = text.get(at..)?.first_chunk()?;

@@ -41,7 +41,7 @@ impl std::error::Error for Failure {
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         if error.kind() == io::ErrorKind::UnexpectedEof {
-            bad("it ends before its end")
+            bad("it is truncated")
         } else {
             Self::Io(error)
         }
@@ -161,7 +161,7 @@ impl<R: Read> FrameReader<R> {
         let mut found = Vec::with_capacity(HEADER);
         (&mut from).take(HEADER as u64).read_to_end(&mut found)?;
         if found.len() < HEADER || found[..8] != MAGIC {
-            return Err(bad("it is no snapshot of an index"));
+            return Err(bad("it is not a snapshot of an index"));
         }
         let version = u32::from_le_bytes(array(&found[8..]));
         match version {
@@ -189,7 +189,7 @@ impl<R: Read> FrameReader<R> {
             u64::from_le_bytes(array(&header[4..])),
         );
         if length > FRAME {
-            return Err(bad("it is damaged: a frame is longer than any can be"));
+            return Err(bad("it is damaged: a frame exceeds the largest length"));
         }
         self.frame.clear();
         self.at = 0;
@@ -198,11 +198,11 @@ impl<R: Read> FrameReader<R> {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
         }
         if sum_of(&self.frame, self.sum) != sum {
-            return Err(bad("it is damaged: a checksum is wrong"));
+            return Err(bad("it is damaged: a checksum does not match"));
         }
         self.sum = sum;
         if length == 0 && self.from.read(&mut [0])? > 0 {
-            return Err(bad("something follows its end"));
+            return Err(bad("data follows its end"));
         }
         Ok(length > 0)
     }
@@ -217,7 +217,7 @@ impl<R: Read> FrameReader<R> {
     }
 
     pub fn byte(&mut self) -> Result<u8, Failure> {
-        self.next()?.ok_or_else(|| bad("its last item is not whole"))
+        self.next()?.ok_or_else(|| bad("its last item is incomplete"))
     }
 
     #[inline]
@@ -246,7 +246,7 @@ impl<R: Read> FrameReader<R> {
                 return Ok(value);
             }
         }
-        Err(bad("a count has no end"))
+        Err(bad("a count has too many bytes"))
     }
 
     /// A count below `bound`.
@@ -255,7 +255,7 @@ impl<R: Read> FrameReader<R> {
         if value < bound {
             Ok(value)
         } else {
-            Err(bad(format!("there is no {what} {value}")))
+            Err(bad(format!("unknown {what} {value}")))
         }
     }
 
@@ -275,14 +275,14 @@ impl<R: Read> FrameReader<R> {
 
     pub fn text(&mut self) -> Result<String, Failure> {
         let length = self.count()?;
-        String::from_utf8(self.bytes(length)?).map_err(|_| bad("a name is no text"))
+        String::from_utf8(self.bytes(length)?).map_err(|_| bad("a name is not UTF-8 text"))
     }
 
     pub fn option<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T, Failure>) -> Result<Option<T>, Failure> {
         match self.byte()? {
             0 => Ok(None),
             1 => read(self).map(Some),
-            other => Err(bad(format!("{other} is neither there nor not there"))),
+            other => Err(bad(format!("invalid presence byte {other}: expected 0 or 1"))),
         }
     }
 }

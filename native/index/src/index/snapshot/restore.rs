@@ -46,7 +46,7 @@ pub fn absorb(index: &Index, from: impl Read, part: &mut Part) -> Result<(), Fai
 }
 
 fn unexpected(item: u8) -> Failure {
-    bad(format!("an item of kind {item} is not expected here"))
+    bad(format!("unexpected item of kind {item}"))
 }
 
 struct Restoring<'a, R> {
@@ -112,7 +112,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             group: from.signed()?,
         };
         if self.placements.iter().any(|(known, _)| *known == placement) {
-            return Err(bad("a placement is there twice"));
+            return Err(bad("a placement is repeated"));
         }
         if self.placements.len() == MAX_PLACEMENTS {
             return Err(bad(format!("it has more than {MAX_PLACEMENTS} placements")));
@@ -130,7 +130,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         }
         let most = self.limits.places;
         if stream.held().count() >= most {
-            return Err(bad(format!("a stream has blocks in more than {most} places")));
+            return Err(bad(format!("a stream has blocks in more than {most} placements")));
         }
         *number = stream.use_placement(&mut self.shared_lock.write(), placement.clone());
         number.ok_or_else(|| bad(format!("the index would have more than {MAX_PLACEMENTS} placements")))
@@ -146,7 +146,7 @@ impl<'a, R: Read> Restoring<'a, R> {
     fn stream(&mut self) -> Result<(), Failure> {
         let worker = self.worker()?;
         if self.part.streams.last().is_some_and(|last| *last.worker >= worker) {
-            return Err(bad("its workers are not in order"));
+            return Err(bad("its workers are not sorted"));
         }
         let incarnation = self.from.signed()?;
         let imported = match self.index {
@@ -192,7 +192,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             DENSE => Rule::Dense,
             WINDOW => Rule::Window(self.from.below(1 << 32, "window of")? as u32),
             UNKNOWN => Rule::Unknown,
-            other => return Err(bad(format!("there is no rule {other}"))),
+            other => return Err(bad(format!("unknown matching rule {other}"))),
         };
         Ok((group, rule))
     }
@@ -238,7 +238,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         );
         stream.counters.evicted += refused.count;
         if read != (blocks, digest) {
-            return Err(bad("the blocks of a stream are not those that its digest is of"));
+            return Err(bad("the blocks of a stream do not match its digest"));
         }
         Ok(())
     }
@@ -292,8 +292,8 @@ impl<'a, R: Read> Restoring<'a, R> {
         let mut is_linked = match kind {
             KEYS | CHAIN => false,
             REST if self.room.before.is_some() => true,
-            REST => return Err(bad("a run goes on behind nothing")),
-            other => return Err(bad(format!("there is no kind of run {other}"))),
+            REST => return Err(bad("a run continues without a block before it")),
+            other => return Err(bad(format!("unknown kind of run {other}"))),
         };
         while left > 0 {
             let count = left.min(BLOCKS_AT_ONCE);
@@ -349,7 +349,7 @@ impl<'a, R: Read> Restoring<'a, R> {
                 }
                 let parent = room.parent.filter(|_| *is_linked && !keyed);
                 let number = stream.put(shared, block, &room.placements, parent);
-                room.parent = Some(number.ok_or_else(|| bad("a block is there twice, or nowhere"))?);
+                room.parent = Some(number.ok_or_else(|| bad("a block is repeated or missing"))?);
             }
             writer.spend(few.len());
         }
@@ -362,7 +362,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         let awaited = self.from.fixed()?;
         let content = match self.from.option(|_| Ok(()))? {
             Some(()) => Some(self.content()?),
-            None if awaited != hash => return Err(bad("a hash without tokens waits for another")),
+            None if awaited != hash => return Err(bad("a hash without tokens waits for another hash")),
             None => None,
         };
         Ok(Waiting {
@@ -498,7 +498,7 @@ impl Several {
         if known {
             Ok(())
         } else {
-            Err(bad("blocks of one hash have an order, but are not all there"))
+            Err(bad("blocks of one hash are ordered, but some are missing"))
         }
     }
 }

@@ -85,7 +85,7 @@ struct Saving<'a, W> {
 /// Blocks that differ in hash and word only.
 #[derive(Default)]
 struct Run {
-    /// Where in the buffer their number belongs, and their kind behind it.
+    /// Where in the buffer their number belongs, and their kind after it.
     at: usize,
     blocks: u16,
     /// None while one block is not enough to know it.

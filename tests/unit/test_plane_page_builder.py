@@ -1,4 +1,4 @@
-"""Bridges that write into one partition: whatever happens to them, the log is one story of every stream."""
+"""Bridges that write into one partition: after any fault the log has one consistent history of every stream."""
 
 from __future__ import annotations
 

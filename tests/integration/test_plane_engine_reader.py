@@ -1,4 +1,4 @@
-"""The thread that follows engines: what they say becomes records, and nothing of one engine ends it."""
+"""The thread that follows engines: events become records, and no engine's fault ends the thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which server is tried when, and that nothing is said twice."""
+"""The order in which servers are tried, and that no message is logged twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bridge begins with: the newest snapshot that can be read, and no wait without end for one that cannot."""
+"""The snapshot with which a bridge begins: the newest readable one, without an endless wait for an unreadable one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a partition of a real server: every page once and in order, or a word that this cannot be."""
+"""Reading a partition of a real server: every page once and in order, or a fault that names the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas tell each other of what they hold: small, whatever they hold, and different where that is."""
+"""Digests that replicas publish: their size is bounded, and they differ exactly where contents differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing a worker: caches against load, trust, ties that spread, and a sentence that says why."""
+"""Selection of a worker: its cache against its load, trust, ties that spread, and a sentence with the reason."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def test_why_is_a_sentence() -> None:
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
     lost = Standing.of(TrustStatus("STALE", "connection lost"))
     why = select(request, candidates_of(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1))).why
-    assert why.endswith("score 1.000, of 2 equally good ones taken in turn; no candidate is connected.")
+    assert why.endswith("score 1.000, one of 2 equally good candidates, chosen in turn; no candidate is connected.")
     assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why
 
 
