@@ -97,7 +97,7 @@ class JournalError(ExternalError, OSError):
 class PlaneError(ExternalError, OSError):
     """The plane's NATS servers cannot be used; the message says what happened, where, and what to do.
 
-    `fault` is the kind of failure in one word; `kvevents.plane.nats_client` lists them.
+    `fault` is the kind of failure in one word; `kvevents.plane.nats_errors` lists them.
     """
 
     def __init__(self, message: str, *, fault: str = "other") -> None:

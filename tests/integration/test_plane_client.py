@@ -15,7 +15,8 @@ pytest.importorskip("nats")
 from discovery_cases import within
 from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client, require_jetstream
-from kvevents.plane.nats_client import NotPermittedError, PlaneClient, map_errors
+from kvevents.plane.nats_client import NotPermittedError, PlaneClient
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.settings import ConnectionLimits, PlaneSettings
 
 IMPATIENT = ConnectionLimits(reconnect_seconds=0.01, max_reconnect_seconds=0.02)

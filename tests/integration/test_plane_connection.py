@@ -7,7 +7,7 @@ import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -20,7 +20,8 @@ from discovery_cases import within
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
 from kvevents.plane import connection
 from kvevents.plane.connection import close, connect, open_client, require_jetstream
-from kvevents.plane.nats_client import PlaneClient, map_errors
+from kvevents.plane.nats_client import PlaneClient
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.settings import ConnectionLimits, PlaneSettings
 from nats_logins import Key, Operator
 from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
@@ -338,7 +339,8 @@ async def test_somebody_else_listens(greeting: bytes) -> None:
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
-        await reader.read()
+        with suppress(ConnectionResetError):
+            await reader.read()
         writer.close()
 
     async with fake_server(listen) as port:

@@ -15,7 +15,7 @@ from nats.js.api import DiscardPolicy
 
 from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client
-from kvevents.plane.nats_client import HINTS, Fault, classify_error, map_errors
+from kvevents.plane.nats_errors import HINTS, Fault, classify_error, map_errors
 from kvevents.plane.settings import PlaneSettings
 from nats_servers import NatsServer, nats_server, needs_nats
 

@@ -22,7 +22,8 @@ from cli_cases import Program
 from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client, require_jetstream
 from kvevents.plane.layout import Layout, create_plane
-from kvevents.plane.nats_client import PlaneClient, map_errors
+from kvevents.plane.nats_client import PlaneClient
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import decode_page
 from kvevents.plane.settings import PlaneSettings
 from nats_logins import Key, Operator

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.backoff import Backoff
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
-from kvevents.plane.nats_client import HINTS, Fault, classify_error, error_text, map_errors
+from kvevents.plane.nats_errors import HINTS, Fault, classify_error, error_text, map_errors
 from kvevents.plane.settings import ConnectionLimits, Credentials, PlaneSettings
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kvevents.errors import ConfigError, PlaneError
-from kvevents.plane.nats_client import map_errors
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, ReceivedMessage, Tail
 from kvevents.plane.settings import PlaneSettings
 from kvevents.structs import build_decoder_now

@@ -33,7 +33,7 @@ import msgspec
 
 from kvevents.errors import PlaneError
 from kvevents.plane.layout import LEASE_SECONDS, Layout
-from kvevents.plane.nats_client import map_errors
+from kvevents.plane.nats_errors import map_errors
 from kvevents.settings import Seconds, Settings
 from kvevents.structs import build_decoder_now
 

@@ -16,154 +16,19 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 
 Most of this overrides private methods, so `pyproject.toml` allows no other minor release of nats-py. For a newer one, compare
 these methods with its `client.py`, and run `test_nats_client.py` and `test_plane_connection.py` of `tests/integration`.
-
-Exceptions of nats-py become `PlaneError`, with a word for each kind of fault and a hint. Every other module of the plane calls
-nats-py within `map_errors`, so no exception of nats-py leaves the package.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import ssl
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final
 
 from nats import errors
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.protocol.parser import PERMISSIONS_ERR
-
-from kvevents.errors import PlaneError
-
-Fault: TypeAlias = Literal[
-    "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "old", "refused", "timeout", "tls"
-]
-"""Values of `PlaneError.fault`, besides `other`."""
-
-HINTS: Final[dict[Fault, str]] = {
-    "away": "not connected, or JetStream or the stream has no leader: check that enough servers run",
-    "backlog": "the send buffer is full: wait until the servers read it",
-    "closed": "the connection is closed: open another one",
-    "conflict": "another client has written in between: read again",
-    "denied": "grant this user the permission, or log in as another user",
-    "exists": "it exists with other settings: use those settings or another name",
-    "full": "the stream, the account or the disk is full: raise its limit or free space",
-    "large": "the message is larger than the server or the stream allows: raise max_payload",
-    "missing": "it does not exist, or was deleted",
-    "old": "update it",
-    "refused": "the server rejected the request",
-    "timeout": "no answer in time: check the load and the disks of the servers, and that a majority of them runs",
-    "tls": "check tls_ca, tls_certificate, tls_key and tls_hostname, and that the server uses TLS",
-}
-
-_BY_CODE: Final[dict[int, Fault]] = {
-    10002: "full",  # JSAccountResourcesExceededErr
-    10004: "away",  # JSClusterIncompleteErr
-    10005: "full",  # JSClusterNoPeersErrF: no server has enough room, or there are too few servers
-    10008: "away",  # JSClusterNotAvailErr
-    10009: "away",  # JSClusterNotLeaderErr
-    10013: "exists",  # JSConsumerNameExistErr
-    10023: "full",  # JSInsufficientResourcesErr
-    10026: "full",  # JSMaximumConsumersLimitErr
-    10027: "full",  # JSMaximumStreamsLimitErr
-    10028: "full",  # JSMemoryResourcesExceededErr
-    10035: "denied",  # JSNoAccountErr
-    10039: "denied",  # JSNotEnabledForAccountErr
-    10047: "full",  # JSStorageResourcesExceededErr
-    10054: "large",  # JSStreamMessageExceedsMaximumErr
-    10058: "exists",  # JSStreamNameExistErr
-    10063: "conflict",  # JSStreamSequenceNotMatchErr
-    10070: "conflict",  # JSStreamWrongLastMsgIDErrF
-    10071: "conflict",  # JSStreamWrongLastSequenceErrF
-    10076: "away",  # JSNotEnabledErr
-    10077: "full",  # JSStreamStoreFailedF: `maximum bytes exceeded`, `maximum messages exceeded`, and errors of the disk
-    10097: "large",  # JSStreamHeaderExceedsMaximumErr
-    10118: "away",  # JSStreamOfflineErr
-    10119: "away",  # JSConsumerOfflineErr
-    10122: "full",  # JSStreamMaxStreamBytesExceeded
-    10158: "conflict",  # JSStreamDuplicateMessageConflict
-    10164: "conflict",  # JSStreamWrongLastSequenceConstantErr: like 10071, for a replicated stream
-}
-"""Faults by the error codes of nats-server's `server/errors.json`, which are the same in all releases."""
-
-_DENIED: Final = re.compile(
-    r"^nats: .*(?:authorization|authentication|permissions) (?:violation|expired|timeout|revoked)", re.IGNORECASE
-)
-"""Errors that a server reports as text only, and for which nats-py has no exception type."""
-
-
-@contextmanager
-def map_errors(activity: str) -> Iterator[None]:
-    """Raise exceptions of NATS and of the sockets below as `PlaneError`; `activity` begins its message, before a colon."""
-    try:
-        yield
-    except PlaneError:
-        raise
-    except Exception as error:
-        fault = classify_error(error)
-        if fault is None:
-            raise
-        raise PlaneError(f"{activity}: {error_text(error)}; {HINTS[fault]}", fault=fault) from error
-
-
-def classify_error(error: Exception) -> Fault | None:
-    """Return the kind of fault of an exception of nats-py or of the sockets below; None for any other exception."""
-    from nats import errors  # noqa: PLC0415 - an extra
-
-    code = getattr(error, "err_code", None)
-    if isinstance(code, int) and code in _BY_CODE:
-        return _BY_CODE[code]
-    if type(error) is errors.Error and _DENIED.search(str(error)):
-        return "denied"
-    return next((fault for kind, fault in _by_kind() if isinstance(error, kind)), None)
-
-
-def error_text(error: Exception) -> str:
-    """Return the message of an exception without the frame that nats-py puts around it."""
-    from nats import errors  # noqa: PLC0415 - an extra
-
-    if isinstance(error, errors.SlowConsumerError):  # its own text ends in a memory address
-        return f"messages of {error.subject} arrived faster than they were processed, and were dropped"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
-    if isinstance(error, OSError) and not isinstance(error, errors.Error):
-        return error.strerror or str(error) or "no answer"
-    description: str | None = getattr(error, "description", None)
-    return description or str(error).removeprefix("nats: ")
-
-
-@cache
-def _by_kind() -> tuple[tuple[type[Exception], Fault], ...]:
-    """Return faults by exception type. The first match counts, because some types are subclasses of others."""
-    from nats import errors  # noqa: PLC0415 - an extra
-    from nats.js import errors as js  # noqa: PLC0415 - an extra
-
-    return (
-        (errors.AuthorizationError, "denied"),
-        (js.KeyWrongLastSequenceError, "conflict"),
-        (js.ObjectAlreadyExists, "exists"),
-        (js.NotFoundError, "missing"),
-        (js.NoKeysError, "missing"),
-        (js.ServiceUnavailableError, "away"),
-        (js.NoStreamResponseError, "away"),
-        (js.TooManyStalledMsgsError, "backlog"),
-        (errors.NoRespondersError, "away"),
-        (errors.ConnectionReconnectingError, "away"),
-        (errors.ConnectionClosedError, "closed"),
-        (errors.ConnectionDrainingError, "closed"),
-        (errors.OutboundBufferLimitError, "backlog"),
-        (errors.MaxPayloadError, "large"),
-        (errors.SecureConnWantedError, "tls"),
-        (ssl.SSLError, "tls"),
-        (errors.StaleConnectionError, "away"),
-        (TimeoutError, "timeout"),  # also the base of nats-py's timeouts
-        (errors.Error, "refused"),
-        (OSError, "away"),
-    )
-
 
 _FORBIDDEN_SUBJECT: Final = re.compile(r'publish to "(.*?)"')
 _WEB: Final = ("ws", "wss")

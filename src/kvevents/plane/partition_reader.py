@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvevents.errors import PlaneError
 from kvevents.plane.layout import Layout, PartitionInfo, fetch_message, has_tail, partition_info
-from kvevents.plane.nats_client import map_errors
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import (
     EMPTY_HISTORY,
     HISTORY_HEADER,

@@ -24,7 +24,7 @@ import msgspec
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
 from kvevents.plane.layout import Layout, PartitionInfo, has_tail, list_entries, partition_info
-from kvevents.plane.nats_client import map_errors
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import StreamKey, Tail
 from kvevents.plane.replica_digests import DIGEST_PREFIX, ReplicaDigests

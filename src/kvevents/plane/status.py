@@ -12,7 +12,7 @@ import msgspec
 from kvevents.errors import PlaneError
 from kvevents.plane.layout import LIST_SECONDS, Layout, fetch_message, partition_info
 from kvevents.plane.leases import LeaseHolder
-from kvevents.plane.nats_client import map_errors
+from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import HeartbeatRecord, bridge_name, decode_page
 from kvevents.plane.replica_digests import DIGEST_PREFIX, ReplicaDigests
 from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, ShardTimers

@@ -1,5 +1,7 @@
 //! The shapes of events of all dialects, as in `kvevents.wire.dialects`, with which a Python test compares them.
 
+use super::Field;
+
 /// Fields of array events after the tag, by the longest form of any release: vLLM 0.22, of which every other is a prefix.
 pub const STORED_ARRAY: &[&str] = &[
     "block_hashes",
@@ -61,3 +63,28 @@ pub const LAYOUTS: [(&str, &[&str], &[&str]); 4] = [
     ("AllBlocksCleared", CLEARED_ARRAY, CLEARED_MAP),
     (INACTIVE, INACTIVE_ARRAY, INACTIVE_MAP),
 ];
+
+/// How the scanner reads a field. A field that the index does not use is checked and skipped, as one of the `Ignored` kinds.
+pub(super) fn field(name: &str) -> Result<Field, String> {
+    Ok(match name {
+        "block_hashes" => Field::BlockHashes,
+        "parent_block_hash" => Field::Parent,
+        "token_ids" => Field::TokenIds,
+        "block_size" => Field::BlockSize,
+        "lora_id" => Field::LoraId,
+        "medium" => Field::Medium,
+        "lora_name" => Field::LoraName,
+        "extra_keys" => Field::ExtraKeys,
+        "group_idx" => Field::Group,
+        "kv_cache_spec_kind" => Field::SpecKind,
+        "kv_cache_spec_sliding_window" => Field::Window,
+        "locality" => Field::Locality,
+        "ownership" => Field::Ownership,
+        "cache_salt" => Field::CacheSalt,
+        "session_id" => Field::IgnoredText,
+        "lookahead_token_ids" => Field::IgnoredIntLists,
+        "block_keys" => Field::BlockKeys,
+        "block_digests" | "heartbeat" | "parent_block_digest" | "unrecognised" => Field::IgnoredNil,
+        _ => return Err(format!("unknown field {name}")),
+    })
+}

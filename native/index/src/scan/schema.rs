@@ -1,6 +1,6 @@
 //! What the scanner knows of the events: their names and layouts, and what a payload may have.
 
-use super::layouts::{INACTIVE, LAYOUTS};
+use super::layouts::{INACTIVE, LAYOUTS, field};
 use super::{Field, Kind};
 
 /// What a payload may have; the same numbers as in `kvevents.wire.rejected`.
@@ -211,28 +211,4 @@ fn kind(tag: &str) -> Result<Kind, String> {
         INACTIVE => Ok(Kind::Inactive),
         _ => Err(format!("unknown event {tag}")),
     }
-}
-
-fn field(name: &str) -> Result<Field, String> {
-    Ok(match name {
-        "block_hashes" => Field::BlockHashes,
-        "parent_block_hash" => Field::Parent,
-        "token_ids" => Field::TokenIds,
-        "block_size" => Field::BlockSize,
-        "lora_id" => Field::LoraId,
-        "medium" => Field::Medium,
-        "lora_name" => Field::LoraName,
-        "extra_keys" => Field::ExtraKeys,
-        "group_idx" => Field::Group,
-        "kv_cache_spec_kind" => Field::SpecKind,
-        "kv_cache_spec_sliding_window" => Field::Window,
-        "locality" => Field::Locality,
-        "ownership" => Field::Ownership,
-        "cache_salt" => Field::CacheSalt,
-        "session_id" => Field::IgnoredText,
-        "lookahead_token_ids" => Field::IgnoredIntLists,
-        "block_keys" => Field::BlockKeys,
-        "block_digests" | "heartbeat" | "parent_block_digest" | "unrecognised" => Field::IgnoredNil,
-        _ => return Err(format!("unknown field {name}")),
-    })
 }
