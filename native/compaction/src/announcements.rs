@@ -1,4 +1,4 @@
-//! How copies of blocks were announced: where, and as blocks of which kind of group.
+//! Announcements of copies of blocks: their location, and the kind of their group.
 
 use std::borrow::Cow;
 
@@ -6,7 +6,7 @@ use kvevents_index::placements::{Placement, tier};
 
 use super::event::{Location, Store, Text};
 
-/// Different announcements that a stream may use: the bits of a block's copies. Engines use a handful.
+/// Most different announcements of a stream: the bits of a block's copies. Engines use few.
 pub const MAX_ANNOUNCEMENTS: usize = 64;
 
 /// Whether blocks of this kind of group are keyed by their tokens.
@@ -22,22 +22,22 @@ pub fn window_of(kind: Option<&[u8]>, window: Option<i64>) -> Option<i64> {
     window.filter(|&window| window > 0 && kind == Some(b"sliding_window"))
 }
 
-/// What stores have in common whose copies are counted together.
+/// The common part of stores whose copies are counted together.
 #[derive(Clone, Debug)]
 pub struct Announcement {
-    /// Where the copies are.
+    /// Location of the copies.
     pub location: Location<'static>,
-    /// Which copies removals and clears take for the same.
+    /// The copies that removals and clears treat as equal.
     pub placement: Placement,
     /// Kind of attention of the group.
     pub kind: Text<'static>,
     /// Its window.
     pub window: Option<i64>,
-    /// The block size of a store without tokens; None of one with tokens or keys.
+    /// The block size of a store without tokens; None for a store with tokens or keys.
     pub tokenless_size: Option<u64>,
 }
 
-/// Announcements that a removal is about, as bits.
+/// Announcements to which a removal applies, as bits.
 #[derive(Clone, Copy, Debug)]
 pub struct Removable {
     /// Those at exactly its location.
@@ -50,7 +50,7 @@ pub struct Removable {
 #[derive(Debug, Default)]
 pub struct Announcements {
     all: Vec<Announcement>,
-    /// The number that was asked for last.
+    /// The number that was returned last.
     last: usize,
 }
 
@@ -75,7 +75,7 @@ impl Announcement {
 }
 
 impl Announcements {
-    /// One of them.
+    /// The announcement with this number.
     pub fn get(&self, number: u8) -> &Announcement {
         &self.all[usize::from(number)]
     }
@@ -119,7 +119,7 @@ impl Announcements {
         self.select(|known| known.tokenless_size.is_none())
     }
 
-    /// What a removal at `location` takes.
+    /// The announcements that a removal at `location` removes.
     pub fn removable(&self, location: &Location<'_>) -> Removable {
         let exact = self.select(|known| known.location == *location);
         let placement = match self.all.get(exact.trailing_zeros() as usize) {
@@ -132,7 +132,7 @@ impl Announcements {
         }
     }
 
-    /// What a clear of a tier, or of a group, takes, as bits.
+    /// The announcements that a clear of a tier or of a group removes, as bits.
     pub fn clearable(&self, medium: Option<&[u8]>, group: Option<i64>) -> u64 {
         let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
         self.select(|Announcement { placement, .. }| {
@@ -140,7 +140,7 @@ impl Announcements {
         })
     }
 
-    /// Numbers in an order that does not depend on which was used first: the fastest tier leads.
+    /// Numbers in an order that does not depend on their first use, with the fastest tier first.
     pub fn ranked(&self) -> Vec<u8> {
         let mut numbers: Vec<u8> = (0..self.all.len() as u8).collect();
         numbers.sort_by_key(|&number| {
@@ -151,7 +151,7 @@ impl Announcements {
         numbers
     }
 
-    /// Heap bytes, about.
+    /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
         let texts = |known: &Announcement| 2 * known.location.bytes() + known.kind.as_ref().map_or(0, |kind| kind.len());
         self.all.iter().map(texts).sum::<usize>() + self.all.capacity() * size_of::<Announcement>()

@@ -1,4 +1,4 @@
-//! Applies events to what is kept of a stream: as the index does it, with everything that a snapshot has to say again.
+//! Applies events to the state of a stream, as the index does, but keeps everything that a snapshot must contain.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -15,41 +15,41 @@ use super::blocks::{Blocks, NewBlock, ROOT, Stored};
 use super::event::{Location, Namespace, Store, location_of, split_extra_keys, store_of};
 use super::group_rules::{GroupRules, rule_of};
 
-/// Blocks with copies: at 16 tokens a block about 2 GB.
+/// Most blocks with copies: about 2 GB at 16 tokens per block.
 pub const MAX_LIVE: usize = 1 << 24;
-/// Blocks and hashes that wait for a parent that was never seen, or for tokens.
+/// Most blocks and hashes that wait for an unknown parent or for tokens.
 pub const MAX_WAITING: usize = 1 << 16;
-/// Dead ancestors beyond as many as there are blocks with copies.
+/// Most dead ancestors beyond the number of blocks with copies.
 pub const MAX_DEAD: usize = 1 << 16;
-/// Copies beyond the first, beyond as many as there are blocks with copies.
+/// Most copies beyond the first ones, beyond the number of blocks with copies.
 pub const MAX_EXTRA: usize = 1 << 20;
-/// Bytes of LoRA names, salts and extra keys, each counted once.
+/// Most bytes of LoRA names, salts and extra keys, each counted once.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Different numbers of tokens per block, each of which has memory of its own.
+/// Most different numbers of tokens per block, each of which has its own memory.
 pub const MAX_WIDTHS: usize = 64;
 
-/// Blocks that clears of a part may look at, for each block that was stored, and at the beginning: as an index has it, engines clear far less
-/// often than they store.
+/// Blocks that partial clears can examine, per stored block and at the beginning. As in the index: engines clear far less often than
+/// they store.
 const LOOKS_PER_BLOCK: usize = 16;
 const FIRST_LOOKS: usize = 1 << 20;
 
-/// Why a state is invalid: what there was too much of, or what was not seen.
+/// Why a state is invalid: which limit was exceeded, or which events could not be read.
 pub type Reason = &'static str;
 
-/// A block with tokens, apart from its hashes.
+/// A block with tokens, without its hashes.
 #[derive(Clone, Debug)]
 pub struct Content<'a> {
-    /// Those that its hash covers.
+    /// Tokens that its hash covers.
     pub tokens: Cow<'a, [u32]>,
     /// Hashes of its extra keys.
     pub extras: Vec<u64>,
-    /// How its tokens were cut.
+    /// How the tokens were split into blocks.
     pub scheme: Scheme,
-    /// What its LoRA adds to the seed.
+    /// Its LoRA's part of the seed.
     pub lora: u64,
-    /// What its own salt adds to the seed; None if it has its parent's.
+    /// Its own salt's part of the seed; None if it has its parent's salt.
     pub salt: Option<u64>,
-    /// What is said of its namespace.
+    /// Its namespace as announced.
     pub namespace: Namespace<'a>,
 }
 
@@ -59,22 +59,22 @@ impl Weight for Content<'static> {
     }
 }
 
-/// What is kept of one stream.
+/// The state of one stream.
 #[derive(Debug, Default)]
 pub struct State {
     /// Its blocks.
     pub blocks: Blocks,
     /// How they were announced.
     pub announcements: Announcements,
-    /// How its groups count.
+    /// The matching rules of its groups.
     pub group_rules: GroupRules,
     /// Copies of blocks whose parents, or tokens, are unknown. Their placements are numbers of announcements.
     pub waiting: Queue<Content<'static>>,
-    /// Why nothing is kept until everything is cleared.
+    /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
-    /// Whether some of the stream was never seen.
+    /// Whether a part of the stream was not received.
     pub is_partial: bool,
-    /// Blocks that were stored since everything was cleared, and those that clears of a part have looked at.
+    /// Blocks stored since everything was cleared, and blocks that partial clears have examined.
     stored: usize,
     looked: usize,
     /// Extra keys of the last store, kept to spare allocations.
@@ -82,7 +82,7 @@ pub struct State {
 }
 
 impl State {
-    /// Heap bytes, about.
+    /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
         self.blocks.bytes() + self.announcements.bytes() + self.group_rules.bytes() + self.waiting.bytes()
     }
@@ -100,7 +100,7 @@ impl State {
         }
     }
 
-    /// Drops everything until everything is cleared, except for how groups count.
+    /// Drops everything until a clear of everything, except for the matching rules of groups.
     pub fn invalidate(&mut self, reason: Reason) {
         *self = Self {
             group_rules: std::mem::take(&mut self.group_rules),
@@ -166,7 +166,7 @@ impl State {
         self.group_rules.learn(store, rule).ok_or("groups")
     }
 
-    /// A store that only says where blocks are.
+    /// Applies a store without tokens or keys, which only announces copies.
     fn store_without_tokens(&mut self, store: &Store<'_>) -> Result<(), Reason> {
         if self.invalid.is_some() || store.hashes.is_empty() {
             return Ok(());
@@ -235,7 +235,7 @@ impl State {
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));
             content.namespace.extra_keys = extra_keys.get(at).copied().flatten().map(Cow::Borrowed);
-            // As long as no parent is known, each block is asked for by its hash; from then on each is the parent of the next.
+            // While no parent is known, each block is looked up by its hash; from then on each is the parent of the next.
             let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
             let Some(above) = known else {
                 self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
@@ -288,7 +288,7 @@ impl State {
         self.waiting.push(waiting, usize::MAX);
     }
 
-    /// Stores what waited for a block, and what waited for that, the nearest first.
+    /// Stores the blocks that waited for a block, then the blocks that waited for those, and so on.
     fn link(&mut self, hash: u64, number: u32) -> Result<(), Reason> {
         if self.waiting.is_empty() {
             return Ok(());
@@ -315,7 +315,7 @@ impl State {
 
     // --- removals
 
-    /// Applies a removal. One of a group of which nothing is known removes nothing.
+    /// Applies a removal. A removal of an unknown group removes nothing.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>) -> Result<(), Reason> {
         if self.invalid.is_some() || self.group_rules.get(location.group.unwrap_or(0)) == Some(Rule::Unknown) {
             return Ok(());
@@ -336,7 +336,7 @@ impl State {
         if medium.is_none() && group.is_none() {
             *self = Self {
                 group_rules: std::mem::take(&mut self.group_rules),
-                // Too many groups are not forgotten with their blocks.
+                // An excess of groups is kept, although their blocks are removed.
                 invalid: self.invalid.filter(|&reason| reason == "groups"),
                 ..Self::default()
             };
@@ -369,7 +369,7 @@ impl Content<'_> {
     }
 }
 
-/// Whether a store has as many tokens, or keys, as its blocks take, and they can be keyed.
+/// Whether a store has tokens or keys for all of its blocks, and they can be keyed.
 fn is_consistent(store: &Store<'_>, size: u32) -> bool {
     match &store.keys {
         Some(keys) => store.tokens.is_empty() && keys.len() == store.hashes.len(),

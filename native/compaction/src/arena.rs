@@ -9,7 +9,7 @@ const CHUNK_TOKENS: usize = 8192;
 /// Bits of a word of `Chunk::free`.
 const WORD: usize = u64::BITS as usize;
 
-/// What is kept of one block besides its tokens. Packed, because there is one for each block: 28 bytes in the place of 32.
+/// The record of one block, without its tokens. Packed, because there is one for each block: 28 bytes in the place of 32.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, packed(4))]
 pub struct Record {
@@ -95,7 +95,7 @@ impl Arena {
             + (lists + self.vacant.capacity()) * size_of::<u32>()
     }
 
-    /// One more than the highest number in use, or more.
+    /// An upper bound of the numbers in use, exclusive.
     pub fn bound(&self) -> usize {
         self.chunks.len() << SLOT_BITS
     }
@@ -120,7 +120,7 @@ impl Arena {
         &self.chunks[chunk].records[slot]
     }
 
-    /// The same to be changed.
+    /// The mutable record of a block.
     #[inline]
     pub fn get_mut(&mut self, number: u32) -> &mut Record {
         let (chunk, slot) = split(number);

@@ -1,4 +1,4 @@
-//! What many blocks have in common, kept once for all of them.
+//! Attributes that many blocks share, each stored once.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -8,12 +8,12 @@ use kvevents_index::contexts::Context;
 
 use super::event::Namespace;
 
-/// What blocks have in common.
+/// Attributes of blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Attributes<'a> {
     /// Block size, LoRA and salt, its own or its parent's: together with hash and key they identify a block.
     pub context: Context,
-    /// What an engine said of the namespace.
+    /// The namespace as an engine announced it.
     pub namespace: Namespace<'a>,
     /// A bit for each announcement in which there are copies; none if the block is only the ancestor of others.
     pub copies: u64,
@@ -34,7 +34,7 @@ pub struct AttributeTable {
     free: Vec<u32>,
     lookup: HashTable<u32>,
     state: RandomState,
-    /// The number that was asked for last.
+    /// The number that was returned last.
     last: u32,
     /// Bytes of texts and extra keys.
     text_bytes: usize,
@@ -52,7 +52,7 @@ impl AttributeTable {
         find(&self.entries, number).expect("attributes in use are in the table")
     }
 
-    /// The number of some attributes, for one more block.
+    /// Returns the number of these attributes, and counts one more block with them.
     #[inline]
     pub fn retain(&mut self, wanted: &Attributes<'_>) -> u32 {
         if find(&self.entries, self.last) != Some(wanted) {
@@ -87,7 +87,7 @@ impl AttributeTable {
         number
     }
 
-    /// One block less has these attributes.
+    /// Counts one block less with these attributes.
     #[inline]
     pub fn release(&mut self, number: u32) {
         let Some(Some(entry)) = self.entries.get_mut(number as usize) else {
@@ -120,7 +120,7 @@ impl AttributeTable {
         }
     }
 
-    /// One block less has the attributes `number`, and one more has the same with other copies. Returns the number of those.
+    /// Moves one block from the attributes `number` to the same attributes with other copies, and returns their number.
     pub fn replace_copies(&mut self, number: u32, copies: u64) -> u32 {
         let attributes = Attributes {
             copies,

@@ -14,11 +14,11 @@ use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
 
-/// Looks at blocks that share a hash, for each byte that a stream sends, and what is kept of them for later: as an index has it.
+/// Budget for examining blocks that share a hash: per byte that a stream sends, and the most that is saved up. As in the index.
 const ALIKE_PER_BYTE: usize = 16;
 const ALIKE_KEPT: usize = 1 << 20;
 
-/// In the place of a parent's number: the block has none.
+/// Parent number of a block without a parent.
 pub const ROOT: u32 = u32::MAX;
 
 /// A block that is to be stored.
@@ -37,16 +37,16 @@ pub struct NewBlock<'a> {
     pub announcement: u8,
 }
 
-/// What became of a block that was to be stored.
+/// The outcome of storing a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
     /// It is the only block with its hash that has copies.
     New(u32),
-    /// There is one copy more of it, or of one block more with its hash.
+    /// One more copy was added, or one more block with its hash.
     Known(u32),
     /// Too many blocks have its hash.
     Refused,
-    /// There are more blocks than numbers.
+    /// All block numbers are in use.
     Full,
 }
 
@@ -63,7 +63,7 @@ pub struct Blocks {
     same_hash: HashMap<u64, Vec<u32>>,
     /// Blocks in those.
     same_hash_len: usize,
-    /// Looks at those that were taken, and those that the last payload allows for.
+    /// Budget that was used, and the budget of the last payload.
     looks: usize,
     granted: usize,
     /// Copies beyond the first, by block and announcement.
@@ -96,7 +96,7 @@ impl Blocks {
         self.live.len()
     }
 
-    /// How many have none.
+    /// How many blocks have no copies.
     pub fn dead(&self) -> usize {
         self.dead.len()
     }
@@ -143,7 +143,7 @@ impl Blocks {
         self.arena.get(number)
     }
 
-    /// What it has in common with others.
+    /// Its attributes.
     #[inline]
     pub fn attributes(&self, number: u32) -> &Attributes<'static> {
         self.attributes.get(self.get(number).attributes)
@@ -165,7 +165,7 @@ impl Blocks {
         &self.same_hash
     }
 
-    /// Whether those are counted as they are.
+    /// Whether the number of those blocks is counted correctly.
     #[cfg(test)]
     pub fn is_counted(&self) -> bool {
         self.same_hash.values().map(Vec::len).sum::<usize>() == self.same_hash_len
@@ -176,7 +176,7 @@ impl Blocks {
         self.dead.iter().copied()
     }
 
-    /// The block with copies that `hash` means: of several the one that was stored last.
+    /// The block with copies and this hash; among several, the one that was stored last.
     #[inline]
     pub fn find(&self, hash: u64) -> Option<u32> {
         if !self.same_hash.is_empty()
@@ -190,13 +190,13 @@ impl Blocks {
         found.copied()
     }
 
-    /// Allows for the looks of one payload.
+    /// Adds the budget of one payload.
     pub fn grant(&mut self, payload: usize) {
         self.looks = self.looks.saturating_sub(self.granted);
         self.granted = ALIKE_PER_BYTE.saturating_mul(payload);
     }
 
-    /// Whether blocks that share a hash were looked at more often than that.
+    /// Whether the budget is exceeded.
     pub fn is_spent(&self) -> bool {
         self.looks > ALIKE_KEPT + self.granted
     }
@@ -274,7 +274,7 @@ impl Blocks {
         Some(number)
     }
 
-    /// The ancestor without copies that is this block, now with one.
+    /// Gives a copy to the ancestor without copies that equals this block.
     fn revive(&mut self, block: &NewBlock<'_>) -> Option<u32> {
         if self.dead.is_empty() {
             return None;
@@ -292,7 +292,7 @@ impl Blocks {
         Some(number)
     }
 
-    /// Makes a block the one that its hash means.
+    /// Makes a block the one that is found by its hash.
     fn make_latest(&mut self, hash: u64, number: u32) {
         if let Some(list) = self.same_hash.get_mut(&hash)
             && let Some(at) = list.iter().rposition(|&other| other == number)

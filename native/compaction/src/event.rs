@@ -1,4 +1,4 @@
-//! Events with everything that a snapshot has to say again: borrowed from a payload, or owned where they are exported.
+//! Events with everything that a snapshot must contain: borrowed from a payload, or owned for export.
 
 use std::borrow::Cow;
 
@@ -20,7 +20,7 @@ fn borrowed<'a>(text: &'a Text<'_>) -> Text<'a> {
     text.as_deref().map(Cow::Borrowed)
 }
 
-/// Where copies of blocks are, as an event says it.
+/// The location of copies of blocks, as announced.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[allow(missing_docs)]
 pub struct Location<'a> {
@@ -31,7 +31,7 @@ pub struct Location<'a> {
 }
 
 impl Location<'_> {
-    /// The same with texts of its own.
+    /// The same with owned texts.
     pub fn to_static(&self) -> Location<'static> {
         Location {
             medium: owned(&self.medium),
@@ -48,7 +48,7 @@ impl Location<'_> {
     }
 }
 
-/// What an event says of the namespace of a block.
+/// The namespace of a block, as announced.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub struct Namespace<'a> {
@@ -60,7 +60,7 @@ pub struct Namespace<'a> {
 }
 
 impl Namespace<'_> {
-    /// The same with texts of its own.
+    /// The same with owned texts.
     pub fn to_static(&self) -> Namespace<'static> {
         Namespace {
             lora_id: self.lora_id,
@@ -105,7 +105,7 @@ pub struct Store<'a> {
     pub kind: Text<'a>,
     /// Its window.
     pub window: Option<i64>,
-    /// Extra keys apart.
+    /// The extra keys, separately.
     pub namespace: Namespace<'a>,
     /// Msgpack: per block a list or nil.
     pub extra_keys: Text<'a>,
@@ -121,7 +121,7 @@ pub enum ExportedEvent {
     Removed(Vec<u64>, Location<'static>),
 }
 
-/// The location that an event of a payload is about.
+/// The location that an event applies to.
 pub fn location_of<'a>(read: &'a Read<'_>, event: &Event) -> Location<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     Location {

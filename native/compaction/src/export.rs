@@ -41,9 +41,9 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
 struct Exporter<'a> {
     state: &'a State,
     emit: &'a mut dyn FnMut(ExportedEvent),
-    /// Announcements in the order in which copies are exported: a state that was rebuilt is exported in equal words.
+    /// Announcements in the order in which copies are exported. A rebuilt state is exported as equal events.
     ranked: Vec<u8>,
-    /// What the exported stores say of how groups count.
+    /// Matching rules of groups that the exported stores announce.
     exported_rules: GroupRules,
     /// Hashes of copies that the state does not have, and their announcements.
     surplus: Vec<(u64, u8)>,
@@ -151,7 +151,7 @@ impl<'a> Exporter<'a> {
         self.announced(announcement, store)
     }
 
-    /// Removes what was stored only for the sake of other blocks.
+    /// Removes the dead ancestors, which were stored only as parents.
     fn remove_surplus(&mut self) {
         let surplus = std::mem::take(&mut self.surplus);
         for copies in surplus.chunk_by(|one, other| one.1 == other.1) {
@@ -190,7 +190,7 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Says how groups count, where no exported store has said so.
+    /// Announces the matching rules of groups that no exported store has announced.
     fn export_rules(&mut self) {
         for known in self.state.group_rules.iter() {
             if self.exported_rules.get(known.group) == Some(known.rule) {
@@ -201,7 +201,7 @@ impl<'a> Exporter<'a> {
                 self.export_store(store);
                 continue;
             }
-            // Only a block says so: one that is removed at once.
+            // Only a store can announce a rule, so a block is stored and removed again.
             let hash = self.unused_hash();
             store.hashes = vec![hash].into();
             if let Some(keys) = &mut store.keys {
@@ -221,7 +221,7 @@ impl<'a> Exporter<'a> {
     }
 }
 
-/// Whether what waits can be exported in one event.
+/// Whether the pending blocks can be exported in one event.
 fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> bool {
     let namespace = |content: &Content<'_>| -> Namespace<'static> { content.namespace.without_extra_keys().to_static() };
     one.placement == other.placement
@@ -245,7 +245,7 @@ fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
 
 // --- twins
 
-/// Whether these events, after a clear, lead to what a consumer would know by `state`.
+/// Whether these events, after a clear, lead to the state that a consumer would have.
 fn rebuilds(events: &[ExportedEvent], state: &State) -> bool {
     let mut rebuilt = State::default();
     let applied = events.iter().try_for_each(|event| match event {
@@ -262,7 +262,7 @@ fn rebuilds(events: &[ExportedEvent], state: &State) -> bool {
 /// Hash, key and context of a block, and digest and group of a placement.
 pub(super) type Copy = (u64, u64, Context, u64, i64);
 
-/// Copies by what a consumer distinguishes blocks and placements by.
+/// Copies by the properties that a consumer distinguishes.
 pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
     let mut found = HashMap::new();
     for number in state.blocks.numbers() {

@@ -1,4 +1,4 @@
-//! How the groups of a stream count towards a prefix, and the stores that said so.
+//! Matching rules of the groups of a stream, and the stores that announced them.
 
 use std::borrow::Cow;
 
@@ -7,7 +7,7 @@ use kvevents_index::placements::Rule;
 use super::announcements::{is_dense, window_of};
 use super::event::Store;
 
-/// Groups whose rules are known. Engines have one, or a few.
+/// Most groups with a known rule. Engines have one or a few.
 pub const MAX_GROUPS: usize = 64;
 
 /// The rule of one group.
@@ -17,15 +17,15 @@ pub struct GroupRule {
     pub group: i64,
     /// Its rule.
     pub rule: Rule,
-    /// The store that said so, without its blocks.
+    /// The store that announced it, without its blocks.
     pub example: Store<'static>,
 }
 
-/// The rules of all groups, as they were said last.
+/// The rules of all groups, as announced last.
 #[derive(Clone, Debug, Default)]
 pub struct GroupRules(Vec<GroupRule>);
 
-/// What a store says of its group, if anything. Its blocks might be refused all the same.
+/// Returns the rule that a store announces, if it announces one. Its blocks can be refused nevertheless.
 pub fn rule_of(store: &Store<'_>) -> Option<Rule> {
     match window_of(store.kind.as_deref(), store.window) {
         Some(window) if store.block_size > 0 => {
@@ -47,7 +47,7 @@ impl GroupRules {
         known.map(|known| known.rule)
     }
 
-    /// Takes note of what a store says of its group. None if there are too many groups.
+    /// Records the rule that a store announces. None if there are too many groups.
     #[inline]
     pub fn learn(&mut self, store: &Store<'_>, rule: Rule) -> Option<()> {
         let group = store.location.group.unwrap_or(0);
@@ -65,7 +65,7 @@ impl GroupRules {
         self.0.iter()
     }
 
-    /// Heap bytes, about.
+    /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
         self.0.capacity() * size_of::<GroupRule>()
     }

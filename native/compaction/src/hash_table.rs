@@ -1,13 +1,13 @@
-//! What `hashbrown`'s tables do not do of themselves: stay small.
+//! Bounds the memory of `hashbrown`'s tables, which do not shrink on their own.
 
 use hashbrown::HashTable;
 
-/// Entries whose room stays, since they come and go.
+/// Entries whose capacity is never released, to avoid frequent resizing.
 const STAYS: usize = 448;
-/// Room for each entry from which on there is to be less.
+/// Capacity per entry above which a table is shrunk.
 const LOOSE: usize = 8;
 
-/// Has room for `count` more.
+/// Reserves capacity for `count` more entries.
 #[inline]
 pub fn reserve<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {
     if table.capacity() - table.len() < count {
@@ -32,7 +32,7 @@ fn renew<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64
     *table = fresh;
 }
 
-/// Gives memory back that is not needed any more.
+/// Releases memory that is not needed any more.
 #[inline]
 pub fn shrink<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     let (length, whole) = (table.len(), table.num_buckets() / 8 * 7);

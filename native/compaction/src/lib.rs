@@ -1,4 +1,4 @@
-//! Collapses the history of one stream: payloads go in, and what is still live comes out as events.
+//! Compacts the history of one stream: payloads go in, and events that store the live blocks come out.
 
 mod announcements;
 mod apply;
@@ -26,10 +26,10 @@ pub use apply::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_WAITING, MAX_
 pub use event::{ExportedEvent, Location, Namespace, Store};
 pub use group_rules::MAX_GROUPS;
 
-/// Blocks that are cleared, or looked through, in no time.
+/// Blocks that are cleared or examined in negligible time.
 const FEW: usize = 1_024;
 
-/// Payloads, each of which is on its way to the processor while the one before it is applied.
+/// Payloads that are prefetched ahead of the one that is applied.
 fn ahead<'a>(payloads: &'a [&'a [u8]]) -> impl Iterator<Item = &'a [u8]> {
     let mut next = payloads.iter().skip(1);
     payloads.iter().map(move |payload| {
@@ -46,7 +46,7 @@ pub struct Compactor {
 }
 
 impl Compactor {
-    /// Applies one payload. One of which events cannot be read makes the state invalid.
+    /// Applies one payload. A payload with unreadable events makes the state invalid.
     pub fn apply(&mut self, payload: &[u8], schema: &Schema) {
         if scan(payload, schema, &mut self.scratch).is_some() {
             self.apply_scanned(payload);
@@ -56,7 +56,7 @@ impl Compactor {
         self.scratch.shrink();
     }
 
-    /// Applies a payload in a form that the scanner leaves alone, as an index does.
+    /// Applies a payload in a form that the scanner does not read, as an index does.
     #[cold]
     fn apply_decoded(&mut self, payload: &[u8], schema: &Schema) {
         let read = normalise(payload, schema.limits());
@@ -71,8 +71,8 @@ impl Compactor {
         }
     }
 
-    /// Applies one payload in a time that is bounded by its length. False, and nothing has changed, if it clears more than a few blocks, or the
-    /// scanner leaves it alone.
+    /// Applies one payload in a time that is bounded by its length. Returns false and changes nothing if it clears more than a few blocks, or
+    /// if the scanner does not read it.
     pub fn apply_quick(&mut self, payload: &[u8], schema: &Schema) -> bool {
         let is_clear = |event: &Event| event.kind == Kind::Cleared;
         let is_quick = scan(payload, schema, &mut self.scratch).is_some()
@@ -102,7 +102,7 @@ impl Compactor {
         ahead(payloads).for_each(|payload| self.apply(payload, schema));
     }
 
-    /// Applies payloads up to the first one that `apply_quick` leaves alone. Returns how many were applied.
+    /// Applies payloads up to the first one that `apply_quick` does not apply. Returns the number of applied ones.
     pub fn apply_many_quick(&mut self, payloads: &[&[u8]], schema: &Schema) -> usize {
         let left_alone = ahead(payloads).position(|payload| !self.apply_quick(payload, schema));
         left_alone.unwrap_or(payloads.len())
@@ -122,12 +122,12 @@ impl Compactor {
         Some(writer.finish())
     }
 
-    /// Takes note that some of the stream was never seen. What is known is kept, and exported.
+    /// Records that a part of the stream was not received. The known state is kept and exported.
     pub fn mark_partial(&mut self) {
         self.state.is_partial = true;
     }
 
-    /// Whether some of the stream was never seen since the last clear of everything.
+    /// Whether a part of the stream was not received since the last clear of everything.
     pub fn is_partial(&self) -> bool {
         self.state.is_partial
     }
@@ -137,12 +137,12 @@ impl Compactor {
         self.state = State::default();
     }
 
-    /// Drops everything, and whatever comes until the stream is cleared.
+    /// Drops everything, and all events until the stream is cleared.
     pub fn invalidate(&mut self, reason: Reason) {
         self.state.invalidate(reason);
     }
 
-    /// Why nothing is kept until the stream is cleared: what there was too much of, or what `invalidate` was called with.
+    /// Why the state is invalid until the stream is cleared: the exceeded limit, or the argument of `invalidate`.
     pub fn invalid_reason(&self) -> Option<Reason> {
         self.state.invalid
     }

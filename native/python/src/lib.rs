@@ -1,4 +1,4 @@
-//! `kvevents_native._native`, and the parts of it that are plain Rust: token ids out of JSON, frames out of a connection's bytes.
+//! `kvevents_native._native`, and its parts in plain Rust: extraction of token ids from JSON, and splitting of a connection's bytes into frames.
 
 #[cfg(feature = "python")]
 mod python;

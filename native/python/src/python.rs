@@ -1,5 +1,5 @@
-//! The Python bindings of the index: conversions in both directions. What needs no speed is in
-//! `kvevents.index` itself.
+//! The Python bindings of the index: conversions in both directions. Code that need not be fast
+//! is in `kvevents.index`.
 
 mod answers;
 mod arguments;
@@ -31,7 +31,7 @@ use routing::{Scorer, Ties};
 use server::DataPlane;
 use turns::Turns;
 
-/// Local hashes or, chained, keys of the whole blocks of a prompt.
+/// Returns the local hashes of the complete blocks of a prompt, or with `chained` their rolling keys.
 #[pyfunction]
 fn hashes<'py>(
     tokens: &Bound<'py, PyAny>,
@@ -62,7 +62,7 @@ fn hashes<'py>(
     listed(py, &found)
 }
 
-/// Local hashes, from the root on, as rolling keys.
+/// Converts local hashes, from the root on, to rolling keys.
 #[pyfunction]
 fn chained<'py>(hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     let py = hashes.py();
@@ -80,7 +80,7 @@ fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> 
     Ok(list)
 }
 
-/// Keys of the blocks of the only event of a payload, what its salt adds to the seed, and why there are no keys.
+/// Returns the keys of the stored blocks of a payload with one event, its salt's part of the seed, and why keys are missing.
 #[pyfunction]
 fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> PyResult<(Vec<u64>, Option<u64>, Option<&'static str>)> {
     let found =
@@ -88,14 +88,14 @@ fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> PyResult<(Vec<u64>
     Ok((found.keys, found.salt, found.unkeyed))
 }
 
-/// The tier of a medium, whatever its case.
+/// Returns the tier of a medium, in any case of letters.
 #[pyfunction]
 fn tier_of(medium: &str) -> String {
     placements::tier(medium)
 }
 
-/// Takes the array of token ids that a JSON object has under `name` out of it: the text with an empty array in its place, and the
-/// token ids as 32-bit numbers in this machine's byte order. None for what is to be read with care.
+/// Extracts the array of token ids with the key `name` from a JSON object. Returns the text with an empty array in its place, and
+/// the token ids as 32-bit numbers in native byte order. None if the full JSON decoder must read the text.
 #[pyfunction]
 fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Option<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
     let bytes = text.as_bytes();

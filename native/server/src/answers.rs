@@ -8,7 +8,7 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use crate::table::{Table, Trust};
 use kvevents_index::placements::TIERS;
 
-/// What one worker holds of a prompt, in tokens; each tier with those before it.
+/// The match of one worker in tokens, cumulative over tiers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
     /// Its place in the table.
@@ -16,12 +16,12 @@ pub(crate) struct Row {
     pub(crate) gpu: u32,
     pub(crate) cpu: u32,
     pub(crate) disk: u32,
-    /// On whatever tiers.
+    /// Over all tiers.
     pub(crate) tokens: u32,
 }
 
 impl Row {
-    /// Of a worker that holds nothing.
+    /// The row of a worker that holds nothing.
     pub(crate) fn nothing(place: u32) -> Self {
         Self {
             place,
@@ -37,7 +37,7 @@ impl Row {
     }
 }
 
-/// Tokens by tier; none of a worker that the index did not find.
+/// Tokens by tier; none for a worker that the index did not find.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiers(pub(crate) Option<[u32; 3]>);
 
@@ -66,7 +66,7 @@ fn by_instance(table: &Table, rows: &[Row]) -> Vec<Vec<Row>> {
     found
 }
 
-/// As Dynamo's standalone indexer answers, with the trust of each rank.
+/// An answer in the format of Dynamo's standalone indexer, with the trust of each rank.
 pub(crate) fn dynamo(table: &Table, rows: &[Row]) -> Vec<u8> {
     let (mut scores, mut instances) = (String::new(), String::with_capacity(128 * rows.len()));
     for ranks in by_instance(table, rows) {
@@ -89,7 +89,7 @@ pub(crate) fn dynamo(table: &Table, rows: &[Row]) -> Vec<u8> {
     format!("{{\"scores\":{{{scores}}},\"frequencies\":[],\"instances\":{{{instances}}}}}").into_bytes()
 }
 
-/// As Mooncake Conductor answers, with the trust of each rank.
+/// An answer in the format of Mooncake Conductor, with the trust of each rank.
 pub(crate) fn mooncake(table: &Table, tenant: &str, rows: &[Row]) -> Vec<u8> {
     let mut instances = String::with_capacity(128 * rows.len());
     for ranks in by_instance(table, rows) {
@@ -137,7 +137,7 @@ fn trust(table: &Table, ranks: &[Row], out: &mut String) {
     });
 }
 
-/// What one worker holds, with its trust.
+/// The match of one worker, with its trust.
 #[derive(serde::Serialize)]
 pub(crate) struct Held<'a> {
     instance: &'a str,
@@ -147,7 +147,7 @@ pub(crate) struct Held<'a> {
     trust: &'a Trust,
 }
 
-/// The same of several.
+/// The matches of several workers.
 pub(crate) fn held<'a>(table: &'a Table, rows: &[Row]) -> Vec<Held<'a>> {
     let held = |row: &Row| {
         let worker = table.worker(row.place);
@@ -177,7 +177,7 @@ pub(crate) struct PromptMatch<'a> {
     pub(crate) holders: Vec<Held<'a>>,
 }
 
-/// How far one worker is trusted.
+/// The trust of one worker.
 #[derive(serde::Serialize)]
 pub(crate) struct WorkerTrust<'a> {
     pub(crate) instance: &'a str,

@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 
 use crate::connections::{Connection, Connections};
 
-/// A request that counts as being in progress until its answer is complete, or given up.
+/// A request that is in progress until its answer is complete or abandoned.
 pub(crate) struct InProgress {
     connections: Arc<Connections>,
     pub(crate) connection: Arc<Connection>,
@@ -32,12 +32,12 @@ impl InProgress {
         }
     }
 
-    /// Notes that the body was received.
+    /// Records that the body was received.
     pub(crate) fn is_answering(&self) {
         self.connections.is_answering(&self.connection, Instant::now());
     }
 
-    /// Notes how many bytes of the body are held. Returns false if that is too much.
+    /// Records how many bytes of the body are held. Returns false above the limit.
     pub(crate) fn hold(&self, size: usize) -> bool {
         let is_held = self
             .connections
@@ -60,10 +60,10 @@ impl Drop for InProgress {
 pub(crate) enum Body {
     /// All of it.
     Full(Full<Bytes>),
-    /// As the control plane sends it.
+    /// The body of the control plane, as it arrives.
     Forwarded {
         body: Incoming,
-        /// Until the end of the body, or until the client gives it up.
+        /// The request, in progress until the end of the body or until the client leaves.
         _progress: InProgress,
     },
     /// A message of gRPC, and the status after it.

@@ -1,4 +1,4 @@
-//! Clients' connections: how many there may be, for how long, and how much memory they take together.
+//! Limits of clients' connections: their number, their deadlines and their memory.
 //!
 //! Theory of operation. Each connection reports what it does, and [`Connections::sweep`] ends those that have done it for too
 //! long:
@@ -34,18 +34,18 @@ use tokio::sync::Notify;
 
 use crate::settings::Limits;
 
-/// Between two looks at the deadlines of all connections.
+/// Interval at which the deadlines of all connections are checked.
 pub(crate) const SWEEP: Duration = Duration::from_millis(200);
-/// For a client to take its last answer and close: it may be sending, and a reset would destroy the answer on its way.
+/// Time for a client to read its last answer and close. A reset while the client sends would destroy the answer.
 pub(crate) const CLOSING: Duration = Duration::from_secs(2);
-/// For the first request of a connection, which may have come and not been read: so long others make room before it does.
+/// Age up to which a connection without a request is not replaced, since its first request can have arrived without being read.
 const YOUNG: Duration = Duration::from_millis(50);
-/// Of a request that each connection may hold, whatever the others hold.
+/// Request bytes that each connection can hold independently of the others.
 pub(crate) const FREE: usize = 1 << 16;
-/// That a client must take of a long answer within `unread_seconds`.
+/// Bytes of a long answer that a client must read within `unread_seconds`.
 const MIN_TAKEN: u64 = 1 << 20;
 
-/// What a connection does.
+/// The state of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     New,
@@ -65,12 +65,12 @@ impl State {
     ];
 }
 
-/// What the task of a connection is to do next.
+/// An order to the task of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Order {
     GoOn,
-    /// Answer what is in progress, and end.
+    /// Complete the answers in progress, then end.
     Close,
     /// Refuse the request whose head is not complete in time.
     Refuse,
@@ -81,7 +81,7 @@ pub(crate) enum Order {
 #[derive(Debug)]
 struct Inner {
     state: State,
-    /// When it came into its state.
+    /// When its state began.
     since: Instant,
     deadline: Option<Instant>,
     /// Whether a request's head is being received.
@@ -92,7 +92,7 @@ struct Inner {
     held: usize,
     unread: usize,
     taken: u64,
-    /// When too few bytes were taken, and how many there were when that clock began.
+    /// Start of the clock for unread answers, and the bytes that the client had read by then.
     stuck_at: Option<(Instant, u64)>,
 }
 
@@ -105,7 +105,7 @@ pub(crate) struct Connection {
     inner: Mutex<Inner>,
     order: AtomicU8,
     lingers: AtomicBool,
-    /// Wakes its task when there is another order.
+    /// Wakes its task for a new order.
     pub(crate) ordered: Notify,
 }
 
@@ -143,24 +143,24 @@ impl Connection {
     }
 }
 
-/// What becomes of a new connection.
+/// The decision about a new connection.
 pub(crate) enum Admission {
     Admitted(Arc<Connection>),
-    /// Others may have sent requests that were not read yet, or make room soon: within `YOUNG`.
+    /// It must wait up to `YOUNG`: requests of other connections can be unread, or another connection can end.
     Later,
     /// The limit of connections is reached.
     Refused,
 }
 
-/// Groups of connections, each the oldest first.
+/// Connections by group, the oldest first.
 #[derive(Debug, Default)]
 struct Groups {
     next: u64,
-    /// Those that have not sent the head of a request yet.
+    /// Connections without a complete request head so far.
     strangers: BTreeMap<u64, Arc<Connection>>,
-    /// Those that have.
+    /// Connections with a request.
     known: BTreeMap<u64, Arc<Connection>>,
-    /// Those above the limit.
+    /// Connections above the limit.
     reserved: BTreeMap<u64, Arc<Connection>>,
 }
 
@@ -183,7 +183,7 @@ pub(crate) struct Connections {
     groups: Mutex<Groups>,
     /// Connections that were ended against the client's will, by reason.
     pub(crate) closed: Counts,
-    /// Requests that were refused before they were known, by reason.
+    /// Requests that were rejected before their path was known, by reason.
     pub(crate) refusals: Counts,
     /// Bytes of requests that are held, beyond `FREE` of each connection.
     received: AtomicUsize,
@@ -237,7 +237,7 @@ impl Connections {
 
     // --- their number
 
-    /// Takes a new connection.
+    /// Accepts a new connection.
     pub(crate) fn admit(&self, now: Instant) -> Admission {
         let mut guard = self.groups.lock();
         let groups = &mut *guard;
@@ -320,7 +320,7 @@ impl Connections {
 
     // --- what they do
 
-    /// Bytes have come. Those after the first ones of a request do not move its deadline.
+    /// Bytes have arrived. Only the first bytes of a request set its deadline.
     pub(crate) fn has_received(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if matches!(inner.state, State::New | State::Idle) {
@@ -329,7 +329,7 @@ impl Connections {
         }
     }
 
-    /// The head of a request is complete: others make room before this connection does.
+    /// The head of a request is complete. From now on other connections are replaced before this one.
     pub(crate) fn has_head(&self, connection: &Arc<Connection>, now: Instant) {
         let is_new = {
             let mut inner = connection.inner.lock();
@@ -367,7 +367,7 @@ impl Connections {
         }
     }
 
-    /// The client sends nothing more. Returns whether it may wait for an answer, which has a little time then.
+    /// The client has closed its sending side. Returns whether it can still wait for an answer, for a limited time.
     pub(crate) fn has_left(&self, connection: &Connection, now: Instant) -> bool {
         let mut inner = connection.inner.lock();
         if inner.state == State::Answering && inner.active > 0 {
@@ -387,10 +387,10 @@ impl Connections {
 
     // --- their memory
 
-    /// Notes how many bytes of one request a connection holds, and held before. Returns false if that is too much with all others.
+    /// Records how many bytes of one request a connection holds, and held before. Returns false if the total exceeds its limit.
     pub(crate) fn hold(&self, connection: &Connection, before: usize, size: usize) -> bool {
         let mut inner = connection.inner.lock();
-        // A connection that was forgotten holds nothing already.
+        // A removed connection holds nothing.
         let all = inner.held.saturating_sub(before) + size;
         let (was, is) = (inner.held.saturating_sub(FREE), all.saturating_sub(FREE));
         if is > was {
@@ -424,7 +424,7 @@ impl Connections {
 
     // --- their time
 
-    /// Ends connections whose time is over.
+    /// Ends connections whose deadline has passed.
     pub(crate) fn sweep(&self, now: Instant) {
         let mut guard = self.groups.lock();
         let groups = &mut *guard;
@@ -542,7 +542,7 @@ mod tests {
             self.connections.sweep(self.now);
         }
 
-        /// Has a connection send a whole request.
+        /// Simulates a complete request.
         fn ask(&self, connection: &Arc<Connection>) {
             self.connections.has_received(connection, self.now);
             self.connections.has_head(connection, self.now);

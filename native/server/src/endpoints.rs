@@ -18,7 +18,7 @@ use crate::tokens;
 use kvevents_index::index::Matches;
 use kvevents_index::keys;
 
-/// A question that is answered here.
+/// A query that is answered here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Question {
     Query,
@@ -40,7 +40,7 @@ impl Question {
         })
     }
 
-    /// Whether its answer may be msgpack: those in other services' spellings are JSON.
+    /// Whether its answer can be msgpack; answers in formats of other services are JSON.
     pub(crate) fn is_ours(self) -> bool {
         !matches!(self, Self::Query | Self::QueryByHash)
     }
@@ -56,16 +56,16 @@ impl Question {
     }
 }
 
-/// How a body is written.
+/// The encoding of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     Json,
     Msgpack,
-    /// Token ids as 32-bit numbers, the rest in the query string.
+    /// Token ids as 32-bit numbers; the other fields are in the query string.
     Raw,
 }
 
-/// What a request says beside its body.
+/// The parts of a request besides its body.
 #[derive(Clone, Debug)]
 pub(crate) struct Head {
     pub(crate) format: Format,
@@ -74,14 +74,14 @@ pub(crate) struct Head {
     pub(crate) query_string: Option<String>,
 }
 
-/// That of a message of gRPC, which is read and answered as JSON.
+/// The parts for a gRPC message, which is read and answered as JSON.
 const OF_MESSAGE: Head = Head {
     format: Format::Json,
     wants_msgpack: false,
     query_string: None,
 };
 
-/// Answers queries from the present table.
+/// Answers queries from the current table.
 pub(crate) struct Endpoints {
     table: RwLock<Option<Arc<Table>>>,
     limits: Limits,
@@ -109,7 +109,7 @@ impl Endpoints {
         drop(before); // without the lock
     }
 
-    /// The body of the answer. None for a question that is not answered here, which is forwarded.
+    /// Returns the body of the answer. None for a query that is not answered here, which is forwarded.
     pub(crate) fn answer(&self, question: Question, head: &Head, body: &[u8]) -> Option<Vec<u8>> {
         let is_raw = head.format == Format::Raw;
         if (is_raw && question != Question::Match)
@@ -190,7 +190,7 @@ impl Endpoints {
         }
     }
 
-    /// The same of a prompt, whose token ids do not count towards the limit of JSON.
+    /// The same for a prompt, whose token ids do not count towards the limit of JSON.
     fn read_prompt<T: DeserializeOwned>(
         &self,
         head: &Head,

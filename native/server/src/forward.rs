@@ -22,12 +22,12 @@ use tokio::net::{UnixDatagram, UnixStream};
 
 /// Connections to the control plane that are kept.
 const MAX_IDLE: usize = 64;
-/// Headers of ours; a client's own of these names are dropped.
+/// Headers that the data plane sets; a client's headers of these names are dropped.
 const PREFIX: &str = "kvevents-";
 const PEER: HeaderName = HeaderName::from_static("kvevents-peer");
 /// Length of the body that a request has, or `chunked`: it was not received yet.
 const ANNOUNCED: HeaderName = HeaderName::from_static("kvevents-announced");
-/// Headers that belong to one connection.
+/// Headers that apply to one connection only.
 const HOP_BY_HOP: [&str; 8] = [
     "connection",
     "keep-alive",
@@ -39,9 +39,9 @@ const HOP_BY_HOP: [&str; 8] = [
     "expect",
 ];
 
-/// What is sent of a request.
+/// The part of a request that is sent.
 pub(crate) enum Sent {
-    /// Its head; its body has so many bytes.
+    /// Its head, with the length of the body.
     Announced(String),
     /// All of it.
     Whole(Bytes),
@@ -55,7 +55,7 @@ pub(crate) struct Upstream {
 }
 
 impl Upstream {
-    /// To be called in the runtime.
+    /// Call it in the runtime.
     pub(crate) fn new(acceptor: StdUnixDatagram) -> std::io::Result<Self> {
         acceptor.set_nonblocking(true)?;
         Ok(Self {
@@ -64,7 +64,7 @@ impl Upstream {
         })
     }
 
-    /// Its answer to a request. None if it ends or fails before it answers.
+    /// Returns its answer to a request. None if it ends or fails before it answers.
     pub(crate) async fn ask(&self, head: &Parts, peer: &str, sent: Sent) -> Option<Response<Incoming>> {
         loop {
             let (mut sender, was_idle) = match self.idle() {

@@ -3,7 +3,7 @@
 //! Theory of operation. A call is an HTTP/2 request whose content type is `application/grpc`. Its body is one message after five
 //! bytes (whether it is compressed, and its length), and its answer the same with the status in trailers. A query is answered from
 //! the index like one over HTTP; what is not answered here goes to the control plane as the equivalent request of `/v1`, and
-//! its answer or its problem comes back as a message or a status. So both have the same rules, bounds and words.
+//! its answer or its problem comes back as a message or a status. So both have the same rules, limits and messages.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -73,7 +73,7 @@ impl Call {
     }
 }
 
-/// Codes of gRPC that are used here.
+/// gRPC status codes that are used here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Code {
     Cancelled = 1,
@@ -161,7 +161,7 @@ impl From<prost::DecodeError> for Status {
     }
 }
 
-/// Text as `grpc-message` has it.
+/// Text encoded for `grpc-message`.
 fn percent_encoded(text: &str) -> String {
     let mut found = String::with_capacity(text.len());
     for byte in text.bytes() {
@@ -237,7 +237,7 @@ async fn answer(
         admit(shared, peer, &forwarded).await?;
     }
     let Ok(message) = received(shared, &progress, body).await? else {
-        // The control plane says what is too large.
+        // The control plane reports what is too large.
         return Err(
             match ask(shared, peer, &forwarded, Sent::Announced((limit + 1).to_string())).await? {
                 Ok(_) => too_large(),
@@ -265,7 +265,7 @@ fn too_large() -> Status {
     Status::new(Code::ResourceExhausted, "the message is too large; see limits.max_body_bytes")
 }
 
-/// The one message of a body. The inner error is that it is too large.
+/// Returns the message of a body. The inner error means that it is too large.
 async fn received(shared: &Shared, progress: &InProgress, body: Incoming) -> Result<Result<Bytes, ()>, Status> {
     let body = match receive(progress, body, &shared.settings.limits).await {
         Ok(body) => body,
@@ -356,7 +356,7 @@ fn as_http(head: &Parts, question: Question) -> Parts {
     found
 }
 
-/// Has the control plane judge a request by its head.
+/// Sends the head of a request to the control plane, which accepts or refuses it.
 async fn admit(shared: &Shared, peer: &str, head: &Parts) -> Result<(), Status> {
     if shared.policy.admits(&head.headers) {
         return Ok(());
@@ -364,7 +364,7 @@ async fn admit(shared: &Shared, peer: &str, head: &Parts) -> Result<(), Status> 
     ask(shared, peer, head, Sent::Announced("chunked".into())).await?.map(drop)
 }
 
-/// The control plane's answer. The inner error is one that it has worded.
+/// Returns the control plane's answer. The inner error is an error of the control plane.
 async fn ask(shared: &Shared, peer: &str, head: &Parts, sent: Sent) -> Result<Result<Bytes, Status>, Status> {
     let ending = || Status::from(&Problem::ending());
     let answer = shared.upstream.ask(head, peer, sent).await.ok_or_else(ending)?;
@@ -419,7 +419,7 @@ fn check(shared: &Shared, message: &Bytes) -> Result<Response<Body>, Status> {
     Ok(answered_with(&health(shared)))
 }
 
-/// Sends the health now, and whenever it has changed, until the connection is to end.
+/// Sends the health now and after each change, until the connection ends.
 fn watch(shared: &Arc<Shared>, progress: InProgress, message: &Bytes) -> Result<Response<Body>, Status> {
     let is_known = is_known(message)?;
     let (sender, messages) = mpsc::channel(1);

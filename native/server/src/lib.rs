@@ -5,10 +5,10 @@
 //! (Python) replaces as a whole whenever registration, trust or adapters change. Everything else is forwarded to the control
 //! plane's own HTTP application, over pairs of connected sockets.
 //!
-//! There is one set of rules for what a request may say, and it is the control plane's. The code here answers only requests that
+//! The control plane alone has the rules for the contents of requests. The code here answers only requests that
 //! it understands completely; all others (malformed, refused, unknown model, not authorized) are forwarded as they came, so that
-//! each error has one author. What belongs to a connection rather than to a request is decided here alone: how many there are,
-//! their deadlines, and the memory that they hold.
+//! each error is written in one place. Limits of connections are enforced only here: their number, their deadlines, and their
+//! memory.
 #![deny(missing_docs)]
 
 mod answers;

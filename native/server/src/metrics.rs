@@ -1,4 +1,4 @@
-//! Counters of what is answered here; the control plane reads them for its metrics.
+//! Counters of the answers of the data plane, which the control plane reads for its metrics.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,12 +9,12 @@ use serde::Serialize;
 use crate::settings::Settings;
 use crate::table::{Lora, Scope};
 
-/// Scopes of which prompts are sampled between two looks.
+/// Most scopes whose prompts are sampled between two reads of the samples.
 const MAX_SCOPES: usize = 64;
 
 /// The beginning of a prompt that was looked up: its model, tenant, group, LoRA and salt, and its tokens.
 pub struct PromptSample {
-    /// Whose it is.
+    /// Its scope.
     pub scope: Scope,
     /// Its first tokens.
     pub tokens: Vec<u32>,
@@ -36,7 +36,7 @@ impl PromptSample {
 struct Histogram {
     #[serde(skip)]
     bounds: Vec<f64>,
-    /// Values by bucket: at most the bound, and above all of them.
+    /// Number of values by bucket, with one more bucket above all bounds.
     counts: Vec<u64>,
     sum: f64,
 }
@@ -72,7 +72,7 @@ struct Requests {
     seconds: Histogram,
 }
 
-/// What was counted, and samples of prompts.
+/// All counters, and samples of prompts.
 pub(crate) struct Metrics {
     counters: Mutex<Counters>,
     bounds: Vec<f64>,
@@ -114,7 +114,7 @@ impl Metrics {
         of_path.seconds.add(time.as_secs_f64());
     }
 
-    /// Counts a lookup of a prompt of which the best worker holds so many tokens.
+    /// Counts a lookup of a prompt, with the tokens that the best worker holds.
     pub(crate) fn lookup(&self, tokens: usize, longest: u32) {
         let mut counters = self.counters.lock();
         counters.lookups += 1;
@@ -140,7 +140,7 @@ impl Metrics {
         }
     }
 
-    /// Takes the samples out.
+    /// Returns and removes the samples.
     pub(crate) fn samples(&self) -> Vec<PromptSample> {
         let taken = std::mem::take(&mut *self.samples.lock());
         let of_scope = |(scope, prompts): (Scope, Vec<Vec<u32>>)| {

@@ -1,4 +1,4 @@
-//! Which requests may ask, as far as that is plain. The control plane decides about all others (`kvevents.service.access`,
+//! Access control for the plain cases. The control plane decides about all others (`kvevents.service.access`,
 //! `kvevents.service.http.origins`): what is admitted here is admitted there.
 
 use std::net::IpAddr;
@@ -41,7 +41,7 @@ impl Policy {
         }
     }
 
-    /// Whether a request with these headers may certainly ask.
+    /// Whether a request with these headers is certainly allowed.
     pub(crate) fn admits(&self, headers: &HeaderMap) -> bool {
         let is_from_browser = headers.contains_key(ORIGIN) || headers.contains_key("sec-fetch-site");
         !is_from_browser && self.is_own_host(headers) && self.is_known(headers)
@@ -57,7 +57,7 @@ impl Policy {
         };
         let (scheme, token) = value.split_at(at);
         let found = digest(&SHA256, trimmed(token));
-        // Every digest is compared, in all of its bytes: it takes as long whichever token it is.
+        // All bytes of all digests are compared, so the time does not depend on the token.
         let is_same = |known: &Vec<u8>| known.iter().zip(found.as_ref()).fold(0, |other, (a, b)| other | (a ^ b)) == 0;
         let matches = self.tokens.iter().filter(|known| is_same(known)).count();
         scheme.eq_ignore_ascii_case(b"bearer") && matches > 0

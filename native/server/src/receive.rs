@@ -12,7 +12,7 @@ use crate::settings::Limits;
 
 /// Why a body was not received.
 pub(crate) enum Unreceived {
-    /// It has more bytes than a body may have.
+    /// It exceeds the size limit of a body.
     TooLarge,
     Refused(Problem),
     /// The client has left.
@@ -45,7 +45,7 @@ pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &
         match &mut all {
             None if first.is_empty() => first = data,
             None => {
-                // An announced length is only a claim.
+                // The announced length is not trusted.
                 let expected = usize::try_from(body.size_hint().lower()).unwrap_or(0).min(1 << 20);
                 let mut joined = BytesMut::with_capacity(size + expected);
                 joined.extend_from_slice(&first);

@@ -1,5 +1,5 @@
-//! Bodies of requests, as far as they are answered here. What is not read by these types, or not admitted by their checks, is
-//! forwarded: the control plane then answers, or says what is wrong.
+//! Bodies of requests that are answered here. A body that these types do not read, or that their checks do not admit, is forwarded;
+//! the control plane then answers it or returns an error.
 
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -38,12 +38,12 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
     }
 }
 
-/// A value that is there; null is refused.
+/// A value that is present; null is refused.
 fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
     T::deserialize(from).map(Some)
 }
 
-/// A request with the fields that every question has.
+/// A request with the fields that every query has.
 macro_rules! question {
     ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $kind:ty,)* }) => {
         $(#[$meta])*
@@ -93,12 +93,12 @@ macro_rules! question {
     };
 }
 
-/// The fields that say whose a prompt is, each under several names.
+/// The fields of the scope of a prompt, each under several names.
 pub(crate) trait Names {
     fn names(&self) -> [[&Option<String>; 4]; 5];
     fn lora_id(&self) -> Option<i64>;
 
-    /// Whose the prompt is. None without a model, or if two names have different values.
+    /// Returns the scope of the prompt. None without a model, or if two names have different values.
     fn scope(&self) -> Option<Scope> {
         let [model, tenant, group, lora, salt] = self.names();
         let lora = picked(lora, true)?.map(|name| Lora::Name(name.clone()));
@@ -130,7 +130,7 @@ fn is_name(name: &str) -> bool {
     !name.is_empty() && (name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME)
 }
 
-/// An instance's name or a hash: a number of 64 bits with or without a sign, or text.
+/// The name of an instance or a hash: a signed or unsigned 64-bit number, or text.
 pub(crate) enum Id {
     Unsigned(u64),
     Signed(i64),
@@ -247,7 +247,7 @@ impl Media {
     }
 }
 
-/// Multimodal items for the index. None for too many.
+/// Returns the multimodal items for the index. None if there are too many.
 pub(crate) fn items(media: &[Object<Media>]) -> Option<Vec<Item>> {
     (media.len() <= MAX_MEDIA).then(|| media.iter().map(|Object(one)| one.item()).collect())
 }
@@ -273,7 +273,7 @@ question! {
 }
 
 impl MatchMany {
-    /// The prompts; None for too many.
+    /// Returns the prompts; None if there are too many.
     pub(crate) fn checked(&self) -> Option<&[Vec<u32>]> {
         self.prompts.as_deref().filter(|prompts| prompts.len() <= MAX_PROMPTS)
     }
@@ -342,7 +342,7 @@ impl Candidate {
 pub(crate) struct Weights<K>(pub(crate) Vec<(K, f64)>);
 
 impl<K: Clone + PartialEq> Weights<K> {
-    /// The same with others, which go before these.
+    /// Returns these weights with others, which take precedence.
     pub(crate) fn updated(&self, others: &Self) -> Self {
         let mut all = self.clone();
         for (name, weight) in &others.0 {
@@ -389,7 +389,7 @@ impl<'de, K: Deserialize<'de> + Clone + PartialEq> Deserialize<'de> for Weights<
     }
 }
 
-/// The question in the query string of a raw prompt. None for anything unusual about it.
+/// Returns the query in the query string of a raw prompt. None if anything about it is unusual.
 pub(crate) fn of_query_string(query: &str) -> Option<Match> {
     let mut asked = Match::default();
     let mut seen: Vec<&str> = Vec::new();

@@ -3,19 +3,19 @@
 //! Pure numbers: shares of a prompt from 0 to 1, and loads over their mean, so that neither the length of a prompt nor the unit of a
 //! load matters. `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these.
 
-/// Scores and shares that are no further apart are equal: sums of floats of the same worth differ by less.
+/// Tolerance within which scores and shares are equal. Sums of equal values in another order differ by less.
 pub const EQUAL: f64 = 1e-9;
 
-/// What cached tokens are worth by the tier that holds them; a tier without a weight has the lowest of all.
+/// Weights of cached tokens by tier. A tier without a weight has the lowest of all.
 #[derive(Clone, Debug)]
 pub struct TierWeights {
-    /// Places of the weights, and the weights, the highest first.
+    /// Positions of the weights, and the weights, the highest first.
     best_first: Vec<(usize, f64)>,
     lowest: f64,
 }
 
 impl TierWeights {
-    /// Of weights from 0 to 1.
+    /// Creates it from weights between 0 and 1.
     pub fn new(weights: impl IntoIterator<Item = f64>) -> Self {
         let mut best_first: Vec<(usize, f64)> = weights.into_iter().enumerate().collect();
         best_first.sort_by(|one, other| other.1.total_cmp(&one.1));
@@ -23,10 +23,10 @@ impl TierWeights {
         Self { best_first, lowest }
     }
 
-    /// The share of a prompt of `whole` tokens that its cached ones are worth, 0 to 1; an empty prompt saves nothing.
+    /// Returns the weighted share of cached tokens in a prompt of `whole` tokens, 0 to 1; 0 for an empty prompt.
     ///
-    /// `tokens` are held on whatever tiers. `reach` returns how long the prefix on the tier of a weight is, by the weight's place, with
-    /// what faster tiers hold of it: each token counts for the best tier that reaches it.
+    /// `tokens` is the prefix over all tiers. `reach` returns the length of the prefix on the tier of a weight, including faster tiers,
+    /// by the position of the weight. Each token counts with the best tier that reaches it.
     pub fn saved(&self, tokens: u64, whole: u64, reach: impl Fn(usize) -> u64) -> f64 {
         if let Some(&(best, worth)) = self.best_first.first()
             && 0 < tokens
@@ -51,39 +51,38 @@ impl TierWeights {
     }
 }
 
-/// What loads count against computing, and when a load is too much.
+/// Weights of loads, and the load from which on a worker is hot.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadWeights {
-    /// Of work over the length of the prompt.
+    /// Weight of the work divided by the length of the prompt.
     pub wait: f64,
-    /// Of work over the mean of all candidates.
+    /// Weight of the work divided by the mean of all candidates.
     pub mean: f64,
-    /// A worker with more than so many times the requests that the others have on average gets no credit for its cache; infinity for
-    /// no bound.
+    /// A worker with more than this many times the mean requests of the others gets no credit for its cache; infinity for no limit.
     pub guard: f64,
-    /// Requests up to which it gets credit whatever the others have.
+    /// Requests up to which a worker always gets credit.
     pub guard_requests: f64,
 }
 
-/// A worker that may be chosen.
+/// A candidate for a choice.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
-    /// The share of the prompt that its cache saves, as far as it is believed.
+    /// The share of the prompt that its cache saves, multiplied by the trust in it.
     pub credit: f64,
-    /// What it has to do, in a unit that all candidates share.
+    /// Its work, in a unit that all candidates share.
     pub work: f64,
-    /// Requests that it has.
+    /// Number of its requests.
     pub requests: f64,
 }
 
-/// Why a candidate is chosen or not.
+/// The score of a candidate and its parts.
 #[derive(Clone, Copy, Debug)]
 pub struct Score {
-    /// The smaller the better: the sum of the two that follow.
+    /// The score, the smaller the better: the sum of the two following parts.
     pub score: f64,
-    /// The share of the prompt that it would have to compute.
+    /// The share of the prompt that it would compute.
     pub uncached: f64,
-    /// What its load counts.
+    /// The weighted load.
     pub load: f64,
     /// Whether it got no credit for its cache because of its requests.
     pub is_hot: bool,
@@ -119,7 +118,8 @@ fn bound(candidates: &[Candidate], weights: &LoadWeights) -> f64 {
     relative.max(weights.guard_requests)
 }
 
-/// Places of the best: those with the smallest score, and of them those that compute least. One at least of one at least.
+/// Returns the positions of the candidates with the smallest score, and among them of those that compute least. At least one for at
+/// least one candidate.
 pub fn best_of(scores: &[Score]) -> Vec<usize> {
     let least = |of: fn(&Score) -> f64, among: Vec<usize>| -> Vec<usize> {
         let bound = among.iter().map(|&at| of(&scores[at])).fold(f64::INFINITY, f64::min) + EQUAL;
@@ -129,14 +129,14 @@ pub fn best_of(scores: &[Score]) -> Vec<usize> {
     least(|one| one.uncached, equal)
 }
 
-/// Places of the workers that are the least far from taking a request, which alone are chosen from: a worker without a connection takes a
-/// prompt only if no other one has one.
+/// Returns the positions of the workers that can be chosen: those with the smallest distance. A worker without a connection can be
+/// chosen only if no worker has one.
 pub fn nearest(distances: &[u8]) -> Vec<usize> {
     let least = distances.iter().min();
     (0..distances.len()).filter(|&at| Some(&distances[at]) == least).collect()
 }
 
-/// Loads over their mean; all 0 without any load. The largest is taken out first, so that no sum overflows.
+/// Returns the loads divided by their mean; all 0 without load. They are divided by the largest first, so that no sum overflows.
 fn relative_loads(candidates: &[Candidate]) -> Vec<f64> {
     let most = candidates.iter().map(|one| one.work).fold(0.0, f64::max);
     if most == 0.0 {
@@ -170,7 +170,7 @@ fn sum(values: &[f64]) -> f64 {
         partials.truncate(kept);
         partials.push(rest);
     }
-    // From the largest on, until something is lost; half of a unit is rounded as the rest of the sum says.
+    // Adds from the largest on until rounding occurs; a tie is rounded according to the remaining partial sums.
     let mut left = partials.into_iter().rev().peekable();
     let mut high = left.next().unwrap_or(0.0);
     while let Some(next) = left.next() {

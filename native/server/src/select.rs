@@ -1,4 +1,4 @@
-//! Which worker should take a prompt.
+//! Selection of the worker for a prompt.
 //!
 //! Theory of operation. Candidates without a connection are left out while another one has one: a worker that is STALE, or where
 //! nothing listens, takes a prompt only if no other worker can. The score of each of the rest is the share of the prompt that it
@@ -19,7 +19,7 @@ use crate::table::{Candidates, State, Table, Trust};
 use crate::ties::{Tie, Ties};
 use kvevents_index::placements::TIERS;
 
-/// What a cached token, a state and a load are worth.
+/// Weights of cached tokens, trust states and loads.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Terms {
     tiers: Weights<String>,
@@ -28,7 +28,7 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    /// The same with the weights of a request, which go before these.
+    /// Returns these with the weights of a request, which take precedence.
     fn of(&self, asked: &Select) -> Self {
         Self {
             tiers: self.tiers.updated(&asked.tiers),
@@ -37,7 +37,7 @@ impl Terms {
         }
     }
 
-    /// How far a worker is believed in a state.
+    /// Returns the weight of a trust state.
     fn believed(&self, state: State) -> f64 {
         let given = self.trust.0.iter().find(|(of, _)| *of == state);
         given.map_or(0.0, |(_, weight)| *weight)
@@ -58,28 +58,28 @@ pub(crate) fn unfollowed() -> (Trust, u8) {
 /// The distance of a worker that has had no connection yet.
 const NOT_CONNECTED: u8 = 1;
 
-/// A worker that may be chosen.
+/// A candidate for a choice.
 struct Contender<'a> {
     instance: &'a str,
     rank: i64,
     load: f64,
     trust: &'a Trust,
     distance: u8,
-    /// What it holds of the prompt, on whatever tiers and by tier.
+    /// Its match of the prompt, over all tiers and by tier.
     tokens: u32,
     tiers: Tiers,
 }
 
-/// What a choice goes by beside the candidates.
+/// The inputs of a choice besides the candidates.
 struct Question<'a> {
-    /// Tenant, group and model: what keeps workers of one name apart.
+    /// Tenant, group and model, which distinguish workers of equal names.
     scope: [&'a str; 3],
     prompt_tokens: usize,
     tie: Tie,
     explain: bool,
 }
 
-/// A choice, and the place in the table of what was chosen if it is followed.
+/// A choice, and the position of the chosen worker in the table if it is followed.
 pub(crate) type Choice<'a> = (Selected<'a>, Option<u32>);
 
 /// Chooses among the workers of a table, or among those that `named` names. None if none of these can be chosen.
@@ -127,7 +127,7 @@ pub(crate) fn select<'a>(
     Some((selected, place))
 }
 
-/// The choice among candidates that the control plane has found, as msgpack; `ties` are its own.
+/// Returns the choice among candidates of the control plane, as msgpack, with its own `ties`.
 ///
 /// # Errors
 /// If the question has another shape, or no candidates.
@@ -179,7 +179,7 @@ pub fn select_among(question: &[u8], ties: &Ties) -> Result<Vec<u8>, String> {
     rmp_serde::to_vec_named(&selected).map_err(|error| error.to_string())
 }
 
-/// The candidate with the smallest score, and why. None without candidates.
+/// Returns the candidate with the smallest score, and the reason. None without candidates.
 fn choose<'a>(contenders: &[Contender<'a>], question: &Question<'_>, terms: &Terms, ties: &Ties) -> Option<Selected<'a>> {
     let distances: Vec<u8> = contenders.iter().map(|one| one.distance).collect();
     let reachable: Vec<&Contender<'a>> = score::nearest(&distances).into_iter().map(|at| &contenders[at]).collect();
@@ -274,7 +274,7 @@ fn reachable_by_scope<'a>(
     (is_once && !candidates.is_empty()).then_some(candidates)
 }
 
-/// One sentence about a choice among so many candidates, equal ones, and ones that were left out.
+/// Returns a sentence about a choice, with the numbers of candidates, of equal ones, and of those that were left out.
 fn why(
     question: &Question<'_>,
     chosen: &Considered<'_>,

@@ -1,4 +1,4 @@
-//! The listener, and the way of each request.
+//! The listener, and the routing of each request to an answer.
 
 use std::future::{Future, poll_fn};
 use std::net::TcpListener;
@@ -39,7 +39,7 @@ use crate::table::Table;
 use crate::tls;
 
 const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
-/// Streams of one HTTP/2 connection.
+/// Most concurrent streams of one HTTP/2 connection.
 const MAX_STREAMS: u32 = 128;
 
 /// Why a server does not start.
@@ -64,8 +64,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves at a socket that listens, with settings as JSON. What is forwarded goes over connections whose other descriptors are
-    /// sent to `upstream`, as numbers in the machine's byte order: its reader owns them.
+    /// Serves at a listening socket, with settings as JSON. Requests are forwarded over connections whose other descriptors are sent to
+    /// `upstream` as numbers in native byte order; its reader owns them.
     ///
     /// # Errors
     /// For settings of another shape, certificates that cannot be used, and if the system refuses threads.
@@ -119,7 +119,7 @@ impl Server {
         self.shared.silence.store(0, Ordering::Relaxed);
     }
 
-    /// What was counted, as JSON.
+    /// Returns the counters as JSON.
     #[must_use]
     pub fn metrics(&self) -> Vec<u8> {
         let connections = &self.shared.connections;
@@ -135,13 +135,13 @@ impl Server {
         all.to_string().into_bytes()
     }
 
-    /// Prompts that were looked up since the last call, as far as they are sampled.
+    /// Returns the sampled prompts of lookups since the last call.
     #[must_use]
     pub fn samples(&self) -> Vec<PromptSample> {
         self.shared.endpoints.metrics.samples()
     }
 
-    /// Takes no more connections, and waits until those that there are have ended, for `time` at most.
+    /// Accepts no more connections, and waits at most `time` until the open ones have ended.
     pub fn drain(&self, time: f64) {
         let guard = self.runtime.lock();
         let Some(runtime) = guard.as_ref() else { return };
@@ -222,7 +222,7 @@ async fn connected(shared: Arc<Shared>, connection: Arc<Connection>, stream: Tcp
     shared.connections.remove(&connection);
 }
 
-/// Does something until it is done, or the connection is to end at once.
+/// Runs `work` until it is done or the connection must end at once.
 async fn unless_aborted(connection: &Connection, work: impl Future<Output = ()>) {
     let mut work = pin!(work);
     let mut ordered = pin!(connection.ordered.notified());
@@ -330,7 +330,7 @@ async fn respond(
     let path = head.uri.path();
     let has_body = !body.is_end_stream();
     if shared.settings.probes.iter().any(|probe| probe == path) {
-        // An answer that says whether the process lives does not wait for anything.
+        // The answer to a liveness probe waits for nothing.
         shared.connections.is_answering(&connection, began);
         let mut response = match probed(shared, &head) {
             Some(response) => {
@@ -402,7 +402,7 @@ fn unread(connection: &Connection, mut response: Response<Body>) -> Response<Bod
     response
 }
 
-/// The answer to a probe. None for what the control plane answers.
+/// Returns the answer to a probe. None for a request that the control plane answers.
 fn probed(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     if head.method != Method::GET || head.headers.get(ACCEPT).is_some_and(|kind| kind == MSGPACK) {
         return None;
@@ -424,7 +424,7 @@ fn probed(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     Some(response)
 }
 
-/// What a question's head says. None for a body that is not read here.
+/// Returns the parts of a query's head. None for a body that is not read here.
 fn described(head: &Parts) -> Option<Head> {
     let kind = head.headers.get(CONTENT_TYPE)?.as_bytes();
     let kind = kind.split(|byte| *byte == b';').next()?.trim_ascii();
@@ -448,7 +448,7 @@ async fn answered(shared: &Shared, question: Question, head: &Head, body: &Bytes
     shared.run(question, body.len(), work).await?
 }
 
-/// Has the control plane answer.
+/// Forwards a request to the control plane.
 async fn forward(shared: &Shared, progress: InProgress, head: &Parts, peer: &str, sent: Sent) -> Response<Body> {
     match shared.upstream.ask(head, peer, sent).await {
         Some(answer) => relayed(answer, progress),

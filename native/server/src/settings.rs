@@ -1,4 +1,4 @@
-//! What the control plane sets once, at the start.
+//! Settings that the control plane passes once, at the start.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::select::Terms;
 
-/// Bounds of requests and connections: the fields of `kvevents.service.config.Limits` that count here.
+/// Limits of requests and connections: the fields of `kvevents.service.config.Limits` that the data plane uses.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Limits {
     pub(crate) max_body_bytes: usize,
@@ -69,15 +69,15 @@ pub(crate) struct Tls {
     pub(crate) client_ca: Option<String>,
 }
 
-/// Everything.
+/// All settings.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Settings {
     pub(crate) limits: Limits,
-    /// SHA-256 digests of bearer tokens that may ask, in hexadecimal digits.
+    /// SHA-256 digests of bearer tokens with permission to query, as hexadecimal digits.
     pub(crate) tokens: Vec<String>,
-    /// Whether there are any tokens, whatever they may do.
+    /// Whether any tokens are configured.
     pub(crate) has_tokens: bool,
-    /// Whether callers without a token may ask.
+    /// Whether callers without a token have permission to query.
     pub(crate) is_open: bool,
     /// Whether the `Host` of a request is checked.
     pub(crate) checks_host: bool,
@@ -86,7 +86,7 @@ pub(crate) struct Settings {
     pub(crate) names: Vec<String>,
     /// Whether queries are answered here; if not, they are forwarded.
     pub(crate) answers_queries: bool,
-    /// What `/v1/select` weighs by default.
+    /// Default weights of `/v1/select`.
     pub(crate) select: Terms,
     /// Methods by path, and paths of probes.
     pub(crate) paths: HashMap<String, Vec<String>>,
@@ -94,7 +94,7 @@ pub(crate) struct Settings {
     /// Bounds of the histograms' buckets: of durations, and of shares of a prompt.
     pub(crate) seconds: Vec<f64>,
     pub(crate) depths: Vec<f64>,
-    /// Blocks of a sampled prompt, and prompts of one scope between two looks.
+    /// Most blocks of a sampled prompt, and most sampled prompts of one scope between two reads.
     pub(crate) sample_blocks: usize,
     pub(crate) samples: usize,
     pub(crate) threads: usize,

@@ -1,4 +1,4 @@
-//! What all connections of a server share.
+//! State that all connections of a server share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,11 +15,11 @@ use crate::forward::Upstream;
 use crate::policy::Policy;
 use crate::settings::Settings;
 
-/// Looks at all connections after which a control plane that has reported nothing does not live: 10 s.
+/// Number of sweeps without a report after which the control plane counts as failed: 10 s.
 pub(crate) const MAX_SILENCE: u32 = 50;
-/// Bytes of a body from which on it is read by a thread of its own, so that it does not keep other clients waiting.
+/// Size of a body from which on a separate thread reads it, so that it does not delay other clients.
 const MANY_BYTES: usize = 1 << 16;
-/// The same of a prompt, whose token ids are read quickly.
+/// The same for a prompt, whose token ids are read faster.
 const MANY_PROMPT_BYTES: usize = 1 << 20;
 
 /// Status and body of the answers to probes.
@@ -28,7 +28,7 @@ pub(crate) struct Probes {
     pub(crate) ready: (StatusCode, Bytes),
 }
 
-/// What all connections share.
+/// State that all connections share.
 pub(crate) struct Shared {
     pub(crate) settings: Settings,
     pub(crate) connections: Arc<Connections>,
@@ -36,7 +36,7 @@ pub(crate) struct Shared {
     pub(crate) policy: Policy,
     pub(crate) upstream: Upstream,
     pub(crate) probes: RwLock<Option<Probes>>,
-    /// Looks at all connections since the control plane has set `probes`.
+    /// Number of sweeps since the control plane has set `probes`.
     pub(crate) silence: AtomicU32,
     pub(crate) heavy: Semaphore,
     pub(crate) is_draining: Notify,
@@ -44,7 +44,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// Whether queries should come to this service, as far as the control plane has said lately.
+    /// Whether the service is ready, according to the last report of the control plane.
     pub(crate) fn is_ready(&self) -> bool {
         let is_alive = self.silence.load(Ordering::Relaxed) <= MAX_SILENCE;
         is_alive
@@ -55,7 +55,7 @@ impl Shared {
                 .is_some_and(|probes| probes.ready.0 == StatusCode::OK)
     }
 
-    /// Does work on a question of so many bytes; much of it in a thread of its own. None if the service ends.
+    /// Runs work on a query of this many bytes, in a separate thread if they are many. None if the service ends.
     pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
         let most = match question {
             Question::Query | Question::Match => MANY_PROMPT_BYTES,

@@ -1,4 +1,4 @@
-//! A client's socket, which reports what passes it, and says what hyper cannot.
+//! A client's socket. It reports the passing bytes, and writes error answers that hyper does not write.
 //!
 //! hyper answers a head that it cannot read with an empty 400 or 431. Here that becomes an error like all others. For a head that
 //! is not complete in time, hyper is given bytes that no head can have, so that it refuses the request, with 408 in the end.
@@ -15,9 +15,9 @@ use crate::connections::{Connection, Connections, Order, count};
 use crate::problems::Problem;
 use crate::settings::Limits;
 
-/// Bytes of a request's first line and headers: eight times what proxies let through.
+/// Most bytes of a request's first line and headers: eight times the limit of common proxies.
 pub(crate) const MAX_HEAD: usize = 65_536;
-/// What ends every head, and makes it malformed.
+/// Bytes that end any head and make it malformed.
 const POISON: &[u8] = b"\0\r\n\r\n";
 
 pub(crate) struct Socket<S> {
@@ -26,9 +26,9 @@ pub(crate) struct Socket<S> {
     connection: Arc<Connection>,
     limits: Limits,
     is_poisoned: bool,
-    /// What is written in the place of hyper's own refusal.
+    /// The answer that replaces hyper's refusal.
     refusal: Option<(Vec<u8>, usize)>,
-    /// Whether the client may be sending when the last answer is written: closing at once would destroy that.
+    /// Whether the client can be sending when the last answer is written. Closing at once would destroy the answer then.
     lingers: bool,
     has_shut_down: bool,
 }
@@ -47,7 +47,7 @@ impl<S> Socket<S> {
         }
     }
 
-    /// The error in the place of what hyper writes about a head that it cannot read. None if this is not that.
+    /// Returns the error that replaces hyper's answer to an unreadable head. None if `bytes` are not that answer.
     fn refusal(&self, bytes: &[u8]) -> Option<Problem> {
         let is_short = bytes.ends_with(b"\r\n\r\n") && bytes.starts_with(b"HTTP/1.1 4");
         if !is_short || !contains(bytes, b"content-length: 0\r\n") || contains(bytes, b"content-type") {
@@ -68,7 +68,7 @@ fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
 }
 
 impl<S: AsyncWrite + Unpin> Socket<S> {
-    /// Writes the rest of a refusal in the place of `size` bytes of hyper's.
+    /// Writes the rest of a refusal instead of `size` bytes of hyper.
     fn write_refusal(&mut self, cx: &mut Context<'_>, size: usize) -> Poll<io::Result<usize>> {
         let Some((bytes, written)) = &mut self.refusal else {
             return Poll::Ready(Ok(size));
@@ -161,7 +161,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Socket<S> {
         if !this.lingers && !this.connection.lingers() {
             return Poll::Ready(Ok(()));
         }
-        // What the client still sends is discarded, until it closes or its time is over.
+        // Further input of the client is discarded until it closes or its deadline passes.
         let mut room = [0; 4_096];
         loop {
             let mut buf = ReadBuf::new(&mut room);

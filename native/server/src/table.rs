@@ -1,4 +1,4 @@
-//! The routing table: what the control plane says about the fleet, as one immutable value.
+//! The routing table: the control plane's description of the fleet, as one immutable value.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use kvevents_index::members::Worker as Stream;
 use parking_lot::RwLock;
 use serde::{Deserialize, Serialize};
 
-/// Scopes whose candidates are remembered: clients may name any LoRA and salt.
+/// Most scopes whose candidates are cached, since clients can name any LoRA and salt.
 const MAX_REMEMBERED: usize = 256;
 
 /// A LoRA by its name, or by its number for engines whose events have no name.
@@ -22,7 +22,7 @@ pub enum Lora {
     Name(String),
 }
 
-/// What separates prompts: equal tokens of two scopes never match.
+/// The scope of prompts: equal tokens of two scopes never match.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
 pub struct Scope {
     /// Name of the model.
@@ -31,7 +31,7 @@ pub struct Scope {
     pub tenant: String,
     /// Routing group.
     pub group: String,
-    /// LoRA of the prompt; of a worker, that which its events do not name.
+    /// LoRA of the prompt; for a worker, the LoRA that its events do not contain.
     pub lora: Option<Lora>,
     /// Cache salt, in the same way.
     pub salt: Option<String>,
@@ -46,7 +46,7 @@ impl Scope {
         self.model == other.model && self.tenant == other.tenant && self.group == other.group
     }
 
-    /// Whether a worker of this scope may hold blocks of a prompt.
+    /// Whether a worker of this scope can hold blocks of a prompt.
     pub(crate) fn admits(&self, prompt: &Self) -> bool {
         self.is_same_fleet(prompt)
             && (self.lora.is_none() || self.lora == prompt.lora)
@@ -80,7 +80,7 @@ impl State {
     }
 }
 
-/// How far a worker's part of an answer can be trusted.
+/// The trust in a worker's part of an answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Trust {
     pub(crate) state: State,
@@ -93,7 +93,7 @@ pub(crate) struct Trust {
 /// One rank of an engine.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
-    /// What the index calls it.
+    /// Its source name in the index.
     source: String,
     pub(crate) rank: i64,
     pub(crate) instance: String,
@@ -124,7 +124,7 @@ struct Told {
     bases: Vec<(String, String, String, Vec<String>)>,
 }
 
-/// Where a prompt of one scope is looked for, and which workers may hold it.
+/// The namespaces in which a prompt of one scope is looked up, and the workers that can hold it.
 #[derive(Debug)]
 pub(crate) struct Candidates {
     /// The scope, with a model that is served.
@@ -138,7 +138,7 @@ pub(crate) struct Candidates {
     pub(crate) block_sizes: Vec<u32>,
 }
 
-/// A picture of the fleet.
+/// A description of the fleet.
 #[derive(Debug)]
 pub struct Table {
     pub(crate) index: Arc<Index>,
@@ -195,7 +195,7 @@ impl Table {
         self.places.get(stream).copied()
     }
 
-    /// Where prompts of a scope are looked for. None if that is an error, which the control plane explains.
+    /// Returns where prompts of a scope are looked up. None for an error, which the control plane reports.
     pub(crate) fn candidates(&self, asked: &Scope) -> Option<Arc<Candidates>> {
         if self.has_failed || self.index.is_damaged() {
             return None;
@@ -273,7 +273,7 @@ impl Table {
         &self.workers[place as usize]
     }
 
-    /// Believes for some seconds that a worker will hold a prompt.
+    /// Adds a speculative entry: for some seconds the worker counts as holding the prompt.
     pub(crate) fn expect(&self, place: u32, prompt: &Scope, tokens: &[u32], seconds: f64) {
         let worker = self.worker(place);
         let stream = Stream {
@@ -300,7 +300,7 @@ impl Table {
     }
 }
 
-/// None, and the value if there is one.
+/// None, and the value if it is present.
 fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
     std::iter::once(None).chain(given)

@@ -1,4 +1,4 @@
-//! Which of several equally good workers comes next.
+//! Rotation among equally good workers.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, Hash, RandomState};
@@ -7,27 +7,26 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
-/// Workers whose last turn is remembered: four times as many as a service follows by default.
+/// Most workers whose last choice is stored: four times as many as a service follows by default.
 pub const MAX_TURNS: usize = 16_384;
 
-/// How a tie between equal candidates ends.
+/// How a tie between equal candidates is resolved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Tie {
     /// The one that was chosen longest ago.
     #[default]
     Rotate,
-    /// By chance.
+    /// A random one.
     Random,
     /// The first of those given.
     First,
 }
 
-/// Returns a number below another one, by chance.
+/// Returns a random number below another one.
 type Draw = Box<dyn Fn(usize) -> usize + Send + Sync>;
 
-/// The turns of equal workers, which are known by their keys. The first one is at a random place, so that many routers do not begin with the
-/// same worker.
+/// The last choices of workers, by key. The first choice is random, so that many routers do not begin with the same worker.
 pub struct Ties {
     secret: RandomState,
     /// From 0 to below 1.
@@ -45,7 +44,7 @@ struct Turns {
 }
 
 impl Ties {
-    /// Whose first turn is at `start`, from 0 to below 1, of those that are equal, and which remembers the turns of `most` workers.
+    /// Creates a rotation that begins at `start`, from 0 to below 1, of the equal candidates, and stores the choices of `most` workers.
     pub fn new(start: f64, most: usize, draw: Draw) -> Self {
         Self {
             secret: RandomState::new(),
@@ -69,7 +68,7 @@ impl Ties {
         self.secret.hash_one(worker)
     }
 
-    /// The place of the worker to take; 0 of one or none.
+    /// Returns the position of the chosen worker; 0 for one or none.
     pub fn pick(&self, how: Tie, equal: &[u64]) -> usize {
         if equal.len() < 2 {
             return 0;
@@ -89,7 +88,7 @@ impl Ties {
         }
     }
 
-    /// Notes that a worker was chosen, whatever for: of equal ones it is the last to come next.
+    /// Records that a worker was chosen, so that it is the last one in the rotation.
     pub fn took(&self, key: u64) {
         let mut guard = self.turns.lock();
         let turns = &mut *guard;
@@ -105,7 +104,7 @@ impl Ties {
         }
     }
 
-    /// Workers whose last turn is remembered.
+    /// Number of workers whose last choice is stored.
     pub fn remembered(&self) -> usize {
         self.turns.lock().last.len()
     }

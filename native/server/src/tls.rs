@@ -13,7 +13,7 @@ use crate::settings::Tls;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
-/// What accepts handshakes with this certificate.
+/// Returns an acceptor of handshakes with this certificate.
 pub(crate) fn acceptor(tls: &Tls) -> Result<TlsAcceptor, Error> {
     let provider = Arc::new(ring::default_provider());
     let builder = ServerConfig::builder_with_provider(provider.clone()).with_safe_default_protocol_versions()?;

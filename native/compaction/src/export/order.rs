@@ -32,7 +32,7 @@ impl Twins {
         Self(all)
     }
 
-    /// Whether there are none.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -102,7 +102,7 @@ impl<'a> Runs<'a> {
         runs
     }
 
-    /// Has `later` come after `earlier` and its children.
+    /// Orders `later` after `earlier` and its children.
     fn block(&mut self, earlier: u32, later: u32) {
         let children: Vec<u32> = self.children(earlier).filter(|&child| child != later).collect();
         for before in std::iter::once(earlier).chain(children) {
@@ -131,7 +131,7 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// Takes note that a block is exported. Only the first one of a run blocks twins.
+    /// Records that a block is exported. Only the first one of a run blocks twins.
     fn unblock(&mut self, head: u32) {
         for later in self.blocked.remove(&head).unwrap_or_default() {
             let Some(left) = self.blockers.get_mut(&later) else { continue };

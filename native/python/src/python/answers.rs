@@ -1,4 +1,4 @@
-//! What Python is given: matches and counters.
+//! Results for Python: matches and counters.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -9,7 +9,7 @@ use kvevents_index::members::Worker;
 use kvevents_index::placements::{LEVELS, TIERS};
 use kvevents_index::stream::Counters;
 
-/// What one worker holds of a prompt.
+/// The prefix of a prompt that one worker holds.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct WorkerMatch {
     worker: Worker,
@@ -39,7 +39,7 @@ impl WorkerMatch {
         self.worker.rank
     }
 
-    /// Tokens of the longest prefix that it holds, on whatever tiers.
+    /// Tokens of the longest prefix that it holds, over all tiers.
     #[getter]
     fn tokens(&self) -> u32 {
         self.tokens[LEVELS - 1]
@@ -84,7 +84,7 @@ impl Match {
         Ok(PyList::new(py, items)?.try_iter()?.into_any())
     }
 
-    /// The worker with the longest prefix; of equal ones one with most on the fastest tiers. None without any hit.
+    /// The worker with the longest prefix; among equal ones the one with most on the fastest tiers. None without a match.
     #[getter]
     fn best(&self) -> Option<WorkerMatch> {
         let rank = |hit: &&Hit| (hit.tokens[3], hit.tokens[0], hit.tokens[1], hit.tokens[2]);
@@ -92,7 +92,7 @@ impl Match {
         best.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
-    /// What one worker holds, or None.
+    /// The match of one worker; None if it holds nothing.
     #[pyo3(signature = (source, rank=0))]
     fn get(&self, source: &str, rank: i64) -> Option<WorkerMatch> {
         let same = |hit: &&Hit| {
@@ -103,7 +103,7 @@ impl Match {
         found.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
-    /// Per worker `(source, rank, gpu, cpu, disk, tokens)`, tiers cumulative: the same without an object for each.
+    /// Returns `(source, rank, gpu, cpu, disk, tokens)` per worker, with cumulative tiers, without creating match objects.
     fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let rows = PyList::empty(py);
         for hit in &self.found.hits {

@@ -1,4 +1,4 @@
-//! What Python gives: tokens, keys, namespaces, names of streams, files.
+//! Conversion of arguments from Python: tokens, keys, namespaces, names of streams, files.
 
 use std::io::{self, Read};
 
@@ -13,25 +13,25 @@ use kvevents_index::index::Scope;
 use kvevents_index::keys::{self, Item, Scheme};
 use kvevents_index::scan;
 
-/// Tokens that are copied before other threads of Python may run.
+/// Tokens that are copied before other Python threads can run.
 const COPIED_AT_ONCE: usize = 1 << 20;
-/// Numbers of a list that are read before they are counted.
+/// Numbers of a list that are read before they are counted as work.
 const READ_AT_ONCE: usize = 1 << 10;
-/// How many tokens of a buffer are copied in the time that it takes to read a number of Python's.
+/// Tokens of a buffer that are copied in the time of reading one Python integer.
 const COPIES_PER_READ: usize = 16;
 
-/// Token ids of a caller: its own memory where that holds 32-bit numbers.
+/// Token ids of a caller. They are borrowed if the caller's buffer holds 32-bit numbers, and copied otherwise.
 pub(super) enum Tokens {
     Shared(PyUntypedBuffer),
     Owned(Vec<u32>),
 }
 
 impl Tokens {
-    /// The token ids; to be read while Python's lock is held, or by a copy.
+    /// The token ids. Read them while the GIL is held, or copy them.
     pub(super) fn slice(&self) -> &[u32] {
         match self {
             // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A thread that writes to it from Python
-            // needs Python's lock, which callers hold as long as they read.
+            // needs the GIL, which callers hold while they read.
             Self::Shared(buffer) => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) },
             Self::Owned(tokens) => tokens,
         }
@@ -41,7 +41,7 @@ impl Tokens {
         self.slice().len()
     }
 
-    /// A copy, made a part at a time.
+    /// Returns a copy, made in parts, between which other threads can run.
     pub(super) fn copied(&self, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
         let mut copy = Vec::with_capacity(self.len());
         while copy.len() < self.len() {
@@ -72,8 +72,8 @@ fn not_tokens(given: &Bound<'_, PyAny>) -> PyErr {
     ))
 }
 
-/// The buffer of an object, and what it holds, if that is one row of integers wider than a byte. Those of another byte order are not
-/// looked at: PyO3 takes `>` for the order of this machine.
+/// Returns the buffer of an object and its element type, if it is one row of integers wider than a byte. Buffers of another byte
+/// order are rejected, since PyO3 takes `>` for the native order.
 fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType)> {
     let buffer = PyUntypedBuffer::get(given).ok()?;
     let kind = ElementType::from_format(buffer.format());
@@ -136,7 +136,7 @@ pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyRe
     copied(&buffer, kind, turns)?.map(Tokens::Owned).ok_or_else(refused)
 }
 
-/// The number of an item of a list or a tuple, borrowed while it is read. Others can only change the list where Python's lock is let go.
+/// Reads a number of a list or a tuple, borrowed while it is read. Other threads can change the list only when the GIL is released.
 fn listed(
     given: &Bound<'_, PyAny>,
     length: impl Fn() -> usize,
@@ -145,12 +145,12 @@ fn listed(
 ) -> PyResult<Tokens> {
     let py = given.py();
     let mut tokens = Vec::with_capacity(length());
-    // Between turns others may have changed the list.
+    // Other threads can have changed the list between turns.
     while tokens.len() < length() {
         for _ in 0..READ_AT_ONCE.min(length() - tokens.len()) {
             let at = tokens.len() as ffi::Py_ssize_t;
-            // SAFETY: Python's lock is held, `given` is of the type that `item_at` is for, which itself looks whether it has such an item. The
-            // item is of `given`, and nothing of Python runs before it was read, since it is a plain `int`.
+            // SAFETY: the GIL is held, `given` has the type that `item_at` expects, and `item_at` checks that the item exists. The
+            // item belongs to `given`, and no Python code runs before it is read, since it is a plain `int`.
             let number = unsafe {
                 let item = item_at(given.as_ptr(), at);
                 if item.is_null() || ffi::PyLong_CheckExact(item) == 0 {
@@ -162,7 +162,7 @@ fn listed(
             let token = match u32::try_from(number) {
                 Ok(token) => token,
                 Err(_) => {
-                    // What was said of too large a number is said below, for all kinds of them.
+                    // The error for a number that is too large is raised below, for all element types.
                     drop(PyErr::take(py));
                     let refused = |_| PyTypeError::new_err(format!("token {at} is not an integer from 0 to 2**32 - 1"));
                     // SAFETY: as above; the item is held from here on.
@@ -204,7 +204,7 @@ fn numbered(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Option<
     Ok(Some(keys))
 }
 
-/// A stream or worker: `(source, rank)`, or the source alone for rank 0.
+/// The name of a stream or worker: `(source, rank)`, or the source alone for rank 0.
 #[derive(FromPyObject)]
 pub(super) enum Named<'py> {
     Both(Bound<'py, PyString>, i64),
@@ -240,7 +240,7 @@ pub(super) fn scope_of(namespace: Option<&Bound<'_, PyAny>>) -> PyResult<Scope> 
         {
             return cause;
         }
-        // Without its values: a salt may be a secret of a tenant.
+        // Without its values, since a salt can be a secret of a tenant.
         PyTypeError::new_err(format!(
             "namespace is a Namespace with text for model and salt, a name or a number of 64 bits for lora, MultiModal items for mm; \
              this {} is none: {}",
@@ -302,7 +302,7 @@ pub(super) fn scheme_of(block_size: i64, eagle: bool) -> PyResult<Scheme> {
     }
 }
 
-/// What a Python function reads, a mebibyte at a time.
+/// Reads from a Python function, a mebibyte at a time.
 pub(super) struct Pieces {
     read: Py<PyAny>,
     piece: Vec<u8>,
@@ -338,7 +338,7 @@ impl Read for Pieces {
     }
 }
 
-/// Limits as Python names them.
+/// Converts limits from Python.
 pub(super) fn wire_limits_of(limits: [usize; 6]) -> scan::Limits {
     let [
         max_payload_bytes,

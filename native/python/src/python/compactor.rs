@@ -17,23 +17,23 @@ use kvevents_index::fork::ProcessOwned;
 use kvevents_index::keys;
 use kvevents_index::scan::{SECONDS, Schema};
 
-/// Bytes of payloads that are folded sooner than another thread would run: some 50 us.
+/// Bytes of payloads that are compacted without releasing the GIL: about 50 us of work.
 const BRIEF: usize = 32 << 10;
-/// How many bytes are copied in the time that it takes to make a number of Python's.
+/// Bytes that are copied in the time of creating one Python integer.
 const COPIES_PER_NUMBER: usize = 128;
 
-/// Folds the payloads of one stream into what is still live.
+/// Compacts the payloads of one stream into its live blocks.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Compactor {
-    /// Poisoned by a panic, which may leave it changed by half.
+    /// Poisoned by a panic, which can leave it inconsistent.
     shared: ProcessOwned<Mutex<SharedState>>,
     peers: Schema,
-    /// For what `payloads` returned, which may be larger than what peers may send.
+    /// The schema for results of `payloads`, which can exceed the limits of peers.
     ours: Schema,
 }
 
 impl Compactor {
-    /// Does something with it: `quick` if it is not locked, and where that has no answer `work`, other threads of Python running.
+    /// Calls `quick` with the state if it is not locked. If that returns None, calls `work` with the GIL released.
     fn with<R: Send>(
         &self,
         py: Python<'_>,
@@ -53,12 +53,12 @@ impl Compactor {
         }
     }
 
-    /// What takes no time.
+    /// Calls `work` for an operation that takes no time.
     fn look<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut SharedState) -> R + Sync) -> PyResult<R> {
         self.with(py, |shared| Some(work(shared)), &work)
     }
 
-    /// What takes long.
+    /// Calls `work` for a long operation, with the GIL released.
     fn work<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut SharedState) -> R + Send) -> PyResult<R> {
         self.with(py, |_| None, work)
     }
@@ -81,7 +81,7 @@ impl Compactor {
         })
     }
 
-    /// Takes one payload in.
+    /// Applies one payload.
     #[pyo3(signature = (payload, own=false))]
     fn fold(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
         let schema = if own { &self.ours } else { &self.peers };
@@ -89,10 +89,10 @@ impl Compactor {
         self.with(py, quick, |shared| shared.apply(payload, schema))
     }
 
-    /// Takes payloads of numbered batches in, other threads running meanwhile where that takes long.
+    /// Applies the payloads of numbered batches, with the GIL released if that takes long.
     fn fold_many(&self, py: Python<'_>, batches: &Bound<'_, PyList>) -> PyResult<()> {
         let payloads = payloads_of(batches)?;
-        // Another thread could take them out of the list meanwhile.
+        // Another thread could remove them from the list meanwhile.
         let held: Vec<Bound<'_, PyAny>> = batches.iter().collect();
         let is_brief = payloads.iter().map(|payload| payload.len()).sum::<usize>() < BRIEF;
         let quick = |shared: &mut SharedState| is_brief.then(|| shared.apply_many_quick(&payloads, &self.peers));
@@ -108,7 +108,7 @@ impl Compactor {
         Ok(())
     }
 
-    /// What rebuilds the state after a clear, or None.
+    /// Returns the events that rebuild the state after a clear, or None.
     fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyTuple>>>> {
         let (events, mut turns) = (self.work(py, |shared| shared.events())?, Turns::new(py));
         let plain = |event: &ExportedEvent| {
@@ -136,17 +136,17 @@ impl Compactor {
         spelled.map(|all| all.iter().map(bytes).collect()).transpose()
     }
 
-    /// Notes that some of the stream was never seen.
+    /// Records that a part of the stream was not received.
     fn miss(&self, py: Python<'_>) -> PyResult<()> {
         self.look(py, SharedState::mark_partial)
     }
 
-    /// Forgets everything.
+    /// Removes everything.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         self.work(py, SharedState::clear)
     }
 
-    /// Gives up until the stream is cleared.
+    /// Drops the state, and ignores events until the stream is cleared.
     fn lose(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
         let reason = known.ok_or_else(|| PyValueError::new_err("invalid reason: expected batches, payloads or digests"))?;
@@ -178,20 +178,20 @@ impl Compactor {
         self.look(py, |shared| shared.invalid_reason())
     }
 
-    /// Locks it, and calls `call`.
+    /// Locks the state and calls `call`.
     #[cfg(feature = "testing")]
     fn _locked(&self, py: Python<'_>, call: Py<PyAny>) -> PyResult<()> {
         self.work(py, |_| Python::attach(|py| call.call0(py)).map(drop))?
     }
 
-    /// Panics in the middle of a change.
+    /// Panics in the middle of a change, for tests.
     #[cfg(feature = "testing")]
     fn _break(&self, py: Python<'_>) -> PyResult<()> {
         self.work(py, |_| panic!("as a test"))
     }
 }
 
-/// About how many numbers an event is, as Python has it; what is bytes there costs little.
+/// Approximate number of Python integers of an event, which make up its cost; bytes cost little.
 fn numbers_of(event: &ExportedEvent) -> usize {
     match event {
         ExportedEvent::Stored(store) => store.hashes.len() + store.tokens.len() / COPIES_PER_NUMBER,
@@ -199,13 +199,13 @@ fn numbers_of(event: &ExportedEvent) -> usize {
     }
 }
 
-/// The payloads of numbered batches, for as long as they stay in the list. Through safe functions it takes three times as long, a tenth of
-/// what folding small ones does.
+/// Borrows the payloads of numbered batches from the list. Safe functions of PyO3 take three times as long, a tenth of the time of
+/// compacting small batches.
 fn payloads_of<'a>(batches: &'a Bound<'_, PyList>) -> PyResult<Vec<&'a [u8]>> {
     let mut payloads = Vec::with_capacity(batches.len());
     for at in 0..batches.len() {
         let (mut start, mut length) = (null_mut(), 0);
-        // SAFETY: Python's lock is held; each function checks the type of what it is given, and null is given to none.
+        // SAFETY: the GIL is held; each function checks the type of its argument, and none is called with null.
         let found = unsafe {
             let batch = ffi::PyList_GetItem(batches.as_ptr(), at as ffi::Py_ssize_t);
             let payload = if batch.is_null() {
@@ -218,7 +218,7 @@ fn payloads_of<'a>(batches: &'a Bound<'_, PyList>) -> PyResult<Vec<&'a [u8]>> {
         if !found {
             return Err(PyErr::fetch(batches.py()));
         }
-        // SAFETY: these are the bytes of an object that does not change, and that its tuple holds, as the list does the tuple.
+        // SAFETY: these are the bytes of an immutable object, which its tuple owns, and the list owns the tuple.
         payloads.push(unsafe { slice::from_raw_parts(start.cast_const().cast(), length as usize) });
     }
     Ok(payloads)
@@ -276,7 +276,7 @@ fn stored<'py>(py: Python<'py>, store: &Store<'_>) -> PyResult<Bound<'py, PyTupl
     Ok(joined.cast_into()?)
 }
 
-/// The scanner has made sure that it is UTF-8.
+/// Returns bytes as text. The scanner has verified that they are UTF-8.
 fn text(bytes: Option<&[u8]>) -> Option<&str> {
     bytes.map(|bytes| std::str::from_utf8(bytes).unwrap_or(""))
 }

@@ -1,4 +1,4 @@
-//! The class of `kvevents.index.PrefixIndex`: each method reads its arguments, and lets other threads run where that is worth it.
+//! The class of `kvevents.index.PrefixIndex`: each method reads its arguments, and releases the GIL if that is worth it.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -28,16 +28,16 @@ use kvevents_index::snapshot::{self, Failure};
 /// Bytes of a payload from which on other threads of Python run meanwhile; below, switching costs more than the work. Whatever the size, no lock is
 /// waited for while Python's is held.
 const MANY_BYTES: usize = 2_048;
-/// The same for the tokens of a prompt: about ten microseconds.
+/// Tokens of a prompt from which on the GIL is released: about ten microseconds of work.
 const MANY_TOKENS: usize = 1 << 16;
-/// Tokens of prompts that are copied and matched before a call looks whether a signal is to be handled.
+/// Tokens of prompts that are copied and matched between two checks for signals.
 const TOKENS_AT_ONCE: usize = 1 << 20;
-/// What it takes to read a batch's attributes, and to make a worker's dictionary, in `Turns`.
+/// Work, in the unit of `Turns`, of reading a batch's attributes or creating a worker's dictionary.
 const WORK_PER_BATCH: usize = 16;
 const WORK_PER_WORKER: usize = 128;
 const WORK_PER_REJECTED: usize = 32;
 
-/// Why a snapshot was not read.
+/// Converts the reason why a snapshot was not read to an exception.
 fn unread(failure: Failure) -> PyErr {
     match failure {
         Failure::Io(error) => error.into(),
@@ -45,7 +45,7 @@ fn unread(failure: Failure) -> PyErr {
     }
 }
 
-/// A file that is written to until there is a signal.
+/// A file whose writes fail after a signal.
 struct Interruptible {
     file: File,
     signals: Signals,
@@ -62,7 +62,7 @@ impl Write for Interruptible {
     }
 }
 
-/// Limits by their names.
+/// Converts limits by name.
 fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<Limits> {
     let mut limits = Limits::default();
     limits.memory = memory;
@@ -97,7 +97,7 @@ pub(super) struct NativeIndex {
 /// Key, hash, tier, group and copies.
 type PlainBlock = (u64, u64, String, i64, u32);
 
-/// The blocks of a stream at one moment, each of which is handed out once.
+/// The blocks of a stream at one moment, each of which is returned once.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct Listing {
     blocks: ProcessOwned<Mutex<std::vec::IntoIter<Held>>>,
@@ -106,9 +106,9 @@ pub(super) struct Listing {
 
 #[pymethods]
 impl Listing {
-    /// The next blocks, at most `most`: per block and placement `(key, hash, tier, group, copies)`. Empty after the last one.
+    /// Returns at most `most` further blocks, per block and placement `(key, hash, tier, group, copies)`. Empty after the last one.
     ///
-    /// Lets other threads of Python run each time, so that a long listing does not keep them waiting.
+    /// Releases the GIL each time, so that a long listing does not delay other threads.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
         let blocks = self.blocks.get().ok_or_else(|| of_parent(py))?;
         let plain = |held: Held| {
@@ -120,23 +120,23 @@ impl Listing {
 }
 
 impl NativeIndex {
-    /// The index, in the process that made it.
+    /// Returns the index; raises in a forked process.
     fn index(&self, py: Python<'_>) -> PyResult<&Index> {
         self.index.get().map(Arc::as_ref).ok_or_else(|| of_parent(py))
     }
 
-    /// The same for threads of our own.
+    /// The same, for native threads.
     pub(super) fn shared(&self, py: Python<'_>) -> PyResult<Arc<Index>> {
         self.index.get().cloned().ok_or_else(|| of_parent(py))
     }
 
-    /// The same, unless a panic has damaged it.
+    /// The same; raises if a panic has damaged the index.
     fn whole(&self, py: Python<'_>) -> PyResult<&Index> {
         let index = self.index(py)?;
         if index.is_damaged() { Err(damaged(py)) } else { Ok(index) }
     }
 
-    /// `match` of one prompt. Waits for no lock while Python's is held, and copies what others might change while it is not.
+    /// Matches one prompt. It waits for no lock with the GIL held, and copies memory that other threads could change without it.
     fn matched(&self, py: Python<'_>, tokens: &Tokens, scope: &Scope) -> PyResult<Matches> {
         let index = self.whole(py)?;
         if tokens.len() < MANY_TOKENS
@@ -148,7 +148,7 @@ impl NativeIndex {
         Ok(py.detach(|| index.matched(&copy, scope)))
     }
 
-    /// Applies a payload. Waits for no lock while Python's is held.
+    /// Applies a payload. It waits for no lock with the GIL held.
     fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> PyResult<Applied> {
         let ((source, rank), index) = (stream, self.index(py)?);
         caught(index, || {
@@ -174,7 +174,7 @@ impl NativeIndex {
         }
     }
 
-    /// The same with what was found, of which Python makes its own objects.
+    /// Returns the outcome together with the findings, from which Python creates its objects.
     fn found(slf: &Bound<'_, Self>, applied: Applied) -> PyResult<Py<PyAny>> {
         let py = slf.py();
         let told = slf.get().told(py, applied.outcome)?;
@@ -210,7 +210,7 @@ pub(super) fn plain_heartbeat(beat: &Heartbeat) -> (Option<&str>, f64, &str, &st
     (digest, beat.every, trust, reason, beat.incarnation, beat.attestation)
 }
 
-/// What it takes to make Python's objects of what came of a batch.
+/// Work, in the unit of `Turns`, of creating the Python objects of a batch's result.
 fn work_of(applied: &Applied) -> usize {
     let rejected = applied.findings.as_ref().map_or(0, |findings| findings.rejected.len());
     1 + WORK_PER_REJECTED * rejected
@@ -263,7 +263,7 @@ impl NativeIndex {
         Self::found(slf, applied)
     }
 
-    /// The same for events that Python has encoded again; None for what is not an event.
+    /// The same for events that Python has encoded again; None for an item that is not an event.
     fn _apply(
         &self,
         py: Python<'_>,
@@ -279,7 +279,7 @@ impl NativeIndex {
         outcome.map(|outcome| self.told(py, outcome)).transpose()
     }
 
-    /// Applies raw batches, other threads running meanwhile.
+    /// Applies raw batches, with the GIL released.
     fn _apply_many(slf: &Bound<'_, Self>, py: Python<'_>, batches: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<Py<PyAny>>> {
         let (index, mut turns) = (slf.get().index(py)?, Turns::new(py));
         let mut found = Vec::with_capacity(batches.len());
@@ -312,8 +312,8 @@ impl NativeIndex {
         applied.into_iter().map(told).collect()
     }
 
-    /// Applies payloads of one stream, numbered from `first` on, other threads running meanwhile. Returns by their place what came of those
-    /// that were not simply applied.
+    /// Applies payloads of one stream, numbered from `first` on, with the GIL released. Returns the position and the result of each
+    /// payload that was not applied without findings.
     fn _apply_run(
         slf: &Bound<'_, Self>,
         source: &str,
@@ -344,7 +344,7 @@ impl NativeIndex {
         odd.into_iter().map(told).collect()
     }
 
-    /// Whether a stream has the digest of a heartbeat, and what its attestation says; each None if that is unknown, or if the stream is unknown.
+    /// Compares a stream with the digest and the attestation of a heartbeat. Each result is None if it or the stream is unknown.
     fn _compare(
         &self,
         py: Python<'_>,
@@ -369,14 +369,14 @@ impl NativeIndex {
         self.told(py, outcome)
     }
 
-    /// How long a prefix of `tokens` each worker holds.
+    /// Returns the length of the prefix of `tokens` that each worker holds.
     ///
     /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview), of which one of 32-bit
-    /// unsigned integers is read in place. `namespace` says within what: without one, workers without a model, no LoRA, no salt.
-    /// With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or `OverflowError` for what are no
-    /// token ids.
+    /// unsigned integers is read in place. `namespace` limits the lookup; without one, it covers workers without a model, and blocks without LoRA and salt.
+    /// With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or `OverflowError` for
+    /// invalid token ids.
     ///
-    /// vLLM always recomputes the last token of a prompt: `match(tokens[:-1])` is what it will find cached.
+    /// vLLM always recomputes the last token of a prompt: `match(tokens[:-1])` returns what it will find cached.
     #[pyo3(name = "match", signature = (tokens, namespace=None, *, overlay=false))]
     fn match_(
         slf: &Bound<'_, Self>,
@@ -395,7 +395,7 @@ impl NativeIndex {
         Ok(Match { found })
     }
 
-    /// `match` for each of several prompts of one namespace.
+    /// Matches several prompts of one namespace.
     #[pyo3(signature = (prompts, namespace=None))]
     fn match_many(
         &self,
@@ -407,7 +407,7 @@ impl NativeIndex {
         let (index, mut turns, mut found) = (self.whole(py)?, Turns::new(py), Vec::with_capacity(prompts.len()));
         let mut prompts = prompts.iter().peekable();
         while prompts.peek().is_some() {
-            // Copies of some, which no other thread changes while the GIL is not held.
+            // Copies of several prompts, which no other thread can change while the GIL is released.
             let (mut copies, mut tokens) = (Vec::<Vec<u32>>::new(), 0);
             while let Some(prompt) = prompts.next_if(|_| tokens < TOKENS_AT_ONCE) {
                 copies.push(tokens_of(prompt, &mut turns)?.into_owned(&mut turns)?);
@@ -420,11 +420,11 @@ impl NativeIndex {
         Ok(found)
     }
 
-    /// The same for rolling keys that the caller has, as `block_keys` makes them: all of them, from that of the prompt's first block on.
+    /// Matches rolling keys as `block_keys` returns them: all keys of a prompt, from its first block on.
     ///
     /// Blocks are found one after the other, so no worker matches keys that begin in the middle of a prompt. Of
-    /// `namespace` only the model counts, since keys hold the rest. Raises `ValueError` when workers have different block sizes and `block_size` does
-    /// not say which one the keys are of, and `TypeError` for what is no list or buffer of unsigned 64-bit numbers.
+    /// `namespace` only the model counts, since keys hold the rest. Raises `ValueError` if workers have different block sizes and
+    /// `block_size` is not given, and `TypeError` unless `keys` is a list or buffer of unsigned 64-bit numbers.
     #[pyo3(signature = (keys, block_size=None, namespace=None))]
     fn match_keys(
         &self,
@@ -463,7 +463,7 @@ impl NativeIndex {
         Ok(())
     }
 
-    /// Per worker a dictionary of everything.
+    /// Returns a dictionary of all values for each worker.
     fn _workers<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let (index, mut turns) = (self.index(py)?, Turns::new(py));
         let infos = py.detach(|| index.infos());
@@ -474,13 +474,13 @@ impl NativeIndex {
         infos.into_iter().map(plain).collect()
     }
 
-    /// The same of one worker; None if it is unknown.
+    /// Returns the dictionary of one worker; None if it is unknown.
     fn _worker<'py>(&self, py: Python<'py>, source: &str, rank: i64) -> PyResult<Option<Bound<'py, PyDict>>> {
         let index = self.index(py)?;
         py.detach(|| index.info(source, rank)).map(|info| plain(py, info)).transpose()
     }
 
-    /// What belongs to no worker.
+    /// Returns a dictionary of the values of the whole index.
     fn _totals<'py>(slf: &Bound<'py, Self>, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (index, now) = (slf.get().index(py)?, Self::now(slf)?);
         let (overlay, (bytes, records), ended) = py.detach(|| (index.speculated(now), index.bytes(), index.ended()));
@@ -493,7 +493,7 @@ impl NativeIndex {
         Ok(totals)
     }
 
-    /// The blocks of a stream at this moment; None if the stream is unknown.
+    /// Returns the blocks of a stream at this moment; None if the stream is unknown.
     fn _blocks(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<Listing>> {
         let index = self.whole(py)?;
         let found = py.detach(|| index.stream(source, rank).map(|_| index.blocks(source, rank)));
@@ -503,7 +503,7 @@ impl NativeIndex {
         }))
     }
 
-    /// The key of the block that a stream means by a hash, or None if it does not hold that block.
+    /// Returns the key of the block with this hash in a stream; None if the stream does not hold it.
     fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, hash: u64) -> PyResult<Option<u64>> {
         let index = self.index(py)?;
         Ok(py.detach(|| index.key_of(source, rank, hash)))
@@ -534,7 +534,8 @@ impl NativeIndex {
         Ok(())
     }
 
-    /// Writes a snapshot to a new file, natively: what waits for a stream may hold Python's lock, so the stream must not wait for that.
+    /// Writes a snapshot to a new file without the GIL: a thread that waits for a locked stream can hold the GIL, so the lock's holder
+    /// must not wait for the GIL.
     fn _snapshot(&self, py: Python<'_>, path: PathBuf, workers: Option<Vec<(String, i64)>>) -> PyResult<()> {
         let index = self.whole(py)?;
         let write = || {
@@ -549,20 +550,20 @@ impl NativeIndex {
         Ok(py.detach(write)?)
     }
 
-    /// Restores a snapshot of which `read` returns as many bytes as it is asked for, or fewer, and none at its end.
+    /// Restores a snapshot from `read`, which returns at most as many bytes as requested, and none at the end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
         let index = self.index(py)?;
         py.detach(|| snapshot::restore(index, Pieces::new(read))).map_err(unread)
     }
 
-    /// Adds what a snapshot holds, which comes as `_restore` has it. Returns the workers that came.
+    /// Adds the contents of a snapshot from `read`, as in `_restore`. Returns the added workers.
     fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
         let index = self.whole(py)?;
         let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(unread)?;
         Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
     }
 
-    /// Panics in the middle of a change.
+    /// Panics in the middle of a change, for tests.
     #[cfg(feature = "testing")]
     fn _break(&self, py: Python<'_>) -> PyResult<()> {
         let index = self.index(py)?;

@@ -1,4 +1,5 @@
-//! Messages of three frames, many in one call, by the libzmq that pyzmq has loaded: each call of pyzmq costs more than libzmq's own.
+//! Sends and receives many messages of three frames in one call, with the libzmq that pyzmq has loaded. Each call of pyzmq costs more
+//! than the call of libzmq inside it.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -8,17 +9,17 @@ use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// The library whose functions these are the declarations of.
+/// Major version of libzmq for which the declarations below are correct.
 const MAJOR: c_int = 4;
 const DONTWAIT: c_int = 1;
 const SNDMORE: c_int = 2;
 /// Frames of a message: topic, number, payload.
 const FRAMES: usize = 3;
-/// Bytes of payloads that are read in one call, about: to copy them takes less time than another thread would wait for Python's lock.
+/// Approximate limit of payload bytes that are read in one call. Copying them takes less time than a thread waits for the GIL.
 const MOST_BYTES: usize = 1 << 20;
 
-/// `zmq_msg_t`, of which libzmq writes only some bytes. It may be moved: libzmq itself copies its messages byte by byte, and knows none by its
-/// address.
+/// `zmq_msg_t`, of which libzmq initialises only some bytes. It can be moved, since libzmq copies messages byte by byte and stores no
+/// address of one.
 #[repr(C, align(8))]
 struct Message([MaybeUninit<u8>; 64]);
 
@@ -31,7 +32,7 @@ type Data = unsafe extern "C" fn(*mut Message) -> *mut c_void;
 type Size = unsafe extern "C" fn(*const Message) -> usize;
 type Errno = unsafe extern "C" fn() -> c_int;
 
-/// Calls many functions of libzmq at a time. A socket is given as the address that pyzmq calls `underlying`.
+/// Calls libzmq for many messages at once. A socket is given by the address that pyzmq calls `underlying`.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Libzmq {
     send: Send,
@@ -44,15 +45,15 @@ pub(super) struct Libzmq {
     errno: Errno,
 }
 
-/// A socket of pyzmq's that is open, for as long as one call takes.
+/// An open socket of pyzmq, for the duration of one call.
 #[derive(Clone, Copy)]
 struct Socket(*mut c_void);
 
-// SAFETY: libzmq's sockets may be used from another thread than before, one at a time. That is what callers see to, as they must with pyzmq:
+// SAFETY: a libzmq socket can be used from another thread than before, by one thread at a time. Callers ensure that, as pyzmq requires:
 // the owner of the socket calls, and waits for the call to end.
 unsafe impl std::marker::Send for Socket {}
 
-/// A frame that was received, closed when it goes.
+/// A received frame, which is closed when it is dropped.
 struct Frame<'a> {
     library: &'a Libzmq,
     message: Message,
@@ -84,33 +85,33 @@ impl Frame<'_> {
     }
 }
 
-/// Why a message did not come, or not whole.
+/// Why a message was not received, or not completely.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     /// No message is there.
     Nothing,
-    /// Something that only an exception can say.
+    /// An error that is raised as an exception.
     Refused,
 }
 
 impl Libzmq {
     fn frame(&self, socket: Socket) -> Result<Frame<'_>, Ended> {
         let mut message = Message([MaybeUninit::uninit(); 64]);
-        // SAFETY: it is room for a message, which this call makes one of no bytes.
+        // SAFETY: the memory has the size of a message, and this call initialises it as an empty one.
         unsafe { (self.init)(&mut message) };
         let mut frame = Frame { library: self, message };
         // SAFETY: the socket is open, and the message initialised.
         if unsafe { (self.receive)(&mut frame.message, socket.0, DONTWAIT) } >= 0 {
             return Ok(frame);
         }
-        // SAFETY: it takes nothing.
+        // SAFETY: the function has no arguments.
         match unsafe { (self.errno)() } {
             libc::EAGAIN => Err(Ended::Nothing),
             _ => Err(Ended::Refused),
         }
     }
 
-    /// Puts the frames of one message into `frames`, and says why that is not all of them, if it is not.
+    /// Receives the frames of one message into `frames`. Returns the reason if they are not complete.
     fn message<'a>(&'a self, socket: Socket, frames: &mut Vec<Frame<'a>>) -> Result<(), Ended> {
         frames.clear();
         loop {
@@ -123,13 +124,13 @@ impl Libzmq {
         }
     }
 
-    /// Whether libzmq took a frame.
+    /// Sends a frame. Returns whether libzmq accepted it.
     fn put(&self, socket: Socket, frame: &[u8], flags: c_int) -> bool {
         // SAFETY: the socket is open, and libzmq copies the bytes.
         unsafe { (self.send)(socket.0, frame.as_ptr().cast(), frame.len(), flags) >= 0 }
     }
 
-    /// Sends messages up to the first frame that is refused: how many frames were not.
+    /// Sends messages up to the first frame that libzmq refuses. Returns the number of frames that were sent.
     fn put_all(&self, socket: Socket, topic: &[u8], messages: &[(u64, &[u8])]) -> usize {
         for (at, (number, payload)) in messages.iter().enumerate() {
             let frames = [(topic, SNDMORE), (&number.to_be_bytes()[..], SNDMORE), (payload, 0)];
@@ -143,22 +144,22 @@ impl Libzmq {
 }
 
 type Frames<'py> = Vec<Bound<'py, PyBytes>>;
-/// What came of a call, as `Libzmq.receive` says.
+/// The result of `Libzmq.receive`.
 type Received<'py> = (Frames<'py>, Vec<Frames<'py>>, bool);
 
 #[pymethods]
 impl Libzmq {
-    /// Of the library that `module`, a file that is loaded, is linked to. Raises `OSError` where its functions are not found.
+    /// Uses the libzmq that the loaded file `module` is linked to. Raises `OSError` if its functions are not found.
     #[new]
     fn new(module: &str) -> PyResult<Self> {
         let path = CString::new(module)?;
-        // SAFETY: a file that is loaded is not loaded again; the handle is never closed, so what is found stays.
+        // SAFETY: a loaded file is not loaded again; the handle is never closed, so its symbols stay valid.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
         if handle.is_null() {
             return Err(PyOSError::new_err(format!("{module} is not loaded")));
         }
         let find = |name: &CStr| {
-            // SAFETY: the handle is of a file that is loaded.
+            // SAFETY: the handle belongs to a loaded file.
             let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
             NonNull::new(found)
                 .ok_or_else(|| PyOSError::new_err(format!("{module} does not export {}", name.to_string_lossy())))
@@ -187,7 +188,7 @@ impl Libzmq {
         }
     }
 
-    /// Sends messages of a topic, a number and a payload up to the first frame that is refused, and returns how many frames were not.
+    /// Sends messages of topic, number and payload up to the first frame that libzmq refuses. Returns the number of frames that were sent.
     fn send(&self, py: Python<'_>, socket: usize, topic: &[u8], batches: Vec<(u64, Bound<'_, PyBytes>)>) -> PyResult<usize> {
         let socket = open(socket)?;
         let messages: Vec<(u64, &[u8])> = batches
@@ -197,10 +198,10 @@ impl Libzmq {
         Ok(py.detach(move || self.put_all(socket, topic, &messages)))
     }
 
-    /// Takes what is there, at most `limit` messages and about 1 MiB, without waiting.
+    /// Receives waiting messages, at most `limit` and about 1 MiB, without blocking.
     ///
-    /// Payloads of batches with this topic, numbered from `first` on, at most `due` of them, up to the first message that is
-    /// anything else; the messages from that one on; and whether there was nothing left.
+    /// Returns the payloads of at most `due` batches with this topic, numbered from `first` on, up to the first other message; the
+    /// messages from that one on; and whether the socket had no further message.
     fn receive<'py>(
         &self,
         py: Python<'py>,
@@ -232,7 +233,7 @@ impl Libzmq {
     }
 }
 
-/// The payload, if these are the frames of a batch with this topic and this number.
+/// Returns the payload if these are the frames of a batch with this topic and number.
 fn batch<'a>(frames: &'a mut [Frame<'_>], topic: &[u8], number: u64) -> Option<&'a [u8]> {
     let [sender, numbered, payload] = frames else {
         return None;

@@ -1,4 +1,4 @@
-//! What calls raise that cannot be answered, for which Python has classes of its own.
+//! Exceptions of calls that cannot be answered, with their Python classes.
 
 use pyo3::prelude::*;
 
@@ -7,14 +7,14 @@ fn raised(py: Python<'_>, name: &str, text: &str) -> PyErr {
     raised().map_or_else(|error| error, PyErr::from_value)
 }
 
-/// For an index that a panic has damaged.
+/// The exception for an index that a panic has damaged.
 pub(super) fn damaged(py: Python<'_>) -> PyErr {
     let text = "the index is damaged: an error of kvevents left it changed by half, and what it would answer may be wrong; \
                 restore a snapshot, or begin with an empty index";
     raised(py, "DamagedIndexError", text)
 }
 
-/// For what belongs to the process that this one was forked from.
+/// The exception for an object that belongs to the parent of a forked process.
 pub(super) fn of_parent(py: Python<'_>) -> PyErr {
     let text = "this belongs to the process that made it, of which this one is a fork: threads that exist only there may have been \
                 changing it; make another one here";

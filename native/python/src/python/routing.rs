@@ -1,4 +1,4 @@
-//! What `kvevents.routing` chooses by; `/v1/select` goes by the same.
+//! The scores by which `kvevents.routing` and `/v1/select` choose.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -7,7 +7,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 use kvevents_server::score::{self, Candidate, LoadWeights, TierWeights};
 use kvevents_server::{MAX_TURNS, Tie};
 
-/// The score of workers, by what tiers and loads are worth.
+/// Computes scores of workers from weights of tiers and loads.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Scorer {
     tiers: Vec<Py<PyString>>,
@@ -38,10 +38,10 @@ impl Scorer {
         })
     }
 
-    /// Scores of workers for a prompt of `length` tokens, and the places of those that are best and equal.
+    /// Returns the scores of workers for a prompt of `length` tokens, and the positions of the equally best ones.
     ///
-    /// Of each worker `tokens` are held on whatever tiers, and `tiers` has how far the prefix reaches on each, with faster ones;
-    /// `believed` is from 0 to 1.
+    /// For each worker `tokens` is the prefix over all tiers, and `tiers` the prefix on each tier including faster ones. `believed` is
+    /// from 0 to 1.
     fn weigh(
         &self,
         length: u64,
@@ -77,7 +77,7 @@ impl Scorer {
 }
 
 impl Scorer {
-    /// How far a prefix reaches on each tier that has a weight.
+    /// Returns the length of the prefix on each tier that has a weight.
     fn reached(&self, tiers: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
         let py = tiers.py();
         let reach = |name: &Py<PyString>| match tiers.cast::<PyDict>() {
@@ -88,13 +88,13 @@ impl Scorer {
     }
 }
 
-/// Places of the workers with the least distance.
+/// Positions of the workers with the smallest score.
 #[pyfunction]
 pub(super) fn nearest(distances: Vec<u8>) -> Vec<usize> {
     score::nearest(&distances)
 }
 
-/// Which of several equally good workers comes next. Any thread may ask.
+/// Chooses among equally good workers in rotation. Any thread can call it.
 #[pyclass(frozen, module = "kvevents.routing")]
 pub(super) struct Ties {
     ties: kvevents_server::Ties,
@@ -102,7 +102,7 @@ pub(super) struct Ties {
 
 #[pymethods]
 impl Ties {
-    /// `random` is a `random.Random`: it says where the first turn is, and draws.
+    /// `random` is a `random.Random`, which determines the first position and random choices.
     #[new]
     #[pyo3(signature = (random, max_workers=MAX_TURNS))]
     fn new(random: &Bound<'_, PyAny>, max_workers: usize) -> PyResult<Self> {
@@ -117,7 +117,7 @@ impl Ties {
         })
     }
 
-    /// The place of the worker to take; `how` is `rotate`, `random` or `first`.
+    /// Returns the position of the chosen worker; `how` is `rotate`, `random` or `first`.
     fn pick(&self, how: &str, equal: &Bound<'_, PyList>) -> PyResult<usize> {
         let how = match how {
             "rotate" => Tie::Rotate,
@@ -129,20 +129,20 @@ impl Ties {
         Ok(self.ties.pick(how, &keys))
     }
 
-    /// Notes that a worker was chosen, whatever for: of equal ones it is the last to come next.
+    /// Records that a worker was chosen, so that it is the last one in the rotation.
     fn took(&self, worker: &Bound<'_, PyAny>) -> PyResult<()> {
         self.ties.took(key(worker)?);
         Ok(())
     }
 
-    /// Workers whose last turn is remembered.
+    /// Most workers whose last choice is stored.
     #[getter]
     fn remembered(&self) -> usize {
         self.ties.remembered()
     }
 }
 
-/// A worker is known by its hash: its name is as long as a client likes.
+/// A worker is stored by its hash, since a client chooses the length of its name.
 fn key(worker: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(worker.hash()? as u64)
 }

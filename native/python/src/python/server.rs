@@ -13,7 +13,7 @@ use kvevents_index::keys::bytes_of;
 use kvevents_server::Server;
 use kvevents_server::table::Table;
 
-/// A scope's model, tenant, group, the LoRA's name and its number, and salt; and the first token ids of a prompt.
+/// A scope (model, tenant, group, name and number of the LoRA, salt) and the first token ids of a prompt.
 type Sample<'py> = (
     (String, String, String, Option<String>, Option<i64>, Option<String>),
     Bound<'py, PyBytes>,
@@ -37,7 +37,7 @@ pub(super) struct DataPlane {
 
 #[pymethods]
 impl DataPlane {
-    /// Serves at a listening socket, and sends descriptors of connections to a datagram socket: of both it has copies of its own.
+    /// Serves at a listening socket, and sends descriptors of connections to a datagram socket. It duplicates both descriptors.
     #[new]
     fn new(py: Python<'_>, settings: &[u8], listening: RawFd, upstream: RawFd) -> PyResult<Self> {
         let listener = TcpListener::from(copied(listening)?);
@@ -80,7 +80,7 @@ impl DataPlane {
         samples.into_iter().map(plain).collect()
     }
 
-    /// Takes no more connections, and waits for those that there are, for so many seconds at most.
+    /// Accepts no more connections, and waits at most `seconds` for the open ones.
     fn drain(&self, py: Python<'_>, seconds: f64) {
         py.detach(|| self.server.drain(seconds));
     }

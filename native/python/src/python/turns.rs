@@ -1,13 +1,13 @@
-//! Long calls: they let other threads of Python run now and then, and signals be handled.
+//! Support for long calls: they release the GIL at intervals, and check for signals.
 
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 
-/// How often a call without Python's lock looks whether a signal is to be handled.
+/// Interval at which a call without the GIL checks for signals.
 const SIGNALS: Duration = Duration::from_millis(50);
 
-/// Looks now and then, in a call without the GIL, whether a signal such as an interrupt is to be handled.
+/// Checks at intervals, in a call without the GIL, whether a signal such as an interrupt is pending.
 pub(super) struct Signals(Instant);
 
 impl Signals {
@@ -24,14 +24,14 @@ impl Signals {
     }
 }
 
-/// Work with Python's objects that is done before other threads may run, in numbers that are read or made: about two milliseconds.
+/// Work with Python objects between two releases of the GIL, in integers read or created: about two milliseconds.
 const WORK_PER_TURN: usize = 1 << 16;
 
-/// How often a call has let other threads run.
+/// Number of times that a call has released the GIL.
 #[cfg(feature = "testing")]
 pub(super) static TURNS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
-/// Counts work that is done with Python's lock, and lets go of it now and then.
+/// Counts work that is done with the GIL, and releases the GIL at intervals.
 pub(super) struct Turns<'py> {
     py: Python<'py>,
     left: usize,
@@ -43,7 +43,7 @@ impl<'py> Turns<'py> {
         Self { py, left }
     }
 
-    /// Counts work. What Python's lock protects may be another afterwards. Raises what a handler of a signal does.
+    /// Counts work. State that the GIL protects can have changed afterwards. Raises the exception of a signal handler.
     #[inline]
     pub(super) fn spend(&mut self, work: usize) -> PyResult<()> {
         if self.left > work {

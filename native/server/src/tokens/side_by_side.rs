@@ -1,11 +1,11 @@
-//! Numbers from several places of an array at the same time, for any processor.
+//! Reads numbers from several positions of an array at the same time, on any processor.
 //!
 //! In an array of numbers every comma separates two of them, so reading can begin after any comma. What is read after one counts only
 //! if reading from the front comes there: so whatever else the text holds is found out.
 
 use super::{digits, gap, of_digits};
 
-/// Places that are read from.
+/// Number of positions.
 const STREAMS: usize = 3;
 
 /// Bytes from one of these positions to the next.
@@ -14,7 +14,7 @@ const PART: usize = 1024;
 /// Bytes in which a comma is looked for.
 const NEAR: usize = 16;
 
-/// A smaller part is not worth it.
+/// Smallest part for which this is faster.
 const SMALLEST: usize = 128;
 
 /// See `Quick`.
@@ -62,8 +62,8 @@ fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -
     at - GAP
 }
 
-/// Where numbers may begin, from `at` on: one place for each stream, and one where the last of them ends. Parts are as large as they
-/// can be with a comma near the end of each: near the end of the array that takes smaller ones.
+/// Returns positions from `at` on at which numbers can begin: one for each part, and the end of the last one. Parts are as large as
+/// possible with a comma near the end of each, so they are smaller near the end of the array.
 fn starts<const GAP: usize>(text: &[u8], at: usize) -> Option<[usize; STREAMS + 1]> {
     let mut part = PART.min(text.len().checked_sub(at + NEAR)? / STREAMS);
     while part >= SMALLEST {
@@ -84,7 +84,7 @@ fn split<const GAP: usize>(text: &[u8], at: usize, part: usize) -> Option<[usize
     Some(found)
 }
 
-/// A number of up to eight digits, and where the next one begins after its separator.
+/// Reads a number of up to eight digits. Returns it and the beginning of the next one after its separator.
 #[inline]
 fn number<const GAP: usize>(text: &[u8], at: usize) -> Option<(u32, usize)> {
     let near: &[u8; 10] = text.get(at..)?.first_chunk()?;
