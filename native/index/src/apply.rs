@@ -1,4 +1,4 @@
-//! What events mean for the blocks of a stream.
+//! Applies events to the blocks of a stream.
 
 mod prefetching;
 
@@ -46,7 +46,7 @@ impl Read<'_> {
     }
 }
 
-/// Hashes of one event, kept from one event to the next to spare allocations.
+/// Hashes of one event; the buffers are reused for the next event.
 #[derive(Debug, Default)]
 pub struct Work {
     locals: Vec<u64>,
@@ -82,7 +82,7 @@ struct Dense<'a> {
 }
 
 impl<'a> Dense<'a> {
-    /// What an event says, without its salt and placement.
+    /// The contents of an event, without its salt and placement.
     fn read(read: &Read<'a>, event: &Event) -> Result<Self, &'static str> {
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let tokens = event.tokens.slice(&read.scratch.tokens);
@@ -144,7 +144,7 @@ enum Pause {
     Done,
     /// This one has come, and others wait for it.
     Awaited { next: usize, number: u32 },
-    /// There are too many like the next one.
+    /// A limit for entries of this kind is reached.
     Alike,
 }
 
@@ -303,7 +303,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Lets a block wait for another.
+    /// Adds a block to the pending blocks of its parent.
     fn wait(&mut self, shared: &mut SharedState, waiting: Waiting) {
         if !self.may_grow(shared) {
             self.counters.dropped += 1;
@@ -698,7 +698,7 @@ impl Stream {
 /// Keys of the blocks of one stored event.
 #[derive(Debug, Default)]
 pub struct StoredKeys {
-    /// Of all blocks, or of none.
+    /// Extra keys of all blocks, or of none.
     pub keys: Vec<u64>,
     /// What the event's own salt adds to the seed; 0 for a root without one, None if that of the block before it counts.
     pub salt: Option<u64>,

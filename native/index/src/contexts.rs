@@ -1,4 +1,4 @@
-//! What blocks share besides their tokens: how they are cut, and the namespace.
+//! Contexts: properties that blocks share besides their tokens, which are the block size and the namespace.
 
 use crate::hasher::Secret;
 use crate::keys::{self, Scheme};
@@ -10,9 +10,9 @@ use crate::sharded_table::ShardedTable;
 pub struct Context {
     /// How its tokens were cut.
     pub scheme: Scheme,
-    /// What its LoRA adds to the seed; 0 for none.
+    /// Its LoRA's part of the seed; 0 for none.
     pub lora: u64,
-    /// What its salt adds to the seed; 0 for none.
+    /// Its salt's part of the seed; 0 for none.
     pub salt: u64,
 }
 
@@ -20,7 +20,7 @@ pub struct Context {
 const KEYED: u64 = u64::MAX;
 
 impl Context {
-    /// Of blocks that were stored by their keys.
+    /// The context of blocks that were stored by their keys.
     pub fn keyed(size: u32) -> Self {
         Self {
             scheme: Scheme { size, eagle: false },
@@ -231,7 +231,7 @@ impl Contexts {
         self.changed.len()
     }
 
-    /// Has lookups find every context, while there are none.
+    /// Publishes all contexts to lookups. No lookup may run meanwhile.
     pub fn move_to(&mut self, view: &mut Known) {
         for number in self.changed.drain(..) {
             let entry = self.entries.get(number as usize).filter(|entry| entry.users > 0);

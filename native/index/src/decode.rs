@@ -73,7 +73,7 @@ impl std::fmt::Display for Reason {
 /// Bytes of what was set aside that are kept for a person to look at.
 const RAW_KEPT: usize = 256;
 
-/// What was set aside of a batch.
+/// The rejected parts of a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rejected {
@@ -105,7 +105,7 @@ pub enum Token {
     Pair(Box<[Int; 2]>),
 }
 
-/// What a sender says of itself; of kvevents, no engine sends it.
+/// The state of a sender. Only kvevents sends it, no engine does.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[allow(missing_docs)]
@@ -218,17 +218,17 @@ pub struct Batch {
     pub rank: Option<i128>,
     /// The events that could be read, in their order.
     pub events: Vec<Event>,
-    /// What could not be read.
+    /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
 }
 
-/// What a payload says, in the one form that `scan` reads.
+/// The contents of a payload, in the one form that `scan` reads.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Normalised {
     /// Its events, as `normalised` returns them.
     pub payload: Vec<u8>,
-    /// What could not be read.
+    /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
     /// The last heartbeat: its digest is of everything up to the end of the batch, wherever in it it is.
     pub heartbeat: Option<Heartbeat>,
@@ -354,7 +354,7 @@ fn check_length<'a>(raw: &[u8], what: &'static str, limit: usize, too_many: Reas
     Ok(())
 }
 
-/// Of a batch of 2, 3 or more elements, or of a map.
+/// The parts of a batch, which is an array of at least 2 elements or a map.
 fn envelope<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
     let (head, what) = (head_of(payload), "the batch");
     let (ts, events, rank) = if is_map(head) {

@@ -39,7 +39,7 @@ pub struct ProcessOwned<T> {
 }
 
 impl<T> ProcessOwned<T> {
-    /// One of this process.
+    /// Creates a value that belongs to this process.
     pub fn new(value: T) -> Self {
         Self {
             value: ManuallyDrop::new(value),

@@ -353,7 +353,7 @@ impl Sets {
         self.changed.len()
     }
 
-    /// Has lookups find the holders of every set, while there are none.
+    /// Publishes all sets to lookups. No lookup may run meanwhile.
     pub fn move_to(&mut self, view: &mut Vec<Holders>) {
         for number in self.changed.drain(..) {
             if let Some(entry) = self.entries.get(number as usize) {

@@ -36,13 +36,13 @@ use registry::Registry;
 pub struct Index {
     /// The part that all streams share.
     pub shared_lock: YieldingRwLock<SharedState>,
-    /// What lookups read of it.
+    /// The part that lookups read.
     view: Reader<View>,
     /// Held for writing while the shared part is replaced, and for reading while a stream outside of the registry is written to.
     replacing: RwLock<()>,
     registry: RwLock<Registry>,
     schema: Schema,
-    /// For events that were read within its limits and encoded again.
+    /// The schema for events that were read within its limits and encoded again.
     normalised: Schema,
     limits: Limits,
     /// Decisions that no event has confirmed yet.

@@ -225,7 +225,7 @@ impl Walk {
         }
     }
 
-    /// What the streams of a model hold of what was read last.
+    /// The holders of the last blocks, limited to the streams of a model.
     pub fn hits(&mut self, view: &View, scheme: Scheme, streams: &[u64], out: &mut Vec<Hit>) {
         if self.steps.is_empty() {
             return;

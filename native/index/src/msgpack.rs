@@ -63,7 +63,7 @@ impl<'a> Reader<'a> {
         Self { data, at }
     }
 
-    /// All of the payload.
+    /// The payload.
     #[inline]
     pub fn data(&self) -> &'a [u8] {
         self.data
@@ -75,7 +75,7 @@ impl<'a> Reader<'a> {
         self.data.len().saturating_sub(self.at)
     }
 
-    /// What is not read yet.
+    /// The unread rest.
     #[inline]
     pub fn rest(&self) -> &'a [u8] {
         self.data.get(self.at..).unwrap_or_default()

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::members::Worker;
 
-/// What was decided for one worker, a prompt at a time.
+/// The decisions for one worker, by prompt.
 #[derive(Debug)]
 struct Decision {
     worker: Worker,
@@ -22,7 +22,7 @@ pub struct Overlay {
     decisions: BTreeMap<u64, Decision>,
     /// Their numbers, by when they end.
     ends: BTreeSet<(i64, u64)>,
-    /// Of each worker, by key how many decisions expect a block.
+    /// Number of decisions that expect a block, by worker and key.
     expected: HashMap<Worker, HashMap<u64, u32>>,
     next: u64,
     size: usize,

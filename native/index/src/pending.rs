@@ -1,4 +1,4 @@
-//! What a stream cannot place yet, oldest first: orphans wait for their parent, hashes without tokens for a store with tokens.
+//! Pending entries of a stream, oldest first: orphans wait for their parent, hashes without tokens for a store with tokens.
 //!
 //! Entries are in lists of three kinds, each a doubly linked list: all of them in the order in which they came, those that wait for the same hash, and
 //! copies of one hash on one placement. So each of them comes and goes in constant time, however many others there are.
@@ -9,7 +9,7 @@ use crate::hasher::Secret;
 use crate::keys::Scheme;
 use crate::step_counter;
 
-/// What an orphan needs to be placed.
+/// The data that is needed to place an orphan.
 #[derive(Clone, Debug)]
 pub struct Content {
     /// Tokens that its hash covers.
@@ -18,13 +18,13 @@ pub struct Content {
     pub extras: Box<[u64]>,
     /// How its tokens were cut.
     pub scheme: Scheme,
-    /// What its LoRA adds to the seed.
+    /// Its LoRA's part of the seed.
     pub lora: u64,
-    /// What its own salt adds to the seed; None where it is its parent's.
+    /// Its own salt's part of the seed; None if it has its parent's salt.
     pub salt: Option<u64>,
 }
 
-/// What an entry of a queue holds besides its hashes.
+/// The contents of an entry besides its hashes.
 pub trait Weight {
     /// Its heap bytes.
     fn bytes(&self) -> usize;
@@ -50,7 +50,7 @@ pub struct Waiting<C = Content> {
 }
 
 impl<C: Weight> Waiting<C> {
-    /// What it takes in a queue, about.
+    /// Approximate bytes of an entry in a queue.
     pub fn bytes(&self) -> usize {
         size_of::<Entry<C>>() + 2 * MAP_BYTES + self.content.as_ref().map_or(0, Weight::bytes)
     }
@@ -224,7 +224,7 @@ impl<C: Weight> Queue<C> {
         self.placements.contains_key(&placement)
     }
 
-    /// Lets one more wait; the oldest ones fall out above `limit`, and are counted.
+    /// Adds an entry. Above `limit` the oldest entries are dropped and counted.
     pub fn push(&mut self, waiting: Waiting<C>, limit: usize) -> u64 {
         self.push_within(waiting, limit, usize::MAX)
     }

@@ -5,7 +5,7 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Tiers that are known, the fastest first; `kvevents.weights` has the same.
 pub const TIERS: [&str; 3] = ["gpu", "cpu", "disk"];
 
-/// What engines call the media of each; no name is the device.
+/// Engines' names of the media of each tier; no name means the device.
 const MEDIA: [&[&str]; TIERS.len()] = [
     &["", "GPU", "HBM", "DEVICE"],
     &["CPU", "CPU_PINNED", "CPU_TIER1", "HOST"],
@@ -20,9 +20,9 @@ pub const LEVELS: usize = TIERS.len() + 1;
 pub struct Placement {
     /// `gpu`, `cpu`, `disk`, or an unknown medium in upper case.
     pub tier: String,
-    /// As the engine says it.
+    /// As announced by the engine.
     pub locality: Option<String>,
-    /// As the engine says it.
+    /// As announced by the engine.
     pub ownership: Option<String>,
     /// KV cache group.
     pub group: i64,
@@ -59,7 +59,7 @@ pub struct AttestedGroup {
 }
 
 impl AttestedGroup {
-    /// Of a group of blocks that are on the device, or are not.
+    /// The digest part of a group, for blocks on the device or elsewhere.
     pub fn new(group: i64, is_on_device: bool) -> Self {
         Self {
             salt: (group as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15),
@@ -67,13 +67,13 @@ impl AttestedGroup {
         }
     }
 
-    /// What one copy of a block adds.
+    /// The contribution of one copy of a block.
     #[inline]
     pub fn copy(self, hash: u64) -> u64 {
         (hash ^ self.salt) & self.mask
     }
 
-    /// What one copy of each of several blocks adds.
+    /// The contribution of one copy of each of several blocks.
     pub fn copies(self, hashes: &[u64]) -> u64 {
         hashes.iter().fold(0, |sum: u64, &hash| sum.wrapping_add(self.copy(hash)))
     }
@@ -123,7 +123,7 @@ impl Placements {
         self.depth.max(1)
     }
 
-    /// All of them by number, those too that are not in use any more.
+    /// All placements by number, including unused ones.
     pub fn all(&self) -> Vec<Placement> {
         self.entries.iter().map(|entry| entry.placement.clone()).collect()
     }
@@ -171,9 +171,9 @@ impl Placements {
 /// How blocks of a KV cache group count towards a prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// All of them are needed.
+    /// All blocks are needed.
     Dense,
-    /// That many before the end of the prefix are needed.
+    /// This many blocks before the end of the prefix are needed.
     Window(u32),
     /// Unknown; its blocks give no credit.
     Unknown,

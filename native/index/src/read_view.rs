@@ -1,4 +1,4 @@
-//! What lookups read while a writer runs.
+//! The state that lookups read while a writer runs.
 //!
 //! Lookups do not take the lock of writers (`yielding_lock`). They hold a lock of their own, which a writer takes for as long as it changes a table or a list
 //! that they search, which is seldom and short: most stores and removals change slots alone, and those are read beside a writer
@@ -19,7 +19,7 @@ use crate::records::{Memory, chunk_of};
 use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::table::{Table, TableHash};
 
-/// What lookups read.
+/// The state that lookups read.
 #[derive(Debug)]
 pub struct View {
     /// Heads of runs by their keys.
@@ -46,7 +46,7 @@ pub struct View {
     pub sets: Vec<Holders>,
     /// How blocks were cut, in which namespaces, as of then.
     pub contexts: Known,
-    /// For the tables.
+    /// Hash function of the tables.
     pub secret: Secret,
 }
 

@@ -1,4 +1,4 @@
-//! What the index knows about single blocks, by the number of their slot.
+//! Records of single blocks, by the number of their slot.
 //!
 //! Blocks of a chain are adjacent: a *run* is a row of slots of one chunk, each *linked* to the one before it. A lookup of a
 //! prompt compares the hashes of its blocks with those of a run, one after the other, in the order of memory; only the first
@@ -30,7 +30,7 @@ const TWIN: u32 = 1 << 30;
 /// Contexts that flags can name.
 pub const MAX_CONTEXTS: u32 = TWIN;
 
-/// What the set of a free slot is.
+/// Set number of a free slot.
 const FREE: u32 = u32::MAX;
 /// As few as a piece of memory and `Chunk::free` allow where a model checker keeps a history of each number.
 const BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
@@ -95,7 +95,7 @@ impl std::fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// Of a chunk that is being changed.
+    /// Version of a chunk that is being changed.
     fn new() -> Self {
         Self {
             version: AtomicU32::new(1),
@@ -288,7 +288,7 @@ impl Chunk {
         self.find(1)
     }
 
-    /// Notes that slots are free, or are not.
+    /// Records whether slots are free.
     #[inline]
     fn mark(&mut self, mut at: usize, mut length: usize, free: bool) {
         while length > 0 {
@@ -347,7 +347,7 @@ pub struct Records {
     held: usize,
     /// Chunks that were changed since `publish`.
     changed: Vec<u32>,
-    /// Those that got memory, or gave it back.
+    /// Chunks whose memory was allocated or released.
     moved: Vec<u32>,
 }
 
@@ -500,7 +500,7 @@ impl Records {
         self.flags(number) & TWIN != 0
     }
 
-    /// Notes that there are others.
+    /// Records that other records with this key exist.
     pub fn twin(&mut self, number: u32) {
         self.put_state(number, self.state(number) | state(0, TWIN));
     }
@@ -708,7 +708,7 @@ impl Records {
         !self.moved.is_empty()
     }
 
-    /// Has lookups find the memory of every chunk, while there are none.
+    /// Publishes the memory of all chunks to lookups. No lookup may run meanwhile.
     pub fn move_to(&mut self, view: &mut Vec<Option<Arc<Memory>>>) {
         if view.len() < self.chunks.len() {
             view.resize_with(self.chunks.len(), || None);

@@ -24,7 +24,7 @@ pub use schema::{Limits, Schema};
 
 use schema::Layout;
 
-/// What a field of an event is to the index.
+/// The role of an event's field in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Field {
@@ -51,7 +51,7 @@ pub enum Field {
     IgnoredNil,
 }
 
-/// What an event announces.
+/// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Kind {
@@ -105,7 +105,7 @@ impl Run {
 /// One event; what it does not have is zero, empty or None.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// What it announces.
+    /// Its kind.
     pub kind: Kind,
     /// Token ids are pairs `[t, next]` (SGLang under EAGLE), stored one after the other.
     pub pairs: bool,
@@ -185,7 +185,7 @@ pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>(
 /// Bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.
 pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
 
-/// What a scan found; reused from one to the next.
+/// The result of a scan; its buffers are reused.
 #[derive(Debug, Default)]
 pub struct Scratch {
     /// Hashes of all events, and keys.
@@ -259,7 +259,7 @@ struct Scanner<'a> {
     hashes_at: usize,
 }
 
-/// What a list of one hash of 64 bits begins with.
+/// First bytes of a list of one 64-bit hash.
 const SINGLE: [u8; 2] = [0x91, 0xCF];
 /// Bytes of that hash.
 const HASH_BYTES: usize = 8;

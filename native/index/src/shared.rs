@@ -45,7 +45,7 @@ impl Hashes for ByHash<'_> {
     }
 }
 
-/// What identifies a block, and where it is looked for.
+/// The identity of a block, and where it is looked up.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Block {
     /// The engine's hash.
@@ -67,7 +67,7 @@ pub struct Block {
 /// The shared part of an index, for one writer at a time. Lookups read its `view`, and slots of records, meanwhile.
 #[derive(Debug)]
 pub struct SharedState {
-    /// What lookups search.
+    /// The part that lookups search.
     pub view: Owner<View>,
     /// All blocks.
     pub records: Records,
@@ -77,7 +77,7 @@ pub struct SharedState {
     pub contexts: Contexts,
     /// Heap bytes of all streams, kept only where a memory limit is set.
     pub streams_bytes: usize,
-    /// For the tables.
+    /// Hash function of the tables.
     pub secret: Secret,
     /// Its bounds.
     pub limits: Limits,
@@ -385,7 +385,7 @@ impl SharedState {
         self.view.change().relabel(model_of);
     }
 
-    /// Notes that a stream cuts prompts so.
+    /// Records that a stream uses this block size.
     pub fn use_scheme(&mut self, number: u32, scheme: Scheme) {
         self.view.change().use_scheme(number, scheme);
     }

@@ -8,9 +8,9 @@ thread_local! {
 #[cfg(test)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Steps {
-    /// All of them.
+    /// All steps.
     pub taken: usize,
-    /// Those since this thread has let others have the shared lock, or would have.
+    /// Steps since this thread last yielded the shared lock, or would have yielded it.
     held: usize,
     /// The most of those.
     pub longest: usize,
@@ -35,14 +35,14 @@ pub(crate) fn count_growth(_length: usize, _capacity: usize) {
     }
 }
 
-/// Notes that this thread gets the shared lock.
+/// Records that this thread acquires the shared lock.
 #[inline(always)]
 pub(crate) fn begin_hold() {
     #[cfg(test)]
     change(|counted| counted.held = 0);
 }
 
-/// Notes that it lets others have it, if they wait.
+/// Records that it yields the lock to waiting threads.
 #[inline(always)]
 pub(crate) fn end_hold() {
     #[cfg(test)]

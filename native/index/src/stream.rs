@@ -25,7 +25,7 @@ struct Foreign {
     number: u32,
 }
 
-/// What a stream was sent and could not be used, counted.
+/// Counters of unusable input of a stream.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
     /// Stores that were set aside, by kind of group and reason.
@@ -123,9 +123,9 @@ pub struct Stream {
     pub attested: Option<bool>,
     /// How its groups count.
     pub rules: Rules,
-    /// What cannot be placed yet.
+    /// Entries that cannot be placed yet.
     pub waiting: Queue,
-    /// What went wrong.
+    /// Counters of errors.
     pub counters: Counters,
     /// Removed from the index; a caller that still has it must look it up again.
     pub gone: bool,
@@ -135,7 +135,7 @@ pub struct Stream {
     pub counted: usize,
     table: Table,
     foreign: HashTable<Foreign>,
-    /// Of hashes with several blocks all of them, the newest last.
+    /// All blocks of hashes with several blocks, the newest last.
     several: HashMap<u64, Vec<u32>>,
     /// Blocks in those.
     several_len: usize,
@@ -155,7 +155,7 @@ pub struct Stream {
     removed: Move,
 }
 
-/// What an event calls a placement.
+/// A placement as an event names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Bytes of the medium.
@@ -168,7 +168,7 @@ pub struct Place {
     pub group: i64,
 }
 
-/// What became of a block that was placed.
+/// The outcome of placing a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Placed {
     /// Its record.
@@ -301,7 +301,7 @@ impl Stream {
         sizes
     }
 
-    /// Notes how a life cuts prompts; false where it did so in too many ways.
+    /// Records the block size of an incarnation; false if it has used too many.
     #[inline]
     pub fn cut_by(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
         self.schemes.contains(&scheme) || self.cut_anew(shared, scheme)
@@ -954,7 +954,7 @@ impl Stream {
         Some(number)
     }
 
-    /// What a block on some placements is in a digest.
+    /// The contribution of a block on some placements to a digest.
     pub fn digest_of(&mut self, hash: u64, key: u64, placements: &[(u16, u32)]) -> u128 {
         placements.iter().fold(0, |sum: u128, &(placement, copies)| {
             let each = mark(hash, key, self.own(placement).mark);
@@ -1147,7 +1147,7 @@ fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32
     }
 }
 
-/// What tables of an index may grow by while some blocks are placed.
+/// Growth of the index's tables while some blocks are placed.
 const TABLE_GROWTH: usize = 16 << 10;
 /// The part of the memory limit that is for streams that hold less than the others: one of so many.
 const RESERVE: usize = 16;
@@ -1185,11 +1185,11 @@ pub struct Leaving {
     /// Where it is looked for.
     spot: TableHash,
     seat: Seat,
-    /// What is there.
+    /// The location of the entry.
     number: Option<u32>,
 }
 
-/// What removals of one event have in common, and is not yet counted.
+/// The common part of the removals of one event, which is not counted yet.
 struct Gone {
     /// The set that the last block had, and has now.
     from: u32,

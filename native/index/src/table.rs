@@ -20,7 +20,7 @@ const MAX_DEPTH: u32 = 30;
 
 /// The full hashes of entries, which their records know.
 pub trait Hashes {
-    /// Of one record.
+    /// Number of one record.
     fn hash_of(&self, record: u32) -> u64;
 
     /// Asks for the memory of a record whose hash is wanted soon.
@@ -113,7 +113,7 @@ impl Default for Seat {
     }
 }
 
-/// What `Table::prefetch` asks for.
+/// The memory that `Table::prefetch` loads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Stage {
@@ -125,9 +125,9 @@ pub enum Stage {
 /// Memory of a table that is always in a near cache: a prefetch of it costs more than it saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
-    /// All of it.
+    /// All memory of the lookup.
     Near,
-    /// What leads to its buckets.
+    /// The directory entry of its buckets.
     Middle,
     /// None.
     Far,

@@ -8,7 +8,7 @@ use std::mem::MaybeUninit;
 
 use crate::msgpack::Reader;
 
-/// What kind of token ids an array held.
+/// The kind of token ids in an array.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     /// They were pairs, and are stored one after the other.
@@ -181,7 +181,7 @@ fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengt
 /// Tokens to read one by one where the tables do not help.
 const SLOWLY: usize = 16;
 
-/// Bytes that tables are made for at once.
+/// Bytes for which the tables are computed at once.
 const TILE: usize = 1024;
 
 /// Bytes that are classified in one step.
@@ -455,7 +455,7 @@ mod tests {
         Some((tokens, unkeyable, before - bytes.len()))
     }
 
-    /// Both ways of classifying, from `start` in `data` on.
+    /// Checks both ways of classifying, from `start` in `data` on.
     fn quick(data: &[u8], start: usize, count: usize, portable: bool) -> Option<(Vec<u32>, bool, usize)> {
         let mut lengths = Lengths {
             portable,

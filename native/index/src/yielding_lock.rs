@@ -12,9 +12,9 @@ pub const WORK_PER_HOLD: usize = 32;
 /// Turns of waiting before a thread goes to sleep, which costs much more than a writer's turn.
 const SPINS: usize = 2_000;
 
-/// What others see of a value that is being written to.
+/// The published part of a value that a writer changes.
 pub trait Publish {
-    /// Lets them see it as it is now. Called before a writer lets others in.
+    /// Publishes the current state. Called before a writer yields.
     fn publish(&mut self);
 
     /// Whether there is so much to publish that it should not wait until then.
@@ -52,12 +52,12 @@ impl<T: Publish> YieldingRwLock<T> {
         self.poisoned.load(Ordering::Relaxed)
     }
 
-    /// Notes that what it protects is whole again.
+    /// Records that the protected value is consistent again.
     pub fn heal(&self) {
         self.poisoned.store(false, Ordering::Relaxed);
     }
 
-    /// For reading.
+    /// Locks it for reading.
     #[inline]
     pub fn read(&self) -> RwLockReadGuard<'_, T> {
         match self.lock.try_read() {
@@ -66,13 +66,13 @@ impl<T: Publish> YieldingRwLock<T> {
         }
     }
 
-    /// For reading, if that need not be waited for.
+    /// Locks it for reading without waiting; None if it is locked.
     #[inline]
     pub fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
         self.lock.try_read()
     }
 
-    /// For writing.
+    /// Locks it for writing.
     pub fn write(&self) -> Writer<'_, T> {
         #[cfg(test)]
         self.holds.fetch_add(1, Ordering::Relaxed);
@@ -84,7 +84,7 @@ impl<T: Publish> YieldingRwLock<T> {
         }
     }
 
-    /// For writing, if that need not be waited for.
+    /// Locks it for writing without waiting; None if it is locked.
     pub fn try_write(&self) -> Option<Writer<'_, T>> {
         #[cfg(test)]
         self.holds.fetch_add(1, Ordering::Relaxed);

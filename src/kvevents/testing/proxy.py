@@ -149,7 +149,7 @@ class FaultProxy:
         self._run_in_loop(apply)
 
     def reorder(self, share: float, *, direction: Direction = "down", seed: int = 0) -> None:
-        """Swap a share of the messages with the message behind them, if both arrive together.
+        """Swap a share of the messages with the following message, if both arrive together.
 
         TCP never reorders, but a device between two sockets may. The share is drawn from `seed`. Raise `ConfigError` for a
         share outside 0.0 to 1.0.

@@ -54,7 +54,7 @@ impl Chain<'_> {
 pub(super) struct Ahead<'a> {
     pub(super) chain: &'a Chain<'a>,
     pub(super) ring: &'a mut Ring,
-    /// Of the tables.
+    /// Hash function of the tables.
     pub(super) reach: Reach,
 }
 

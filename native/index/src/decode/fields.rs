@@ -13,7 +13,7 @@ use super::{BlockInactive, BlockRemoved, BlockStored, Hashes, Heartbeat, Reason,
 /// Lists and maps of one batch in fields of free form, but for extra keys as engines send them.
 const MAX_FREE_CONTAINERS: usize = 50_000;
 
-/// What of free form a batch may still have.
+/// The remaining budget of a batch for fields of free form.
 pub struct FreeFormBudget {
     limit: usize,
     bytes: usize,
@@ -302,7 +302,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         found.flatten()
     }
 
-    /// What no method took, read as far as the limits allow.
+    /// Returns the fields that no method has taken, within the limits.
     fn rest(mut self) -> Result<Vec<(String, Value)>, Refusal<'a>> {
         // Names of Python's own events: nil says nothing.
         for name in ["unrecognised", "block_digests", "parent_block_digest"] {

@@ -232,7 +232,7 @@ const MARK: usize = 16;
 enum Items<'a> {
     PerBlock(&'a [Value]),
     OfOne(&'a [Value]),
-    /// As it is written.
+    /// The encoded form.
     Mark(Vec<u8>),
 }
 

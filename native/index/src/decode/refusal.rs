@@ -42,13 +42,13 @@ impl<'a> Refusal<'a> {
         Self { reason, detail }
     }
 
-    /// For more than a limit permits; `unit` says of what, and which limit.
+    /// A refusal for exceeding a limit; `unit` names the unit and the limit.
     pub fn above(reason: Reason, what: impl Into<Cow<'a, str>>, count: usize, unit: &'static str, limit: usize) -> Self {
         let detail = Detail::Above(what.into(), count, unit, limit);
         Self { reason, detail }
     }
 
-    /// For an event of an unknown type.
+    /// A refusal of an event with an unknown type.
     pub fn tag(tag: &'a str) -> Self {
         let (reason, detail) = (Reason::UnknownTag, Detail::Tag(tag));
         Self { reason, detail }

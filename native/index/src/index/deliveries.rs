@@ -1,4 +1,4 @@
-//! What subscribers deliver: batches, gaps and resets, each to its stream.
+//! Applies deliveries of subscribers to their streams: batches, gaps and resets.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -14,21 +14,21 @@ use crate::shared::SharedState;
 use crate::stream::Stream;
 use crate::yielding_lock::Writer;
 
-/// What became of a batch, and what it shows besides blocks.
+/// The outcome of a batch, and its findings.
 #[derive(Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Applied {
-    /// What became of it.
+    /// Its outcome.
     pub outcome: Outcome,
-    /// What only the tolerant decoder reads; None, as nearly always, where that is nothing.
+    /// Findings of the tolerant decoder; None, as nearly always, without any.
     pub findings: Option<Box<Findings>>,
 }
 
-/// What a batch shows of its stream besides blocks.
+/// Information in a batch besides blocks.
 #[derive(Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Findings {
-    /// What could not be read.
+    /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
     /// The last heartbeat: its digest is of everything up to the end of the batch.
     pub heartbeat: Option<Heartbeat>,
@@ -40,23 +40,23 @@ pub struct Findings {
     pub attested: Option<bool>,
 }
 
-/// What became of a delivery.
+/// The outcome of a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It was applied, and cleared the whole stream or did not.
     Applied(bool),
-    /// It was there before.
+    /// It was applied before.
     Duplicate,
-    /// It is of an ended life.
+    /// It belongs to an incarnation that has ended.
     Void,
-    /// There are more streams than an index can hold.
+    /// The limit of streams of an index is reached.
     Full,
     /// A panic has left the index changed by half.
     Damaged,
 }
 
 impl From<Outcome> for Applied {
-    /// Of a batch that shows nothing else.
+    /// The result of a batch without findings.
     fn from(outcome: Outcome) -> Self {
         Self { outcome, findings: None }
     }
@@ -189,7 +189,7 @@ impl Index {
         })
     }
 
-    /// Notes that batches up to `last` are lost.
+    /// Records that batches up to `last` are lost.
     pub fn gap(&self, source: &str, rank: i64, incarnation: i64, last: i64) -> Outcome {
         self.delivery(source, rank, incarnation, |stream, _| {
             if last <= stream.last {

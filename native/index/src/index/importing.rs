@@ -44,7 +44,7 @@ impl ImportedStream {
     }
 }
 
-/// What a snapshot holds.
+/// The contents of a snapshot.
 #[derive(Debug, Default)]
 pub struct Part {
     /// Every stream, in the order of their workers.

@@ -29,9 +29,9 @@ const TRIES: usize = 4;
 pub struct Scope {
     /// The model that workers are labelled with.
     pub model: Option<String>,
-    /// What the LoRA adds to the seed.
+    /// The LoRA's part of the seed.
     pub lora: u64,
-    /// What the salt adds to the seed.
+    /// The salt's part of the seed.
     pub salt: u64,
     /// Multimodal items.
     pub items: Vec<Item>,
@@ -60,7 +60,7 @@ impl Scope {
 /// Workers that hold a beginning of a prompt.
 #[derive(Clone, Debug, Default)]
 pub struct Matches {
-    /// What each of them holds.
+    /// The match of each worker.
     pub hits: Vec<Hit>,
     names: Arc<Names>,
 }

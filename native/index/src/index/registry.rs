@@ -211,7 +211,7 @@ impl Index {
         }
     }
 
-    /// Lets a removed worker in again, whatever its incarnation.
+    /// Admits a removed worker again, with any incarnation.
     pub fn admit(&self, source: &str, rank: i64) {
         let source = source.into();
         self.registry.write().admit(&Worker { source, rank });

@@ -37,7 +37,7 @@ pub struct Info {
     pub sizes: Vec<u32>,
     /// Blocks by tier; a block counts on each that holds it.
     pub tiers: BTreeMap<String, usize>,
-    /// What went wrong.
+    /// Counters of errors.
     pub counters: Counters,
 }
 
@@ -110,7 +110,7 @@ impl Index {
         found
     }
 
-    /// What was counted for workers that are gone.
+    /// Counters of removed workers.
     pub fn ended(&self) -> Counters {
         self.ended.lock().clone()
     }

@@ -1,9 +1,9 @@
-//! What the scanner knows of the events: their names and layouts, and what a payload may have.
+//! The scanner's schema of events: their names and layouts, and the limits of a payload.
 
 use super::layouts::{INACTIVE, LAYOUTS, field};
 use super::{Field, Kind};
 
-/// What a payload may have; the same numbers as in `kvevents.wire.rejected`.
+/// Limits of a payload; the same numbers as in `kvevents.wire.rejected`.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes of a payload.
@@ -138,7 +138,7 @@ impl Schema {
         Self { limits, ..self.clone() }
     }
 
-    /// What a payload can have.
+    /// Limits of a payload.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }

@@ -25,8 +25,8 @@ use kvevents_index::placements::Placement;
 use kvevents_index::scan::Schema;
 use kvevents_index::snapshot::{self, Failure};
 
-/// Bytes of a payload from which on other threads of Python run meanwhile; below, switching costs more than the work. Whatever the size, no lock is
-/// waited for while Python's is held.
+/// Bytes of a payload from which on the GIL is released; below, switching costs more than the work. No lock is waited for with the GIL held,
+/// whatever the size.
 const MANY_BYTES: usize = 2_048;
 /// Tokens of a prompt from which on the GIL is released: about ten microseconds of work.
 const MANY_TOKENS: usize = 1 << 16;

@@ -67,7 +67,7 @@ fn sum_of(payload: &[u8], before: u64) -> u64 {
 /// Collects bytes, and writes them as a frame in `drain`.
 pub struct FrameWriter<W> {
     out: W,
-    /// What is not written yet.
+    /// Bytes that are not written yet.
     pub buffer: Vec<u8>,
     sum: u64,
 }

@@ -197,7 +197,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok((group, rule))
     }
 
-    /// What belongs to a stream.
+    /// Restores the items of a stream.
     fn blocks(&mut self, stream: &mut Stream) -> Result<(), Failure> {
         let mut several = Several::default();
         loop {
