@@ -334,8 +334,9 @@ class Relay:
     def _current_trust(self) -> Trust:
         """Return how far what was sent so far is to be trusted, while more is to be sent.
 
-        Findings in it and lost batches count already: a heartbeat that ignored them would make consumers EXACT too early. Doubts
-        from before a reset are forgotten as soon as the reset is received, so trust is `_INCOMPLETE` until it is forwarded.
+        Findings in it and lost batches count already: a heartbeat that ignored them would make consumers EXACT too early.
+        Doubts from before a reset are forgotten as soon as the reset is received, so trust is `_INCOMPLETE` until it is
+        forwarded.
         """
         return _INCOMPLETE if self._resets_ahead else self._upstreams.trust()
 
