@@ -72,8 +72,9 @@ bench-native:  ## Our index beside those of Dynamo and SMG as Rust libraries, on
 	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
 	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
 
-engines: $(NATIVE)  ## Real vLLM servers on CPUs: each request predicted by our service and compared (3 GB once; ENGINES="--requests 2000 --seed 7")
+engines: $(NATIVE)  ## Real vLLM servers and SGLang's radix trees on CPUs: each request predicted and compared (3 GB once; ENGINES="--requests 2000 --seed 7")
 	$(BIN)/python -m tests.system.engines $(ENGINES)
+	$(BIN)/python -m tests.system.engines.sglang_runs $(SGLANG)
 
 faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/faults.md
 	$(BIN)/python -m tests.system.faults

@@ -1,0 +1,315 @@
+"""SGLang's own radix tree and scheduler component, out of its wheel, with the plugin: runs in the engine's environment.
+
+`sglang_runs.py` starts it. The tree decides what is cached; requests are random. Before each request the prefix that our index
+predicts is compared with the one that the tree finds. SGLang's GPU packages (`sgl_kernel` and others) have no build for CPUs:
+where its modules import one, they get a placeholder, which no code that runs here calls. The memory pool is a placeholder too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import gzip
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import random
+import statistics
+import sys
+import time
+import types
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import msgspec
+
+from kvevents import Batch, Source, Subscriber
+from kvevents.engines import sglang as plugin
+from kvevents.engines.settings import VARIABLE
+from kvevents.index import Namespace, PrefixIndex
+
+PAGE: Final = 16
+CAPACITY: Final = 96 * PAGE
+"""Tokens that the cache may hold, so that it evicts all the time."""
+VOCABULARY: Final = 256
+SALTS: Final = (None, None, "a", "b")
+SECONDS: Final = 20.0
+"""Limit of one wait for the subscriber."""
+
+
+class Result(msgspec.Struct):
+    """One run."""
+
+    release: str
+    tree: str
+    seed: int
+    requests: int = 0
+    hits: int = 0
+    """Requests of which the tree had cached tokens."""
+    wrong: int = 0
+    attested: int = 0
+    """Requests that were asked about while the index was attested."""
+    resets: int = 0
+    batches: int = 0
+    attestation_us: float = 0.0
+    """Median CPU time that the attestation adds to `publish()`, in microseconds."""
+    blocks: int = 0
+    """Blocks in the tree when that was measured."""
+    examples: list[str] = []
+
+
+class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds, after all other finders, modules that files of SGLang import and that are not installed."""
+
+    def find_spec(self, fullname: str, _path: object, _target: object = None) -> importlib.machinery.ModuleSpec | None:
+        frame = inspect.currentframe()
+        while frame is not None and (frame.f_globals.get("__name__") == __name__ or "importlib" in frame.f_code.co_filename):
+            frame = frame.f_back
+        importer = "" if frame is None else frame.f_globals.get("__name__", "")
+        is_inside = isinstance(sys.modules.get(fullname.rpartition(".")[0]), mock.MagicMock)
+        if fullname.startswith("sglang.") or not (importer.startswith("sglang.") or is_inside):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return mock.MagicMock(name=spec.name, __path__=[], __spec__=spec, __name__=spec.name, __version__="0.0.0")
+
+    def exec_module(self, _module: types.ModuleType) -> None:
+        """Do nothing."""
+
+
+def prepare(wheel: Path, release: str) -> None:
+    """Make the unpacked wheel importable, without running its package's `__init__`, which imports the whole server."""
+    package = types.ModuleType("sglang")
+    package.__path__ = [str(wheel / "sglang")]
+    package.__dict__["__version__"] = release
+    sys.modules["sglang"] = package
+    sys.meta_path.append(_Placeholders())
+
+
+class Tree:
+    """A tree of one kind, and the component of the scheduler that publishes its events."""
+
+    def __init__(self, kind: str) -> None:
+        radix = importlib.import_module("sglang.srt.mem_cache.radix_cache")
+        base = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
+        params = importlib.import_module("sglang.srt.mem_cache.cache_init_params")
+        self._key: Any = radix.RadixKey
+        named = inspect.signature(radix.RadixKey.__init__).parameters
+        self.has_salts = "cache_salt" in named
+        self._tokens: Any = (lambda found: array("q", found)) if "array" in str(named["token_ids"].annotation) else list
+        self._base = base
+        options: dict[str, Any] = {
+            "disable": False,
+            "req_to_token_pool": None,
+            "token_to_kv_pool_allocator": _pool(),
+            "page_size": PAGE,
+            "enable_kv_cache_events": True,
+        }
+        if kind == "radix":
+            self.cache: Any = radix.RadixCache(params.CacheInitParams(**options))
+        else:
+            unified = importlib.import_module("sglang.srt.mem_cache.unified_radix_cache")
+            components = importlib.import_module("sglang.srt.mem_cache.unified_cache.components")
+            backend = {"tree_core_backend": kind.removeprefix("unified-")}
+            options["tree_components"] = (components.ComponentType.FULL,)
+            self.cache = unified.UnifiedRadixCache(params.CacheInitParams(**options, **backend))
+
+    def key(self, tokens: list[int], salt: str | None) -> Any:
+        salted = {"cache_salt": salt} if self.has_salts else {}
+        return self._key(self._tokens(tokens), None, **salted)
+
+    def match(self, tokens: list[int], salt: str | None) -> tuple[int, Any]:
+        """Return the tokens that the tree finds on the GPU, and the node."""
+        found = self.cache.match_prefix(self._base.MatchPrefixParams(key=self.key(tokens, salt)))
+        length = getattr(found, "device_prefix_len", None)
+        return len(found.device_indices) if length is None else length, found.last_device_node
+
+    def insert(self, tokens: list[int], salt: str | None) -> None:
+        torch = importlib.import_module("torch")  # only the engine's environment has it
+        value = torch.arange(len(tokens), dtype=torch.int64)
+        self.cache.insert(self._base.InsertParams(key=self.key(tokens, salt), value=value))
+
+    def evict(self, tokens: int) -> None:
+        self.cache.evict(self._base.EvictParams(num_tokens=tokens))
+
+    def size(self) -> int:
+        return int(self.cache.evictable_size() + self.cache.protected_size())
+
+
+def _pool() -> Any:
+    """A memory pool that accepts what the tree frees."""
+    return mock.MagicMock(name="token_to_kv_pool_allocator", device="cpu", page_size=PAGE)
+
+
+def start(tree: Tree) -> Any:
+    """Create the publisher as SGLang does, by its factory, and the component that calls it."""
+    owner = None
+    for module, name, _ in plugin._EMITTERS:
+        if importlib.util.find_spec(module) is None:
+            continue
+        if not module.endswith("kv_events_publisher"):
+            importlib.import_module("sglang.srt.managers.scheduler")  # the two import each other, and this one must be first
+        owner = getattr(importlib.import_module(module), name)
+        break
+    assert owner is not None
+    factory = importlib.import_module("sglang.srt.disaggregation.kv_events").EventPublisherFactory
+    plugin.register()
+    config = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0", "bind": true}'
+    emitter: Any = object.__new__(type("Emitter", (owner,), {}))
+    emitter.enable_kv_cache_events = True
+    emitter.kv_event_publisher = factory.create(config, 0)
+    emitter.tree_cache = tree.cache
+    assert isinstance(emitter.kv_event_publisher, plugin.SglangEventPublisher)
+    emitter.publish = getattr(emitter, "publish_kv_events", None) or emitter._publish_kv_events
+    return emitter
+
+
+class Requests:
+    """Random prompts that share prefixes, cut and continued anywhere."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._seen: list[list[int]] = [[]]
+
+    def next(self) -> list[int]:
+        drawn = self.random
+        parent = drawn.choice(self._seen[-60:])
+        prefix = parent[: drawn.randrange(len(parent) + 1)]
+        tokens = prefix + [drawn.randrange(VOCABULARY) for _ in range(drawn.randrange(1, 10 * PAGE))]
+        self._seen.append(tokens[: 40 * PAGE])
+        return self._seen[-1]
+
+
+class Recorder:
+    """The steps of a run: what SGLang's own encoder makes of each batch, with the digest after it, and what the tree found."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def watch(self, publisher: Any) -> None:
+        original = publisher.publish
+
+        def publish(batch: Any) -> None:
+            original(batch)
+            payload = base64.b64encode(msgspec.msgpack.encode(batch)).decode()
+            self.steps.append({"payload": payload, "attestation": publisher._cache_digest.digest})
+
+        publisher.publish = publish
+
+    def write(self, file: Path) -> None:
+        lines = b"".join(msgspec.json.encode(step) + b"\n" for step in self.steps)
+        file.write_bytes(gzip.compress(lines, 9, mtime=0))
+
+
+def run(release: str, kind: str, seed: int, requests: int, recorder: Recorder) -> Result:
+    """Compare `requests` predictions with the tree."""
+    result, tree, prompts = Result(release, kind, seed), Tree(kind), Requests(seed)
+    emitter, index = start(tree), PrefixIndex()
+    publisher = emitter.kv_event_publisher
+    recorder.watch(publisher)
+    applied = 0
+    with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
+        while result.requests < requests:
+            emitter.publish()
+            deadline = time.monotonic() + SECONDS
+            while applied < publisher.stats().accepted:
+                delivery = subscriber.receive(timeout=1.0)
+                if delivery is not None:
+                    applied += isinstance(delivery, Batch) and not _is_heartbeat(index.apply(delivery))
+                assert time.monotonic() < deadline, "the subscriber does not receive all batches"
+            while (delivery := subscriber.receive(timeout=0)) is not None:
+                index.apply(delivery)
+            tokens, salt = prompts.next(), prompts.random.choice(SALTS) if tree.has_salts else None
+            cached = _compare(result, index, tree, tokens, salt)
+            recorder.steps.append({"prompt": tokens, "salt": salt, "cached": cached})
+            _serve(tree, prompts.random, tokens, salt)
+            if prompts.random.random() < 0.002:
+                tree.cache.reset()
+                result.resets += 1
+    result.batches = publisher.stats().accepted
+    publisher.shutdown()
+    return result
+
+
+def _is_heartbeat(applied: Any) -> bool:
+    return applied.report is not None and applied.report.heartbeat is not None
+
+
+def _compare(result: Result, index: PrefixIndex, tree: Tree, tokens: list[int], salt: str | None) -> int:
+    """Return the tokens that the tree finds."""
+    found = index.match(tokens, Namespace(salt=salt))
+    predicted = max((each.tokens for each in found), default=0)
+    cached, _ = tree.match(tokens, salt)
+    result.requests += 1
+    result.hits += cached > 0
+    result.attested += all(worker.attested is True for worker in index.workers()) and bool(index.workers())
+    if predicted != cached:
+        result.wrong += 1
+        result.examples.append(f"request {result.requests}: predicted {predicted}, cached {cached}, {salt=}")
+    return cached
+
+
+def _serve(tree: Tree, drawn: random.Random, tokens: list[int], salt: str | None) -> None:
+    """Do what the scheduler does for a request: make room, and insert its prompt and a part of its answer."""
+    extended = tokens + [drawn.randrange(VOCABULARY) for _ in range(drawn.randrange(2 * PAGE))]
+    excess = tree.size() + len(extended) - CAPACITY
+    if excess > 0:
+        tree.evict(excess)
+    tree.insert(tokens, salt)
+    tree.insert(extended, salt)
+
+
+def measure(result: Result, kind: str, blocks: int) -> None:
+    """Fill a tree with blocks, and measure what the attestation adds to a batch of one block."""
+    tree, prompts = Tree(kind), random.Random(1)
+    emitter = start(tree)
+    publisher = emitter.kv_event_publisher
+    while tree.size() < blocks * PAGE:
+        tree.insert([prompts.randrange(VOCABULARY) for _ in range(1000 * PAGE)], None)
+        emitter.publish()
+    digest = publisher._cache_digest
+    assert digest is not None
+    costs = []
+    for _ in range(500):
+        tree.insert([prompts.randrange(VOCABULARY) for _ in range(PAGE)], None)
+        events = tree.cache.take_events()
+        begin = time.thread_time_ns()
+        is_equal = digest.add(events)
+        publisher.record_cache(digest.digest, is_batch_pending=False)
+        costs.append((time.thread_time_ns() - begin) / 1000)
+        assert is_equal
+    result.attestation_us, result.blocks = statistics.median(costs), tree.size() // PAGE
+    publisher.shutdown(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheel", type=Path, help="folder of the unpacked wheel")
+    parser.add_argument("release")
+    parser.add_argument("tree", choices=("radix", "unified-python", "unified-rust"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--blocks", type=int, default=0, help="of the tree in which the attestation is measured")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the steps of the run to a file")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault(VARIABLE, '{"heartbeat": 0.05}')
+    prepare(options.wheel, options.release)
+    recorder = Recorder()
+    result = run(options.release, options.tree, options.seed, options.requests, recorder)
+    if options.record is not None:
+        recorder.write(options.record)
+    if options.blocks:
+        measure(result, options.tree, options.blocks)
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    return 1 if result.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The prefix index on a recorded run of SGLang 0.5.23's own radix tree, whose answer is known for every request."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from kvevents.engines.attestation import DIGEST_MASK, block_term
+from kvevents.index import Namespace, PrefixIndex
+from paths import DATA
+
+WORKER = ("sglang", 0)
+
+
+def steps() -> Iterator[dict[str, Any]]:
+    """Batches with the digest that the plugin attested after them, and prompts with the tokens that the tree found."""
+    for line in gzip.decompress((DATA / "sglang-0.5.23-radix.jsonl.gz").read_bytes()).splitlines():
+        yield json.loads(line)
+
+
+def test_the_index_finds_what_sglangs_tree_finds() -> None:
+    index, seq, hits = PrefixIndex(), 0, 0
+    for step in steps():
+        if "payload" in step:
+            assert index.apply_payload(WORKER, 0, seq, base64.b64decode(step["payload"])).status == "applied"
+            seq += 1
+            continue
+        found = index.match(step["prompt"], Namespace(salt=step["salt"])).get(*WORKER)
+        assert (0 if found is None else found.tokens) == step["cached"]
+        hits += step["cached"] > 0
+    assert hits == 16
+
+
+def test_what_the_plugin_attests_is_what_the_index_holds() -> None:
+    """The plugin adds and subtracts sums of whole events; here it is computed from the blocks that are left."""
+    index, seq = PrefixIndex(), 0
+    for step in steps():
+        if "payload" in step:
+            index.apply_payload(WORKER, 0, seq, base64.b64decode(step["payload"]))
+            seq += 1
+            held = sum(block_term(each.hash, each.group) * each.copies for each in index.blocks(WORKER) if each.tier == "gpu")
+            assert held & DIGEST_MASK == step["attestation"]
+    assert seq == 70
