@@ -19,7 +19,7 @@ from importlib.util import spec_from_file_location
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final, Self
 
-from tools.released import VLLM, extracted
+from tools.released import VLLM, Engine, extracted
 
 CORE: Final = "vllm.v1.core."
 REAL: Final = (
@@ -93,11 +93,16 @@ class _StandIn(ModuleType):
 class _Finder(MetaPathFinder, Loader):
     """Finds `REAL` in the wheel, and a stand-in for all else of `FOREIGN`."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Final = engine
+
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         if fullname in PACKAGES:
-            return spec_from_file_location(fullname, extracted(VLLM, fullname + ".__init__"), submodule_search_locations=[])
+            return spec_from_file_location(
+                fullname, extracted(self._engine, fullname + ".__init__"), submodule_search_locations=[]
+            )
         if fullname in REAL:
-            return spec_from_file_location(fullname, extracted(VLLM, fullname))
+            return spec_from_file_location(fullname, extracted(self._engine, fullname))
         if fullname.partition(".")[0] in FOREIGN:
             return ModuleSpec(fullname, self, is_package=True)
         return None
@@ -112,9 +117,9 @@ class _Finder(MetaPathFinder, Loader):
 
 
 @cache
-def modules() -> dict[str, ModuleType]:
-    """The modules of `REAL` by name. Raises `SystemExit` with a sentence when the wheel cannot be had."""
-    with _apart():
+def modules(engine: Engine = VLLM) -> dict[str, ModuleType]:
+    """The modules of `REAL` by name, of one release. Raises `SystemExit` with a sentence when the wheel cannot be had."""
+    with _apart(engine):
         found = {name: importlib.import_module(name) for name in REAL}
         # Its managers are registered on first use, with imports of its own.
         found["vllm.v1.kv_cache_spec_registry"].KVCacheSpecRegistry._ensure_registered(vllm_config=Anything())
@@ -124,13 +129,13 @@ def modules() -> dict[str, ModuleType]:
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
+def _apart(engine: Engine) -> Iterator[None]:
     """Imports inside leave nothing of `FOREIGN` in `sys.modules`, and see nothing that was there."""
 
     def foreign() -> dict[str, ModuleType]:
         return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in FOREIGN}
 
-    before, finder = foreign(), _Finder()
+    before, finder = foreign(), _Finder(engine)
     for name in before:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)

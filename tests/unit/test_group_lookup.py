@@ -1,0 +1,50 @@
+"""The model of lookups by KV cache groups of several kinds and block sizes, on recorded histories of vLLM 0.33.0."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvevents.events import BlockStored
+from kvevents.wire import decode_batch
+from tests.system.vllm_oracle.groups import SHAPES, GroupPredictor, History, recorded
+from wire_cases import DATA
+
+HISTORIES = recorded(DATA / "vllm-0.33-groups.jsonl.gz")
+
+
+def test_all_shapes_are_recorded() -> None:
+    assert [history.shape for history in HISTORIES] == [shape.name for shape in SHAPES]
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.shape)
+def test_every_request_at_vllm_is_predicted(history: History) -> None:
+    """Before each of 50 requests, the events so far say to the token what vLLM's own coordinator then finds."""
+    predictor = GroupPredictor(history.drafts)
+    for step in history.steps:
+        predictor.take(step)
+    assert (predictor.requests, predictor.wrong) == (50, 0)
+    assert predictor.hits > 0
+
+
+def test_blocks_are_announced_whose_parents_are_not() -> None:
+    """Entries inside of a block name a parent that no event has announced, so that tokens alone cannot key them."""
+    (history,) = (history for history in HISTORIES if history.shape == "Mamba states, hashed inside of blocks")
+    known: set[int] = set()
+    orphans = 0
+    for step in history.steps:
+        for event in decode_batch(step.payload).batch.events if step.payload else ():
+            if isinstance(event, BlockStored):
+                parent = event.parent_block_hash
+                orphans += parent is not None and parent not in known
+                known.update(event.block_hashes)
+    assert orphans > 0
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE, two block sizes", "a draft group beside a window"])
+def test_the_groups_of_a_draft_model_are_a_setting(name: str) -> None:
+    """Events do not say that an engine drops the last block of a hit: without the setting too much is predicted."""
+    (history,) = (history for history in HISTORIES if history.shape == name)
+    predictor = GroupPredictor(None)
+    for step in history.steps:
+        predictor.take(step)
+    assert predictor.wrong > 0
