@@ -28,10 +28,10 @@ def test_the_index_finds_what_sglangs_tree_finds() -> None:
             assert index.apply_payload(WORKER, 0, seq, base64.b64decode(step["payload"])).status == "applied"
             seq += 1
             continue
-        found = index.match(step["prompt"], Namespace(salt=step["salt"])).get(*WORKER)
+        found = index.match(step["prompt"], Namespace(lora=step["lora"], salt=step["salt"])).get(*WORKER)
         assert (0 if found is None else found.tokens) == step["cached"]
         hits += step["cached"] > 0
-    assert hits == 16
+    assert hits == 24
 
 
 def test_what_the_plugin_attests_is_what_the_index_holds() -> None:
@@ -43,4 +43,4 @@ def test_what_the_plugin_attests_is_what_the_index_holds() -> None:
             seq += 1
             held = sum(block_term(each.hash, each.group) * each.copies for each in index.blocks(WORKER) if each.tier == "gpu")
             assert held & DIGEST_MASK == step["attestation"]
-    assert seq == 70
+    assert seq == 110

@@ -24,7 +24,7 @@ import types
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -39,6 +39,7 @@ CAPACITY: Final = 96 * PAGE
 """Tokens that the cache may hold, so that it evicts all the time."""
 VOCABULARY: Final = 256
 SALTS: Final = (None, None, "a", "b")
+ADAPTERS: Final = (None, None, None, "adapter-0", "adapter-1")
 SECONDS: Final = 20.0
 """Limit of one wait for the subscriber."""
 
@@ -93,6 +94,13 @@ def prepare(wheel: Path, release: str) -> None:
     sys.meta_path.append(_Placeholders())
 
 
+class Scope(NamedTuple):
+    """What separates equal tokens."""
+
+    salt: str | None
+    lora: str | None
+
+
 class Tree:
     """A tree of one kind, and the component of the scheduler that publishes its events."""
 
@@ -112,6 +120,12 @@ class Tree:
             "page_size": PAGE,
             "enable_kv_cache_events": True,
         }
+        self.has_adapters = "kv_event_lora_names" in inspect.signature(params.CacheInitParams).parameters
+        if self.has_adapters:
+            names = importlib.import_module("sglang.srt.mem_cache.events").KvEventLoraNames()
+            for name in filter(None, ADAPTERS):
+                names.register(types.SimpleNamespace(lora_id=name, extra_key=_extra_key(name)), name)
+            options["kv_event_lora_names"] = names
         if kind == "radix":
             self.cache: Any = radix.RadixCache(params.CacheInitParams(**options))
         else:
@@ -121,26 +135,36 @@ class Tree:
             options["tree_components"] = (components.ComponentType.FULL,)
             self.cache = unified.UnifiedRadixCache(params.CacheInitParams(**options, **backend))
 
-    def key(self, tokens: list[int], salt: str | None) -> Any:
-        salted = {"cache_salt": salt} if self.has_salts else {}
-        return self._key(self._tokens(tokens), None, **salted)
+    def draw_scope(self, drawn: random.Random) -> Scope:
+        """Return a scope of those that the events of this release name."""
+        salt, lora = drawn.choice(SALTS), drawn.choice(ADAPTERS)
+        return Scope(salt if self.has_salts else None, lora if self.has_adapters else None)
 
-    def match(self, tokens: list[int], salt: str | None) -> tuple[int, Any]:
+    def key(self, tokens: list[int], scope: Scope) -> Any:
+        salted = {"cache_salt": scope.salt} if self.has_salts else {}
+        return self._key(self._tokens(tokens), _extra_key(scope.lora), **salted)
+
+    def match(self, tokens: list[int], scope: Scope) -> tuple[int, Any]:
         """Return the tokens that the tree finds on the GPU, and the node."""
-        found = self.cache.match_prefix(self._base.MatchPrefixParams(key=self.key(tokens, salt)))
+        found = self.cache.match_prefix(self._base.MatchPrefixParams(key=self.key(tokens, scope)))
         length = getattr(found, "device_prefix_len", None)
         return len(found.device_indices) if length is None else length, found.last_device_node
 
-    def insert(self, tokens: list[int], salt: str | None) -> None:
+    def insert(self, tokens: list[int], scope: Scope) -> None:
         torch = importlib.import_module("torch")  # only the engine's environment has it
         value = torch.arange(len(tokens), dtype=torch.int64)
-        self.cache.insert(self._base.InsertParams(key=self.key(tokens, salt), value=value))
+        self.cache.insert(self._base.InsertParams(key=self.key(tokens, scope), value=value))
 
     def evict(self, tokens: int) -> None:
         self.cache.evict(self._base.EvictParams(num_tokens=tokens))
 
     def size(self) -> int:
         return int(self.cache.evictable_size() + self.cache.protected_size())
+
+
+def _extra_key(lora: str | None) -> str | None:
+    """Return the key under which the scheduler caches requests of an adapter: its identifier of 32 characters."""
+    return None if lora is None else lora.rjust(32, "0")
 
 
 def _pool() -> Any:
@@ -226,11 +250,11 @@ def run(release: str, kind: str, seed: int, requests: int, recorder: Recorder) -
                 assert time.monotonic() < deadline, "the subscriber does not receive all batches"
             while (delivery := subscriber.receive(timeout=0)) is not None:
                 index.apply(delivery)
-            tokens, salt = prompts.next(), prompts.random.choice(SALTS) if tree.has_salts else None
-            cached = _compare(result, index, tree, tokens, salt)
-            recorder.steps.append({"prompt": tokens, "salt": salt, "cached": cached})
-            _serve(tree, prompts.random, tokens, salt)
-            if prompts.random.random() < 0.002:
+            tokens, scope = prompts.next(), tree.draw_scope(prompts.random)
+            cached = _compare(result, index, tree, tokens, scope)
+            recorder.steps.append({"prompt": tokens, "salt": scope.salt, "lora": scope.lora, "cached": cached})
+            _serve(tree, prompts.random, tokens, scope)
+            if prompts.random.random() < 0.01:
                 tree.cache.reset()
                 result.resets += 1
     result.batches = publisher.stats().accepted
@@ -242,28 +266,28 @@ def _is_heartbeat(applied: Any) -> bool:
     return applied.report is not None and applied.report.heartbeat is not None
 
 
-def _compare(result: Result, index: PrefixIndex, tree: Tree, tokens: list[int], salt: str | None) -> int:
+def _compare(result: Result, index: PrefixIndex, tree: Tree, tokens: list[int], scope: Scope) -> int:
     """Return the tokens that the tree finds."""
-    found = index.match(tokens, Namespace(salt=salt))
+    found = index.match(tokens, Namespace(lora=scope.lora, salt=scope.salt))
     predicted = max((each.tokens for each in found), default=0)
-    cached, _ = tree.match(tokens, salt)
+    cached, _ = tree.match(tokens, scope)
     result.requests += 1
     result.hits += cached > 0
     result.attested += all(worker.attested is True for worker in index.workers()) and bool(index.workers())
     if predicted != cached:
         result.wrong += 1
-        result.examples.append(f"request {result.requests}: predicted {predicted}, cached {cached}, {salt=}")
+        result.examples.append(f"request {result.requests}: predicted {predicted}, cached {cached}, {scope}")
     return cached
 
 
-def _serve(tree: Tree, drawn: random.Random, tokens: list[int], salt: str | None) -> None:
+def _serve(tree: Tree, drawn: random.Random, tokens: list[int], scope: Scope) -> None:
     """Do what the scheduler does for a request: make room, and insert its prompt and a part of its answer."""
     extended = tokens + [drawn.randrange(VOCABULARY) for _ in range(drawn.randrange(2 * PAGE))]
     excess = tree.size() + len(extended) - CAPACITY
     if excess > 0:
         tree.evict(excess)
-    tree.insert(tokens, salt)
-    tree.insert(extended, salt)
+    tree.insert(tokens, scope)
+    tree.insert(extended, scope)
 
 
 def measure(result: Result, kind: str, blocks: int) -> None:
@@ -272,13 +296,13 @@ def measure(result: Result, kind: str, blocks: int) -> None:
     emitter = start(tree)
     publisher = emitter.kv_event_publisher
     while tree.size() < blocks * PAGE:
-        tree.insert([prompts.randrange(VOCABULARY) for _ in range(1000 * PAGE)], None)
+        tree.insert([prompts.randrange(VOCABULARY) for _ in range(1000 * PAGE)], Scope(None, None))
         emitter.publish()
     digest = publisher._cache_digest
     assert digest is not None
     costs = []
     for _ in range(500):
-        tree.insert([prompts.randrange(VOCABULARY) for _ in range(PAGE)], None)
+        tree.insert([prompts.randrange(VOCABULARY) for _ in range(PAGE)], Scope(None, None))
         events = tree.cache.take_events()
         begin = time.thread_time_ns()
         is_equal = digest.add(events)
