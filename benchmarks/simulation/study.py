@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.simulation import ladder, telling
+from benchmarks.simulation import document as writer
+from benchmarks.simulation import ladder
 from benchmarks.simulation.cases import Case, Climb, Generated, Traced, run_all, to_stderr, trace_path
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
@@ -131,14 +132,14 @@ def main() -> int:
     speed = _saturating([(speed, found[each[0]]) for speed, each in rising])
     more = [case for _, case in plan.policies(speed)] + [case for _, each in plan.caches(speed) for case in each]
     found |= run_all([case for case in [*more, *plan.small_blocks(speed)] if case not in found], to_stderr)
-    document = telling.document(plan, speed, found, saturated=SATURATED, minutes=MINUTES)
+    document = writer.document(plan, speed, found, saturated=SATURATED, minutes=MINUTES)
     print(document)
     to_stderr(f"{len(found)} runs in {time.monotonic() - began:.0f} s")
     if options.write:
         if options.quick or trace_path() == SAMPLE:
             sys.exit("only the whole study, with the conversation trace, is written")
         DOCUMENT.write_text(document, encoding="utf-8")
-    return int(telling.counted(found).disagreements > 0)
+    return int(writer.counted(found).disagreements > 0)
 
 
 def _saturating(found: list[tuple[float, PolicyResult]]) -> float:

@@ -1,4 +1,4 @@
-"""What docs/routing-study.md says around its tables."""
+"""Headings and introductions of docs/routing-study.md; conclusions are computed in `document`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Policies of `kvevents.routing` on simulated fleets ([simulation.md](simulation.m
 {minutes} minutes of two CPUs. `KVEVENTS_MOONCAKE_TRACE` names the file of [Mooncake's conversation
 trace](https://github.com/kvcache-ai/Mooncake): 12,031 requests, 145 million prompt tokens, 59 minutes.
 
-- Unless told otherwise a fleet is 8 engines of `qwen3-32b-2xh100`, a roofline of Qwen3-32B over two H100, with 276,000 tokens
+- By default a fleet is 8 engines of `qwen3-32b-2xh100`, a roofline of Qwen3-32B over two H100, with 276,000 tokens
   of cache each. Blocks have 128 tokens, events are in the index 1 ms after a step, all policies have their defaults and seed
   0.
 - TTFT: seconds from a request's arrival to its first token, of all requests. Hit rate: prompt tokens that engines found in
@@ -20,7 +20,7 @@ trace](https://github.com/kvcache-ai/Mooncake): 12,031 requests, 145 million pro
 - The defaults of `prefix-aware` were chosen on the generators below and on the packaged sample ([ADR
   0008](adr/0008-prefix-aware-score.md)), and not on this trace. One seed each.
 - Requests come when the trace says, however slow the fleet is. One that is too slow gets slower to the end: beyond saturation
-  TTFT tells who is worse, and for the rest how long the run was.
+  TTFT shows which policy is worse, and otherwise depends on the length of the run.
 """
 RISING: Final = """
 ## Where round robin saturates
@@ -31,14 +31,7 @@ fleet whose TTFT p90 is above {saturated:g} s is called saturated: round robin i
 POLICIES: Final = """
 ## All policies at that load
 
-{speed:g} times the trace's speed. `least-loaded` compares tokens unless told otherwise.
-"""
-POLICIES_AFTER: Final = """
-On this trace nearly all that is gained over round robin is balance, not cache. Prompts differ a hundredfold in length, so who
-counts tokens avoids the long queues, and who counts requests does not. An endless cache would hold 37 % of the prompt tokens;
-the eight GPU caches together hold 2.2 million tokens, which is a minute of the trace. What the index adds is the difference
-between `prefix-aware` and `least-loaded`: some GPU time, and no shorter TTFT, until the fleet is nearly too slow; then what
-is not computed decides whether it keeps up.
+{speed:g} times the trace's speed. `least-loaded` compares tokens by default.
 """
 CACHES: Final = """
 ## How much cache it takes
@@ -46,27 +39,16 @@ CACHES: Final = """
 The same load with caches of other sizes in each engine: TTFT p90 and hit rate, and how many times as long p90 is as with
 prefix-aware. A quarter of the cache is too small for 214 of the prompts, which are refused.
 """
-CACHES_AFTER: Final = """
-Where a cache is small beside what comes between two turns of a conversation, the earlier turn is gone before anybody asks for
-it: with a quarter of the GPUs' cache all policies find the same, and an index is not worth its trouble. With larger ones
-round robin and least-loaded find a turn in one of eight places by chance, however much is kept; prefix-aware finds about
-three times as much, up to nine tenths of what an endless cache would hold. Whether that shows in TTFT depends on how busy the
-fleet is: at this load it is a sixth to a quarter.
-"""
 SMALL: Final = """
 ## Block size
 
-The same with blocks of 16 tokens, vLLM's default. The trace tells equal text in pieces of 512 tokens, so hits hardly differ.
+The same with blocks of 16 tokens, vLLM's default. The trace identifies equal text in pieces of 512 tokens, so hit rates
+hardly differ.
 """
 OTHERS: Final = """
 ## Other traffic
 
 The generators of [workloads.md](workloads.md). Each cell has TTFT p90 and the hit rate.
-"""
-OTHERS_AFTER: Final = """
-Agents come back with long prompts soon: there the cache decides whether a fleet keeps up. Chats behind few system prompts
-find those in every cache anyway; less is computed, and hardly anybody would notice the difference in waiting before the fleet
-is full.
 """
 LLMD: Final = """
 ## llm-d's published gain
@@ -79,28 +61,7 @@ one before is answered, as inference-perf does it. Output tokens a second are th
 is over all requests.
 """
 LLMD_AFTER: Final = """
-The "73 %" is what all 750 prompts take when each group's shared part is kept once: 1.8 of 2.46 million tokens. Kept once, it
-fits. Spread over all pods, prompts want up to 5.4 million, more than twice the fleet's cache, and go round in one fixed
-order, for which least recently used is the worst rule: each is evicted shortly before it comes again. So it is all or
-nothing, by construction, and that is what both found: precise scheduling computes the questions at most, blind scheduling
-nearly everything, and the output differs by a factor of about two.
-
-Output agrees within a tenth with precise scheduling from 20 requests a second on, and within a fifth or so with random. What
-differs:
-
-- *Short TTFT*: 0.15 s here, 0.5 s there. Nothing waits in either. Probably most of the rest is the way to the client, which
-  is not simulated: a later run of the same guide, with other versions, has a p90 of 0.26 s and 13,900 tokens a second in the
-  last stage, where we have 0.16 s and 10,900.
-- *Long TTFT*: 155 s here, 95 s there, though ours finish more tokens a second. In the stages of 1,500 requests a queue of
-  that length follows from the output: 1,500 answers of 1,000 tokens at 5,000 a second are 300 s. The report's 4,800 a second
-  and a p90 of 106 s do not fit an open queue of answers of 1,000; how long answers were is not told.
-- *Estimated scheduling* is much worse there than here, since ours hardly ever moves a prompt from where it was first sent.
-  With a `wait_weight` of 1 it moves some, believes from then on that two pods have them, learns of no eviction, and breaks
-  down as theirs does, at 20 a second already (theirs at 40). With events the same weight holds until 46. So the gain of
-  precise over estimated is as much one of how rarely prompts are moved as of what is known.
-- *Preemptions*: 9,000 in 16,000 requests, all from 40 a second on, where 190 answers at once in a pod outgrow its memory.
-  They cost output and hardly any TTFT, since the first token has been given; but some 90 requests of three stages, admitted
-  last, waited for 40 s, which is why the mean is above the p90.
+What differs between the two:
 """
 DIFFERENCES: Final = (
     (
@@ -140,7 +101,8 @@ DIFFERENCES: Final = (
     ),
 )
 LLMD_END: Final = """
-`session-affinity` is no estimate of caches: it keeps a user in one place, but a group of five in five.
+`session-affinity` does not estimate caches: each of a group's five users has one worker, so the group's prefix is on up to
+five.
 """
 ODD: Final = """
 ## Checked on the way

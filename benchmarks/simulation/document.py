@@ -1,11 +1,11 @@
-"""What the study found, as docs/routing-study.md."""
+"""Writes the results of the study, with conclusions that are computed from them, as docs/routing-study.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from benchmarks.simulation import words
+from benchmarks.simulation import headings
 from benchmarks.simulation.ladder import Stage
 from kvevents.sim.results import Distribution, PolicyResult
 
@@ -32,30 +32,29 @@ def document(plan: Plan, speed: float, found: Mapping[Any, Any], *, saturated: f
     """All of it."""
     counts = counted(found)
     parts = [
-        words.HEAD.format(minutes=minutes),
-        words.RISING.format(saturated=saturated, speed=speed),
+        headings.HEAD.format(minutes=minutes),
+        headings.RISING.format(saturated=saturated, speed=speed),
         _compared("speed", [(f"{speed:g}", cases) for speed, cases in plan.rising()], found),
-        words.POLICIES.format(speed=speed),
+        headings.POLICIES.format(speed=speed),
         _table(_EACH, [[name, *_each(found[case])] for name, case in plan.policies(speed)]),
-        words.POLICIES_AFTER,
-        words.CACHES,
+        best([(name, found[case]) for name, case in plan.policies(speed)]),
+        headings.CACHES,
         _compared("cache of an engine", plan.caches(speed), found),
-        words.CACHES_AFTER,
-        words.SMALL,
+        headings.SMALL,
         _table(_EACH, [[case.policy, *_each(found[case])] for case in plan.small_blocks(speed)]),
-        words.OTHERS,
+        headings.OTHERS,
         _other_traffic(plan, found),
-        words.OTHERS_AFTER,
-        words.LLMD,
+        ratios([[_policy_p90(found, case) for case in cases] for _, cases in plan.others()]),
+        headings.LLMD,
         _summary(plan, found),
         "\nStage by stage, TTFT p90:",
         _stages(plan, found),
         "\nOutput tokens a second of each stage:",
         _outputs(plan, found),
-        words.LLMD_AFTER,
-        _table(["", "theirs", "here"], words.DIFFERENCES),
-        words.LLMD_END,
-        words.ODD.format(runs=len(found), **counts._asdict()),
+        headings.LLMD_AFTER,
+        _table(["", "theirs", "here"], headings.DIFFERENCES),
+        headings.LLMD_END,
+        headings.ODD.format(runs=len(found), **counts._asdict()),
     ]
     return "\n".join(part.removesuffix("\n") for part in parts) + "\n"
 
@@ -73,12 +72,34 @@ def _each(result: PolicyResult) -> list[str]:
 
 def _compared(head: str, rows: Iterable[tuple[str, Sequence[Case]]], found: Mapping[Any, Any]) -> str:
     """TTFT p90 and hit rate of several policies, and how much the last one, which asks the index, has less."""
-    heads, lines = [head], []
+    heads, lines, times = [head], [], []
     for name, cases in rows:
-        *others, last = [_known(found[case].ttft).p90 for case in cases]
+        times.append([_policy_p90(found, case) for case in cases])
+        *others, last = [time for _, time in times[-1]]
         heads = [head, *(case.policy for case in cases), *(f"{case.policy} : {cases[-1].policy}" for case in cases[:-1])]
         lines.append([name, *(_both(found[case]) for case in cases), *(f"{other / last:.1f}" for other in others)])
-    return _table(heads, lines)
+    return _table(heads, lines) + "\n" + ratios(times)
+
+
+def _policy_p90(found: Mapping[Any, Any], case: Case) -> tuple[str, float]:
+    return case.policy, _known(found[case].ttft).p90
+
+
+def ratios(rows: Sequence[Sequence[tuple[str, float]]]) -> str:
+    """Return how many times the TTFT p90 of the last policy of each row the others have, over all rows."""
+    last = rows[0][-1][0]
+    parts = []
+    for place, (policy, _) in enumerate(rows[0][:-1]):
+        times = [row[place][1] / row[-1][1] for row in rows]
+        parts.append(f"- {policy} {min(times):.1f} to {max(times):.1f} times")
+    return f"\nTTFT p90 compared with {last}:\n" + ",\n".join(parts) + ".\n"
+
+
+def best(results: Sequence[tuple[str, PolicyResult]]) -> str:
+    """Return which policy has the shortest TTFT p90, and which the highest hit rate."""
+    fastest, time = min(((name, _known(result.ttft).p90) for name, result in results), key=lambda pair: pair[1])
+    highest, rate = max(((name, result.hit_rate) for name, result in results), key=lambda pair: pair[1])
+    return f"\nShortest TTFT p90: {fastest} ({_seconds(time)} s). Highest hit rate: {highest} ({_percent(rate)}).\n"
 
 
 def _both(result: PolicyResult) -> str:
