@@ -962,7 +962,7 @@ impl Stream {
         })
     }
 
-    /// Puts the blocks of one hash, given by key and context, in this order; those that were refused are passed over. Says whether these are
+    /// Puts the blocks of one hash, given by key and context, in this order; refused ones are skipped. Says whether these are
     /// its blocks.
     pub fn reorder(
         &mut self,

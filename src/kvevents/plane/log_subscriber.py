@@ -275,7 +275,7 @@ class LogSubscriber:
         return found
 
     def _compute_digests(self) -> None:
-        """Compute the digests that are due: everything up to their position is in the index, and nothing behind it."""
+        """Compute the digests that are due: everything up to their position is in the index, and nothing after it."""
         while self._due:
             partition = self._due.pop()
             state = self.states[partition]

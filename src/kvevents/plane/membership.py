@@ -160,7 +160,7 @@ class BridgePeers:
     def name_conflict(self, now: float) -> str:
         """Return where another bridge of the same name runs; empty if there is none.
 
-        A bridge of that name that was there before counts only if it writes behind this one.
+        A bridge of that name that was there before counts only if it writes after this one.
         """
         heartbeats = self._heartbeats()
         if self._first_own is None and (own := heartbeats.get(self._own)) is not None:

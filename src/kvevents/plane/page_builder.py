@@ -308,7 +308,7 @@ class PageBuilder:
             selection.done += 1
 
     def _fragment(self, end: StreamEnd, record: BatchRecord) -> FragmentRecord:
-        """Return the fragment behind those that the log has."""
+        """Return the fragment after those that the log has."""
         partial, offset = end.partial_batch, 0
         if partial is not None and (partial.seq, partial.total) == (record.seq, len(record.payload)):
             offset = partial.size if _begins_with(record.payload, partial.fragments) else 0

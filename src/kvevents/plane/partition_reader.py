@@ -85,7 +85,7 @@ class LocalWriter(Protocol):
 
 
 class PartitionReader:
-    """Reads one partition behind `tail`. `run` ends only when the partition cannot be read on, or when `on_messages` raises.
+    """Reads one partition after `tail`. `run` ends only when the partition cannot be read on, or when `on_messages` raises.
 
     If the partition's stream is missing, the reader calls `recreate`, or without it waits until another process creates the
     stream. With a `writer` the reader can poll, and passes on what the writer knows at once.
@@ -135,7 +135,7 @@ class PartitionReader:
         """Whether the next check follows without a pause."""
         self._poll_requested = False
         self._dispute: ReceivedMessage | None = None
-        """The page behind the tail whose writer has read other pages before it."""
+        """The page after the tail whose writer had read other pages before it."""
         self._void = 0
         """Position of a page that is known to be void because of a dispute."""
         self._verified: asyncio.Future[bool] | None = None
@@ -257,7 +257,7 @@ class PartitionReader:
         return None
 
     async def _has(self, tail: Tail, info: PartitionInfo) -> bool:
-        """Return whether the partition still holds `tail`; the page behind it is not compared here."""
+        """Return whether the partition still holds `tail`; the page after it is not compared here."""
         return await has_tail(self._js, self._layout, self._partition, info, tail._replace(history=None))
 
     def _skip_known(self) -> None:

@@ -164,7 +164,7 @@ class PartitionState:
         self.duplicate_records = 0
         """Records that repeat what is written, or belong to an incarnation that has ended."""
         self.foreign_messages = 0
-        """Messages that are no pages."""
+        """Messages that are not pages."""
         self.stale_epoch_pages = 0
         """Void pages that were written for an earlier epoch of the partition."""
         self.void_pages = 0
@@ -416,7 +416,7 @@ class PartitionState:
 
     @classmethod
     def after_unknown_prefix(cls, position: int, reason: str) -> PartitionState:
-        """Return the state of a partition that can be read only behind `position`; `reason` says why."""
+        """Return the state of a partition that can be read only after `position`; `reason` says why."""
         state = cls()
         state.position, state.unknown_prefix = position, reason
         state._name = state.history = None

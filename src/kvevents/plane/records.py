@@ -184,7 +184,7 @@ class ReceivedMessage(NamedTuple):
     position: int
     data: bytes
     pending: int
-    """Number of messages behind it that the server had when it sent this one."""
+    """Number of later messages that the server had when it sent this one."""
     name: str = ""
     """The page's name from `PAGE_HEADER`."""
     history: str | None = None
@@ -192,7 +192,7 @@ class ReceivedMessage(NamedTuple):
 
     @property
     def begins_history(self) -> bool:
-        """Whether a new history begins with the message. Readers go by the header, even if the message is no valid page."""
+        """Whether a new history begins with the message. Readers use the header, even if the message is not a valid page."""
         return self.history == NEW_HISTORY
 
     def page(self) -> Page | None:

@@ -279,13 +279,13 @@ class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: Name = msgspec.field(default_factory=socket.gethostname)
     """Name of this bridge for operators (default: the host name); each bridge needs its own."""
     standby_seconds: Annotated[float, "--standby-delay", Unit.SECONDS, Range(0, 3600)] = 0.0
-    """Be a standby: write only records that no other bridge has written for so many seconds."""
+    """Be a standby: write only records that no other bridge has written after this many seconds."""
     dead_seconds: Seconds = 30.0
-    """Drop an engine from the log after so many seconds without a connection to any bridge."""
+    """Drop an engine from the log after this many seconds without a connection to any bridge."""
     unclaimed_seconds: Seconds = 600.0
-    """Drop an engine from the log that no bridge has claimed for so many seconds; a restart of bridges must be shorter."""
+    """Drop an engine from the log that no bridge has claimed for this many seconds; a restart of bridges must be shorter."""
     unreadable_seconds: Seconds = 20.0
-    """Rewrite a partition whose purged pages have been in no snapshot for so many seconds."""
+    """Rewrite a partition whose purged pages have been in no snapshot for this many seconds."""
     heartbeat_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_HEARTBEAT_SECONDS, is_open=True)] = 2.0
     """Seconds between two heartbeats in each partition, at most 60."""
     max_lag_seconds: Seconds = 1.0
@@ -321,7 +321,7 @@ def _check_url(url: str) -> None:
         found = urlsplit(url)
         port = found.port
     except ValueError:
-        # The original error contains the text in the place of the port, which may be a part of a password.
+        # The original error contains the text at the position of the port, which may be a part of a password.
         raise ConfigError(f"invalid server {shown!r}: {expected}") from None
     if found.scheme not in DEFAULT_PORTS or not found.hostname or port == 0:
         raise ConfigError(f"invalid server {shown!r}: {expected}")

@@ -410,7 +410,7 @@ class Snapshots:
     # --- delete
 
     async def _make_room(self, snapshots: Sequence[SnapshotInfo]) -> None:
-        """Keep only the newest snapshot of a partition and the pages behind it."""
+        """Keep only the newest snapshot of a partition and the pages after it."""
         await self._purge(snapshots[0])
         with map_errors("deleting old snapshots"):
             await self._delete(set().union(*(each.objects for each in snapshots[1:])))

@@ -156,7 +156,7 @@ class DigestTracker:
     """Applies a stream as the index of a consumer does, and computes its digest.
 
     `index` is a subclass of `_native.NativeIndex`. It is loaded at run time only, so that publishers work without the native
-    module; None then, and so is the digest. Missing numbers are known all the same.
+    module; None then, and so is the digest. Missing numbers are detected nevertheless.
     """
 
     def __init__(self, index: Any | None) -> None:

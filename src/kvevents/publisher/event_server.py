@@ -1,4 +1,4 @@
-"""Sends one numbered stream to all subscribers, and serves replay and placement snapshots beside it.
+"""Sends one numbered stream to all subscribers, and serves replay and placement snapshots at the same time.
 
 Theory of operation. One thread, the caller's, sends; only it may call `send`, `send_barrier` and `poll`, and it ends with
 `close_events`. Batches go into the replay buffer first and out afterwards, so that every batch a consumer saw can be requested
@@ -272,7 +272,7 @@ class EventServer:
     # --- called by the sending thread -----------------------------------------------------------------------------------------
 
     def send(self, batches: Sequence[SequencedPayload]) -> None:
-        """Store batches for replay and send them, in this order. If they cannot be stored, they are sent all the same."""
+        """Store batches for replay and send them, in this order. If they cannot be stored, they are sent nevertheless."""
         self._store(batches)
         self._events.send(self._topic, batches)
 

@@ -101,7 +101,7 @@ class SnapshotServerSettings(RouterSettings):
     max_sessions: int = 64
     """Replies in progress and requests that wait for a snapshot. Further requests wait in ZeroMQ."""
     max_snapshots: int = 4
-    """Snapshots in memory. A request for another one is answered with an error while so many are being read."""
+    """Snapshots in memory. A request for another one is answered with an error while this many are being read."""
     reply_timeout: float = 30.0
     """Seconds for one reply. The consumer of the draft gives up after this time."""
     barrier_timeout: float = 5.0

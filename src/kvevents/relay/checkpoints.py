@@ -48,7 +48,8 @@ class RelayCheckpoint(msgspec.Struct, frozen=True):
     form: str = ""
     """`DialectEncoder.form`."""
     has_salted_prompts: bool = False
-    """Whether keys of a prompt with a salt were forwarded. The journal has no salt, so blocks behind it cannot get keys."""
+    """Whether keys of a prompt with a salt were forwarded. The journal has no salt, so later blocks of the prompt cannot get
+    keys."""
 
 
 @build_decoder_now

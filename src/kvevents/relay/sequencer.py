@@ -23,7 +23,8 @@ from kvevents.wire import decode_batch
 OWN_UPSTREAM: Final = 65_535
 """The upstream that the journal records for batches of the relay's own: heartbeats, clears and empty batches."""
 RETRACTION_OFFSET: Final = 32_768
-"""Added to the ordinal of an upstream for batches that remove what the upstream stored. They are no batches of it."""
+"""Added to the ordinal of an upstream for batches that remove what the upstream stored. They are not batches of the
+upstream."""
 _MAX_REASON: Final = 1_000
 """Characters of a heartbeat's reason."""
 _EMPTY_DIGEST: Final = "0" * 32
@@ -171,7 +172,7 @@ class Sequencer:
         self._append_and_send([ordinal] * len(payloads), incarnations, seqs, payloads)
 
     def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
-        """Send a payload without its heartbeat, behind a skipped number if events are missing."""
+        """Send a payload without its heartbeat, after a skipped number if events are missing."""
         if loses_events(report):
             # Before the batch: a relay that is killed in between skips a number again.
             self.skip_number()

@@ -246,7 +246,7 @@ class Engine:
         if self.size.window is None:
             self._when_next_due(job)
         else:
-            # The first token already leaves behind what the prompt's last chunk still reached.
+            # The first token already moves the window past blocks that the prompt's last chunk still reached.
             self._due[self._number + 1].append((job.order, job))
 
     def _stop_decoding(self, job: Job, number: int) -> None:

@@ -263,7 +263,7 @@ class DeliveryLayer(Generic[BatchT]):
             self._take_report(delivery, report)
 
     def _deliver_run(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Deliver live payloads behind which nothing waits."""
+        """Deliver live payloads, when no later batch waits."""
         count = len(payloads)
         if self._decode is not None or count == 1:
             for seq, payload in enumerate(payloads, first):

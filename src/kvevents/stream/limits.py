@@ -28,7 +28,7 @@ class StreamLimits:
     """Answers in a row without the missing batch after which it is given up."""
     max_request_burst: int = 32
     """Replay requests of one stream that may follow each other without a pause after a long time without any. An engine's
-    whole buffer of 10,000 batches needs ten, because its sockets drop what is queued behind 1,000."""
+    whole buffer of 10,000 batches needs ten, because its sockets drop messages beyond 1,000 queued ones."""
     request_interval: float = 0.5
     """Seconds between two requests after the burst, whatever the answers hold. A request that leads to a live batch allows
     another burst. Engines publish and answer on one thread, so requests cost them throughput."""

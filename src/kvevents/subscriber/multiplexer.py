@@ -284,7 +284,7 @@ class Multiplexer(Generic[BatchT]):
                 self._readable[readable] = None
         self._changed.update(self._readable)
         for entry in list(self._readable):
-            # Removed one by one: if an unexpected exception ends this loop, the streams behind it are still to be read.
+            # Removed one by one: if an unexpected exception ends this loop, the later streams are still to be read.
             del self._readable[entry]
             self._read(entry, now)
             self._collect(entry, now)

@@ -133,7 +133,7 @@ class ZmqTransport:
 
 
 class StallDetector:
-    """Detects that the application did not receive for so long that connections may have timed out behind full sockets.
+    """Detects that the application did not receive for so long that connections may have timed out with full sockets.
 
     It measures the time between two waits, in which nothing reads the sockets. A quiet source is not a stall: while the
     application keeps waiting, `is_stalled` is False. A front end that waits by other means (asyncio) must call
@@ -196,7 +196,7 @@ class ZmqConnection:
         if replay is None:
             self._read_ahead = 0
             return has_more
-        # A live message may have been sent before the reply, by an incarnation that has ended: behind the reply, the stream
+        # A live message may have been sent before the reply, by an incarnation that has ended: after the reply, the stream
         # would drop it. That does not matter while messages are missing, since live messages then wait for the reply. There
         # is a limit, so that a busy stream does not postpone the reply for ever.
         if has_more and stream.expected_run(1) and self._read_ahead < self._max_read_ahead and is_readable(replay):

@@ -28,7 +28,7 @@ class DirectionCounts:
     """Complete messages that arrived, without commands (subscriptions of ZMTP 3.1, heartbeats)."""
     dropped: int = 0
     swapped: int = 0
-    """Messages forwarded behind the message that arrived after them."""
+    """Messages forwarded after a message that had arrived later."""
     injected: int = 0
     """Messages sent by the proxy itself."""
     held: int = 0
@@ -87,7 +87,7 @@ class DirectionFaults:
             self.condition.notify_all()
 
     def draw_swap(self) -> bool:
-        """Decide whether the next message is swapped with the one behind it, and count it."""
+        """Decide whether the next message is swapped with the following one, and count it."""
         is_swapped = bool(self.swap_share) and self.random.random() < self.swap_share
         if is_swapped:
             with self.condition:

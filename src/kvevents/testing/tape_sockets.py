@@ -31,7 +31,7 @@ RETRY_SECONDS: Final = 0.005
 REPLY_QUEUE: Final = 1_000
 """Messages of replies queued for one consumer. The rest waits, so that an endless reply takes bounded memory."""
 MAX_WAITING_REPLIES: Final = 100
-"""Requests of one consumer that wait behind its first one. Further requests are refused."""
+"""Requests of one consumer that wait for the end of its first one. Further requests are refused."""
 
 Outcome: TypeAlias = Literal["live", "dropped", "skipped", "unseen"]
 """`live`: sent and stored for replay. `dropped`: stored, not sent. `skipped`: neither. `unseen`: stored, published before

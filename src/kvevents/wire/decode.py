@@ -65,7 +65,10 @@ def ends_with_digest(payload: bytes) -> bool:
 
 
 def _events_at(head: bytes) -> int | None:
-    """Return where the events of a batch begin; None if it is neither an array nor a map. Raise `IndexError` behind `head`."""
+    """Return where the events of a batch begin; None if it is neither an array nor a map.
+
+    Raise `IndexError` past the end of `head`.
+    """
     if is_array(head[0]):
         return skip_value(head, 1 + length_bytes(head[0]))
     if not is_map(head[0]):

@@ -166,7 +166,7 @@ NEUTRAL_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
 cost no trust. An event of any other unknown kind might change the blocks, so it is rejected, and the stream is DEGRADED."""
 
 # A single letter after a hyphen begins the suffix of an image, as in `v0.5.20-b200`, and does not mark a pre-release.
-# The pattern has no possessive quantifier: behind one, Python 3.11.2 (Debian 12) ends a group at the wrong place.
+# The pattern has no possessive quantifier: after one, Python 3.11.2 (Debian 12) ends a group at the wrong place.
 _RELEASE: Final = re.compile(
     r"v?(\d{1,9}(?:\.\d{1,9})*)(?!\.?\d)(?:(?:[._]?(a|b)|[._-]?(alpha|beta|rc|dev|post))[._]?(\d{0,9})(?![a-z\d]))?",
     re.IGNORECASE,

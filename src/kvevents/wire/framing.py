@@ -33,7 +33,7 @@ class ReplayBatch(NamedTuple):
 
 
 class ReplayEnd(NamedTuple):
-    """The end marker of a replay reply. The reply may be incomplete all the same: batches before it may have been dropped."""
+    """The end marker of a replay reply. The reply may be incomplete nevertheless: batches before it may have been dropped."""
 
 
 class ReplayRequest(NamedTuple):

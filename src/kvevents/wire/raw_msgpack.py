@@ -75,7 +75,7 @@ def rejection_of(error: Exception, what: str) -> DecodeRejectedError:
 
 
 def length_bytes(head: int) -> int:
-    """Return the size of the length field behind the first byte of an array or a map."""
+    """Return the size of the length field after the first byte of an array or a map."""
     return _LENGTH_BYTES.get(head, 0)
 
 

@@ -131,7 +131,7 @@ impl Index {
         }
     }
 
-    /// Applies what the scanner reads by a schema; None, and nothing has changed, for anything else. `then` is called where it was applied.
+    /// Applies what the scanner reads by a schema; None, and nothing has changed, for anything else. `then` is called if it was applied.
     fn scanned(
         &self,
         schema: &Schema,

@@ -46,7 +46,7 @@ EXAMPLES: Final = """\
 
 DEFAULT_POLICY: Final = "prefix-aware"
 MAX_DELAY_SECONDS: Final = 1.0
-"""Delay of the fleet behind the clock above which a note says that the machine is too slow."""
+"""Delay of the fleet, relative to the clock, above which a note says that the machine is too slow."""
 POLL_SECONDS: Final = 0.02
 ROUND_PAUSE: Final = 1.0
 """Simulated seconds between two rounds of an endless workload."""
