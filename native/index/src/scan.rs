@@ -113,11 +113,11 @@ pub struct Event {
     pub unkeyable: bool,
     /// Keys are given in the place of tokens.
     pub keyed: bool,
-    /// In `Scratch::hashes`.
+    /// Range in `Scratch::hashes`.
     pub hashes: Run,
-    /// In `Scratch::tokens`.
+    /// Range in `Scratch::tokens`.
     pub tokens: Run,
-    /// In `Scratch::hashes`.
+    /// Range in `Scratch::hashes`.
     pub keys: Run,
     /// Hash of the block before the first one; None for the root.
     pub parent: Option<u64>,

@@ -36,7 +36,7 @@ class Scopes:
         self._plain = {}
 
     def drop(self, scope: Scope) -> None:
-        """Discount a stream of a scope."""
+        """Count one stream less in its scope."""
         self._streams[scope] -= 1
         if not self._streams[scope]:
             del self._streams[scope]
