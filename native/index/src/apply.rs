@@ -82,7 +82,7 @@ struct Dense<'a> {
 }
 
 impl<'a> Dense<'a> {
-    /// The contents of an event, without its salt and placement.
+    /// Reads the contents of an event, without its salt and placement.
     fn read(read: &Read<'a>, event: &Event) -> Result<Self, &'static str> {
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let tokens = event.tokens.slice(&read.scratch.tokens);
@@ -140,11 +140,11 @@ struct Chain<'a> {
 
 /// Why some blocks were placed, and not all of them.
 enum Pause {
-    /// All were.
+    /// All blocks were placed.
     Done,
-    /// This one has come, and others wait for it.
+    /// This block was placed, and pending blocks wait for it.
     Awaited { next: usize, number: u32 },
-    /// A limit for entries of this kind is reached.
+    /// Too many blocks are equal to the next one in hash and placement.
     Alike,
 }
 
@@ -698,9 +698,9 @@ impl Stream {
 /// Keys of the blocks of one stored event.
 #[derive(Debug, Default)]
 pub struct StoredKeys {
-    /// Extra keys of all blocks, or of none.
+    /// Keys of all blocks; empty if there are none.
     pub keys: Vec<u64>,
-    /// What the event's own salt adds to the seed; 0 for a root without one, None if that of the block before it counts.
+    /// The event's own salt's part of the seed; 0 for a root without one, None if the parent's salt applies.
     pub salt: Option<u64>,
     /// Why there are no keys.
     pub unkeyed: Option<&'static str>,

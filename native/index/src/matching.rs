@@ -225,7 +225,7 @@ impl Walk {
         }
     }
 
-    /// The holders of the last blocks, limited to the streams of a model.
+    /// Appends the matches of the last lookup, for the streams of a model.
     pub fn hits(&mut self, view: &View, scheme: Scheme, streams: &[u64], out: &mut Vec<Hit>) {
         if self.steps.is_empty() {
             return;

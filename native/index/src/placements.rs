@@ -59,7 +59,7 @@ pub struct AttestedGroup {
 }
 
 impl AttestedGroup {
-    /// The digest part of a group, for blocks on the device or elsewhere.
+    /// Creates it for the blocks of a group that are on the device, or elsewhere.
     pub fn new(group: i64, is_on_device: bool) -> Self {
         Self {
             salt: (group as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15),

@@ -46,7 +46,7 @@ pub struct View {
     pub sets: Vec<Holders>,
     /// How blocks were cut, in which namespaces, as of then.
     pub contexts: Known,
-    /// Hash function of the tables.
+    /// Secret of the tables' hash function.
     pub secret: Secret,
 }
 

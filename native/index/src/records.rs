@@ -95,7 +95,7 @@ impl std::fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// Version of a chunk that is being changed.
+    /// Creates the memory of a chunk, with the version of one that is being changed.
     fn new() -> Self {
         Self {
             version: AtomicU32::new(1),

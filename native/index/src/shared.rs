@@ -77,7 +77,7 @@ pub struct SharedState {
     pub contexts: Contexts,
     /// Heap bytes of all streams, kept only where a memory limit is set.
     pub streams_bytes: usize,
-    /// Hash function of the tables.
+    /// Secret of the tables' hash function.
     pub secret: Secret,
     /// Its bounds.
     pub limits: Limits,

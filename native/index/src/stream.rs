@@ -1185,11 +1185,11 @@ pub struct Leaving {
     /// Where it is looked for.
     spot: TableHash,
     seat: Seat,
-    /// The location of the entry.
+    /// The number in the table's entry; None if the hash has no entry.
     number: Option<u32>,
 }
 
-/// The common part of the removals of one event, which is not counted yet.
+/// The removals of one event with equal sets, which are not counted yet.
 struct Gone {
     /// The set that the last block had, and has now.
     from: u32,

@@ -20,7 +20,7 @@ const MAX_DEPTH: u32 = 30;
 
 /// The full hashes of entries, which their records know.
 pub trait Hashes {
-    /// Number of one record.
+    /// Returns the hash of a record.
     fn hash_of(&self, record: u32) -> u64;
 
     /// Asks for the memory of a record whose hash is wanted soon.
@@ -113,7 +113,7 @@ impl Default for Seat {
     }
 }
 
-/// The memory that `Table::prefetch` loads.
+/// The part of a table that `Table::prefetch` loads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Stage {
@@ -125,11 +125,11 @@ pub enum Stage {
 /// Memory of a table that is always in a near cache: a prefetch of it costs more than it saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
-    /// All memory of the lookup.
+    /// All of the table is in a near cache.
     Near,
-    /// The directory entry of its buckets.
+    /// The directory and the segments' headers are in a near cache.
     Middle,
-    /// None.
+    /// Nothing is.
     Far,
 }
 

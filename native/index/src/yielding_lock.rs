@@ -12,7 +12,7 @@ pub const WORK_PER_HOLD: usize = 32;
 /// Turns of waiting before a thread goes to sleep, which costs much more than a writer's turn.
 const SPINS: usize = 2_000;
 
-/// The published part of a value that a writer changes.
+/// A value with a part that its writer publishes for others.
 pub trait Publish {
     /// Publishes the current state. Called before a writer yields.
     fn publish(&mut self);

@@ -62,7 +62,10 @@ fn heartbeats_are_compared() {
         let applied = index.batch("a", 0, 0, seq as i64, &beat(digest));
         let findings = applied.findings.expect("there is a heartbeat");
         assert_eq!(findings.agrees, Some(agrees));
-        assert_eq!(findings.heartbeat.expect("there is one").digest.as_deref().map(str::as_bytes), Some(&digest[..]));
+        assert_eq!(
+            findings.heartbeat.expect("there is one").digest.as_deref().map(str::as_bytes),
+            Some(&digest[..])
+        );
         let again = index.batch("a", 0, 0, seq as i64, &beat(digest));
         assert_eq!(
             (again.outcome, again.findings.expect("as before").agrees),

@@ -64,7 +64,7 @@ class SessionAffinity:
         for place, one in enumerate(ranked):
             if one.load.requests < most:
                 return Choice(one, _NEXT if place else _OWN)
-        raise AssertionError("no worker is below the load bound, although the bound is at least the mean load")  # pragma: no cover
+        raise AssertionError("no worker is below a bound of at least the mean load")  # pragma: no cover
 
     def max_requests(self, requests: int, workers: int) -> float:
         """Return the bound of requests in flight on one worker, including the new one, if all workers have `requests`."""

@@ -31,7 +31,7 @@ class Purpose(enum.Enum):
 
 
 class Stage(enum.Enum):
-    """What the next messages of an answer are."""
+    """The meaning of the next messages of an answer."""
 
     MATCHING = enum.auto()
     """Until the fingerprint is repeated, nothing says whose batches these are."""

@@ -54,7 +54,7 @@ impl Chain<'_> {
 pub(super) struct Ahead<'a> {
     pub(super) chain: &'a Chain<'a>,
     pub(super) ring: &'a mut Ring,
-    /// Hash function of the tables.
+    /// How much of the tables is in a near cache.
     pub(super) reach: Reach,
 }
 

@@ -232,7 +232,7 @@ const MARK: usize = 16;
 enum Items<'a> {
     PerBlock(&'a [Value]),
     OfOne(&'a [Value]),
-    /// The encoded form.
+    /// The encoded mark.
     Mark(Vec<u8>),
 }
 

@@ -93,7 +93,13 @@ impl Index {
 
     /// Compares a stream with the digest and the attestation of a heartbeat: `Findings::agrees` and `Findings::attested`, which are None as well
     /// if the stream is unknown, or if the heartbeat has no such value.
-    pub fn compare(&self, source: &str, rank: i64, digest: Option<&str>, attestation: Option<u64>) -> (Option<bool>, Option<bool>) {
+    pub fn compare(
+        &self,
+        source: &str,
+        rank: i64,
+        digest: Option<&str>,
+        attestation: Option<u64>,
+    ) -> (Option<bool>, Option<bool>) {
         let is_limited = self.limits.memory.is_some();
         let Some(stream) = self.stream(source, rank) else {
             return (None, None);
