@@ -82,7 +82,7 @@ def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_examples_of_streams_run() -> None:
     """DeliveryLoop an engine until its first batch, and going on with what was saved in another process."""
-    following, saving = python_blocks(DOCS / "stream.md")
+    load, following, saving = python_blocks(DOCS / "stream.md")
     with engine() as made:
         made.store(prompt(1))
         names: dict[str, Any] = {
@@ -92,6 +92,8 @@ def test_the_examples_of_streams_run() -> None:
             "msgspec": msgspec,
             "source": Source(made.endpoint, made.replay_endpoint, name="e"),
         }
+        exec(load, names)  # noqa: S102 - our own document
+        assert names["load"] is None
         before, _, after = saving.partition("...\n")
         indented = textwrap.indent(before, "    ")
         exec(f"{following}        break\n{indented}", names)  # noqa: S102 - our own document

@@ -19,7 +19,10 @@ Worker: TypeAlias = tuple[str, int]
 
 
 class Load(Struct, frozen=True, gc=False):
-    """The work of a worker as the router knows it: requests that this router sent and that have not finished."""
+    """The work of a worker as the router knows it: requests that it sent and that have not finished.
+
+    What the engine reports counts instead if that is more.
+    """
 
     requests: int = 0
     """In flight."""

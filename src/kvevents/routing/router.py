@@ -14,6 +14,7 @@ from kvevents.routing.in_flight import MAX_IN_FLIGHT, InFlightRequests
 from kvevents.routing.policy_types import Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker, check_range
 from kvevents.routing.scoring import nearest
 from kvevents.weights import describe_tiers, distance_of
+from kvevents.wire.load import EngineLoad
 
 
 class NoWorkerError(UsageError):
@@ -100,13 +101,16 @@ class Decision(Struct, frozen=True):
 class Router:
     """Chooses a worker for each prompt, and keeps track of requests in flight. Thread-safe.
 
-    The router knows the load of a worker from the requests that it sent there itself and whose end it was given, not from the
-    engine.
+    The router knows the load of a worker from the requests that it sent there itself and whose end it was given, and, with
+    `engine_load`, from what the engine reports of itself.
 
     - `index` is needed by policies that use it. The caller keeps it up to date.
     - `trust` returns the state of a worker's stream (`lambda worker: subscriber.trust(*worker).name`); without it, EXACT.
       It must not call the router. With any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one
       only if none has a connection.
+    - `engine_load` returns the newest load of a worker, or None if that is unknown or too old (`LoadSubscriber.load`). It must
+      not call the router. Of each part of a load the larger value counts: the engine knows the requests of other routers, and
+      this router those that the engine has not reported yet.
     - With `overlay_seconds` above 0 a prompt counts as cached where it was sent, for this time or until events confirm it, if
       the policy uses the index.
     - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished.
@@ -121,6 +125,7 @@ class Router:
         index: PrefixIndex | None = None,
         *,
         trust: Callable[[Worker], str] | None = None,
+        engine_load: Callable[[Worker], EngineLoad | None] | None = None,
         overlay_seconds: float = 0.0,
         max_in_flight: int = MAX_IN_FLIGHT,
         whole_prompt: bool = False,
@@ -132,6 +137,7 @@ class Router:
         self.policy = policy
         self._index = index if policy.uses_index else None
         self._trust = trust
+        self._engine_load = engine_load
         self._overlay_seconds = overlay_seconds
         self._whole_prompt = whole_prompt
         self._requests = InFlightRequests(max_in_flight)
@@ -238,14 +244,26 @@ class Router:
     def _candidates(
         self, held: Mapping[Worker, tuple[int, Mapping[str, int]]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
-        trust = self._trust
+        trust, engine_load = self._trust, self._engine_load
         candidates: list[Candidate] = []
-        for worker, load in self._requests.loads():
+        for worker, own in self._requests.loads():
             if worker in without:
                 continue
+            reported = None if engine_load is None else engine_load(worker)
+            load = own if reported is None else _larger(own, reported)
             tokens, tiers = held.get(worker, _NOTHING)
             candidates.append(Candidate(worker, load, tokens, tiers, "EXACT" if trust is None else trust(worker)))
         return candidates
 
 
 _NOTHING: Final[tuple[int, Mapping[str, int]]] = (0, {})
+
+
+def _larger(own: Load, engine: EngineLoad) -> Load:
+    """Return of each part of a load the larger of what the router knows and what the engine reports."""
+    return Load(
+        max(own.requests, engine.requests),
+        max(own.waiting_tokens, engine.waiting_uncached_tokens),
+        max(own.decoding, engine.running),
+        max(own.decoding_tokens, engine.used_tokens),
+    )

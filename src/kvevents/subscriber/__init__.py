@@ -2,6 +2,7 @@
 
 from kvevents.subscriber.aio import AsyncSubscriber
 from kvevents.subscriber.front_end import Outcome, Sink
+from kvevents.subscriber.load import LoadReading, LoadSource, LoadSubscriber
 from kvevents.subscriber.multiplexer import StreamStatus
 from kvevents.subscriber.sync import Subscriber
 from kvevents.subscriber.transport import Connection, Transport
@@ -11,6 +12,9 @@ from kvevents.subscriber.zmq_transport import ZmqTransport
 __all__ = [
     "AsyncSubscriber",
     "Connection",
+    "LoadReading",
+    "LoadSource",
+    "LoadSubscriber",
     "Outcome",
     "Sink",
     "SocketOptions",

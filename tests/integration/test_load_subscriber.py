@@ -1,0 +1,137 @@
+"""The load of engines over real sockets: the newest reading counts, for a bounded time, and nothing else of it can do harm."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvevents.errors import ConfigError, EndpointError
+from kvevents.subscriber import LoadSource, LoadSubscriber
+from kvevents.wire.load import EngineLoad
+
+WORKER = ("a", 0)
+DEADLINE = 20.0
+
+
+class Engine:
+    """The load socket of an engine, as SGLang opens it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.set_hwm(8)
+        self._socket.bind(endpoint)
+        self.endpoint = endpoint
+        self.seq = 0
+
+    def await_subscriber(self) -> None:
+        assert self._socket.poll(int(DEADLINE * 1000)), "nothing subscribes"
+        assert self._socket.recv() == b"\1load"
+
+    def send(self, load: EngineLoad) -> None:
+        self.send_frames(b"load", self.seq.to_bytes(8, "big"), msgspec.msgpack.encode(load))
+        self.seq += 1
+
+    def send_frames(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    found = Engine(f"ipc://{tmp_path}/load")
+    yield found
+    found.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end, pause = time.monotonic() + DEADLINE, threading.Event()
+    while not holds():
+        assert time.monotonic() < end, "it did not happen in time"
+        pause.wait(0.005)
+
+
+def test_the_newest_reading_is_returned_with_its_age(engine: Engine) -> None:
+    with LoadSubscriber([LoadSource(engine.endpoint, "a")]) as loads:
+        assert loads.load(WORKER) is None
+        assert loads.readings()[WORKER].age is None
+        engine.await_subscriber()
+        for running in range(5):
+            engine.send(EngineLoad(running, 0, 0, 0))
+        until(lambda: loads.load(WORKER) == EngineLoad(4, 0, 0, 0))
+        reading = loads.readings()[WORKER]
+        assert (reading.received, reading.rejected) == (5, 0)
+        assert reading.age is not None
+        assert 0 <= reading.age < DEADLINE
+        assert loads.load(("b", 0)) is None
+
+
+def test_a_silent_engine_has_no_load_after_a_while(engine: Engine) -> None:
+    with LoadSubscriber([LoadSource(engine.endpoint, "a")], max_age=0.2) as loads:
+        engine.await_subscriber()
+        engine.send(EngineLoad(1, 0, 0, 0))
+        until(lambda: loads.readings()[WORKER].received == 1)
+        until(lambda: loads.load(WORKER) is None)
+        reading = loads.readings()[WORKER]
+        assert reading.load is None
+        assert reading.age is not None
+        assert reading.age > 0.2
+
+
+def test_invalid_messages_are_counted_and_change_nothing(engine: Engine) -> None:
+    with LoadSubscriber([LoadSource(engine.endpoint, "a")]) as loads:
+        engine.await_subscriber()
+        engine.send(EngineLoad(7, 0, 0, 0))
+        until(lambda: loads.readings()[WORKER].received == 1)
+        for frames in ([b"load"], [b"load", b"1", b"x"], [b"load", bytes(8), b"\xc1"], [b"load", bytes(8), b"\x90" * 5_000]):
+            engine.send_frames(*frames)
+        until(lambda: loads.readings()[WORKER].rejected == 4)
+        assert loads.load(WORKER) == EngineLoad(7, 0, 0, 0)
+
+
+def test_streams_are_added_and_removed_while_others_go_on(engine: Engine, tmp_path: Path) -> None:
+    other = Engine(f"ipc://{tmp_path}/other")
+    try:
+        with LoadSubscriber() as loads:
+            loads.add(LoadSource(engine.endpoint, "a"))
+            engine.await_subscriber()
+            loads.add(LoadSource(f"ipc://{tmp_path}/nothing-listens-here", "b"))
+            loads.add(LoadSource(other.endpoint, "c", rank=1))
+            other.await_subscriber()
+            engine.send(EngineLoad(1, 0, 0, 0))
+            other.send(EngineLoad(2, 0, 0, 0))
+            until(lambda: loads.load(WORKER) is not None and loads.load(("c", 1)) == EngineLoad(2, 0, 0, 0))
+            loads.remove(("c", 1))
+            loads.remove(("c", 1))
+            assert loads.load(("c", 1)) is None
+            loads.add(LoadSource(other.endpoint, "a"))
+            assert loads.load(WORKER) is None, "another stream takes its place"
+            assert set(loads.readings()) == {("a", 0), ("b", 0)}
+
+            def is_connected() -> bool:
+                other.send(EngineLoad(3, 0, 0, 0))
+                return loads.load(WORKER) is not None
+
+            until(is_connected)
+            assert loads.load(WORKER) == EngineLoad(3, 0, 0, 0)
+    finally:
+        other.close()
+    loads.close()
+
+
+def test_wrong_settings_are_readable_errors() -> None:
+    with pytest.raises(ConfigError, match="max_age"):
+        LoadSubscriber(max_age=0)
+    with pytest.raises(ConfigError, match="rank"):
+        LoadSource("tcp://a:1", "a", rank=-1)
+    with pytest.raises((ConfigError, EndpointError)):
+        LoadSource("nowhere", "a")
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvevents-load"]

@@ -1,0 +1,69 @@
+"""The load that engines report: read as SGLang writes it, and used by the router beside its own count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.routing import LeastLoaded, Router
+from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
+from wire_cases import msgpack_values, pack
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "load_stats.json").read_text())
+
+
+@pytest.mark.parametrize("reading", RECORDED["readings"], ids=lambda reading: str(reading["fields"][:4]))
+def test_a_reading_of_sglang_is_read_field_by_field(reading: dict[str, Any]) -> None:
+    """The payloads are of SGLang's own struct."""
+    assert decode_load(bytes.fromhex(reading["payload"])) == EngineLoad(*reading["fields"])
+
+
+def test_a_reading_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
+    found = decode_load(pack(["LoadStat", 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, {"new": 1}]))
+    assert found == EngineLoad(1, 2, 3, 4, 0, 5, 6, 7, 8, 9)
+    assert found.requests == 3
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        pack(["LoadStat", 1, 2, 3]),
+        pack(["LoadStat", -1, 2, 3, 4]),
+        pack(["LoadStat", 1.5, 2, 3, 4]),
+        pack(["BlockRemoved", [1], "GPU"]),
+        pack({"type": "LoadStat"}),
+        pack(["LoadStat", 1, 2, 3, 4, None, 0, 0, 0, 0, 0, b"x" * MAX_LOAD_BYTES]),
+    ],
+)
+def test_anything_else_is_no_reading(payload: bytes) -> None:
+    assert decode_load(payload) is None
+
+
+@given(
+    st.binary(max_size=80)
+    | msgpack_values.map(pack)
+    | st.lists(msgpack_values, max_size=12).map(lambda row: pack(["LoadStat", *row]))
+)
+def test_no_input_raises(payload: bytes) -> None:
+    found = decode_load(payload)
+    assert found is None or min(found.running, found.waiting, found.used_tokens, found.max_tokens) >= 0
+
+
+def test_the_router_counts_the_requests_that_other_routers_sent() -> None:
+    reports: dict[tuple[str, int], EngineLoad | None] = {("a", 0): EngineLoad(9, 1, 0, 0), ("b", 0): None}
+    router = Router(LeastLoaded(), engine_load=reports.get)
+    for worker in reports:
+        router.add(worker)
+    chosen = [router.route(number, [1, 2, 3]).worker for number in range(5)]
+    assert chosen == [("b", 0)] * 5, "without a reading its own count decides, which is below that of the other"
+    reports["a", 0] = None
+    assert router.route("next", [1, 2, 3]).worker == ("a", 0), "a reading that is gone costs its signal only"
+    reports["b", 0] = EngineLoad(0, 0, 0, 0)
+    assert router.route("last", [1, 2, 3]).worker == ("a", 0), "requests that the engine has not reported yet count"
