@@ -285,6 +285,8 @@ def _write_sources(page: _Page, service: Service) -> None:
     page.counter(
         "kvevents_source_evicted_blocks_total", "Blocks of the source that the index refused at its memory limit.", evicted
     )
+    inexact = {_named(member, tier=tier): 1 for member in sources.values() for tier in member.registration.stores_only}
+    page.gauge("kvevents_source_inexact_tier", "1 for each tier whose removals the source does not announce.", inexact)
     neutral = {label_text: member.info.neutral_events for label_text, member in sources.items() if member.info is not None}
     page.counter("kvevents_source_neutral_events_total", "Events that change no residency, such as BlockInactive.", neutral)
     for name, text, count in _COUNTS:
@@ -300,7 +302,7 @@ def _write_sources(page: _Page, service: Service) -> None:
         page.counter(f"kvevents_source_{name}_total", text, samples)
 
 
-def _named(member: Member) -> str:
+def _named(member: Member, **more: str) -> str:
     registered = member.registration
     return labels(
         engine=registered.instance,
@@ -308,6 +310,7 @@ def _named(member: Member) -> str:
         model=registered.model,
         tenant=registered.tenant,
         group=registered.group,
+        **more,
     )
 
 

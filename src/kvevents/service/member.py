@@ -111,6 +111,11 @@ class Member:
             sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         doubts = self.status.degraded_reasons if self.status is not None else ()
         reasons = reasons_of(trust.name, doubts, faults, self.index_faults)
+        if trust == Trust.EXACT and trust.inexact_tiers:
+            reasons += (Reason.STORES_ONLY,)
+            sentences.append(
+                f"no removals are announced from {', '.join(trust.inexact_tiers)}: what it holds there is not exact"
+            )
         return self.set_trust(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
 
     def _explaining_faults(self, trust: Trust) -> list[SourceFault]:

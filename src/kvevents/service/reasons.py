@@ -35,6 +35,8 @@ class Reason(enum.StrEnum):
     EVICTED = "evicted"
     ORPHANS_DROPPED = "orphans-dropped"
     SET_ASIDE = "set-aside"
+    STORES_ONLY = "stores-only"
+    """Its engine announces no removals from some tiers: the state, which is EXACT, is about the others."""
 
     UNRESOLVED = "unresolved"
     """The reasons from here on are faults of an endpoint. This one: its name does not resolve."""

@@ -11,6 +11,7 @@ from kvevents.errors import ConfigError
 from kvevents.security import Curve
 from kvevents.service.errors import ConflictError
 from kvevents.stream import Source
+from kvevents.stream.deliveries import check_stores_only
 from kvevents.structs import build_decoder_now
 
 DEFAULT_GROUP: Final = "default"
@@ -86,6 +87,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bind: bool = False
     """Listen at `endpoint` instead of connecting to it."""
     curve: Curve | None = None
+    stores_only: tuple[str, ...] = ()
+    """Tiers whose stores the engine announces and whose removals it does not."""
 
     def __post_init__(self) -> None:
         for name in ("instance", "endpoint", "model", "tenant", "group", "topic", "lora_name", "salt", "replay_endpoint"):
@@ -101,6 +104,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{name} is empty")
         if self.rank < 0 or self.rank >= 1 << 32:
             raise ConfigError(f"rank {self.rank} is not from 0 to 2**32 - 1")
+        check_stores_only(self.stores_only)
         if self.block_size is not None and not 0 < self.block_size <= MAX_BLOCK_SIZE:
             raise ConfigError(f"block_size is {self.block_size}; it must be from 1 to {MAX_BLOCK_SIZE} tokens")
 
@@ -129,6 +133,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             rank=self.rank,
             bind=self.bind,
             curve=self.curve,
+            stores_only=self.stores_only,
         )
 
 

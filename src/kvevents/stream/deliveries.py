@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -12,6 +13,9 @@ from kvevents.errors import ConfigError
 from kvevents.events import KVEvent
 from kvevents.security import Curve
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batch
+
+MAX_TIER_CHARACTERS: Final = 64
+"""Longest name of a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,9 @@ class Source:
     """Bind `endpoint` and let the engine connect, instead of connecting to it."""
     curve: Curve | None = field(default=None, repr=False)
     """CURVE keys; `server_key` is the engine's public key."""
+    stores_only: tuple[str, ...] = ()
+    """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache does for host memory
+    (https://github.com/LMCache/LMCache/pull/5076). They become `Trust.inexact_tiers`."""
 
     def __post_init__(self) -> None:
         for endpoint in (self.endpoint, self.replay_endpoint):
@@ -38,6 +45,7 @@ class Source:
                 validate_endpoint(endpoint)
         if self.rank < 0:
             raise ConfigError(f"invalid rank {self.rank} of {self.label}: expected a number from 0")
+        check_stores_only(self.stores_only)
 
     def ranks(self, count: int) -> list[Source]:
         """Return the source of each of `count` data-parallel ranks. Ports count up from this one's, as in the engines.
@@ -59,6 +67,13 @@ class Source:
     def label(self) -> str:
         """The name of this source in deliveries and in `trust()`."""
         return self.name or self.endpoint
+
+
+def check_stores_only(tiers: Iterable[str]) -> None:
+    """Raise `ConfigError` unless these are tiers, as the index names them, that an engine can announce without removals."""
+    for tier in tiers:
+        if tier == "gpu" or not tier or len(tier) > MAX_TIER_CHARACTERS or not tier.isprintable():
+            raise ConfigError(f"invalid stores_only {tier!r}: expected cpu, disk, or another medium in upper case; not gpu")
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, final
 
 
@@ -59,6 +59,9 @@ class Trust:
     attested: bool = field(default=False, compare=False)
     """Whether the state is EXACT, and the engine's own cache was the same at the newest attestation. Only a publisher inside
     the engine sends attestations."""
+    inexact_tiers: tuple[str, ...] = field(default=(), compare=False)
+    """Tiers that the state is not about: their stores are announced and their removals are not (`Source.stores_only`). What is
+    held there is at most what was announced."""
 
     CONNECTING: ClassVar[Trust]
     """No connection yet."""
@@ -75,10 +78,18 @@ class Trust:
 
     def with_reason(self, reason: str) -> Trust:
         """Return the same state with a reason."""
-        return Trust(self.name, reason, self.attested)
+        return replace(self, reason=reason)
+
+    def of_tier(self, tier: str) -> Trust:
+        """Return the trust in what is held on one tier, such as `cpu`: at most DEGRADED for one of `inexact_tiers`."""
+        if tier not in self.inexact_tiers or trust_order(self.name) <= trust_order("DEGRADED"):
+            return self
+        return Trust("DEGRADED", f"the engine announces no removals from {tier}")
 
     def __str__(self) -> str:
         reason = self.reason or ("attested" if self.attested else "")
+        if self.inexact_tiers:
+            reason = f"{reason}; " * bool(reason) + f"without removals: {', '.join(self.inexact_tiers)}"
         return f"{self.name} ({reason})" if reason else self.name
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ import heapq
 import logging
 from collections import deque
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic
 
 from kvevents.backoff import MAX_DELAY, Backoff
@@ -107,7 +107,8 @@ class _StreamEntry:
     @property
     def trust(self) -> Trust:
         """Trust of the stream. Its reason includes the fault of the connection, if there is one."""
-        trust, fault = self.stream.trust, self.fault
+        trust, fault, inexact = self.stream.trust, self.fault, self.stream.source.stores_only
+        trust = replace(trust, inexact_tiers=inexact) if inexact else trust
         return trust.with_reason(f"{trust.reason}; {fault}" if trust.reason else fault) if fault else trust
 
     @property

@@ -149,6 +149,9 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     curve: Curve | None = None
     lora_name: str | None = None
     salt: str | None = None
+    stores_only: tuple[str, ...] = ()
+    """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
+    is not EXACT."""
 
     def registrations(self, instance: str, endpoint: str) -> tuple[Registration, ...]:
         """Return the registrations of all ranks of an engine whose first rank publishes at `endpoint`.
@@ -182,6 +185,7 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
             salt=self.salt,
             bind=self.bind,
             curve=self.curve,
+            stores_only=self.stores_only,
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:

@@ -1,0 +1,85 @@
+"""Tiers from which an engine announces no removals: what is held there counts, and is not EXACT."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvevents import BlockStored, Source, Subscriber, Trust
+from kvevents.errors import ConfigError
+from kvevents.events import MEDIUM_CPU
+from kvevents.index import PrefixIndex
+from kvevents.service.discovery.source_config import parse_table
+from kvevents.service.member import Member
+from kvevents.stream import RawBatch
+from kvevents.testing import FakeTransport
+from wire_cases import batch_of, stored
+
+
+def test_the_trust_of_a_stream_names_the_tiers_that_it_is_not_about() -> None:
+    transport = FakeTransport()
+    engine = transport.engine("tcp://e:1", "tcp://e:2")
+    source = Source(engine.endpoint, engine.replay_endpoint, name="e", stores_only=("cpu", "disk"))
+    index = PrefixIndex()
+    with Subscriber(source, transport=transport, clock=transport.clock, decode=False, sink=index) as subscriber:
+        engine.publish(BlockStored([1], None, [1, 2], 2))
+        engine.publish(BlockStored([2], 1, [3, 4], 2, medium=MEDIUM_CPU))
+        while subscriber.receive(timeout=1) is not None:
+            pass
+        trust = subscriber.trust("e")
+        assert trust == Trust.EXACT
+        assert trust.inexact_tiers == ("cpu", "disk")
+        assert str(trust) == "EXACT (without removals: cpu, disk)"
+        assert subscriber.status("e").trust.inexact_tiers == ("cpu", "disk")
+    (hit,) = index.match([1, 2, 3, 4])
+    assert (hit.tiers["gpu"], hit.tiers["cpu"]) == (2, 4), "credit is given"
+
+
+def test_only_such_a_tier_is_degraded() -> None:
+    trust = Trust("EXACT", inexact_tiers=("cpu",))
+    assert trust.of_tier("gpu") is trust
+    assert trust.of_tier("cpu") == Trust.DEGRADED
+    assert "cpu" in trust.of_tier("cpu").reason
+    for state in ("DEGRADED", "STALE", "CONNECTING"):
+        stream = Trust(state, "why", inexact_tiers=("cpu",))
+        assert stream.of_tier("cpu") is stream
+    assert trust.with_reason("why").inexact_tiers == ("cpu",)
+
+
+@pytest.mark.parametrize("tier", ["gpu", "", "x" * 65, "a\n"])
+def test_an_invalid_tier_is_a_readable_error(tier: str) -> None:
+    with pytest.raises(ConfigError, match="stores_only"):
+        Source("tcp://e:1", stores_only=(tier,))
+    with pytest.raises(ConfigError, match="stores_only"):
+        parse_table(1, {"endpoint": "tcp://e:1", "model": "m", "stores_only": [tier]})
+
+
+def test_the_setting_of_a_source_reaches_its_answers() -> None:
+    table = parse_table(1, {"endpoint": "tcp://e:1", "model": "m", "ranks": 2, "stores_only": ["cpu"]})
+    registrations = table.static_registrations()
+    assert [each.source().stores_only for each in registrations] == [("cpu",), ("cpu",)]
+    member = Member(registrations[0], "discovery", 0.0)
+    member.update_trust(Trust("EXACT", inexact_tiers=("cpu",)), 1.0)
+    shown = msgspec.to_builtins(member.view())["trust"]
+    assert (shown["state"], shown["reason_codes"]) == ("EXACT", ("stores-only",))
+    assert "no removals are announced from cpu" in shown["reason"]
+    assert member.empty_match.trust == member.trust_status
+    assert member.is_caught_up
+    member.update_trust(Trust("DEGRADED", "why", inexact_tiers=("cpu",)), 2.0)
+    assert "stores-only" not in member.trust_status.reason_codes, "nothing of a DEGRADED worker is exact"
+    member.update_trust(Trust.EXACT, 3.0)
+    assert (member.trust_status.reason, member.trust_status.reason_codes) == ("", ())
+
+
+def test_stores_without_removals_stay_within_the_memory_limit() -> None:
+    """At the limit further blocks of that worker are refused and counted; nothing is evicted silently."""
+    limit = 8 << 20
+    index = PrefixIndex(memory_limit=limit)
+    for seq in range(2_000):
+        hashes = list(range(1 + seq * 256, 1 + (seq + 1) * 256))
+        payload = batch_of(
+            stored(block_hashes=hashes, token_ids=[each % 50_000 for each in hashes], block_size=1, medium="CPU")
+        )
+        index.apply(RawBatch("a", 0, 0, seq, False, payload))
+    assert index.stats().bytes <= limit
+    assert index.worker("a").evicted > 0
