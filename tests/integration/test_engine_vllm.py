@@ -6,9 +6,12 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 import vllm_stand_in
 from kvevents import Batch, Source, Subscriber
@@ -143,6 +146,27 @@ def test_blocks_that_are_cached_already_are_not_announced_again(start: Callable[
     scheduler.pool.store(2, 1)
     scheduler.step()
     assert [event.block_hashes for event in events_of(scheduler, 2)] == [[1], [2]]
+
+
+@pytest.mark.parametrize(("release", "event_form", "frames"), [("0.12.0", list, 3), ("0.24.0", dict, 3), ("0.33.0", dict, 4)])
+def test_heartbeats_and_replies_have_the_layout_of_the_release(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, release: str, event_form: type, frames: int
+) -> None:
+    """Consumers that were written for a release read arrays before 0.24, and replies without a topic before 0.26."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=release))
+    vllm.register()
+    publisher = start().kv_event_publisher
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(publisher.replay_endpoint)
+        messages: list[list[bytes]] = []
+        while not messages:  # until the first heartbeat has been sent
+            socket.send_multipart([b"", bytes(8)])
+            while socket.poll(20_000) and (message := socket.recv_multipart())[-1]:
+                messages.append(message)
+        first = messages[0]
+        (event,) = msgspec.msgpack.decode(first[-1])[1]
+    assert len(first) == frames
+    assert type(event) is event_form
 
 
 def test_a_reset_of_an_idle_engine_is_published_at_once(start: Callable[..., Any]) -> None:

@@ -24,7 +24,9 @@ from kvevents.compat import vllm as compat
 from kvevents.engines.attestation import DIGEST_MASK, AttestingPublisher, group_term
 from kvevents.engines.registry import PUBLISHER_NAME, engine_logger, log_publisher, log_unused, replace_publisher
 from kvevents.engines.settings import EngineSettings
+from kvevents.errors import UnknownDialectError
 from kvevents.native_module import find_native
+from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "vLLM"
 logger = engine_logger(_ENGINE)
@@ -58,6 +60,7 @@ class VllmEventPublisher(AttestingPublisher):
         super().__init__(
             data_parallel_rank,
             **known,
+            dialect=_layout_of_older_release(),
             compact=None if settings.compact else False,
             heartbeat=settings.heartbeat if is_native else None,
             curve=settings.curve,
@@ -72,6 +75,19 @@ class VllmEventPublisher(AttestingPublisher):
 
     def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
         """Accept all ports, as vLLM does: ranks on different nodes may use ports that would collide on one node."""
+
+
+def _layout_of_older_release() -> Dialect | None:
+    """Return the layout of a release before 0.26, whose events are arrays or whose replies have no topic; None for later ones.
+
+    vLLM's own events are sent as vLLM declares them in any case. The layout is that of heartbeats, full history and replies,
+    which consumers that were written for the release receive as well.
+    """
+    try:
+        dialect = dialect_for("vllm", importlib.import_module("vllm").__version__)
+    except (ImportError, AttributeError, UnknownDialectError):  # a build without a version: taken for a new one
+        return None
+    return None if dialect.event_form == "map" and dialect.has_replay_topic else dialect
 
 
 def _config_class() -> Any:

@@ -35,6 +35,8 @@ WINDOW: Final = 64
 SECONDS: Final = 20.0
 """Limit of waiting for a message."""
 _MAX_LENGTH: Final = 4096
+_HEARTBEAT: Final = b"digest"
+"""In the payloads of heartbeats only: a name that all their layouts have."""
 
 
 @dataclass(kw_only=True)
@@ -48,6 +50,8 @@ class Findings:
     """Whether the factory returned the publisher of kvevents."""
     payloads: str = ""
     """Whether the batches sent are those of vLLM's own encoder, byte for byte."""
+    readable: str = ""
+    """Whether vLLM's own types decode all batches, heartbeats included, and a replay has the frames of vLLM's own publisher."""
     attestation: str = ""
     """Whether the heartbeat carries the digest that the engine's map has when it is computed anew, and the index agrees."""
     announced_again: str = ""
@@ -204,21 +208,55 @@ class Consumer:
     def payloads(self, count: int) -> list[bytes]:
         """All batches that the replay endpoint has, heartbeats aside, once they are `count` or the time is over."""
         deadline = time.monotonic() + SECONDS
-        found = self._replay()
-        while len(found) < count and time.monotonic() < deadline:
-            found = self._replay()
-        return found
+        while True:
+            found = [frames[-1] for frames in replay(self._socket) if _HEARTBEAT not in frames[-1]]
+            if len(found) >= count or time.monotonic() > deadline:
+                return found
 
-    def _replay(self) -> list[bytes]:
-        self._socket.send_multipart([b"", (0).to_bytes(8, "big")])
-        found: list[bytes] = []
-        while self._socket.poll(int(SECONDS * 1000)):
-            frames = self._socket.recv_multipart()
-            if not frames[-1]:
-                break
-            if b"heartbeat" not in frames[-1]:
-                found.append(frames[-1])
-        return found
+    def readable(self) -> str:
+        """Whether consumers that know only this release can read what the replay endpoint has."""
+        events = import_module("vllm.distributed.kv_events")
+        decoder = msgspec.msgpack.Decoder(type=events.KVEventBatch)
+        messages = replay(self._socket)
+        expected = _frames_of_own_replay(events)
+        if {len(frames) for frames in messages} != {expected}:
+            return f"replies have {len(messages[0])} frames, and vLLM's own {expected}"
+        try:
+            for frames in messages:
+                decoder.decode(frames[-1])
+        except msgspec.DecodeError as error:
+            return str(error)
+        return "yes" if any(_HEARTBEAT in frames[-1] for frames in messages) else "no heartbeat came"
+
+
+def replay(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+    """Return the messages of a replay from the start, without its end marker."""
+    socket.send_multipart([b"", (0).to_bytes(8, "big")])
+    found: list[list[bytes]] = []
+    while socket.poll(int(SECONDS * 1000)):
+        frames = socket.recv_multipart()
+        if not frames[-1]:
+            break
+        found.append(frames)
+    return found
+
+
+def _frames_of_own_replay(events: Any) -> int:
+    """Return how many frames a reply of vLLM's own publisher has."""
+    own = events.ZmqEventPublisher(0, endpoint="inproc://own", replay_endpoint="inproc://own-replay")
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        own.publish(events.KVEventBatch(ts=0.0, events=[]))
+        socket.connect("inproc://own-replay")
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            messages = replay(socket)
+            if messages:
+                return len(messages[0])
+    finally:
+        socket.close(0)
+        own.shutdown()
+    raise TimeoutError("vLLM's own publisher replayed nothing")
 
 
 def drive(seed: int, *, is_hybrid: bool) -> Findings:
@@ -237,6 +275,7 @@ def drive(seed: int, *, is_hybrid: bool) -> Findings:
             keys = engine.cached_keys()
             found.events, found.blocks = engine.events, len(keys)
             found.attestation = consumer.attestation(_digest(keys))
+            found.readable = consumer.readable()
             found.announced_again = _announce_again(engine)
             sent, received = engine.sent, consumer.payloads(len(engine.sent))
             found.payloads = "yes" if sent == received else f"different: {len(received)} received, {len(sent)} sent"

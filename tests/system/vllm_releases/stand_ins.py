@@ -140,5 +140,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install(folder: Path) -> None:
-    """Let this process import the `vllm` in `folder`."""
+    """Let this process import the `vllm` in `folder`, which is named `vllm-RELEASE`."""
+    _NAMES["vllm"]["__version__"] = folder.name.removeprefix("vllm-")
     sys.meta_path.insert(0, _Finder(folder))
