@@ -63,7 +63,7 @@ class Findings:
 class Engine:
     """The parts of vLLM's scheduler that deal with blocks and events, called in its order."""
 
-    def __init__(self, *, is_hybrid: bool) -> None:
+    def __init__(self, *, is_hybrid: bool, blocks: int = BLOCKS) -> None:
         events = import_module("vllm.distributed.kv_events")
         utils = import_module("vllm.v1.core.kv_cache_utils")
         utils.init_none_hash(stand_ins.hash_object)
@@ -79,7 +79,7 @@ class Engine:
             register(**({"vllm_config": stand_ins.Anything()} if inspect.signature(register).parameters else {}))
         self.manager: Final = _call(
             import_module("vllm.v1.core.kv_cache_manager").KVCacheManager,
-            kv_cache_config=_cache_config(is_hybrid=is_hybrid),
+            kv_cache_config=_cache_config(blocks, is_hybrid=is_hybrid),
             max_model_len=_MAX_LENGTH,
             max_in_flight_tokens=_MAX_LENGTH,
             max_num_batched_tokens=_MAX_LENGTH,
@@ -160,7 +160,7 @@ def _call(function: Any, **values: Any) -> Any:
     return function(**{name: value for name, value in values.items() if name in known})
 
 
-def _cache_config(*, is_hybrid: bool) -> Any:
+def _cache_config(blocks: int, *, is_hybrid: bool) -> Any:
     kinds = import_module("vllm.v1.kv_cache_interface")
     shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": stand_ins.Anything, "use_mla": False}
     specs = [_call(kinds.FullAttentionSpec, **shape)]
@@ -168,7 +168,7 @@ def _cache_config(*, is_hybrid: bool) -> Any:
         specs.append(_call(kinds.SlidingWindowSpec, **shape, sliding_window=WINDOW))
     groups = [_call(kinds.KVCacheGroupSpec, layer_names=[f"layer.{at}"], kv_cache_spec=spec) for at, spec in enumerate(specs)]
     return _call(
-        kinds.KVCacheConfig, num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=0
+        kinds.KVCacheConfig, num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=0
     )
 
 
