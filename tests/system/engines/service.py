@@ -63,17 +63,16 @@ class Service:
         return HTTPConnection(self._connection.host, self._connection.port, timeout=30.0)
 
     def ask(self, method: str, path: str, body: Any = None, connection: HTTPConnection | None = None) -> Any:
-        """Return an answer. Raises `RuntimeError` for one that is no success."""
+        """Return an answer. Raises `RuntimeError` for one that is no success, HTTPException or OSError without one."""
         used = connection or self._connection
         try:
-            used.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
-            response = used.getresponse()
-            encoded = response.read()
-        except HTTPException as error:
+            status, encoded = _exchange(used, method, path, body)
+        except (HTTPException, OSError):
+            # The service closes idle connections, such as during a restart of the engine. Only a new one may not fail.
             used.close()
-            raise RuntimeError(f"{method} {path}: {error!r}") from error
-        if response.status != 200:
-            raise RuntimeError(f"{method} {path}: {response.status} {encoded[:500]!r}")
+            status, encoded = _exchange(used, method, path, body)
+        if status != 200:
+            raise RuntimeError(f"{method} {path}: {status} {encoded[:500]!r}")
         return json.loads(encoded)
 
     def predict(self, prompt: Prompt, connection: HTTPConnection | None = None) -> Prediction:
@@ -137,3 +136,9 @@ class Service:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _exchange(connection: HTTPConnection, method: str, path: str, body: Any) -> tuple[int, bytes]:
+    connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, response.read()
