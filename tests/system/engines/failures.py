@@ -91,8 +91,11 @@ def _run(stage: Stage, fault: Fault) -> FailureResult:
 
 def _complaints(engine: Engine) -> list[str]:
     text = engine.log.read_text(encoding="utf-8", errors="replace")
-    return [
-        line.partition(") ")[2]
-        for line in text.splitlines()
-        if line.startswith("(EngineCore") and "kvevents" in line and ("WARNING" in line or "ERROR" in line)
-    ]
+    return [line.partition("(EngineCore ")[2].partition(") ")[2] or line for line in text.splitlines() if _complains(line)]
+
+
+def _complains(line: str) -> bool:
+    """Whether a line of the log says what is wrong with kvevents. Lines of loggers that are not vLLM's have another format."""
+    if line.startswith("(EngineCore "):
+        return "kvevents" in line and ("WARNING" in line or "ERROR" in line)
+    return "failed: RuntimeError('the observer makes" in line
