@@ -12,6 +12,10 @@ import pytest
 import zmq
 
 from kvevents.errors import ConfigError, EndpointError
+from kvevents.index import PrefixIndex
+from kvevents.service.discovery.engines import parse_server_info
+from kvevents.service.fleet import Fleet
+from kvevents.service.registration import Registration
 from kvevents.subscriber import LoadSource, LoadSubscriber
 from kvevents.wire.load import EngineLoad
 
@@ -135,3 +139,39 @@ def test_wrong_settings_are_readable_errors() -> None:
     with pytest.raises((ConfigError, EndpointError)):
         LoadSource("nowhere", "a")
     assert not [thread for thread in threading.enumerate() if thread.name == "kvevents-load"]
+
+
+def test_a_service_shows_the_load_of_its_sources(engine: Engine, tmp_path: Path) -> None:
+    """The endpoint is what the engine's server names. A source whose load endpoint cannot be used is followed without it."""
+    fleet = Fleet(PrefixIndex(), max_sources=4)
+    fleet.follower.start()
+    try:
+        events = f"ipc://{tmp_path}/events"
+        good = Registration(instance="a", endpoint=events, model="m", load_endpoint=engine.endpoint)
+        bad = Registration(instance="b", endpoint=events, model="m", load_endpoint="nowhere")
+        for registration in (good, bad):
+            fleet.register(registration).result(DEADLINE)
+        member = fleet.members[good.key]
+        assert member.view().load is None
+        engine.await_subscriber()
+        engine.send(EngineLoad(3, 2, 50, 100, waiting_uncached_tokens=7))
+        until(lambda: member.view().load is not None)
+        shown = member.view().load
+        assert shown is not None
+        assert (shown.running, shown.waiting, shown.waiting_uncached_tokens, shown.used_tokens) == (3, 2, 7, 50)
+        assert 0 <= shown.age_seconds < DEADLINE
+        assert fleet.members[bad.key].view().load is None
+        fleet.unregister(good.key).result(DEADLINE)
+        assert member.view().load is None
+    finally:
+        fleet.follower.stop()
+        fleet.close_loads()
+
+
+@pytest.mark.parametrize(("port", "expected"), [(5559, "tcp://10.0.0.1:5560"), (None, None), (65_535, None), (-3, None)])
+def test_discovery_reads_the_load_endpoint_of_sglang(port: int | None, expected: str | None) -> None:
+    """Rank 1 is one port higher; a port that does not exist costs the load and not the source."""
+    answer = {"kv_events": {"endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2, "load_endpoint_port_base": port}}
+    found = parse_server_info(answer, "10.0.0.1")
+    assert found.endpoints[1].load_endpoint == expected
+    assert found.missing == {}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
-from kvevents.errors import UnknownSourceError
+from kvevents.errors import KVEventsError, UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
 from kvevents.security import Curve
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
@@ -24,7 +24,7 @@ from kvevents.service.registration import Key, Registration, Scope, check_same_e
 from kvevents.service.schemas import BatchesEvent, GapView, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
-from kvevents.subscriber import Subscriber
+from kvevents.subscriber import LoadSource, LoadSubscriber, Subscriber
 from kvevents.wire import Rejected, decode_batch
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ class Fleet(Listener):
         """How many of them the next refresh takes."""
         self._refresh_due = 0.0
         self._trust_due = 0.0
+        self._loads: LoadSubscriber | None = None
+        """The load of engines that publish it; opened with the first of them. The follower's thread writes it."""
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink), sink)
 
@@ -159,8 +161,29 @@ class Fleet(Listener):
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))
         self.follower.subscriber.add(source, resume)
+        self._follow_load(member)
         self.index.set_model(name, registration.scope.name)
         log.info("%s: following %s", registration.label, registration.endpoint)
+
+    def _follow_load(self, member: Member) -> None:
+        """Receive the load of a rank that publishes it. An endpoint that cannot be used costs the load only."""
+        registration = member.registration
+        if registration.load_endpoint is None:
+            return
+        name, rank = registration.key
+        try:
+            loads = self._loads or LoadSubscriber()
+            self._loads = loads
+            loads.add(LoadSource(registration.load_endpoint, name, rank, curve=registration.curve or self.curve))
+        except KVEventsError as error:
+            log.warning("%s: its load is not received: %s", registration.label, error)
+            return
+        member.load = lambda: loads.reading((name, rank))
+
+    def close_loads(self) -> None:
+        """Stop receiving load."""
+        if self._loads is not None:
+            self._loads.close()
 
     def unregister(self, key: Key) -> Future[int]:
         """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
@@ -193,6 +216,8 @@ class Fleet(Listener):
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
         self.follower.subscriber.remove(name, rank)
+        if self._loads is not None:
+            self._loads.remove((name, rank))
         if self._is_followed(name, rank):  # a stream of a log that joined again meanwhile
             return 0
         blocks = self.index.remove_worker((name, rank))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Final, NamedTuple, cast
 
 from kvevents.index import WorkerInfo
 from kvevents.service.reasons import ENDPOINT_FAULTS, Reason, SourceFault, reasons_of
 from kvevents.service.registration import Registration, Scope
-from kvevents.service.schemas import GapView, SourceView, TrustStatus, WorkerMatch
+from kvevents.service.schemas import GapView, LoadView, SourceView, TrustStatus, WorkerMatch
 from kvevents.stream import Trust
-from kvevents.subscriber import StreamStatus
+from kvevents.subscriber import LoadReading, StreamStatus
 from kvevents.weights import DISTANCE_LOST, State, distance_of
 
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
@@ -47,6 +47,7 @@ class Member:
         "is_hidden",
         "lag",
         "last_event",
+        "load",
         "log_muted_until",
         "origin",
         "registration",
@@ -85,6 +86,8 @@ class Member:
         self.gaps: deque[GapView] = deque(maxlen=MAX_GAPS)
         self.last_event: float | None = None
         self.lag: float | None = None
+        self.load: Callable[[], LoadReading | None] = lambda: None
+        """Returns the newest load that the rank has published."""
         self.evicted = 0
         """Blocks refused at the memory limit before the current incarnation began or the cache was last cleared."""
         self.index_faults: tuple[SourceFault, ...] = ()
@@ -236,10 +239,25 @@ class Member:
             compacted=counters.compacted if counters is not None else 0,
             gap_count=counters.gaps if counters is not None else 0,
             gaps=list(self.gaps),
+            load=_load_view(self.load()),
             resets=counters.resets if counters is not None else 0,
             reconnects=counters.reconnects if counters is not None else 0,
             rejected=rejected,
         )
+
+
+def _load_view(reading: LoadReading | None) -> LoadView | None:
+    if reading is None or reading.load is None or reading.age is None:
+        return None
+    load = reading.load
+    return LoadView(
+        running=load.running,
+        waiting=load.waiting,
+        waiting_uncached_tokens=load.waiting_uncached_tokens,
+        used_tokens=load.used_tokens,
+        max_tokens=load.max_tokens,
+        age_seconds=reading.age,
+    )
 
 
 class MemberMatch(NamedTuple):

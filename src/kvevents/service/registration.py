@@ -89,9 +89,22 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve: Curve | None = None
     stores_only: tuple[str, ...] = ()
     """Tiers whose stores the engine announces and whose removals it does not."""
+    load_endpoint: str | None = None
+    """Endpoint at which the rank publishes its load; None if it does not."""
 
     def __post_init__(self) -> None:
-        for name in ("instance", "endpoint", "model", "tenant", "group", "topic", "lora_name", "salt", "replay_endpoint"):
+        for name in (
+            "instance",
+            "endpoint",
+            "model",
+            "tenant",
+            "group",
+            "topic",
+            "lora_name",
+            "salt",
+            "replay_endpoint",
+            "load_endpoint",
+        ):
             text: str | None = getattr(self, name)
             if text is None:
                 continue

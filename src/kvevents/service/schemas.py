@@ -250,6 +250,23 @@ class GapView(Struct, frozen=True, kw_only=True):
     at: float
 
 
+class LoadView(Struct, frozen=True, kw_only=True):
+    """The newest load that an engine has published."""
+
+    running: int
+    """Requests in the running batch."""
+    waiting: int
+    """Requests in the queue."""
+    waiting_uncached_tokens: int
+    """Prompt tokens of those that must be computed."""
+    used_tokens: int
+    """Tokens of KV cache in use."""
+    max_tokens: int
+    """Capacity of the KV cache in tokens; 0 if unknown."""
+    age_seconds: float
+    """Time since it arrived."""
+
+
 class SourceView(Struct, frozen=True, kw_only=True):
     """One data-parallel rank of one engine."""
 
@@ -297,6 +314,8 @@ class SourceView(Struct, frozen=True, kw_only=True):
     """The newest gaps."""
     resets: int
     reconnects: int
+    load: LoadView | None = None
+    """Load of the engine; null if it publishes none, or the newest one is older than 5 s."""
     rejected: dict[str, int]
     """Events that were rejected, by reason."""
 

@@ -23,7 +23,7 @@ from kvevents.endpoints import validate_endpoint
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.security import Curve
 from kvevents.security.zap import SocketSecurity, secure_sockets
-from kvevents.subscriber.zmq_sockets import SocketFactory, SocketOptions, connect_or_bind, private_context
+from kvevents.subscriber.zmq_sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
 from kvevents.wire.framing import Malformed, parse_live
 from kvevents.wire.load import LOAD_TOPIC, MAX_LOAD_BYTES, EngineLoad, decode_load
 
@@ -118,7 +118,8 @@ class LoadSubscriber:
         if not max_age > 0:
             raise ConfigError(f"invalid max_age {max_age}: expected a number of seconds above 0")
         self._max_age: Final = max_age
-        self._context: Final = private_context()
+        with endpoint_errors("load", "cannot open a context for load streams"):
+            self._context: Final = private_context()
         self._streams: dict[Worker, _Stream] = {}
         self._lock: Final = threading.Lock()
         self._commands: Final[deque[tuple[_Stream, bool]]] = deque()
@@ -175,17 +176,23 @@ class LoadSubscriber:
         newest = None if stream is None else stream.newest
         return None if newest is None or time.monotonic() - newest[1] > self._max_age else newest[0]
 
+    def reading(self, worker: Worker) -> LoadReading | None:
+        """Return the newest reading of one stream with its age; None if it is not followed."""
+        stream = self._streams.get(worker)
+        return None if stream is None else self._reading(stream, time.monotonic())
+
     def readings(self) -> dict[Worker, LoadReading]:
         """Return the newest reading of every stream with its age, for people and metrics."""
         with self._lock:
             streams = list(self._streams.items())
-        now, found = time.monotonic(), {}
-        for worker, stream in streams:
-            newest = stream.newest
-            age = None if newest is None else max(now - newest[1], 0.0)
-            load = None if newest is None or age is None or age > self._max_age else newest[0]
-            found[worker] = LoadReading(load, age, stream.received, stream.rejected)
-        return found
+        now = time.monotonic()
+        return {worker: self._reading(stream, now) for worker, stream in streams}
+
+    def _reading(self, stream: _Stream, now: float) -> LoadReading:
+        newest = stream.newest
+        age = None if newest is None else max(now - newest[1], 0.0)
+        load = None if newest is None or age is None or age > self._max_age else newest[0]
+        return LoadReading(load, age, stream.received, stream.rejected)
 
     def close(self) -> None:
         """Close all connections and end the thread. Idempotent."""

@@ -15,7 +15,7 @@ call the path `/get_server_info`::
 
     {"served_model_name": "Qwen/Qwen3-0.6B", "nnodes": 1, "node_rank": 0, ...,
      "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "", "block_size": 64,
-                   "dp_size": 2, "replay_endpoint_port_base": 6557}}
+                   "dp_size": 2, "replay_endpoint_port_base": 6557, "load_endpoint_port_base": 5559, "load_topic": "load"}}
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.config import KVEventsConfig
-from kvevents.endpoints import split_tcp
+from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.provider import DiscoveryFault, Finding
 from kvevents.service.discovery.source_config import (
@@ -84,6 +84,7 @@ class _Descriptor(Struct):
     topic: str | None = None
     block_size: int | None = None
     dp_size: int | None = None
+    load_endpoint_port_base: int | None = None
 
 
 class _LocalSource(Struct):
@@ -190,7 +191,11 @@ def _parse_sglang_rank(found: EngineInfo, rank: int, descriptor: _Descriptor, ho
     endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
     # The replay socket is always bound on the host of the HTTP server, whatever host events are sent to.
     replay = None if replay_port is None else replace_wildcard_host(f"tcp://*:{replay_port + rank}", host)
-    _add(found, RankEndpoint(rank, endpoint, replay, topic=descriptor.topic or "", block_size=descriptor.block_size or None))
+    # A load port that cannot be used costs the load only.
+    load_port = (descriptor.load_endpoint_port_base or 0) + rank if descriptor.load_endpoint_port_base else 0
+    load = replace_wildcard_host(f"tcp://{own}:{load_port}", host) if 0 < load_port <= MAX_PORT else None
+    size = descriptor.block_size or None
+    _add(found, RankEndpoint(rank, endpoint, replay, topic=descriptor.topic or "", block_size=size, load_endpoint=load))
 
 
 def _add(found: EngineInfo, rank: RankEndpoint) -> None:

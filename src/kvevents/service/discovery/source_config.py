@@ -34,6 +34,7 @@ class RankEndpoint:
     replay_endpoint: str | None = None
     topic: str = ""
     block_size: int | None = None
+    load_endpoint: str | None = None
 
 
 def bracket_host(host: str) -> str:
@@ -149,6 +150,8 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     curve: Curve | None = None
     lora_name: str | None = None
     salt: str | None = None
+    load_endpoint: str | None = None
+    """Endpoint at which the first rank publishes its load (SGLang: --load-publish-endpoint); a queried engine names it."""
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
     is not EXACT."""
@@ -171,6 +174,9 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
         check_endpoint("endpoint", found.endpoint, bind=self.bind)
         if replay is not None:
             check_endpoint("replay_endpoint", replay)
+        load = offset_endpoint_port(self.load_endpoint, found.rank - self.rank) or found.load_endpoint
+        if load is not None:
+            check_endpoint("load_endpoint", load)
         return Registration(
             instance=instance,
             endpoint=found.endpoint,
@@ -186,6 +192,7 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
             bind=self.bind,
             curve=self.curve,
             stores_only=self.stores_only,
+            load_endpoint=load,
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
