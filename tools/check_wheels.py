@@ -90,8 +90,7 @@ def environment(python: Path, folder: Path, *arguments: str) -> Path:
         "pip",
         "install",
         "--quiet",
-        "--only-binary",
-        ":all:",
+        "--prefer-binary",  # nkeys, of the extra `plane`, has no wheel
         *arguments,
         folder=folder,
     )
