@@ -161,6 +161,7 @@ def test_a_service_shows_the_load_of_its_sources(engine: Engine, tmp_path: Path)
         assert (shown.running, shown.waiting, shown.waiting_uncached_tokens, shown.used_tokens) == (3, 2, 7, 50)
         assert 0 <= shown.age_seconds < DEADLINE
         assert fleet.members[bad.key].view().load is None
+        assert member.engine_load == EngineLoad(3, 2, 50, 100, waiting_uncached_tokens=7)
         fleet.unregister(good.key).result(DEADLINE)
         assert member.view().load is None
     finally:

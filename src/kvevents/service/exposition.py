@@ -214,6 +214,16 @@ _GAUGES: Final = (
         "Sequence number of the newest batch of the current incarnation; absent before the first.",
         lambda member: member.status.last_seq if member.status and member.status.last_seq >= 0 else None,
     ),
+    _Column(
+        "engine_requests",
+        "Requests that the engine reports, running and waiting; absent without a recent report.",
+        lambda member: load.requests if (load := member.engine_load) else None,
+    ),
+    _Column(
+        "engine_waiting_tokens",
+        "Prompt tokens that waiting requests of the engine must compute; absent without a recent report.",
+        lambda member: load.waiting_uncached_tokens if (load := member.engine_load) else None,
+    ),
 )
 _COUNTS: Final = (
     _Count("batches", "Batches delivered to the index.", lambda counters: counters.delivered),

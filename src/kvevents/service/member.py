@@ -14,6 +14,7 @@ from kvevents.service.schemas import GapView, LoadView, SourceView, TrustStatus,
 from kvevents.stream import Trust
 from kvevents.subscriber import LoadReading, StreamStatus
 from kvevents.weights import DISTANCE_LOST, State, distance_of
+from kvevents.wire.load import EngineLoad
 
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
 MAX_GAPS: Final = 64
@@ -172,6 +173,12 @@ class Member:
             if reason in _LOSING
         ]
         return tuple(found)
+
+    @property
+    def engine_load(self) -> EngineLoad | None:
+        """The newest load that the rank has published; None if it is too old, or there is none."""
+        reading = self.load()
+        return None if reading is None else reading.load
 
     def admits(self, scope: Scope) -> bool:
         """Whether this rank can hold blocks of prompts in a scope."""
