@@ -140,3 +140,10 @@ def test_only_the_local_build_of_a_requirement_is_left_out() -> None:
         _without_local_build('torch==2.13.0+cpu; platform_machine == "x86_64"') == 'torch==2.13.0; platform_machine == "x86_64"'
     )
     assert _without_local_build("torchvision; extra") == "torchvision; extra"
+
+
+def test_the_documents_quote_the_report() -> None:
+    """`docs/testing.md` has the tables of `results.json`, and no prediction in it was wrong."""
+    found = report.read(report.RESULTS)
+    assert report.text(found) in (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
+    assert report.wrong(found) == 0
