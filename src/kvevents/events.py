@@ -114,6 +114,9 @@ class BlockStored(KVCacheEvent):
     """vLLM 0.33: per block, the tokens beyond it that its hash covers."""
     cache_salt: str | None = None
     """SGLang from 0.5.20; vLLM sends its salt in `extra_keys`."""
+    origin: str | None = None
+    """vllm#51699: NEW for blocks that were computed, REUSED for those that were resident before and are announced again. None,
+    as in all releases so far: either."""
     block_keys: list[int] | None = None
     """One per block if a relay of kvevents has removed the tokens: keys that `kvevents.index` computes from tokens and
     namespace, or numbers without a meaning."""
@@ -148,6 +151,8 @@ class BlockRemoved(KVCacheEvent):
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    remaining_copy_counts: list[int] | None = None
+    """vllm#48933: per block how many physical copies are left of it."""
     heartbeat: Heartbeat | None = None
     block_digests: list[bytes] | None = None
     unrecognised: UnknownFields | None = None

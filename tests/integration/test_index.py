@@ -1198,7 +1198,7 @@ def test_rows_are_what_the_objects_say(index: PrefixIndex, feed: Feed) -> None:
     feed(chain(1, 2, medium="GPU"), store([3], PROMPT[4:6], 2, 2, medium="CPU"))
     match = index.match(PROMPT)
     told = [(each.source, each.rank, *(each.tiers[name] for name in ("gpu", "cpu", "disk")), each.tokens) for each in match]
-    assert match.rows() == told == [("a", 0, 4, 6, 6, 6)]
+    assert match.rows() == [(*each, 6, True) for each in told] == [("a", 0, 4, 6, 6, 6, 6, True)]
 
 
 @pytest.mark.parametrize("blocks", [4_000, 40_000, 400_000])

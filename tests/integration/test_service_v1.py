@@ -68,6 +68,7 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
         "instance": name,
         "rank": 0,
         "tokens": 48,
+        "certain": 48,
         "tiers": {"gpu": 32, "cpu": 32, "disk": 48},
         "trust": {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False},
     }

@@ -150,6 +150,7 @@ def source(number: int, state: str = "EXACT", **more: Any) -> Source:
         "waiting": 0,
         "blocks": 10,
         "orphans": 0,
+        "uncertain": 0,
         "block_sizes": [16],
         "declared_block_size": 16,
         "batches": 8,

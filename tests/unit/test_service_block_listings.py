@@ -35,7 +35,7 @@ def trust() -> TrustStatus:
 
 
 def some(count: int, start: int = 0) -> list[Block]:
-    return [Block(number, number, "gpu", 0, 1) for number in range(start, start + count)]
+    return [Block(number, number, "gpu", 0, 1, 1) for number in range(start, start + count)]
 
 
 @given(BLOCKS, st.integers(1, 12))

@@ -33,7 +33,8 @@ def candidates_of(*loads: float) -> list[Candidate]:
 
 
 def held_of(**tiers: int) -> WorkerMatch:
-    return WorkerMatch(instance="", rank=0, tokens=max(tiers.values(), default=0), tiers=tiers, trust=TrustStatus("EXACT"))
+    tokens = max(tiers.values(), default=0)
+    return WorkerMatch(instance="", rank=0, tokens=tokens, certain=tokens, tiers=tiers, trust=TrustStatus("EXACT"))
 
 
 def choose(
@@ -98,7 +99,7 @@ def test_what_tiers_save(tiers: dict[str, int], weights: dict[str, float], saved
 
 def test_tokens_that_no_tier_names_count_as_the_lowest() -> None:
     """Whoever asks the index without tiers gets some credit, not none."""
-    hit = WorkerMatch(instance="", rank=0, tokens=50, tiers={}, trust=TrustStatus("EXACT"))
+    hit = WorkerMatch(instance="", rank=0, tokens=50, certain=50, tiers={}, trust=TrustStatus("EXACT"))
     assert score(choose(candidates_of(0), {0: hit}), 0).uncached == pytest.approx(0.75)
 
 

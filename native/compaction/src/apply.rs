@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 
 use kvevents_index::apply::{Read, extras_at, extras_of};
 use kvevents_index::contexts::Context;
+use kvevents_index::copies::Origin;
 use kvevents_index::keys::{self, Scheme};
 use kvevents_index::pending::{Queue, Waiting, Weight};
 use kvevents_index::placements::Rule;
@@ -90,7 +91,16 @@ impl State {
     /// Applies one event of a payload.
     pub fn apply(&mut self, read: &Read<'_>, event: &Event) {
         let outcome = match event.kind {
+            Kind::Stored if event.origin == Origin::Reused && self.holds(read, event) => {
+                event
+                    .hashes
+                    .slice(&read.scratch.hashes)
+                    .iter()
+                    .for_each(|&hash| self.blocks.assure(hash));
+                Ok(())
+            }
             Kind::Stored => self.store(&store_of(read, event)),
+            Kind::Removed if event.keyed && event.keys.length == event.hashes.length => self.remove_to(read, event),
             Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &location_of(read, event)),
             Kind::Cleared => self.clear(read.bytes(event.medium), event.group),
             Kind::Inactive => Ok(()),
@@ -98,6 +108,28 @@ impl State {
         if let Err(reason) = outcome {
             self.invalidate(reason);
         }
+    }
+
+    /// Whether it has all blocks of an event.
+    fn holds(&self, read: &Read<'_>, event: &Event) -> bool {
+        let hashes = event.hashes.slice(&read.scratch.hashes);
+        hashes.iter().all(|&hash| self.blocks.find(hash).is_some())
+    }
+
+    /// A removal that says how many copies are left.
+    fn remove_to(&mut self, read: &Read<'_>, event: &Event) -> Result<(), Reason> {
+        let location = location_of(read, event);
+        let left = event.keys.slice(&read.scratch.hashes);
+        for (&hash, &left) in event.hashes.slice(&read.scratch.hashes).iter().zip(left) {
+            self.remove(&[hash], &location)?;
+            let placement = self.announcements.removable(&location).placement;
+            let surplus = u64::from(self.blocks.count_all(hash, placement)).saturating_sub(left);
+            for _ in 0..surplus {
+                self.remove(&[hash], &location)?;
+            }
+            self.blocks.assure(hash);
+        }
+        Ok(())
     }
 
     /// Drops everything until a clear of everything, except for the matching rules of groups.

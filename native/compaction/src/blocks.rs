@@ -1,6 +1,6 @@
 //! The blocks of a stream as a tree: those with copies, and their ancestors without copies, whose tokens are needed to announce them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use hashbrown::HashTable;
 
@@ -69,6 +69,8 @@ pub struct Blocks {
     /// Copies beyond the first, by block and announcement.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
+    /// Blocks and announcements of which a copy was removed and others are left: as an index has it, these might not exist.
+    doubts: HashSet<(u32, u8)>,
     secret: Secret,
 }
 
@@ -125,6 +127,7 @@ impl Blocks {
             + self.same_hash.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
             + self.same_hash_len * 8
             + self.extra_copies.capacity() * (size_of::<((u32, u8), u32)>() + 1)
+            + self.doubts.capacity() * (size_of::<(u32, u8)>() + 1)
     }
 
     /// One more than the highest number in use, or more.
@@ -158,6 +161,33 @@ impl Blocks {
     pub fn count(&self, number: u32, announcement: u8) -> u32 {
         let first = (self.attributes(number).copies >> announcement & 1) as u32;
         first + self.extra_copies.get(&(number, announcement)).copied().unwrap_or(0)
+    }
+
+    /// Whether its copies in one announcement might not exist.
+    pub fn is_doubtful(&self, number: u32, announcement: u8) -> bool {
+        !self.doubts.is_empty() && self.doubts.contains(&(number, announcement))
+    }
+
+    /// Whether there are such blocks.
+    pub fn has_doubts(&self) -> bool {
+        !self.doubts.is_empty()
+    }
+
+    /// Copies of the block that `hash` means, in all of these announcements.
+    pub fn count_all(&self, hash: u64, announcements: u64) -> u32 {
+        self.find(hash).map_or(0, |number| {
+            let copies = self.attributes(number).copies & announcements;
+            bits(copies).map(|announcement| self.count(number, announcement)).sum()
+        })
+    }
+
+    /// Notes that the copies of the block that `hash` means certainly exist.
+    pub fn assure(&mut self, hash: u64) {
+        if let Some(number) = self.find(hash).filter(|_| self.has_doubts()) {
+            for announcement in bits(self.attributes(number).copies) {
+                self.doubts.remove(&(number, announcement));
+            }
+        }
     }
 
     /// Blocks with copies that share their hash, the one that was stored last at the end.
@@ -310,6 +340,7 @@ impl Blocks {
         } else {
             *self.extra_copies.entry((number, announcement)).or_default() += 1;
             self.extra_count += 1;
+            self.doubts.remove(&(number, announcement));
         }
     }
 
@@ -344,8 +375,13 @@ impl Blocks {
                 self.extra_copies.remove(&(number, announcement));
                 self.shrink_extra_copies();
             }
+            self.doubts.insert((number, announcement));
         } else {
             self.keep_copies(number, copies & !(1 << announcement));
+            let left = copies & removable.placement & !(1 << announcement);
+            if left != 0 {
+                self.doubts.insert((number, left.trailing_zeros() as u8));
+            }
         }
         true
     }
@@ -377,6 +413,14 @@ impl Blocks {
 
     /// Keeps only these copies of a block. Without any it is removed, or marked dead if blocks follow it.
     fn keep_copies(&mut self, number: u32, copies: u64) {
+        if self.has_doubts() {
+            for announcement in bits(self.attributes(number).copies & !copies) {
+                self.doubts.remove(&(number, announcement));
+            }
+            if self.doubts.is_empty() {
+                self.doubts = HashSet::new();
+            }
+        }
         if copies != 0 {
             return self.set_copies(number, copies);
         }

@@ -91,7 +91,13 @@ impl<'a> Exporter<'a> {
         }
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| attributes.copies >> number & 1 != 0) {
-            let count = blocks.count(run[0], announcement) - u32::from(announcement == first);
+            // One copy more, which the last events remove again, leaves a consumer as uncertain as those were that saw the removal.
+            let is_doubtful = !is_twin && blocks.is_doubtful(run[0], announcement);
+            if is_doubtful {
+                let hashes = run.iter().rev().map(|&number| blocks.get(number).hash);
+                self.surplus.extend(hashes.map(|hash| (hash, announcement)));
+            }
+            let count = blocks.count(run[0], announcement) + u32::from(is_doubtful) - u32::from(announcement == first);
             if count > 0 {
                 let copy = if with_tokens >> announcement & 1 != 0 && !is_twin {
                     self.announced(announcement, store.clone())

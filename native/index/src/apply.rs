@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 use std::sync::LazyLock;
 
 use crate::contexts::Context;
+use crate::copies::Origin;
 use crate::keys::{self, Scheme};
 use crate::page_pool;
 use crate::pending::{Content, Waiting};
@@ -199,6 +200,7 @@ impl Stream {
             );
             return Err("unknown-kind");
         }
+        self.origin = event.origin;
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let size = event.block_size;
         if window.is_some() || (event.tokens.length == 0 && !event.keyed) {
@@ -291,6 +293,9 @@ impl Stream {
                 lora: store.lora,
                 salt: store.salt,
             };
+            if self.origin == Origin::Reused && self.waiting.has(store.hashes[at], store.placement) {
+                continue;
+            }
             let orphan = Waiting {
                 hash: store.hashes[at],
                 placement: store.placement,
@@ -519,6 +524,8 @@ impl Stream {
 
     /// Places the pending blocks whose parent is this block, then those whose parents they are, and so on.
     fn link(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
+        // What waited came in other events, of which that is not known any more.
+        let origin = std::mem::take(&mut self.origin);
         let mut queue = VecDeque::from([(hash, number)]);
         while let Some((hash, above)) = queue.pop_front() {
             while let Some(item) = self.take_awaiting(hash) {
@@ -536,6 +543,7 @@ impl Stream {
                 self.spend(writer, 2);
             }
         }
+        self.origin = origin;
     }
 
     /// Places an orphan after its parent. Returns its record if its hash was unknown.
@@ -583,7 +591,8 @@ impl Stream {
 
     fn without_tokens(&mut self, shared: &mut SharedState, hash: u64, placement: u16) {
         match self.newest(shared, hash) {
-            Some(number) => self.copy(shared, hash, number, placement),
+            Some(number) => self.copy_without_tokens(shared, hash, number, placement),
+            None if self.origin == Origin::Reused => {}
             None => {
                 let untied = Waiting {
                     hash,
@@ -622,6 +631,14 @@ impl Stream {
             self.counters.unknown += hashes.len() as u64;
             return;
         };
+        if event.keyed && event.keys.length == event.hashes.length {
+            let left = event.keys.slice(&read.scratch.hashes);
+            for (&hash, &left) in hashes.iter().zip(left) {
+                self.remove_to(writer, hash, placement, u32::try_from(left).unwrap_or(u32::MAX));
+                self.spend(writer, 1);
+            }
+            return;
+        }
         for some in hashes.chunks(WORK_PER_HOLD) {
             self.remove(writer, some, placement, &mut work.leaving);
             if self.remove_some_blocks(writer) {

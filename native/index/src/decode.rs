@@ -152,6 +152,7 @@ pub struct BlockStored {
     pub session_id: Option<String>,
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
+    pub origin: Option<String>,
     pub block_keys: Option<Vec<u64>>,
     /// Fields that this release does not know, by name, or by position in array events.
     pub unrecognised: Vec<(String, Value)>,
@@ -167,6 +168,7 @@ pub struct BlockRemoved {
     pub group_idx: Option<i128>,
     pub locality: Option<String>,
     pub ownership: Option<String>,
+    pub remaining_copy_counts: Option<Vec<i128>>,
     pub heartbeat: Option<Heartbeat>,
     /// As in `BlockStored`.
     pub unrecognised: Vec<(String, Value)>,

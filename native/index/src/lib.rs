@@ -3,6 +3,7 @@
 
 pub mod apply;
 pub mod contexts;
+pub mod copies;
 pub mod decode;
 pub mod fork;
 pub mod hasher;

@@ -3,11 +3,14 @@
 //! Records along a chain are read until one is missing; blocks in a row with the same holders are one step. Streams with one group are
 //! then matched 64 at a time, by bitmaps; those with several one by one, by the rules of their groups.
 
+use std::collections::BTreeSet;
+
 use crate::holder_sets::{EMPTY, Word};
 use crate::keys::{self, Scheme};
 use crate::placements::{LEVELS, Rule};
 use crate::read_view::View;
 use crate::records::{Memory, Records, chunk_of};
+use crate::shared::set_bit;
 
 /// One worker's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,11 +36,36 @@ struct Step {
     holders: Holders,
 }
 
+/// Records side by side that were read for blocks in a row.
+#[derive(Clone, Copy, Debug)]
+struct BlockRow {
+    /// The place of the first block.
+    start: usize,
+    /// One more than the place of the last one.
+    end: usize,
+    /// The record of the first one.
+    number: u32,
+}
+
+impl BlockRow {
+    /// The record of the block at a place, if it is one of these.
+    fn record(&self, at: usize) -> Option<u32> {
+        (self.start..self.end)
+            .contains(&at)
+            .then(|| self.number + (at - self.start) as u32)
+    }
+}
+
+/// Places of blocks that might be gone which are looked at for one stream; all behind them counts as not certain.
+const MAX_DOUBTS: usize = 64;
+
 /// Room to work in, kept from one match to the next.
 #[derive(Debug, Default)]
 pub struct Walk {
     steps: Vec<Step>,
     together: Vec<Vec<Word>>,
+    /// Which records were read, by the place of their blocks.
+    rows: Vec<BlockRow>,
     keys: Vec<u64>,
     /// Records of one block.
     found: Vec<u32>,
@@ -113,6 +141,7 @@ impl Walk {
             self.list(view, false, key, |other| other == context);
             let Some(&number) = self.found.last() else { return at };
             at += 1;
+            self.rows_to(at);
             self.step_to(view, at);
             let Some(chunk) = self.seen.chunk(view, number).filter(|_| !self.seen.is_spoilt) else {
                 return at;
@@ -125,6 +154,9 @@ impl Walk {
                 }
                 at += count;
                 self.step(at, Holders::Set(set));
+            }
+            if let Some(row) = self.rows.last_mut() {
+                row.end = at;
             }
             match locals.get(at) {
                 Some(&local) => key = keys::chained(chunk.key(number + (at - start) as u32), local),
@@ -177,6 +209,7 @@ impl Walk {
             if self.found.is_empty() || self.seen.is_spoilt {
                 return at;
             }
+            self.rows_to(at + 1);
             self.step_to(view, at + 1);
         }
         keys.len()
@@ -185,6 +218,18 @@ impl Walk {
     fn clear(&mut self) {
         self.steps.clear();
         self.together.clear();
+        self.rows.clear();
+    }
+
+    /// Notes the records of the block before `end`, of which `found` has them.
+    #[inline]
+    fn rows_to(&mut self, end: usize) {
+        let start = end - 1;
+        let last = self.rows.last_mut().filter(|last| last.end == start);
+        match (&self.found[..], last) {
+            (&[number], Some(last)) if last.number + (start - last.start) as u32 == number => last.end = end,
+            (found, _) => self.rows.extend(found.iter().map(|&number| BlockRow { start, end, number })),
+        }
     }
 
     /// Goes on by one block, of which `found` has the records.
@@ -244,6 +289,88 @@ impl Walk {
                 }
             }
         }
+    }
+
+    /// Of each of these hits of a stream that has blocks which might be gone, what it certainly holds of what was read last.
+    pub fn certain_hits(&mut self, view: &View, scheme: Scheme, hits: &[Hit], out: &mut Vec<Hit>) {
+        for hit in hits {
+            let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
+            if view.doubtful.get(word).is_some_and(|bits| bits >> bit & 1 == 1) {
+                let tokens = self.certain_tokens(view, scheme, hit);
+                out.push(Hit { tokens, ..*hit });
+            }
+        }
+    }
+
+    /// What one of them certainly holds: the same lookup without the copies that might be gone.
+    #[cold]
+    fn certain_tokens(&mut self, view: &View, scheme: Scheme, hit: &Hit) -> [u32; LEVELS] {
+        let blocks = (hit.tokens[LEVELS - 1] / scheme.size) as usize;
+        let Some(member) = view.members[hit.stream as usize].as_ref() else {
+            return hit.tokens;
+        };
+        let mut places = BTreeSet::new();
+        for row in self.rows.iter().filter(|row| row.start < blocks) {
+            let behind = row.number + (row.end.min(blocks) - row.start) as u32;
+            let doubts = member.doubts.range((row.number, 0)..(behind, 0));
+            let found = doubts.map(|(number, _)| row.start + (number - row.number) as usize);
+            places.extend(found.take(MAX_DOUBTS * LEVELS));
+        }
+        if places.is_empty() {
+            return hit.tokens;
+        }
+        let known = (std::mem::take(&mut self.steps), self.together.len());
+        self.steps = self.certain_steps(view, hit.stream, &known.0, &places);
+        let mut only = vec![0; view.visible.len()];
+        set_bit(&mut only, hit.stream, true);
+        let mut found = Vec::new();
+        self.hits(view, scheme, &only, &mut found);
+        self.steps = known.0;
+        self.together.truncate(known.1);
+        found.first().map_or([0; LEVELS], |found| found.tokens)
+    }
+
+    /// Steps in which a stream holds nothing of blocks at these places but the copies that are certain.
+    fn certain_steps(&mut self, view: &View, stream: u32, steps: &[Step], places: &BTreeSet<usize>) -> Vec<Step> {
+        let (mut certain, mut start) = (Vec::with_capacity(steps.len() + 2 * places.len().min(MAX_DOUBTS)), 0);
+        let mut looked = 0;
+        for &Step { end, holders } in steps {
+            for &place in places.range(start..end) {
+                if looked == MAX_DOUBTS {
+                    return certain;
+                }
+                looked += 1;
+                if start < place {
+                    certain.push(Step { end: place, holders });
+                }
+                self.together.push(self.certain_holders(view, stream, place));
+                let holders = Holders::Together(self.together.len() - 1);
+                certain.push(Step { end: place + 1, holders });
+                start = place + 1;
+            }
+            if start < end {
+                certain.push(Step { end, holders });
+                start = end;
+            }
+        }
+        certain
+    }
+
+    /// Where a stream certainly holds the block at a place.
+    fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Vec<Word> {
+        let mut words: Vec<Word> = Vec::new();
+        let doubts = view.members[stream as usize].as_ref().map(|member| &member.doubts);
+        let (at, bit) = (stream as usize >> 6, 1 << (stream & 63));
+        for number in self.rows.iter().filter_map(|row| row.record(place)) {
+            let Some(chunk) = view.chunk(number) else { continue };
+            for word in view.words(chunk.set(number)) {
+                let is_doubtful = || doubts.is_some_and(|doubts| doubts.contains(&(number, word.placement() as u16)));
+                if word.word() == at && word.bits & bit != 0 && !is_doubtful() {
+                    words.push(Word { at: word.at, bits: bit });
+                }
+            }
+        }
+        words
     }
 
     /// Streams whose blocks are all of one kind.

@@ -1,5 +1,6 @@
 //! The streams of an index as lookups see them.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
@@ -31,6 +32,8 @@ pub struct Member {
     pub schemes: Vec<Scheme>,
     /// Its blocks, as of its last batch.
     pub blocks: AtomicUsize,
+    /// Records that it holds on a placement, but which might be gone there (`crate::copies`).
+    pub doubts: BTreeSet<(u32, u16)>,
 }
 
 /// The streams of a model.

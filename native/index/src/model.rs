@@ -48,6 +48,7 @@ impl State {
                 hybrid: None,
                 schemes: Vec::new(),
                 blocks: AtomicUsize::new(0),
+                doubts: BTreeSet::new(),
             };
             shared.join(number, member);
             shared.use_scheme(number, SCHEME);

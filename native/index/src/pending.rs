@@ -219,6 +219,12 @@ impl<C: Weight> Queue<C> {
         self.by_awaited.contains_key(&hash)
     }
 
+    /// Whether a copy of this hash waits on a placement.
+    pub fn has(&self, hash: u64, placement: u16) -> bool {
+        let found = self.by_hash.get(&hash);
+        found.is_some_and(|copies| copies.iter().any(|copies| copies.placement == placement))
+    }
+
     /// Whether something waits on a placement.
     pub fn is_on(&self, placement: u16) -> bool {
         self.placements.contains_key(&placement)

@@ -40,6 +40,10 @@ pub struct View {
     pub models: HashMap<Option<String>, Model, Secret>,
     /// Streams matched by rules of groups.
     pub hybrid: Vec<u64>,
+    /// Streams with blocks that might be gone.
+    pub doubtful: Vec<u64>,
+    /// Whether there are any.
+    pub has_doubts: bool,
     /// Chunks of records that are in use, as of the last time that a writer published them.
     pub chunks: Vec<Option<Arc<Memory>>>,
     /// Holders by the number of their set, as of then.
@@ -63,6 +67,8 @@ impl View {
             visible: Vec::new(),
             models: HashMap::with_hasher(secret),
             hybrid: Vec::new(),
+            doubtful: Vec::new(),
+            has_doubts: false,
             chunks: Vec::new(),
             sets: Vec::new(),
             contexts: Known::new(secret),

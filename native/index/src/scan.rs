@@ -14,6 +14,7 @@ pub(crate) mod tests;
 
 use std::num::NonZeroU32;
 
+use crate::copies::Origin;
 use crate::msgpack::Reader;
 use crate::tokens::{self, Lengths};
 
@@ -43,6 +44,8 @@ pub enum Field {
     Ownership,
     CacheSalt,
     BlockKeys,
+    Origin,
+    CopyCounts,
     /// Nothing, but it must be text or nil.
     IgnoredText,
     /// Nothing, but it must be a list of lists of integers or nil.
@@ -117,8 +120,10 @@ pub struct Event {
     pub hashes: Run,
     /// Range in `Scratch::tokens`.
     pub tokens: Run,
-    /// Range in `Scratch::hashes`.
+    /// Range in `Scratch::hashes`; of a removal how many copies of each block are left.
     pub keys: Run,
+    /// What a store says of where its blocks come from.
+    pub origin: Origin,
     /// Hash of the block before the first one; None for the root.
     pub parent: Option<u64>,
     /// Tokens per block.
@@ -162,6 +167,7 @@ impl Event {
             hashes: Run::default(),
             tokens: Run::default(),
             keys: Run::default(),
+            origin: Origin::default(),
             parent: None,
             block_size: 0,
             lora_id: None,
@@ -313,7 +319,7 @@ impl<'a> Scanner<'a> {
         let Some(event) = self.scratch.events.last_mut() else {
             return 0;
         };
-        if event.kind != Kind::Removed || event.hashes.length != 1 || !data[single..].starts_with(&SINGLE) {
+        if event.kind != Kind::Removed || event.keyed || event.hashes.length != 1 || !data[single..].starts_with(&SINGLE) {
             return 0;
         }
         let (head, tail) = (&data[start..hash], &data[hash + HASH_BYTES..end]);
@@ -416,6 +422,8 @@ impl<'a> Scanner<'a> {
             Field::SpecKind => event.spec_kind = self.text()?,
             Field::CacheSalt => event.cache_salt = self.text()?,
             Field::BlockKeys => self.keys(event)?,
+            Field::Origin => event.origin = self.origin()?,
+            Field::CopyCounts => self.copy_counts(event)?,
             Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
             Field::IgnoredText => drop(self.text()?),
             Field::IgnoredIntLists => self.int_lists()?,
@@ -496,6 +504,41 @@ impl<'a> Scanner<'a> {
         (event.keys, event.keyed) = (self.hashes()?, true);
         let none = !std::mem::replace(&mut self.scratch.digests, digests);
         none.then_some(())
+    }
+
+    /// A word that is not known states nothing.
+    fn origin(&mut self) -> Option<Origin> {
+        if self.reader.nil() {
+            return Some(Origin::Unstated);
+        }
+        Some(match self.reader.text_bytes()? {
+            b"NEW" => Origin::New,
+            b"REUSED" => Origin::Reused,
+            _ => Origin::Unstated,
+        })
+    }
+
+    /// How many copies of each block a removal leaves.
+    fn copy_counts(&mut self, event: &mut Event) -> Option<()> {
+        if self.reader.nil() {
+            return Some(());
+        }
+        let (start, count) = (self.scratch.hashes.len(), self.reader.array()?);
+        if count > self.schema.limits.max_hashes {
+            return None;
+        }
+        for _ in 0..count {
+            let left = self.size()?;
+            self.scratch.hashes.push(left);
+        }
+        (event.keys, event.keyed) = (
+            Run {
+                start: start as u32,
+                length: count as u32,
+            },
+            true,
+        );
+        Some(())
     }
 
     #[inline]

@@ -1,5 +1,6 @@
 //! What all streams share: records of blocks, found by key, and the holders of each.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::contexts::Contexts;
@@ -405,6 +406,21 @@ impl SharedState {
         self.view.change().rule(stream, rules);
     }
 
+    /// Notes that a block of a stream on a placement might be gone, or is not.
+    #[cold]
+    pub fn doubt(&mut self, stream: u32, number: u32, placement: u16, is_doubtful: bool) {
+        self.view.change().doubt(stream, (number, placement), is_doubtful);
+    }
+
+    /// Notes that all blocks of a stream are there.
+    pub fn end_doubts(&mut self, stream: u32) {
+        let is_certain = |member: &Member| member.doubts.is_empty();
+        if !self.view.members[stream as usize].as_ref().is_none_or(is_certain) {
+            let doubts = self.view.change().end_doubts(stream);
+            drop(doubts); // readers do not wait for that
+        }
+    }
+
     /// Gives the number of a stream back, which holds nothing any more.
     pub fn leave(&mut self, stream: u32) {
         self.view.change().leave(stream);
@@ -446,6 +462,7 @@ impl View {
         let words = self.members.len().div_ceil(64);
         self.visible.resize(words, 0);
         self.hybrid.resize(words, 0);
+        self.doubtful.resize(words, 0);
         let model = member.model.clone();
         self.members[at] = Some(member);
         self.label(number, model);
@@ -517,8 +534,34 @@ impl View {
         }
     }
 
+    fn doubt(&mut self, stream: u32, block: (u32, u16), is_doubtful: bool) {
+        let Some(member) = self.members[stream as usize].as_mut() else {
+            return;
+        };
+        if is_doubtful {
+            member.doubts.insert(block);
+        } else {
+            member.doubts.remove(&block);
+        }
+        let has_doubts = !member.doubts.is_empty();
+        self.mark_doubtful(stream, has_doubts);
+    }
+
+    fn mark_doubtful(&mut self, stream: u32, is_doubtful: bool) {
+        set_bit(&mut self.doubtful, stream, is_doubtful);
+        self.has_doubts = is_doubtful || self.doubtful.iter().any(|&bits| bits != 0);
+    }
+
+    fn end_doubts(&mut self, stream: u32) -> Option<BTreeSet<(u32, u16)>> {
+        self.mark_doubtful(stream, false);
+        self.members[stream as usize]
+            .as_mut()
+            .map(|member| std::mem::take(&mut member.doubts))
+    }
+
     fn leave(&mut self, stream: u32) {
         self.rule(stream, None);
+        self.mark_doubtful(stream, false);
         set_bit(&mut self.visible, stream, false);
         if let Some(member) = self.members[stream as usize].take() {
             self.unlabel(stream, &member);

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use hashbrown::HashTable;
 
+use crate::copies::{Change, Copies, CopyTable, Origin};
 use crate::hasher::Secret;
 use crate::holder_sets::{EMPTY, Move};
 use crate::keys::Scheme;
@@ -139,8 +140,15 @@ pub struct Stream {
     several: HashMap<u64, Vec<u32>>,
     /// Blocks in those.
     several_len: usize,
-    /// Copies beyond the first.
-    copies: HashMap<(u32, u16), u32>,
+    copies: CopyTable,
+    /// What the event at hand says of where its blocks come from.
+    pub origin: Origin,
+    /// Whether its sender attests its engine's cache: then every store is a new copy.
+    has_attested: bool,
+    /// Blocks with full attention that the batch at hand has announced again; kept for hybrid models only.
+    repeated: Vec<u32>,
+    /// Blocks without tokens that the batch at hand has made resident, as far as was known.
+    fresh: Vec<(u32, u16)>,
     own: Vec<ProcessOwned>,
     /// How this life has cut prompts.
     schemes: Vec<Scheme>,
@@ -214,7 +222,11 @@ impl Stream {
             foreign: HashTable::new(),
             several: HashMap::new(),
             several_len: 0,
-            copies: HashMap::new(),
+            copies: CopyTable::default(),
+            origin: Origin::default(),
+            has_attested: false,
+            repeated: Vec::new(),
+            fresh: Vec::new(),
             own: Vec::new(),
             schemes: Vec::new(),
             looks: FIRST_LOOKS,
@@ -237,8 +249,15 @@ impl Stream {
     }
 
     /// Compares what it holds on the device with an attestation of its engine; None as for `agrees`.
-    pub fn attest(&mut self, attestation: u64, is_limited: bool) -> Option<bool> {
+    ///
+    /// A sender that attests announces each copy once: that holds for its stores from now on, and with an attestation that agrees for all before.
+    pub fn attest(&mut self, shared: &mut SharedState, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
+        self.has_attested = true;
+        if is_equal && !self.copies.is_empty() {
+            self.copies.certify();
+            shared.end_doubts(self.number);
+        }
         let is_whole = self.counters.evicted == self.evicted_when_whole;
         self.attested = (is_equal || !is_limited || is_whole).then_some(is_equal);
         self.attested
@@ -265,6 +284,21 @@ impl Stream {
         }
     }
 
+    /// Those copies, by group: what an attestation is of them.
+    pub fn unkept(&self) -> &[(i64, u64)] {
+        &self.unkept
+    }
+
+    /// Whether its sender attests its engine's cache.
+    pub fn has_attested(&self) -> bool {
+        self.has_attested
+    }
+
+    /// Takes in what a snapshot has of attestations.
+    pub fn put_attested(&mut self, has_attested: bool, unkept: Vec<(i64, u64)>) {
+        (self.has_attested, self.unkept) = (has_attested, unkept);
+    }
+
     /// The same of a clear: of one group, or of all.
     pub fn clear_unkept(&mut self, group: Option<i64>) {
         self.unkept.retain(|(known, _)| group.is_some_and(|group| group != *known));
@@ -276,13 +310,18 @@ impl Stream {
             + self.foreign.allocation_size()
             + self.several.capacity() * (size_of::<(u64, Vec<u32>)>() + 1)
             + self.several_len * 8
-            + self.copies.capacity() * (size_of::<((u32, u16), u32)>() + 1)
+            + self.copies.bytes()
             + self.waiting.bytes()
     }
 
-    /// Copies beyond the first of each block and placement.
+    /// Copies beyond the first of each block and placement, at most.
     pub fn copies(&self) -> usize {
-        self.copies.values().map(|&extra| extra as usize).sum()
+        self.copies.beyond_first()
+    }
+
+    /// Blocks that might be gone, once for each placement: they were announced several times and removed less often.
+    pub fn uncertain(&self) -> usize {
+        self.copies.doubtful()
     }
 
     /// Placements that the stream has named, and the blocks held on each.
@@ -343,7 +382,7 @@ impl Stream {
         self.forget(writer);
         self.leave_placements(writer);
         self.rules = Rules::default();
-        self.attested = None;
+        (self.attested, self.has_attested) = (None, false);
         self.schemes.clear();
         self.looks = FIRST_LOOKS;
         self.evicted_when_whole = self.counters.evicted;
@@ -376,7 +415,7 @@ impl Stream {
         let is_tight = |length: usize, capacity: usize| length >= LARGE && capacity - length < blocks;
         is_tight(self.foreign.len(), self.foreign.capacity())
             || is_tight(self.several.len(), self.several.capacity())
-            || is_tight(self.copies.len(), self.copies.capacity())
+            || is_tight(self.copies.room().0, self.copies.room().1)
             || self.foreign.capacity() > LARGE && self.is_loose()
     }
 
@@ -563,21 +602,79 @@ impl Stream {
         }
     }
 
-    /// One copy more of a block that the stream knows.
+    /// What a store adds to a block that the stream knows: a copy more, or nothing where it says that the block was resident before.
     #[inline]
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
-        let key = shared.records.key(number);
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
-            step_counter::count_growth(self.copies.len(), self.copies.capacity());
-            let extra = self.copies.entry((number, placement)).or_default();
-            *extra = extra.saturating_add(1);
+            if self.origin == Origin::Reused {
+                let change = self.copies.assure(number, placement);
+                return self.note(shared, number, placement, change);
+            }
+            let (length, capacity) = self.copies.room();
+            step_counter::count_growth(length, capacity);
+            let is_certain = self.has_attested || self.origin == Origin::New;
+            let change = self.copies.store(number, placement, is_certain);
+            self.note(shared, number, placement, change);
+            if !is_certain && self.rules.0.len() > 1 {
+                self.repeated.push(number);
+            }
+            let key = shared.records.key(number);
             let own = self.own(placement);
             let (mark, attested) = (mark(hash, key, own.mark), own.attested.copy(hash));
             self.digest = self.digest.wrapping_add(mark);
             self.attestation = self.attestation.wrapping_add(attested);
         } else {
+            let key = shared.records.key(number);
             shared.toggle(number, placement, self.number, &mut self.added);
             self.count_in(hash, key, placement);
+        }
+    }
+
+    /// The same of a store without tokens, as groups with sliding windows have them. See `doubt_fresh`.
+    pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
+        let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
+        if !is_held || self.copies.get(number, placement).is_doubtful() {
+            match self.origin {
+                // A block that no group of this kind holds is announced as reused where the window of a hit does not reach.
+                Origin::Reused if !is_held => return,
+                Origin::Unstated if !self.has_attested => self.fresh.push((number, placement)),
+                _ => {}
+            }
+        }
+        self.copy(shared, hash, number, placement);
+    }
+
+    /// Ends a batch: a block of a window that it has made resident, and whose block with full attention it has announced again, might not be there;
+    /// nor one that might have been gone before.
+    ///
+    /// vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the group
+    /// does not hold. A request that is computed again is announced alike.
+    pub fn doubt_fresh(&mut self, shared: &mut SharedState) {
+        let (mut fresh, mut repeated) = (std::mem::take(&mut self.fresh), std::mem::take(&mut self.repeated));
+        if !fresh.is_empty() && !repeated.is_empty() {
+            repeated.sort_unstable();
+            for &(number, placement) in &fresh {
+                // Its slot might be free again, or another block's.
+                let is_held =
+                    || shared.records.is_used(number) && shared.sets.holds(shared.records.set(number), placement, self.number);
+                if repeated.binary_search(&number).is_ok() && is_held() {
+                    let Copies { most, .. } = self.copies.get(number, placement);
+                    let change = self.copies.set(number, placement, Copies { least: 0, most });
+                    self.note(shared, number, placement, change);
+                }
+            }
+        }
+        if fresh.capacity().max(repeated.capacity()) <= WORK_PER_HOLD {
+            fresh.clear();
+            repeated.clear();
+            (self.fresh, self.repeated) = (fresh, repeated);
+        }
+    }
+
+    /// Shows lookups that a block might be gone, or is certainly there again.
+    fn note(&self, shared: &mut SharedState, number: u32, placement: u16, change: Change) {
+        if change != Change::Same {
+            shared.doubt(self.number, number, placement, change == Change::Doubted);
         }
     }
 
@@ -672,7 +769,7 @@ impl Stream {
         let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
         };
-        if !self.copies.is_empty() && self.copies.contains_key(&(number, placement)) {
+        if !self.copies.is_empty() && self.copies.contains(number, placement) {
             return false;
         }
         let set = shared.records.set(number);
@@ -746,10 +843,11 @@ impl Stream {
         let (mark, attested) = (mark(hash, key, own.mark), own.attested.copy(hash));
         self.digest = self.digest.wrapping_sub(mark);
         self.attestation = self.attestation.wrapping_sub(attested);
-        if self.remove_copy(number, placement) {
+        if self.remove_copy(shared, number, placement) {
             return true;
         }
         shared.toggle(number, placement, self.number, &mut self.removed);
+        self.forget_copies(shared, number, placement);
         self.own(placement).held -= 1;
         if !shared.sets.knows(shared.records.set(number), self.number) {
             self.leave(shared, hash, number);
@@ -757,20 +855,44 @@ impl Stream {
         true
     }
 
-    /// Removes one of the copies beyond the first; false if there is only one.
+    /// Removes one of the copies; false, and nothing has changed, if there is only one.
     #[inline]
-    fn remove_copy(&mut self, number: u32, placement: u16) -> bool {
-        let Some(extra) = self.copies.get_mut(&(number, placement)) else {
+    fn remove_copy(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> bool {
+        let Some(change) = self.copies.take(number, placement) else {
             return false;
         };
-        *extra -= 1;
-        if *extra == 0 {
-            self.copies.remove(&(number, placement));
-            if self.copies.is_empty() {
-                self.copies = HashMap::new();
-            }
-        }
+        self.note(shared, number, placement, change);
         true
+    }
+
+    /// Forgets the copies of a block on a placement, which does not hold it any more. Its slot has changed before: so no lookup finds the block, and
+    /// not that it might be gone.
+    fn forget_copies(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> Copies {
+        let (copies, change) = self.copies.remove(number, placement);
+        self.note(shared, number, placement, change);
+        copies
+    }
+
+    /// Removes one copy of a hash, after which so many are left, as its event says.
+    pub fn remove_to(&mut self, shared: &mut SharedState, hash: u64, placement: u16, left: u32) {
+        let held = |&number: &u32| shared.sets.holds(shared.records.set(number), placement, self.number);
+        let Some(number) = self.newest(shared, hash).filter(held) else {
+            while self.waiting.remove(hash, placement) && left == 0 {}
+            return;
+        };
+        if left == 0 {
+            return self.drop_block(shared, hash, number, |other| other == placement);
+        }
+        let known = self.copies.get(number, placement).most;
+        let key = shared.records.key(number);
+        let own = self.own(placement);
+        let (each, attested) = (mark(hash, key, own.mark), own.attested.copy(hash));
+        let (known_sum, left_sum) = (each.wrapping_mul(known.into()), each.wrapping_mul(left.into()));
+        self.digest = self.digest.wrapping_sub(known_sum).wrapping_add(left_sum);
+        let gone = u64::from(known).wrapping_sub(left.into());
+        self.attestation = self.attestation.wrapping_sub(attested.wrapping_mul(gone));
+        let change = self.copies.set(number, placement, Copies { least: left, most: left });
+        self.note(shared, number, placement, change);
     }
 
     /// Forgets a block that the stream holds nowhere any more.
@@ -811,10 +933,9 @@ impl Stream {
         }
     }
 
-    /// Copies of a block on a placement.
-    pub fn count(&self, shared: &SharedState, number: u32, placement: u16) -> u32 {
-        let held = shared.sets.holds(shared.records.set(number), placement, self.number);
-        u32::from(held) + self.copies.get(&(number, placement)).copied().unwrap_or(0)
+    /// Copies of a block on a placement that holds it.
+    pub fn count(&self, number: u32, placement: u16) -> Copies {
+        self.copies.get(number, placement)
     }
 
     /// The blocks that share a hash, the oldest first; those whose order `numbers` does not contain.
@@ -923,7 +1044,7 @@ impl Stream {
         &mut self,
         shared: &mut SharedState,
         block: &Block,
-        placements: &[(u16, u32)],
+        placements: &[(u16, Copies)],
         parent: Option<u32>,
     ) -> Option<u32> {
         let known = self.blocks;
@@ -942,9 +1063,10 @@ impl Stream {
                 }
                 self.copy(shared, block.hash, number, placement);
             }
-            let more = copies.checked_sub(1)?;
+            let more = copies.most.checked_sub(1)?;
+            let change = self.copies.set(number, placement, copies);
+            self.note(shared, number, placement, change);
             if more > 0 {
-                self.copies.insert((number, placement), more);
                 let own = self.own(placement);
                 let (each, attested) = (mark(block.hash, block.key, own.mark), own.attested.copy(block.hash));
                 self.digest = self.digest.wrapping_add(each.wrapping_mul(more.into()));
@@ -955,10 +1077,10 @@ impl Stream {
     }
 
     /// The contribution of a block on some placements to a digest.
-    pub fn digest_of(&mut self, hash: u64, key: u64, placements: &[(u16, u32)]) -> u128 {
+    pub fn digest_of(&mut self, hash: u64, key: u64, placements: &[(u16, Copies)]) -> u128 {
         placements.iter().fold(0, |sum: u128, &(placement, copies)| {
             let each = mark(hash, key, self.own(placement).mark);
-            sum.wrapping_add(each.wrapping_mul(copies.into()))
+            sum.wrapping_add(each.wrapping_mul(copies.most.into()))
         })
     }
 
@@ -1010,9 +1132,9 @@ impl Stream {
         for placement in placements {
             shared.toggle(from, placement, self.number, &mut self.removed);
             shared.toggle(to, placement, self.number, &mut self.added);
-            if let Some(extra) = self.copies.remove(&(from, placement)) {
-                self.copies.insert((to, placement), extra);
-            }
+            let copies = self.forget_copies(shared, from, placement);
+            let change = self.copies.set(to, placement, copies);
+            self.note(shared, to, placement, change);
         }
         self.table.remove(spot, from, &ByHash(&shared.records, shared.secret));
         if shared.records.hash(to) == hash {
@@ -1044,16 +1166,13 @@ impl Stream {
         }
         let key = shared.records.key(number);
         for placement in placements {
-            let copies = 1 + u64::from(self.copies.remove(&(number, placement)).unwrap_or(0));
             shared.toggle(number, placement, self.number, &mut self.removed);
+            let copies = self.forget_copies(shared, number, placement);
             let own = self.own(placement);
             own.held -= 1;
             let (each, attested) = (mark(hash, key, own.mark), own.attested.copy(hash));
-            self.digest = self.digest.wrapping_sub(each.wrapping_mul(copies.into()));
-            self.attestation = self.attestation.wrapping_sub(attested.wrapping_mul(copies));
-        }
-        if self.copies.is_empty() {
-            self.copies = HashMap::new();
+            self.digest = self.digest.wrapping_sub(each.wrapping_mul(copies.most.into()));
+            self.attestation = self.attestation.wrapping_sub(attested.wrapping_mul(copies.most.into()));
         }
         if !shared.sets.knows(shared.records.set(number), self.number) {
             self.leave(shared, hash, number);
@@ -1103,11 +1222,12 @@ impl Stream {
         }
         writer.show(number, false);
         step_counter::count(self.blocks + self.waiting.len());
+        writer.end_doubts(number);
         let bound = writer.records.bound();
         let numbers = writer.unlocked(|| {
             let numbers = downwards(self.numbers(), self.blocks, bound);
             (self.table, self.foreign) = (Table::dense(), HashTable::new());
-            (self.several, self.copies, self.waiting) = (HashMap::new(), HashMap::new(), Queue::default());
+            (self.several, self.copies, self.waiting) = (HashMap::new(), CopyTable::default(), Queue::default());
             numbers
         });
         for record in numbers {

@@ -27,6 +27,12 @@ class WorkerMatch:
     def tokens(self) -> int:
         """Tokens of the longest prefix that it holds, on whatever tiers."""
     @property
+    def certain(self) -> int:
+        """Tokens of the longest prefix that it certainly holds: fewer than `tokens` if some of its blocks might be gone."""
+    @property
+    def is_certain(self) -> bool:
+        """Whether it certainly holds all that this says, on each tier."""
+    @property
     def tiers(self) -> dict[str, int]:
         """Tokens by tier, cumulative."""
 
@@ -40,14 +46,17 @@ class Match:
         """The worker with the longest prefix."""
     def get(self, source: str, rank: int = 0) -> WorkerMatch | None:
         """What one worker holds, or None."""
-    def rows(self) -> list[tuple[str, int, int, int, int, int]]:
-        """Per worker `(source, rank, gpu, cpu, disk, tokens)`, tiers cumulative: the same without an object for each."""
+    def rows(self) -> list[tuple[str, int, int, int, int, int, int, bool]]:
+        """Per worker `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)`, tiers cumulative."""
 
 class Listing:
     """The blocks of a stream at one moment, each of which is handed out once."""
 
-    def take(self, most: int) -> list[tuple[int, int, str, int, int]]:
-        """Per block and plane `(key, hash, tier, group, copies)`: the next ones, at most `most`; empty behind the last."""
+    def take(self, most: int) -> list[tuple[int, int, str, int, int, int]]:
+        """The next blocks, at most `most`; empty after the last.
+
+        Per block and placement `(key, hash, tier, group, most copies, least copies)`.
+        """
 
 class NativeIndex:
     """The native part of `kvevents.index.PrefixIndex`."""

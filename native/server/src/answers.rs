@@ -18,6 +18,10 @@ pub(crate) struct Row {
     pub(crate) disk: u32,
     /// Over all tiers.
     pub(crate) tokens: u32,
+    /// How many of these it certainly holds: fewer where some of its blocks might be gone.
+    pub(crate) certain: u32,
+    /// Whether it certainly holds all of this, on each tier.
+    pub(crate) is_certain: bool,
 }
 
 impl Row {
@@ -29,6 +33,8 @@ impl Row {
             cpu: 0,
             disk: 0,
             tokens: 0,
+            certain: 0,
+            is_certain: true,
         }
     }
 
@@ -133,7 +139,7 @@ fn by_rank(table: &Table, ranks: &[Row], out: &mut String, value: impl Fn(&Row, 
 
 fn trust(table: &Table, ranks: &[Row], out: &mut String) {
     by_rank(table, ranks, out, |row, out| {
-        write!(out, "\"{}\"", table.worker(row.place).trust.state.name())
+        write!(out, "\"{}\"", table.worker(row.place).trust_in(row.is_certain).state.name())
     });
 }
 
@@ -143,6 +149,7 @@ pub(crate) struct Held<'a> {
     instance: &'a str,
     rank: i64,
     tokens: u32,
+    certain: u32,
     tiers: Tiers,
     trust: &'a Trust,
 }
@@ -155,8 +162,9 @@ pub(crate) fn held<'a>(table: &'a Table, rows: &[Row]) -> Vec<Held<'a>> {
             instance: &worker.instance,
             rank: worker.rank,
             tokens: row.tokens,
+            certain: row.certain,
             tiers: row.tiers(),
-            trust: &worker.trust,
+            trust: worker.trust_in(row.is_certain),
         }
     };
     rows.iter().map(held).collect()

@@ -17,6 +17,7 @@ use crate::ties::Ties;
 use crate::tokens;
 use kvevents_index::index::Matches;
 use kvevents_index::keys;
+use kvevents_index::placements::LEVELS;
 
 /// A query that is answered here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,12 +214,15 @@ impl Endpoints {
         for hit in &matches.hits {
             if let Some(place) = table.place(matches.worker(hit)) {
                 let [gpu, cpu, disk, tokens] = hit.tokens;
+                let certain = matches.certain(hit);
                 rows.push(Row {
                     place,
                     gpu,
                     cpu,
                     disk,
                     tokens,
+                    certain: certain[LEVELS - 1],
+                    is_certain: certain == hit.tokens,
                 });
             }
         }

@@ -167,6 +167,8 @@ pub(crate) struct Held {
     tiers: HashMap<String, u32>,
     #[prost(message, optional, tag = "5")]
     trust: Option<Trust>,
+    #[prost(uint32, tag = "6")]
+    certain: u32,
 }
 
 #[derive(Clone, PartialEq, prost::Message, Deserialize)]

@@ -98,10 +98,12 @@ pub(crate) fn select<'a>(
     let contender = |one: &&'a Candidate| {
         let one: &'a Candidate = one;
         let place = places.get(&(one.instance.as_str(), one.rank())).copied();
-        let (trust, distance) = place.map_or((&unfollowed.0, unfollowed.1), |place| {
-            (&table.worker(place).trust, table.worker(place).distance)
-        });
         let row = place.and_then(|place| held.get(&place).copied());
+        let is_certain = row.is_none_or(|row| row.is_certain);
+        let (trust, distance) = place.map_or((&unfollowed.0, unfollowed.1), |place| {
+            let worker = table.worker(place);
+            (worker.trust_in(is_certain), worker.distance)
+        });
         Contender {
             instance: &one.instance,
             rank: one.rank(),

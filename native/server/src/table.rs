@@ -106,12 +106,45 @@ pub(crate) struct Worker {
     pub(crate) distance: u8,
     /// Tokens per block that it was registered with.
     pub(crate) block_size: Option<u64>,
+    /// The trust in an answer that has blocks of it which might be gone.
+    #[serde(skip)]
+    pub(crate) trust_if_uncertain: Option<Trust>,
     /// The instance's name as JSON.
     #[serde(skip)]
     pub(crate) json_name: String,
     /// A number that workers of one instance name share.
     #[serde(skip)]
     pub(crate) instance_number: u32,
+}
+
+/// The code and the sentence of an answer that has blocks which might be gone; `kvevents.service.reasons` has the same.
+const UNCERTAIN: (&str, &str) = (
+    "uncertain-copies",
+    "some of these blocks were announced several times and removed less often, so they might be gone",
+);
+
+impl Trust {
+    /// The same of an answer that has blocks which might be gone.
+    fn if_uncertain(&self) -> Self {
+        let (code, sentence) = UNCERTAIN;
+        let (is_exact, separator) = (self.state == State::Exact, if self.reason.is_empty() { "" } else { "; " });
+        Self {
+            state: if is_exact { State::Degraded } else { self.state },
+            reason: format!("{}{separator}{sentence}", self.reason),
+            reason_codes: self.reason_codes.iter().cloned().chain([code.to_owned()]).collect(),
+            attested: false,
+        }
+    }
+}
+
+impl Worker {
+    /// The trust in an answer about it, all of whose blocks are certainly there, or not.
+    pub(crate) fn trust_in(&self, is_certain: bool) -> &Trust {
+        match &self.trust_if_uncertain {
+            Some(trust) if !is_certain => trust,
+            _ => &self.trust,
+        }
+    }
 }
 
 #[derive(Deserialize)]
@@ -162,6 +195,7 @@ impl Table {
         let mut numbers = HashMap::new();
         let (mut places, mut labels) = (HashMap::new(), HashMap::new());
         for (place, worker) in told.workers.iter_mut().enumerate() {
+            worker.trust_if_uncertain = Some(worker.trust.if_uncertain());
             worker.json_name = serde_json::to_string(&worker.instance)?;
             let next = numbers.len() as u32;
             worker.instance_number = *numbers.entry(worker.instance.clone()).or_insert(next);

@@ -371,7 +371,7 @@ def _legend(all_tiers: Sequence[Mapping[str, int]], console: Console) -> None:
 
 
 def _trust(trust: TrustStatus) -> list[Part]:
-    reason = f" ({trust.reason})" if trust.reason else ""
+    reason = f" ({trust.reason})" if trust.reason else " (attested)" if trust.attested else ""
     return [Span(trust.state, trust_style(Trust(trust.state))), reason]
 
 

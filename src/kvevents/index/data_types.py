@@ -61,7 +61,10 @@ class Block:
     group: int
     """KV cache group; 0 if the engine sends none."""
     copies: int
-    """How many more times the engine has stored it than removed it."""
+    """How many more times the engine has stored it than removed it: the most copies that there can be."""
+    certain_copies: int
+    """The fewest copies that there can be. 0 if the block might be gone: an engine can announce a block again that is resident
+    already, so one of several stores adds no certain copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,9 @@ class Counters:
     orphans: int
     """Blocks that wait for their parent or their tokens."""
     copies: int
-    """Copies beyond the first of each block on a tier."""
+    """Copies beyond the first of each block on a tier, at most."""
+    uncertain: int
+    """Blocks that might be gone, once for each tier and group: they were announced several times and removed less often."""
     rejected: dict[tuple[str, str], int]
     """Rejected stores, by kind of KV cache group (`none` if the engine sends none) and reason: `unknown-kind`,
     `length-mismatch`, `bad-token`, `too-many-placements`, `too-many-alike`."""

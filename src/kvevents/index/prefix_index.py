@@ -204,9 +204,9 @@ class PrefixIndex(_native.NativeIndex):
         infos = self._workers()
         for info in infos:
             rejected.update(info["rejected"])
-            sums.update({name: info[name] for name in ("blocks", "orphans", "copies", *_SUMMED)})
+            sums.update({name: info[name] for name in (*_HELD, *_SUMMED)})
         sums.update({name: totals.pop(name) for name in _SUMMED})
-        counted = {name: sums[name] for name in ("blocks", "orphans", "copies", *_SUMMED)}
+        counted = {name: sums[name] for name in (*_HELD, *_SUMMED)}
         return IndexStats(
             **counted, rejected=dict(rejected), workers=len(infos), wire_rejected=dict(self._wire_rejected), **totals
         )
@@ -276,6 +276,7 @@ class PrefixIndex(_native.NativeIndex):
         return f"<PrefixIndex {stats.workers} workers, {stats.blocks} blocks, {stats.bytes} bytes>"
 
 
+_HELD: Final = ("blocks", "orphans", "copies", "uncertain")
 _SUMMED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps", "neutral_events")
 
 

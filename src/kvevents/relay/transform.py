@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.errors import EncodeError
-from kvevents.events import AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.relay.encoding import encode_parts, last_heartbeat, loses_events, without_heartbeats
 from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
@@ -170,6 +170,8 @@ class BatchTransform:
         events = without_heartbeats(batch.events)
         cleared = any(type(event) is AllBlocksCleared and event.unrecognised is None for event in events)
         events = [self._expressible_clear(event, rejected) for event in events]
+        if self.blocks is not None or (self._dialect is not None and self._dialect.event_form == "array"):
+            events = [_without_copy_fields(event) for event in events]
         if self._redactor is None:
             events = self._expressible_namespaces(events)
         if self.blocks is not None:
@@ -245,6 +247,15 @@ def _namespace_fields(event: BlockStored) -> set[str]:
         names.add("extra_keys")
     # An adapter with a number is identified by the number, in all dialects.
     return names | ({"lora_name"} if event.lora_name and event.lora_id is None else set())
+
+
+def _without_copy_fields(event: KVEvent) -> KVEvent:
+    """Remove what an event says of the number of copies: arrays have no field for it, and in a shared stream it is wrong."""
+    if isinstance(event, BlockStored) and event.origin is not None:
+        return msgspec.structs.replace(event, origin=None)
+    if isinstance(event, BlockRemoved) and event.remaining_copy_counts is not None:
+        return msgspec.structs.replace(event, remaining_copy_counts=None)
+    return event
 
 
 def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:

@@ -230,19 +230,19 @@ class Router:
     def __repr__(self) -> str:
         return f"<Router {self.policy.name}, {len(self.workers)} workers, {self.in_flight} requests in flight>"
 
-    def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int]]]:
-        """Return what each worker holds of the prompt: tokens on any tiers, and tokens by tier."""
+    def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int], bool]]:
+        """Return what each worker holds of the prompt: tokens on any tiers, tokens by tier, and whether that is certain."""
         if self._index is None:
             return {}
         usable = tokens if self._whole_prompt or not length else tokens[: length - 1]
         match = self._index.match(usable, namespace, overlay=self._overlay_seconds > 0)
         return {
-            (source, rank): (held, {"gpu": gpu, "cpu": cpu, "disk": disk})
-            for source, rank, gpu, cpu, disk, held in match.rows()
+            (source, rank): (held, {"gpu": gpu, "cpu": cpu, "disk": disk}, is_certain)
+            for source, rank, gpu, cpu, disk, held, _, is_certain in match.rows()
         }
 
     def _candidates(
-        self, held: Mapping[Worker, tuple[int, Mapping[str, int]]], without: Collection[Worker]
+        self, held: Mapping[Worker, tuple[int, Mapping[str, int], bool]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
         trust, engine_load = self._trust, self._engine_load
         candidates: list[Candidate] = []
@@ -251,12 +251,15 @@ class Router:
                 continue
             reported = None if engine_load is None else engine_load(worker)
             load = own if reported is None else _larger(own, reported)
-            tokens, tiers = held.get(worker, _NOTHING)
-            candidates.append(Candidate(worker, load, tokens, tiers, "EXACT" if trust is None else trust(worker)))
+            tokens, tiers, is_certain = held.get(worker, _NOTHING)
+            state = "EXACT" if trust is None else trust(worker)
+            if state == "EXACT" and not is_certain:
+                state = "DEGRADED"  # the answer, not the stream: some of these blocks might be gone
+            candidates.append(Candidate(worker, load, tokens, tiers, state))
         return candidates
 
 
-_NOTHING: Final[tuple[int, Mapping[str, int]]] = (0, {})
+_NOTHING: Final[tuple[int, Mapping[str, int], bool]] = (0, {}, True)
 
 
 def _larger(own: Load, engine: EngineLoad) -> Load:

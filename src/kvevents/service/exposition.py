@@ -195,6 +195,11 @@ _GAUGES: Final = (
         lambda member: member.info.orphans if member.info else 0,
     ),
     _Column(
+        "uncertain_blocks",
+        "Blocks that might be gone: they were announced several times and removed less often.",
+        lambda member: member.info.uncertain if member.info else 0,
+    ),
+    _Column(
         "waiting_batches",
         "Received batches that wait for an earlier batch.",
         lambda member: member.status.waiting if member.status else 0,

@@ -307,8 +307,8 @@ class Fleet(Listener):
     def _rows(self, match: Match) -> list[MemberMatch]:
         members = self.members
         return [
-            MemberMatch(member, gpu, cpu, disk, tokens)
-            for source, rank, gpu, cpu, disk, tokens in match.rows()
+            MemberMatch(member, gpu, cpu, disk, tokens, certain, is_certain)
+            for source, rank, gpu, cpu, disk, tokens, certain, is_certain in match.rows()
             if (member := members.get((source, rank))) is not None
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import count
 from typing import Final, NamedTuple, cast
 
@@ -102,7 +103,7 @@ class Member:
     def empty_match(self) -> WorkerMatch:
         """The match of a prompt of which this rank holds nothing."""
         return WorkerMatch(
-            instance=self.instance, rank=self.registration.rank, tokens=0, tiers=_NO_TOKENS, trust=self.trust_status
+            instance=self.instance, rank=self.registration.rank, tokens=0, certain=0, tiers=_NO_TOKENS, trust=self.trust_status
         )
 
     def update_trust(self, trust: Trust, now: float) -> State | None:
@@ -238,6 +239,7 @@ class Member:
             blocks=self.blocks,
             tiers=self.tiers,
             orphans=info.orphans if info is not None else 0,
+            uncertain=info.uncertain if info is not None else 0,
             block_sizes=self.block_sizes,
             declared_block_size=registration.block_size,
             batches=counters.delivered if counters is not None else 0,
@@ -276,11 +278,32 @@ class MemberMatch(NamedTuple):
     disk: int
     tokens: int
     """On all tiers."""
+    certain: int = 0
+    """How many of `tokens` it certainly holds."""
+    is_certain: bool = True
+    """Whether it certainly holds all of this, on each tier."""
+
+    @property
+    def trust_status(self) -> TrustStatus:
+        """The trust in this match: not EXACT if some of the blocks might be gone."""
+        status = self.member.trust_status
+        return status if self.is_certain else _if_uncertain(status)
 
     @property
     def tiers(self) -> dict[str, int]:
         """Tokens by the name of the tier."""
         return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}
+
+
+_UNCERTAIN: Final = "some of these blocks were announced several times and removed less often, so they might be gone"
+
+
+@lru_cache(maxsize=256)
+def _if_uncertain(status: TrustStatus) -> TrustStatus:
+    """Return the trust in a match that has blocks which might be gone."""
+    state: State = "DEGRADED" if status.state == "EXACT" else status.state
+    reason = f"{status.reason}; {_UNCERTAIN}" if status.reason else _UNCERTAIN
+    return TrustStatus(state, reason, (*status.reason_codes, Reason.UNCERTAIN_COPIES))
 
 
 _LOSING: Final = frozenset({"length-mismatch", "bad-token", "too-many-placements", "too-many-alike"})

@@ -56,6 +56,9 @@ class Reason(enum.StrEnum):
     REPLAY_WRONG_SOCKET = "replay-wrong-socket"
     REPLAY_KEYS = "replay-keys"
 
+    UNCERTAIN_COPIES = "uncertain-copies"
+    """Some blocks of this answer might be gone. Only answers about a prompt have it, not sources."""
+
     CONNECTING = "connecting"
     """The reasons from here on are phases of a stream without another reason."""
     REPLAYING = "replaying"

@@ -147,6 +147,9 @@ class WorkerMatch(Struct, frozen=True, kw_only=True):
     rank: int
     tokens: int
     """Tokens of the longest prefix on any tiers."""
+    certain: int
+    """How many of them the worker certainly holds: fewer if some of its blocks were announced several times and removed less
+    often. `trust` is not EXACT then, with the code `uncertain-copies`."""
     tiers: dict[str, int]
     """Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and continues in host memory."""
     trust: TrustStatus
@@ -299,6 +302,8 @@ class SourceView(Struct, frozen=True, kw_only=True):
     """Blocks by tier."""
     orphans: int
     """Blocks that wait for their parent."""
+    uncertain: int
+    """Blocks that might be gone: they were announced several times and removed less often."""
     block_sizes: list[int]
     """Tokens of a block, as events have them."""
     declared_block_size: int | None

@@ -42,10 +42,15 @@ def _canonical_event(event: KVEvent) -> Any:
         return {"type": "AllBlocksCleared"} | scope_of(event)
     changes: dict[str, Any] = {"group_idx": _signed(event.group_idx), "block_digests": None, "unrecognised": None}
     if isinstance(event, BlockRemoved):
-        changes["heartbeat"] = None
+        changes |= _removed_changes(event)
     elif not isinstance(event, BlockInactive):
         changes |= _stored_changes(event)
     return msgspec.structs.replace(event, **changes)
+
+
+def _removed_changes(event: BlockRemoved) -> dict[str, Any]:
+    counts = event.remaining_copy_counts
+    return {"heartbeat": None, "remaining_copy_counts": None if counts and min(counts) < 0 else counts}
 
 
 def _stored_changes(event: BlockStored) -> dict[str, Any]:

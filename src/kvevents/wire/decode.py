@@ -233,7 +233,12 @@ def _normalize(event: Any, limits: WireLimits) -> bool:
         keys = event.block_keys
         if event.parent_block_digest is not None or (keys and min(keys) < 0):
             return False
-        for values in (keys, event.extra_keys, event.lookahead_token_ids):
-            if values is not None and len(values) > limits.max_hashes:
-                return False
+        lists: tuple[Any, ...] = (keys, event.extra_keys, event.lookahead_token_ids)
+    elif kind is BlockRemoved:
+        lists = (event.remaining_copy_counts,)
+    else:
+        lists = ()
+    for values in lists:
+        if values is not None and len(values) > limits.max_hashes:
+            return False
     return event.block_digests is None

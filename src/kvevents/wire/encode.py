@@ -25,8 +25,8 @@ _DECLARED: Final = replace(
     neutral_kinds=frozenset(NEUTRAL_FIELDS),
 )
 """All fields of `kvevents.events`, in the order of the newest vLLM."""
-_OWN_FIELDS: Final = ("heartbeat", "block_keys")
-"""Fields that no engine release has and that kvevents sends in every dialect."""
+_OWN_FIELDS: Final = ("heartbeat", "block_keys", "origin", "remaining_copy_counts")
+"""Fields that no engine release has yet and that kvevents sends in every dialect with events as maps."""
 
 _ENCODING_ERRORS: Final = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 

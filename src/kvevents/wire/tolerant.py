@@ -248,6 +248,7 @@ def _build_stored(fields: FieldReader) -> BlockStored:
         session_id=fields.text("session_id"),
         lookahead_token_ids=fields.lookahead(),
         cache_salt=fields.text("cache_salt"),
+        origin=fields.text("origin"),
         block_keys=fields.keys(),
         block_digests=digests,
         parent_block_digest=parent_digest,
@@ -263,6 +264,7 @@ def _build_removed(fields: FieldReader) -> BlockRemoved:
         group_idx=fields.integer("group_idx"),
         locality=fields.text("locality"),
         ownership=fields.text("ownership"),
+        remaining_copy_counts=fields.copy_counts(),
         heartbeat=fields.heartbeat(),
         block_digests=digests,
         unrecognised=fields.unknown_fields(),
@@ -405,6 +407,15 @@ class FieldReader:
             return None
         self._check_count("block_keys")
         return [key & _MASK for key in self._read("block_keys", _INTEGERS)]
+
+    def copy_counts(self) -> list[int] | None:
+        """Return how many copies of each block a removal leaves, or None if the field is missing or nil."""
+        name = "remaining_copy_counts"
+        if self._optional(name) is None:
+            return None
+        self._check_count(name)
+        counts: list[int] = self._read(name, _INTEGERS)
+        return counts
 
     def heartbeat(self) -> Heartbeat | None:
         """Return a heartbeat of kvevents. Anything else under this name stays an unknown field."""

@@ -178,7 +178,12 @@ impl<'a> Runs<'a> {
                 && before.context == after.context
                 && before.namespace.without_extra_keys() == after.namespace.without_extra_keys());
         let counts_alike = || bits(before.copies).all(|number| blocks.count(one, number) == blocks.count(other, number));
-        is_alike && !self.twins.contain(blocks.get(other).hash) && (blocks.extra_copies() == 0 || counts_alike())
+        let is_doubtful = |number: u8| blocks.is_doubtful(one, number) == blocks.is_doubtful(other, number);
+        let doubts_alike = || bits(before.copies).all(is_doubtful);
+        is_alike
+            && !self.twins.contain(blocks.get(other).hash)
+            && (blocks.extra_copies() == 0 || counts_alike())
+            && (!blocks.has_doubts() || doubts_alike())
     }
 }
 

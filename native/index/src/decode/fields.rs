@@ -116,6 +116,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             session_id: self.text("session_id")?,
             lookahead_token_ids: self.lookahead()?,
             cache_salt: self.text("cache_salt")?,
+            origin: self.text("origin")?,
             block_keys: self.keys()?,
             unrecognised: self.rest()?,
         })
@@ -128,6 +129,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             group_idx: self.integer("group_idx")?,
             locality: self.text("locality")?,
             ownership: self.text("ownership")?,
+            remaining_copy_counts: self.copy_counts()?,
             heartbeat: self.heartbeat(),
             unrecognised: self.rest()?,
         })
@@ -291,6 +293,13 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.check_length(name)?;
         let read = |raw| Ok(integers(raw)?.into_iter().map(|key| key as u64).collect());
         self.read(name, "is not a list of integers", read)
+    }
+
+    /// How many copies of each block a removal leaves.
+    fn copy_counts(&mut self) -> Result<Option<Vec<i128>>, Refusal<'a>> {
+        let name = "remaining_copy_counts";
+        self.check_length(name)?;
+        self.read(name, "is not a list of integers", integers)
     }
 
     /// A heartbeat of kvevents; any other value stays in the event as an unknown field.

@@ -107,6 +107,16 @@ fn write_removed(event: &BlockRemoved, out: &mut Vec<u8>) {
     fields.integer("group_idx", event.group_idx.map(signed));
     fields.text("locality", event.locality.as_deref());
     fields.text("ownership", event.ownership.as_deref());
+    let counts = event.remaining_copy_counts.as_ref();
+    let counts = counts.map(|counts| {
+        counts
+            .iter()
+            .map(|&count| u64::try_from(count))
+            .collect::<Result<Vec<_>, _>>()
+    });
+    if let Some(Ok(counts)) = counts {
+        fields.hashes("remaining_copy_counts", &counts);
+    }
     fields.finish();
 }
 
@@ -152,6 +162,7 @@ fn write_stored(event: &BlockStored, out: &mut Vec<u8>) {
     fields.text("locality", event.locality.as_deref());
     fields.text("ownership", event.ownership.as_deref());
     fields.text("cache_salt", event.cache_salt.as_deref());
+    fields.text("origin", event.origin.as_deref());
     if let Some(keys) = &event.block_keys {
         fields.hashes("block_keys", keys);
     }

@@ -80,7 +80,7 @@ impl Index {
     /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Applied {
         let stream = (source, rank);
-        match self.scanned(&self.schema, stream, incarnation, seq, payload, &mut |_| {}) {
+        match self.scanned(&self.schema, stream, incarnation, seq, payload, &mut |_, _| {}) {
             Some(outcome) => outcome.into(),
             None => self.decoded(stream, incarnation, seq, payload),
         }
@@ -88,7 +88,7 @@ impl Index {
 
     /// The same for `decode::normalised` events, which may be more than a peer can send. None for what are none.
     pub fn normalised(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
-        self.scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_| {})
+        self.scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {})
     }
 
     /// Compares a stream with the digest and the attestation of a heartbeat: `Findings::agrees` and `Findings::attested`, which are None as well
@@ -106,10 +106,8 @@ impl Index {
         };
         let mut stream = stream.lock();
         let agrees = digest.and_then(|digest| stream.agrees(digest, is_limited));
-        (
-            agrees,
-            attestation.and_then(|attestation| stream.attest(attestation, is_limited)),
-        )
+        let attest = |attestation| stream.attest(&mut self.shared_lock.write(), attestation, is_limited);
+        (agrees, attestation.and_then(attest))
     }
 
     #[cold]
@@ -117,12 +115,12 @@ impl Index {
         let read = normalise(payload, self.schema.limits());
         let is_limited = self.limits.memory.is_some();
         let (mut agrees, mut attested) = (None, None);
-        let mut compare = |stream: &mut Stream| {
+        let mut compare = |stream: &mut Stream, shared: &mut SharedState| {
             let Some(beat) = &read.heartbeat else { return };
             agrees = beat.digest.as_deref().and_then(|digest| stream.agrees(digest, is_limited));
             attested = beat
                 .attestation
-                .and_then(|attestation| stream.attest(attestation, is_limited));
+                .and_then(|attestation| stream.attest(shared, attestation, is_limited));
         };
         let outcome = self.scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
         let found = Findings {
@@ -145,7 +143,7 @@ impl Index {
         incarnation: i64,
         seq: i64,
         payload: &[u8],
-        then: &mut dyn FnMut(&mut Stream),
+        then: &mut dyn FnMut(&mut Stream, &mut SharedState),
     ) -> Option<Outcome> {
         ROOM.with_borrow_mut(|room| {
             if scan(payload, schema, &mut room.scratch).is_none() {
@@ -155,7 +153,7 @@ impl Index {
             let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
                 let outcome = room.apply(payload, stream, writer, seq);
                 if matches!(outcome, Outcome::Applied(_)) {
-                    then(stream);
+                    then(stream, writer);
                 }
                 outcome
             });
@@ -283,6 +281,7 @@ impl Room {
         for event in &scratch.events {
             cleared |= stream.event(writer, &read, event, work);
         }
+        stream.doubt_fresh(writer);
         stream.last = seq;
         Outcome::Applied(cleared)
     }

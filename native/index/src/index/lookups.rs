@@ -62,6 +62,8 @@ impl Scope {
 pub struct Matches {
     /// The match of each worker.
     pub hits: Vec<Hit>,
+    /// Of workers with blocks that might be gone what they certainly hold, where that is less.
+    uncertain: Vec<Hit>,
     names: Arc<Names>,
 }
 
@@ -70,6 +72,25 @@ impl Matches {
     pub fn worker(&self, hit: &Hit) -> &Worker {
         let name = self.names.get(hit.stream as usize).and_then(Option::as_ref);
         name.expect("a match has the names of its streams")
+    }
+
+    /// Tokens that the worker of a hit certainly holds, by level: fewer than those of the hit if some of its blocks might be gone.
+    pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
+        let found = self.uncertain.iter().find(|certain| certain.stream == hit.stream);
+        found.map_or(hit.tokens, |certain| certain.tokens)
+    }
+
+    /// Keeps of what workers certainly hold that which is less than what they may hold.
+    fn compare(&mut self, mut certain: Vec<Hit>) {
+        if certain.is_empty() {
+            return;
+        }
+        merge(&mut certain);
+        let differs = |certain: &Hit| {
+            let hit = self.hits.iter().find(|hit| hit.stream == certain.stream);
+            hit.is_some_and(|hit| hit.tokens != certain.tokens)
+        };
+        self.uncertain = certain.into_iter().filter(differs).collect();
     }
 }
 
@@ -166,7 +187,7 @@ impl Index {
     ) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
             room.cuts.iter_mut().for_each(|cut| cut.begin(cut.scheme));
-            let (mut hits, mut tries) = (Vec::new(), 0);
+            let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
             loop {
                 for cut in &mut room.cuts {
                     scope.extend(tokens, cut.scheme, cut.wanted, &mut cut.locals);
@@ -179,6 +200,7 @@ impl Index {
                 }
                 room.walk.begin(alone.is_some());
                 hits.clear();
+                certain.clear();
                 let mut goes_on = false;
                 let streams = model.map_or(&[][..], |model| &model.streams);
                 for cut in &mut room.cuts {
@@ -191,7 +213,11 @@ impl Index {
                         goes_on = true;
                     }
                     if !goes_on {
+                        let before = hits.len();
                         room.walk.hits(&view, cut.scheme, streams, &mut hits);
+                        if view.has_doubts {
+                            room.walk.certain_hits(&view, cut.scheme, &hits[before..], &mut certain);
+                        }
                     }
                 }
                 if !room.walk.is_sound(&view) {
@@ -212,7 +238,13 @@ impl Index {
                     cut.locals.clear();
                     cut.locals.shrink_to(HASHES_KEPT);
                 }
-                return Some(Matches { hits, names });
+                let mut matches = Matches {
+                    hits,
+                    uncertain: Vec::new(),
+                    names,
+                };
+                matches.compare(certain);
+                return Some(matches);
             }
         })
     }
@@ -220,7 +252,7 @@ impl Index {
     /// The same for keys that the caller has computed. None when block sizes differ and none is given.
     pub fn matched_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
-            let (mut hits, mut tries) = (Vec::new(), 0);
+            let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
             loop {
                 let alone = (tries >= TRIES).then(|| self.shared_lock.read());
                 let view = self.view.read();
@@ -236,12 +268,17 @@ impl Index {
                 }
                 room.walk.begin(alone.is_some());
                 hits.clear();
+                certain.clear();
                 let streams = model.map_or(&[][..], |model| &model.streams);
                 for &scheme in &schemes {
                     let meant = |number| view.contexts.get(number).is_some_and(|context| context.scheme == scheme);
                     room.walk.read_keys(&view, keys, meant, view.contexts.keyed(scheme));
                     if room.walk.is_sound(&view) {
+                        let before = hits.len();
                         room.walk.hits(&view, scheme, streams, &mut hits);
+                        if view.has_doubts {
+                            room.walk.certain_hits(&view, scheme, &hits[before..], &mut certain);
+                        }
                     }
                 }
                 if !room.walk.is_sound(&view) {
@@ -253,8 +290,13 @@ impl Index {
                 if schemes.len() > 1 {
                     merge(&mut hits);
                 }
-                let names = view.names.clone();
-                return Some(Matches { hits, names });
+                let mut matches = Matches {
+                    hits,
+                    uncertain: Vec::new(),
+                    names: view.names.clone(),
+                };
+                matches.compare(certain);
+                return Some(matches);
             }
         })
     }

@@ -1,5 +1,6 @@
 //! The registry: streams by worker, their models, and the incarnations that removed workers must exceed (fences).
 
+use std::collections::BTreeSet;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
@@ -52,6 +53,7 @@ pub(super) fn register(
         hybrid: None,
         schemes: Vec::new(),
         blocks: AtomicUsize::new(0),
+        doubts: BTreeSet::new(),
     };
     shared.join(number, member);
     stream

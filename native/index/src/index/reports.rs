@@ -6,6 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Index;
+use crate::copies::Copies;
 use crate::members::Worker;
 use crate::placements::Placement;
 use crate::shared::SharedState;
@@ -29,8 +30,10 @@ pub struct Info {
     pub last: i64,
     /// Blocks that wait.
     pub orphans: usize,
-    /// Copies beyond the first.
+    /// Copies beyond the first, at most.
     pub copies: usize,
+    /// Blocks that might be gone, once for each placement.
+    pub uncertain: usize,
     /// Whether it held what the engine does at the last attestation of this life; None before the first.
     pub attested: Option<bool>,
     /// Tokens per block, as its present incarnation has announced them.
@@ -51,7 +54,7 @@ pub struct Held {
     /// Where.
     pub placement: u16,
     /// How often.
-    pub copies: u32,
+    pub copies: Copies,
 }
 
 /// The overlay in numbers.
@@ -94,6 +97,7 @@ impl Index {
             last: stream.last,
             orphans: stream.waiting.len(),
             copies: stream.copies(),
+            uncertain: stream.uncertain(),
             attested: stream.attested,
             sizes: stream.sizes(),
             tiers: self.tiers(&stream),
@@ -137,7 +141,7 @@ impl Index {
                     key: shared.records.key(number),
                     hash,
                     placement,
-                    copies: stream.count(shared, number, placement),
+                    copies: stream.count(number, placement),
                 });
             }
         };

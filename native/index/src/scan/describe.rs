@@ -1,5 +1,7 @@
 //! Scanned events with values of their own, for tests that compare them with another decoder's.
 
+use crate::copies::Origin;
+
 use super::{Event, Extra, Id, Kind, Schema, Scratch, Span, extra_keys, scan};
 
 /// `Id` with values of its own.
@@ -45,6 +47,7 @@ pub struct Described {
     pub pairs: bool,
     pub unkeyable: bool,
     pub keys: Option<Vec<u64>>,
+    pub origin: Origin,
     pub block_size: u64,
     pub lora_id: Option<i64>,
     pub group: Option<i64>,
@@ -81,6 +84,7 @@ fn described(event: &Event, payload: &[u8], scratch: &Scratch) -> Described {
         tokens: event.tokens.slice(&scratch.tokens).to_vec(),
         pairs: event.pairs,
         unkeyable: event.unkeyable,
+        origin: event.origin,
         keys: event.keyed.then(|| event.keys.slice(&scratch.hashes).to_vec()),
         block_size: event.block_size,
         lora_id: event.lora_id,

@@ -33,6 +33,7 @@ const STORED_MAP: &[&str] = &[
     "session_id",
     "lookahead_token_ids",
     "cache_salt",
+    "origin",
     "block_keys",
     "block_digests",
     "parent_block_digest",
@@ -45,6 +46,7 @@ const REMOVED_MAP: &[&str] = &[
     "group_idx",
     "locality",
     "ownership",
+    "remaining_copy_counts",
     "heartbeat",
     "block_digests",
 ];
@@ -84,6 +86,8 @@ pub(super) fn field(name: &str) -> Result<Field, String> {
         "session_id" => Field::IgnoredText,
         "lookahead_token_ids" => Field::IgnoredIntLists,
         "block_keys" => Field::BlockKeys,
+        "origin" => Field::Origin,
+        "remaining_copy_counts" => Field::CopyCounts,
         "block_digests" | "heartbeat" | "parent_block_digest" | "unrecognised" => Field::IgnoredNil,
         _ => return Err(format!("unknown field {name}")),
     })

@@ -14,6 +14,7 @@ use kvevents_index::stream::Counters;
 pub(super) struct WorkerMatch {
     worker: Worker,
     tokens: [u32; LEVELS],
+    certain: [u32; LEVELS],
 }
 
 impl WorkerMatch {
@@ -21,6 +22,7 @@ impl WorkerMatch {
         Self {
             worker: found.worker(hit).clone(),
             tokens: hit.tokens,
+            certain: found.certain(hit),
         }
     }
 }
@@ -45,6 +47,20 @@ impl WorkerMatch {
         self.tokens[LEVELS - 1]
     }
 
+    /// Tokens of the longest prefix that it certainly holds, on whatever tiers: fewer than `tokens` if some of its blocks might be gone.
+    ///
+    /// They were announced several times and removed less often, and not all announcements are of another copy.
+    #[getter]
+    fn certain(&self) -> u32 {
+        self.certain[LEVELS - 1]
+    }
+
+    /// Whether it certainly holds all that this says, on each tier.
+    #[getter]
+    fn is_certain(&self) -> bool {
+        self.certain == self.tokens
+    }
+
     /// Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and goes on in host memory.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -60,7 +76,13 @@ impl WorkerMatch {
     fn __repr__(&self) -> String {
         let [gpu, cpu, disk, all] = self.tokens;
         let Worker { source, rank } = &self.worker;
-        format!("<WorkerMatch {source} rank {rank}: {all} tokens, gpu {gpu}, cpu {cpu}, disk {disk}>")
+        let certain = self.certain();
+        let note = if self.is_certain() {
+            String::new()
+        } else {
+            format!(", {certain} of them certain")
+        };
+        format!("<WorkerMatch {source} rank {rank}: {all} tokens, gpu {gpu}, cpu {cpu}, disk {disk}{note}>")
     }
 }
 
@@ -103,12 +125,23 @@ impl Match {
         found.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
-    /// Returns `(source, rank, gpu, cpu, disk, tokens)` per worker, with cumulative tiers, without creating match objects.
+    /// Returns `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)` per worker, with cumulative tiers, without creating match objects.
     fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let rows = PyList::empty(py);
         for hit in &self.found.hits {
             let ([gpu, cpu, disk, all], worker) = (hit.tokens, self.found.worker(hit));
-            rows.append((&worker.source, worker.rank, gpu, cpu, disk, all))?;
+            let certain = self.found.certain(hit);
+            let is_certain = certain == hit.tokens;
+            rows.append((
+                &worker.source,
+                worker.rank,
+                gpu,
+                cpu,
+                disk,
+                all,
+                certain[LEVELS - 1],
+                is_certain,
+            ))?;
         }
         Ok(rows)
     }

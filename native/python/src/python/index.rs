@@ -94,8 +94,8 @@ pub(super) struct NativeIndex {
     void: Py<PyAny>,
 }
 
-/// Key, hash, tier, group and copies.
-type PlainBlock = (u64, u64, String, i64, u32);
+/// Key, hash, tier, group, and the most and the least copies.
+type PlainBlock = (u64, u64, String, i64, u32, u32);
 
 /// The blocks of a stream at one moment, each of which is returned once.
 #[pyclass(frozen, module = "kvevents.index")]
@@ -106,14 +106,21 @@ pub(super) struct Listing {
 
 #[pymethods]
 impl Listing {
-    /// Returns at most `most` further blocks, per block and placement `(key, hash, tier, group, copies)`. Empty after the last one.
+    /// Returns at most `most` further blocks, per block and placement `(key, hash, tier, group, most copies, least copies)`. Empty after the last one.
     ///
     /// Releases the GIL each time, so that a long listing does not delay other threads.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
         let blocks = self.blocks.get().ok_or_else(|| of_parent(py))?;
         let plain = |held: Held| {
             let placement = &self.placements[held.placement as usize];
-            (held.key, held.hash, placement.tier.clone(), placement.group, held.copies)
+            (
+                held.key,
+                held.hash,
+                placement.tier.clone(),
+                placement.group,
+                held.copies.most,
+                held.copies.least,
+            )
         };
         Ok(py.detach(|| blocks.lock().by_ref().take(most).map(plain).collect()))
     }
@@ -586,6 +593,7 @@ fn plain(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
     plain.set_item("last_seq", info.last)?;
     plain.set_item("orphans", info.orphans)?;
     plain.set_item("copies", info.copies)?;
+    plain.set_item("uncertain", info.uncertain)?;
     plain.set_item("attested", info.attested)?;
     plain.set_item("block_sizes", info.sizes)?;
     plain.set_item("tiers", info.tiers)?;

@@ -66,6 +66,7 @@ fn described<'py>(py: Python<'py>, event: &Described) -> PyResult<Bound<'py, PyD
     plain.set_item("locality", &event.locality)?;
     plain.set_item("ownership", &event.ownership)?;
     plain.set_item("cache_salt", &event.cache_salt)?;
+    plain.set_item("origin", format!("{:?}", event.origin))?;
     let extras = match &event.extra_keys {
         None => None,
         Some(found) => {
@@ -192,6 +193,7 @@ fn stored_of(plain: &Bound<'_, PyDict>, event: &BlockStored) -> PyResult<()> {
     plain.set_item("session_id", &event.session_id)?;
     plain.set_item("lookahead_token_ids", &event.lookahead_token_ids)?;
     plain.set_item("cache_salt", &event.cache_salt)?;
+    plain.set_item("origin", &event.origin)?;
     plain.set_item("block_keys", &event.block_keys)?;
     rest_of(plain, &event.unrecognised)
 }
@@ -203,6 +205,7 @@ fn removed_of(plain: &Bound<'_, PyDict>, event: &BlockRemoved) -> PyResult<()> {
     plain.set_item("group_idx", event.group_idx)?;
     plain.set_item("locality", &event.locality)?;
     plain.set_item("ownership", &event.ownership)?;
+    plain.set_item("remaining_copy_counts", &event.remaining_copy_counts)?;
     let heartbeat = event.heartbeat.as_ref().map(plain_heartbeat);
     plain.set_item("heartbeat", heartbeat)?;
     rest_of(plain, &event.unrecognised)

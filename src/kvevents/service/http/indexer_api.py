@@ -369,4 +369,4 @@ def _longest(ranks: list[MemberMatch]) -> tuple[int, int]:
 
 
 def _trust(ranks: list[MemberMatch]) -> bytes:
-    return b",".join([b'"%d":%b' % (each.member.registration.rank, _encode(each.member.trust_status.state)) for each in ranks])
+    return b",".join([b'"%d":%b' % (each.member.registration.rank, _encode(each.trust_status.state)) for each in ranks])

@@ -60,8 +60,9 @@ def _held(found: list[MemberMatch]) -> list[WorkerMatch]:
             instance=row.member.registration.instance,
             rank=row.member.registration.rank,
             tokens=row.tokens,
+            certain=row.certain,
             tiers=row.tiers,
-            trust=row.member.trust_status,
+            trust=row.trust_status,
         )
         for row in found
     ]
@@ -190,6 +191,9 @@ def _selected(service: Service, scope: Scope, query: SelectRequest, found: list[
                 "leave `candidates` out, or name workers of /v1/sources",
             )
     held = {(each.instance, each.rank): each for each in _held(found)}
+    for row in found:
+        if not row.is_certain and (standing := standings.get(row.member.worker)) is not None:
+            standings[row.member.worker] = standing._replace(trust=row.trust_status)
     chosen = select_worker(query, candidates, held, standings, service.ties)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 

@@ -370,9 +370,11 @@ class ScatterGather:
             for each in found:
                 member = self._members.get((each.name, each.rank))
                 if member is not None and member.partition in answered:  # otherwise it was removed meanwhile
-                    if member.store_trust(each.state, each.reason, each.reason_codes, now) is not None:
+                    trust = Trust(each.state, each.reason, each.attested)
+                    if member.set_trust(trust, each.reason_codes, now) is not None:
                         self.version += 1
-                    merged.append(MemberMatch(member, each.gpu, each.cpu, each.disk, each.tokens))
+                    held = (each.gpu, each.cpu, each.disk, each.tokens)
+                    merged.append(MemberMatch(member, *held, each.certain, each.is_certain))
 
     # --- expectations
 

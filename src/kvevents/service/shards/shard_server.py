@@ -49,9 +49,14 @@ class ShardMatch(Struct, frozen=True, array_like=True):
     cpu: int
     disk: int
     tokens: int
+    certain: int
+    """How many of `tokens` it certainly holds."""
+    is_certain: bool
+    """Whether it certainly holds all of this, on each tier."""
     state: State
     reason: str
     reason_codes: tuple[Reason, ...] = ()
+    attested: bool = False
 
 
 @build_decoder_now
@@ -194,7 +199,8 @@ def _tokens(prompt: bytes) -> array[int]:
 def _shard_match(row: MemberMatch) -> ShardMatch:
     name, rank = row.member.registration.key
     trusted = row.member.trust_status
-    return ShardMatch(name, rank, row.gpu, row.cpu, row.disk, row.tokens, trusted.state, trusted.reason, trusted.reason_codes)
+    held = (row.gpu, row.cpu, row.disk, row.tokens, row.certain, row.is_certain)
+    return ShardMatch(name, rank, *held, trusted.state, trusted.reason, trusted.reason_codes, trusted.attested)
 
 
 def _description(member: Member) -> MemberDescription:

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 use parking_lot::MutexGuard;
 
 use crate::contexts::Context;
+use crate::copies::Copies;
 use crate::holder_sets::MAX_STREAMS;
 use crate::index::{ImportedStream, Index, Part};
 use crate::keys::{self, Scheme};
@@ -157,6 +158,12 @@ impl<'a, R: Read> Restoring<'a, R> {
         self.part.streams.push(imported.clone());
         let mut stream = imported.stream.lock();
         stream.last = self.from.signed()?;
+        let has_attested = self.from.byte()? != 0;
+        let mut unkept = Vec::new();
+        for _ in 0..self.from.below(self.limits.groups as u64 + 1, "groups of unknown kinds")? {
+            unkept.push((self.from.signed()?, self.from.fixed()?));
+        }
+        stream.put_attested(has_attested, unkept);
         self.placements.iter_mut().for_each(|(_, number)| *number = None);
         self.room = RunRoom::default();
         for _ in 0..self.from.count()? {
@@ -286,8 +293,12 @@ impl<'a, R: Read> Restoring<'a, R> {
             .below(self.placements.len() as u64 + 1, "block on so many placements:")?
         {
             let placement = self.placement_named(stream)?;
-            let copies = self.from.below(1 << 32, "number of copies")? as u32;
-            self.room.placements.push((placement, copies));
+            let least = self.from.below(1 << 32, "number of copies")? as u32;
+            let most = self.from.below(1 << 32, "number of copies")? as u32;
+            if most == 0 || least > most {
+                return Err(bad(format!("a block has from {least} to {most} copies")));
+            }
+            self.room.placements.push((placement, Copies { least, most }));
         }
         let mut is_linked = match kind {
             KEYS | CHAIN => false,
@@ -453,7 +464,7 @@ fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
 
 #[derive(Default)]
 struct RunRoom {
-    placements: Vec<(u16, u32)>,
+    placements: Vec<(u16, Copies)>,
     /// Hashes and words, and whether a block is linked to the one before it.
     read: Vec<(u64, u64, bool)>,
     blocks: Vec<(Block, bool)>,

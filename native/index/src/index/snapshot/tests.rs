@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::*;
 use crate::contexts::Context;
+use crate::copies::Copies;
 use crate::index::Index;
 use crate::keys::Scheme;
 use crate::limits::Limits;
@@ -58,7 +59,7 @@ fn hold(index: &Index, source: &str, first: u64, count: u64) {
             key_spot: writer.spot(key),
             hash_spot: writer.spot(key + 1),
         };
-        stream.put(&mut writer, &block, &[(placement, 1)], None).unwrap();
+        stream.put(&mut writer, &block, &[(placement, Copies::ONE)], None).unwrap();
     }
     writer.contexts.release(context);
 }

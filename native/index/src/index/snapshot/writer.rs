@@ -7,6 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 use std::iter::Peekable;
 
+use crate::copies::Copies;
 use crate::index::Index;
 use crate::members::Worker;
 use crate::pending::Waiting;
@@ -93,8 +94,8 @@ struct Run {
     context: u32,
     set: u32,
     /// Placements, and the copies on each.
-    placements: Vec<(u16, u32)>,
-    other: Vec<(u16, u32)>,
+    placements: Vec<(u16, Copies)>,
+    other: Vec<(u16, Copies)>,
 }
 
 impl<W: Write> Saving<'_, W> {
@@ -111,6 +112,12 @@ impl<W: Write> Saving<'_, W> {
         self.worker(worker);
         self.out.signed(stream.incarnation);
         self.out.signed(stream.last);
+        self.out.byte(stream.has_attested().into());
+        self.out.count(stream.unkept().len() as u64);
+        for &(group, sum) in stream.unkept() {
+            self.out.signed(group);
+            self.out.fixed(sum);
+        }
         self.out.count(stream.rules.0.len() as u64);
         for &(group, rule) in &stream.rules.0 {
             self.out.signed(group);
@@ -236,7 +243,7 @@ impl<W: Write> Saving<'_, W> {
             let held = shared
                 .sets
                 .placements(set, stream.number)
-                .map(|placement| (placement, stream.count(shared, number, placement)));
+                .map(|placement| (placement, stream.count(number, placement)));
             self.run.other.clear();
             self.run.other.extend(held);
             if !(alike && self.run.other == self.run.placements) {
@@ -272,7 +279,8 @@ impl<W: Write> Saving<'_, W> {
         self.out.count(run.placements.len() as u64);
         for &(placement, copies) in &run.placements {
             self.out.count(self.placements[&placement]);
-            self.out.count(copies.into());
+            self.out.count(copies.least.into());
+            self.out.count(copies.most.into());
         }
     }
 

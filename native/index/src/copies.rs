@@ -1,0 +1,286 @@
+//! How many physical copies of a block a placement has, as far as a stream says.
+//!
+//! vLLM from 0.26 on announces blocks again that are resident already, if a client asks for it (`kv_cache_report_mode`). On the wire that is the
+//! same as the store of a second physical copy. So a second store leaves the number of copies between two bounds. It is certain again when the
+//! bounds meet, when an event says the number (`remaining_copy_counts`), or when an attestation of the engine's cache agrees.
+
+use std::collections::HashMap;
+
+/// Bounds of the number of copies of one block on one placement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Copies {
+    /// At least so many; 0 of a block that might be gone.
+    pub least: u32,
+    /// At most so many, and at least one.
+    pub most: u32,
+}
+
+/// What a store says of where its blocks come from (`origin`, vllm#51699).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Origin {
+    /// Nothing: each block is a new copy, or one that is announced again.
+    #[default]
+    Unstated,
+    /// Every block is a new copy.
+    New,
+    /// Every block is one that was resident before.
+    Reused,
+}
+
+impl Copies {
+    /// Exactly one: what a block has that the table does not list.
+    pub const ONE: Self = Self { least: 1, most: 1 };
+
+    /// Bounds after one more store.
+    fn stored(self, is_certain: bool) -> Self {
+        Self {
+            least: if is_certain {
+                self.least.saturating_add(1)
+            } else {
+                self.least.max(1)
+            },
+            most: self.most.saturating_add(1),
+        }
+    }
+
+    /// Bounds after one removal; `most` can be 0 then.
+    fn removed(self) -> Self {
+        Self {
+            least: self.least.saturating_sub(1),
+            most: self.most - 1,
+        }
+    }
+
+    /// Whether none may be left.
+    pub fn is_doubtful(self) -> bool {
+        self.least == 0
+    }
+}
+
+/// What a change of the number of copies means for lookups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Nothing.
+    Same,
+    /// The block might be gone from now on.
+    Doubted,
+    /// It is certainly there again.
+    Assured,
+}
+
+impl Change {
+    fn between(before: Copies, after: Copies) -> Self {
+        match (before.is_doubtful(), after.is_doubtful()) {
+            (false, true) => Self::Doubted,
+            (true, false) => Self::Assured,
+            _ => Self::Same,
+        }
+    }
+}
+
+/// Copies of the blocks of one stream, by record and placement, where they are not exactly one.
+#[derive(Debug, Default)]
+pub struct CopyTable {
+    entries: HashMap<(u32, u16), Copies>,
+    doubtful: usize,
+}
+
+impl CopyTable {
+    /// Whether every block has exactly one copy on each placement that holds it.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Whether a block is listed.
+    #[inline]
+    pub fn contains(&self, number: u32, placement: u16) -> bool {
+        self.entries.contains_key(&(number, placement))
+    }
+
+    /// Copies of a block that is held.
+    pub fn get(&self, number: u32, placement: u16) -> Copies {
+        self.entries.get(&(number, placement)).copied().unwrap_or(Copies::ONE)
+    }
+
+    /// Blocks that might be gone, once for each placement.
+    pub fn doubtful(&self) -> usize {
+        self.doubtful
+    }
+
+    /// Copies beyond the first, at most.
+    pub fn beyond_first(&self) -> usize {
+        self.entries.values().map(|copies| copies.most as usize - 1).sum()
+    }
+
+    /// Sets the copies of a block that is held.
+    pub fn set(&mut self, number: u32, placement: u16, copies: Copies) -> Change {
+        let before = if copies == Copies::ONE {
+            self.entries.remove(&(number, placement))
+        } else {
+            self.entries.insert((number, placement), copies)
+        };
+        self.shrink();
+        self.changed(before.unwrap_or(Copies::ONE), copies)
+    }
+
+    /// Takes a block out that is held no more. Returns what its copies were.
+    pub fn remove(&mut self, number: u32, placement: u16) -> (Copies, Change) {
+        let before = self.entries.remove(&(number, placement)).unwrap_or(Copies::ONE);
+        self.shrink();
+        (before, self.changed(before, Copies::ONE))
+    }
+
+    /// One store more of a block that is held.
+    pub fn store(&mut self, number: u32, placement: u16, is_certain: bool) -> Change {
+        let copies = self.entries.entry((number, placement)).or_insert(Copies::ONE);
+        let before = *copies;
+        *copies = copies.stored(is_certain);
+        let after = *copies;
+        self.changed(before, after)
+    }
+
+    /// Says that a block that is held has at least one copy.
+    pub fn assure(&mut self, number: u32, placement: u16) -> Change {
+        let Copies { least, most } = self.get(number, placement);
+        let copies = Copies {
+            least: least.max(1),
+            most,
+        };
+        self.set(number, placement, copies)
+    }
+
+    /// One removal of a block that is held; None where that was the last copy.
+    pub fn take(&mut self, number: u32, placement: u16) -> Option<Change> {
+        let after = self.get(number, placement).removed();
+        (after.most > 0).then(|| self.set(number, placement, after))
+    }
+
+    /// Makes all numbers certain: the highest that they can be.
+    pub fn certify(&mut self) {
+        self.entries.retain(|_, copies| {
+            copies.least = copies.most;
+            *copies != Copies::ONE
+        });
+        self.doubtful = 0;
+        self.shrink();
+    }
+
+    /// Blocks that might be gone.
+    pub fn all_doubtful(&self) -> impl Iterator<Item = (u32, u16)> + '_ {
+        self.entries
+            .iter()
+            .filter(|(_, copies)| copies.is_doubtful())
+            .map(|(key, _)| *key)
+    }
+
+    /// Entries, and how many there is room for.
+    #[inline]
+    pub fn room(&self) -> (usize, usize) {
+        (self.entries.len(), self.entries.capacity())
+    }
+
+    /// Makes room for more.
+    pub fn reserve(&mut self, more: usize) {
+        self.entries.reserve(more);
+    }
+
+    /// Heap bytes, about, with what lookups have of the blocks that might be gone.
+    pub fn bytes(&self) -> usize {
+        self.entries.capacity() * (size_of::<((u32, u16), Copies)>() + 1) + self.doubtful * DOUBT_BYTES
+    }
+
+    fn changed(&mut self, before: Copies, after: Copies) -> Change {
+        let change = Change::between(before, after);
+        match change {
+            Change::Same => {}
+            Change::Doubted => self.doubtful += 1,
+            Change::Assured => self.doubtful -= 1,
+        }
+        change
+    }
+
+    fn shrink(&mut self) {
+        if self.entries.is_empty() && self.entries.capacity() > 0 {
+            self.entries = HashMap::new();
+        }
+    }
+}
+
+/// About what a block takes in `Member::doubts`.
+const DOUBT_BYTES: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Copy, Debug)]
+    enum Step {
+        /// A store of another physical copy.
+        Copy,
+        /// The same, in an event that says so.
+        StatedCopy,
+        /// A store of what is resident already.
+        Report,
+        /// An eviction of one physical copy.
+        Evict,
+    }
+
+    proptest! {
+        /// Whatever an engine does, its true number of copies stays between the bounds, a block that it holds is listed as held, and one that is
+        /// listed as gone is gone.
+        #[test]
+        fn the_true_number_is_between_the_bounds(
+            steps in proptest::collection::vec(
+                prop_oneof![Just(Step::Copy), Just(Step::StatedCopy), Just(Step::Report), Just(Step::Evict)],
+                0..40,
+            )
+        ) {
+            let (mut table, mut held, mut truth) = (CopyTable::default(), false, 0);
+            let (mut doubted, mut stores, mut reports) = (false, 0, 0);
+            for step in steps {
+                let is_store = match step {
+                    Step::Evict => false,
+                    Step::Report => truth > 0,
+                    _ => true,
+                };
+                if is_store {
+                    let is_report = matches!(step, Step::Report);
+                    reports += u32::from(is_report);
+                    stores += 1;
+                    truth += u32::from(!is_report);
+                    let change = if held {
+                        table.store(0, 0, matches!(step, Step::StatedCopy))
+                    } else {
+                        Change::Same
+                    };
+                    held = true;
+                    prop_assert_eq!(change == Change::Assured, doubted);
+                    doubted = false;
+                } else if matches!(step, Step::Evict) && truth > 0 {
+                    truth -= 1;
+                    prop_assert!(held);
+                    match table.take(0, 0) {
+                        Some(Change::Doubted) => doubted = true,
+                        Some(change) => prop_assert_eq!(change, Change::Same),
+                        None => (held, doubted) = (false, table.remove(0, 0).1 == Change::Doubted),
+                    }
+                }
+                if held {
+                    let copies = table.get(0, 0);
+                    prop_assert!(copies.least <= truth && truth <= copies.most);
+                    prop_assert_eq!(copies.is_doubtful(), doubted);
+                } else {
+                    prop_assert_eq!(truth, 0);
+                    prop_assert!(table.is_empty());
+                }
+                prop_assert_eq!(table.doubtful(), usize::from(doubted));
+                if reports == 0 && stores == 1 {
+                    prop_assert!(table.is_empty());
+                }
+            }
+        }
+    }
+}
