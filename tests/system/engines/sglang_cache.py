@@ -56,6 +56,8 @@ class Result(msgspec.Struct):
     wrong: int = 0
     attested: int = 0
     """Requests that were asked about while the index was attested."""
+    is_attested: bool = False
+    """Whether a heartbeat after the last request attested what the index then held."""
     resets: int = 0
     batches: int = 0
     attestation_us: float = 0.0
@@ -92,6 +94,10 @@ def prepare(wheel: Path, release: str) -> None:
     package.__dict__["__version__"] = release
     sys.modules["sglang"] = package
     sys.meta_path.append(_Placeholders())
+    configurations = importlib.import_module("transformers.models.auto.configuration_auto")
+    register = configurations._LazyConfigMapping.register
+    # Releases before 0.5.14 register models that a newer transformers has itself by now.
+    configurations._LazyConfigMapping.register = lambda mapping, key, value, **_: register(mapping, key, value, exist_ok=True)
 
 
 class Scope(NamedTuple):
@@ -120,9 +126,10 @@ class Tree:
             "page_size": PAGE,
             "enable_kv_cache_events": True,
         }
-        self.has_adapters = "kv_event_lora_names" in inspect.signature(params.CacheInitParams).parameters
+        events: Any = sys.modules.get("sglang.srt.mem_cache.events")
+        self.has_adapters = hasattr(events, "KvEventLoraNames")
         if self.has_adapters:
-            names = importlib.import_module("sglang.srt.mem_cache.events").KvEventLoraNames()
+            names = events.KvEventLoraNames()
             for name in filter(None, ADAPTERS):
                 names.register(types.SimpleNamespace(lora_id=name, extra_key=_extra_key(name)), name)
             options["kv_event_lora_names"] = names
@@ -131,9 +138,9 @@ class Tree:
         else:
             unified = importlib.import_module("sglang.srt.mem_cache.unified_radix_cache")
             components = importlib.import_module("sglang.srt.mem_cache.unified_cache.components")
-            backend = {"tree_core_backend": kind.removeprefix("unified-")}
+            os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = kind.removeprefix("unified-")
             options["tree_components"] = (components.ComponentType.FULL,)
-            self.cache = unified.UnifiedRadixCache(params.CacheInitParams(**options, **backend))
+            self.cache = unified.UnifiedRadixCache(params.CacheInitParams(**options))
 
     def draw_scope(self, drawn: random.Random) -> Scope:
         """Return a scope of those that the events of this release name."""
@@ -152,6 +159,7 @@ class Tree:
 
     def insert(self, tokens: list[int], scope: Scope) -> None:
         torch = importlib.import_module("torch")  # only the engine's environment has it
+        tokens = tokens[: len(tokens) // PAGE * PAGE]  # as SGLang's scheduler does; newer trees do it themselves
         value = torch.arange(len(tokens), dtype=torch.int64)
         self.cache.insert(self._base.InsertParams(key=self.key(tokens, scope), value=value))
 
@@ -176,7 +184,7 @@ def start(tree: Tree) -> Any:
     """Create the publisher as SGLang does, by its factory, and the component that calls it."""
     owner = None
     for module, name, _ in plugin._EMITTERS:
-        if importlib.util.find_spec(module) is None:
+        if not _is_in_release(module):
             continue
         if not module.endswith("kv_events_publisher"):
             importlib.import_module("sglang.srt.managers.scheduler")  # the two import each other, and this one must be first
@@ -193,6 +201,13 @@ def start(tree: Tree) -> Any:
     assert isinstance(emitter.kv_event_publisher, plugin.SglangEventPublisher)
     emitter.publish = getattr(emitter, "publish_kv_events", None) or emitter._publish_kv_events
     return emitter
+
+
+def _is_in_release(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not there either
+        return False
 
 
 class Requests:
@@ -257,6 +272,12 @@ def run(release: str, kind: str, seed: int, requests: int, recorder: Recorder) -
             if prompts.random.random() < 0.01:
                 tree.cache.reset()
                 result.resets += 1
+        emitter.publish()
+        deadline = time.monotonic() + SECONDS
+        while not result.is_attested and time.monotonic() < deadline:
+            delivery = subscriber.receive(timeout=1.0)
+            is_heartbeat = delivery is not None and _is_heartbeat(index.apply(delivery))
+            result.is_attested = is_heartbeat and all(worker.attested is True for worker in index.workers())
     result.batches = publisher.stats().accepted
     publisher.shutdown()
     return result
@@ -332,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.blocks:
         measure(result, options.tree, options.blocks)
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
-    return 1 if result.wrong else 0
+    return 1 if result.wrong or not result.is_attested else 0
 
 
 if __name__ == "__main__":
