@@ -22,6 +22,7 @@ from kvevents.cli.program import make_parser as parser
 from kvevents.service.access import Access
 from kvevents.service.config import ServiceConfig
 from kvevents.settings import convert
+from kvevents.version import version
 
 MODEL: Final = "engines.model=llama"
 EVERYTHING: Final = (
@@ -340,15 +341,15 @@ def test_the_image_has_what_the_chart_runs() -> None:
     user = values["podSecurityContext"]["runAsUser"]
     assert f"--uid {user}" in dockerfile
     assert f"USER {user}:" in dockerfile
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    hook = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]
     [extras] = re.findall(r"\{wheel\}\[([\w,]+)\]", dockerfile)
-    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    assert set(extras.split(",")) <= hook["extras"].keys()
     copied = [name for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE) for name in line.split()[:-1]]
     assert all((ROOT / name).exists() for name in copied)
     let_in = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert sorted(let_in) == sorted(copied)
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["appVersion"] == project["version"]
+    assert chart["appVersion"] == version()
     exposed = set(map(int, re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0].split()))
     ports = {values["replica"]["port"], values["engines"]["port"], values["engines"]["replayPort"]}
     assert exposed == ports | {values["bridge"]["metricsPort"], values["relay"]["metricsPort"]}

@@ -85,15 +85,16 @@ def log_publisher(
     engine: str, publisher: ZmqEventPublisher, rank: int, settings: EngineSettings, *, attests: bool, ignored: list[str]
 ) -> None:
     """Log what a new publisher does, and the options of the engine that it does not know."""
-    features = [f"heartbeats every {settings.heartbeat:g} s"] if find_native() is not None else []
+    features = [f"heartbeats every {settings.heartbeat:g} s"]
     features += ["attestation"] if attests else []
     features += ["full history"] if publisher.stats().history is not None else []
+    features += ["no digests: pip install 'kvevents[native]' adds them and full history"] if find_native() is None else []
     engine_logger(engine).info(
         "kvevents %s publishes KV cache events of rank %d at %s: %s%s",
         version(),
         rank,
         publisher.endpoint,
-        ", ".join(features) or "pip install 'kvevents[native]' adds heartbeats, attestation and full history",
+        ", ".join(features),
         f"; it ignores the options {', '.join(ignored)}" if ignored else "",
     )
 

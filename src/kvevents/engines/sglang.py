@@ -27,7 +27,6 @@ from kvevents.compat import sglang as compat
 from kvevents.engines.attestation import DIGEST_MASK, AttestingPublisher
 from kvevents.engines.registry import engine_logger, log_publisher, log_unused, replace_publisher
 from kvevents.engines.settings import EngineSettings
-from kvevents.native_module import find_native
 
 _ENGINE: Final = "SGLang"
 logger = engine_logger(_ENGINE)
@@ -74,7 +73,7 @@ class SglangEventPublisher(AttestingPublisher, compat.ZmqEventPublisher):
             **{name: value for name, value in options.items() if name in _KNOWN_OPTIONS},
             replay_topic=_has_replay_topic(),
             compact=None if settings.compact else False,
-            heartbeat=settings.heartbeat if find_native() is not None else None,
+            heartbeat=settings.heartbeat,
             curve=settings.curve,
             settings=settings.limits,
         )
@@ -114,7 +113,7 @@ def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, An
     created = SglangEventPublisher(settings, rank, options)
     attests = False
     try:
-        if settings.attestation and find_native() is not None:
+        if settings.attestation:
             attests = _install_hooks()
             if attests:
                 created.expect_attestation()

@@ -25,7 +25,6 @@ from kvevents.engines.attestation import DIGEST_MASK, AttestingPublisher, group_
 from kvevents.engines.registry import PUBLISHER_NAME, engine_logger, log_publisher, log_unused, replace_publisher
 from kvevents.engines.settings import EngineSettings
 from kvevents.errors import UnknownDialectError
-from kvevents.native_module import find_native
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "vLLM"
@@ -56,13 +55,12 @@ class VllmEventPublisher(AttestingPublisher):
         known = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
         for name in {"endpoint", "replay_endpoint"} & {name for name, value in known.items() if value is not None}:
             known[name] = compat.resolve_node_endpoint(known[name])
-        is_native = find_native() is not None
         super().__init__(
             data_parallel_rank,
             **known,
             dialect=_layout_of_older_release(),
             compact=None if settings.compact else False,
-            heartbeat=settings.heartbeat if is_native else None,
+            heartbeat=settings.heartbeat,
             curve=settings.curve,
             settings=settings.limits,
         )
@@ -98,7 +96,7 @@ def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, An
     publisher = VllmEventPublisher(settings, rank, options)
     attests = False
     with _failing_open(publisher):
-        attests = _install_hooks() and settings.attestation and find_native() is not None
+        attests = _install_hooks() and settings.attestation
         _created.publisher = publisher
         if attests:
             publisher.expect_attestation()
