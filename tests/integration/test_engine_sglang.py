@@ -13,7 +13,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from kvevents import Batch, Source, Subscriber
 from kvevents.compat import sglang as compat
@@ -263,3 +265,21 @@ def test_with_a_fault_sglang_uses_its_own_publisher(
     store(publisher, 7)
     assert first_events(publisher)[0].block_hashes == [7]
     assert [each.getMessage()[:20] for each in caplog.records if each.name == LOGGER] == ["kvevents is not used"]
+
+
+@pytest.mark.parametrize(("is_array", "event_form"), [(True, list), (False, dict)])
+def test_heartbeats_have_the_form_of_the_events_of_the_release(
+    factory: Any, monkeypatch: pytest.MonkeyPatch, is_array: bool, event_form: type
+) -> None:
+    """Consumers that were written for SGLang before 0.5.20 read arrays."""
+    events = sys.modules["sglang.srt.disaggregation.kv_events"]
+    stored = msgspec.defstruct("BlockStored", [("block_hashes", list[int])], tag=True, array_like=is_array)
+    monkeypatch.setattr(events, "BlockStored", stored)
+    sglang.register()
+    publisher = create(factory)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"")
+        socket.connect(publisher.endpoint)
+        assert socket.poll(20_000)
+        (event,) = msgspec.msgpack.decode(socket.recv_multipart()[-1])[1]
+    assert type(event) is event_form

@@ -27,6 +27,8 @@ from kvevents.compat import sglang as compat
 from kvevents.engines.attestation import DIGEST_MASK, AttestingPublisher
 from kvevents.engines.registry import engine_logger, log_publisher, log_unused, replace_publisher
 from kvevents.engines.settings import EngineSettings
+from kvevents.errors import UnknownDialectError
+from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "SGLang"
 logger = engine_logger(_ENGINE)
@@ -34,6 +36,8 @@ OWN_NAME: Final = "kvevents"
 """The publisher's own name in `--kv-events-config`; `zmq` leads to it as well."""
 _EVENTS_MODULE: Final = "sglang.srt.disaggregation.kv_events"
 _GPU_MEDIA: Final = (None, "GPU")
+_FIRST_RELEASE: Final = "0.5.10"
+"""The first release that the plugin supports."""
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "bind", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
 _HOOKED: Final = "_kvevents_hooked"
 """Attribute of the class of SGLang that has the hook; it gets it once."""
@@ -71,6 +75,7 @@ class SglangEventPublisher(AttestingPublisher, compat.ZmqEventPublisher):
             self,
             attn_dp_rank,
             **{name: value for name, value in options.items() if name in _KNOWN_OPTIONS},
+            dialect=_layout_of_older_release(),
             replay_topic=_has_replay_topic(),
             compact=None if settings.compact else False,
             heartbeat=settings.heartbeat,
@@ -107,6 +112,20 @@ def _has_replay_topic() -> bool:
     """Return whether replies of this release repeat the topic (SGLang from 0.5.22), as its own consumers expect."""
     # `namespaced_block_hash` came to the module in the same release.
     return hasattr(importlib.import_module(_EVENTS_MODULE), "namespaced_block_hash")
+
+
+def _layout_of_older_release() -> Dialect | None:
+    """Return the layout of a release before 0.5.20, whose events are arrays; None for later ones.
+
+    SGLang's own events are sent as SGLang declares them in any case. The layout is that of heartbeats and full history, which
+    consumers that were written for the release receive as well.
+    """
+    if not importlib.import_module(_EVENTS_MODULE).BlockStored.__struct_config__.array_like:
+        return None
+    try:
+        return dialect_for("sglang", importlib.import_module("sglang.version").__version__)
+    except (ImportError, AttributeError, UnknownDialectError):  # a build without a version
+        return dialect_for("sglang", _FIRST_RELEASE)
 
 
 def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, Any]) -> SglangEventPublisher:
