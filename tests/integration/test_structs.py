@@ -10,7 +10,7 @@ from pathlib import Path
 import kvevents
 
 ROOT = Path(kvevents.__file__).parent
-ALONE = {"cli", "sim", "compat", "testing"}
+ALONE = {"cli", "engines", "sim", "compat", "testing"}
 """Parts that read what they are given before they begin another thread."""
 
 VARIABLES = {"kind"}
