@@ -67,6 +67,10 @@ def _short(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
 
 
+def _trust(source: Source, _now: float) -> str:
+    return f"{source.trust.state} attested" if source.trust.attested else source.trust.state
+
+
 def _tiers(source: Source, _now: float) -> str:
     return " ".join(f"{tier} {blocks:,}" for tier, blocks in source.tiers.items() if blocks)
 
@@ -87,7 +91,7 @@ COLUMNS: Final = (
         lambda _: "cyan",
     ),
     Column("model", lambda source, _: source.model, 9, "left"),
-    Column("trust", lambda source, _: source.trust.state, 0, "left", lambda source: _TRUST_STYLES.get(source.trust.state, "")),
+    Column("trust", _trust, 0, "left", lambda source: _TRUST_STYLES.get(source.trust.state, "")),
     Column("blocks", lambda source, _: f"{source.blocks:,}", 2),
     Column("tiers", _tiers, 10, "left"),
     Column("batches/s", lambda source, _: _rate(source.rate), 4),

@@ -59,6 +59,8 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.REJECTED: f"{_EXACT_AGAIN}; check whether the engine's release is newer than kvevents; {_CHECK_ENGINE}",
     Reason.DIVERGED: f"{_EXACT_AGAIN}, or after a matching digest; see KveventsSourceDiverged in docs/runbook.md",
     Reason.UNATTESTED: "report it with a recording (`kvevents record`); it ends when the engine's digest matches again",
+    Reason.UNCERTAIN_COPIES: "install kvevents in the engine: its plugin leaves repeated announcements out (docs/engines.md)",
+    Reason.STORES_ONLY: "none is needed: the configuration says that removals of a tier are not announced",
     Reason.SENDER: "check the relay: its own upstream is not exact",
     Reason.SILENT: f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}",
     Reason.EVICTED: "raise --memory-limit, or distribute the engines over several services",
@@ -123,7 +125,9 @@ def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[Finding]:
     found = [_trust_finding(source, now) for source in sources if source.trust.state != "EXACT"]
     yield from _worst_of(found, "trust")
     if exact:
-        yield ok("trust", f"{exact:,} of {plural(len(sources), 'source')} EXACT")
+        attested = sum(source.trust.attested for source in sources)
+        confirmed = f", {attested:,} of them attested by the engine" if attested else ""
+        yield ok("trust", f"{exact:,} of {plural(len(sources), 'source')} EXACT{confirmed}")
 
 
 def _trust_finding(source: SourceView, now: float) -> Finding:
