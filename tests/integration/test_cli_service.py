@@ -655,8 +655,8 @@ def test_a_state_has_its_reason_once() -> None:
     ("flags", "code", "said"),
     [
         (("--replica-name", "a", "--replication-factor", "2"), 2, "--replication-factor needs --shard-url"),
-        (("--replica-name", "a", "--shard-url", "http://h:99999"), 1, "write http://HOST:PORT"),
-        (("--shard-url", "http://h:1"), 1, "needs a name that lasts"),
+        (("--replica-name", "a", "--shard-url", "http://h:99999"), 1, "expected http://HOST:PORT"),
+        (("--shard-url", "http://h:1"), 1, "needs a permanent name"),
     ],
 )
 def test_a_share_that_cannot_be_is_one_sentence(flags: tuple[str, ...], code: int, said: str) -> None:

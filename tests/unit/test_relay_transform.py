@@ -25,6 +25,7 @@ STORE = BlockStored(
     block_keys=[7],
     block_digests=[b"\x01" * 32],
     parent_block_digest=b"\x02" * 32,
+    origin="NEW",
     unrecognised={"note": "text"},
 )
 KEPT = {
@@ -41,6 +42,7 @@ KEPT = {
     "ownership",
     "block_digests",
     "parent_block_digest",
+    "origin",
 }
 
 

@@ -284,6 +284,7 @@ _PLACEMENT_FIELDS: Final = frozenset(
         "ownership",
         "block_digests",
         "parent_block_digest",
+        "origin",
     }
 )
 """Fields of a store that reveal nothing about a prompt. The others are removed, also those of releases to come."""
