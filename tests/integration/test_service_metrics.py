@@ -130,6 +130,17 @@ def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
     assert sorted(member.trust_status.reason_codes) == ["block-size", "evicted", "orphans-dropped", "set-aside"]
 
 
+def test_matches_of_blocks_of_several_sizes_are_estimates(service: Service) -> None:
+    """As hybrid models announce them: no rule of the index is that of the engine."""
+    member = register(service, replay_endpoint="tcp://127.0.0.1:2")
+    store(service, member, "GPU")
+    assert member.info
+    assert member.status
+    member.refresh(member.status, replace(member.info, block_sizes=[BLOCK, 4 * BLOCK]), hidden_before=0.0)
+    member.update_trust(Trust.EXACT, 0.0)
+    assert (member.trust_status.state, member.trust_status.reason_codes) == ("DEGRADED", ("mixed-block-sizes",))
+
+
 def test_each_doubt_has_a_word(service: Service) -> None:
     member = register(service)
     look(service)

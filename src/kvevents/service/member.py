@@ -164,6 +164,9 @@ class Member:
             found.append(
                 SourceFault(Reason.BLOCK_SIZE, f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
             )
+        elif len(seen) > 1:
+            sizes = ", ".join(map(str, seen))
+            found.append(SourceFault(Reason.MIXED_BLOCK_SIZES, f"it sends blocks of {sizes} tokens, so matches are estimates"))
         if self.info.evicted > self.evicted:
             found.append(SourceFault(Reason.EVICTED, "the index refused some of its blocks at the memory limit"))
         if self.info.orphans_dropped:

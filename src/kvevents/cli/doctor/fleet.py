@@ -67,6 +67,7 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.BLOCK_SIZE: "register it with its block size, or without one",
     Reason.ORPHANS_DROPPED: _INDEX,
     Reason.SET_ASIDE: _INDEX,
+    Reason.MIXED_BLOCK_SIZES: "none is needed: its model has groups whose lookups the index estimates (docs/index.md)",
     Reason.FAILED: "restart the service, and report the traceback in its log",
     Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
     Reason.NO_REPLICA: (
