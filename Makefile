@@ -37,8 +37,8 @@ PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 suite: $(NATIVE) $(TESTS_STAMP)
 	$(PYTEST) $(PARALLEL)
 
-unit: $(NATIVE)  ## Tests without processes and sockets: less than a minute
-	$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/unit
+unit: $(NATIVE)  ## Tests without processes and sockets, with a third of the examples of properties: less than a minute
+	HYPOTHESIS_PROFILE=quick $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/unit
 
 integration: $(NATIVE) $(TESTS_STAMP)  ## Tests with sockets, processes and NATS servers
 	$(PYTEST) $(PARALLEL) tests/integration

@@ -9,11 +9,15 @@ from typing import Any, Final
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples in every run, so that no run fails for a change that is not its own. `HYPOTHESIS_PROFILE=explore` looks for
-# new ones, `HYPOTHESIS_SCALE` times as many as each property has by itself, and keeps those that failed in `.hypothesis`.
-settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in every run, so that no run fails for a change that is not its own. `HYPOTHESIS_PROFILE=quick`, of
+# `make unit`, has a third of them. `HYPOTHESIS_PROFILE=explore` looks for new ones, `HYPOTHESIS_SCALE` times as many as each
+# property has by itself, and keeps those that failed in `.hypothesis`.
+for name in ("same", "quick"):
+    settings.register_profile(name, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
+SCALES: Final = {"quick": 1 / 3, "explore": float(os.environ.get("HYPOTHESIS_SCALE", "20"))}
+"""How many times as many examples as by itself a property has, by profile."""
 settings.load_profile(PROFILE)
 
 
@@ -36,9 +40,9 @@ LONG: Final = frozenset(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort files for several processes, and explore properties if that is asked for."""
+    """Sort files for several processes, and give properties the number of examples of the profile."""
     _begin_with_long_files(items)
-    _explore(items)
+    _scale_examples(items)
 
 
 def _begin_with_long_files(items: list[pytest.Item]) -> None:
@@ -50,13 +54,13 @@ def _begin_with_long_files(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path.name not in LONG, -tests[item.path], item.path))
 
 
-def _explore(items: list[pytest.Item]) -> None:
-    """Give each property more examples when exploring, also if it has a number of its own.
+def _scale_examples(items: list[pytest.Item]) -> None:
+    """Scale the number of examples of each property, also if it has a number of its own.
 
     Hypothesis has no setting for it: what `@settings(max_examples=...)` says counts more than the profile.
     """
-    scale = int(os.environ.get("HYPOTHESIS_SCALE", "20"))
-    if PROFILE != "explore":
+    scale = SCALES.get(PROFILE)
+    if scale is None:
         return
     scaled: set[Any] = set()
     for item in items:
@@ -66,16 +70,16 @@ def _explore(items: list[pytest.Item]) -> None:
         machine: Any = getattr(item, "cls", None)
         if isinstance(getattr(machine, "settings", None), settings):  # the TestCase of a state machine
             if machine not in scaled:
-                machine.settings = _more(machine.settings, scale)
+                machine.settings = _scaled(machine.settings, scale)
             scaled.add(machine)
         else:
             if function not in scaled:  # of several parameters there is one function
-                function._hypothesis_internal_use_settings = _more(function._hypothesis_internal_use_settings, scale)
+                function._hypothesis_internal_use_settings = _scaled(function._hypothesis_internal_use_settings, scale)
             scaled.add(function)
 
 
-def _more(before: settings, scale: int) -> settings:
-    return settings(before, max_examples=before.max_examples * scale)
+def _scaled(before: settings, scale: float) -> settings:
+    return settings(before, max_examples=max(1, round(before.max_examples * scale)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
