@@ -45,6 +45,12 @@ def test_other_text_names_a_toml_file(tmp_path: Path) -> None:
         ('{"limits": {"bursts": 1}}', "limits: unknown field 'bursts'; did you mean 'burst'"),
         ('{"limits": {"buffer": {"max_byte": 1}}}', "limits.buffer: unknown field 'max_byte'; did you mean 'max_bytes'"),
         ('{"limits": 5}', "limits"),
+        ('{"limits": {"burst": 0}}', "limits.burst is 0; it must be above 0"),
+        ('{"limits": {"replay": {"idle_wait": -1}}}', "limits.replay.idle_wait is -1.0; it must be above 0"),
+        (
+            '{"limits": {"replay": {"retry_delays": [1, 0]}}}',
+            r"limits.replay.retry_delays is \(1.0, 0.0\); it must be above 0",
+        ),
         ('{"curve": {}}', "curve needs key_file"),
     ],
 )

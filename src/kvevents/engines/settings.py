@@ -15,9 +15,10 @@ import msgspec
 from kvevents.errors import ConfigError
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.security import Curve
-from kvevents.settings import Seconds, Settings, convert, read_toml, suggestion
+from kvevents.settings import Range, Seconds, Settings, convert, read_toml, suggestion
 
 VARIABLE: Final = "KVEVENTS_PUBLISHER"
+_POSITIVE: Final = Range(is_open=True)
 
 
 class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +48,9 @@ def read_settings(environ: Mapping[str, str]) -> EngineSettings:
         return EngineSettings()
     found = _parse_json(text) if text.startswith("{") else read_toml(Path(text))
     _reject_unknown_limits(found.get("limits"), PublisherSettings, "limits")
-    return convert(found, EngineSettings, VARIABLE)
+    settings = convert(found, EngineSettings, VARIABLE)
+    _check_limits(settings.limits, "limits")
+    return settings
 
 
 def _parse_json(text: str) -> dict[str, Any]:
@@ -56,6 +59,16 @@ def _parse_json(text: str) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{VARIABLE} is not a JSON object: {error}") from error
     return found
+
+
+def _check_limits(limits: Any, place: str) -> None:
+    """Raise `ConfigError` for a limit that is not above 0: a publisher with it would send nothing, or never wait."""
+    for field in dataclasses.fields(limits):
+        value, name = getattr(limits, field.name), f"{place}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            _check_limits(value, name)
+        elif not all(_POSITIVE.holds(each) for each in (value if isinstance(value, tuple) else (value,))):
+            raise ConfigError(f"{VARIABLE}: {name} is {value}; it must be {_POSITIVE}")
 
 
 def _reject_unknown_limits(found: Any, kind: Any, place: str) -> None:
