@@ -46,7 +46,7 @@ def test_only_such_a_tier_is_degraded() -> None:
     assert trust.with_reason("why").inexact_tiers == ("cpu",)
 
 
-@pytest.mark.parametrize("tier", ["gpu", "", "x" * 65, "a\n"])
+@pytest.mark.parametrize("tier", ["gpu", "", "X" * 65, "A\n", "gpuu", "Disk", "CPU", "GPU"])
 def test_an_invalid_tier_is_a_readable_error(tier: str) -> None:
     with pytest.raises(ConfigError, match="stores_only"):
         Source("tcp://e:1", stores_only=(tier,))

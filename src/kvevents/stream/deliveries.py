@@ -72,7 +72,8 @@ class Source:
 def check_stores_only(tiers: Iterable[str]) -> None:
     """Raise `ConfigError` unless these are tiers, as the index names them, that an engine can announce without removals."""
     for tier in tiers:
-        if tier == "gpu" or not tier or len(tier) > MAX_TIER_CHARACTERS or not tier.isprintable():
+        is_other_medium = tier.isprintable() and tier == tier.upper() and tier.lower() not in {"", "gpu", "cpu", "disk"}
+        if tier not in {"cpu", "disk"} and not (is_other_medium and len(tier) <= MAX_TIER_CHARACTERS):
             raise ConfigError(f"invalid stores_only {tier!r}: expected cpu, disk, or another medium in upper case; not gpu")
 
 
