@@ -23,8 +23,9 @@ import msgspec
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.wire import decode_batch
 from tests.system.vllm_oracle.engine_cache import EngineCache
-from tests.system.vllm_oracle.vllm_blocks import CORE, MAX_MODEL_LEN, Anything, modules
+from tests.system.vllm_oracle.vllm_blocks import CORE, MAX_MODEL_LEN, modules
 from tools.released import VLLM_COORDINATOR
+from tools.stand_in import Anything
 
 VOCABULARY: Final = 1 << 10
 AT_ONCE: Final = 3

@@ -17,9 +17,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from tools.released import VLLM, Engine, extracted
+from tools.stand_in import Anything
 
 CORE: Final = "vllm.v1.core."
 REAL: Final = (
@@ -34,42 +35,6 @@ PACKAGES: Final = ("vllm.utils",)
 """Of `REAL`, those whose source is an `__init__.py`."""
 FOREIGN: Final = ("vllm", "torch", "uvloop", "cbor2")
 """Packages whose other modules are stand-ins."""
-
-
-class _Open(type):
-    """Classes of which every name is there."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything
-
-    def __iter__(cls) -> Iterator[Any]:
-        return iter(())
-
-
-class Anything(metaclass=_Open):
-    """Can be called, subclassed, asked for any attribute, used as a context and with `[]` in an annotation."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __class_getitem__(cls, _: Any) -> type[Anything]:
-        return cls
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything()
-
-    def __call__(self, *_: Any, **__: Any) -> Anything:
-        return Anything()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 NAMES: Final[dict[str, dict[str, Any]]] = {

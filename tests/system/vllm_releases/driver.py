@@ -27,6 +27,7 @@ from kvevents.engines.attestation import DIGEST_MASK, block_term
 from kvevents.engines.settings import VARIABLE
 from kvevents.index import PrefixIndex
 from tests.system.vllm_releases import stand_ins
+from tools.stand_in import Anything
 
 BLOCK_SIZE: Final = 16
 BLOCKS: Final = 40
@@ -76,7 +77,7 @@ class Engine:
         registry = sys.modules.get("vllm.v1.kv_cache_spec_registry")
         if registry is not None:
             register = registry.KVCacheSpecRegistry._ensure_registered
-            register(**({"vllm_config": stand_ins.Anything()} if inspect.signature(register).parameters else {}))
+            register(**({"vllm_config": Anything()} if inspect.signature(register).parameters else {}))
         self.manager: Final = _call(
             import_module("vllm.v1.core.kv_cache_manager").KVCacheManager,
             kv_cache_config=_cache_config(blocks, is_hybrid=is_hybrid),
@@ -162,7 +163,7 @@ def _call(function: Any, **values: Any) -> Any:
 
 def _cache_config(blocks: int, *, is_hybrid: bool) -> Any:
     kinds = import_module("vllm.v1.kv_cache_interface")
-    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": stand_ins.Anything, "use_mla": False}
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": Anything, "use_mla": False}
     specs = [_call(kinds.FullAttentionSpec, **shape)]
     if is_hybrid:
         specs.append(_call(kinds.SlidingWindowSpec, **shape, sliding_window=WINDOW))

@@ -7,13 +7,14 @@ import hashlib
 import logging
 import pickle
 import sys
-from collections.abc import Iterator
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final, Self
+from typing import Any, Final
+
+from tools.stand_in import Anything
 
 REAL: Final = frozenset(
     {
@@ -28,45 +29,6 @@ REAL: Final = frozenset(
 """Modules that run as they are, where a release has them."""
 _PACKAGES: Final = ("vllm", "torch", "uvloop", "cbor2", "xxhash", "numpy", "transformers", "psutil")
 """Packages whose other modules are stand-ins; of those after `vllm`, only the ones that are not installed."""
-
-
-class _Open(type):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything
-
-    def __iter__(cls) -> Iterator[Any]:
-        return iter(())
-
-    def __or__(cls, _: Any) -> Any:
-        return cls
-
-    __ror__ = __or__
-
-
-class Anything(metaclass=_Open):
-    """Can be called, subclassed, asked for any attribute, and used with `[]` and `|` in an annotation."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __class_getitem__(cls, _: Any) -> type[Anything]:
-        return cls
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything()
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return Anything()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def hash_object(value: Any) -> bytes:
