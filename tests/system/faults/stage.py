@@ -34,7 +34,7 @@ class Verdict(Enum):
     DOUBTED = "right, with a doubt told"
     TOLD = "wrong, and told"
     """An answer is not the truth, and whoever asks about the worker, or registers it, is told so."""
-    LOGGED = "wrong, told only by the log"
+    LOGGED = "wrong, reported only in the log"
     """The log, or a counter of the whole process, says that something is amiss, and nothing that names the worker."""
     SILENT = "wrong, and silent"
 
