@@ -6,9 +6,9 @@ Only what a cluster would give is replaced: names of Services and pods, folders 
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ from kvevents import Batch, BlockStored, KVEventBatch, Source, Subscriber
 from kvevents.compat.vllm import EventPublisherFactory, KVEventsConfig
 from kvevents.publisher import EventPublisher
 from nats_servers import nats_server, needs_nats
-from ports import quiet_port
+from ports import lease
 
 DEPLOY: Final = ROOT / "deploy"
 EXAMPLE: Final = CHART / "examples" / "engine-with-relay.yaml"
@@ -85,19 +85,10 @@ class Cluster:
 
 def _free_distance() -> int:
     for _ in range(200):
-        distance = quiet_port() - PORTS[0]
-        if all(_is_free(port + distance) for port in PORTS):
+        distance = random.SystemRandom().randrange(10_000, 20_000)
+        if lease(*(port + distance for port in PORTS)):
             return distance
     raise AssertionError("no room for so many ports")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except (OSError, OverflowError):
-            return False
-    return True
 
 
 @pytest.fixture
