@@ -22,8 +22,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(NATIVE)  ## A fleet of simulated engines over real sockets, under each routing policy, and what came out
-	$(BIN)/python examples/demo.py
+demo: $(NATIVE)  ## `kvevents demo`: what events are worth, on simulated engines over real sockets
+	$(BIN)/kvevents demo
 
 # What `suite` needs is made first: make would begin all the other targets before it came back to one that had to wait.
 test: $(STAMP)  ## Everything that CI checks, two things at a time: the longest first, the others beside it

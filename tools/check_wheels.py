@@ -18,6 +18,10 @@ MINORS: Final = (11, 12, 13, 14)
 MAX_SECONDS: Final = 600.0
 """Seconds that one command may take: an installation downloads its dependencies."""
 
+DEMO_LINES: Final = 15
+DEMO_SECONDS: Final = 60.0
+"""Limits of what `kvevents demo` prints and takes."""
+
 PURE: Final = """
 import importlib.util
 import kvevents
@@ -105,7 +109,7 @@ def check_pure(python: Path, wheel: Path, folder: Path) -> None:
     assert Path(where.splitlines()[-1]).is_relative_to(folder), where
     for command in ("--version", "--help", "tail --help", "doctor --help"):
         run(programs / "kvevents", *command.split(), folder=folder)
-    for command in ("serve --model m", "relay tcp://127.0.0.1:1", "sim compare"):
+    for command in ("serve --model m", "relay tcp://127.0.0.1:1", "sim compare", "demo"):
         printed = run(programs / "kvevents", *command.split(), folder=folder, fails=True)
         assert "pip install 'kvevents[" in printed, (command, printed)
         assert "Traceback" not in printed, printed
@@ -121,6 +125,11 @@ def check_whole(python: Path, dist: Path, wheel: Path, folder: Path) -> None:
     run(programs / "python", "-m", "pip", "check", folder=folder)
     run(programs / "kvevents", "serve", "--model", "m", "--check", folder=folder)
     run(programs / "kvevents", "sim", "compare", "--requests", "50", folder=folder)
+    demo = time.monotonic()
+    shown = run(programs / "kvevents", "demo", folder=folder)
+    assert len(shown.splitlines()) <= DEMO_LINES, shown
+    assert time.monotonic() - demo < DEMO_SECONDS, shown
+    print(shown)
     print(f"{python}: {wheel.name}[all] works ({time.monotonic() - begun:.1f} s)")
 
 

@@ -27,6 +27,7 @@ from kvevents.errors import KVEventsError
 from kvevents.version import version
 
 COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
+    Command("demo", "show what KV cache events are worth, on simulated engines", "demo"),
     Command("tail", "print the events of an engine in order, as they happen", "tail"),
     Command("record", "write the events of an engine to a recording", "record"),
     Command("play", "publish a recording as its engine did", "play"),

@@ -1,4 +1,4 @@
-"""`make demo` and the other examples, as processes."""
+"""The examples, as processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import paths
 from cli_cases import RECORDING, RUN, Program, tape_of
 from kvevents.events import BlockRemoved, BlockStored, KVEventBatch
-from kvevents.routing import POLICIES
 from kvevents.testing import TapePlayer
 from kvevents.wire import decode_batch, encode_batch
 from ports import quiet_port
@@ -25,22 +24,6 @@ def logged(err: str) -> set[str]:
 
 def example(name: str, *args: object) -> Program:
     return Program(EXAMPLES / name, *args, command=[sys.executable])
-
-
-def test_the_demo_compares_every_policy() -> None:
-    with example("demo.py", "--requests", 20, "--time-scale", 200) as demo:
-        ended = demo.end()
-    assert ended.code == 0, ended.out + ended.err
-    for policy in POLICIES:
-        assert re.search(rf"^{policy}: 4 of 4 streams EXACT; \d+ batch(es)? delivered, .* 0 lost, ", ended.out, re.MULTILINE)
-    table = ended.out.partition("TTFT p50")[2].splitlines()[1 : len(POLICIES) + 1]
-    assert [row.split()[0] for row in table] == list(POLICIES)
-    assert all(row.split()[-1] == "0" for row in table)  # disagreements
-    assert re.search(
-        r"(?m)^prefix-aware found [\d.]+% of prompt tokens in caches, .*; index and engines agreed on all ", ended.out
-    )
-    assert "Try next:" in ended.out
-    assert "\x1b[" not in ended.out + ended.err
 
 
 def test_the_recorded_run_delivers_what_was_published() -> None:
@@ -119,7 +102,6 @@ def test_the_index_says_what_is_wrong_with_its_arguments(arguments: list[str], c
         ("async_subscribe.py", "^Batch"),
         ("router.py", "worker-0"),
         ("recorded_run.py", "#"),
-        ("demo.py", "engines publish"),
     ],
 )
 def test_ctrl_c_ends_an_example_without_a_traceback(name: str, ready: str) -> None:
@@ -135,7 +117,7 @@ def test_ctrl_c_ends_an_example_without_a_traceback(name: str, ready: str) -> No
         with example(name, *arguments) as program:
             program.out.wait(ready)
             ended = program.interrupt()
-    assert ended.code == (130 if name in {"recorded_run.py", "demo.py"} else 0), ended
+    assert ended.code == (130 if name == "recorded_run.py" else 0), ended
     assert "Traceback" not in ended.out + ended.err
 
 

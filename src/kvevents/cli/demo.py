@@ -1,0 +1,109 @@
+"""`kvevents demo`: what KV cache events are worth to users, on simulated engines that publish over real sockets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import ArgumentParser, Namespace
+from typing import Final
+
+from kvevents.cli.command import FAILED, OK
+from kvevents.cli.console import Console, Span, plural
+from kvevents.cli.options import positive_int, positive_seconds
+from kvevents.cli.sim.compare import report_disagreements
+from kvevents.cli.sim.run import note_delay
+from kvevents.sim.faults import parse_faults
+from kvevents.sim.live import LiveFleet
+from kvevents.sim.results import PolicyResult, StreamResult
+from kvevents.sim.settings import FleetSettings
+from kvevents.sim.workloads import rescaled, workload
+
+DESCRIPTION: Final = (
+    "Show what KV cache events are worth. Four simulated engines, with the block manager of vLLM and the speed of an A100, "
+    "serve the same requests four times; each time a router chooses their engines by another policy. The engines publish "
+    "events over real sockets that lose 1% of the batches, and some restart; the last policy knows from these events what each "
+    "engine has cached. No GPU is needed. Exit code 1 means that the index and an engine disagreed about a cache."
+)
+EXAMPLES: Final = """\
+  kvevents demo
+  kvevents demo --requests 100
+  kvevents demo --time-scale 5         on a slow machine
+"""
+
+SETTINGS: Final = FleetSettings(engines=4, preset="llama-3.1-8b-a100", blocks=12_000, dialect="vllm-0.24")
+"""Caches half of what such a GPU has room for, as a larger model would leave."""
+POLICIES: Final = {
+    "round-robin": "round-robin",
+    "least-loaded": "least-loaded",
+    "session-affinity": "session-affinity",
+    "prefix-aware": "prefix-aware, by events",
+}
+"""The policies that are compared, and what the table calls them."""
+REQUESTS: Final = 400
+SPEED: Final = 4.0
+"""The requests of the trace follow this many times as fast, which four such engines can just serve."""
+TIME_SCALE: Final = 14.0
+FAULTS: Final = "drop:1%,restart:4s"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument(
+        "--requests", type=positive_int, default=REQUESTS, metavar="N", help="requests of the trace (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--time-scale",
+        type=positive_seconds,
+        default=TIME_SCALE,
+        metavar="FACTOR",
+        help="seconds of the fleet in one second (default: %(default)g)",
+    )
+
+
+def run(args: Namespace) -> int:
+    """Run the fleet under each policy, print a row for each, and what became of the events."""
+    console = Console()
+    logging.getLogger("kvevents").setLevel(logging.ERROR)  # warnings of connections that restarts close are part of the show
+    began = time.monotonic()
+    console.line(f"4 simulated engines answer {plural(args.requests, 'request')} of chats and agents.")
+    console.line("Users wait this long for the first token, by the policy of the router that chooses the engine:")
+    console.line()
+    console.line(Span(f"{'':24}{'half within':>12}{'90% within':>13}{'prompts cached':>17}", "dim"))
+    results, streams, behind = list[PolicyResult](), list[StreamResult](), 0.0
+    for policy, name in POLICIES.items():
+        with LiveFleet(SETTINGS, policy, pace=args.time_scale, requested=parse_faults(FAULTS)) as fleet:
+            results.append(fleet.run(rescaled(workload("trace", requests=args.requests), SPEED)))
+            streams += fleet.streams()
+            behind = max(behind, fleet.behind)
+        console.line(Span(f"{name:24}", "name"), _figures(results[-1]))
+    console.line()
+    console.line(_events(streams))
+    console.line(_index(results))
+    console.line(
+        f"It took {time.monotonic() - began:.0f} s and no GPU: engines and requests are simulated, sockets and index are real."
+    )
+    console.line()
+    console.line("Next, with an engine of your own: kvevents doctor tcp://127.0.0.1:5557")
+    note_delay(behind, console)
+    return FAILED if report_disagreements(results, console) else OK
+
+
+def _figures(result: PolicyResult) -> str:
+    """Return the columns of a policy. Waits are those of the simulated users."""
+    waits = ("-", "-") if result.ttft is None else (f"{result.ttft.p50:.1f} s", f"{result.ttft.p90:.1f} s")
+    return f"{waits[0]:>12}{waits[1]:>13}{result.hit_rate:>17.0%}"
+
+
+def _events(streams: list[StreamResult]) -> str:
+    names = ("batches", "replayed", "lost", "resets")
+    batches, replayed, lost, restarts = (sum(getattr(each, name) for each in streams) for name in names)
+    return (
+        f"Events: the network lost 1%; {plural(batches, 'batch')} arrived in order, {replayed:,} of them by replay; "
+        f"{lost:,} are missing, and {plural(restarts, 'restart')} of engines were seen."
+    )
+
+
+def _index(results: list[PolicyResult]) -> str:
+    checked, wrong = (sum(getattr(each, name) for each in results) for name in ("checked", "disagreements"))
+    prompts = plural(checked, "prompt")
+    return f"Index: right about the cache of the engine for {checked - wrong:,} of the {prompts} that could be compared."

@@ -1,0 +1,42 @@
+"""`kvevents demo` shows each policy and what became of the events, in few lines."""
+
+from __future__ import annotations
+
+import re
+
+from cli_cases import Program
+
+LINES = 15
+"""So that everything fits on a screen and is read."""
+
+
+def test_it_shows_waits_events_and_index_in_few_lines() -> None:
+    """What a user waits comes first; nothing is lost, and no answer of the index is wrong."""
+    with Program("demo", "--requests", 20, "--time-scale", 200) as demo:
+        ended = demo.end()
+    assert ended.code == 0, ended.out + ended.err
+    assert len(ended.out.splitlines()) <= LINES
+    assert "wait" in ended.out.splitlines()[1]
+    row = r"(?m)^{}  +[\d.]+ s +[\d.]+ s +\d+%$"
+    for policy in ("round-robin", "least-loaded", "session-affinity", "prefix-aware, by events"):
+        assert re.search(row.format(policy), ended.out), ended.out
+    assert re.search(r"(?m)^Events: .* 0 are missing, ", ended.out)
+    checked = re.search(r"(?m)^Index: right .* for (\d+) of the (\d+) prompts ", ended.out)
+    assert checked
+    assert checked[1] == checked[2] != "0"
+    assert "\x1b[" not in ended.out + ended.err
+
+
+def test_ctrl_c_ends_it_without_a_traceback() -> None:
+    with Program("demo") as demo:
+        demo.out.wait("Users wait")
+        ended = demo.interrupt()
+    assert ended.code == 130, ended
+    assert "Traceback" not in ended.out + ended.err
+
+
+def test_a_wrong_option_is_one_sentence() -> None:
+    with Program("demo", "--requests", 0) as demo:
+        ended = demo.end()
+    assert ended.code == 2
+    assert "expected a whole number above 0" in ended.err
