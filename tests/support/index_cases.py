@@ -128,7 +128,7 @@ def carries(row: Dialect, event: KVEvent) -> bool:
     return all(name in names or getattr(event, name) is None for name in event.__struct_fields__)
 
 
-def spelled(batch: Batch, choice: int) -> bytes:
+def encode_in_dialect(batch: Batch, choice: int) -> bytes:
     """The payload of `batch` in one of the dialects that can say it; as declared where none can."""
     rows = [row for row in dialects() if all(carries(row, event) for event in batch.events)]
     return encode_batch(KVEventBatch(batch.ts, batch.events, batch.rank), rows[choice % len(rows)] if rows else None)

@@ -53,7 +53,7 @@ class Upstream:
         self._clock = clock
         self.held: Held = Counter()
         self._is_forged = False
-        self.told: dict[float, Held] = {}
+        self.held_at: dict[float, Held] = {}
         """What it held after each batch, by the batch's time, which is unique."""
 
     def say(self, *events: KVEvent, lost: bool = False) -> int:
@@ -102,7 +102,7 @@ class Upstream:
     def _note(self, *events: KVEvent) -> None:
         for event in events:
             self._take(event)
-        self.told[self._clock.advance(TICK)] = self.held.copy()
+        self.held_at[self._clock.advance(TICK)] = self.held.copy()
 
     def _take(self, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):

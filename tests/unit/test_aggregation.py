@@ -21,13 +21,13 @@ def stored(kinds: Any, number: int) -> Any:
 def test_only_what_every_worker_announced_is_common(kinds: Any) -> None:
     """Equal events of different workers are one event; the order is that of the first announcement."""
     aggregator = KVEventAggregator(num_workers=3)
-    everyone, some = [stored(kinds, 1), kinds.BlockRemoved([2], "GPU"), kinds.AllBlocksCleared()], [stored(kinds, 3)]
+    common, some = [stored(kinds, 1), kinds.BlockRemoved([2], "GPU"), kinds.AllBlocksCleared()], [stored(kinds, 3)]
     for worker in range(3):
         aggregator.add_events([stored(kinds, 1), kinds.BlockRemoved([2], "GPU"), kinds.AllBlocksCleared()])
         if worker:
             aggregator.add_events(some)
-    assert aggregator.get_common_events() == everyone
-    assert aggregator.get_all_events() == [event for event in everyone for _ in range(3)] + some * 2
+    assert aggregator.get_common_events() == common
+    assert aggregator.get_all_events() == [event for event in common for _ in range(3)] + some * 2
     assert repr(aggregator) == "<KVEventAggregator workers=3, events=4>"
 
 

@@ -106,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(data=st.data())
 @settings(max_examples=5, deadline=None)
 def test_a_setting_is_the_same_by_option_variable_and_file(command: str, path: str, data: st.DataObject, folder: Path) -> None:
-    """Secrets have no option, since everybody on a machine sees arguments, nor have lists of tables, which hold some."""
+    """Secrets and lists of tables have no option: every user of a machine sees arguments, and tables can hold secrets."""
     settings_parser = settings_parser_of(command)
     setting = settings_parser.settings[path]
     value = data.draw(values(setting))
@@ -145,7 +145,7 @@ def test_an_option_goes_before_a_variable_before_the_file_before_the_default(fil
 
 
 def test_engines_of_all_places_count(file: Path) -> None:
-    """And those of the file are left to whoever watches it."""
+    """Engines of the settings file are not returned here: the file watcher provides them."""
     file.write_text("source_files = ['a']\n[[sources]]\nendpoint = 'tcp://h:1'\nmodel = 'm'\n")
     args = parsed("serve", "--config", str(file), "--sources", "c", "--worker", "x=h:3", "--model", "m")
     variables = {"KVEVENTS_SERVE_SOURCE_FILES": "b", "KVEVENTS_SERVE_SOURCES": "[{endpoint = 'tcp://h:2', model = 'm'}]"}
@@ -262,5 +262,5 @@ def test_the_whole_help_has_every_setting(command: str, capsys: pytest.CaptureFi
 
 
 def test_the_help_names_the_presets() -> None:
-    told = settings_parser_of("compare").settings["preset"].help
-    assert not [preset for preset in PRESETS if preset not in told]
+    help_text = settings_parser_of("compare").settings["preset"].help
+    assert not [preset for preset in PRESETS if preset not in help_text]

@@ -21,9 +21,9 @@ from index_cases import (
     answer,
     blocks_of,
     cleared,
+    encode_in_dialect,
     namespace,
     removal,
-    spelled,
     store,
     waiting_of,
 )
@@ -155,7 +155,7 @@ def test_a_snapshot_is_exact_wherever_history_is_cut(data: bytes, drawn: st.Data
     choices = Choices(data)
     hashing = drawn.draw(st.sampled_from(["opaque", "opaque", "page", "chaos"]))
     stream, adversary, batches = batches_of(choices, hashing)
-    payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
+    payloads = [encode_in_dialect(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
     note(describe(batches))
     cuts = drawn.draw(st.lists(st.integers(0, max(len(payloads) - 1, 0)), min_size=1, max_size=4, unique=True))
     exact = check_cuts(payloads, cuts, prompts_of(adversary, stream))
@@ -171,7 +171,7 @@ def test_native_payloads_have_the_same_state(data: bytes, drawn: st.DataObject) 
     events are equal too."""
     hashing = drawn.draw(st.sampled_from(["opaque", "opaque", "page", "chaos"]))
     stream, _, batches = batches_of(Choices(data), hashing)
-    payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
+    payloads = [encode_in_dialect(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
     cut = drawn.draw(st.integers(0, len(payloads)))
     kept, limit = compactor_of(payloads[:cut]), drawn.draw(st.sampled_from([1, 150, 700, 1 << 20]))
     written = native(kept).payloads(limit, 2.0)
@@ -234,7 +234,7 @@ def test_extend_is_append_for_each(data: bytes) -> None:
     """Some payloads can be decoded by Python only, and some by neither."""
     choices = Choices(data)
     _, _, batches = batches_of(choices)
-    payloads = [spelled(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
+    payloads = [encode_in_dialect(batch, data[at % len(data)]) for at, batch in enumerate(batches)]
     for at in range(0, len(payloads), 5):
         payloads[at] = (b"\xc1", payloads[at][:-1], with_unknown_fields(batches[at]))[data[at % len(data)] % 3]
     each, many = compactor_of(payloads), history()
@@ -263,7 +263,7 @@ def test_memory_returns_to_the_baseline(data: bytes) -> None:
     """It does after scoped clears of every tier, and after a clear of everything."""
     choices = Choices(data)
     _, _, batches = batches_of(choices)
-    kept = compactor_of([spelled(batch, 0) for batch in batches])
+    kept = compactor_of([encode_in_dialect(batch, 0) for batch in batches])
     for medium in ("gpu", "cpu", "disk", "TAPE"):
         kept.append(encode_batch(KVEventBatch(1.0, [cleared(medium=medium)])))
     compactor: Any = kept._native

@@ -231,8 +231,8 @@ def test_an_invalid_heartbeat_is_an_unknown_field(damaged: object) -> None:
 
 
 def test_a_heartbeat_with_more_elements_is_a_heartbeat() -> None:
-    told = {"digest": "0" * 32, "every": 2, "more": [1]}
-    assert one(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": told})).heartbeat == Heartbeat("0" * 32, 2.0)
+    sent = {"digest": "0" * 32, "every": 2, "more": [1]}
+    assert one(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": sent})).heartbeat == Heartbeat("0" * 32, 2.0)
 
 
 def test_block_keys_are_unsigned_and_limited() -> None:

@@ -72,7 +72,7 @@ def test_every_row_has_goldens_of_its_first_release() -> None:
         ("vllm", "0.24.0.post1", "vllm-0.24.0"),
         ("vllm", "0.24.1rc1", "vllm-0.24.0"),
         ("sglang", "0.4.6.post6", "sglang-0.4.6.post5"),
-        # Spelled as people and images spell them.
+        # Versions as they appear in options and in image tags.
         ("vllm", "0.26.0+cu128", "vllm-0.26.0"),
         ("vllm", "v0.26.0", "vllm-0.26.0"),
         ("VLLM", "V0.26", "vllm-0.26.0"),

@@ -74,7 +74,7 @@ async def test_a_file_is_read_again_when_it_was_replaced(path: Path) -> None:
 
 
 async def test_a_file_is_read_again_when_it_was_written_in_place(path: Path) -> None:
-    """Size or time tell."""
+    """A new size or a new time of modification is enough."""
     watched = Watched(path)
     await watched.first()
     assert len((await watched.after(lambda: path.write_text(MORE))).providers) == 1
@@ -97,7 +97,7 @@ async def test_a_configmap_is_read_again_when_its_symlink_is_swapped(tmp_path: P
     assert len((await watched.after(swap)).providers) == 1
 
 
-async def test_a_file_that_did_not_change_is_not_told_again(path: Path) -> None:
+async def test_an_unchanged_file_yields_nothing(path: Path) -> None:
     """Looking costs a stat; nothing is yielded for it."""
     watched = Watched(path)
     await watched.first()
@@ -121,7 +121,7 @@ async def test_a_file_that_did_not_change_is_not_told_again(path: Path) -> None:
     ],
 )
 async def test_a_bad_file_keeps_what_was_known_and_says_where_it_is_bad(path: Path, text: str, words: list[str]) -> None:
-    """A typo, or an editor that has just truncated the file, unregisters nobody; mending it takes the fault away."""
+    """A typo, or an editor that has just truncated the file, unregisters no engine; correcting it removes the fault."""
     watched = Watched(path)
     good = await watched.first()
     bad = await watched.after(lambda: put(path, text))
@@ -183,8 +183,8 @@ async def test_a_file_that_is_written_while_it_is_read_counts_only_when_whole(
     assert (labels(found), len(found.providers)) == (["a rank 0", "a rank 1"], 1)
 
 
-async def test_every_wrong_table_is_told(path: Path) -> None:
-    """All at once, not one after each attempt; and no more of them than somebody reads."""
+async def test_every_wrong_table_is_reported(path: Path) -> None:
+    """All are reported at once, up to a limit that a person can still read."""
     put(path, "[[sources]]\nx = 1\n" * 40)
     with pytest.raises(ExceptionGroup) as caught:
         read_sources(path)

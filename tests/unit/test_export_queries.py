@@ -330,7 +330,7 @@ def test_every_query_answers_what_plain_python_does(seed: int, tmp_path: Path) -
         assert [list(row) for row in run_query(tmp_path / "out", find_query(name)).rows] == [about(row) for row in wanted], name
 
 
-def test_the_random_histories_have_all_that_the_queries_tell_apart() -> None:
+def test_the_random_histories_cover_all_that_the_queries_distinguish() -> None:
     """Removals, clears, returns, hits of each kind, blocks of several workers: else the test above would show little."""
     stays = [stay for seed in range(8) for stay in stays_of(random_history(seed))]
     assert {stay.ended for stay in stays} == {"removed", "cleared", "end"}
@@ -378,7 +378,7 @@ def test_two_workers_that_share_one_block_of_three(tmp_path: Path) -> None:
     ]
 
 
-def test_hits_are_told_from_requests_that_go_on(tmp_path: Path) -> None:
+def test_hits_are_distinguished_from_requests_that_go_on(tmp_path: Path) -> None:
     """Two blocks stored; one more by the same request; another branch, which is a hit; and one after a long silence."""
     made: History = {
         "a": [
@@ -418,8 +418,8 @@ def lru(blocks: int) -> tuple[int, list[tuple[float, list[KVEvent]]]]:
     return count, batches
 
 
-def test_what_a_larger_cache_saves_is_told_rather_low(tmp_path: Path) -> None:
-    """Against engines that really have the larger caches: from three quarters of the truth to all of it."""
+def test_savings_of_a_larger_cache_are_underestimated(tmp_path: Path) -> None:
+    """Compared with engines that really have the larger caches: between 75 % and 100 % of the true savings."""
     stores, batches = lru(300)
     export([history(tmp_path / "run.jsonl", {"a": batches})], tmp_path / "out")
     for _, growth, extra, saved, *_ in run_query(tmp_path / "out", find_query("larger-cache")).rows:

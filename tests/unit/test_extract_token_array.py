@@ -28,7 +28,7 @@ ODD = (
         ("00", "01", "0000123", "-1", "-0", "1.0", "1e3", "1E3", "0x1", "+1", "null", '"1"', "[1]", " 1", "1 ", "\n1\t", "")
     )
 )
-"""Numbers of any width, and what is none."""
+"""Numbers of any width, and texts that are not numbers."""
 
 
 @given(

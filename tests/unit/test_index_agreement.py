@@ -61,7 +61,7 @@ class Sides:
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_what_was_told_and_applied_agrees(raw: bool) -> None:
+def test_events_that_are_sent_and_applied_agree(raw: bool) -> None:
     sides = Sides(raw=raw)
     assert sides.send(stored(0, 8)) == Applied("applied")
     assert sides.beats() is True
@@ -104,20 +104,20 @@ def test_of_several_the_last_counts() -> None:
     assert applied.report.digest_matches is False
 
 
-def test_a_heartbeat_may_stand_beside_a_clear_and_what_cannot_be_read() -> None:
-    """All of it is told at once."""
+def test_a_heartbeat_is_reported_beside_a_clear_and_unreadable_events() -> None:
+    """One report holds all of it."""
     index = PrefixIndex()
     empty = Batch(*WORKER, 0, 0, 0.0, [], False)
     index.apply(empty)
     digest = index.digest(WORKER)
-    rejected = (Rejected("unknown-tag", "never heard of", 0),)
+    rejected = (Rejected("unknown-tag", "not a known tag", 0),)
     batch = Batch(*WORKER, 0, 1, 1.0, [stored(0), AllBlocksCleared(), beat(digest)], False, rejected=rejected)
     report = index.apply(batch).report
     assert report == BatchReport(rejected, True, beat(digest).heartbeat, True)
 
 
-def test_of_what_is_not_applied_only_the_heartbeat_is_told() -> None:
-    """It is there already, or void: the state is not of that moment."""
+def test_the_report_of_a_batch_that_is_not_applied_has_only_the_heartbeat() -> None:
+    """The batch is a duplicate or void, so the state is not of that moment."""
     sides = Sides()
     sides.send(stored(0))
     events = [beat(WRONG)]
@@ -216,7 +216,7 @@ def test_what_was_evicted_in_an_earlier_life_is_no_excuse() -> None:
 
 
 def test_a_removed_worker_leaves_no_excuse_behind() -> None:
-    """What comes under its name later is counted anew by the index."""
+    """The index counts afresh what arrives later under its name."""
     sides = crowded()
     assert sides.beats() is None
     sides.consumer.remove_worker(WORKER)
@@ -236,7 +236,7 @@ def test_a_snapshot_that_is_restored_leaves_no_excuse_behind(tmp_path: Any) -> N
 
 
 def test_what_waits_for_its_parent_and_fell_out_is_a_difference() -> None:
-    """A snapshot, in which parents come first, mends it; so it is worth asking for one."""
+    """A snapshot, in which parents come first, repairs it; so the stream requests one."""
     sides = Sides(PrefixIndex(limits=IndexLimits(max_orphans=1)))
     for block in (2, 4):
         sides.send(BlockStored([block], block - 1, [block], 1))

@@ -139,7 +139,7 @@ def test_orphans_are_bounded_in_bytes() -> None:
 
 
 def test_one_life_may_cut_prompts_in_few_ways() -> None:
-    """Each way is another search for everybody: beyond the limit stores are set aside, and a new life begins with none."""
+    """Each way is one more search in every lookup: beyond the limit stores are rejected, and a new incarnation begins at 0."""
     index = PrefixIndex()
     good, bad = Feed(index, "good"), Feed(index, "bad")
     prompt = list(range(4_096))

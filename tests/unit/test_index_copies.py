@@ -117,7 +117,7 @@ def test_another_tier_makes_a_block_certain_there(consumer: Consumer) -> None:
 
 
 def test_an_origin_says_what_a_store_is(consumer: Consumer) -> None:
-    """vllm#51699: NEW is another copy, REUSED is none."""
+    """vllm#51699: NEW is another copy, REUSED is not."""
     consumer.send(stored(2, origin="NEW"), stored(2, origin="NEW"), stored(2, origin="REUSED"))
     consumer.send(removed(0), removed(1))
     assert consumer.match(tokens_of(2)) == (8, 8)

@@ -28,9 +28,9 @@ from index_cases import (
     answer,
     blocks_of,
     count_of,
+    encode_in_dialect,
     namespace,
     removal,
-    spelled,
     store,
     tokens_of,
     waiting_of,
@@ -59,7 +59,7 @@ class Trio:
         self.by_event, self.by_payload = PrefixIndex(limits=limits), PrefixIndex(limits=limits)
         self.indexes = (self.by_event, self.by_payload)
 
-    def take(self, step: Step, spelling: int) -> None:
+    def take(self, step: Step, variant: int) -> None:
         if isinstance(step, Remove):
             dropped = {index.remove_worker(*step.worker) for index in self.indexes}
             assert dropped == {count_of(self.oracle, step.worker)}
@@ -76,7 +76,7 @@ class Trio:
             status = self.oracle.apply(step)
             assert self.by_event.apply(step).status == status
             if isinstance(step, Batch):
-                applied = self._by_payload(step, spelled(step, spelling), raw=spelling % 2 == 0)
+                applied = self._by_payload(step, encode_in_dialect(step, variant), raw=variant % 2 == 0)
                 assert applied.status == status
                 assert applied.report is None or not applied.report.rejected
             else:
@@ -245,15 +245,15 @@ def as_delivered(step: Batch | Reset | Gap, choice: int) -> Batch | RawBatch | R
     """As events, as bytes, or as bytes that were damaged on the way or have something new in them."""
     if not isinstance(step, Batch) or choice < 60:
         return step
-    payload = spelled(step, choice)
+    payload = encode_in_dialect(step, choice)
     if choice > 200:
         payload = (b"", payload[:-2], b"\x94" + payload[1:] + b"\xc0", batch_of(stored(tomorrow=1), 5))[choice % 4]
     return RawBatch(step.source, step.rank, step.incarnation, step.seq, False, payload)
 
 
 def same_state(one: PrefixIndex, other: PrefixIndex) -> bool:
-    told = [(index.workers(), index.stats().wire_rejected) for index in (one, other)]
-    return told[0] == told[1] and all(one.digest(worker) == other.digest(worker) for worker in workers_of(one))
+    state = [(index.workers(), index.stats().wire_rejected) for index in (one, other)]
+    return state[0] == state[1] and all(one.digest(worker) == other.digest(worker) for worker in workers_of(one))
 
 
 @settings(max_examples=20)
@@ -286,16 +286,16 @@ def test_a_long_run_of_payloads_is_applied_in_order() -> None:
     assert many.stats().blocks == 698
 
 
-def test_a_run_of_payloads_tells_what_is_out_of_the_ordinary() -> None:
-    """By its place, and the state is the same: what was cleared, what only Python reads, what came before."""
+def test_a_run_of_payloads_returns_the_outcomes_that_are_not_plain_applied() -> None:
+    """They are keyed by position, and the state is the same: after clears, events that only Python decodes, and duplicates."""
     odd: dict[int, dict[str, Any]] = {7: {"tomorrow": 1}, 255: {"block_hashes": [b"x" * 32]}, 256: {"block_size": "x"}}
     payloads = [batch_of(stored(**{"block_hashes": [at], "token_ids": [at, 1], **odd.get(at, {})})) for at in range(600)]
     payloads[300], payloads[5] = b"\xc1", batch_of({"type": "AllBlocksCleared"})
     each, many = PrefixIndex(), PrefixIndex()
     outcomes = [each.apply(RawBatch("a", 3, 0, 100 + at, False, payload)) for at, payload in enumerate(payloads)]
-    told = many.apply_payloads(("a", 3), 0, 100, payloads)
-    assert told == {at: outcome for at, outcome in enumerate(outcomes) if outcome != Applied("applied")}
-    assert list(told) == [5, 256, 300]
+    found = many.apply_payloads(("a", 3), 0, 100, payloads)
+    assert found == {at: outcome for at, outcome in enumerate(outcomes) if outcome != Applied("applied")}
+    assert list(found) == [5, 256, 300]
     assert same_state(each, many)
     assert [outcome.status for outcome in many.apply_payloads(("a", 3), 0, 699, payloads[:2]).values()] == ["duplicate"]
     assert many.apply_payloads(("a", 3), 0, 701, []) == {}
@@ -347,7 +347,7 @@ class Meetings:
 
 
 class Writer:
-    """Applies payloads one after the other. What a reader may see lies between `done` and `begun` payloads.
+    """Applies payloads one after the other. A reader may see any state between `done` and `begun` payloads.
 
     With `meetings` it waits for the readers after every second payload; the others are applied while they read, or not, as
     threads come to run.
@@ -377,7 +377,7 @@ def in_threads(writers: list[Callable[[], None]], readers: list[Callable[[], obj
         try:
             start.wait(60)
             work()
-        except BaseException as failure:  # noqa: BLE001 - told by the test's own thread
+        except BaseException as failure:  # noqa: BLE001 - the thread of the test raises it
             failures.append(failure)
             finished.set()
 
@@ -408,7 +408,7 @@ def in_threads(writers: list[Callable[[], None]], readers: list[Callable[[], obj
 @pytest.mark.parametrize("growing", [True, False], ids=["stores", "removals"])
 def test_readers_see_only_states_between_the_beginning_and_the_end_of_their_call(growing: bool) -> None:
     """Three readers beside one writer: no answer is older than what was applied before the call, newer than what was begun when
-    it returned, or anything that never was. A stream that nobody writes answers the same all the time. Each reader sees every
+    it returned, or anything that never was. A stream without a writer answers the same all the time. Each reader sees every
     second state of the writer at least."""
 
     def between(writer: Writer, reader: int, read: Callable[[], list[int]]) -> None:

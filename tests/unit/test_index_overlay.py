@@ -83,7 +83,7 @@ def test_decisions_are_counted_by_whether_their_prompt_was_held_when_they_ended(
     """By the worker they were made for: that another one holds the prompt confirms nothing."""
     Feed(index, "b")(chain(1, 2, 3, 4))
     Feed(index)(chain(1))
-    for worker, prompt in (("a", PROMPT), ("b", PROMPT), ("nobody", PROMPT), ("a", [7, 7])):
+    for worker, prompt in (("a", PROMPT), ("b", PROMPT), ("absent", PROMPT), ("a", [7, 7])):
         index.speculate((worker, 0), prompt)
     index.speculate("a", PROMPT[:1])
     assert decided(index) == (13, 0, 0), "a prompt shorter than a block decides nothing"
@@ -92,7 +92,7 @@ def test_decisions_are_counted_by_whether_their_prompt_was_held_when_they_ended(
 
 
 def test_a_removed_worker_is_expected_to_hold_nothing(index: PrefixIndex) -> None:
-    """Its decisions go with its blocks, those of one rank or of all ranks of the source; nobody else's do."""
+    """Its decisions are removed with its blocks, for one rank or for all ranks of the source; those of other workers stay."""
     for source, rank in (("a", 0), ("a", 1), ("b", 0)):
         Feed(index, source, rank)(chain(1))
         index.speculate((source, rank), PROMPT)

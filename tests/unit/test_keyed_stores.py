@@ -65,7 +65,7 @@ def hashes_of(tokens: Sequence[int], scope: Scope) -> list[int]:
 
 
 class Pair:
-    """An index that is told tokens, one that is told keys, and one that is told tokens by one engine and keys by the other."""
+    """Three indexes: one gets tokens, one gets keys, and one gets tokens from one engine and keys from the other."""
 
     def __init__(self) -> None:
         self.plain, self.redacted, self.mixed = PrefixIndex(), PrefixIndex(), PrefixIndex()
@@ -134,7 +134,7 @@ def test_true_keys_lead_where_tokens_lead(history: list[Any]) -> None:
             assert answer(pair.redacted.match_keys(keys, SIZE)) == answer(pair.plain.match_keys(keys, SIZE))
 
 
-def test_keys_from_the_middle_are_those_of_a_chain_told_in_tokens(index: PrefixIndex, feed: Feed) -> None:
+def test_keys_from_the_middle_match_the_chain_that_was_sent_as_tokens(index: PrefixIndex, feed: Feed) -> None:
     """What is before them is not known when they come; the chain may grow, and lose its beginning, before the rest comes."""
     tokens = list(range(40))
     keys, hashes = block_keys(tokens, SIZE), range(1, 21)
@@ -210,7 +210,7 @@ def without_tokens(event: KVEvent) -> KVEvent:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 9), (None, 6, 17)], ids=repr)
 def test_an_engine_behind_a_relay_is_matched_as_it_matches_itself(windows: tuple[int | None, ...]) -> None:
-    """vLLM's cache under load, with salts, evictions, resets and windows, told by keys alone."""
+    """vLLM's cache under load, with salts, evictions, resets and windows; the relay sends keys only."""
     engine = Engine(7, 4, 40 * len(windows), windows)
     traffic = Traffic(engine, Choices(random.Random(5).randbytes(4000)), salts=(None, None, "t"), longest=56)
     pair = Pair()
@@ -244,7 +244,7 @@ def test_a_block_of_a_key_needs_no_parent_and_is_credited_from_the_root_on(index
     feed(keyed([2], keys[1:2]))
     assert tokens_of(index, PROMPTS[0]) == len(PROMPTS[0])
     assert [index._key_of("a", 0, value) for value in (1, 2, 3, 4, 5)] == [*keys, None]
-    assert index._key_of("nobody", 0, 1) is None
+    assert index._key_of("absent", 0, 1) is None
 
 
 def test_a_child_with_tokens_goes_on_from_a_key(index: PrefixIndex, feed: Feed) -> None:
@@ -292,7 +292,7 @@ def test_a_group_of_an_unknown_kind_gives_no_credit_for_keys_either(index: Prefi
 
 
 def test_numbers_that_mean_nothing_match_nothing_but_are_counted(index: PrefixIndex, feed: Feed) -> None:
-    """As a relay tells them that keeps even keys to itself."""
+    """A relay that hides keys as well sends such numbers."""
     feed(keyed([1, 2], [7, 8]))
     assert (tokens_of(index, PROMPTS[0]), index.stats().blocks) == (0, 2)
     feed(removal(2), AllBlocksCleared())
@@ -304,7 +304,7 @@ def test_numbers_that_mean_nothing_match_nothing_but_are_counted(index: PrefixIn
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans(), st.integers(0, 4)), max_size=12), st.sampled_from(SCOPES))
-def test_workers_told_by_keys_and_by_tokens_are_found_together(held: list[tuple[str, bool, int]], scope: Scope) -> None:
+def test_workers_known_by_keys_and_by_tokens_are_found_together(held: list[tuple[str, bool, int]], scope: Scope) -> None:
     """Of one prompt, in any namespace, some workers by both: blocks of one key are not hidden behind each other, whichever came
     first and whichever went."""
     prompt = PROMPTS[0]

@@ -12,27 +12,27 @@ def keys(*names: str, ranks: int = 1) -> list[StreamKey]:
     return [(name, rank) for name in names for rank in range(ranks)]
 
 
-def hear(members: EngineLiveness, trust: str, streams: list[StreamKey]) -> None:
+def report_trust(members: EngineLiveness, trust: str, streams: list[StreamKey]) -> None:
     for key in streams:
         members.update(TrustRecord(*key, "bridge", trust, "", {}))
 
 
 def test_an_engine_is_gone_after_so_many_seconds_and_not_before() -> None:
     members, streams = EngineLiveness(DEAD), keys("a", "b", "c")
-    hear(members, "EXACT", streams)
+    report_trust(members, "EXACT", streams)
     assert members.dead(streams, 0.0) == []
-    hear(members, "STALE", keys("a"))
+    report_trust(members, "STALE", keys("a"))
     assert members.dead(streams, 5.0) == []
     assert members.dead(streams, 15.0) == []
     assert members.dead(streams, 15.1) == keys("a")
-    hear(members, "REPLAYING", keys("a"))
+    report_trust(members, "REPLAYING", keys("a"))
     assert members.dead(streams, 16.0) == []
-    hear(members, "STALE", keys("a"))
+    report_trust(members, "STALE", keys("a"))
     assert members.dead(streams, 17.0) == []
 
 
-def test_one_of_which_nothing_was_heard_is_not_away() -> None:
-    """A bridge that has just begun says nothing of anybody."""
+def test_an_engine_without_any_report_is_not_absent() -> None:
+    """A bridge that has just begun reports no engine."""
     members, streams = EngineLiveness(DEAD), keys("a", "b", "c")
     assert members.dead(streams, 0.0) == []
     assert members.dead(streams, 100.0) == []
@@ -41,24 +41,24 @@ def test_one_of_which_nothing_was_heard_is_not_away() -> None:
 
 def test_more_than_half_of_them_are_the_network() -> None:
     members, streams = EngineLiveness(DEAD), keys("a", "b", "c", "d", "e")
-    hear(members, "EXACT", streams)
-    hear(members, "STALE", keys("a", "b", "c"))
+    report_trust(members, "EXACT", streams)
+    report_trust(members, "STALE", keys("a", "b", "c"))
     members.dead(streams, 0.0)
     assert members.suspicion == ""  # a moment says nothing
     assert members.dead(streams, 11.0) == []
     assert members.suspicion == "3 of 5 engines are unreachable"
-    hear(members, "EXACT", keys("c"))
+    report_trust(members, "EXACT", keys("c"))
     assert members.dead(streams, 12.0) == []  # connections come back one after the other
     assert members.suspicion == ""
-    hear(members, "EXACT", keys("b"))
+    report_trust(members, "EXACT", keys("b"))
     assert members.dead(streams, 22.0) == []
     assert members.dead(streams, 22.1) == keys("a")
 
 
 def test_engines_are_counted_and_not_their_ranks() -> None:
     members, streams = EngineLiveness(DEAD), [*keys("large", ranks=8), *keys("a", "b")]
-    hear(members, "EXACT", streams)
-    hear(members, "STALE", keys("large", ranks=8))
+    report_trust(members, "EXACT", streams)
+    report_trust(members, "STALE", keys("large", ranks=8))
     members.dead(streams, 0.0)
     assert members.dead(streams, 11.0) == keys("large", ranks=8)
 
@@ -66,9 +66,9 @@ def test_engines_are_counted_and_not_their_ranks() -> None:
 def test_those_that_have_left_do_not_count() -> None:
     """Or a fleet that has shrunk would be suspected for ever."""
     members, streams = EngineLiveness(DEAD), keys("a", "b", "c", "d", "e")
-    hear(members, "EXACT", streams)
+    report_trust(members, "EXACT", streams)
     for gone in ("a", "b", "c"):
-        hear(members, "STALE", keys(gone))
+        report_trust(members, "STALE", keys(gone))
         members.dead(streams, 0.0)
         assert members.dead(streams, 11.0) == keys(gone)
         streams = [key for key in streams if key[0] != gone]
@@ -77,15 +77,15 @@ def test_those_that_have_left_do_not_count() -> None:
 
 def test_a_single_engine_is_too_few_to_suspect_the_network() -> None:
     members, streams = EngineLiveness(DEAD), keys("a")
-    hear(members, "CONNECTING", streams)
+    report_trust(members, "CONNECTING", streams)
     members.dead(streams, 0.0)
     assert members.dead(streams, 11.0) == streams
 
 
-def test_following_anew_does_not_make_it_younger() -> None:
+def test_resubscribing_does_not_make_an_engine_younger() -> None:
     members, streams = EngineLiveness(DEAD), keys("a", "b", "c")
-    hear(members, "EXACT", streams)
-    hear(members, "STALE", keys("a"))
+    report_trust(members, "EXACT", streams)
+    report_trust(members, "STALE", keys("a"))
     members.dead(streams, 0.0)
     members.restart(("a", 0))
     assert members.dead(streams, 11.0) == keys("a")
@@ -96,8 +96,8 @@ def test_following_anew_does_not_make_it_younger() -> None:
 # --- those of the log that no bridge names
 
 
-def test_one_that_nobody_names_is_gone_after_so_many_seconds() -> None:
-    """In one piece: who is named in between, or of whom nothing can be known for a while, begins anew."""
+def test_an_engine_that_no_bridge_names_is_removed_after_so_many_seconds() -> None:
+    """Without a break: the time begins again if the engine is named in between, or if nothing can be known for a while."""
     unclaimed, joined = UnclaimedEngines(DEAD), keys("a", "b", "c")
     assert unclaimed.expired(joined, keys("a"), 0.0) == []
     assert unclaimed.expired(joined, keys("a"), 10.0) == []

@@ -96,8 +96,8 @@ def numbers(found: list[object]) -> list[int]:
 # --- the rules, one by one
 
 
-def test_what_is_there_is_not_written_again() -> None:
-    """Two bridges with the same batches leave each once, whoever is first."""
+def test_a_batch_in_the_log_is_not_written_again() -> None:
+    """Two bridges with the same batches write each batch once, whichever bridge is first."""
     partition = Partition()
     one, two = (
         bridge("a", JoinRecord(*KEY, b""), batched(0), batched(1)),
@@ -120,7 +120,7 @@ def test_another_batch_under_the_same_number_sets_the_bridge_adrift() -> None:
     assert not write(partition, two)
     assert list(two.diverged) == [KEY]
     assert numbers(partition.state()[1]) == [0]
-    # It is followed anew from where the log stands, which the checkpoint makes its publisher prove.
+    # The bridge resubscribes from the end of the log; the checkpoint makes the publisher prove that it is the same.
     resume = two.state.resume_point(KEY, "b").resume
     assert resume is not None
     assert resume.fingerprints == (Fingerprint(0, payload_digest(b"this life"), live=True),)
@@ -165,7 +165,7 @@ def test_where_the_log_ends_with_a_gap_no_batch_of_an_unproven_life_follows_it()
         assert numbers(partition.state()[1]) == [0]
 
 
-def test_who_begins_an_incarnation_compares_what_others_have_written_of_it() -> None:
+def test_the_first_bridge_of_an_incarnation_compares_what_others_have_written_of_it() -> None:
     """Another bridge may have seen the next life first, and have taken the same number for it."""
     partition = Partition()
     one = bridge("a", JoinRecord(*KEY, b""), batched(0), IncarnationRecord(*KEY, 1, "restart"))
@@ -228,8 +228,8 @@ def test_trust_is_said_behind_what_it_is_about() -> None:
     assert set(partition.state()[0].streams[KEY].trust_reports) == {"a", "b"}
 
 
-def test_less_trust_is_said_before_what_it_is_about_as_well() -> None:
-    """Readers are EXACT until they hear of it, and what it is about may take several pages."""
+def test_less_trust_is_reported_before_and_after_the_records_it_is_about() -> None:
+    """Readers are EXACT until they read the report, and the records it is about may take several pages."""
     partition = Partition()
     one = bridge("a", JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, "a", "EXACT", "", {}))
     assert write(partition, one)
@@ -254,8 +254,8 @@ def test_trust_of_a_life_that_ended_is_not_said() -> None:
     assert partition.state()[0].streams[KEY].trust_reports == {}
 
 
-def test_trust_is_not_said_of_a_life_that_the_bridge_has_not_heard_of() -> None:
-    """While its connection hangs another bridge begins the next incarnation, which has no batch yet that it could compare."""
+def test_no_trust_is_reported_of_an_incarnation_that_the_bridge_has_not_seen() -> None:
+    """While its connection hangs, another bridge begins the next incarnation, which has no batch yet to compare with."""
     partition = Partition()
     one, two = (bridge(name, JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, name, "EXACT", "", {})) for name in "ab")
     assert write(partition, one)
@@ -276,7 +276,7 @@ def test_trust_is_not_said_of_a_life_that_the_bridge_has_not_heard_of() -> None:
 
 
 def test_trust_is_not_said_of_a_stream_that_has_left_and_joined_again() -> None:
-    """Readers hold nothing of it: the bridge has to follow it anew, though it has not seen it away."""
+    """Readers hold nothing of it: the bridge has to resubscribe, although it has not seen the stream leave."""
     partition = Partition()
     one, two = (bridge(name, JoinRecord(*KEY, b""), batched(0), TrustRecord(*KEY, name, "EXACT", "", {})) for name in "ab")
     assert write(partition, one)
@@ -298,7 +298,7 @@ def test_trust_is_not_said_of_a_stream_that_has_left_and_joined_again() -> None:
 
 
 def test_a_stream_that_left_comes_back_with_a_new_incarnation() -> None:
-    """Nothing counts of the old one, whoever still has some of it."""
+    """Nothing of the old incarnation counts, whichever bridge still has some of it."""
     partition = Partition()
     one = bridge("a", JoinRecord(*KEY, b""), batched(0), LeaveRecord(*KEY, "gone"))
     two = bridge("b", JoinRecord(*KEY, b""), batched(0), batched(1))
@@ -357,7 +357,7 @@ def test_bytes_of_others_are_no_page() -> None:
         assert decode_page(data) is None
 
 
-def test_what_is_held_back_is_dropped_as_soon_as_somebody_else_has_written_it() -> None:
+def test_a_held_back_batch_is_dropped_as_soon_as_another_bridge_has_written_it() -> None:
     """A bridge in reserve keeps only what others have not written yet, however long it would wait."""
     partition = Partition()
     reserve = bridge("reserve")
@@ -375,8 +375,8 @@ def test_what_is_held_back_is_dropped_as_soon_as_somebody_else_has_written_it() 
     assert (reserve.queued_records, reserve.queued_bytes) == (0, 0)
 
 
-def test_behind_a_hole_everything_begins_anew_for_everybody() -> None:
-    """With incarnations above all that were, so that those who had read all of it are of the same mind."""
+def test_after_a_gap_in_the_log_every_reader_begins_with_new_incarnations() -> None:
+    """Their numbers are above all earlier ones, so readers that had read everything end in the same state."""
     partition = Partition()
     knows = bridge("knows", JoinRecord(*KEY, b""), batched(0), IncarnationRecord(*KEY, 1, "restart"), batched(0, incarnation=1))
     write(partition, knows)
@@ -486,7 +486,7 @@ def test_what_comes_while_a_page_is_under_way_goes_into_the_next_one() -> None:
     assert one.state.encode() == state.encode()
 
 
-def test_a_page_of_somebody_else_takes_back_what_is_under_way() -> None:
+def test_a_page_of_another_bridge_withdraws_the_page_in_flight() -> None:
     one = bridge("a", JoinRecord(*KEY, b""), *several(2))
     first = composed(one)
     one.apply(1, Page(VERSION, "b", 0.0, [HeartbeatRecord("b", 1.0, 0.0)]))
@@ -494,8 +494,8 @@ def test_a_page_of_somebody_else_takes_back_what_is_under_way() -> None:
     assert composed(one).records == first.records
 
 
-def test_what_is_under_way_settles_nothing_of_a_stream_that_was_followed_anew() -> None:
-    """Its records are those of another attempt: they go by what the log says then."""
+def test_a_page_in_flight_settles_nothing_of_a_stream_that_was_resubscribed() -> None:
+    """Its records belong to an earlier attempt: what the log says then counts."""
     one = bridge("a", JoinRecord(*KEY, b""), batched(0), batched(1))
     composed(one)
     one.resync(KEY)
@@ -542,7 +542,7 @@ def test_a_batch_in_pieces_waits_for_each_of_them() -> None:
 
 
 def test_a_snapshot_knows_which_page_was_the_last() -> None:
-    """Who begins with it makes the same of the next one as who has read everything."""
+    """A reader that begins with it reads the next page in the same way as a reader of everything."""
     one = bridge("a", JoinRecord(*KEY, b""), *several(8))
     first = composed(one)
     one.acknowledge(1)
@@ -654,8 +654,8 @@ class Watcher:
                 builder.apply(position, page)
             self.sent = None
 
-    def hear(self) -> None:
-        """The answer to the page that is under way; or it has waited for one long enough."""
+    def receive_reply(self) -> None:
+        """Receive the reply to the page in flight, or stop waiting for it."""
         sent, self.sent = self.sent, None
         if sent is not None and sent.position is not None:
             self.builder.acknowledge(sent.expected + 1)
@@ -698,7 +698,7 @@ class Story:
         self.engine.first = 0
 
     def overflow(self, _: int) -> None:
-        """The engine's replay buffer forgets all but the newest batch: a bridge that has not heard the others has lost them."""
+        """The engine's replay buffer keeps only the newest batch: a bridge that has not received the others has lost them."""
         self.engine.first = max(0, len(self.engine.now) - 1)
 
     def miss(self, at: int) -> None:
@@ -715,8 +715,8 @@ class Story:
     def follow(self, at: int) -> None:
         self.watchers[at].follow(self.engine)
 
-    def anew(self, at: int) -> None:
-        """The stream is followed anew, whatever is under way of it."""
+    def resubscribe(self, at: int) -> None:
+        """Subscribe to the stream again, whatever of it is in flight."""
         self.watchers[at].resume(self.engine)
 
     def kill(self, at: int) -> None:
@@ -756,8 +756,8 @@ class Story:
         if self.network:
             self.network.pop(min(at, len(self.network) - 1))
 
-    def hear(self, at: int) -> None:
-        self.watchers[at].hear()
+    def receive_reply(self, at: int) -> None:
+        self.watchers[at].receive_reply()
 
     def read(self, at: int) -> None:
         self.verify(at)
@@ -768,7 +768,7 @@ class Story:
         self.send(at)
         while self.network:
             self.arrive(0)
-        self.hear(at)
+        self.receive_reply(at)
         self.read(at)
 
     def end(self) -> None:
@@ -782,7 +782,7 @@ class Story:
 
 DEEDS = (
     *("publish", "publish", "many", "follow", "follow", "write", "write", "send", "send", "send", "arrive", "arrive", "arrive"),
-    *("hear", "hear", "read", "lose", "restart", "kill", "large", "anew", "overflow", "miss", "crash"),
+    *("receive_reply", "receive_reply", "read", "lose", "restart", "kill", "large", "resubscribe", "overflow", "miss", "crash"),
 )
 STEPS = 120
 """Of a story: it takes a while until much is in flight."""

@@ -53,7 +53,7 @@ def test_pauses_start_again_only_after_a_connection_that_lasted(lasted: float, s
 
 @given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), min_size=1, max_size=30))
 def test_servers_may_come_and_go(known: list[set[str]]) -> None:
-    """Whoever is chosen is known then, and nobody is chosen twice in a round."""
+    """A chosen server is one of those known, and no server is chosen twice in a round."""
     rounds, this_round = ReconnectPolicy(DEFAULT_LIMITS), Counter[str]()
     for hosts in known:
         ((host, pause),) = attempts(rounds, 1, *hosts)
@@ -77,7 +77,7 @@ def a_voice(states: list[str]) -> tuple[ConnectionLog, Client]:
     return voice, client
 
 
-async def test_a_state_is_told_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_state_is_logged_when_it_begins(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     states: list[str] = []
     voice, client = a_voice(states)
@@ -115,7 +115,7 @@ async def test_different_errors_are_bounded(caplog: pytest.LogCaptureFixture) ->
     assert len(caplog.records) == MAX_LOGGED_ERRORS
 
 
-async def test_before_the_first_connection_errors_go_to_who_connects(caplog: pytest.LogCaptureFixture) -> None:
+async def test_before_the_first_connection_errors_go_to_the_caller_of_connect(caplog: pytest.LogCaptureFixture) -> None:
     states: list[str] = []
     voice, client = a_voice(states)
     calls = voice.callbacks(client)  # type: ignore[arg-type]

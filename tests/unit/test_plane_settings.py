@@ -111,7 +111,7 @@ def test_a_url_can_ask_for_tls(url: str) -> None:
     assert PlaneSettings(servers=(url,)).needs_tls
 
 
-def test_whoever_names_an_authority_wants_tls(files: dict[str, str]) -> None:
+def test_an_authority_requires_tls(files: dict[str, str]) -> None:
     assert PlaneSettings(servers=(URL,), tls_ca=files["pem"]).needs_tls
 
 
@@ -142,7 +142,7 @@ def test_servers_without_a_login_take_that_of_the_others() -> None:
 
 
 @given(st.text(), st.text(), st.sampled_from(["nats", "tls", "ws", "x"]))
-def test_no_text_before_the_host_is_told(user: str, password: str, scheme: str) -> None:
+def test_text_before_the_host_never_appears_in_errors(user: str, password: str, scheme: str) -> None:
     assert without_login(f"{scheme}://{user}:{password}@host:4222") == f"{scheme}://host:4222"
 
 

@@ -1,5 +1,4 @@
-"""Which replica holds which partitions: rendezvous hashing, and replicas that come and go without anybody who decides for
-all."""
+"""Which replica holds which partitions: rendezvous hashing, with replicas that join and leave without a coordinator."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ def says(*held: int, holders: int = 1, beat: int = 0) -> ShardAnnouncement:
 
 
 @given(NAMES, st.integers(0, 255), st.integers(1, 4))
-def test_a_partition_has_as_many_owners_as_are_wanted_and_all_agree_who(names: list[str], partition: int, holders: int) -> None:
+def test_a_partition_has_as_many_owners_as_wanted_and_all_agree_on_them(names: list[str], partition: int, holders: int) -> None:
     found = assigned_replicas(partition, names, holders)
     assert len(found) == len(set(found)) == min(holders, len(names))
     assert found == assigned_replicas(partition, reversed(names), holders)
 
 
 @given(NAMES, st.integers(1, 3), st.data())
-def test_only_partitions_of_who_goes_move_and_of_each_one_holder(names: list[str], holders: int, data: st.DataObject) -> None:
-    """The other way round it is one who comes: it takes over a share, and nothing moves between the others."""
+def test_only_partitions_of_a_lost_replica_move(names: list[str], holders: int, data: st.DataObject) -> None:
+    """Each gets one new holder. Read backwards, a replica joins: it takes over a share, and nothing else moves."""
     gone = data.draw(st.sampled_from(names))
     left = [name for name in names if name != gone]
     for partition in range(PARTITIONS):
@@ -40,7 +39,7 @@ def test_only_partitions_of_who_goes_move_and_of_each_one_holder(names: list[str
 
 
 def test_shares_are_even() -> None:
-    """Of 256 partitions on 10 replicas, each held twice: nobody has half as much again as the mean."""
+    """Of 256 partitions on 10 replicas, each held twice: no replica has half as much again as the mean."""
     names = [f"replica-{number}" for number in range(10)]
     shares = [sum(name in assigned_replicas(partition, names, 2) for partition in range(256)) for name in names]
     assert sum(shares) == 512
@@ -50,12 +49,12 @@ def test_shares_are_even() -> None:
 @given(
     st.dictionaries(st.text("abc", min_size=1, max_size=2), st.sets(st.integers(0, 9)), max_size=5), st.sets(st.integers(0, 9))
 )
-def test_a_plan_asks_each_partition_of_one_who_holds_it(holding: Mapping[str, set[int]], partitions: set[int]) -> None:
-    asked, nobody = plan_queries("own", partitions, holding)
-    told = [partition for found in asked.values() for partition in found]
-    assert sorted(told + nobody) == sorted(partitions)
+def test_a_plan_asks_each_partition_of_one_holder(holding: Mapping[str, set[int]], partitions: set[int]) -> None:
+    asked, unheld = plan_queries("own", partitions, holding)
+    planned = [partition for found in asked.values() for partition in found]
+    assert sorted(planned + unheld) == sorted(partitions)
     assert all(set(found) <= holding[name] and found for name, found in asked.items())
-    assert not set(nobody).intersection(*([set().union(*holding.values())] if holding else [set()]))
+    assert not set(unheld).intersection(*([set().union(*holding.values())] if holding else [set()]))
 
 
 def test_a_plan_asks_as_few_as_can_be() -> None:
@@ -64,8 +63,8 @@ def test_a_plan_asks_as_few_as_can_be() -> None:
     assert plan_queries("own", range(5), {"low": [0, 1], "high": [2, 3]}) == ({"low": [0, 1], "high": [2, 3]}, [4])
 
 
-def test_nothing_is_wanted_before_the_others_were_heard_of() -> None:
-    """Or the first of many would begin with all partitions."""
+def test_nothing_is_assigned_before_the_others_are_known() -> None:
+    """Otherwise the first of many replicas would begin with all partitions."""
     assignment = ShardAssignment("own", 8, 1)
     assert assignment.assigned == frozenset()
     assignment.update({}, [], 0.0)
@@ -86,7 +85,7 @@ def test_a_restart_moves_no_partitions_and_a_death_does() -> None:
     assert assignment.assigned == frozenset(range(PARTITIONS))
 
 
-def test_a_partition_is_let_go_only_after_all_who_are_to_hold_it_have_held_it_for_a_while() -> None:
+def test_a_partition_is_released_only_after_all_new_holders_have_held_it_for_a_while() -> None:
     assignment = ShardAssignment("a", PARTITIONS, 2)
     assignment.update({}, range(PARTITIONS), 0.0)
     others = {"b": says(holders=2), "c": says(holders=2)}
@@ -103,15 +102,15 @@ def test_a_partition_is_let_go_only_after_all_who_are_to_hold_it_have_held_it_fo
         assignment.update(others_at(now), range(PARTITIONS), now)
     assert assignment.releasable(2.0 + PACE.release_seconds - 0.1) == frozenset()
     assert assignment.releasable(2.0 + PACE.release_seconds) == frozenset(foreign[1:])
-    assignment.update({"b": others_at(9.0)["b"]}, range(PARTITIONS), 9.0)  # one of them is not heard of
+    assignment.update({"b": others_at(9.0)["b"]}, range(PARTITIONS), 9.0)  # one of them is not reported
     assert assignment.releasable(1000.0) == frozenset()
     for now in (10.0, 13.0, 16.0, 19.0, 22.0):
         assignment.update(others_at(10.0), range(PARTITIONS), now)  # they say nothing new
     assert assignment.releasable(22.0) == frozenset()
 
 
-def test_an_hour_without_the_servers_is_nobodys_death() -> None:
-    """All come back at about the same time; who looks first must not begin with the partitions of those who are slower."""
+def test_an_hour_without_the_servers_removes_no_replica() -> None:
+    """All come back at about the same time; the first reader must not begin with the partitions of slower replicas."""
     assignment = ShardAssignment("a", PARTITIONS, 1)
     assignment.update({"b": says(beat=1)}, [], 0.0)
     share = assignment.assigned
@@ -124,7 +123,7 @@ def test_an_hour_without_the_servers_is_nobodys_death() -> None:
     assert assignment.assigned == frozenset(range(PARTITIONS))
 
 
-def test_nothing_is_let_go_while_nobody_can_be_heard() -> None:
+def test_nothing_is_released_while_no_other_replica_is_reported() -> None:
     assignment = ShardAssignment("a", PARTITIONS, 1)
     everything = says(*range(PARTITIONS), beat=1)
     assignment.update({"b": everything}, range(PARTITIONS), 0.0)
@@ -136,8 +135,8 @@ def test_nothing_is_let_go_while_nobody_can_be_heard() -> None:
     assert assignment.releasable(1_000.0 + PACE.release_seconds) == frozenset(range(PARTITIONS)) - assignment.assigned
 
 
-def test_the_most_holders_that_anybody_was_told_count() -> None:
-    """Settings are changed one replica after the other; until then nobody lets a partition go that another one wants held
+def test_the_highest_number_of_holders_in_any_setting_counts() -> None:
+    """Settings change on one replica after the other; until then no replica releases a partition that another one wants held
     twice."""
     assignment = ShardAssignment("a", PARTITIONS, 1)
     assignment.update({"b": says(holders=2)}, [], 0.0)
@@ -147,7 +146,7 @@ def test_the_most_holders_that_anybody_was_told_count() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=12), st.integers(1, 3))
 def test_replicas_that_come_and_go_leave_no_partition_uncovered(turns: list[tuple[str, bool]], holders: int) -> None:
-    """Each acts alone on what it has heard; as long as the one that stays lives, every partition is always held by somebody."""
+    """Each acts alone on the reports it has; while the one that stays is alive, every partition always has a holder."""
     world = World(holders)
     world.start("stays")
     world.settle()
@@ -166,8 +165,8 @@ def test_replicas_that_come_and_go_leave_no_partition_uncovered(turns: list[tupl
 
 
 class World:
-    """Replicas with their rosters; who is to hold a partition loads it in one step. A killed one loses no partition that it
-    alone holds: it leaves when others hold what it held, as one that nobody has planned for cannot be helped."""
+    """Replicas with their rosters; a new holder loads a partition in one step. A killed replica loses no partition that it
+    alone holds: it leaves after others hold them, since no plan covers the loss of the only holder."""
 
     PARTITIONS = 16
 
@@ -187,7 +186,7 @@ class World:
             del self.rosters[name], self.held[name]
 
     def step(self, seconds: float) -> None:
-        """Everybody tells and hears, one after the other, and then does what is to be done."""
+        """Every replica reports and reads reports, one after the other, and then does what is due."""
         self.now += seconds
         for name, assignment in self.rosters.items():
             others = {
@@ -216,13 +215,13 @@ def test_what_is_no_announcement_is_none(value: bytes) -> None:
 @pytest.mark.parametrize(
     "url", ["", "h:1", "ftp://h", "http://", "http://h:99999", "http://h/x", "http://u@h", "http://h\r\n", "http://["]
 )
-def test_nobody_is_asked_where_nobody_can_be(url: str) -> None:
-    """Who may write the bucket cannot make the others fail by what it says of itself."""
+def test_a_replica_without_an_address_is_not_asked(url: str) -> None:
+    """A client with write access to the bucket cannot make the others fail by what it says of itself."""
     assert ShardAnnouncement.decode(ShardAnnouncement(url, 1, []).encode()) is None
 
 
 @pytest.mark.parametrize("holders", [0, 9, 1 << 40])
-def test_nobody_has_all_others_hold_everything(holders: int) -> None:
+def test_no_replica_makes_all_others_hold_everything(holders: int) -> None:
     assert ShardAnnouncement.decode(ShardAnnouncement("http://h:1", holders, []).encode()) is None
 
 

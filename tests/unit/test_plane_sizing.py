@@ -72,8 +72,8 @@ def test_amounts_are_read_at_a_glance() -> None:
 
 
 def test_the_document_has_the_table_that_is_printed() -> None:
-    told = re.findall(r"^\| ([^|]+) \| ([^|]*) \| ([^|]*) \|$", DOCUMENT, re.MULTILINE)
-    assert [name for name, _, _ in told] == [name for name, _, _ in rows(FLEET, COSTS, plan(FLEET, COSTS))]
+    documented = re.findall(r"^\| ([^|]+) \| ([^|]*) \| ([^|]*) \|$", DOCUMENT, re.MULTILINE)
+    assert [name for name, _, _ in documented] == [name for name, _, _ in rows(FLEET, COSTS, plan(FLEET, COSTS))]
 
 
 def test_bridges_are_as_many_as_cores_they_keep_busy_and_have_room_for_full_queues() -> None:
@@ -101,13 +101,13 @@ def test_each_chunk_of_a_snapshot_waits_for_a_majority() -> None:
 
 def test_sizes_in_the_document_are_still_those_of_the_code() -> None:
     """Bytes of batches, pages and blocks, which are the same on every machine; nothing is timed."""
-    told = dict(re.findall(r"^\| ([^|]+) \| ([^|]*) \|", DOCUMENT, re.MULTILINE))
-    found = sizes(int(told["blocks of a batch"].split()[0]), 100_000)
+    documented = dict(re.findall(r"^\| ([^|]+) \| ([^|]*) \|", DOCUMENT, re.MULTILINE))
+    found = sizes(int(documented["blocks of a batch"].split()[0]), 100_000)
     for name, value in (
         ("a batch", found.payload),
         ("a batch in a partition", found.record),
         ("a block in the index", found.memory),
         ("a block in a snapshot", found.saved),
     ):
-        number, unit = told[name].split()
+        number, unit = documented[name].split()
         assert value == pytest.approx(float(number) * {"B": 1, "kB": 1000}[unit], rel=0.05), name

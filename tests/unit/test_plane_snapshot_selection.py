@@ -73,8 +73,8 @@ def test_a_snapshot_that_does_not_come_gives_way_to_the_one_before(monkeypatch: 
     assert state.position == 7
 
 
-def test_where_none_comes_in_time_the_partition_is_not_begun_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be whole: without them, a bridge would find pages purged and begin all streams anew."""
+def test_a_partition_without_snapshots_in_time_does_not_begin_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be complete: without them, a bridge would find pages purged and resubscribe to all streams."""
     with pytest.raises(PlaneError, match="reading the streams of snapshot newest") as caught:
         asyncio.run(within(recall(monkeypatch, {}).load_state, 0, STATE))
     assert caught.value.fault == "timeout"

@@ -45,7 +45,7 @@ def test_a_partition_is_complete_once_its_end_was_read() -> None:
     found = subscriber(partitions=2)
     assert not found.is_complete(0)
     found.put(0, [pushed(1, pending=1)])
-    found.report_progress(1, 0, "")  # with something in the queue nobody knows of which partition it is
+    found.report_progress(1, 0, "")  # while something is in the queue, its partition is not known
     found.receive_many(timeout=0.0)
     assert not found.is_complete(0)
     assert not found.is_complete(1)
@@ -60,7 +60,7 @@ def test_a_partition_is_complete_once_its_end_was_read() -> None:
 
 
 def test_a_stream_is_not_exact_before_the_end_of_its_partition_was_read() -> None:
-    """Few pages that are missing are as bad as many, where nobody has ever had them."""
+    """Few missing pages are as bad as many if no reader has ever had them."""
     found = subscriber()
     records = (
         JoinRecord("engine", 0, b""),
@@ -163,7 +163,7 @@ def test_what_a_stream_held_ends_with_its_leaving_even_where_it_joins_at_once() 
     index.apply_many(found.receive_many(timeout=0.0))
     assert found.registrations == cards
     assert (found.trust("engine"), found.status("engine").last_seq, index.stats().blocks) == (Trust.EXACT, -1, 0)
-    found.put(0, [pushed(3, IncarnationRecord("engine", 0, 1, "anew"), BatchRecord("engine", 0, 1, 0, False, payload))])
+    found.put(0, [pushed(3, IncarnationRecord("engine", 0, 1, "new"), BatchRecord("engine", 0, 1, 0, False, payload))])
     index.apply_many(found.receive_many(timeout=0.0))
     assert index.stats().blocks == 2
     found.put(0, [pushed(4, ResetRecord(5, "purged"), JoinRecord("engine", 0, b"card"))])
@@ -289,7 +289,7 @@ def read(found: LogSubscriber, index: PrefixIndex) -> None:
 
 
 def test_an_engine_that_does_not_trust_itself_is_doubted_by_the_replica_as_well() -> None:
-    """A bridge that has not heard its newest heartbeat says EXACT of it still."""
+    """A bridge that has not received its newest heartbeat still reports EXACT."""
     found = followed()
     for seq, trust in ((1, "EXACT"), (2, "DEGRADED"), (3, "EXACT")):
         found.put(0, [pushed(seq + 1, batched(seq, b"x"))])

@@ -59,11 +59,11 @@ class Scene:
         self.transport = FakeTransport()
         self.engine = self.transport.engine("tcp://engine:1", "tcp://engine:2", buffer_steps=buffer_steps)
         self._begin()
-        self.heard: list[EngineRecord] = []
+        self.received: list[EngineRecord] = []
         self._said: TrustRecord | None = None
         """What the bridge says of a life that has just begun, too, unless it says something else."""
         self.bridge = EngineReader(
-            "bridge", self.heard.extend, lambda: True, transport=self.transport, clock=self.transport.clock
+            "bridge", self.received.extend, lambda: True, transport=self.transport, clock=self.transport.clock
         )
         self.bridge.follow(Source("tcp://engine:1", "tcp://engine:2", name="engine"), ResumePoint(None, 0), 1)
         self.log = LogSubscriber(lambda: 0.0, lambda _: None)
@@ -71,7 +71,7 @@ class Scene:
         self.index = PrefixIndex()
         self.position = 0
         self.ends_live = True
-        """Whether the newest batch was sent to subscribers: of others nobody knows before the next one."""
+        """Whether the newest batch was sent to subscribers: of others nothing is known before the next one."""
         self._write(JoinRecord(*KEY, b""))
 
     def _begin(self) -> None:
@@ -93,7 +93,7 @@ class Scene:
         self.say(BlockRemoved([], heartbeat=Heartbeat(self.truth.digest(KEY), 3600.0)), lost=lost)
 
     def garble(self, number: int) -> None:
-        """A batch of which nobody can read the event."""
+        """Send a batch whose event cannot be decoded."""
         self.hold(stored(number))
         self.engine.publish_payload(encode_batch(EventBatch(0.0, [stored(number)])).replace(b"BlockStored", b"BlockStoned"))
         self.ends_live = self.engine.is_up
@@ -108,10 +108,10 @@ class Scene:
         for _ in range(20):
             self.bridge._check_trust_at = 0.0
             self.bridge._turn()
-        records = [each.record for each in self.heard]
+        records = [each.record for each in self.received]
         self._said = next((record for record in reversed(records) if isinstance(record, TrustRecord)), self._said)
         self._write(*records, *([] if self._said is None else [self._said]))
-        self.heard.clear()
+        self.received.clear()
         deliveries = self.log.receive_many(timeout=0.0)
         for delivery, applied in zip(deliveries, self.index.apply_many(deliveries), strict=True):
             self.log.report(delivery, applied.report)
@@ -295,7 +295,7 @@ def test_a_bridge_finds_what_an_index_finds_in_what_every_release_sends() -> Non
 
 
 def test_a_replica_names_the_doubts_of_an_idle_stream() -> None:
-    """Also those that a checkpoint does not keep: so a service tells an idle engine from one whose batches are lost."""
+    """Also those that a checkpoint does not keep: so a service distinguishes an idle engine from one with lost batches."""
     scene = Scene()
     scene.say(stored(1))
     scene.engine.disconnect()
@@ -379,12 +379,12 @@ class LogReader:
         return self.log.trust(*KEY) == Trust.EXACT
 
 
-def heard_by(bridge: str, state: PartitionState, parts: Sequence[bytes], *, anew: bool) -> Iterator[StreamRecord]:
+def records_of(bridge: str, state: PartitionState, parts: Sequence[bytes], *, is_new: bool) -> Iterator[StreamRecord]:
     """What a bridge has to write of the engine that sends the parts: from where the log stands, or of a new incarnation."""
     stream = state.streams.get(KEY)
     life, last = (0, -1) if stream is None else (stream.incarnation, stream.last_seq)
     yield JoinRecord(*KEY, b"")
-    if anew:
+    if is_new:
         life, last = life + 1, -1
         yield IncarnationRecord(*KEY, life, "it has not proven to be the same")
     first = REPRESENTED
@@ -396,18 +396,20 @@ def heard_by(bridge: str, state: PartitionState, parts: Sequence[bytes], *, anew
     yield TrustRecord(*KEY, bridge, Trust.EXACT.name, "", {})
 
 
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("is_new", [False, True])
 @pytest.mark.parametrize("replica_restarts", [False, True])
-def test_a_snapshot_over_several_pages_is_not_exact_before_its_end(tmp_path: Path, anew: bool, replica_restarts: bool) -> None:
-    """Whichever page its bridge is killed behind, and whether another one goes on or begins anew; and for any other replica."""
+def test_a_snapshot_over_several_pages_is_not_exact_before_its_end(
+    tmp_path: Path, is_new: bool, replica_restarts: bool
+) -> None:
+    """After whichever page its bridge is killed, and whether another one goes on or begins again; for any other replica too."""
     sent = compacted()
-    total = pages_of(tmp_path, sent, killed_behind=10_000, anew=False, replica_restarts=replica_restarts)
+    total = pages_of(tmp_path, sent, killed_behind=10_000, is_new=False, replica_restarts=replica_restarts)
     assert total > 2 * len(sent.parts)
     for killed_behind in range(1, total):
-        pages_of(tmp_path, sent, killed_behind=killed_behind, anew=anew, replica_restarts=replica_restarts)
+        pages_of(tmp_path, sent, killed_behind=killed_behind, is_new=is_new, replica_restarts=replica_restarts)
 
 
-def pages_of(folder: Path, sent: Compacted, *, killed_behind: int, anew: bool, replica_restarts: bool) -> int:
+def pages_of(folder: Path, sent: Compacted, *, killed_behind: int, is_new: bool, replica_restarts: bool) -> int:
     """How many pages take the snapshot. Behind each a replica that is EXACT holds what the engine holds.
 
     A bridge in reserve, which has written nothing of it yet, has said that the stream is EXACT.
@@ -434,7 +436,7 @@ def pages_of(folder: Path, sent: Compacted, *, killed_behind: int, anew: bool, r
         BatchRecord(*KEY, 0, 0, False, sent.first),
         TrustRecord(*KEY, "reserve", Trust.EXACT.name, "", {}),
     )
-    builder = following(bridge, pages, sent.parts, anew=False)
+    builder = following(bridge, pages, sent.parts, is_new=False)
     while builder.next_due() is not None:
         builder.set_heartbeat(HeartbeatRecord(bridge, 3600.0, 0.0))
         page = builder.build(0.0, 0.0)
@@ -444,18 +446,18 @@ def pages_of(folder: Path, sent: Compacted, *, killed_behind: int, anew: bool, r
         beat()
         if len(pages) // 2 == killed_behind:
             bridge = "two"
-            builder = following(bridge, pages, sent.parts, anew=anew)
+            builder = following(bridge, pages, sent.parts, is_new=is_new)
     assert reader.is_exact()
     return len(pages) // 2
 
 
-def following(bridge: str, pages: Sequence[Page], parts: Sequence[bytes], *, anew: bool) -> PageBuilder:
+def following(bridge: str, pages: Sequence[Page], parts: Sequence[bytes], *, is_new: bool) -> PageBuilder:
     """A bridge that has read the log, and has all that it has to write."""
     state = PartitionState()
     for position, page in enumerate(pages, 1):
         state.apply(position, page)
     builder = PageBuilder(state, bridge, ROOM, bridge)
     builder.resync(KEY)
-    for record in heard_by(bridge, state, parts, anew=anew):
+    for record in records_of(bridge, state, parts, is_new=is_new):
         builder.enqueue(record)
     return builder

@@ -66,10 +66,10 @@ def test_payloads_are_forwarded_unchanged_behind_a_clear(made: World) -> None:
         made.upstream.engine.publish_payload(payload)
     made.begin()
     made.turn(3)
-    told = [payload for _, payload in made.event_server.sent if b"heartbeat" not in payload]
+    payloads_sent = [payload for _, payload in made.event_server.sent if b"heartbeat" not in payload]
     assert [number for number, _ in made.event_server.sent] == list(range(len(made.event_server.sent)))
-    assert decode_batch(told[0]).batch.events == [AllBlocksCleared()]
-    assert told[1:] == payloads
+    assert decode_batch(payloads_sent[0]).batch.events == [AllBlocksCleared()]
+    assert payloads_sent[1:] == payloads
 
 
 def test_a_late_consumer_receives_the_live_blocks(made: World) -> None:
@@ -464,8 +464,8 @@ def test_an_upstreams_digest_is_compared_and_its_heartbeats_are_not_forwarded(ma
     made.upstream.say(BlockRemoved([], heartbeat=wrong))
     made.settle()
     assert made.relay.status().divergences >= 1
-    told = [event for _, payload in made.event_server.sent for event in decode_batch(payload).batch.events]
-    assert wrong not in [event.heartbeat for event in told if isinstance(event, BlockRemoved)]
+    relayed = [event for _, payload in made.event_server.sent for event in decode_batch(payload).batch.events]
+    assert wrong not in [event.heartbeat for event in relayed if isinstance(event, BlockRemoved)]
     assert consumer.trust.name != "EXACT"
     assert consumer.held == made.truth
 
@@ -484,8 +484,8 @@ def test_the_relays_own_batches_have_the_dialect_of_the_stream(made: World, rele
     made.kill()
     made.begin(buffer_steps=3)
     made.settle()
-    spelled = [payload for _, payload in made.relay._buffer.batches_from(0)]
-    events = [event for payload in spelled for event in msgspec.msgpack.decode(payload)[1]]
+    buffered = [payload for _, payload in made.relay._buffer.batches_from(0)]
+    events = [event for payload in buffered for event in msgspec.msgpack.decode(payload)[1]]
     assert len(events) > 3
     assert {type(event) for event in events} == {list if row.event_form == "array" else dict}
     consumer = made.consumer()
@@ -840,9 +840,9 @@ def test_an_event_that_the_dialect_cannot_express_skips_a_number(made: World) ->
 
 
 @pytest.mark.parametrize(
-    ("dialect", "told"), [(None, {1, 2, 3}), ("vllm", {1, 3}), ("sglang", {1, 2}), ("vllm-0.10", {1}), ("vllm-0.17", {1, 3})]
+    ("dialect", "matched"), [(None, {1, 2, 3}), ("vllm", {1, 3}), ("sglang", {1, 2}), ("vllm-0.10", {1}), ("vllm-0.17", {1, 3})]
 )
-def test_a_prompt_with_a_salt_never_matches_a_plain_one(two: World, dialect: str | None, told: set[int]) -> None:
+def test_a_prompt_with_a_salt_never_matches_a_plain_one(two: World, dialect: str | None, matched: set[int]) -> None:
     """A dialect without a field for it drops the block; one with a field keeps it beside unknown fields."""
     two.begin(dialect=dialect)
     consumer = two.consumer()
@@ -854,10 +854,10 @@ def test_a_prompt_with_a_salt_never_matches_a_plain_one(two: World, dialect: str
     ]
     two.upstream.say(*salted)
     two.settle()
-    assert {number for number, _ in consumer.held} == told
+    assert {number for number, _ in consumer.held} == matched
     assert _matched(consumer, prompt(1)) == 1
     assert _matched(consumer, strange) == 0
-    assert _matched(consumer, strange, Scope(salt="tenant")) == (told != {1})
+    assert _matched(consumer, strange, Scope(salt="tenant")) == (matched != {1})
 
 
 # --- tokens
@@ -903,9 +903,9 @@ def test_redacted_streams_contain_no_tokens_and_match_by_key(tmp_path: Path, tok
                 made.upstream.say(BlockStored([4], 3, [SECRET] * SIZE, SIZE, medium="GPU"))
             late = made.consumer()
             exact(made, early, late)
-            told = readable_bytes(made, tmp_path)
-            assert msgspec.msgpack.encode(SECRET) not in told
-            assert b"secret" not in told
+            readable = readable_bytes(made, tmp_path)
+            assert msgspec.msgpack.encode(SECRET) not in readable
+            assert b"secret" not in readable
             wanted = (4 if restarted else 3) if tokens == "hash" else 0
             for consumer in (early, late):
                 assert _matched(consumer, [*prompt(), *[SECRET] * SIZE]) == wanted
@@ -947,7 +947,7 @@ def test_keys_of_another_relay_are_kept(made: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"upstreams": ()}, "at least one upstream"),
         ({"upstreams": (Source("tcp://a:1"), Source("tcp://a:1"))}, "same name and rank"),
@@ -961,8 +961,8 @@ def test_keys_of_another_relay_are_kept(made: World) -> None:
     ],
     ids=str,
 )
-def test_invalid_settings_raise(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises((ConfigError, ValueError), match=told):
+def test_invalid_settings_raise(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message):
         RelaySettings(**{"upstreams": (Source("tcp://a:1"),), **wrong})
 
 

@@ -171,8 +171,8 @@ class Witness:
         batch = delivery.decode()
         if batch.ts == FOREIGN:
             return NEVER
-        if batch.ts in self._world.upstream.told:
-            return self._world.upstream.told[batch.ts]
+        if batch.ts in self._world.upstream.held_at:
+            return self._world.upstream.held_at[batch.ts]
         if batch.events == [AllBlocksCleared()]:
             return Counter()
         says_nothing = all(isinstance(event, BlockRemoved) and not event.block_hashes for event in batch.events)

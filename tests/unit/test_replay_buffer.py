@@ -103,7 +103,7 @@ class Consumer:
         self.stream = Stream(Source("tcp://a:1", "tcp://a:2", name="engine"))
         self.index = PrefixIndex()
 
-    def hear(self, batch: SequencedPayload) -> None:
+    def receive(self, batch: SequencedPayload) -> None:
         if self._up:
             self._live.append(batch)
 
@@ -177,7 +177,7 @@ def test_no_consumer_is_exact_and_wrong(seed: int, steps: int, limit: int | None
         for _ in range(draw.choice([0, 0, 0, 1, 1, 3])):
             batch = sent.publish()
             if batch is not None:
-                consumer.hear(batch)
+                consumer.receive(batch)
         consumer.act()
 
 
@@ -193,7 +193,7 @@ def test_a_consumer_without_losses_becomes_exact(seed: int, limit: int | None) -
         if turn >= 200 and turn % 20 == 0:
             live = sent.publish()
             assert live is not None
-            consumer.hear(live)
+            consumer.receive(live)
         if consumer.stream.trust.name == "EXACT" and consumer.stream.last_seq >= 50:
             return
     pytest.fail(f"never exact: {consumer.stream.trust}")

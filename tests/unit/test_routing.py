@@ -57,7 +57,7 @@ def sessions_of(one: Policy, fleet: Sequence[Candidate], count: int = 1000) -> d
 
 loads = st.builds(Load, st.integers(0, 50), st.integers(0, 100_000), st.integers(0, 50), st.integers(0, 100_000))
 lengths = st.integers(0, 1500)
-states = st.sampled_from([*TRUST_WEIGHTS, "UNHEARD-OF"])
+states = st.sampled_from([*TRUST_WEIGHTS, "UNKNOWN"])
 
 
 @st.composite

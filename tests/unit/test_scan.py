@@ -22,7 +22,7 @@ from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS
 from scan_cases import MUTATIONS, NUMBERS, loose_events, mutated
 from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
 
-# --- the one place that knows how the scanner spells an event ---------------------------------------------------------------
+# --- the one place that knows how the scanner encodes an event --------------------------------------------------------------
 
 STORED = (
     "block_hashes",

@@ -46,7 +46,7 @@ def test_files_are_compatible_with_pyzmq(tmp_path: Path) -> None:
 
 
 def test_file_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
-    """Everyone may read the public file, and its owner the secret one, even if it replaces a readable one."""
+    """All users may read the public file, and its owner the secret one, even if it replaces a readable one."""
     (tmp_path / "e.key_secret").touch(0o666)
     before = os.umask(0)
     try:

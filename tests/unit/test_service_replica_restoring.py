@@ -23,7 +23,7 @@ DAMAGED = SnapshotError("snapshot newest is damaged")
 
 
 class FakeSnapshots:
-    """The snapshots `newest` and `before`, both of page 7, which fail to be read as they are told to."""
+    """The snapshots `newest` and `before`, both of page 7; reading them fails as configured."""
 
     def __init__(self, failures: Mapping[str, Exception]) -> None:
         self.failures = dict(failures)

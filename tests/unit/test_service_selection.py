@@ -25,7 +25,7 @@ STATES: list[State] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
 EXACT = Standing.of(TrustStatus("EXACT"))
 CONNECTED: list[State] = ["EXACT", "REPLAYING", "DEGRADED"]
 MemberMatch = tuple[float, State, tuple[int, int, int, int]]
-"""Load, state, and how much longer each tier reaches than the one before: gpu, cpu, disk, and one that nobody knows."""
+"""Load, state, and how much longer each tier reaches than the one before: gpu, cpu, disk, and an unknown one."""
 
 
 def candidates_of(*loads: float) -> list[Candidate]:
@@ -44,7 +44,7 @@ def choose(
     ties: Ties | None = None,
     **changes: Any,
 ) -> Selection:
-    """`held` and `states` by the number of the worker; who is not named there is EXACT."""
+    """`held` and `states` are keyed by the number of the worker; a worker without a state is EXACT."""
     request = SelectRequest(model="m", **{"tokens": PROMPT, "explain": True, "tie": "first", **changes})
     standings = {(one.instance, one.rank): EXACT for one in candidates}
     standings |= {(f"w{place}", 0): Standing.of(TrustStatus(state)) for place, state in (states or {}).items()}
@@ -98,13 +98,13 @@ def test_what_tiers_save(tiers: dict[str, int], weights: dict[str, float], saved
 
 
 def test_tokens_that_no_tier_names_count_as_the_lowest() -> None:
-    """Whoever asks the index without tiers gets some credit, not none."""
+    """A caller that asks the index without tiers gets some credit, not 0."""
     hit = WorkerMatch(instance="", rank=0, tokens=50, certain=50, tiers={}, trust=TrustStatus("EXACT"))
     assert score(choose(candidates_of(0), {0: hit}), 0).uncached == pytest.approx(0.75)
 
 
 def test_an_exact_worker_with_everything_and_mean_load_wins() -> None:
-    """Even against an idle one without anything, whose score is the same: what is not computed helps everybody."""
+    """Even against an idle one without anything, whose score is the same: saved computation helps all requests."""
     found = choose(candidates_of(0, 1, 2), {1: held_of(gpu=100)}, load_weight=1.0)
     assert found.instance == "w1"
     assert found.score == pytest.approx(1.0) == score(found, 0).score
@@ -128,8 +128,8 @@ def test_trust_that_the_request_weighs() -> None:
     assert [score(found, place).uncached for place in (0, 1)] == pytest.approx([0.1, 0.5])
 
 
-def test_a_worker_that_nobody_follows_is_believed_nothing() -> None:
-    """And its trust says so."""
+def test_a_worker_without_a_subscriber_gets_no_credit() -> None:
+    """Its trust says so too."""
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     found = select(request, candidates_of(0), {("w0", 0): held_of(gpu=100)}, {}, Ties(Random()))
     assert score(found, 0).uncached == 1.0
@@ -185,7 +185,7 @@ def replaced(fleet: list[MemberMatch], place: int, row: MemberMatch) -> list[Mem
 def test_more_cached_tokens_never_worsen_a_score(
     fleet: list[MemberMatch], tiers: dict[str, float], data: st.DataObject
 ) -> None:
-    """On whatever tier and with whatever weights; nobody else's score changes."""
+    """On any tier and with any weights; the scores of other workers do not change."""
     place = data.draw(st.integers(0, len(fleet) - 1))
     load, state, old = fleet[place]
     tier = data.draw(st.integers(0, 3))
@@ -202,7 +202,7 @@ def test_more_cached_tokens_never_worsen_a_score(
 
 @given(fleets, st.floats(0, 1e6), st.data())
 def test_more_load_never_improves_a_score(fleet: list[MemberMatch], more: float, data: st.DataObject) -> None:
-    """And never worsens the others', so that who is not chosen is not chosen with more load either."""
+    """It never worsens the scores of others either, so a worker that is not chosen is not chosen with more load."""
     place = data.draw(st.integers(0, len(fleet) - 1))
     load, state, tiers = fleet[place]
     before, after = ask(fleet), ask(replaced(fleet, place, (load + more, state, tiers)))
@@ -285,7 +285,7 @@ def test_a_router_has_the_same_scores(
 def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
     fleet: list[MemberMatch], tie: str, seed: int, data: st.DataObject
 ) -> None:
-    """Whatever loads, caches, weights and ties are: the connected go first, then those not heard of yet, then the lost ones."""
+    """Whatever loads, caches, weights and ties are: the order is connected, not yet known, lost."""
     trust = {state: data.draw(shares) for state in STATES}
     found = ask(fleet, tie=tie, ties=Ties(Random(seed)), trust=trust, load_weight=data.draw(st.floats(0, 1000)))
     states = [row[1] for row in fleet]
@@ -342,8 +342,8 @@ def test_turns_are_even_whatever_comes_between() -> None:
     assert Counter(taken) == {"w0": 10, "w1": 10, "w2": 10, "w3": 10}
 
 
-def test_who_was_taken_for_its_cache_waits() -> None:
-    """The turn after a hit goes to somebody else."""
+def test_a_worker_that_was_taken_for_its_cache_waits() -> None:
+    """The turn after a hit goes to another worker."""
     fleet, ties = candidates_of(0, 0), Ties(Random(1))
     for place in (0, 1, 1, 0):
         choose(fleet, {place: held_of(gpu=10)}, ties=ties, tie="rotate")

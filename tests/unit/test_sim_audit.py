@@ -91,7 +91,7 @@ def outcome(audit: Audit, deliveries: Items[tuple[RawBatch | Reset | Gap, int]])
     return audit.counts.checked, audit.counts.disagreements, audit.counts.unproven
 
 
-def told(batches: Items[Items[KVEvent]]) -> list[tuple[RawBatch | Reset | Gap, int]]:
+def deliveries_of(batches: Items[Items[KVEvent]]) -> list[tuple[RawBatch | Reset | Gap, int]]:
     return [(raw(number, events), 0) for number, events in enumerate(batches)]
 
 
@@ -123,7 +123,7 @@ FULL_STREAMS = st.builds(recorded, FULL, PROMPTS, st.integers(1, 3))
 @settings(max_examples=60)
 @given(STREAMS)
 def test_a_true_stream_has_no_disagreement(stream: Recorded) -> None:
-    assert outcome(stream.audited(), told(stream.batches)) == (len(stream.lookups), 0, 0)
+    assert outcome(stream.audited(), deliveries_of(stream.batches)) == (len(stream.lookups), 0, 0)
     assert stream.wrong() == 0
 
 
@@ -136,17 +136,17 @@ def test_a_lost_event_is_noticed_wherever_it_matters(stream: Recorded, data: st.
     number = data.draw(st.integers(0, len(stream.batches) - 1))
     place = data.draw(st.integers(0, len(stream.batches[number]) - 1))
     stream.batches[number] = [event for other, event in enumerate(stream.batches[number]) if other != place]
-    assert outcome(stream.audited(), told(stream.batches)) == (len(stream.lookups), stream.wrong(), 0)
+    assert outcome(stream.audited(), deliveries_of(stream.batches)) == (len(stream.lookups), stream.wrong(), 0)
 
 
 @settings(max_examples=80)
 @given(FULL_STREAMS, st.data())
 def test_a_lost_batch_leaves_its_lookups_unproven_and_is_noticed_after_it(stream: Recorded, data: st.DataObject) -> None:
-    """Without any gap told: nothing that was looked up at the lost batch counts as compared, but what precedes its events."""
+    """No gap is reported: nothing that was looked up at the lost batch counts as compared, except what precedes its events."""
     if not stream.batches:
         return
     number = data.draw(st.integers(0, len(stream.batches) - 1))
-    deliveries = told(stream.batches)
+    deliveries = deliveries_of(stream.batches)
     del deliveries[number]
     last = len(stream.batches) - 1
     # What was found between its events; and what was found behind it, where no later batch shows that it is gone.
@@ -167,19 +167,19 @@ def test_each_event_of_the_small_stream_matters_and_none_can_be_left_out() -> No
             stream.batches[1] = [event for event in stream.batches[1] if isinstance(event, BlockStored)]
         else:
             del stream.batches[number][place]
-        assert outcome(stream.audited(), told(stream.batches))[1] > 0
+        assert outcome(stream.audited(), deliveries_of(stream.batches))[1] > 0
 
 
 def test_a_batch_that_is_applied_twice_is_noticed() -> None:
     """Its blocks count twice; when they are removed once, the index still believes in them."""
     stream = small()
-    deliveries = told(stream.batches)
+    deliveries = deliveries_of(stream.batches)
     assert outcome(stream.audited(), [deliveries[0], *deliveries]) == (4, 1, 0)
 
 
 def test_a_batch_under_another_life_proves_nothing() -> None:
     stream = small()
-    first, second, third = told(stream.batches)
+    first, second, third = deliveries_of(stream.batches)
     assert outcome(stream.audited(), [first, (second[0], 1), (third[0], 1)]) == (3, 0, 1)
     assert outcome(stream.audited(), [(first[0], 1), (second[0], 1), (third[0], 1)]) == (1, 0, 3)
 
@@ -191,7 +191,7 @@ def test_a_lookup_is_compared_between_two_events_of_a_batch(position: int, wrong
     assert [(one.mark, one.cached) for one in stream.lookups] == [(Mark(0, 0, 0), 0), (Mark(0, 0, 1), 4)]
     moved = stream.lookups[1]
     stream.lookups[1] = Expected(Mark(0, 0, position), moved.sequence, moved.tokens, moved.cached)
-    assert outcome(stream.audited(), told(stream.batches)) == (2, wrong, 0)
+    assert outcome(stream.audited(), deliveries_of(stream.batches)) == (2, wrong, 0)
 
 
 @given(st.sampled_from([-1, 1]))
@@ -200,7 +200,7 @@ def test_a_lookup_one_batch_too_early_or_too_late_is_noticed(shift: int) -> None
     stream = small()
     hit = stream.lookups.pop(1)
     stream.lookups = [Expected(hit.mark._replace(seq=hit.mark.seq + shift), hit.sequence, hit.tokens, hit.cached)]
-    assert outcome(stream.audited(), told(stream.batches)) == (1, 1, 0)
+    assert outcome(stream.audited(), deliveries_of(stream.batches)) == (1, 1, 0)
 
 
 def test_an_index_that_lies_is_shown() -> None:
@@ -208,11 +208,11 @@ def test_an_index_that_lies_is_shown() -> None:
     stream = small()
     stream.batches[0] = []
     audit = stream.audited()
-    outcome(audit, told(stream.batches))
+    outcome(audit, deliveries_of(stream.batches))
     assert audit.counts.examples == [Difference(*WORKER, 0, 1, 0, 5, 4, 0)]
     many = Recorded(stream.size, stream.batches, [stream.lookups[1]] * 30)
     audit = many.audited()
-    assert outcome(audit, told(stream.batches)) == (30, 30, 0)
+    assert outcome(audit, deliveries_of(stream.batches)) == (30, 30, 0)
     assert len(audit.counts.examples) == MAX_EXAMPLES
 
 
@@ -221,7 +221,7 @@ def test_while_a_stream_is_not_exact_nothing_is_proven() -> None:
     stream = small()
     stream.batches[0] = []
     audit = stream.audited(exact=False)
-    assert outcome(audit, told(stream.batches)) == (0, 0, 4)
+    assert outcome(audit, deliveries_of(stream.batches)) == (0, 0, 4)
     assert audit.counts.wrong_unproven == 1
     assert audit.counts.examples == []
 
@@ -231,27 +231,27 @@ def test_after_a_gap_batches_count_again() -> None:
     stream = recorded(
         CacheSize(20, 2), [([number] * 5, 1) for number in (1, 2, 3)] + [([number] * 5, 1) for number in (3, 2, 1)]
     )
-    first, _, third = told(stream.batches)
+    first, _, third = deliveries_of(stream.batches)
     audit = stream.audited()
     audit.apply(*first)
     assert audit.apply(Gap(*WORKER, 1, 1)).status == "applied"
     assert audit.counts.unproven == 0, "the lookup before the gap was answered by what is there"
     assert audit.apply(*third).status == "applied"
     audit.finish()
-    assert (audit.counts.checked, audit.counts.disagreements) == (6, 1), "the second prompt is cached and the index never heard"
+    assert (audit.counts.checked, audit.counts.disagreements) == (6, 1), "the second prompt is cached, unknown to the index"
 
 
 def test_lookups_inside_a_gap_are_unproven() -> None:
     stream = recorded(CacheSize(40, 2), [([number // 2] * 5, 1) for number in range(8)], side_by_side=2)
     assert [one.mark[1:] for one in stream.lookups] == [(n // 2, n % 2) for n in range(8)]
-    first, _, _, last = told(stream.batches)
+    first, _, _, last = deliveries_of(stream.batches)
     assert outcome(stream.audited(), [first, (Gap(*WORKER, 1, 2), 0), last]) == (5, 0, 3)
 
 
 def test_a_reset_settles_what_it_does_not_touch_and_leaves_the_rest_unproven() -> None:
     """A hit that waited for nothing is compared before the index forgets; what a batch should have brought never can be."""
     stream = small()
-    first, second, _ = told(stream.batches)
+    first, second, _ = deliveries_of(stream.batches)
     audit = stream.audited()
     audit.apply(*first)
     audit.expect(WORKER, Expected(Mark(1, 0, 0), stream.lookups[0].sequence, 5, 0))
@@ -266,7 +266,7 @@ def test_a_quiet_lookup_after_the_last_batch_is_compared_at_the_reset() -> None:
     stream = small()
     audit = Audit(PrefixIndex())
     audit.add(WORKER)
-    audit.apply(*told(stream.batches)[0])
+    audit.apply(*deliveries_of(stream.batches)[0])
     audit.expect(WORKER, stream.lookups[1])
     audit.apply(Reset(*WORKER, 1, "restarted"), 1)
     assert outcome(audit, []) == (1, 0, 0)
@@ -280,7 +280,7 @@ def test_a_new_life_without_its_first_batches_proves_nothing_about_them() -> Non
     for one in lookups:
         audit.expect(WORKER, one)
     deliveries = [
-        *told(stream.batches),
+        *deliveries_of(stream.batches),
         (Reset(*WORKER, 1, "restarted"), 1),
         (Gap(*WORKER, 0, 1, 1), 1),
         (raw(2, stream.batches[2], 1), 1),
@@ -292,20 +292,20 @@ def test_a_new_life_without_its_first_batches_proves_nothing_about_them() -> Non
 
 def test_what_still_waits_at_the_end_is_unproven() -> None:
     stream = small()
-    assert outcome(stream.audited(), told(stream.batches)[:1]) == (3, 0, 1)
+    assert outcome(stream.audited(), deliveries_of(stream.batches)[:1]) == (3, 0, 1)
     assert outcome(stream.audited(), []) == (1, 0, 3)
 
 
 def test_lookups_that_wait_are_bounded() -> None:
     stream = small()
-    assert outcome(stream.audited(max_pending=3), told(stream.batches)) == (3, 0, 1)
+    assert outcome(stream.audited(max_pending=3), deliveries_of(stream.batches)) == (3, 0, 1)
 
 
-def test_parts_of_a_batch_are_told_as_one() -> None:
-    """Status, what could not be read, and whether anything was cleared, in whichever part that was."""
+def test_parts_of_a_batch_are_reported_as_one() -> None:
+    """Status, rejected events, and whether anything was cleared, in whichever part that was."""
     stream = recorded(CacheSize(20, 2), [([1] * 5, 1), ([1] * 5, 1)], side_by_side=2)
     audit = stream.audited()
-    assert audit.apply(*told(stream.batches)[0]) == Applied("applied")
+    assert audit.apply(*deliveries_of(stream.batches)[0]) == Applied("applied")
     assert audit.index.stats().blocks == 2
     audit = Audit(PrefixIndex())
     audit.add(WORKER)
@@ -334,7 +334,7 @@ def test_a_heartbeat_in_a_batch_that_is_looked_into_is_of_its_end(place: int) ->
 def test_a_decoded_batch_is_taken_as_well() -> None:
     stream = small()
     audit = stream.audited()
-    for delivery, life in told(stream.batches):
+    for delivery, life in deliveries_of(stream.batches):
         assert isinstance(delivery, RawBatch)
         decoded = delivery.decode()
         assert isinstance(decoded, Batch)

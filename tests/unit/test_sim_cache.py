@@ -104,15 +104,15 @@ class History:
     def looked_up(self, fresh: Sequence, cached: int) -> None:
         """For subclasses."""
 
-    def told(self, events: list[KVEvent]) -> None:
+    def on_events(self, events: list[KVEvent]) -> None:
         """For subclasses."""
 
     def check(self) -> None:
         cache = self.cache
         events = cache.take_events()
-        for told in events:
-            self.mirror.apply(told)
-        self.told(events)
+        for event in events:
+            self.mirror.apply(event)
+        self.on_events(events)
         assert +self.mirror.held == contents(cache)
         used = {block for one in self.live for table in one.tables for block in table if block}
         assert cache.pool.free == cache.size.blocks - len(used)
@@ -129,7 +129,7 @@ class IndexHistory(History):
         self.index = PrefixIndex()
         self.batches = 0
 
-    def told(self, events: list[KVEvent]) -> None:
+    def on_events(self, events: list[KVEvent]) -> None:
         if events:
             batch = KVEventBatch(0.0, events, 0)
             self.index.apply_payload(("engine", 0), 0, self.batches, encode(batch))
@@ -200,7 +200,7 @@ def run(cache: PrefixCache, one: Sequence) -> list[KVEvent]:
     return cache.take_events()
 
 
-def test_a_stored_event_tells_all_that_vllm_tells() -> None:
+def test_a_stored_event_has_all_fields_that_vllm_sets() -> None:
     cache = PrefixCache(CacheSize(8, 2))
     one = Sequence(array("I", range(7)), 7, 2, "seed", "adapter", "tenant")
     assert run(cache, one) == [
@@ -237,7 +237,7 @@ def cache_hashes(tokens: Items[int], size: int) -> list[int]:
     return Sequence(array("I", tokens), len(tokens), size, "seed", "adapter", "tenant").hashes
 
 
-def test_sglang_tells_the_salt_in_a_field_of_its_own() -> None:
+def test_sglang_sends_the_salt_in_a_field_of_its_own() -> None:
     cache = PrefixCache(CacheSize(8, 2, host_blocks=1), event_style=EVENT_STYLES["sglang"])
     stored, copied = run(cache, Sequence(array("I", range(3)), 3, 2, "seed", None, "tenant"))
     assert isinstance(stored, BlockStored)
@@ -297,7 +297,7 @@ def test_a_window_is_kept_where_a_prompt_ends_and_nowhere_before() -> None:
 
 
 def test_a_prompt_that_full_attention_knows_further_leaves_a_window_at_that_point() -> None:
-    """Two prompts share 12 tokens; the second computes them anew, and the third can go on from them."""
+    """Two prompts share 12 tokens; the second computes them again, and the third can go on from them."""
     cache = PrefixCache(CacheSize(60, 4, window=8))
     run(cache, sequence(range(33), 4))
     shared = [*range(12), *range(100, 121)]

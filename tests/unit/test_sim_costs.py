@@ -116,7 +116,7 @@ def test_a_file_that_is_wrong_is_named_with_what_is_wrong(tmp_path: Path, text: 
     assert "mine.json" in str(caught.value)
 
 
-def test_a_preset_or_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_preset_or_file_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown preset 'gpt': expected qwen3-32b-2xh100, .* or the name of a \.json file"):
         cost_model("gpt")
     with pytest.raises(ConfigError, match=r"cannot read the cost model .*none\.json: No such file"):

@@ -64,7 +64,7 @@ def test_every_request_is_answered_or_refused_whatever_the_pool(
     lookups = [lookup for step in run.steps for lookup in step.lookups]
     assert len(lookups) == len(finished) + run.engine.preemptions
     assert sum(job.preemptions for job in run.submitted) == run.engine.preemptions
-    # First come, first served: nobody overtakes.
+    # First come, first served: no request overtakes another.
     assert [lookup.job for lookup in lookups if lookup.first] == [job for job in run.submitted if job in finished]
     assert all(lookup.job.cached == lookup.cached for lookup in lookups if lookup.first)
     # What is not found is computed; of what a preemption interrupted, at most as much.
@@ -132,8 +132,8 @@ def test_sequences_run_side_by_side_and_wait_for_a_place() -> None:
     assert [lookup.job for lookup in run.steps[3].lookups] == jobs[2:]
 
 
-def test_the_middle_of_a_step_forgets_nobody() -> None:
-    """Whoever ends an engine between `begin` and `end` must be told all that it had to do."""
+def test_requests_in_the_middle_of_a_step_are_returned() -> None:
+    """Ending an engine between `begin` and `end` returns all requests that it had to do."""
     run = Run(CacheSize(4, 4), Batching(3, 64))
     jobs = run.submit([request(range(4), 2), request(range(4), 2), request(range(99), 1), request(range(8), 8)])
     for _ in range(3):
@@ -179,7 +179,7 @@ def test_the_one_admitted_last_is_preempted_waits_in_front_and_finds_its_own_blo
     assert again.tokens > 4, "what was answered before the preemption is kept"
 
 
-def test_a_preempted_answer_tells_its_first_token_once() -> None:
+def test_a_preempted_answer_reports_its_first_token_once() -> None:
     run = Run(CacheSize(6, 2), Batching(3, 64))
     jobs = run.submit([request([1, 1, 1, 1], 8), request([2, 2, 2, 2], 4)])
     run.finish()
@@ -187,7 +187,7 @@ def test_a_preempted_answer_tells_its_first_token_once() -> None:
     assert [job for step in run.steps for job in step.first] == jobs
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
     run = Run(CacheSize(6, 2), Batching(3, 64))
     run.submit([request([1, 1, 1, 1], 8), request([2, 2, 2, 2], 4), request([3], 1)])
     while not run.engine.preemptions:
@@ -220,7 +220,7 @@ def test_a_reset_waits_until_no_sequence_holds_a_block() -> None:
     assert events == [AllBlocksCleared()]
 
 
-def test_a_reset_of_an_idle_engine_is_told_with_its_next_step() -> None:
+def test_a_reset_of_an_idle_engine_is_sent_with_its_next_step() -> None:
     """Before what that step stores, and before its lookup, which finds nothing."""
     run = Run(CacheSize(50, 4), Batching())
     run.submit([request(range(8))])

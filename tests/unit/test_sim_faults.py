@@ -1,4 +1,4 @@
-"""`kvevents.sim.faults`: how they are written, whom they strike and when."""
+"""`kvevents.sim.faults`: how faults are written, which engines they hit, and when."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_any_amount_is_read_as_written(name: str, amount: float) -> None:
         assert fault.amount == pytest.approx(meant)
 
 
-# --- whom they strike
+# --- the engines they hit
 
 
 TIMERS = LiveTimers()
@@ -212,15 +212,15 @@ def test_a_cut_goes_through_both_connections() -> None:
 
 
 def test_a_stall_ends() -> None:
-    """For both connections, and nothing else ends with it; who is stalled is not stalled again meanwhile."""
+    """It ends on both connections, and ends nothing else; a stalled engine does not stall again meanwhile."""
     fleet = InjectedFaults(1)
     fleet.play("stall:2s", 6)
-    told = [(at, what) for at, what, _, _ in fleet.log]
+    logged = [(at, what) for at, what, _, _ in fleet.log]
     both = [
         ("live stall", 2.0),
         ("replay stall", 2.0),
         ("live resume", 2 + TIMERS.stall),
         ("replay resume", 2 + TIMERS.stall),
     ]
-    assert told == [(at, what) for what, at in [*both, ("live stall", 6.0), ("replay stall", 6.0)]]
+    assert logged == [(at, what) for what, at in [*both, ("live stall", 6.0), ("replay stall", 6.0)]]
     assert fleet.injected["stall"] == 2

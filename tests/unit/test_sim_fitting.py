@@ -56,16 +56,16 @@ def test_noise_never_makes_a_coefficient_negative(model: CostModel, noise: float
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         ([("prefill", 10, 1, 1.0), ("prefill", 20, 1, 1.0), ("decode", 1, 1, 1.0), ("decode", 1, 2, 1.0)], "prefill; measure"),
         ([("prefill", n, 1, 1.0) for n in LENGTHS] + [("decode", 4, 1, 1.0), ("decode", 1, 4, 1.0)], "decode; measure"),
         ([], "too few rows of kind prefill"),
     ],
 )
-def test_too_few_measurements_are_told(rows: list[tuple[str, int, int, float]], told: str) -> None:
+def test_too_few_measurements_raise(rows: list[tuple[str, int, int, float]], message: str) -> None:
     """Rows of equal sizes do not count twice."""
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         fit([Measurement(*row) for row in rows], cache_tokens=1, source="")  # type: ignore[arg-type] # as above
 
 

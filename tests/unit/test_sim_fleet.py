@@ -137,7 +137,7 @@ def test_a_router_knows_no_more_than_what_it_sent_and_what_was_answered(name: st
     assert fleet.done
 
 
-def test_what_is_longer_than_a_cache_is_refused_and_told_to_the_router() -> None:
+def test_a_prompt_longer_than_a_cache_is_refused_and_reported_to_the_router() -> None:
     fleet = fleet_of(fleet_settings(engines=1), "least-loaded")
     fleet.feed([request(range(8)), request(range(300)), request(range(8), at=0.5)])
     for _ in play(fleet):
@@ -158,12 +158,12 @@ def test_of_no_requests_there_is_a_result() -> None:
     assert result.output_tokens_per_second == 0.0
 
 
-def test_progress_is_told_now_and_then() -> None:
-    told: list[Progress] = []
+def test_progress_is_reported_at_intervals() -> None:
+    reported: list[Progress] = []
     requests = list(conversations(3 * PROGRESS_EVERY))
-    simulate(fleet_settings(), "random", requests, progress=told.append)
-    assert [one.arrived for one in told] == [PROGRESS_EVERY, 2 * PROGRESS_EVERY, 3 * PROGRESS_EVERY]
-    assert all(before.now <= after.now and before.finished <= after.finished for before, after in pairwise(told))
+    simulate(fleet_settings(), "random", requests, progress=reported.append)
+    assert [one.arrived for one in reported] == [PROGRESS_EVERY, 2 * PROGRESS_EVERY, 3 * PROGRESS_EVERY]
+    assert all(before.now <= after.now and before.finished <= after.finished for before, after in pairwise(reported))
 
 
 def test_requests_are_made_when_they_come() -> None:
@@ -276,7 +276,7 @@ def test_the_next_life_announces_other_hashes_and_the_index_keeps_none_of_the_la
     assert (result.cached_tokens, result.checked, result.unproven) == (0, 2, 0)
 
 
-def test_who_comes_while_nobody_is_up_waits_for_the_first_that_comes_back() -> None:
+def test_requests_while_no_engine_is_up_wait_for_the_first_that_comes_back() -> None:
     fleet = fleet_of(fleet_settings(engines=2), "round-robin")
     fleet.feed([request([number] * 8, at=at) for number, at in enumerate((1.5, 1.6))])
     fleet.timeline.at(1.0, lambda: fleet.restart(("engine-0", 0), down=1.0))

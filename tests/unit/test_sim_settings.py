@@ -12,7 +12,7 @@ from kvevents.sim.settings import DEFAULT_PRESET, MAX_WORKERS, FleetSettings
 from sim_cases import request
 
 
-def test_what_nobody_sets_is_an_engine_that_could_be() -> None:
+def test_the_defaults_are_a_possible_engine() -> None:
     settings = FleetSettings()
     assert settings.costs is PRESETS[DEFAULT_PRESET]
     assert settings.size == CacheSize(17_261, 16)

@@ -23,13 +23,13 @@ def test_every_turn_appends_a_call_and_its_result() -> None:
     """The context only grows, so that all of it can be found in a cache."""
     for work in agents(Agents(delegating=0)).values():
         for before, after in pairwise(work):
-            told = (before.prompt + before.output).pieces
-            assert after.prompt.pieces[: len(told)] == told
-            assert len(after.prompt.pieces) == len(told) + 1
+            context = (before.prompt + before.output).pieces
+            assert after.prompt.pieces[: len(context)] == context
+            assert len(after.prompt.pieces) == len(context) + 1
 
 
 def test_sub_agents_branch_from_their_parents_context() -> None:
-    """Their first prompt begins with all that the parent was told and said until then; they come after its answer."""
+    """Their first prompt begins with all input and output of the parent until then; they come after its answer."""
     found = agents(Agents(delegating=0.3, lora_share=0.5, salted_share=0.5))
     helpers = [name for name in found if "." in name]
     assert len(helpers) > 50

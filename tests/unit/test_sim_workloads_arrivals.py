@@ -22,7 +22,7 @@ def gaps(name: str, variation: float = 2.0, seed: int = 1) -> list[float]:
     ("name", "variation", "expected"), [("constant", 2, 0), ("poisson", 2, 1), ("bursty", 1, 1), ("bursty", 3, 3)]
 )
 def test_rate_and_variation_are_what_was_asked_for(name: str, variation: float, expected: float) -> None:
-    """The mean gap is one over the rate; its coefficient of variation tells the processes apart."""
+    """The mean gap is one over the rate; its coefficient of variation distinguishes the processes."""
     found = gaps(name, variation)
     assert min(found) >= 0
     assert fmean(found) == pytest.approx(1 / 50, rel=0.06)

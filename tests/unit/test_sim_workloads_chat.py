@@ -25,13 +25,13 @@ def test_each_prompt_is_the_one_before_its_answer_and_something_new() -> None:
     several = [talk for talk in talks(Chat(lora_share=0.3, salted_share=0.3)).values() if len(talk) > 1]
     assert len(several) > 100
     for before, after in (pair for talk in several for pair in pairwise(talk)):
-        told = (before.prompt + before.output).pieces
-        assert after.prompt.pieces[: len(told)] == told
-        assert len(after.prompt.pieces) == len(told) + 1
+        context = (before.prompt + before.output).pieces
+        assert after.prompt.pieces[: len(context)] == context
+        assert len(after.prompt.pieces) == len(context) + 1
         assert (before.lora, before.salt) == (after.lora, after.salt)
 
 
-def test_nobody_speaks_before_having_read_and_thought() -> None:
+def test_a_turn_comes_only_after_reading_and_thinking() -> None:
     """The loop is open: answers are assumed to take their time, then comes the think time."""
     for talk in talks(Chat(think=Lengths(20, 0.5, 10, 60))).values():
         for before, after in pairwise(talk):

@@ -67,7 +67,7 @@ def test_rows_share_ids_exactly_where_prompts_share_their_beginning(given_: list
 
 
 def test_inferred_sessions_are_the_true_ones() -> None:
-    """Rows do not tell conversations: nearly all turns are found again whose last prompt had a whole piece of its own."""
+    """Rows do not name conversations: nearly all turns are found again whose last prompt had a complete piece of its own."""
     requests = list(workload("chat", requests=2_000, preamble=600))
     reader = MooncakeReader()
     found = [reader.request(msgspec.json.encode(one), number) for number, one in enumerate(mooncake_rows(requests))]

@@ -62,7 +62,7 @@ class Tape:
         self._writer.close()
         return RecordedRequests(self.path, max_open=max_open)
 
-    def told(self, max_open: int = MAX_OPEN) -> list[tuple[float, list[int], list[int]]]:
+    def read(self, max_open: int = MAX_OPEN) -> list[tuple[float, list[int], list[int]]]:
         """Return time, blocks of the prompt and blocks of the answer; none for an answer that was not seen."""
         return [
             (one.at, blocks(one.prompt.tokens()), blocks(one.output.tokens()) if len(one.output) >= SIZE else [])
@@ -85,7 +85,7 @@ def test_a_prompt_is_its_ancestors_and_what_is_new(tape: Tape) -> None:
     tape.batch(100.5, stored(4, 5, parent=1))
     tape.batch(101.0, stored(6, parent=3), stored(7, parent=5))
     tape.batch(102.0, stored(8, parent=6))
-    assert tape.told() == [(0.0, [1, 2, 3], [6, 8]), (0.5, [1, 4, 5], [7])]
+    assert tape.read() == [(0.0, [1, 2, 3], [6, 8]), (0.5, [1, 4, 5], [7])]
 
 
 def test_the_next_turn_is_a_request_of_the_same_session(tape: Tape) -> None:
@@ -105,20 +105,20 @@ def test_a_prompt_computed_in_chunks_is_one(tape: Tape) -> None:
     tape.batch(1.0, stored(5, parent=4))
     tape.batch(2.0, stored(11, 12))
     tape.batch(2.1 + CHUNK_GAP, stored(13, 14, parent=12))
-    assert [told[1:] for told in tape.told()] == [([1, 2, 3, 4], [5]), ([11, 12], []), ([11, 12, 13, 14], [])]
+    assert [request[1:] for request in tape.read()] == [([1, 2, 3, 4], [5]), ([11, 12], []), ([11, 12, 13, 14], [])]
 
 
 def test_events_of_one_batch_that_go_on_are_one_chain(tape: Tape) -> None:
     """SGLang announces a page at a time."""
     tape.batch(0.0, stored(1), stored(2, parent=1), stored(3, parent=2))
-    assert tape.told() == [(0.0, [1, 2, 3], [])]
+    assert tape.read() == [(0.0, [1, 2, 3], [])]
 
 
 def test_a_block_long_after_the_last_is_a_new_prompt(tape: Tape) -> None:
     tape.batch(0.0, stored(1, 2))
     tape.batch(ANSWER_GAP, stored(3, parent=2))
     tape.batch(2 * ANSWER_GAP + 1, stored(4, parent=3))
-    assert [told[1:] for told in tape.told()] == [([1, 2], [3]), ([1, 2, 3, 4], [])]
+    assert [request[1:] for request in tape.read()] == [([1, 2], [3]), ([1, 2, 3, 4], [])]
 
 
 def test_equal_prompts_of_one_step_are_as_many_requests(tape: Tape) -> None:
@@ -126,14 +126,14 @@ def test_equal_prompts_of_one_step_are_as_many_requests(tape: Tape) -> None:
     tape.batch(0.0, stored(1, 2), stored(1, 2))
     tape.batch(1.0, stored(3, parent=2), stored(4, parent=2))
     tape.batch(2.0, stored(5, parent=4), stored(6, parent=3))
-    assert [told[1:] for told in tape.told()] == [([1, 2], [3, 6]), ([1, 2], [4, 5])]
+    assert [request[1:] for request in tape.read()] == [([1, 2], [3, 6]), ([1, 2], [4, 5])]
 
 
 def test_a_longer_prompt_does_not_end_the_answer_of_a_shorter_one(tape: Tape) -> None:
     tape.batch(0.0, stored(1, 2))
     tape.batch(CHUNK_GAP + 1, stored(3, 4, parent=2))
     tape.batch(CHUNK_GAP + 2, stored(5, parent=2), stored(6, parent=4))
-    assert [told[1:] for told in tape.told()] == [([1, 2], [5]), ([1, 2, 3, 4], [6])]
+    assert [request[1:] for request in tape.read()] == [([1, 2], [5]), ([1, 2, 3, 4], [6])]
 
 
 def test_an_unseen_answer_is_text_of_its_own(tape: Tape) -> None:
@@ -162,7 +162,7 @@ def test_lora_and_salt_are_kept(tape: Tape) -> None:
     ]
 
 
-def test_what_tells_no_computed_tokens_is_left_out(tape: Tape) -> None:
+def test_events_without_computed_tokens_are_left_out(tape: Tape) -> None:
     """Copies on other tiers, moves without tokens, groups that keep only some blocks, and further groups."""
     tape.batch(
         0.0,
@@ -194,7 +194,7 @@ def test_a_batch_that_was_recorded_twice_begins_no_life(tape: Tape) -> None:
     tape.restart()
     tape.batch(0.0, stored(1, 2))
     tape.batch(1.0, stored(3, parent=2))
-    assert tape.told() == [(0.0, [1, 2], [3])]
+    assert tape.read() == [(0.0, [1, 2], [3])]
 
 
 def test_tokens_are_those_of_the_text(tape: Tape) -> None:
@@ -210,7 +210,7 @@ def test_a_removed_block_is_still_known(tape: Tape) -> None:
     tape.batch(0.0, stored(1, 2))
     tape.batch(50.0, BlockRemoved([2], medium="GPU"), stored(3, parent=1))
     tape.batch(51.0, stored(2, parent=1))
-    assert [told[1] for told in tape.told()] == [[1, 2], [1, 3], [1, 2]]
+    assert [request[1] for request in tape.read()] == [[1, 2], [1, 3], [1, 2]]
 
 
 def test_streams_are_kept_apart_and_come_in_one_order(tape: Tape) -> None:
@@ -232,7 +232,7 @@ def test_time_never_goes_back(tape: Tape) -> None:
     tape.batch(1002.0, stored(3, 4))
     tape.batch(10.0, stored(5, 6), run="s")
     tape.batch(11.0, stored(7, 8), run="s")
-    assert [told[0] for told in tape.told()] == [0.0, 2.0, 2.0, 3.0]
+    assert [request[0] for request in tape.read()] == [0.0, 2.0, 2.0, 3.0]
 
 
 def test_forgotten_blocks_cost_a_request_not_memory(tape: Tape) -> None:
@@ -289,7 +289,7 @@ def test_open_requests_are_limited(tape: Tape) -> None:
     """Above the limit the oldest request is completed; later blocks of its answer begin a prompt."""
     tape.batch(0.0, stored(1, 2), stored(3, 4))
     tape.batch(1.0, stored(5, parent=2), stored(6, parent=4))
-    assert [told[1:] for told in tape.told(max_open=1)] == [([1, 2], []), ([3, 4], [6]), ([1, 2, 5], [])]
+    assert [request[1:] for request in tape.read(max_open=1)] == [([1, 2], []), ([3, 4], [6]), ([1, 2, 5], [])]
 
 
 def test_a_recording_that_is_none(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_the_guide_is_true(tmp_path: Path) -> None:
     assert len(list(read_trace(tmp_path / "trace.jsonl"))) == 3
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| .* \| (.*) \|$", text.split("## Names")[1].split("## ")[0], re.MULTILINE))
     common = set(settings_of("chat")) & set(settings_of("agents")) & set(settings_of("llm-d"))
-    told = {name: set(re.findall(r"`([a-z_]+)`", settings)) for name, settings in rows.items()}
-    assert told == {name: set(settings_of(name)) - (common if name in GENERATED else set()) for name in WORKLOADS}
+    documented = {name: set(re.findall(r"`([a-z_]+)`", settings)) for name, settings in rows.items()}
+    assert documented == {name: set(settings_of(name)) - (common if name in GENERATED else set()) for name in WORKLOADS}
 
 
 @pytest.mark.parametrize(

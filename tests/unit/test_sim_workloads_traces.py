@@ -47,7 +47,7 @@ def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, requ
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
-def test_each_line_is_told_by_its_keys(tmp_path: Path, name: str) -> None:
+def test_the_format_of_each_line_is_known_by_its_keys(tmp_path: Path, name: str) -> None:
     """Both formats in one file, blank lines between them; sessions of Mooncake's lines are inferred."""
     path = file_of(tmp_path, PLAIN, "", MOONCAKE, name=name)
     plain, mooncake = read_trace(path)
@@ -56,7 +56,7 @@ def test_each_line_is_told_by_its_keys(tmp_path: Path, name: str) -> None:
 
 
 def test_a_limit(tmp_path: Path) -> None:
-    """What lies behind it is not read."""
+    """Lines after it are not read."""
     path = file_of(tmp_path, PLAIN, PLAIN, "broken")
     assert len(list(read_trace(path, limit=2))) == 2
     assert list(read_trace(path, limit=0)) == []

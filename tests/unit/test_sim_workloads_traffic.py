@@ -36,8 +36,8 @@ def spoken(requests: Iterator[Request]) -> list[tuple[float, str | None]]:
     return [(request.at, request.session) for request in requests]
 
 
-def test_whoever_is_due_longest_speaks_and_else_somebody_new() -> None:
-    """A session waits for its pause, then takes the next arrival; new ones begin only when nobody is due."""
+def test_the_session_that_is_due_longest_comes_next_and_otherwise_a_new_one() -> None:
+    """A session waits for its pause, then takes the next arrival; new ones begin only when no session is due."""
     sessions = iter([session("a", 2.5, None), session("b", 1.0, None), session("c", None), session("d", None)])
     assert spoken(schedule([0, 1, 2, 3, 4], sessions)) == [(0, "a"), (1, "b"), (2, "b"), (3, "a"), (4, "c")]
 

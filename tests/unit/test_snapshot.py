@@ -153,7 +153,7 @@ def test_a_snapshot_that_fails_leaves_the_old_file_and_nothing_else(index: Prefi
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has the device that is always full")
-def test_a_full_disk_is_told(index: PrefixIndex) -> None:
+def test_a_full_disk_raises(index: PrefixIndex) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full, pytest.raises(SnapshotError, match=r"/dev/full: No space left"):
         index.snapshot(full)
 
@@ -203,7 +203,7 @@ def test_a_file_of_text_is_the_callers_mistake(index: PrefixIndex) -> None:
         index.restore(cast("BinaryIO", io.StringIO("text")))
 
 
-def test_a_closed_file_is_told(index: PrefixIndex, tmp_path: Path) -> None:
+def test_a_closed_file_raises(index: PrefixIndex, tmp_path: Path) -> None:
     file = (tmp_path / "file").open("w+b")
     file.close()
     with pytest.raises(SnapshotError, match="file"):
@@ -230,7 +230,7 @@ def test_each_stream_is_what_it_was_after_its_last_number_while_others_write(tmp
                 feed(*gone, store(range(base, base + 20), [at // 2, *range(seq, seq + 39)], 2))
                 digests[at].append(index.digest(feed.worker))
                 index.match([at // 2, *range(seq, seq + 39)])
-        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+        except BaseException as error:  # noqa: BLE001 - the thread of the test raises it
             failures.append(error)
 
     threads = [threading.Thread(target=write, args=(at,)) for at in range(4)]
@@ -267,7 +267,7 @@ def test_an_index_may_be_restored_while_it_is_written_to_and_asked() -> None:
                 assert index.match([at, *range(999)]).get(f"w{at}") is not None or at % 2, "all or nothing"
                 list(index.blocks(f"w{at}"))
                 index.stats()
-        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+        except BaseException as error:  # noqa: BLE001 - the thread of the test raises it
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]

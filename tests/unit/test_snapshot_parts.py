@@ -81,7 +81,7 @@ def visible(index: PrefixIndex) -> tuple[Any, ...]:
     return state(index), stats.unique_blocks, stats.blocks, stats.orphans, stats.copies, stats.workers, stats.evicted
 
 
-# --- as if it had heard the streams itself ------------------------------------------------------------------------------------
+# --- as if it had received the streams itself ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=150)
@@ -91,12 +91,12 @@ def visible(index: PrefixIndex) -> tuple[Any, ...]:
     st.lists(st.integers(0, 2), min_size=3, max_size=3),
     st.permutations(range(3)),
 )
-def test_whatever_has_happened_an_index_put_together_from_parts_goes_on_like_the_other(
+def test_after_any_history_an_index_merged_from_parts_behaves_like_the_original(
     data: bytes, moment: int, groups: list[int], order: list[int]
 ) -> None:
     """Each worker is in one of three groups: the first is in the index already, the others come as files, in any order.
 
-    The index from which they come, and the model, have heard everything.
+    The index from which they come, and the model, have received everything.
     """
     parts = [[worker for worker, group in zip(WORKERS, groups, strict=True) if group == one] for one in range(3)]
     choices = Choices(data)
@@ -154,7 +154,7 @@ def test_streams_share_their_blocks_with_those_that_are_there() -> None:
 
 
 def test_blocks_whose_parents_their_worker_has_removed_are_those_of_a_chain_that_is_there() -> None:
-    """Whoever stored them behind their parents finds them there; who comes out of a file without those finds them too."""
+    """A worker that stored them after their parents finds them there; a worker from a file without them does too."""
     tokens, hashes = list(range(400)), range(1, 201)
     index, twin = PrefixIndex(), PrefixIndex()
     late = Feed(index, "late")
@@ -199,11 +199,11 @@ def index() -> PrefixIndex:
 
 def test_a_part_has_the_workers_that_were_asked_for_and_comes_in_their_order(index: PrefixIndex) -> None:
     twin = PrefixIndex()
-    assert twin.merge(io.BytesIO(part(index, ("b", 0), ("nobody", 0), ("a", 7), ("a", 1), ("b", 0)))) == [("a", 1), ("b", 0)]
+    assert twin.merge(io.BytesIO(part(index, ("b", 0), ("absent", 0), ("a", 7), ("a", 1), ("b", 0)))) == [("a", 1), ("b", 0)]
     assert state(twin) == [one for one in state(index) if one[0][:2] != ("a", 0)]
 
 
-def test_a_part_of_nobody_is_empty_and_no_part_is_everything(index: PrefixIndex) -> None:
+def test_a_part_of_no_worker_is_empty_and_no_part_is_everything(index: PrefixIndex) -> None:
     twin = PrefixIndex()
     assert twin.merge(io.BytesIO(part(index))) == []
     assert twin.workers() == []
@@ -232,7 +232,7 @@ def test_fences_come_with_their_workers_and_only_these(index: PrefixIndex) -> No
     assert Feed(twin, "gone", 1)(store([3], [1, 1], 2)).status == "applied"
 
 
-def test_a_fence_against_who_comes_is_lifted(index: PrefixIndex) -> None:
+def test_a_fence_against_a_restored_worker_is_removed(index: PrefixIndex) -> None:
     content = part(index, ("a", 0))
     index.remove_worker("a", 0)
     feed = Feed(index)
@@ -281,7 +281,7 @@ def test_a_label_is_taken_where_there_is_none_and_holds_for_all_ranks(index: Pre
 # --- all of it or nothing -----------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_there_is_told_and_nothing_else_comes(index: PrefixIndex) -> None:
+def test_a_worker_that_exists_raises_and_nothing_is_merged(index: PrefixIndex) -> None:
     content, before = saved(index), visible(index)
     index.remove_worker("a", 0)
     middle = visible(index)
@@ -295,7 +295,7 @@ def test_a_worker_that_is_there_is_told_and_nothing_else_comes(index: PrefixInde
     assert visible(index) == before
 
 
-class Told:
+class InterruptedFile:
     """A file that does something before each of its pieces but the first."""
 
     def __init__(self, content: bytes, then: Callable[[], object], size: int = 1 << 20) -> None:
@@ -313,7 +313,7 @@ def test_a_worker_that_comes_by_itself_meanwhile_stays_and_the_file_does_not() -
         Feed(index, f"w{at}")(store(range(2000), [at, *range(3999)], 2))
     feed = Feed(twin, "w1")
     with pytest.raises(SnapshotError, match="w1"):
-        twin.merge(cast("BinaryIO", Told(saved(index), lambda: feed(store([1], [1, 1], 2)), 30_000)))
+        twin.merge(cast("BinaryIO", InterruptedFile(saved(index), lambda: feed(store([1], [1, 1], 2)), 30_000)))
     assert [(info.source, info.blocks) for info in twin.workers()] == [("w1", 1)]
     assert twin.stats().unique_blocks == 1
     assert tokens_of(twin, [0, *range(3999)], worker=("w0", 0)) == 0
@@ -368,7 +368,7 @@ def test_a_file_that_ends_early_or_is_damaged_leaves_no_blocks_and_no_bytes() ->
     assert state(twin) == sorted(before[0] + state(index))
 
 
-def test_a_file_that_cannot_be_read_is_told_with_its_name(tmp_path: Path) -> None:
+def test_the_error_for_an_unreadable_file_names_it(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match=r"cannot merge the snapshot .*missing: No such file"):
         PrefixIndex().merge(tmp_path / "missing")
     with pytest.raises(UsageError, match="binary"):
@@ -383,7 +383,7 @@ def test_a_file_that_raises_in_the_middle_leaves_nothing() -> None:
         raise KeyError("no more")
 
     with pytest.raises(KeyError):
-        twin.merge(cast("BinaryIO", Told(saved(index), fail, 30_000)))
+        twin.merge(cast("BinaryIO", InterruptedFile(saved(index), fail, 30_000)))
     assert visible(twin) == visible(PrefixIndex())
 
 
@@ -405,7 +405,7 @@ def test_an_index_with_all_placements_takes_blocks_on_those_alone() -> None:
     assert full.digest("known") == index.digest("known")
 
 
-def test_the_memory_limit_holds_afterwards_and_those_who_were_there_keep_what_they_have() -> None:
+def test_the_memory_limit_holds_afterwards_and_existing_workers_keep_their_blocks() -> None:
     index, twin = PrefixIndex(), PrefixIndex()
     for at, one in enumerate((index, twin)):
         for worker in range(2):
@@ -446,7 +446,7 @@ def test_what_may_wait_is_bounded_as_ever() -> None:
 # --- what goes on meanwhile ---------------------------------------------------------------------------------------------------
 
 
-def test_while_a_file_is_read_the_index_answers_and_hears_others_and_shows_nothing_of_it() -> None:
+def test_while_a_file_is_read_the_index_answers_and_applies_and_shows_nothing_of_it() -> None:
     index, twin = PrefixIndex(), PrefixIndex()
     prompt = [0, *range(39_999)]
     for at in range(3):
@@ -462,7 +462,7 @@ def test_while_a_file_is_read_the_index_answers_and_hears_others_and_shows_nothi
         merged(part(twin), twin)
         merged(saved(twin))
 
-    twin.merge(cast("BinaryIO", Told(saved(index), look, 30_000)))
+    twin.merge(cast("BinaryIO", InterruptedFile(saved(index), look, 30_000)))
     assert len(seen) > 30
     assert {frozenset(one) for one in seen} == {frozenset({("mine", 0)})}
     assert len(answer(twin.match(prompt))) == 4
@@ -504,14 +504,14 @@ def test_a_restore_waits_for_a_merge_and_replaces_its_workers_too() -> None:
     twin, begun, content = PrefixIndex(), threading.Event(), saved(other)
     thread = threading.Thread(target=lambda: (begun.wait(), restored(content, twin)))
     thread.start()
-    assert twin.merge(cast("BinaryIO", Told(saved(index), begun.set, 30_000))) == [("a", 0)]
+    assert twin.merge(cast("BinaryIO", InterruptedFile(saved(index), begun.set, 30_000))) == [("a", 0)]
     thread.join()
     assert state(twin) == state(other)
     assert twin.stats().unique_blocks == 5000
 
 
 class Crew:
-    """Threads that go on until they are stopped; what one raises is told then."""
+    """Threads that run until they are stopped; an exception in one is raised then."""
 
     def __init__(self, *works: Callable[[], None]) -> None:
         self._stop, self._failures = threading.Event(), list[BaseException]()
@@ -521,7 +521,7 @@ class Crew:
         try:
             while not self._stop.is_set():
                 work()
-        except BaseException as error:  # noqa: BLE001 - told by the test's own thread
+        except BaseException as error:  # noqa: BLE001 - the thread of the test raises it
             self._failures.append(error)
 
     def __enter__(self) -> None:
@@ -549,8 +549,8 @@ def come_and_go(index: PrefixIndex, contents: list[bytes]) -> None:
         index.remove_worker(f"w{at}")
 
 
-def test_workers_come_and_go_while_others_are_written_to_and_asked() -> None:
-    """Whoever asks finds all blocks of a worker that comes, or none; streams that are there go on exactly."""
+def test_workers_join_and_leave_while_others_are_written_and_queried() -> None:
+    """A query finds all blocks of a joining worker or none; other streams stay exact."""
     index, source, prompt = PrefixIndex(memory_limit=1 << 30), PrefixIndex(), [1, *range(3999)]
     for at in range(3):
         Feed(source, f"w{at}")(store(range(at, at + 2000), prompt, 2))

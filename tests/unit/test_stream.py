@@ -389,7 +389,7 @@ def test_a_forgotten_proof_leaves_the_identity_doubted(wire: Wire) -> None:
 
 
 def test_a_batch_from_after_the_reconnect_settles_no_doubted_identity(wire: Wire) -> None:
-    """Nobody answered whether the life is the same, and it is not: what the next one has sent proves nothing."""
+    """No reply shows whether the incarnation is the same, and it is not: batches of the next one prove nothing."""
     wire.feed(live(0, life=1), live(1, life=1))
     wire.stream.disconnected()
     wire.stream.connected(2.0)
@@ -426,7 +426,7 @@ def test_the_tail_is_checked_when_a_stream_is_quiet(wire: Wire) -> None:
 
 
 def test_the_tail_behind_an_empty_batch_is_found(wire: Wire) -> None:
-    """By the replay that is all a connection without life has; and that it was no batch is told, where batches are read."""
+    """A replay finds it, the only check of a connection without incarnations; decoding reports that it is not a batch."""
     wire.feed(live(0))
     wire.later(LIMITS.idle_before_probe)
     assert wire.asked() == 0
@@ -438,8 +438,8 @@ def test_the_tail_behind_an_empty_batch_is_found(wire: Wire) -> None:
     assert DegradedReason.REJECTED in wire.stream.degraded_reasons
 
 
-def test_without_replay_gaps_are_told_at_once_and_trust_is_never_exact() -> None:
-    """Rule 7: delivery goes on; what cannot be known is said."""
+def test_without_replay_gaps_are_reported_at_once_and_trust_is_never_exact() -> None:
+    """Rule 7: delivery goes on; the trust says what cannot be known."""
     wire = Wire(Source("tcp://engine:5557", name="engine"))
     wire.stream.connected(0.0)
     wire.feed(live(2), live(3), live(6))
@@ -630,7 +630,7 @@ def test_a_replay_endpoint_that_was_not_believed_is_asked_again_and_may_agree() 
 
 
 def lives_after_the_last_reset(taken: list[Batch | Gap | Reset]) -> set[int]:
-    """Of the batches that whoever heeds resets holds now; a payload says of which life it is."""
+    """The incarnations of the batches that a consumer holds after applying resets; each payload names its incarnation."""
     held: list[bytes] = []
     for delivery in taken:
         if isinstance(delivery, Reset):
@@ -725,7 +725,7 @@ def test_a_snapshot_and_the_batch_of_its_number_are_no_contradiction(live_first:
 
 
 def test_a_hole_is_filled_by_a_snapshot_as_by_the_batch_itself(wire: Wire) -> None:
-    """To whoever has all before, both say the same."""
+    """For a consumer that has all earlier batches, both mean the same."""
     wire.feed(*map(live, range(7)), live(8))
     assert wire.asked() == 7
     wire.answer(replay_batch_frames(TOPIC, 7, SNAPSHOT), replayed(8), END)
@@ -739,7 +739,7 @@ def snapshot(seq: int) -> list[bytes]:
 
 
 def test_an_answer_that_begins_with_a_snapshot_ends_the_wait_for_all_before_it(wire: Wire) -> None:
-    """The holes before it are told at once, with what waited between them; nobody is asked for each of them."""
+    """The gaps before it are reported at once, with the batches that waited between them; none of them is requested again."""
     wire.feed(live(0), live(1), live(3), live(5), live(8))
     assert wire.asked() == 2
     wire.answer(snapshot(6), replayed(7), replayed(8), END)
@@ -1156,7 +1156,7 @@ def test_frames_before_the_connection_is_announced_wait_for_it() -> None:
 
 # --- batches that the consumer reads itself --------------------------------------------------------------------------------
 
-BAD = (Rejected("unknown-tag", "never heard of", 0), Rejected("more", "and more", 1, count=4))
+BAD = (Rejected("unknown-tag", "not a known tag", 0), Rejected("more", "and more", 1, count=4))
 
 
 def report(
@@ -1188,7 +1188,7 @@ class RawWire:
         self.stream.receive_run([payload(seq) for seq in range(first, last)], 0.0)
 
     def lose(self, seq: int) -> None:
-        """Number `seq` is lost for good, the one after it arrives."""
+        """Number `seq` is lost in every connection; the one after it arrives."""
         self.stream.receive_live(live(seq + 1), 0.0)
         while self.stream.request_to_send(0.0) is not None:
             self.stream.receive_replay(replayed(seq + 1), 0.0)
@@ -1275,8 +1275,8 @@ def test_what_the_consumer_could_not_read_is_doubted_and_counted() -> None:
     assert stream.counters.rejected["bad-timestamp"] == 1
 
 
-def test_a_clear_that_is_told_late_heals_only_what_is_older_than_it() -> None:
-    """A gap after batch 3 was declared before anyone said that batch 3 cleared everything; that gap still counts."""
+def test_a_late_report_of_a_clear_heals_only_what_is_older_than_the_clear() -> None:
+    """A gap after batch 3 was declared before the report that batch 3 cleared everything; that gap still counts."""
     wire = RawWire()
     wire.lose(4)
     report(wire.stream, 0, 3, cleared=True)
@@ -1559,7 +1559,7 @@ def test_an_anchor_that_was_replayed_does_not_vouch_for_the_replay_endpoint() ->
 
 @pytest.mark.parametrize("source", [SOURCE, Source("tcp://engine:5557", name="engine", rank=3)])
 def test_without_an_anchor_a_restored_stream_begins_with_a_reset(source: Source) -> None:
-    """Nothing was handed out, or only a gap: whoever holds more than that cannot be told from another life."""
+    """Nothing was delivered, or only a gap: an engine that holds more cannot be distinguished from another incarnation."""
     nothing = Stream(source).position().checkpoint("engine", 3)
     for checkpoint in (nothing, Checkpoint("engine", 3, 0, 4, degraded_reasons={"LOST": 4})):
         wire = resumed(checkpoint, source)
@@ -1574,8 +1574,8 @@ def test_a_checkpoint_of_another_stream_is_refused(checkpoint: Checkpoint) -> No
         Stream(Source("tcp://e:1", name="engine")).restore(checkpoint)
 
 
-def test_a_checkpoint_is_small_and_tells_nothing_of_the_prompt(wire: Wire) -> None:
-    """Whatever the batch holds: 32 bytes stand for it."""
+def test_a_checkpoint_is_small_and_reveals_nothing_of_the_prompt(wire: Wire) -> None:
+    """Whatever the batch holds, the checkpoint stores 32 bytes for it."""
     wire.feed(live_frames(TOPIC, 0, b"\x92" + b"secret" * 1_000_000))
     written = kept(wire.stream).encode()
     assert len(written) < 300
@@ -1638,7 +1638,7 @@ def test_a_checkpoint_goes_into_whatever_msgspec_writes(checkpoint: Checkpoint) 
 
 
 def test_a_state_of_a_later_moment_is_kept_with_the_doubts_of_both(checkpoint: Checkpoint) -> None:
-    """A gap that the state has seen cannot be mended by a batch that it passes over; a new incarnation voids all of it."""
+    """A gap that the state has seen is not repaired by a batch that it passes over; a new incarnation voids all of it."""
     doubted = msgspec.structs.replace(checkpoint, degraded_reasons={"IDENTITY": 1, "LOST": 2})
     later = msgspec.structs.replace(checkpoint, last_seq=9, fingerprints=(), degraded_reasons={"LOST": 7, "REJECTED": 8})
     both = doubted.merge_later(later)
@@ -1731,8 +1731,8 @@ def test_a_life_that_is_the_same_up_to_the_newest_batch_goes_on() -> None:
 
 
 def test_a_life_that_is_the_same_up_to_an_older_batch_only_is_another_one() -> None:
-    """A relay without a journal that was killed tells the same batches again, and its heartbeats stand elsewhere: some numbers
-    mean what they meant, and behind a heartbeat more or less none do."""
+    """A relay without a journal that was killed sends the same batches again, with heartbeats at other numbers: some numbers\
+    keep their meaning, and after an added or missing heartbeat none do."""
     wire = reconnected_behind_a_hole()
     wire.answer(replayed(2), numbered(3, 100), numbered(4, 3), numbered(5, 4), END)
     assert wire.taken() == ["R1"]
@@ -1829,13 +1829,13 @@ def test_where_replay_is_mute_the_newest_frame_that_waited_is_what_proves_the_li
 
 
 def life_with(marks: set[int], name: int) -> list[bytes]:
-    """Batches 0 to 19, and before some of them a mark of this life's own: what a relay tells, and its heartbeats."""
-    told: list[bytes] = []
+    """Batches 0 to 19, and before some of them a mark of this incarnation: as a relay sends batches and heartbeats."""
+    payloads: list[bytes] = []
     for content in range(20):
         if content in marks:
-            told.append(payload(content, life=name))
-        told.append(payload(content))
-    return told
+            payloads.append(payload(content, life=name))
+        payloads.append(payload(content))
+    return payloads
 
 
 MARKS = st.sets(st.integers(0, 19), max_size=4)
@@ -1846,8 +1846,8 @@ PLACES = st.sets(st.integers(0, 23), max_size=5)
 def test_whatever_two_lives_have_in_common_no_batch_is_lost_or_comes_twice(
     old_marks: set[int], new_marks: set[int], read: int, unread: int, holes: set[int], lost: set[int], confirmed: bool
 ) -> None:
-    """Some batches of a life were read, others waited when it ended; the next one tells the same, with its marks elsewhere, and
-    its answers lose messages. Whatever is delivered as one life, every batch is in it once and in order."""
+    """Some batches of an incarnation were read, others waited when it ended; the next one sends the same with other marks, and
+    its replies lose messages. Whatever is delivered as one incarnation holds every batch once and in order."""
     old, new = life_with(old_marks, 1), life_with(new_marks, 2)
     wire = Wire()
     by_life: list[list[bytes]] = [[]]
@@ -1883,8 +1883,8 @@ def test_whatever_two_lives_have_in_common_no_batch_is_lost_or_comes_twice(
         if not wire.stream.is_fetching:
             wire.until_due()
     batches = list(map(payload, range(20)))
-    for told in by_life:
-        of_both = [each for each in told if each in batches]
+    for delivered in by_life:
+        of_both = [each for each in delivered if each in batches]
         assert of_both == batches[: len(of_both)]
 
 
@@ -1988,11 +1988,11 @@ ENDS = st.sampled_from(["reconnects", "reconnects at once", "restarts", "restart
 
 
 @given(st.lists(st.tuples(MARKS, st.integers(1, 6), ENDS), min_size=1, max_size=12), MARKS, st.booleans())
-def test_a_stream_that_is_exact_has_delivered_what_its_publisher_told(
+def test_a_stream_that_is_exact_has_delivered_what_its_publisher_sent(
     connections: list[tuple[set[int], int, str]], last_marks: set[int], proven: bool
 ) -> None:
-    """Behind a first connection, proven or not, replay is mute for several, each of which may be of another life. Whatever
-    these have in common, once replay speaks again no stream is EXACT that has lost a batch, or has one twice."""
+    """After a first connection, proven or not, replay does not answer for several, each of which may be of another incarnation.
+    Whatever these have in common, once replay answers again no EXACT stream has lost a batch or delivered one twice."""
     consumer, seq = Consumer(), 0
     for number, (marks, count, end) in enumerate(connections):
         life = life_with(marks, number + 1)
@@ -2068,7 +2068,7 @@ def test_no_more_answers_are_kept_apart_than_can_be_repeated() -> None:
 
 
 def test_an_answer_of_another_engine_is_found_out_though_later_ones_are_of_the_right_one(wire: Wire) -> None:
-    """As behind an address of several engines: that replay agrees with the live stream now does not say who filled a hole."""
+    """At an address of several engines, agreement of replay and live stream now does not say which engine filled a gap."""
     wire.feed(live(0), live(2))
     assert wire.asked() == 1
     wire.answer(replayed(1, life=7), END)
@@ -2094,7 +2094,7 @@ def test_one_answer_fills_a_hole_and_proves_whose_it_is(wire: Wire) -> None:
 
 
 def test_an_unproven_answer_that_has_left_the_buffer_is_void(wire: Wire) -> None:
-    """Its batches cannot be repeated any more, and may be another engine's: all is told again."""
+    """Its batches cannot be repeated any more, and may be another engine's: everything is delivered again."""
     wire.feed(live(0), live(2))
     assert wire.asked() == 1
     wire.answer(replayed(1), END)

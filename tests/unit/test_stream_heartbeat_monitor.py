@@ -32,16 +32,16 @@ def test_the_heartbeat_with_the_highest_number_counts(received: list[tuple[int, 
 
 @given(st.booleans(), st.floats(0.5, 100.0), st.floats(0.0, 1e6), st.floats(0.0, 1e6))
 def test_silence_counts_from_the_last_live_or_replayed_batch(
-    live: bool, interval: float, heard_at: float, replayed_at: float
+    live: bool, interval: float, live_at: float, replayed_at: float
 ) -> None:
     """Only a live heartbeat of this connection promises the next one."""
     monitor = HeartbeatMonitor(LIMITS)
     monitor.receive(0, heartbeat(interval=interval), live=live)
-    monitor.hear_replay(replayed_at)
-    expected = max(heard_at, replayed_at) + 3.0 * interval if live else None
-    assert monitor.silent_at(heard_at) == expected
+    monitor.record_replay(replayed_at)
+    expected = max(live_at, replayed_at) + 3.0 * interval if live else None
+    assert monitor.silent_at(live_at) == expected
     monitor.disconnect()
-    assert monitor.silent_at(heard_at) is None
+    assert monitor.silent_at(live_at) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans())))

@@ -31,7 +31,7 @@ LIMITS = StreamLimits()
 DIGEST = "0123456789abcdef" * 2
 EVERY = 5.0
 END = replay_end_frames(with_topic=True)
-BAD = (Rejected("unknown-tag", "never heard of", 0),)
+BAD = (Rejected("unknown-tag", "not a known tag", 0),)
 
 
 def heartbeat(trust: str = "EXACT", reason: str = "", incarnation: int = 0, every: float = EVERY) -> Heartbeat:
@@ -43,13 +43,13 @@ def beating(**what: Any) -> bytes:
     return encode_batch(KVEventBatch(0.0, [BlockRemoved([], heartbeat=heartbeat(**what))]))
 
 
-def telling(number: int) -> bytes:
-    """A batch as any other."""
+def plain_batch(number: int) -> bytes:
+    """A batch without a heartbeat."""
     return encode_batch(KVEventBatch(0.0, [BlockStored([number], None, [number], 1)]))
 
 
 class Wire:
-    """A stream, the sender's history, the clock, and a consumer that compares what it is told to."""
+    """A stream, the sender's history, the clock, and a consumer that compares digests on request."""
 
     def __init__(self, source: Source = SOURCE, *, raw: bool = False) -> None:
         self.stream: Stream[Any] = Stream(source, decode=None) if raw else Stream(source)
@@ -151,11 +151,11 @@ def test_what_could_not_be_read_is_found_too() -> None:
 
 
 def test_an_agreement_heals_what_was_lost(wire: Wire) -> None:
-    """What is lost may not matter any more; a digest that is the sender's proves that it does not."""
-    wire.send(telling(0))
-    wire.send(telling(1), lost=True)
+    """A lost batch may not matter any more; a digest that equals the sender's proves it."""
+    wire.send(plain_batch(0))
+    wire.send(plain_batch(1), lost=True)
     wire.first = 2
-    wire.send(telling(2))
+    wire.send(plain_batch(2))
     assert wire.stream.degraded_reasons == {DegradedReason.LOST}
     wire.send(beating(), agrees=True)
     assert wire.stream.trust == Trust.EXACT
@@ -164,7 +164,7 @@ def test_an_agreement_heals_what_was_lost(wire: Wire) -> None:
 
 def test_an_agreement_heals_an_identity_in_doubt_but_no_missing_replay() -> None:
     wire = Wire(WITHOUT_REPLAY)
-    wire.send(telling(0))
+    wire.send(plain_batch(0))
     wire.stream.connected(1.0)
     assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.IDENTITY}
     wire.send(beating(), agrees=True)
@@ -173,10 +173,10 @@ def test_an_agreement_heals_an_identity_in_doubt_but_no_missing_replay() -> None
 
 @pytest.mark.parametrize("late", [False, True])
 def test_an_agreement_heals_what_could_not_be_read_up_to_its_own_batch(late: bool) -> None:
-    """In whatever order that is told; not what comes after it."""
+    """In any order of the reports; events after that batch stay rejected."""
     wire = Wire(raw=True)
     for number in range(5):
-        wire.send(telling(number))
+        wire.send(plain_batch(number))
     agreement = BatchReport(heartbeat=heartbeat(), digest_matches=True)
     if late:
         wire.stream.report(wire.batch(3), agreement)
@@ -190,16 +190,16 @@ def test_an_agreement_heals_what_could_not_be_read_up_to_its_own_batch(late: boo
     assert wire.stream.degraded_reasons == {DegradedReason.REJECTED}
 
 
-def test_an_agreement_that_is_told_late_heals_nothing_newer() -> None:
+def test_a_late_report_of_an_agreement_heals_nothing_newer() -> None:
     wire = Wire(WITHOUT_REPLAY, raw=True)
-    wire.send(telling(0))
-    wire.send(telling(1))
+    wire.send(plain_batch(0))
+    wire.send(plain_batch(1))
     wire.stream.connected(1.0)
     wire.stream.report(wire.batch(1), BatchReport(heartbeat=heartbeat(), digest_matches=True))
     assert DegradedReason.IDENTITY in wire.stream.degraded_reasons
 
 
-def test_what_nobody_compares_changes_nothing(wire: Wire) -> None:
+def test_a_digest_that_is_not_compared_changes_nothing(wire: Wire) -> None:
     """A consumer without an index, or one that has given up blocks."""
     wire.send(beating(), agrees=None)
     assert wire.stream.trust == Trust.EXACT
@@ -214,18 +214,18 @@ def test_what_nobody_compares_changes_nothing(wire: Wire) -> None:
 
 
 def test_an_attestation_that_agrees_makes_exact_attested(wire: Wire) -> None:
-    """EXACT stays EXACT for whoever compares states; its text and its flag say that the engine's cache is the same."""
+    """EXACT stays EXACT for consumers that compare states; its text and its flag say that the engine's cache is the same."""
     assert (wire.stream.trust, wire.stream.trust.attested) == (Trust.EXACT, False)
     wire.send(beating(), agrees=True, attested=True)
     assert (wire.stream.trust, wire.stream.trust.attested, str(wire.stream.trust)) == (Trust.EXACT, True, "EXACT (attested)")
-    wire.send(telling(0))
+    wire.send(plain_batch(0))
     assert wire.stream.trust.attested
     assert (wire.stream.counters.attestations_matched, wire.stream.counters.attestations_mismatched) == (1, 0)
 
 
 def test_an_attestation_that_differs_starts_over_a_bounded_number_of_times(wire: Wire) -> None:
     """A digest that agrees at the same heartbeat ends neither the doubt nor the count: it is of the stream alone."""
-    wire.send(telling(0))
+    wire.send(plain_batch(0))
     wire.send(beating(), agrees=True, attested=False)
     assert len(wire.resets) == LIMITS.max_consecutive_resyncs
     assert wire.stream.degraded_reasons >= {DegradedReason.UNATTESTED}
@@ -250,10 +250,10 @@ def test_a_clear_ends_an_attestation_that_differed() -> None:
 
 def test_an_attestation_heals_nothing_but_its_own_doubt(wire: Wire) -> None:
     """It is of one tier of the engine; what was lost may have been of another."""
-    wire.send(telling(0))
-    wire.send(telling(1), lost=True)
+    wire.send(plain_batch(0))
+    wire.send(plain_batch(1), lost=True)
     wire.first = 2
-    wire.send(telling(2))
+    wire.send(plain_batch(2))
     wire.send(beating(), attested=True)
     assert wire.stream.degraded_reasons == {DegradedReason.LOST}
     assert not wire.stream.trust.attested
@@ -261,7 +261,7 @@ def test_an_attestation_heals_nothing_but_its_own_doubt(wire: Wire) -> None:
 
 def test_another_life_is_not_attested(wire: Wire) -> None:
     wire.send(beating(), agrees=True, attested=True)
-    wire.stream.receive_live(live_frames(TOPIC, 0, telling(9)), wire.now)
+    wire.stream.receive_live(live_frames(TOPIC, 0, plain_batch(9)), wire.now)
     assert not wire.stream._ledger.is_attested
 
 
@@ -269,8 +269,8 @@ def test_another_life_is_not_attested(wire: Wire) -> None:
 
 
 def test_a_divergence_is_counted_and_everything_is_asked_for_again(wire: Wire) -> None:
-    """The consumer forgets, the sender tells all that it holds, and the next digest agrees."""
-    wire.send(telling(0))
+    """The consumer drops its state, the sender sends all that it holds, and the next digest agrees."""
+    wire.send(plain_batch(0))
     wire.history.append(beating())
     wire.stream.receive_live(live_frames(TOPIC, 1, beating()), wire.now)
     (delivery,) = wire.stream.deliveries()
@@ -281,14 +281,14 @@ def test_a_divergence_is_counted_and_everything_is_asked_for_again(wire: Wire) -
     assert (type(reset), wire.stream.state) == (Reset, State.CATCHING_UP)
     wire.settle(agrees=True)
     assert [delivery.seq for delivery in wire.out[-2:]] == [0, 1]
-    wire.send(telling(2))
+    wire.send(plain_batch(2))
     assert wire.stream.trust == Trust.EXACT
     assert (wire.stream.incarnation, wire.stream.counters.digests_mismatched, wire.stream.counters.digests_matched) == (1, 1, 1)
 
 
-def test_a_divergence_that_stays_is_told_and_not_asked_about_for_ever(wire: Wire) -> None:
+def test_a_divergence_that_stays_is_reported_and_the_requests_end(wire: Wire) -> None:
     """Then DEGRADED, until a digest agrees. The replayed heartbeats are compared as any."""
-    wire.send(telling(0))
+    wire.send(plain_batch(0))
     wire.send(beating(), agrees=False)
     assert len(wire.resets) == LIMITS.max_consecutive_resyncs
     assert wire.stream.trust == Trust.DEGRADED
@@ -327,7 +327,7 @@ def test_a_clear_ends_a_divergence_as_it_ends_all_doubt_about_what_was_before() 
     assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
 
 
-def test_without_replay_there_is_nobody_to_ask() -> None:
+def test_without_replay_a_divergence_requests_nothing() -> None:
     wire = Wire(WITHOUT_REPLAY)
     wire.send(beating(), agrees=False)
     assert (wire.resets, wire.stream.counters.digests_mismatched) == ([], 1)
@@ -336,18 +336,18 @@ def test_without_replay_there_is_nobody_to_ask() -> None:
 
 def test_a_difference_that_is_explained_is_no_divergence_but_ends_as_well(wire: Wire) -> None:
     """After a gap the digest is another one. What is held now can be had all the same, and makes the stream exact."""
-    wire.send(telling(0))
-    wire.send(telling(1), lost=True)
+    wire.send(plain_batch(0))
+    wire.send(plain_batch(1), lost=True)
     wire.first = 2
-    wire.send(telling(2))
+    wire.send(plain_batch(2))
     wire.first = 0
-    wire.history[1] = telling(7)
+    wire.history[1] = plain_batch(7)
     wire.history.append(beating())
     wire.stream.receive_live(live_frames(TOPIC, 3, beating()), wire.now)
     (delivery,) = wire.stream.deliveries()
     wire.report(delivery, agrees=False)
     wire.settle(agrees=True)
-    wire.send(telling(4))
+    wire.send(plain_batch(4))
     assert wire.stream.trust == Trust.EXACT
     assert (wire.stream.counters.digests_mismatched, wire.stream.counters.resets) == (0, 1)
 
@@ -355,7 +355,7 @@ def test_a_difference_that_is_explained_is_no_divergence_but_ends_as_well(wire: 
 def test_a_divergence_that_a_later_agreement_has_ended_is_old_news() -> None:
     wire = Wire(raw=True)
     for number in range(3):
-        wire.send(telling(number))
+        wire.send(plain_batch(number))
     wire.stream.report(wire.batch(2), BatchReport(heartbeat=heartbeat(), digest_matches=True))
     wire.stream.report(wire.batch(1), BatchReport(heartbeat=heartbeat(), digest_matches=False))
     assert wire.stream.trust == Trust.EXACT
@@ -363,8 +363,8 @@ def test_a_divergence_that_a_later_agreement_has_ended_is_old_news() -> None:
 
 
 def test_a_divergence_while_the_connection_is_gone_waits_for_it(wire: Wire) -> None:
-    """There is nobody to ask; what comes on the new connection is of the restart."""
-    wire.send(telling(0))
+    """No endpoint can answer; batches on the new connection are from after the restart."""
+    wire.send(plain_batch(0))
     wire.history.append(beating())
     wire.stream.receive_live(live_frames(TOPIC, 1, beating()), wire.now)
     (delivery,) = wire.stream.deliveries()
@@ -375,12 +375,12 @@ def test_a_divergence_while_the_connection_is_gone_waits_for_it(wire: Wire) -> N
     assert wire.stream.state is State.VERIFYING
     wire.settle(agrees=True)
     assert len(wire.resets) == 1
-    wire.send(telling(2))
+    wire.send(plain_batch(2))
     assert wire.stream.trust == Trust.EXACT
 
 
 def test_a_report_about_a_life_that_has_ended_says_nothing_of_this_one(wire: Wire) -> None:
-    wire.send(telling(0))
+    wire.send(plain_batch(0))
     wire.send(beating(), agrees=False)
     before = wire.stream.counters.copy()
     wire.stream.report(RawBatch("relay", 0, 0, 1, False, b""), BatchReport(heartbeat=heartbeat("STALE"), digest_matches=True))
@@ -408,7 +408,7 @@ def test_the_sender_is_trusted_no_more_than_it_trusts_itself(wire: Wire, said: s
     assert wire.stream.trust == trust
     assert wire.stream.trust.reason == f"its sender is {name}: its engine is gone"
     assert wire.stream.degraded_reasons == {DegradedReason.SENDER}
-    wire.send(telling(1))
+    wire.send(plain_batch(1))
     assert wire.stream.trust == trust
     wire.send(beating(), agrees=True)
     assert wire.stream.trust == Trust.EXACT
@@ -419,7 +419,7 @@ def test_a_senders_reason_cannot_write_over_a_terminal(wire: Wire) -> None:
     assert wire.stream.trust.reason == "its sender is STALE: red: ?[31m?EXACT"
 
 
-def test_own_doubts_are_told_beside_the_senders() -> None:
+def test_own_doubts_are_reported_beside_the_senders() -> None:
     wire = Wire(WITHOUT_REPLAY)
     wire.send(beating(trust="STALE"))
     assert wire.stream.trust == Trust.STALE
@@ -429,7 +429,7 @@ def test_own_doubts_are_told_beside_the_senders() -> None:
 def test_of_heartbeats_reported_out_of_order_the_newest_counts() -> None:
     wire = Wire(raw=True)
     for number in range(3):
-        wire.send(telling(number))
+        wire.send(plain_batch(number))
     wire.stream.report(wire.batch(2), BatchReport(heartbeat=heartbeat()))
     wire.stream.report(wire.batch(1), BatchReport(heartbeat=heartbeat("STALE")))
     assert wire.stream.trust == Trust.EXACT
@@ -438,11 +438,11 @@ def test_of_heartbeats_reported_out_of_order_the_newest_counts() -> None:
 def test_what_the_sender_said_of_itself_outlives_a_divergence_but_not_its_life(wire: Wire) -> None:
     wire.send(beating(trust="STALE"), agrees=False)
     assert wire.stream.degraded_reasons == {DegradedReason.DIVERGED, DegradedReason.SENDER, DegradedReason.REPLAY_UNPROVEN}
-    wire.history = [telling(100)]
+    wire.history = [plain_batch(100)]
     wire.stream.connected(1.0)
     wire.settle()
     assert wire.resets[-1].startswith("publisher restarted")
-    wire.send(telling(101))
+    wire.send(plain_batch(101))
     assert wire.stream.trust == Trust.EXACT
 
 
@@ -471,15 +471,15 @@ def test_a_divergence_is_kept_by_a_checkpoint() -> None:
 # --- its lives -------------------------------------------------------------------------------------------------------------
 
 
-def test_two_lives_in_one_are_a_restart_that_nobody_saw(wire: Wire) -> None:
+def test_mixed_incarnations_are_reported_as_a_missed_restart(wire: Wire) -> None:
     """Nothing else shows it: the numbers go on."""
     wire.send(beating(incarnation=1))
-    wire.send(telling(1))
-    wire.history[:2] = [telling(100), telling(101)]
+    wire.send(plain_batch(1))
+    wire.history[:2] = [plain_batch(100), plain_batch(101)]
     wire.send(beating(incarnation=2))
     assert wire.resets == ["publisher restarted: it is of another life at number 2 than before"]
     assert [delivery.seq for delivery in wire.out[-3:]] == [0, 1, 2]
-    wire.send(telling(3))
+    wire.send(plain_batch(3))
     assert wire.stream.trust == Trust.EXACT
 
 
@@ -497,7 +497,7 @@ def test_an_unseen_restart_without_replay_forgets_all_the_same() -> None:
     wire.send(beating(incarnation=1))
     wire.send(beating(incarnation=2))
     assert len(wire.resets) == 1
-    wire.send(telling(2))
+    wire.send(plain_batch(2))
     assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY, DegradedReason.LOST}
 
 
@@ -505,7 +505,7 @@ def test_an_unseen_restart_without_replay_forgets_all_the_same() -> None:
 
 
 def test_a_sender_that_promised_to_speak_and_does_not_is_stale(wire: Wire) -> None:
-    """The connection may be half open, or the sender hang; until anything is heard."""
+    """The connection may be half open, or the sender hang; STALE lasts until anything arrives."""
     wire.send(beating())
     wire.later(LIMITS.max_missed_heartbeats * EVERY - 0.1)
     wire.settle()
@@ -515,7 +515,7 @@ def test_a_sender_that_promised_to_speak_and_does_not_is_stale(wire: Wire) -> No
     assert wire.stream.trust == Trust.STALE
     assert wire.stream.trust.reason == "silent: nothing was received for 3 times the heartbeat interval of 5 s"
     assert wire.stream.degraded_reasons == {DegradedReason.SILENT}
-    wire.send(telling(1))
+    wire.send(plain_batch(1))
     assert wire.stream.trust == Trust.EXACT
 
 
@@ -529,17 +529,17 @@ def test_it_is_looked_at_when_it_is_due() -> None:
     assert (wire.stream.trust, wire.stream.deadline()) == (Trust.STALE, None)
 
 
-def test_a_run_of_messages_is_something_heard() -> None:
+def test_a_run_of_messages_ends_the_silence() -> None:
     wire = Wire(WITHOUT_REPLAY, raw=True)
     wire.send(beating())
     wire.later(LIMITS.max_missed_heartbeats * EVERY)
     assert DegradedReason.SILENT in wire.stream.degraded_reasons
-    wire.stream.receive_run([telling(1)], wire.now)
+    wire.stream.receive_run([plain_batch(1)], wire.now)
     assert wire.stream.degraded_reasons == {DegradedReason.NO_REPLAY}
 
 
-def test_what_is_found_by_replay_is_something_heard(wire: Wire) -> None:
-    """The live connection may be mute; what the sender says reaches us all the same."""
+def test_a_batch_found_by_replay_ends_the_silence(wire: Wire) -> None:
+    """The live connection may be dead; the replies of the sender arrive all the same."""
     wire.send(beating())
     for number in range(4):
         wire.send(beating(), lost=True)
@@ -557,7 +557,7 @@ def test_what_is_found_by_replay_is_something_heard(wire: Wire) -> None:
 
 
 def test_a_sender_without_heartbeats_may_be_silent_for_ever(wire: Wire) -> None:
-    wire.send(telling(0))
+    wire.send(plain_batch(0))
     for _ in range(50):
         wire.later(1_000.0)
         wire.settle()
@@ -597,7 +597,7 @@ def asked_for_a_snapshot(raw: bool, parts: int) -> Wire:
     """A stream that misses what was before the live batch 13, and has got the first parts of a snapshot, numbers 10 to 12."""
     wire = Wire(raw=raw)
     wire.believe()
-    wire.stream.receive_live(live_frames(TOPIC, 13, telling(13)), wire.now)
+    wire.stream.receive_live(live_frames(TOPIC, 13, plain_batch(13)), wire.now)
     assert wire.stream.request_to_send(wire.now) is not None
     for number in range(parts):
         wire.stream.receive_replay(replay_batch_frames(TOPIC, 10 + number, part(number, is_last=number == 2)), wire.now)
@@ -623,27 +623,26 @@ def test_parts_of_a_snapshot_take_the_place_of_live_batches(raw: bool, waiting: 
     wire = Wire(raw=raw)
     wire.believe()
     for seq in waiting:
-        wire.stream.receive_live(live_frames(TOPIC, seq, telling(seq)), wire.now)
+        wire.stream.receive_live(live_frames(TOPIC, seq, plain_batch(seq)), wire.now)
     assert wire.stream.request_to_send(wire.now) is not None
-    told = [(10 + number, part(number, is_last=number == 2)) for number in range(3)] + [(13, telling(13))]
-    for seq, payload in told:
+    sent = [(10 + number, part(number, is_last=number == 2)) for number in range(3)] + [(13, plain_batch(13))]
+    for seq, payload in sent:
         wire.stream.receive_replay(replay_batch_frames(TOPIC, seq, payload), wire.now)
     delivered = [each for each in wire.stream.deliveries() if isinstance(each, Batch | RawBatch)]
-    assert [(each.seq, each.payload) for each in delivered] == told
+    assert [(each.seq, each.payload) for each in delivered] == sent
 
 
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_snapshot_that_was_cut_is_told_again(raw: bool, parts: int) -> None:
-    """Who asks behind its first number gets what follows the snapshot; so all is asked for."""
+def test_a_snapshot_that_was_cut_is_requested_again(raw: bool, parts: int) -> None:
+    """A request after its first number returns what follows the snapshot; so all of it is requested."""
     wire = asked_for_a_snapshot(raw, parts)
     wire.stream.receive_replay(END, wire.now)
     while (ask := wire.stream.request_to_send(wire.now)) is not None:
-        told = [10, 11, 12] if ask.start < 10 else []
-        for seq in told:
+        for seq in [10, 11, 12] if ask.start < 10 else []:
             payload = part(seq - 10, is_last=seq == 12)
             wire.stream.receive_replay(replay_batch_frames(TOPIC, seq, payload), wire.now)
-        wire.stream.receive_replay(replay_batch_frames(TOPIC, 13, telling(13)), wire.now)
+        wire.stream.receive_replay(replay_batch_frames(TOPIC, 13, plain_batch(13)), wire.now)
         wire.stream.receive_replay(END, wire.now)
     assert numbers(wire) == ["c", *range(10, 10 + parts), "R", "c", 10, 11, 12, 13]
     assert DegradedReason.LOST not in wire.stream.degraded_reasons

@@ -92,7 +92,7 @@ class StreamMachine(RuleBasedStateMachine):
     @rule(waiting=st.integers(0, 3))
     def save(self, waiting: int) -> None:
         """The application writes a checkpoint and its state, maybe before it was handed out the newest deliveries."""
-        self.told()
+        self.on_reported()
         self.network.save(waiting)
 
     @precondition(lambda self: hasattr(self, "network") and self.network.saved)
@@ -147,12 +147,12 @@ class StreamMachine(RuleBasedStateMachine):
     def quiesce(self) -> None:
         """Everything has arrived and was reported, and what came of that too."""
         self.network.quiesce()
-        self.told()
+        self.on_reported()
         while self.network.moved:
             self.network.quiesce()
-            self.told()
+            self.on_reported()
 
-    def told(self) -> None:
+    def on_reported(self) -> None:
         """Everything that a consumer found has been reported."""
         self.network.report_all()
 
@@ -179,9 +179,9 @@ class RawStreamMachine(StreamMachine):
 
     @precondition(lambda self: hasattr(self, "twins"))
     @rule()
-    def told(self) -> None:
+    def on_reported(self) -> None:
         self.twins.report_all()
-        super().told()
+        super().on_reported()
 
 
 class ForeignReplayMachine(RuleBasedStateMachine):
@@ -223,7 +223,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
             return [replay_batch_frames(TOPIC, seq, payload_of(0, seq, clear=False)) for seq in range(start, self.sent)]
         first = 0 if self.steps is None else max(0, self.other - self.steps)
         answer = [replay_batch_frames(TOPIC, seq, self.foreign_payload(seq)) for seq in range(max(start, first), self.other)]
-        # A snapshot of what both have in common would be right, and the batches behind it tell nobody whose it is.
+        # A snapshot of what both have in common would be right, and the batches after it do not show whose it is.
         if self.compacts and first > max(start, self.prefix):
             answer.insert(0, replay_batch_frames(TOPIC, first - 1, payload_of(1, first - 1, clear=True)))
         return answer
@@ -277,7 +277,7 @@ class ForeignReplayMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "stream") and self.stream.last_seq >= 0)
     @rule()
     def restart_the_subscriber(self) -> None:
-        """It goes on with its checkpoint, whoever answers now."""
+        """It goes on with its checkpoint, whichever incarnation answers now."""
         checkpoint = self.stream.position().checkpoint("e", 0)
         self.stream = Stream(self.stream.source, LIMITS)
         self.stream.restore(checkpoint)

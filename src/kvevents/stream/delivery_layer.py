@@ -52,7 +52,7 @@ class DeliveryLayer(Generic[BatchT]):
         self._ledger = TrustLedger()
         self._heartbeats = HeartbeatMonitor(limits)
         self._now = 0.0
-        self._heard_at = 0.0
+        self._live_at = 0.0
         self._has_replayed = False
         """Whether the replay endpoint has ever sent a batch."""
         self._conflicts = 0
@@ -240,7 +240,7 @@ class DeliveryLayer(Generic[BatchT]):
         is_repair = before is not None and before.live
         self.counters.gaps_repaired += is_repair
         self.counters.replayed += 1
-        self._heartbeats.hear_replay(self._now)
+        self._heartbeats.record_replay(self._now)
         if self._is_silent:
             self._end_silence()
         self._newest = fingerprint = Fingerprint.of(seq, payload, live=False)

@@ -98,18 +98,18 @@ class HeartbeatMonitor:
 
     # --- silence
 
-    def hear_replay(self, now: float) -> None:
+    def record_replay(self, now: float) -> None:
         """Record that replay brought something new."""
         self._replayed_at = now
 
-    def silent_at(self, heard_at: float) -> float | None:
+    def silent_at(self, live_at: float) -> float | None:
         """Return when the publisher counts as silent if nothing more arrives. None if it has not promised a heartbeat.
 
-        `heard_at` is when the last live batch arrived.
+        `live_at` is when the last live batch arrived.
         """
         if self._interval is None:
             return None
-        return max(heard_at, self._replayed_at) + self._interval * self._limits.max_missed_heartbeats
+        return max(live_at, self._replayed_at) + self._interval * self._limits.max_missed_heartbeats
 
     @property
     def silence(self) -> str:

@@ -189,11 +189,11 @@ class CheckSchedule:
         self._probed_at = now
         self.probes += 1
 
-    def probe_at(self, heard_at: float) -> float:
+    def probe_at(self, live_at: float) -> float:
         """Return when the next probe is due."""
         idle = self._limits.idle_before_probe
         if self.probes == 0:
-            return heard_at + idle
+            return live_at + idle
         return self._probed_at + min(idle * (1 << min(self.probes, 16)), self._limits.max_probe_interval)
 
     def fail_comparison(self, now: float) -> None:

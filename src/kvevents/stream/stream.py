@@ -100,11 +100,11 @@ class Stream(ReplayLayer[BatchT]):
         if self.state is not State.FOLLOWING or DegradedReason.NO_REPLAY in self._ledger:
             return None
         return (
-            self._checks.probe_at(self._heard_at) if self._can_replay else self._distrusted_at + self._limits.distrust_cooldown
+            self._checks.probe_at(self._live_at) if self._can_replay else self._distrusted_at + self._limits.distrust_cooldown
         )
 
     def _silent_at(self) -> float | None:
-        return None if self._is_silent else self._heartbeats.silent_at(self._heard_at)
+        return None if self._is_silent else self._heartbeats.silent_at(self._live_at)
 
     # --- feed: connections and time -------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Stream(ReplayLayer[BatchT]):
 
     def connected(self, now: float) -> None:
         """The subscription is up. Feed every frame of an earlier connection before."""
-        self._now = self._heard_at = now
+        self._now = self._live_at = now
         self._ledger.discard(DegradedReason.REPLAY_FOREIGN)
         if self.state is not State.CONNECTING:
             self._prepare_reconnect()
@@ -207,7 +207,7 @@ class Stream(ReplayLayer[BatchT]):
                 self._receive(Live(topic, seq, payload), now)
         elif count:
             self.counters.live += count
-            self._now = self._heard_at = now
+            self._now = self._live_at = now
             self._checks.probes = 0
             if self._is_silent:
                 self._end_silence()
@@ -225,7 +225,7 @@ class Stream(ReplayLayer[BatchT]):
             self.receive_run((live.payload,), now)
             return
         self.counters.live += 1
-        self._now = self._heard_at = now
+        self._now = self._live_at = now
         self._checks.probes = 0
         if self._is_silent:
             self._end_silence()
