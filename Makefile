@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
+.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native docs engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,10 @@ types: $(STAMP)
 bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
 	$(BIN)/python -m benchmarks
 
+# NO_MKDOCS_2_WARNING leaves out a page of text about releases that this site does not use.
+docs: $(NATIVE)  ## The documentation site, in build/site; ends with an error at a broken link or a page that is not in the navigation
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 # Its workspace is its own, so that no other target fetches the rivals.
 bench-native:  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates
 	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
@@ -76,7 +80,7 @@ engines: $(NATIVE)  ## Real vLLM servers and SGLang's radix trees on CPUs: each 
 	$(BIN)/python -m tests.system.engines $(ENGINES)
 	$(BIN)/python -m tests.system.engines.sglang_runs $(SGLANG)
 
-faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/faults.md
+faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/reference/faults.md
 	$(BIN)/python -m tests.system.faults
 
 chaos: $(NATIVE)  ## Minutes of faults done to engines, relays and consumers; ends with an error when one says EXACT and is wrong

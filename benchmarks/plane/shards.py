@@ -39,7 +39,7 @@ PATIENCE: Final = 10
 """Seconds for one answer: on a machine that is busy with other things a share asks others in vain, and then once more."""
 LOOK: Final = 0.05
 _PER_EVENT: Final = 512
-DOCUMENT: Final = CHECKOUT / "docs" / "plane-shards.md"
+DOCUMENT: Final = CHECKOUT / "docs" / "operations" / "plane-shards.md"
 
 
 class Prompted(Former):

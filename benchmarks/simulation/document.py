@@ -1,4 +1,4 @@
-"""Writes the results of the study, with conclusions that are computed from them, as docs/routing-study.md."""
+"""Writes the results of the study, with conclusions that are computed from them, as docs/guides/routing-study.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headings and introductions of docs/routing-study.md; conclusions are computed in `document`."""
+"""Headings and introductions of docs/guides/routing-study.md; conclusions are computed in `document`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.simulation.study`: where prefix-aware routing pays, for docs/routing-study.md.
+"""`python -m benchmarks.simulation.study`: where prefix-aware routing pays, for docs/guides/routing-study.md.
 
 Everything is in virtual time and seeded, so another machine gets the same figures.
 """
@@ -22,7 +22,7 @@ from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import SAMPLE
 from tools.released import CHECKOUT
 
-DOCUMENT: Final = CHECKOUT / "docs" / "routing-study.md"
+DOCUMENT: Final = CHECKOUT / "docs" / "guides" / "routing-study.md"
 SATURATED: Final = 10.0
 """Seconds of TTFT p90 from which on a fleet is called saturated."""
 SPEEDS: Final = (0.6, 0.8, 1.0, 1.2, 1.4)
@@ -153,7 +153,7 @@ def _saturating(found: list[tuple[float, PolicyResult]]) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation.study", description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK:,} requests of each: whether it works")
-    parser.add_argument("--write", action="store_true", help="write docs/routing-study.md")
+    parser.add_argument("--write", action="store_true", help="write docs/guides/routing-study.md")
     return parser.parse_args()
 
 

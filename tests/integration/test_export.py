@@ -268,9 +268,9 @@ def test_what_is_remembered_for_reuse_is_bounded() -> None:
 
 
 def test_schemas_are_as_documented_and_pinned(tmp_path: Path) -> None:
-    """docs/export.md tells every column in order with its type and meaning; the files have just these."""
+    """docs/guides/export.md tells every column in order with its type and meaning; the files have just these."""
     folder = one(tmp_path, [stored([1], [1])])
-    text = (DOCS / "export.md").read_text()
+    text = (DOCS / "guides" / "export.md").read_text()
     for each in TABLES:
         schema = pq.read_schema(folder / each.file)
         assert [(field.name, str(field.type)) for field in schema] == [(name, DTYPES[kind]) for name, kind, *_ in each.columns]

@@ -1,4 +1,4 @@
-"""What each role may do with a plane: a real server with the configuration of `deploy/nats`, told of by docs/plane-security.md.
+"""What each role may do with a plane: a server with the configuration of `deploy/nats`; see docs/guides/plane-security.md.
 
 TLS with certificates on both ends, NKeys, and users of an operator's by credentials, with the same permissions.
 """

@@ -152,7 +152,7 @@ def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
             page = answer.read().decode()
         end()
-    document = (paths.ROOT / "docs" / "relay.md").read_text()
+    document = (paths.ROOT / "docs" / "guides" / "relay.md").read_text()
     exported = set(re.findall(r"^# TYPE (kvevents_\w+) ", page, re.MULTILINE))
     assert set(re.findall(r"`(kvevents_relay_\w+)", document)) == exported
     for line in (

@@ -451,9 +451,9 @@ def test_the_repr_of_a_router() -> None:
 
 
 def test_the_examples_of_the_guide_run() -> None:
-    """Runs every block of docs/routing.md, one after the other."""
+    """Runs every block of docs/guides/routing.md, one after the other."""
     names: dict[str, object] = {}
-    blocks = re.findall(r"```python\n(.*?)```", (paths.ROOT / "docs" / "routing.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (paths.ROOT / "docs" / "guides" / "routing.md").read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
         exec(block, names)  # noqa: S102 - our own document

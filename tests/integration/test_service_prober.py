@@ -173,6 +173,10 @@ def test_an_engine_that_is_waited_for_is_named_too(tmp_path: Path) -> None:
 
 
 def test_the_runbook_has_every_reason() -> None:
-    """Each code stands in a table of docs/runbook.md, with what to do."""
-    rows = [line.split("|")[1] for line in (ROOT / "docs" / "runbook.md").read_text().splitlines() if line.startswith("| `")]
+    """Each code stands in a table of docs/operations/runbook.md, with what to do."""
+    rows = [
+        line.split("|")[1]
+        for line in (ROOT / "docs" / "operations" / "runbook.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
     assert [reason for reason in Reason if not any(f"`{reason}`" in row for row in rows)] == []

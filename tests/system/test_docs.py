@@ -35,7 +35,7 @@ README = (DOCS.parent / "README.md").read_text()
 
 
 def test_the_state_diagram_is_the_transition_table() -> None:
-    """docs/stream.md shows exactly the changes of state in the table, with the inputs that cause them."""
+    """docs/concepts/stream.md shows exactly the changes of state in the table, with the inputs that cause them."""
     edges: dict[tuple[str, str], list[str]] = {}
     for state, row in TRANSITIONS.items():
         for input_, transition in row.items():
@@ -43,28 +43,28 @@ def test_the_state_diagram_is_the_transition_table() -> None:
                 edges.setdefault((state.name, transition.state.name), []).append(input_.name)
     diagram = ["stateDiagram-v2", "    [*] --> CONNECTING", "    [*] --> RESTORED"]
     diagram += [f"    {one} --> {other}: {', '.join(inputs)}" for (one, other), inputs in edges.items()]
-    text = (DOCS / "stream.md").read_text()
+    text = (DOCS / "concepts" / "stream.md").read_text()
     assert text.split("```mermaid\n")[1].split("\n```")[0] == "\n".join(diagram)
 
 
 def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of docs/testing.md does what it says, one after the other."""
+    """Every block of docs/developers/testing.md does what it says, one after the other."""
     monkeypatch.chdir(DOCS.parent)
     names: dict[str, object] = {}
-    for block in python_blocks(DOCS / "testing.md"):
+    for block in python_blocks(DOCS / "developers" / "testing.md"):
         exec(block, names)  # noqa: S102 - our own document
 
 
 @pytest.mark.parametrize("name", ["simulation", "workloads"])
 def test_the_examples_about_traffic_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = python_blocks(DOCS / f"{name}.md")
+    (block,) = python_blocks(DOCS / "guides" / f"{name}.md")
     exec(block, {})  # noqa: S102 - our own document
     assert re.match(r"[1-9]\d*% of ", capsys.readouterr().out)
 
 
 def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DeliveryLoop an engine until its first batch; one more rank is there for the last of them."""
-    following, matching, moving = python_blocks(DOCS / "index.md")
+    following, matching, moving = python_blocks(DOCS / "concepts" / "prefix-match.md")
     tokens = prompt(1)
     with engine() as made:
         made.store(tokens, lora_name="adapter-a", extra_keys=[("tenant-1",), None, None, None])
@@ -82,7 +82,7 @@ def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_examples_of_streams_run() -> None:
     """DeliveryLoop an engine until its first batch, and going on with what was saved in another process."""
-    load, following, saving = python_blocks(DOCS / "stream.md")
+    load, following, saving = python_blocks(DOCS / "concepts" / "stream.md")
     with engine() as made:
         made.store(prompt(1))
         names: dict[str, Any] = {

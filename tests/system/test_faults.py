@@ -1,4 +1,4 @@
-"""What docs/faults.md says of our service: each fault of `tests/system/faults`, done to a real one, ends as it should.
+"""docs/reference/faults.md on our service: each fault of `tests/system/faults`, done to a real one, ends as it should.
 
 `make faults` watches longer, gives every fault a process of its own, and does the same to Dynamo's.
 """

@@ -39,7 +39,7 @@ KIT = ROOT / "observability"
 RULES, RULES_TEST = KIT / "prometheus-rules.yaml", KIT / "prometheus-rules-test.yaml"
 DASHBOARD: dict[str, Any] = json.loads((KIT / "grafana-dashboard.json").read_text())
 ALERTS: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+RUNBOOK = (ROOT / "docs" / "operations" / "runbook.md").read_text()
 MODEL = "tiny"
 TOKENS = list(range(48))
 
@@ -267,7 +267,7 @@ def test_every_alert_has_annotations_and_a_runbook_section() -> None:
         assert rule["labels"].keys() == {"severity", "component"}
         assert rule["labels"]["severity"] in {"warning", "critical"}
         assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == f"docs/runbook.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == f"docs/operations/runbook.md#{rule['alert'].lower()}"
     tested = {case["name"].split(" of ")[0] for case in yaml.safe_load(RULES_TEST.read_text())["tests"]}
     assert tested == {rule["alert"] for rule in ALERTS}
 

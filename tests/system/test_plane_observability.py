@@ -29,7 +29,7 @@ KIT: Final = ROOT / "observability"
 RULES, RULES_TEST = KIT / "plane-rules.yaml", KIT / "plane-rules-test.yaml"
 DASHBOARD: dict[str, Any] = json.loads((KIT / "grafana-plane.json").read_text())
 ALERTS: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-RUNBOOK: Final = (ROOT / "docs" / "plane-runbook.md").read_text()
+RUNBOOK: Final = (ROOT / "docs" / "operations" / "plane-runbook.md").read_text()
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
@@ -148,7 +148,7 @@ def test_every_alert_has_annotations_and_a_runbook_section() -> None:
         assert rule["labels"].keys() == {"severity", "component"}
         assert rule["labels"]["severity"] in {"warning", "critical"}
         assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == f"docs/plane-runbook.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == f"docs/operations/plane-runbook.md#{rule['alert'].lower()}"
     assert {case["name"] for case in yaml.safe_load(RULES_TEST.read_text())["tests"]} == {rule["alert"] for rule in ALERTS}
     assert set(re.findall(r"\]\(#([\w-]+)\)", RUNBOOK)) <= anchors
 

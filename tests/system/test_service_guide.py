@@ -1,4 +1,4 @@
-"""docs/service.md is true: its settings are those of the code, its files can be read, and its requests work."""
+"""docs/guides/service.md is true: its settings are those of the code, its files can be read, and its requests work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvevents.service.config import DnsTable, Limits, Probing, Readiness, Servic
 from kvevents.service.discovery.source_config import SourceTable
 from service_cases import engine, serving
 
-GUIDE = paths.ROOT / "docs" / "service.md"
+GUIDE = paths.ROOT / "docs" / "guides" / "service.md"
 
 
 def blocks(kind: str) -> list[str]:

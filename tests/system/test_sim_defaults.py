@@ -19,7 +19,7 @@ from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import workload
 
-DOCUMENT = paths.ROOT / "docs" / "cli.md"
+DOCUMENT = paths.ROOT / "docs" / "reference" / "cli.md"
 pytestmark = pytest.mark.timeout(400)  # some 30 seconds of CPU, on whatever else a machine has to do
 OTHERS: list[dict[str, Any]] = [
     {"wait_weight": 0.0},
@@ -48,7 +48,7 @@ def figures(result: PolicyResult) -> list[float]:
 
 
 def test_the_document_shows_what_the_command_prints(comparison: Comparison, capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/cli.md, word by word; only lines are as long as lines of documents."""
+    """docs/reference/cli.md, word by word; only lines are as long as lines of documents."""
     print_comparison(comparison, Console(), json=False)
     printed = capsys.readouterr()
     shown = DOCUMENT.read_text(encoding="utf-8").partition("$ kvevents sim compare\n")[2].partition("\n```")[0]

@@ -1,4 +1,4 @@
-"""The arithmetic of `python -m tools.plane_sizing`, and that docs/plane-sizing.md has the table that it prints."""
+"""The arithmetic of `python -m tools.plane_sizing`, and that docs/operations/sizing.md has the table that it prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import paths
 from tools.plane_sizing import MAX_QUEUED_BYTES, Costs, Fleet, amount, plan, rows, sizes
 
-DOCUMENT: Final = (paths.ROOT / "docs" / "plane-sizing.md").read_text()
+DOCUMENT: Final = (paths.ROOT / "docs" / "operations" / "sizing.md").read_text()
 FLEET: Final = Fleet(
     engines=100,
     blocks=1e9,

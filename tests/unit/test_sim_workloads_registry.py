@@ -13,7 +13,7 @@ import paths
 from kvevents.errors import ConfigError
 from kvevents.sim.workloads import WORKLOADS, read_trace, settings_of, workload
 
-DOCUMENT = paths.ROOT / "docs" / "workloads.md"
+DOCUMENT = paths.ROOT / "docs" / "guides" / "workloads.md"
 GENERATED = [name for name in WORKLOADS if name != "trace"]
 
 
@@ -59,7 +59,7 @@ def test_settings_are_the_fields_of_a_frozen_class() -> None:
 
 
 def test_the_guide_is_true(tmp_path: Path) -> None:
-    """docs/workloads.md: its example runs, its lines are read, its table has every workload with every setting of its own."""
+    """The guide of workloads: its example runs, its lines are read, its table has every workload with every setting."""
     text = DOCUMENT.read_text()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, {})  # noqa: S102 - our own document

@@ -21,7 +21,7 @@ def test_the_file_is_what_the_package_makes() -> None:
 
 
 def test_it_is_small_and_like_the_real_trace() -> None:
-    """The figures of docs/workloads.md."""
+    """The figures of docs/guides/workloads.md."""
     requests = list(read_trace(SAMPLE))
     inputs, outputs = ([len(text) for text in texts] for texts in zip(*((r.prompt, r.output) for r in requests), strict=True))
     assert SAMPLE.stat().st_size < 100_000

@@ -1,6 +1,6 @@
 """Deliveries as lines for people and as JSON objects, one per line.
 
-`docs/cli.md` documents the keys of the objects; programs rely on them.
+`docs/reference/cli.md` documents the keys of the objects; programs rely on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a relay; docs/relay.md lists them."""
+"""Prometheus metrics of a relay; docs/guides/relay.md lists them."""
 
 from __future__ import annotations
 

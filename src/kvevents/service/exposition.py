@@ -1,4 +1,4 @@
-"""Writes the service's metrics in Prometheus' text format; docs/runbook.md lists them.
+"""Writes the service's metrics in Prometheus' text format; docs/operations/runbook.md lists them.
 
 Every label has a bounded set of values, and none of them comes from a peer:
 

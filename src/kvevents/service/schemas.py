@@ -64,7 +64,7 @@ class TrustStatus(Struct, frozen=True):
     reason: str = ""
     """Why the state is not EXACT, as a sentence."""
     reason_codes: tuple[Reason, ...] = ()
-    """Codes of the reasons; docs/runbook.md lists them."""
+    """Codes of the reasons; docs/operations/runbook.md lists them."""
     attested: bool = False
     """Whether the state is EXACT, and the engine's own cache was the same at the newest attestation."""
 

@@ -111,7 +111,7 @@ def model_of(asked: Any) -> str:
     model = pick(asked, MODEL)
     if not model:
         raise ServiceError(
-            "model_name (or model) is missing", "missing-model", "see docs/service.md for both spellings", status=422
+            "model_name (or model) is missing", "missing-model", "see docs/guides/service.md for both spellings", status=422
         )
     return model
 

@@ -5,7 +5,7 @@
     result = simulate(FleetSettings(engines=4), "prefix-aware", workload("chat", requests=200))
     print(result.hit_rate, result.ttft)
 
-`docs/simulation.md` says what is modelled and how that was checked. Needs the compiled module, as `kvevents.index` does.
+`docs/guides/simulation.md` says what is modelled and how that was checked. Needs the compiled module, as `kvevents.index` does.
 """
 
 from kvevents.sim.costs import PRESETS, CostModel, cost_model

@@ -124,7 +124,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--without", action="append", default=[], metavar="FAULT", help="rounds that do not; may be repeated")
     parser.add_argument("--jobs", type=int, default=JOBS, help=f"rounds side by side ({JOBS})")
-    parser.add_argument("--write", action="store_true", help="write docs/chaos.md from what was seen")
+    parser.add_argument("--write", action="store_true", help="write docs/developers/chaos.md from what was seen")
     parser.add_argument("--verbose", action="store_true", help="a line for each round")
     options = parser.parse_args()
     unknown = [name for name in (*options.only, *options.without) if name not in known()]

@@ -1,4 +1,4 @@
-"""What was seen, as tables and as `docs/chaos.md`."""
+"""What was seen, as tables and as `docs/developers/chaos.md`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.system.chaos.judging import Outcome
 from tests.system.chaos.plan import known
 from tools import released
 
-DOCUMENT: Final = released.CHECKOUT / "docs" / "chaos.md"
+DOCUMENT: Final = released.CHECKOUT / "docs" / "developers" / "chaos.md"
 CALM: Final = "nothing"
 MAKES: Final[Mapping[str, str]] = {
     "ours": "`kvevents.ZmqEventPublisher`, every dialect",
@@ -127,7 +127,7 @@ minutes (`--hours 1` for longer), and `python -m tests.system.chaos --write` wri
 - *EXACT and wrong* is a consumer whose claim was wrong at any time, or that says `EXACT` in the end and holds something else.
   One ends the run, with the round's schedule.
 - A round stands in the row of each of its faults, so rows do not add up. A consumer that is not `EXACT` may have several
-  reasons, which `docs/stream.md` explains.
+  reasons, which `docs/concepts/stream.md` explains.
 
 What nobody can know is not asked for: where replay has holes or is mute, a round does not end with its last batches lost, since
 nothing that arrives shows that there were more. Without a replay endpoint the same is always possible: such a consumer is never
@@ -150,7 +150,7 @@ later half of the time is judged. *From*, *to* and *per hour* are of the line th
 
 
 def document(outcomes: Sequence[Outcome], told: str, before: str = "") -> str:
-    """All of `docs/chaos.md`; what `before` tells of the soak stays. `told` says what was played."""
+    """All of `docs/developers/chaos.md`; what `before` tells of the soak stays. `told` says what was played."""
     parts = [
         _HEAD,
         f"{told}: {totals(outcomes)}.\n",

@@ -364,7 +364,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.system.chaos.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"how long ({MINUTES:g})")
     parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two notes (2)")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/chaos.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/developers/chaos.md")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """The report of `make engines`, as text and as JSON.
 
-`python -m tests.system.engines.report FILE...` joins the reports of several runs and prints the tables of `docs/testing.md`;
-`--json FILE` writes them to one file.
+`python -m tests.system.engines.report FILE...` joins the reports of several runs and prints the tables of
+`docs/developers/testing.md`; `--json FILE` writes them to one file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.system.engines.sequential import SequentialResult
 from tests.system.engines.timing import TimingResult
 
 RESULTS: Final = Path(__file__).parent / "results.json"
-"""The report that `docs/testing.md` quotes."""
+"""The report that `docs/developers/testing.md` quotes."""
 
 
 class Sequential(msgspec.Struct):

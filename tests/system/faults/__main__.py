@@ -1,4 +1,4 @@
-"""`python -m tests.system.faults`: every fault, done to both sides, and `docs/faults.md` written from what was seen."""
+"""`python -m tests.system.faults`: every fault, done to both sides; writes the results to `docs/reference/faults.md`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.system.faults.stage import Outcome, Stage
 from tools.dynamo import interpreter
 from tools.released import CHECKOUT
 
-DOCUMENT: Final = CHECKOUT / "docs" / "faults.md"
+DOCUMENT: Final = CHECKOUT / "docs" / "reference" / "faults.md"
 AT_ONCE: Final = 4
 """Scenarios that play at one time: nearly all of their time is waiting."""
 

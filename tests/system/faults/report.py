@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def document(rows: Sequence[Row], sides: Sequence[type[Side]]) -> str:
-    """All of `docs/faults.md`."""
+    """All of `docs/reference/faults.md`."""
     found = {row.scenario: row for row in rows}
     parts = [_HEAD, _summary(rows, sides)]
     for chapter, scenarios in CHAPTERS.items():

@@ -74,7 +74,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--without", action="append", default=[], metavar="FAULT", help="rounds without; may be repeated")
     parser.add_argument("--jobs", type=int, default=JOBS, help=f"rounds side by side ({JOBS})")
     parser.add_argument("--logs", default="", metavar="FOLDER", help="where bridges and replicas write what they do")
-    parser.add_argument("--write", action="store_true", help="write docs/plane-chaos.md from what was seen")
+    parser.add_argument("--write", action="store_true", help="write docs/developers/plane-chaos.md from what was seen")
     options = parser.parse_args(arguments)
     unknown = [name for name in (*options.only, *options.without) if name not in known()]
     if unknown:

@@ -1,4 +1,4 @@
-"""What was seen, as a table and as `docs/plane-chaos.md`."""
+"""What was seen, as a table and as `docs/developers/plane-chaos.md`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.system.plane_chaos.judging import Outcome
 from tests.system.plane_chaos.plan import known
 from tools import released
 
-DOCUMENT: Final = released.CHECKOUT / "docs" / "plane-chaos.md"
+DOCUMENT: Final = released.CHECKOUT / "docs" / "developers" / "plane-chaos.md"
 CALM: Final = "nothing"
 SHORT: Final = "short replay"
 _HEADS: Final = ("fault", "rounds", "batches", "right at the end", "not EXACT, and why", "EXACT and wrong", "settled in")

@@ -27,7 +27,7 @@ from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick
 from kvevents.service.service import Service
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
-_HINT: Final = "see docs/service.md for the fields of both APIs"
+_HINT: Final = "see docs/guides/service.md for the fields of both APIs"
 HASH: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
 Hash = Annotated[
     int | str,
@@ -203,7 +203,9 @@ def _check_endpoint(name: str, endpoint: str) -> None:
     scheme, separator, address = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc"} or not address or (scheme == "tcp" and split_tcp(endpoint) is None):
         raise RefusedError(
-            f"invalid {name} {endpoint!r}: expected tcp://HOST:PORT or ipc:///PATH", "bad-endpoint", "see docs/service.md"
+            f"invalid {name} {endpoint!r}: expected tcp://HOST:PORT or ipc:///PATH",
+            "bad-endpoint",
+            "see docs/guides/service.md",
         )
 
 
