@@ -13,13 +13,11 @@ import grpc
 import pytest
 from google.protobuf.json_format import ParseDict
 
-import paths
 from certificate_cases import make_certificates
 from service_cases import BLOCK, COMMAND, DEADLINE, MODEL, Service, engines, prompt, serving, suspend, write
 from service_connection_cases import TRACED
+from service_grpc_cases import read_messages
 
-PROTO: Final = paths.ROOT / "src" / "kvevents" / "service" / "proto" / "kvevents" / "v1"
-"""Not the folder above: `kvevents.v1` would be looked for in the package."""
 QUERY: Final = "kvevents.v1.Query"
 PROMPT: Final = prompt(1)
 SERVING: Final = b"\x08\x01"
@@ -28,13 +26,8 @@ SERVICE_UNKNOWN: Final = b"\x08\x03"
 
 
 @pytest.fixture(scope="module", name="messages")
-def read_proto() -> Iterator[Any]:
-    """Classes of the messages, made from the contract itself."""
-    sys.path.insert(0, str(PROTO))
-    try:
-        yield grpc.protos("query.proto")
-    finally:
-        sys.path.remove(str(PROTO))
+def proto_messages() -> Any:
+    return read_messages()
 
 
 @pytest.fixture(scope="module", name="service", params=["plain", "traced"])

@@ -136,6 +136,15 @@ def test_endpoints_that_are_none_are_400(service: Service, more: dict[str, Any],
     assert (answer.status, answer.reason) == (400, reason)
 
 
+@pytest.mark.parametrize("tier", ["gpu", "CPU", "Disk", "", "cpuu"])
+def test_a_tier_without_removals_that_could_never_match_is_400(service: Service, tier: str) -> None:
+    answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557", stores_only=[tier]))
+    assert (answer.status, answer.reason) == (400, "bad-registration")
+    assert answer.json["detail"] == (
+        f"invalid stores_only {tier!r}: expected cpu, disk, or another medium in upper case; not gpu"
+    )
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -355,3 +355,16 @@ def test_a_registration_that_is_refused_forgets_nothing_of_what_was_kept(tmp_pat
             assert service.register("e", made.publisher).status == 201
             assert service.held(tokens) == {"e": len(tokens)}
             service.exact("e", blocks=12)
+
+
+def test_the_settings_of_a_registration_come_back_after_a_restart(tmp_path: Path) -> None:
+    """Tiers without removals are not taken for exact ones because the service has restarted."""
+    with engine() as made:
+        with serving("--state-dir", tmp_path) as service:
+            assert service.register("e", made.publisher, stores_only=["cpu", "NVME"]).status == 201
+            before = service.exact("e")
+            assert service.end().code == 0
+        with serving("--state-dir", tmp_path) as service:
+            after = service.exact("e")
+    assert before["stores_only"] == after["stores_only"] == ["cpu", "NVME"]
+    assert before["trust"]["reason_codes"] == after["trust"]["reason_codes"] == ["stores-only"]

@@ -157,6 +157,7 @@ def source(number: int, state: str = "EXACT", **more: Any) -> Source:
         "replayed": 0,
         "lost": 0,
         "tiers": {},
+        "stores_only": [],
         "gap_count": 0,
         "gaps": [],
         "resets": 0,

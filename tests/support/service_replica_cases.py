@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from kvevents.plane.bridge import Watch
@@ -9,11 +11,12 @@ from kvevents.service.registration import Registration
 from service_cases import MODEL, Engine
 
 
-def watch_of(instance: str, found: Engine) -> Watch:
+def watch_of(instance: str, found: Engine, **more: Any) -> Watch:
     registration = Registration(
         instance=instance,
         endpoint=found.publisher.endpoint,
         replay_endpoint=found.publisher.replay_endpoint,
         model=MODEL,
+        **more,
     )
     return Watch(registration.source(), msgspec.json.encode(registration))

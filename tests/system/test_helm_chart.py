@@ -173,7 +173,11 @@ def test_bridges_find_engines_behind_the_headless_service() -> None:
     config = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml")
     [dns] = config.dns
     assert dns.target == f"plane-kvevents-engines.kv.svc:{service['spec']['ports'][0]['port']}"
-    assert (dns.model, dns.block_size, dns.replay_endpoint) == ("llama", 16, "tcp://*:6558")
+    assert (dns.model, dns.block_size, dns.replay_endpoint, dns.stores_only) == ("llama", 16, "tcp://*:6558", ())
+    objects = rendered(*EVERYTHING, "engines.storesOnly={cpu,disk}")
+    tables = named(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
+    [dns] = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml").dns
+    assert dns.stores_only == ("cpu", "disk")
 
 
 @needs_helm

@@ -9,8 +9,10 @@ from kvevents import BlockStored, Source, Subscriber, Trust
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU
 from kvevents.index import PrefixIndex
+from kvevents.service.config import DnsTable
 from kvevents.service.discovery.source_config import parse_table
 from kvevents.service.member import Member
+from kvevents.settings import convert
 from kvevents.stream import RawBatch
 from kvevents.testing import FakeTransport
 from wire_cases import batch_of, stored
@@ -52,6 +54,10 @@ def test_an_invalid_tier_is_a_readable_error(tier: str) -> None:
         Source("tcp://e:1", stores_only=(tier,))
     with pytest.raises(ConfigError, match="stores_only"):
         parse_table(1, {"endpoint": "tcp://e:1", "model": "m", "stores_only": [tier]})
+    with pytest.raises(ConfigError, match="stores_only"):
+        parse_table(1, {"base_url": "http://e:1", "stores_only": [tier]})
+    with pytest.raises(ConfigError, match="stores_only"):
+        convert({"target": "http://engines:8000", "stores_only": [tier]}, DnsTable, "dns")
 
 
 def test_the_setting_of_a_source_reaches_its_answers() -> None:
@@ -59,16 +65,15 @@ def test_the_setting_of_a_source_reaches_its_answers() -> None:
     registrations = table.static_registrations()
     assert [each.source().stores_only for each in registrations] == [("cpu",), ("cpu",)]
     member = Member(registrations[0], "discovery", 0.0)
-    member.update_trust(Trust("EXACT", inexact_tiers=("cpu",)), 1.0)
+    member.update_trust(Trust.EXACT, 1.0)
+    assert member.view().stores_only == ["cpu"]
     shown = msgspec.to_builtins(member.view())["trust"]
     assert (shown["state"], shown["reason_codes"]) == ("EXACT", ("stores-only",))
     assert "no removals are announced from cpu" in shown["reason"]
     assert member.empty_match.trust == member.trust_status
     assert member.is_caught_up
-    member.update_trust(Trust("DEGRADED", "why", inexact_tiers=("cpu",)), 2.0)
+    member.update_trust(Trust("DEGRADED", "why"), 2.0)
     assert "stores-only" not in member.trust_status.reason_codes, "nothing of a DEGRADED worker is exact"
-    member.update_trust(Trust.EXACT, 3.0)
-    assert (member.trust_status.reason, member.trust_status.reason_codes) == ("", ())
 
 
 def test_stores_without_removals_stay_within_the_memory_limit() -> None:

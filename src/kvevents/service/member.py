@@ -116,11 +116,10 @@ class Member:
             sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         doubts = self.status.degraded_reasons if self.status is not None else ()
         reasons = reasons_of(trust.name, doubts, faults, self.index_faults)
-        if trust == Trust.EXACT and trust.inexact_tiers:
+        # The registration names them, not the stream: a replica reads its streams from a log, which has no such setting.
+        if trust == Trust.EXACT and (inexact := self.registration.stores_only):
             reasons += (Reason.STORES_ONLY,)
-            sentences.append(
-                f"no removals are announced from {', '.join(trust.inexact_tiers)}: what it holds there is not exact"
-            )
+            sentences.append(f"no removals are announced from {', '.join(inexact)}: what it holds there is not exact")
         return self.set_trust(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
 
     def _explaining_faults(self, trust: Trust) -> list[SourceFault]:
@@ -241,6 +240,7 @@ class Member:
             waiting=status.waiting if status is not None else 0,
             blocks=self.blocks,
             tiers=self.tiers,
+            stores_only=list(registration.stores_only),
             orphans=info.orphans if info is not None else 0,
             uncertain=info.uncertain if info is not None else 0,
             block_sizes=self.block_sizes,

@@ -300,6 +300,8 @@ class SourceView(Struct, frozen=True, kw_only=True):
     blocks: int
     tiers: dict[str, int]
     """Blocks by tier."""
+    stores_only: list[str]
+    """Tiers from which the engine announces no removals: `EXACT` is about the others."""
     orphans: int
     """Blocks that wait for their parent."""
     uncertain: int

@@ -12,6 +12,7 @@ from kvevents.errors import ConfigError, ExternalError
 from kvevents.security import Curve
 from kvevents.service.registration import DEFAULT_GROUP, Registration
 from kvevents.settings import Range, Settings, convert
+from kvevents.stream.deliveries import check_stores_only
 from kvevents.structs import build_decoder_now
 
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines
@@ -155,6 +156,10 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
     is not EXACT."""
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        check_stores_only(self.stores_only)
 
     def registrations(self, instance: str, endpoint: str) -> tuple[Registration, ...]:
         """Return the registrations of all ranks of an engine whose first rank publishes at `endpoint`.

@@ -41,6 +41,8 @@ Hash = Annotated[
 ]
 MISSING: Final = b"kvevents-missing"
 """Header of an incomplete response: why it lacks a part of the fleet."""
+MAX_TIERS: Final = 16
+"""Most tiers of one registration."""
 MAX_WARNINGS: Final = 8
 """Ignored fields that a response names."""
 MAX_SHOWN: Final = 40
@@ -79,6 +81,8 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     replay_endpoint: str | None = None
     topic: str = ""
     type: str | None = None
+    stores_only: Annotated[list[str], Meta(max_length=MAX_TIERS)] = []
+    """Tiers from which the engine announces no removals, such as `cpu`; no field of the original APIs."""
 
     ALIASES: ClassVar = ScopeFields.ALIASES | {"cache_salt", "lora_id"}
 
@@ -194,6 +198,7 @@ def _registration(body: RegisterRequest) -> Registration:
             group=scope.group,
             lora_name=scope.lora,
             salt=scope.salt,
+            stores_only=tuple(body.stores_only),
         )
     except ConfigError as error:
         raise RefusedError(str(error), "bad-registration", _HINT) from error

@@ -1,0 +1,178 @@
+"""One suite for every way to an answer: blocks that might be gone and tiers without removals are named in each.
+
+The data plane, the control plane and replicas with shares answer, each over HTTP and over gRPC.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import grpc
+import pytest
+from google.protobuf.json_format import MessageToDict, ParseDict
+
+from kvevents.events import BlockStored
+from nats_servers import NATS_SERVER, nats_server
+from plane_cases import bridging, plane_at
+from service_cases import BLOCK, COMMAND, DEADLINE, MODEL, Client, engines, prompt, serving, until
+from service_connection_cases import TRACED
+from service_grpc_cases import read_messages
+from service_replica_cases import watch_of
+from shard_cases import replica
+
+PROMPT: Final = prompt(1)
+Ask: TypeAlias = Callable[[str, dict[str, Any]], Any]
+"""Sends a request to a method of `/v1`, and returns the answer as JSON."""
+
+
+class Held(NamedTuple):
+    """What one worker holds of the prompt, and the trust in that."""
+
+    tokens: int
+    certain: int
+    gpu: int
+    state: str
+    reason_codes: list[str]
+
+
+def over_http(client: Client) -> Ask:
+    def ask(method: str, fields: dict[str, Any]) -> Any:
+        answer = client.post(f"/v1/{method}", fields)
+        assert answer.status == 200, answer
+        return answer.json
+
+    return ask
+
+
+def over_grpc(client: Client) -> Ask:
+    messages = read_messages()
+
+    def ask(method: str, fields: dict[str, Any]) -> Any:
+        name = "".join(part.capitalize() for part in method.split("_"))
+        message = ParseDict(fields, getattr(messages, f"{name}Request")())
+        read = getattr(messages, f"{name}Response").FromString
+        with grpc.insecure_channel(f"{client.host}:{client.port}") as channel:
+            call = channel.unary_unary(f"/kvevents.v1.Query/{name}", type(message).SerializeToString, read)
+            answer = call(message, timeout=DEADLINE)
+        return MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+    return ask
+
+
+@pytest.fixture(scope="module", name="clients", params=["data plane", "control plane", "shards"])
+def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Client]]:
+    """Three engines: one has announced four blocks twice and removed the last one once; one has announced two blocks; one has
+    announced a block in GPU memory and three in host memory, from where it announces no removals."""
+    if request.param == "shards" and not NATS_SERVER:
+        pytest.skip("no NATS server")
+    with ExitStack() as stack:
+        made = stack.enter_context(engines(3))
+        settings: dict[str, dict[str, Any]] = {"twice": {}, "once": {}, "lmcache": {"stores_only": ["cpu"]}}
+        found: list[Client] = []
+        if request.param == "shards":
+            server = stack.enter_context(nats_server(tmp_path_factory.mktemp("nats")))
+            watches = [
+                watch_of(name, each, **{key: tuple(value) for key, value in more.items()})
+                for (name, more), each in zip(settings.items(), made, strict=True)
+            ]
+            stack.enter_context(bridging(plane_at(server.url, name="trust", partitions=16), *watches))
+            found += [stack.enter_context(replica(server.url, "trust", name)) for name in ("a", "b")]
+        else:
+            command = COMMAND if request.param == "data plane" else (sys.executable, "-W", "error", "-c", TRACED)
+            service = stack.enter_context(serving(command=command))
+            for (name, more), each in zip(settings.items(), made, strict=True):
+                assert service.register(name, each.publisher, **more).status == 201
+            found.append(service)
+        hashes = made[0].store(PROMPT)
+        made[0].publish(BlockStored(hashes, None, PROMPT, BLOCK, medium="GPU"))
+        made[0].remove(hashes[-1:])
+        made[1].store(PROMPT[: 2 * BLOCK])
+        made[2].store(PROMPT[BLOCK:], parent=made[2].store(PROMPT[:BLOCK]), medium="CPU")
+        for client in found:
+            until("all sources to be EXACT", lambda: are_exact(client))  # noqa: B023
+            until("all batches", lambda: certain_tokens(client) == {"twice": 48, "once": 32, "lmcache": 64})  # noqa: B023
+        yield found
+
+
+def are_exact(client: Client) -> bool:
+    client.confirm()
+    return [each["trust"]["state"] for each in client.get("/v1/sources").json["sources"]] == ["EXACT"] * 3
+
+
+def certain_tokens(client: Client) -> dict[str, int]:
+    return {name: each.certain for name, each in held(over_http(client)).items()}
+
+
+@pytest.fixture(name="ways", params=[over_http, over_grpc], ids=["http", "grpc"])
+def all_ways(request: pytest.FixtureRequest, clients: list[Client]) -> list[Ask]:
+    return [request.param(client) for client in clients]
+
+
+def held(ask: Ask) -> dict[str, Held]:
+    return as_held(ask("match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})["workers"])
+
+
+def as_held(rows: list[dict[str, Any]]) -> dict[str, Held]:
+    return {
+        row["instance"]: Held(
+            row["tokens"],
+            row["certain"],
+            row["tiers"]["gpu"],
+            row["trust"]["state"].removeprefix("STATE_"),
+            row["trust"]["reason_codes"],
+        )
+        for row in rows
+    }
+
+
+EXPECTED: Final = {
+    "twice": Held(4 * BLOCK, 3 * BLOCK, 4 * BLOCK, "DEGRADED", ["uncertain-copies"]),
+    "once": Held(2 * BLOCK, 2 * BLOCK, 2 * BLOCK, "EXACT", []),
+    "lmcache": Held(4 * BLOCK, 4 * BLOCK, BLOCK, "EXACT", ["stores-only"]),
+}
+
+
+def test_a_match_names_what_is_not_exact(ways: list[Ask]) -> None:
+    for ask in ways:
+        assert held(ask) == EXPECTED
+
+
+def test_only_a_prompt_with_such_blocks_is_uncertain(ways: list[Ask]) -> None:
+    """Each prompt of several has the trust of its own blocks."""
+    for ask in ways:
+        field = {"model": MODEL, "whole_prompt": True}
+        prompts: Any = [PROMPT, PROMPT[: 3 * BLOCK]]
+        if ask.__qualname__.startswith(over_grpc.__name__):
+            prompts = [{"tokens": each} for each in prompts]
+        whole, short = (as_held(each["holders"]) for each in ask("match_many", {**field, "prompts": prompts})["matches"])
+        assert whole["twice"] == EXPECTED["twice"]
+        assert short["twice"] == Held(3 * BLOCK, 3 * BLOCK, 3 * BLOCK, "EXACT", [])
+        assert whole["lmcache"].reason_codes == short["lmcache"].reason_codes == ["stores-only"]
+
+
+def test_a_selection_believes_such_blocks_less(ways: list[Ask]) -> None:
+    """Of two that hold all of the prompt, the one whose blocks might be gone has half the credit."""
+    for ask in ways:
+        asked = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "tiers": {"cpu": 1.0}}
+        chosen = ask("select", asked)
+        assert chosen["instance"] == "lmcache"
+        uncached = {row["instance"]: row["uncached"] for row in chosen["considered"]}
+        assert uncached == {"lmcache": 0.0, "once": 0.5, "twice": 0.5}
+        twice = next(row for row in chosen["considered"] if row["instance"] == "twice")
+        assert twice["trust"]["reason_codes"] == ["uncertain-copies"]
+
+
+def test_sources_show_tiers_without_removals_and_blocks_that_might_be_gone(clients: list[Client]) -> None:
+    for client in clients:
+        # Counts of blocks are refreshed every few seconds.
+        until("the count", lambda: doubtful(client) == ["twice"])  # noqa: B023
+        found = {each["instance"]: each for each in client.get("/v1/sources").json["sources"]}
+        assert {name: each["stores_only"] for name, each in found.items()} == {"twice": [], "once": [], "lmcache": ["cpu"]}
+        assert found["twice"]["trust"]["state"] == "EXACT", "the stream is, the answer about these blocks is not"
+
+
+def doubtful(client: Client) -> list[str]:
+    return [each["instance"] for each in client.get("/v1/sources").json["sources"] if each["uncertain"] == 1]
