@@ -35,7 +35,7 @@ README = (DOCS.parent / "README.md").read_text()
 
 
 def test_the_state_diagram_is_the_transition_table() -> None:
-    """docs/concepts/stream.md shows exactly the changes of state in the table, with the inputs that cause them."""
+    """docs/concepts/replay.md shows exactly the changes of state in the table, with the inputs that cause them."""
     edges: dict[tuple[str, str], list[str]] = {}
     for state, row in TRANSITIONS.items():
         for input_, transition in row.items():
@@ -43,8 +43,8 @@ def test_the_state_diagram_is_the_transition_table() -> None:
                 edges.setdefault((state.name, transition.state.name), []).append(input_.name)
     diagram = ["stateDiagram-v2", "    [*] --> CONNECTING", "    [*] --> RESTORED"]
     diagram += [f"    {one} --> {other}: {', '.join(inputs)}" for (one, other), inputs in edges.items()]
-    text = (DOCS / "concepts" / "stream.md").read_text()
-    assert text.split("```mermaid\n")[1].split("\n```")[0] == "\n".join(diagram)
+    text = (DOCS / "concepts" / "replay.md").read_text()
+    assert text.split("```mermaid\n")[-1].split("\n```")[0] == "\n".join(diagram)
 
 
 def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,8 @@ def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_examples_of_streams_run() -> None:
     """DeliveryLoop an engine until its first batch, and going on with what was saved in another process."""
-    load, following, saving = python_blocks(DOCS / "concepts" / "stream.md")
+    following, load = python_blocks(DOCS / "concepts" / "stream.md")
+    (saving,) = python_blocks(DOCS / "concepts" / "replay.md")
     with engine() as made:
         made.store(prompt(1))
         names: dict[str, Any] = {

@@ -127,7 +127,7 @@ minutes (`--hours 1` for longer), and `python -m tests.system.chaos --write` wri
 - *EXACT and wrong* is a consumer whose claim was wrong at any time, or that says `EXACT` in the end and holds something else.
   One ends the run, with the round's schedule.
 - A round stands in the row of each of its faults, so rows do not add up. A consumer that is not `EXACT` may have several
-  reasons, which `docs/concepts/stream.md` explains.
+  reasons, which `docs/concepts/trust.md` explains.
 
 What nobody can know is not asked for: where replay has holes or is mute, a round does not end with its last batches lost, since
 nothing that arrives shows that there were more. Without a replay endpoint the same is always possible: such a consumer is never
