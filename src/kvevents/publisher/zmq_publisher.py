@@ -419,7 +419,7 @@ class ZmqEventPublisher(QueuedPublisher):
             logger.info("%s: older history can be compacted again", self.endpoint)
         else:
             logger.warning(
-                "%s: no snapshot of older history: %s; late consumers get the replay buffer (docs/guides/publishing.md)",
+                "%s: no snapshot of older history: %s; late consumers get the replay buffer (docs/concepts/compaction.md)",
                 self.endpoint,
                 history.unavailable_reason,
             )
