@@ -91,13 +91,13 @@ class Tiling:
 
     def deliver(self) -> None:
         self.covered.append(self.sequencer.next_seq)
-        self.sequencer.advance(self.sequencer.next_seq)
+        self.sequencer.next_seq += 1
         self.drain()
 
     def drain(self) -> None:
         while self.sequencer.pop_next() is not None:
             self.covered.append(self.sequencer.next_seq)
-            self.sequencer.advance(self.sequencer.next_seq)
+            self.sequencer.next_seq += 1
 
     def give_up(self) -> None:
         if not self.sequencer.is_complete:

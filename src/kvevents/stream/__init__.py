@@ -1,12 +1,11 @@
 """One stream, sans I/O: frames in, ordered deliveries and trust out."""
 
 from kvevents.stream.checkpoint import Checkpoint, StreamPosition
-from kvevents.stream.counters import StreamCounters
 from kvevents.stream.deliveries import Batch, BatchT, Delivery, Gap, RawBatch, RawDelivery, Reset, Source
+from kvevents.stream.delivery_layer import BatchReport, StreamCounters, inspect_events
 from kvevents.stream.identity import Fingerprint, payload_digest
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits
 from kvevents.stream.replay_fetch import FetchRequest
-from kvevents.stream.report import BatchReport, inspect_events
 from kvevents.stream.stream import Stream
 from kvevents.stream.transitions import TRANSITIONS, State
 from kvevents.stream.trust import PERSISTENT_REASONS, REASONS_ENDED_BY_CLEAR, DegradedReason, Trust, TrustLedger, trust_order

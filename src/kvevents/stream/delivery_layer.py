@@ -2,27 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, ClassVar, Final, Generic
 
-from kvevents.events import Heartbeat
+from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
 from kvevents.stream.checkpoint import StreamPosition
-from kvevents.stream.counters import StreamCounters
 from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch, Source
 from kvevents.stream.heartbeat import HeartbeatMonitor
 from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
 from kvevents.stream.limits import StreamLimits
 from kvevents.stream.replay_fetch import CheckSchedule, ReplayFetch, RequestPacer
-from kvevents.stream.report import BatchReport, inspect_events
 from kvevents.stream.sequencer import GapEnd, ReorderBuffer, Sequencer
 from kvevents.stream.transitions import Input, State, Steps
 from kvevents.stream.trust import DegradedReason, Trust, TrustLedger
-from kvevents.wire import Decoded
+from kvevents.wire import Decoded, Rejected
 from kvevents.wire.decode import begins_with_clear
 
 UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)
 """States without a connection."""
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """What happened to a stream so far."""
+
+    live: int = 0
+    delivered: int = 0
+    replayed: int = 0
+    duplicates: int = 0
+    """Messages with nothing new, live or replayed, including the rest of an answer that was no longer needed."""
+    malformed: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+    gaps: int = 0
+    """Runs of lost numbers. Runs that a snapshot represents are not included."""
+    lost: int = 0
+    """Batches in those gaps."""
+    compacted: int = 0
+    """Batches that were not delivered because a snapshot represents them: nothing is lost."""
+    gaps_repaired: int = 0
+    """Gaps after a live batch that replay has begun to fill: losses, and batches missed between two connections. History before
+    the first live batch is not included. A gap of which a part is lost counts in `gaps` as well."""
+    resets: int = 0
+    reconnects: int = 0
+    requests: int = 0
+    """Replay requests. Their results are in the next four counters. A request that a lost connection or a restart ended has no
+    result."""
+    complete: int = 0
+    """Requests that were answered, after which nothing was known to be missing."""
+    truncated: int = 0
+    """Requests that were answered without everything that was requested."""
+    unanswered: int = 0
+    conflicts: int = 0
+    """Requests that were answered with something that contradicts the live stream."""
+    overflowed: int = 0
+    """Live batches for which there was no room to wait. They are replayed later."""
+    discarded: int = 0
+    """Waiting batches of a life that ended."""
+    heartbeats: int = 0
+    """Batches with a heartbeat of the publisher. If the stream does not decode, only reported ones count."""
+    digests_matched: int = 0
+    """Heartbeats whose digest the consumer's state had."""
+    digests_mismatched: int = 0
+    """Heartbeats whose digest the consumer's state did not have, without a known cause: 0 unless something is broken. An
+    explained mismatch, such as after a gap, is not counted; nor is the same mismatch at the next heartbeat."""
+    attestations_matched: int = 0
+    """Heartbeats whose attestation was that of the consumer's state."""
+    attestations_mismatched: int = 0
+    """Heartbeats whose attestation was not that of the consumer's state."""
+
+    def copy(self) -> StreamCounters:
+        """Return a copy that does not change any more."""
+        return replace(self, malformed=dict(self.malformed), rejected=dict(self.rejected))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What a stream can learn only from a consumer that reads, and in part applies, the batch; see `Subscriber.report`."""
+
+    rejected: tuple[Rejected, ...] = ()
+    """Events that could not be decoded."""
+    cleared: bool = False
+    """Whether the batch has an AllBlocksCleared for all tiers and groups."""
+    heartbeat: Heartbeat | None = None
+    """The last heartbeat in the batch. Its digest is of everything up to the end of the batch, wherever the heartbeat is."""
+    digest_matches: bool | None = None
+    """Whether the state after the batch has the heartbeat's digest; None if there is no digest or the state is unknown."""
+    attestation_matches: bool | None = None
+    """Whether the state after the batch is that of the engine's own cache, as the heartbeat's attestation says; None if there
+    is no attestation or the state is unknown."""
+
+
+def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
+    """Return what the events of a batch show by themselves; None if that is nothing."""
+    cleared, heartbeat = False, None
+    for event in events:
+        if type(event) is BlockRemoved:
+            heartbeat = event.heartbeat or heartbeat
+        elif type(event) is AllBlocksCleared:
+            cleared = cleared or event.unrecognised is None
+    return BatchReport(rejected, cleared, heartbeat) if rejected or cleared or heartbeat is not None else None
 
 
 class DeliveryLayer(Generic[BatchT]):
@@ -53,6 +133,8 @@ class DeliveryLayer(Generic[BatchT]):
         self._heartbeats = HeartbeatMonitor(limits)
         self._now = 0.0
         self._live_at = 0.0
+        self._can_replay = bool(source.replay_endpoint)
+        """Whether there is a replay endpoint and it is not distrusted."""
         self._has_replayed = False
         """Whether the replay endpoint has ever sent a batch."""
         self._conflicts = 0
@@ -63,7 +145,7 @@ class DeliveryLayer(Generic[BatchT]):
         self._resyncs = 0
         """Restarts in a row because replay no longer held what it had brought, with no match between."""
         self._begin_life()
-        if not source.replay_endpoint:
+        if not self._can_replay:
             self._degrade(DegradedReason.NO_REPLAY)
 
     def _begin_life(self) -> None:
@@ -218,7 +300,9 @@ class DeliveryLayer(Generic[BatchT]):
     # --- deliveries --------------------------------------------------------------------------------------------------------
 
     def _deliver(self, seq: int, payload: bytes, *, replayed: bool) -> None:
-        self._order.advance(seq)
+        order = self._order
+        order.next_seq = seq + 1
+        order.highest_seen = max(order.highest_seen, seq)
         if replayed:
             self._record_replayed(seq, payload)
         else:
@@ -240,7 +324,7 @@ class DeliveryLayer(Generic[BatchT]):
         is_repair = before is not None and before.live
         self.counters.gaps_repaired += is_repair
         self.counters.replayed += 1
-        self._heartbeats.record_replay(self._now)
+        self._heartbeats.replayed_at = self._now
         if self._is_silent:
             self._end_silence()
         self._newest = fingerprint = Fingerprint.of(seq, payload, live=False)
@@ -342,10 +426,6 @@ class DeliveryLayer(Generic[BatchT]):
         self._conflicts = self._resyncs = 0
         self._retries_distrusted = False
         self._ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
-
-    @property
-    def _can_replay(self) -> bool:
-        return not (DegradedReason.NO_REPLAY in self._ledger or DegradedReason.REPLAY_FOREIGN in self._ledger)
 
     def _degrade(self, reason: DegradedReason) -> None:
         """Add a degraded reason for everything delivered or given up so far, but not for what follows."""

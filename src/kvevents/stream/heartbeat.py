@@ -59,15 +59,17 @@ class HeartbeatMonitor:
 
     def disconnect(self) -> None:
         """Expect no heartbeat before the first one of the next connection."""
-        self._interval: float | None = None
-        self._replayed_at = 0.0
+        self.max_silence: float | None = None
+        """Seconds without anything received after which the publisher is silent; None if it has promised no heartbeat."""
+        self.replayed_at = 0.0
+        """When replay last brought something new on this connection."""
 
     # --- what heartbeats say
 
     def receive(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> bool:
         """Record the heartbeat of batch `seq`. Return False if a newer one is known."""
         if live:
-            self._interval = heartbeat.interval
+            self.max_silence = heartbeat.interval * self._limits.max_missed_heartbeats
         if seq < self._newest_seq:
             return False
         self._newest_seq, self._heartbeat = seq, heartbeat
@@ -96,26 +98,12 @@ class HeartbeatMonitor:
         sentence = f"its sender is {name}: {reason}" if reason else f"its sender is {name}"
         return (Trust.STALE if stale else Trust.DEGRADED).with_reason(sentence)
 
-    # --- silence
-
-    def record_replay(self, now: float) -> None:
-        """Record that replay brought something new."""
-        self._replayed_at = now
-
-    def silent_at(self, live_at: float) -> float | None:
-        """Return when the publisher counts as silent if nothing more arrives. None if it has not promised a heartbeat.
-
-        `live_at` is when the last live batch arrived.
-        """
-        if self._interval is None:
-            return None
-        return max(live_at, self._replayed_at) + self._interval * self._limits.max_missed_heartbeats
-
     @property
     def silence(self) -> str:
         """The reason that an operator reads while the publisher is silent."""
-        interval = f"the heartbeat interval of {self._interval:g} s" if self._interval is not None else "the heartbeat interval"
-        return f"silent: nothing was received for {self._limits.max_missed_heartbeats:g} times {interval}"
+        missed = self._limits.max_missed_heartbeats
+        interval = "" if self.max_silence is None else f" of {self.max_silence / missed:g} s"
+        return f"silent: nothing was received for {missed:g} times the heartbeat interval{interval}"
 
     # --- starting over
 

@@ -135,9 +135,11 @@ class CrossCheck:
     of the earlier answer. Until then, the newest batch of the answer is *unconfirmed*, and later requests begin with it.
     """
 
-    __slots__ = ("_earlier", "first_live", "has_matched", "last_live", "live_before_replay", "unconfirmed")
+    __slots__ = ("_earlier", "first_live", "has_matched", "is_incomplete", "last_live", "live_before_replay", "unconfirmed")
 
     def __init__(self) -> None:
+        self.is_incomplete = True
+        """Whether something delivered may be of another publisher, or of another life, than the live batches."""
         self.first_live: int | None = None
         """Number of the first live batch of this connection."""
         self.has_matched = False
@@ -155,6 +157,7 @@ class CrossCheck:
         """Begin a new connection: matches on the connection before say nothing about its publisher."""
         self.first_live = None
         self.has_matched = False
+        self.is_incomplete = True
 
     @property
     def all_unconfirmed(self) -> list[Fingerprint]:
@@ -170,6 +173,7 @@ class CrossCheck:
         if live_before is not None and not self.all_unconfirmed:
             self.live_before_replay = live_before.fingerprint()
         self.unconfirmed = replayed
+        self.is_incomplete = True
 
     def repeat(self, fingerprint: Fingerprint) -> None:
         """Record that an answer has repeated this batch and all unconfirmed ones before it."""
@@ -194,11 +198,13 @@ class CrossCheck:
             self.live_before_replay = None
         if not self.all_unconfirmed or (self.last_live is not None and self.last_live.seq <= seq):
             self.last_live = None
+        self._update()
 
     def forget_unconfirmed(self) -> None:
         """Forget unconfirmed batches: a snapshot replaces them."""
         self.unconfirmed = None
         self._earlier.clear()
+        self._update()
 
     def clear(self) -> None:
         """Record a live batch that clears everything: replayed batches before it no longer matter."""
@@ -211,10 +217,8 @@ class CrossCheck:
             self._earlier.clear()
             self.confirm(seq)
 
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether something delivered may be of another publisher, or of another life, than the live batches."""
-        return not self.has_matched or self.unconfirmed is not None or bool(self._earlier)
+    def _update(self) -> None:
+        self.is_incomplete = not self.has_matched or self.unconfirmed is not None or bool(self._earlier)
 
 
 class Quarantine:

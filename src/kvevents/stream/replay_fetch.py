@@ -180,28 +180,24 @@ class CheckSchedule:
         """No comparison is requested before."""
         self.failed_comparisons = 0
         """Comparisons in a row to which replay gave no result."""
-        self._probed_at = 0.0
         self.probes = 0
         """Probes in a row, with no live batch between."""
+        self.probe_at = NOW
+        """When the next probe is due if no live batch comes before."""
 
     def probe(self, now: float) -> None:
         """Record a probe, or a request that failed like one."""
-        self._probed_at = now
         self.probes += 1
-
-    def probe_at(self, live_at: float) -> float:
-        """Return when the next probe is due."""
-        idle = self._limits.idle_before_probe
-        if self.probes == 0:
-            return live_at + idle
-        return self._probed_at + min(idle * (1 << min(self.probes, 16)), self._limits.max_probe_interval)
+        self.probe_at = now + self._pause(self.probes)
 
     def fail_comparison(self, now: float) -> None:
         """Record that replay did not say what it has under the number of a live batch."""
-        pause = self._limits.idle_before_probe * (1 << min(self.failed_comparisons, 16))
+        self.compare_at = now + self._pause(self.failed_comparisons)
         self.failed_comparisons += 1
-        self.compare_at = now + min(pause, self._limits.max_probe_interval)
 
     def reset_comparisons(self) -> None:
         """Request the next comparison at once."""
         self.failed_comparisons, self.compare_at = 0, NOW
+
+    def _pause(self, failures: int) -> float:
+        return min(self._limits.idle_before_probe * (1 << min(failures, 16)), self._limits.max_probe_interval)

@@ -333,8 +333,13 @@ class ReplayLayer(DeliveryLayer[BatchT]):
 
     def _distrust(self) -> None:
         self._degrade(DegradedReason.REPLAY_FOREIGN)
+        self._can_replay = False
         self._distrusted_at = self._now
         self._retries_distrusted = False
+
+    def _end_distrust(self) -> None:
+        self._ledger.discard(DegradedReason.REPLAY_FOREIGN)
+        self._can_replay = bool(self.source.replay_endpoint)
 
     def _fetch_from_missing(self) -> ReplayFetch:
         unconfirmed = self._cross_check.unconfirmed

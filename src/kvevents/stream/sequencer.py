@@ -168,11 +168,6 @@ class Sequencer:
         """Record that this number exists."""
         self.highest_seen = max(self.highest_seen, seq)
 
-    def advance(self, seq: int) -> None:
-        """Record that everything up to this number was delivered."""
-        self.next_seq = seq + 1
-        self.highest_seen = max(self.highest_seen, seq)
-
     def pop_next(self) -> EarlyBatch | None:
         """Remove and return the early batch whose turn it is, unless the next part of a snapshot may take its place."""
         return None if self.parts.last >= 0 else self.early.pop(self.next_seq)

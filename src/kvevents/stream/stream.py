@@ -97,14 +97,18 @@ class Stream(ReplayLayer[BatchT]):
             if self._fetch.sent:
                 return self._fetch.deadline(self._limits)
             return self._pacer.next_at if self._pacer.is_waiting else None
-        if self.state is not State.FOLLOWING or DegradedReason.NO_REPLAY in self._ledger:
+        if self.state is not State.FOLLOWING or not self.source.replay_endpoint:
             return None
-        return (
-            self._checks.probe_at(self._live_at) if self._can_replay else self._distrusted_at + self._limits.distrust_cooldown
-        )
+        if not self._can_replay:
+            return self._distrusted_at + self._limits.distrust_cooldown
+        return self._checks.probe_at if self._checks.probes else self._live_at + self._limits.idle_before_probe
 
     def _silent_at(self) -> float | None:
-        return None if self._is_silent else self._heartbeats.silent_at(self._live_at)
+        """Return when the publisher counts as silent if nothing more arrives; None if it has not promised a heartbeat."""
+        monitor = self._heartbeats
+        if self._is_silent or monitor.max_silence is None:
+            return None
+        return max(self._live_at, monitor.replayed_at) + monitor.max_silence
 
     # --- feed: connections and time -------------------------------------------------------------------------------------
 
@@ -127,14 +131,14 @@ class Stream(ReplayLayer[BatchT]):
         self._chain = checkpoint.fingerprint_chain()
         newest = self._newest = self._chain.up_to(checkpoint.last_seq).last
         if newest is not None and not newest.live:
-            self._cross_check.unconfirmed = newest
+            self._cross_check.add_replayed(newest, None)
         for name, last in checkpoint.degraded_reasons.items():
             self._ledger.add(DegradedReason[name], last)
 
     def connected(self, now: float) -> None:
         """The subscription is up. Feed every frame of an earlier connection before."""
         self._now = self._live_at = now
-        self._ledger.discard(DegradedReason.REPLAY_FOREIGN)
+        self._end_distrust()
         if self.state is not State.CONNECTING:
             self._prepare_reconnect()
         is_identified = self._chain.first is not None
@@ -191,8 +195,9 @@ class Stream(ReplayLayer[BatchT]):
 
         It is empty while anything is unsettled. Then each message must go to `receive_live`.
         """
-        if self.state is State.FOLLOWING and self._order.is_complete:
-            return range(self._order.next_seq, min(self._order.next_seq + limit, MAX_SEQ))
+        order = self._order
+        if self.state is State.FOLLOWING and order.next_seq > order.highest_seen:
+            return range(order.next_seq, min(order.next_seq + limit, MAX_SEQ))
         return range(0)
 
     def receive_run(self, payloads: Sequence[bytes], now: float) -> None:
@@ -330,7 +335,7 @@ class Stream(ReplayLayer[BatchT]):
     def _retry_distrusted(self) -> None:
         """Ask a distrusted endpoint again: the conflicts may have been many restarts in a row."""
         if DegradedReason.REPLAY_FOREIGN in self._ledger:
-            self._ledger.discard(DegradedReason.REPLAY_FOREIGN)
+            self._end_distrust()
             self._degrade(DegradedReason.REPLAY_UNCONFIRMED)
             self._retries_distrusted = True
 
