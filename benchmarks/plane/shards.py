@@ -27,7 +27,6 @@ from benchmarks.service.running import HOST, Running, wait_until
 from benchmarks.service.workers import prompt
 from benchmarks.service.wrk import load
 from tools.nats_process import Server, one_server
-from tools.released import CHECKOUT
 
 BLOCKS: Final = 2_000_000
 PARTITIONS: Final = 64
@@ -39,7 +38,6 @@ PATIENCE: Final = 10
 """Seconds for one answer: on a machine that is busy with other things a share asks others in vain, and then once more."""
 LOOK: Final = 0.05
 _PER_EVENT: Final = 512
-DOCUMENT: Final = CHECKOUT / "docs" / "operations" / "plane-shards.md"
 
 
 class Prompted(Former):
@@ -222,53 +220,19 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-_HEAD: Final = """\
-# What shares cost, and what they save
-
-`python -m benchmarks.plane shards --write` writes this file from what it measured: do not edit it. It needs nats-server and
-wrk.
-
-- A plane of {partitions} partitions, whose snapshots hold {blocks:,} blocks of {engines} engines, all of which hold the prompts
-  that are asked for. One replica (`kvevents serve --nats`) holds everything; {shares} others hold a share each (`--shard-url`,
-  `--replication-factor 1`), so that no block is in two of them. All are processes on one machine, beside the one that asks.
-- Questions are `/v1/match` with raw 32-bit tokens, over connections that stay open. A whole answer names all {engines} engines;
-  one is not whole, and says so, where another share was waited for in vain, for half a second: on a machine that is busy.
-  Medians of {runs} runs of {seconds} s each, in turns. *CPU* is of all replicas together.
-- A share that is asked asks the two others, and waits for the slower one: each question is three questions over HTTP, and three
-  times the work of hashing the prompt. On machines of their own they do that side by side; here it is on the same CPUs as
-  everything else, the asker included.
-
-On {machine}:
-
-"""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plane shards", description=__doc__)
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of all snapshots (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=RUNS, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of each load (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help=f"write docs/{DOCUMENT.name} from what was measured")
     options = parser.parse_args(arguments)
-    print(told := machine(), flush=True)
+    print(machine(), flush=True)
     whole = prompt(max(LENGTHS))
     with tempfile.TemporaryDirectory() as folder, one_server(Path(folder)) as server:
         asyncio.run(make(server, Prompted(options.blocks, whole)))
         alone, shares = measure(server, whole, options.runs, options.seconds)
-    found = table(alone, shares)
-    print(found)
-    if options.write:
-        head = _HEAD.format(
-            partitions=PARTITIONS,
-            blocks=sum(alone.blocks),
-            engines=ENGINES,
-            shares=SHARES,
-            runs=options.runs,
-            seconds=options.seconds,
-            machine=told,
-        )
-        DOCUMENT.write_text(f"{head}{found}\n")
+    print(table(alone, shares))
     return 0
 
 

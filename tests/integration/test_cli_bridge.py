@@ -352,7 +352,7 @@ def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_document_lists_what_there_is() -> None:
     """Each metric, and each setting with its option."""
-    text = (paths.ROOT / "docs" / "concepts" / "plane.md").read_text()
+    text = (paths.ROOT / "docs" / "guides" / "plane.md").read_text()
     rows = " ".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
     listed = set(re.findall(r"`(\w+)[{`]", rows))
     exported = {
