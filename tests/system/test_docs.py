@@ -25,6 +25,8 @@ from kvevents.cli.program import make_parser
 from kvevents.compat import sglang, vllm
 from kvevents.endpoints import should_bind
 from kvevents.index import PrefixIndex
+from kvevents.plane import records, snapshots
+from kvevents.relay.journal import file_format
 from kvevents.stream import TRANSITIONS, Checkpoint
 from kvevents.wire import encode_batch
 from ports import quiet_port
@@ -45,6 +47,19 @@ def test_the_state_diagram_is_the_transition_table() -> None:
     diagram += [f"    {one} --> {other}: {', '.join(inputs)}" for (one, other), inputs in edges.items()]
     text = (DOCS / "concepts" / "replay.md").read_text()
     assert text.split("```mermaid\n")[-1].split("\n```")[0] == "\n".join(diagram)
+
+
+def test_versions_of_formats_are_those_of_the_code() -> None:
+    """The table of docs/stability.md has the version that each format's module writes."""
+    rows = dict(re.findall(r"^\| ([\w ']+\w)[^|]* \| (\d+) \|", (DOCS / "stability.md").read_text(), re.MULTILINE))
+    frames = (paths.ROOT / "native" / "index" / "src" / "index" / "snapshot" / "frames.rs").read_text()
+    [index] = re.findall(r"pub const VERSION: u32 = (\d+);", frames)
+    assert rows == {
+        "index snapshot": index,
+        "relay journal": str(file_format.VERSION),
+        "pages of a plane's log": str(records.VERSION),
+        "snapshot of a plane's partition": str(snapshots.VERSION),
+    }
 
 
 def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) -> None:
