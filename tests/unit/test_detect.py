@@ -8,7 +8,7 @@ import pytest
 
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.wire import dialect_for, dialects, encode_batch
-from kvevents.wire.detect import detect_dialect
+from kvevents.wire.dialects import detect_dialect
 from wire_cases import GOLDENS, Golden, batch_of, pack, stored
 
 EVENT_SGLANG = {name: value for name, value in stored().items() if name != "lora_name"}

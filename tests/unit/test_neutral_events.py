@@ -17,8 +17,7 @@ from kvevents.index import PrefixIndex
 from kvevents.stream import RawBatch
 from kvevents.testing import FakeTransport
 from kvevents.wire import decode_batch, dialect_for, dialects, encode_batch
-from kvevents.wire.detect import detect_dialect
-from kvevents.wire.dialects import NEUTRAL_FIELDS
+from kvevents.wire.dialects import NEUTRAL_FIELDS, detect_dialect
 from wire_cases import batch_of, pack, stored
 
 AS_MAP = {"type": "BlockInactive", "block_hashes": [1, 2**64 - 1], "medium": "GPU"}

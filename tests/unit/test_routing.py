@@ -27,7 +27,7 @@ from kvevents.routing import (
     Worker,
     policy,
 )
-from kvevents.routing.scoring import Scorer
+from kvevents.routing.policies import Scorer
 from kvevents.service.schemas import SelectRequest
 from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvevents import routing
 from kvevents.errors import UsageError
 from kvevents.routing import Ties, Worker, policy
-from kvevents.routing.scoring import EQUAL
+from kvevents.routing.policies import EQUAL
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.selection import SelectError, Standing, select

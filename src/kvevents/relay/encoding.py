@@ -10,8 +10,7 @@ import msgspec
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch, Heartbeat, KVEvent, KVEventBatch
 from kvevents.stream import BatchReport
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch, encode_batch
-from kvevents.wire.detect import detect_dialect
-from kvevents.wire.dialects import Dialect, dialect_for
+from kvevents.wire.dialects import Dialect, detect_dialect, dialect_for
 
 UNKNOWN: Final = ""
 SAMPLED_PAYLOADS: Final = 64

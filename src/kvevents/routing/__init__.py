@@ -11,14 +11,22 @@ The guide is `docs/guides/routing.md`. Like `kvevents.index` it needs the compil
 without it.
 """
 
-from kvevents.routing.basic import LeastLoaded, LeastLoadedSettings, NoSettings, RandomChoice, RoundRobin
-from kvevents.routing.in_flight import MAX_IN_FLIGHT
-from kvevents.routing.policies import POLICIES, policy
+from kvevents.routing.policies import (
+    POLICIES,
+    LeastLoaded,
+    LeastLoadedSettings,
+    NoSettings,
+    PrefixAware,
+    PrefixAwareSettings,
+    RandomChoice,
+    RoundRobin,
+    SessionAffinity,
+    SessionAffinitySettings,
+    Ties,
+    policy,
+)
 from kvevents.routing.policy_types import Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker
-from kvevents.routing.prefix_aware import PrefixAware, PrefixAwareSettings
-from kvevents.routing.router import Decision, NoWorkerError, Router
-from kvevents.routing.scoring import Ties
-from kvevents.routing.session_affinity import SessionAffinity, SessionAffinitySettings
+from kvevents.routing.router import MAX_IN_FLIGHT, Decision, NoWorkerError, Router
 from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 
 __all__ = [

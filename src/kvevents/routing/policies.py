@@ -1,17 +1,338 @@
-"""Policies by name."""
+"""The policies of routing: random, round-robin, least-loaded, session-affinity and prefix-aware; and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from hashlib import blake2b
+from random import Random
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar, get_args
 
+import kvevents.index  # noqa: F401 - raises a readable error if the compiled module is missing
 from kvevents.errors import ConfigError
-from kvevents.routing.basic import LeastLoaded, LeastLoadedSettings, NoSettings, RandomChoice, RoundRobin
-from kvevents.routing.policy_types import Policy
-from kvevents.routing.prefix_aware import PrefixAware, PrefixAwareSettings
-from kvevents.routing.session_affinity import SessionAffinity, SessionAffinitySettings
+from kvevents.routing.policy_types import (
+    Candidate,
+    Choice,
+    Load,
+    Policy,
+    Prompt,
+    ScoredCandidate,
+    Worker,
+    check_count,
+    check_name,
+    check_range,
+    check_weights,
+)
+from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, State
+from kvevents_native import _native
+from kvevents_native._native import Scorer, Ties
+
+__all__ = [
+    "DECODING_WEIGHT",
+    "EQUAL",
+    "MEASURES",
+    "POLICIES",
+    "TIES",
+    "LeastLoaded",
+    "LeastLoadedSettings",
+    "NoSettings",
+    "PrefixAware",
+    "PrefixAwareSettings",
+    "RandomChoice",
+    "RoundRobin",
+    "Scorer",
+    "SessionAffinity",
+    "SessionAffinitySettings",
+    "Ties",
+    "break_tie",
+    "nearest",
+    "policy",
+]
+
+EQUAL: Final = 1e-9
+"""Scores and shares that differ by no more are equal, as in `native/server/src/score.rs`."""
+TIES: Final = ("rotate", "random", "first")
+"""Ways to break a tie: the worker chosen longest ago, a random one, or the first of the candidates."""
+
+A = TypeVar("A")
+
+
+def nearest(candidates: Sequence[A], distances: list[int]) -> Sequence[A]:
+    """Return the candidates with the lowest distance, in their order.
+
+    With `weights.distance_of` a STALE worker is returned only if no other worker is connected or connecting.
+    """
+    places = _native.nearest(distances)
+    return candidates if len(places) == len(candidates) else [candidates[place] for place in places]
+
+
+def break_tie(ties: Ties, equal: Sequence[Candidate], how: str = "rotate") -> Candidate:
+    """Choose one of several equal candidates. It is the last to be chosen by the next rotation."""
+    chosen = equal[ties.pick(how, [one.worker for one in equal]) if len(equal) > 1 else 0]
+    ties.took(chosen.worker)
+    return chosen
+
+
+DECODING_WEIGHT: Final = 256.0
+"""Prompt tokens that one request after its first token counts as.
+
+A step that makes one token for it takes as long as about ten prompt tokens, since it reads the keys and values of all tokens
+before. Answers take some hundred steps, and a new prompt waits only for its own share of them. 64 and 1,024 are worse, each
+for other traffic (docs/adr/0008-prefix-aware-score.md).
+"""
+
+
+MEASURES: Final[dict[str, Callable[[Load], float]]] = {
+    "requests": lambda load: load.requests,
+    "tokens": lambda load: load.waiting_tokens + DECODING_WEIGHT * load.decoding,
+}
+"""Measures of a load, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoSettings:
+    """Settings of a policy that has none."""
+
+
+class RandomChoice:
+    """Chooses a random worker."""
+
+    name = "random"
+    uses_index = False
+
+    def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
+        self._random = Random(seed)  # noqa: S311 - spreads load, keeps no secret
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
+        """Choose each candidate with the same probability."""
+        return Choice(candidates[self._random.randrange(len(candidates))], "at random from {candidates}")
+
+
+class RoundRobin:
+    """Chooses the worker that was chosen longest ago, which stays fair while workers come and go."""
+
+    name = "round-robin"
+    uses_index = False
+
+    def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
+        self._ties = Ties(Random(seed))  # noqa: S311 - as above
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
+        """Choose the next one in rotation. The rotation starts at a place that depends on the seed."""
+        return Choice(break_tie(self._ties, candidates), "the next in rotation of {candidates}")
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoadedSettings:
+    """Settings of `LeastLoaded`."""
+
+    by: str = "tokens"
+    """What is compared: `tokens` (waiting ones, plus 256 for each request after its first token), or `requests` in flight.
+    Tokens distinguish prompts of a hundred tokens from prompts of a hundred thousand."""
+    sample: int = 0
+    """Compare only this many random workers; 0 compares all. 2 is "the power of two choices": many routers that do not know
+    each other's requests do not all send to the same worker."""
+
+    def __post_init__(self) -> None:
+        check_name("by", self.by, MEASURES)
+        check_count("sample", self.sample)
+
+
+class LeastLoaded:
+    """Chooses the worker with the least work of those that this router sent to; equal ones in rotation."""
+
+    name = "least-loaded"
+    uses_index = False
+
+    def __init__(self, seed: int | None = None, settings: LeastLoadedSettings = LeastLoadedSettings()) -> None:
+        self.settings = settings
+        self._random = Random(seed)  # noqa: S311 - as above
+        self._ties = Ties(self._random)
+        self._measure = MEASURES[settings.by]
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
+        """Choose by load: the score of a candidate is its load."""
+        sampled, reason = candidates, "the least loaded of {candidates}"
+        if 0 < self.settings.sample < len(candidates):
+            sampled, reason = self._random.sample(candidates, self.settings.sample), "the least loaded of a random sample"
+        loads = [self._measure(one.load) for one in sampled]
+        least = min(loads)
+        equal = [one for one, load in zip(sampled, loads, strict=True) if load == least]
+        scored = [ScoredCandidate(one, load, 1.0, load) for one, load in zip(sampled, loads, strict=True)]
+        return Choice(break_tie(self._ties, equal), reason, len(equal), scored)
+
+
+_MASK: Final = (1 << 64) - 1
+_CACHED_WORKERS: Final = 16_384
+"""Workers whose hashes are cached: four times as many as a service follows by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAffinitySettings:
+    """Settings of `SessionAffinity`."""
+
+    factor: float = 1.25
+    """A worker may have this many times the mean of requests in flight, at least 1; with infinity sessions never move. The
+    default is the paper's. Lower values move more sessions, higher values allow hotter workers."""
+    spare: int = 8
+    """Requests that a worker may always have: an engine answers that many at once anyway, and in a fleet with little to do one
+    request is many times the mean."""
+
+    def __post_init__(self) -> None:
+        check_range("factor", self.factor, 1)
+        check_count("spare", self.spare)
+
+
+class SessionAffinity:
+    """Chooses the worker of the session; for a prompt without a session, the worker with the fewest requests."""
+
+    name = "session-affinity"
+    uses_index = False
+
+    def __init__(self, seed: int | None = None, settings: SessionAffinitySettings = SessionAffinitySettings()) -> None:
+        """`seed` affects prompts without a session only: all routers agree on the worker of a session."""
+        self.settings = settings
+        self._ties = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
+        """Choose the worker with the session's highest value that is below its bound of requests."""
+        if prompt.session is None:
+            fewest = min(one.load.requests for one in candidates)
+            equal = [one for one in candidates if one.load.requests == fewest]
+            chosen = break_tie(self._ties, equal)
+            return Choice(chosen, "the least loaded of {candidates}, since the prompt has no session", len(equal))
+        session = _hash(prompt.session.encode("utf-8", "surrogatepass"))
+        ranked = sorted(candidates, key=lambda one: (_mix(session ^ _hash_worker(one.worker)), one.worker), reverse=True)
+        most = self.max_requests(sum(one.load.requests for one in candidates), len(candidates))
+        for place, one in enumerate(ranked):
+            if one.load.requests < most:
+                return Choice(one, _NEXT if place else _OWN)
+        raise AssertionError("no worker is below a bound of at least the mean load")  # pragma: no cover
+
+    def max_requests(self, requests: int, workers: int) -> float:
+        """Return the bound of requests in flight on one worker, including the new one, if all workers have `requests`."""
+        if math.isinf(self.settings.factor):
+            return math.inf
+        return max(self.settings.spare, math.ceil(self.settings.factor * ((requests + 1) / workers)))
+
+
+_OWN: Final = "the session's own among {candidates}"
+_NEXT: Final = "the session's next choice, since its own worker has too many requests"
+
+
+def _hash(name: bytes) -> int:
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+
+
+@lru_cache(_CACHED_WORKERS)
+def _hash_worker(worker: Worker) -> int:
+    source, rank = worker
+    return _hash(b"%d:%s" % (rank, source.encode("utf-8", "surrogatepass")))
+
+
+def _mix(number: int) -> int:
+    """Apply the finaliser of SplitMix64: each of the 64 bits then depends on all others."""
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+_BEST: Final = "the best of {candidates}"
+_TIE_REASONS: Final = {
+    "rotate": "the next in rotation of {equal} equally good ones of {candidates}",
+    "random": "at random from {equal} equally good ones of {candidates}",
+    "first": "the first of {equal} equally good ones of {candidates}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixAwareSettings:
+    """Settings of `PrefixAware`."""
+
+    wait_weight: float = 0.15
+    """Weight of waiting work against computing as many tokens, at least 0. With 1 only the TTFT of this request counts."""
+    load_weight: float = 0.05
+    """Weight of work equal to the mean of all candidates against computing the whole prompt, at least 0. With 0 in both weights
+    only caches count."""
+    decoding_weight: float = DECODING_WEIGHT
+    """Tokens of work that each request after its first token counts as, at least 0."""
+    context_weight: float = 0.0
+    """Tokens of work that each prompt token of such a request counts as, at least 0: for engines that are short of memory. 1
+    balances what is resident rather than what waits."""
+    tiers: Mapping[str, float] = field(default_factory=lambda: dict(TIER_WEIGHTS))
+    """Value of a token that a tier holds against computing it, 0 to 1. Missing tiers keep their weight of `TIER_WEIGHTS`;
+    unknown tiers have the lowest of all."""
+    trust: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TRUST_WEIGHTS.items()))
+    """Factor for what a worker holds, by the state of its stream, 0 to 1. Missing states keep that of `TRUST_WEIGHTS`."""
+    guard: float = 2.0
+    """A worker gets no credit for its cache if it has more than this many times the mean requests in flight of the others; at
+    least 1. Infinity disables this."""
+    guard_requests: int = 16
+    """A worker with at most this many requests always gets credit: of prompts of 12,000 tokens, a GPU of 80 GB holds about as
+    many at once."""
+    tie: str = "rotate"
+    """How to choose between equal candidates: `rotate`, `random` or `first`."""
+    sample: int = 0
+    """Consider only the candidate that holds most and this many random others; 0 considers all."""
+
+    def __post_init__(self) -> None:
+        for name in ("wait_weight", "load_weight", "decoding_weight", "context_weight"):
+            check_range(name, getattr(self, name), 0, finite=True)
+        check_weights("tiers", self.tiers)
+        check_weights("trust", self.trust, get_args(State))
+        check_range("guard", self.guard, 1)
+        check_count("guard_requests", self.guard_requests)
+        check_name("tie", self.tie, TIES)
+        check_count("sample", self.sample)
+
+
+class PrefixAware:
+    """Chooses the worker with the lowest sum of uncached share and load."""
+
+    name = "prefix-aware"
+    uses_index = True
+
+    def __init__(self, seed: int | None = None, settings: PrefixAwareSettings = PrefixAwareSettings()) -> None:
+        self.settings = settings
+        self._random = Random(seed)  # noqa: S311 - spreads load, keeps no secret
+        self._ties = Ties(self._random)
+        tiers = {**TIER_WEIGHTS, **settings.tiers}
+        self._scorer = Scorer(tiers, settings.wait_weight, settings.load_weight, settings.guard, settings.guard_requests)
+        self._trust = dict[str, float](TRUST_WEIGHTS.items()) | dict(settings.trust)
+
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
+        """Choose the lowest score; of equal ones the one that computes less, since that saves work; then by `tie`."""
+        sampled = self._sample(candidates)
+        loads = [one.load for one in sampled]
+        scores, best = self._scorer.weigh(
+            prompt.length,
+            [one.tokens for one in sampled],
+            [one.tiers for one in sampled],
+            [self._trust.get(one.trust, 0.0) for one in sampled],
+            [self._work(load) for load in loads],
+            [load.requests for load in loads],
+        )
+        scored = [ScoredCandidate(one, *score) for one, score in zip(sampled, scores, strict=True)]
+        chosen = break_tie(self._ties, [sampled[place] for place in best], self.settings.tie)
+        return Choice(chosen, _BEST if len(best) == 1 else _TIE_REASONS[self.settings.tie], len(best), scored)
+
+    def _sample(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        if not 0 < self.settings.sample < len(candidates) - 1:
+            return candidates
+        # Shuffled, so that of equal holders not always the same one is considered.
+        order = self._random.sample(candidates, len(candidates))
+        longest = max(range(len(order)), key=lambda place: order[place].tokens)
+        return [order.pop(longest), *order[: self.settings.sample]]
+
+    def _work(self, load: Load) -> float:
+        return (
+            load.waiting_tokens
+            + self.settings.decoding_weight * load.decoding
+            + self.settings.context_weight * load.decoding_tokens
+        )
 
 
 def _factory(kind: Callable[[int | None, Any], Policy], name: str, settings: type[Any]) -> Callable[..., Policy]:

@@ -23,8 +23,7 @@ from kvevents.events import (
     KVEvent,
     KVEventBatch,
 )
-from kvevents.wire.detect import detect_dialect
-from kvevents.wire.dialects import Dialect
+from kvevents.wire.dialects import Dialect, detect_dialect
 from kvevents.wire.raw_msgpack import MSGPACK_ERRORS, declared_length, is_array, is_map, length_bytes, skip_value
 from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS, MAX_FAST_BYTES, DecodeRejectedError, Rejected, WireLimits
 from kvevents.wire.tolerant import MAX_SECONDS, decode_tolerant
