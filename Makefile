@@ -69,7 +69,7 @@ bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes
 
 # NO_MKDOCS_2_WARNING leaves out a page of text about releases that this site does not use.
 docs: $(NATIVE)  ## The documentation site, in build/site; ends with an error at a broken link or a page that is not in the navigation
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # Its workspace is its own, so that no other target fetches the rivals.
 bench-native:  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates

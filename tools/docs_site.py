@@ -1,4 +1,4 @@
-"""Hooks of the documentation site (`mkdocs.yml`): Markdown as GitHub reads it, and links to files of the repository."""
+"""Hooks of the documentation site (`mkdocs.yml`): Markdown as GitHub reads it, generated parts, links out of the site."""
 
 from __future__ import annotations
 
@@ -9,16 +9,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
 CHECKOUT = Path(__file__).parents[1]
 _ITEM = re.compile(r"([-*]|\d+\.) ")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig, **_: Any) -> None:
+    """Add the generated pages of the Python API to the navigation."""
+    from tools.docs_reference import api_pages  # noqa: PLC0415 - MkDocs imports hooks before it knows the checkout
+
+    reference = next(section["Reference"] for section in config.nav or () if "Reference" in section)
+    reference.append({"Python API": ["reference/api.md", *({Path(page).stem: page} for page in api_pages())]})
+
+
+def on_files(files: Files, config: MkDocsConfig, **_: Any) -> None:
+    """Add the generated pages of the Python API."""
+    from mkdocs.structure.files import File  # noqa: PLC0415 - tests of the other hooks need no MkDocs
+
+    from tools.docs_reference import api_pages  # noqa: PLC0415 - as above
+
+    for page, text in api_pages().items():
+        files.append(File.generated(config, page, content=text))
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Return the text of a page with blank lines where its lists and tables begin, and without links that leave `docs/`."""
-    return links_to_repository(separate_blocks(markdown), page.file.src_uri)
+    """Return the text of a page for Python-Markdown."""
+    return links_to_repository(separate_blocks(with_generated(markdown)), page.file.src_uri)
+
+
+def with_generated(markdown: str) -> str:
+    """Put generated text in place of each line `<!-- generated: name -->`. Raise `KeyError` for an unknown name."""
+    if _GENERATED.search(markdown) is None:
+        return markdown
+    from tools.docs_reference import GENERATED  # noqa: PLC0415 - imports all of kvevents
+
+    return _GENERATED.sub(lambda found: GENERATED[found[1]](), markdown)
 
 
 def separate_blocks(markdown: str) -> str:

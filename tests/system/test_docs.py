@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 import sys
 import textwrap
 import tomllib
@@ -170,6 +171,15 @@ def python_blocks(path: Path) -> list[str]:
 
 
 # --- every document
+
+
+def test_nothing_is_misspelt() -> None:
+    """Documents, docstrings, comments and messages. Tests misspell options on purpose."""
+    read = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "src", "native", "deploy", "observability"]
+    read += ["examples", "benchmarks", "tools", "tests/README.md", "mkdocs.yml", "Makefile"]
+    command = [sys.executable, "-m", "codespell_lib", *read]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def documents() -> list[Path]:

@@ -40,6 +40,7 @@ RULES, RULES_TEST = KIT / "prometheus-rules.yaml", KIT / "prometheus-rules-test.
 DASHBOARD: dict[str, Any] = json.loads((KIT / "grafana-dashboard.json").read_text())
 ALERTS: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 RUNBOOK = (ROOT / "docs" / "operations" / "runbook.md").read_text()
+METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
 MODEL = "tiny"
 TOKENS = list(range(48))
 
@@ -272,10 +273,22 @@ def test_every_alert_has_annotations_and_a_runbook_section() -> None:
     assert tested == {rule["alert"] for rule in ALERTS}
 
 
-def test_the_runbook_lists_what_is_exported(fleet: Fleet) -> None:
-    listed = set(re.findall(r"^\| `(kvevents_\w+)` \|", RUNBOOK, re.MULTILINE))
+def test_the_reference_lists_what_is_exported(fleet: Fleet) -> None:
+    """Each metric with its help text, and with the labels of its samples."""
     text = fleet.service.get("/metrics").body.decode()
-    assert listed == set(re.findall(r"^# TYPE (kvevents_\w+) ", text, re.MULTILINE))
+    rows = re.findall(r"^\| `(kvevents_\w+)` \| (.*) \| (.*) \|$", METRICS, re.MULTILINE)
+    assert {name: meaning for name, _, meaning in rows} == {
+        name: meaning.rstrip(".") for name, meaning in re.findall(r"^# HELP (kvevents_\w+) (.*)$", text, re.MULTILINE)
+    }
+    of_sources = {"engine", "rank", "model", "tenant", "group"}
+    listed = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels, _ in rows}
+    for name, labels in re.findall(r"^(kvevents_\w+)\{(.*)\} ", text, re.MULTILINE):
+        family = name if name in listed else re.sub(r"_(bucket|count|sum)$", "", name)
+        found = set(re.findall(r'(\w+)="', labels)) - of_sources
+        assert found <= listed[family], name
+
+
+def test_links_within_the_runbook_lead_somewhere() -> None:
     links = set(re.findall(r"\]\(#([\w-]+)\)", RUNBOOK))
     headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)}
     assert links <= headings

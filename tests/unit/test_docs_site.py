@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tools.docs_site import links_to_repository, separate_blocks
+from tools import docs_reference
+from tools.docs_site import links_to_repository, separate_blocks, with_generated
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,21 @@ def test_links_out_of_the_site_lead_to_the_repository(monkeypatch: pytest.Monkey
 def test_a_link_to_a_missing_file_is_an_error() -> None:
     with pytest.raises(FileNotFoundError, match=r"docs/guides/a\.md links to deploy/none\.md, which does not exist"):
         links_to_repository("[x](../../deploy/none.md)", "guides/a.md")
+
+
+def test_generated_parts_take_the_place_of_their_marker() -> None:
+    text = with_generated("before\n<!-- generated: dialects -->\nafter\n")
+    assert text.startswith("before\n| engine | from release |")
+    assert "| vllm | 0.24.0 | array of maps |" in text
+    with pytest.raises(KeyError):
+        with_generated("<!-- generated: nothing -->\n")
+
+
+def test_the_reference_names_every_setting_and_every_endpoint() -> None:
+    """With the option, the variable, the default and the range of a setting, and the types of an endpoint."""
+    row = "| `limits.max_tokens` | `--limits-max-tokens` | `KVEVENTS_SERVE_LIMITS_MAX_TOKENS` |"
+    assert row in docs_reference.settings()
+    endpoints = docs_reference.http()
+    assert "### POST /v1/match\n" in endpoints
+    assert "\n### MatchAnswer\n" in endpoints
+    assert "### kvevents sim compare\n\n```text\nusage: kvevents sim compare" in docs_reference.commands()

@@ -314,10 +314,15 @@ class SettingsValues(Generic[T]):
         return ConfigError(f"{', '.join(within)}: {fault.sentence}" if within else fault.sentence)
 
 
+def field_docstring(kind: type, name: str) -> str:
+    """Return the docstring below a field of a class or of its bases, on one line; empty if there is none."""
+    written = next((found for each in kind.__mro__ if (found := _docstrings(each.__module__).get((each.__name__, name)))), "")
+    return " ".join(written.split())
+
+
 def _text(kind: type, name: str) -> str:
     """Return the first sentence of a field's docstring, without the capital letter and the full stop."""
-    written = next((found for each in kind.__mro__ if (found := _docstrings(each.__module__).get((each.__name__, name)))), "")
-    sentence = re.split(r"\.(?:\s|$)", " ".join(written.split()), maxsplit=1)[0]
+    sentence = re.split(r"\.(?:\s|$)", field_docstring(kind, name), maxsplit=1)[0]
     return sentence[:1].lower() + sentence[1:] if not sentence[1:2].isupper() else sentence
 
 

@@ -1,4 +1,4 @@
-"""Writes the service's metrics in Prometheus' text format; docs/operations/runbook.md lists them.
+"""Writes the service's metrics in Prometheus' text format; docs/reference/metrics.md lists them.
 
 Every label has a bounded set of values, and none of them comes from a peer:
 
@@ -98,12 +98,20 @@ def _write_requests(page: _Page, service: Service) -> None:
 
 def _write_connections(page: _Page, counts: Counts, max_clients: int) -> None:
     open_ = {labels(state=state): count for state, count in counts.connections.items()}
-    page.gauge("kvevents_http_connections", "Open connections by state.", open_)
-    page.gauge("kvevents_http_connections_limit", "Connections above which the service answers probes only.", {"": max_clients})
+    page.gauge("kvevents_http_connections", "Open connections by state: new, reading, answering, idle or closing.", open_)
+    page.gauge(
+        "kvevents_http_connections_limit",
+        "Connections above which the service answers probes only (limits.max_clients).",
+        {"": max_clients},
+    )
     page.counter("kvevents_http_connections_opened_total", "Connections that clients opened.", {"": counts.opened})
     closed = _by_reason(dict.fromkeys(CLOSE_REASONS, 0) | counts.closed)
     refused = _by_reason(dict.fromkeys(REJECT_REASONS, 0) | counts.refusals)
-    page.counter("kvevents_http_connections_closed_total", "Connections that the service closed, by reason.", closed)
+    page.counter(
+        "kvevents_http_connections_closed_total",
+        "Connections that the service closed, by reason; full and evicted mean too many.",
+        closed,
+    )
     page.counter("kvevents_http_rejected_requests_total", "Requests rejected before their path was known, by reason.", refused)
     page.gauge(
         "kvevents_http_request_buffer_bytes", "Memory of received request bodies beyond 64 KiB each.", {"": counts.received}

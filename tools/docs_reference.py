@@ -1,0 +1,243 @@
+"""Parts of the reference that are generated while the site is built: options, settings, HTTP, dialects, Python API.
+
+`tools.docs_site` puts the text of `GENERATED[name]` in place of the line `<!-- generated: name -->` of a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import msgspec
+
+from kvevents.cli.command import Command, CommandGroup, CommandParser
+from kvevents.cli.program import COMMANDS, make_parser
+from kvevents.cli.settings_parser import Setting, SettingsParser, field_docstring
+from kvevents.service.access import Role
+from kvevents.service.http.routes import ENDPOINTS, Endpoint, openapi_document
+from kvevents.settings import Range, parts_of, types_in
+from kvevents.wire.dialects import Dialect, dialects
+
+WIDTH: Final = 110
+"""Columns of help texts."""
+
+API: Final = {
+    "kvevents": "Events, publishers and subscribers: all that routers and engines import first",
+    "kvevents.events": "Types of events and batches",
+    "kvevents.errors": "Exceptions; all derive from `KVEventsError`",
+    "kvevents.publisher": "Publishers with a replay buffer",
+    "kvevents.subscriber": "Subscribers for threads and for asyncio, and their options",
+    "kvevents.stream": "One stream as a state machine without I/O",
+    "kvevents.wire": "Decode and encode payloads of every engine release",
+    "kvevents.index": "The prefix index",
+    "kvevents.routing": "Routing policies",
+    "kvevents.relay": "The relay as a library",
+    "kvevents.security": "CURVE keys",
+    "kvevents.recording": "Recordings of streams",
+    "kvevents.export": "Recordings as Parquet tables",
+    "kvevents.sim": "Simulated engines and fleets",
+    "kvevents.sim.workloads": "Requests for simulated fleets",
+    "kvevents.testing": "Tape player, fault proxy, in-memory transport, virtual clock",
+}
+"""Public modules, and what each is for."""
+
+
+def api_pages() -> dict[str, str]:
+    """Return a page for each public module, by its path in the site."""
+    return {
+        f"reference/api/{module}.md": f"# {module}\n\n{text}.\n\n::: {module}\n    options:\n      show_root_heading: false\n"
+        for module, text in API.items()
+    }
+
+
+def api() -> str:
+    """Return a table of the public modules."""
+    return table(("module", "what it is for"), ((f"[{module}](api/{module}.md)", text) for module, text in API.items()))
+
+
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(each) for each in line)} |" for line in lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+# --- commands ----------------------------------------------------------------------------------------------------------------
+
+
+def all_commands() -> Iterator[tuple[tuple[str, ...], Command]]:
+    """Yield each command that runs something, with its words."""
+    for command in COMMANDS:
+        if isinstance(command, CommandGroup):
+            yield from (((command.name, each.name), each) for each in command.commands)
+        else:
+            yield (command.name,), command
+
+
+def commands() -> str:
+    """Return the help text of each command."""
+    return "\n".join(
+        f"### kvevents {' '.join(words)}\n\n```text\n{help_of(*words).strip()}\n```\n" for words, _ in all_commands()
+    )
+
+
+def help_of(*words: str) -> str:
+    """Return what `kvevents WORDS --help` prints on a terminal of `WIDTH` columns."""
+    printed, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(WIDTH)
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            make_parser().parse_args([*words, "--help"])
+    finally:
+        if columns is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = columns
+    return printed.getvalue()
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------------
+
+
+def settings() -> str:
+    """Return a table of settings for each command that has any."""
+    found = []
+    for words, command in all_commands():
+        parser = CommandParser(" ".join(words))
+        command.load().add_arguments(parser)
+        of_command: SettingsParser[Any] | None = parser.get_default("settings")
+        if of_command is not None:
+            options = frozenset(parser._option_string_actions)  # noqa: SLF001 - argparse has no public list of them
+            rows = (row for each in of_command.settings.values() for row in _setting_rows(each, options))
+            found.append(f"## kvevents {' '.join(words)}\n\n{table(('key', 'option', 'variable', 'meaning'), rows)}")
+    return "\n".join(found)
+
+
+def _setting_rows(setting: Setting, options: frozenset[str]) -> Iterator[tuple[str, ...]]:
+    text = setting.help.replace("%%", "%")
+    limits = next((str(each) for each in parts_of(setting.kind) if isinstance(each, Range)), "")
+    meaning = f"{text}; {limits}" if limits and limits != "at least 0" else text
+    option = f"`{setting.flag}`" if setting.flag in options else ""
+    yield f"`{setting.path}`", option, f"`{setting.variable}`", meaning
+    if setting.is_tables:
+        yield from _table_rows(f"{setting.path}[]", setting.kind)
+
+
+def _table_rows(path: str, kind: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the fields of a table in a list of tables, and of the tables in it."""
+    for struct in {each: None for each in types_in(kind) if issubclass(each, msgspec.Struct)}:
+        for field in msgspec.structs.fields(struct):
+            default = field.default
+            shown = "" if default in (msgspec.NODEFAULT, None, "", (), False) else f" (default: {default})"
+            yield f"`{path}.{field.name}`", "", "", field_docstring(struct, field.name).rstrip(".") + shown
+            yield from _table_rows(f"{path}.{field.name}", field.type)
+
+
+# --- HTTP --------------------------------------------------------------------------------------------------------------------
+
+
+def http() -> str:
+    """Return each endpoint with its parameters, then each type of a body with its fields."""
+    document = openapi_document()
+    operations = "\n".join(_operation(each, document) for each in ENDPOINTS)
+    kinds = _structs(*(kind for each in ENDPOINTS for kind in (each.takes, each.gives)))
+    schemas = document["components"]["schemas"]
+    types = "\n".join(_schema(name, schema, kinds.get(name)) for name, schema in sorted(schemas.items()))
+    return f"## Endpoints\n\n{operations}\n## Types\n\n{types}"
+
+
+def _operation(endpoint: Endpoint, document: dict[str, Any]) -> str:
+    operation = document["paths"][endpoint.path][endpoint.method.lower()]
+    role = "It needs no token." if endpoint.role is None else f"It needs the role `{Role(endpoint.role).name.lower()}`."
+    body = operation.get("requestBody", {}).get("content", {})
+    takes = [_type(body["application/json"]["schema"])] if body else []
+    takes += ["token ids as unsigned 32-bit little-endian numbers"] if "application/octet-stream" in body else []
+    answer = operation["responses"][str(endpoint.status)]["content"]
+    gives = [f"{_type(each['schema'])} as `{media}`".removeprefix(" as ") for media, each in answer.items()]
+    lines = [f"### {endpoint.method} {endpoint.path}", "", f"{operation['summary']} {role}", ""]
+    lines += [f"Body: {' or '.join(takes)}.", ""] if takes else []
+    lines += [f"Answer: {endpoint.status}, {', '.join(gives)}.", ""]
+    if operation["parameters"]:
+        rows = (
+            (f"`{each['name']}`", _type(each["schema"]), each["description"] + (" (required)" if each["required"] else ""))
+            for each in operation["parameters"]
+        )
+        lines.append(table(("parameter", "type", "meaning"), rows))
+    return "\n".join(lines) + "\n"
+
+
+def _structs(*kinds: Any) -> dict[str, type[msgspec.Struct]]:
+    """Return these structs and all in their fields, by name."""
+    found: dict[str, type[msgspec.Struct]] = {}
+    waiting = list(kinds)
+    while waiting:
+        for each in types_in(waiting.pop()):
+            if issubclass(each, msgspec.Struct) and each.__name__ not in found:
+                found[each.__name__] = each
+                waiting += [field.type for field in msgspec.structs.fields(each)]
+    return found
+
+
+def _schema(name: str, schema: dict[str, Any], kind: type[msgspec.Struct] | None) -> str:
+    required = schema.get("required", ())
+    rows = (
+        (
+            f"`{field}`",
+            _type(each) + (", required" if field in required else ""),
+            each.get("description") or (field_docstring(kind, field) if kind is not None else ""),
+        )
+        for field, each in schema.get("properties", {}).items()
+    )
+    body = table(("field", "type", "meaning"), rows) if schema.get("properties") else f"{_type(schema)}\n"
+    return f"### {name}\n\n{schema.get('description', '').partition(chr(10))[0]}\n\n{body}"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Return a JSON Schema as a phrase."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(each) for each in schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{each}`" for each in schema["enum"])
+    kind = schema.get("type", "")
+    if kind == "array":
+        items = schema.get("items") or {}
+        return f"list of {_type(items)}" if items else "list"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"map to {_type(schema['additionalProperties'])}"
+    return str(kind)
+
+
+# --- dialects ----------------------------------------------------------------------------------------------------------------
+
+
+def dialect_rows() -> str:
+    """Return the dialects: one row for each change on the wire."""
+    newest: dict[str, Dialect] = {}
+    rows = []
+    for each in dialects():
+        before = newest.get(each.engine)
+        added = [f"`{name}`" for name in each.stored_fields if before is None or name not in before.stored_fields]
+        form = f"{each.batch_form} of {'maps' if each.event_form == 'map' else 'arrays'}"
+        topic = "with the topic" if each.has_replay_topic else "without the topic"
+        hashes = "signed" if each.has_signed_hashes else "unsigned or bytes"
+        rows.append((each.engine, each.since, form, hashes, topic, ", ".join(added)))
+        newest[each.engine] = each
+    return table(("engine", "from release", "batch", "hashes", "replay replies", "new fields of stores"), iter(rows))
+
+
+GENERATED: Final[dict[str, Callable[[], str]]] = {
+    "api": api,
+    "commands": commands,
+    "settings": settings,
+    "http": http,
+    "dialects": dialect_rows,
+}
