@@ -94,14 +94,14 @@ def summary(tally: Tally) -> str:
     )
 
 
-def text(report: Report) -> str:
-    """The report as tables of Markdown."""
+def text(report: Report, *, timings: bool = True) -> str:
+    """The report as tables of Markdown, with or without the durations, which vary with the machine."""
     tables = [f"{report.engine}, {report.started}"]
     if report.sequential:
         tables.append("\n".join(_sequential(report)))
     if report.concurrent:
         tables.append("\n".join(_concurrent(report)))
-    if report.timings:
+    if report.timings and timings:
         tables.append("\n".join(_timings(report)))
     if report.failures:
         tables.append("\n".join(_failures(report)))
