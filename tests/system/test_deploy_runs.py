@@ -6,97 +6,32 @@ Only what a cluster would give is replaced: names of Services and pods, folders 
 from __future__ import annotations
 
 import json
-import random
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import yaml
 
 from cli_cases import SECONDS, Program
+from cluster_cases import (  # noqa: F401 - a fixture, used by being here
+    Cluster,
+    cluster_fixture,
+    until,
+)
 from helm_cases import CHART, OPEN, ROOT, SCHEMAS, VERSIONS, Object, faults_of, needs_helm, needs_schemas, rendered
 from kvevents import Batch, BlockStored, KVEventBatch, Source, Subscriber
 from kvevents.compat.vllm import EventPublisherFactory, KVEventsConfig
 from kvevents.publisher import EventPublisher
 from nats_servers import nats_server, needs_nats
-from ports import lease
 
 DEPLOY: Final = ROOT / "deploy"
 EXAMPLE: Final = CHART / "examples" / "engine-with-relay.yaml"
 PLAIN: Final = DEPLOY / "kubernetes"
 PROMPT: Final = list(range(16))
-PORTS: Final[tuple[int, ...]] = (*range(5557, 5570), *range(6557, 6570), 8090, *range(9464, 9467))
-"""Those that the examples and the tests below name."""
-
-
-class Cluster:
-    """This machine in place of a cluster."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._distance = _free_distance()
-
-    def port(self, number: int) -> int:
-        """Where a port of a manifest is on this machine."""
-        return number + self._distance
-
-    def local(self, text: str, **names: str) -> str:
-        """An argument or a file with ports of this machine, and with these names in place of the cluster's."""
-        for name, value in names.items():
-            text = text.replace(name, value)
-        text = text.replace("$(POD_NAME)", "pod-0")
-        text = re.sub(r"\b[\w.-]*engines(?:\.[\w-]+\.svc)?:", "127.0.0.1:", text)
-        text = re.sub(r"/(etc|var/lib)/kvevents", f"{self.folder}/\\1/kvevents", text)
-        pattern = r"(?<=[:=])(\d{4})(?=[\"',]|$)|(?<=^port = )(\d{4})$"
-        return re.sub(pattern, lambda found: self._port_in(found[0]), text, flags=re.MULTILINE)
-
-    def _port_in(self, text: str) -> str:
-        return str(self.port(int(text))) if int(text) in PORTS else text
-
-    def write(self, place: str, text: str, **names: str) -> None:
-        """A file of a ConfigMap where its volume is mounted."""
-        path = Path(self.local(place))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.local(text, **names))
-
-    def run(self, container: Object, **names: str) -> Program:
-        """The container's command."""
-        return Program(*(self.local(arg, **names) for arg in container["args"]))
-
-    def get(self, port: int, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Ask over HTTP; status 0 where nothing listens yet."""
-        connection = HTTPConnection("127.0.0.1", self.port(port), timeout=SECONDS)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except OSError:
-            return 0, b""
-        finally:
-            connection.close()
-
-
-def _free_distance() -> int:
-    for _ in range(200):
-        distance = random.SystemRandom().randrange(10_000, 20_000)
-        if lease(*(port + distance for port in PORTS)):
-            return distance
-    raise AssertionError("no room for so many ports")
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    """Ports and folders of this test alone."""
-    for folder in ("etc", "var/lib"):
-        (tmp_path / folder / "kvevents").mkdir(parents=True)
-    return Cluster(tmp_path)
 
 
 def documents(path: Path) -> list[Object]:
@@ -119,16 +54,6 @@ def vllm(cluster: Cluster, container: Object, rank: int = 0) -> Iterator[EventPu
         yield publisher
     finally:
         publisher.shutdown()
-
-
-def until(done: Callable[[], object], *programs: Program) -> None:
-    """Ask until it is so, as long as all programs run."""
-    end = time.monotonic() + SECONDS
-    while not done():
-        for program in programs:
-            assert program.process.poll() is None, program.err.all
-        assert time.monotonic() < end, [program.err.all for program in programs]
-        time.sleep(0.05)
 
 
 def first_stored(cluster: Cluster, port: int, replay_port: int) -> BlockStored:
@@ -168,7 +93,7 @@ def test_the_relay_of_the_example_carries_what_the_engine_beside_it_publishes(cl
     """The engine listens, the relay connects to it, and a consumer hears the events at the relay's ports."""
     [pod] = documents(EXAMPLE)
     found = containers(pod)
-    with vllm(cluster, found["engine"]), cluster.run(found["kvevents-relay"]) as relay:
+    with vllm(cluster, found["engine"]), cluster.run(found["kvevents-relay"]["args"]) as relay:
         assert first_stored(cluster, 6557, 6558).token_ids == PROMPT
         check_probes(cluster, found["kvevents-relay"], relay)
 
@@ -193,7 +118,7 @@ def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: C
     with nats_server(cluster.folder / "nats") as nats, ExitStack() as stack:
         publishers = [stack.enter_context(vllm(cluster, engine, rank)) for rank in range(ranks)]
         names = {"nats://nats:4222": nats.url}
-        programs = [stack.enter_context(cluster.run(each, **names)) for each in (*relays, bridge, replica)]
+        programs = [stack.enter_context(cluster.run(each["args"], **names)) for each in (*relays, bridge, replica)]
         until(lambda: len(found_workers(cluster, "llama")) == ranks, *programs)
         for rank, publisher in enumerate(publishers):
             publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what replay has brought
@@ -235,7 +160,7 @@ def test_a_plain_service_finds_engines_behind_a_headless_service(cluster: Cluste
     ports = {port["containerPort"] for port in containers(engine)["engine"]["ports"]}
     assert {port["port"] for port in headless["spec"]["ports"]} <= ports
     [model] = [arg.partition("=")[2] for arg in containers(engine)["engine"]["args"] if arg.startswith("--model=")]
-    with vllm(cluster, containers(engine)["engine"]) as publisher, cluster.run(serve) as program:
+    with vllm(cluster, containers(engine)["engine"]) as publisher, cluster.run(serve["args"]) as program:
         until(lambda: found_workers(cluster, model), program)
         publisher.publish(KVEventBatch(time.time(), [BlockStored([7], None, [7] * 16, 16, medium="GPU")], 0))
         until(lambda: b'"state":"EXACT"' in cluster.get(8090, "/v1/sources")[1], program)
