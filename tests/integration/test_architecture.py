@@ -17,12 +17,11 @@ ROOT = Path(kvevents.__file__).parent
 # Each part may import those before it; parts in one row know nothing of each other. `__init__`, which re-exports, and
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "version", "backoff", "prometheus", "structs", "weights", "settings", "zmq_context"),
+    ("events", "endpoints", "version", "backoff", "prometheus", "structs", "weights", "settings"),
     ("native_module",),
     ("wire", "security"),
     ("config",),
     ("stream",),
-    ("libzmq_io",),
     ("recording", "aggregation", "publisher", "subscriber", "index"),
     ("recording_streams", "routing"),
     ("plane",),

@@ -468,7 +468,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         env = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES", "NO_COLOR"}}
-        command = [sys.executable, "-m", "kvevents.cli", "top", *map(str, args)]
+        command = [sys.executable, "-m", "kvevents", "top", *map(str, args)]
         with heeding_interrupts():
             self.process = subprocess.Popen(
                 command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=env | {"TERM": "xterm-256color"}

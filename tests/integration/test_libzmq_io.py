@@ -13,7 +13,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.libzmq_io import libzmq_io
+from kvevents.native_module import libzmq_io
 from kvevents.publisher.event_server import EventServer, EventSocket
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.subscriber.zmq_transport import receive_batches

@@ -40,7 +40,7 @@ from kvevents.stream import (
 )
 from kvevents.subscriber import AsyncSubscriber, SocketOptions, Subscriber, ZmqTransport
 from kvevents.testing.fake_transport import FakeEngine, FakeTransport
-from kvevents.testing.faults import Faults
+from kvevents.testing.playlist import Faults
 from kvevents.testing.proxy import FaultProxy
 from kvevents.testing.tape import TapePlayer
 from network_model import payload_of

@@ -27,7 +27,7 @@ from kvevents.stream import (
 )
 from kvevents.subscriber import Connection, SocketOptions, Subscriber, Transport, ZmqTransport
 from kvevents.testing import FakeEngine, FakeTransport
-from kvevents.testing.clock import VirtualClock
+from kvevents.testing.fake_transport import VirtualClock
 
 DEADLINE = 20.0
 LIMITS = StreamLimits(replay_timeout=2.0)

@@ -10,7 +10,7 @@ from connection_cases import OPTIONS, Reader, RealEngine, RealRig, Recorder
 from kvevents.stream import Source
 from kvevents.subscriber import Subscriber, ZmqTransport
 from kvevents.subscriber.zmq_transport import StallDetector
-from kvevents.testing.clock import VirtualClock
+from kvevents.testing.fake_transport import VirtualClock
 
 
 def waits(detector: StallDetector, clock: VirtualClock, seconds: float) -> bool:

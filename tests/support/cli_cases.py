@@ -21,7 +21,7 @@ from kvevents.testing import Faults, TapePlayer
 from kvevents.testing.playlist import Tape
 from ports import quiet_port
 
-KVEVENTS = (sys.executable, "-m", "kvevents.cli")
+KVEVENTS = (sys.executable, "-m", "kvevents")
 
 
 RECORDING = paths.DATA / "vllm-0.32-captures.jsonl.gz"

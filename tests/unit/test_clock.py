@@ -1,4 +1,4 @@
-"""`kvevents.testing.clock`."""
+"""`kvevents.testing.VirtualClock`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import zmq
 import zmq.backend
 
 from kvevents.endpoints import connectable
-from kvevents.libzmq_io import FRAMES, libzmq_io
+from kvevents.native_module import FRAMES, libzmq_io
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.replay_server import ReplayServer, StreamingRouter

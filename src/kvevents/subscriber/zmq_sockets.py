@@ -6,9 +6,10 @@ import contextlib
 import errno
 import resource
 import selectors
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
@@ -178,3 +179,15 @@ def allow_descriptors(sources: int) -> None:
             errno=errno.EMFILE,
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+
+
+def destroy_context(context: zmq.Context[Any], wait: float = 1.0) -> bool:
+    """Close all sockets of a context without flushing them, and terminate it. Return whether it ended within `wait` seconds.
+
+    libzmq waits for each socket without a bound. If an interrupt comes while pyzmq makes a socket, the exception holds a socket
+    that pyzmq does not close. Termination then goes on in a daemon thread, and ends with the process at the latest.
+    """
+    ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
+    ending.start()
+    ending.join(wait)
+    return not ending.is_alive()

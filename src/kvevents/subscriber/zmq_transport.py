@@ -20,7 +20,7 @@ import zmq
 import zmq.backend
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.libzmq_io import LibzmqIO, libzmq_io
+from kvevents.native_module import LibzmqIO, libzmq_io
 from kvevents.security.zap import secure_sockets
 from kvevents.stream import FetchRequest, Source, Stream
 from kvevents.subscriber.zmq_sockets import (
@@ -29,6 +29,7 @@ from kvevents.subscriber.zmq_sockets import (
     SocketOptions,
     allow_descriptors,
     connect_or_bind,
+    destroy_context,
     disable_monitor,
     endpoint_errors,
     open_monitor,
@@ -38,7 +39,6 @@ from kvevents.subscriber.zmq_sockets import (
 )
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
-from kvevents.zmq_context import destroy_context
 
 _CONNECTED: Final = zmq.Event.CONNECTED
 """A peer accepts TCP connections. Whether it is a publisher shows in the handshake."""

@@ -1,8 +1,7 @@
 """Tools to test consumers of KV events without an engine: fake engines, recorded tapes, faults and a virtual clock."""
 
-from kvevents.testing.clock import VirtualClock
-from kvevents.testing.fake_transport import FakeEngine, FakeTransport
-from kvevents.testing.faults import Faults
+from kvevents.testing.fake_transport import FakeEngine, FakeTransport, VirtualClock
+from kvevents.testing.playlist import Faults
 from kvevents.testing.proxy import FaultProxy, ProxyCounts, ProxyLimits
 from kvevents.testing.proxy_pipe import DirectionCounts
 from kvevents.testing.tape import TapePlayer

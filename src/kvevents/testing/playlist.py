@@ -1,14 +1,18 @@
-"""The playlist of a tape: which batch is played next, and with which sequence number."""
+"""What a tape plays: which batch comes next with which number, and the faults of released engines."""
 
 from __future__ import annotations
 
+import random
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, cycle
 from os import PathLike
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kvevents.errors import ConfigError
 from kvevents.recording import LiveBatch, live_batches, recorded_endpoints
+from kvevents.wire import replay_batch_frames, replay_end_frames
 
 Tape: TypeAlias = str | PathLike[str] | Iterable[tuple[bytes, int, bytes] | LiveBatch]
 """A recording file, or the batches themselves."""
@@ -116,3 +120,118 @@ def restamp(payload: bytes, seconds: float) -> bytes:
         return payload
     (ts,) = struct.unpack_from(">d", payload, 2)
     return payload[:2] + struct.pack(">d", ts + seconds) + payload[10:]
+
+
+ENGINE_BUFFER_STEPS: Final = 10_000
+"""Default size in batches of the replay buffer of vLLM and SGLang (`buffer_steps`)."""
+
+Loss: TypeAlias = Collection[int] | float | Callable[[int], bool]
+"""Which batches are lost: these sequence numbers, a share from 0.0 to 1.0, or every number for which a function is true."""
+
+ReplyShape: TypeAlias = Literal["topic", "no-topic", "bare-end"]
+"""`topic`: vLLM from 0.26, SGLang from 0.5.22, TensorRT-LLM. `no-topic`: earlier releases. `bare-end`: the first version, whose
+end marker has no sequence number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """The faults of a tape; none by default. Sequence numbers are those of each incarnation, from 0.
+
+    A share is drawn for each number from `seed`, so a run can be repeated exactly. Each reply draws again, so that a repeated
+    request can succeed. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative limit.
+    """
+
+    drop: Loss = ()
+    """Batches that are stored for replay but not sent live, as a slow or late subscriber misses them."""
+    skipped: Collection[int] = ()
+    """Numbers without a batch: the engine used the number and then could not encode the batch."""
+    seed: int = 0
+    buffer_steps: int = ENGINE_BUFFER_STEPS
+    """Batches in the replay buffer. A request for an older start is answered from the oldest batch on without notice."""
+    reply_shape: ReplyShape = "topic"
+    replay_send_limit: int | None = None
+    """Batches of one reply that are sent. The rest is dropped silently, as by the engines' ROUTER at 1,000 queued messages."""
+    replay_sndhwm: int | None = None
+    """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33. It drops what a slow consumer does not take.
+    It takes effect when the sockets open. None: replies wait for the consumer and lose nothing."""
+    replay_holes: Loss = ()
+    """Batches missing in replies, except the first of a reply, for which a socket always has room."""
+    lose_end_marker: bool = False
+    replay_silent: bool = False
+    """Whether requests are read and never answered."""
+    replay_endless: bool = False
+    """Whether a reply repeats its batches and never ends."""
+    replay_foreign: Sequence[tuple[bytes, int, bytes] | LiveBatch] | None = None
+    """Batches of another stream, which replies contain instead of those of this one."""
+    replay_junk: Sequence[Sequence[bytes]] = ()
+    """Messages sent unchanged before each reply, after the identity."""
+    faulty_replies: int | None = None
+    """Number of requests, from the first on, to which the replay faults apply. None: all."""
+
+    def __post_init__(self) -> None:
+        for name in ("drop", "replay_holes"):
+            loss = getattr(self, name)
+            if isinstance(loss, int | float) and not 0.0 <= loss <= 1.0:
+                raise ConfigError(f"invalid {name} {loss}: expected a share from 0.0 to 1.0, a set of numbers or a function")
+        for name in ("buffer_steps", "replay_send_limit", "replay_sndhwm", "faulty_replies"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 0:
+                raise ConfigError(f"invalid {name} {limit}: expected 0 or more")
+
+    def drops(self, seq: int) -> bool:
+        """Return whether the live message of this number is dropped."""
+        return _is_selected(self.drop, seq, f"{self.seed}/live/{seq}")
+
+    def reply(self, replay_buffer: Iterable[LiveBatch], start: int, nth: int) -> Reply:
+        """Return the reply to the `nth` request (from 0) of a tape: stored batches from `start` on, subject to the faults."""
+        if self.faulty_replies is not None and nth >= self.faulty_replies:
+            return _without_replay_faults(self).reply(replay_buffer, start, 0)
+        requested = [batch for batch in replay_buffer if batch.seq >= start]
+        if self.replay_silent:
+            return Reply(iter(()), len(requested))
+        chosen = requested if self.replay_foreign is None else [as_batch(batch) for batch in self.replay_foreign]
+        holes = self.replay_holes
+        inside = (batch for batch in chosen[1:] if not _is_selected(holes, batch.seq, f"{self.seed}/{nth}/{batch.seq}"))
+        sent = [*chosen[:1], *inside][: self.replay_send_limit]
+        withheld = len(requested) if self.replay_foreign is not None else len(requested) - len(sent)
+        return Reply(self._frames(sent), withheld)
+
+    def _frames(self, sent: list[LiveBatch]) -> Iterator[list[bytes]]:
+        with_topic = self.reply_shape == "topic"
+        batches = (replay_batch_frames(batch.topic if with_topic else None, batch.seq, batch.payload) for batch in sent)
+        junk = ([bytes(frame) for frame in frames] for frames in self.replay_junk)
+        if self.replay_endless and sent:
+            return chain(junk, cycle(batches))
+        end = [b"", b""] if self.reply_shape == "bare-end" else replay_end_frames(with_topic)
+        return chain(junk, batches, () if self.lose_end_marker else (end,))
+
+
+class Reply(NamedTuple):
+    """A reply to a replay request."""
+
+    messages: Iterator[list[bytes]]
+    """Frames of each message, without the identity."""
+    withheld: int
+    """Requested batches that are not among the messages."""
+
+
+def _without_replay_faults(faults: Faults) -> Faults:
+    return replace(
+        faults,
+        replay_send_limit=None,
+        replay_holes=(),
+        lose_end_marker=False,
+        replay_silent=False,
+        replay_endless=False,
+        replay_foreign=None,
+        replay_junk=(),
+        faulty_replies=None,
+    )
+
+
+def _is_selected(loss: Loss, seq: int, draw: str) -> bool:
+    if callable(loss):
+        return loss(seq)
+    if isinstance(loss, int | float):
+        return random.Random(draw).random() < loss  # noqa: S311  a fault, not a secret
+    return seq in loss

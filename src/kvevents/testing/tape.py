@@ -9,7 +9,7 @@ Test a subscriber or a router with it as with an engine::
         tape.restart(unseen_until=200)
         assert subscriber.everything() == tape.batches()
 
-A batch is sent only when `play` is called, and every wait has a deadline. `kvevents.testing.faults` describes how engines
+A batch is sent only when `play` is called, and every wait has a deadline. `kvevents.testing.playlist` describes how engines
 behave, and since which release.
 """
 
@@ -32,8 +32,7 @@ import zmq
 
 from kvevents.errors import ClosedError, ConfigError, UsageError
 from kvevents.recording import LiveBatch
-from kvevents.testing.faults import Faults
-from kvevents.testing.playlist import Playlist, Tape, load_tape
+from kvevents.testing.playlist import Faults, Playlist, Tape, load_tape
 from kvevents.testing.tape_sockets import LINGER_MS, MESSAGES_PER_ROUND, Sent, TapeCounts, TapeSockets
 
 ENGINE_HWM: Final = 100_000

@@ -15,8 +15,7 @@ import zmq
 from kvevents.endpoints import connectable
 from kvevents.errors import EndpointError, UsageError
 from kvevents.recording import LiveBatch
-from kvevents.testing.faults import Faults, Reply
-from kvevents.testing.playlist import Playlist
+from kvevents.testing.playlist import Faults, Playlist, Reply
 from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.wire import Malformed, live_frames, parse_replay_request
 

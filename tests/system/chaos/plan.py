@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, Final, Literal
 
 from kvevents.testing import Faults
-from kvevents.testing.faults import ReplyShape
+from kvevents.testing.playlist import ReplyShape
 from kvevents.wire import Dialect, dialect_for, dialects
 from tests.system.chaos.cache import Habits
 from tests.system.chaos.consumer import Consumer

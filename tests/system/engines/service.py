@@ -39,7 +39,7 @@ class Service:
 
     def __init__(self, engine_url: str, folder: Path) -> None:
         self.log: Final = folder / "service.log"
-        command = [sys.executable, "-m", "kvevents.cli", "serve", "--engine", engine_url, "--port", "0"]
+        command = [sys.executable, "-m", "kvevents", "serve", "--engine", engine_url, "--port", "0"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         self._connection = HTTPConnection(self._await_address())

@@ -15,7 +15,7 @@ from kvevents.cli.doctor.findings import Finding, fail, ok
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.security import Curve
 from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake
-from kvevents.zmq_context import destroy_context
+from kvevents.subscriber.zmq_sockets import destroy_context
 
 CURVE_TIMEOUT: Final = 3.0
 """Seconds to connect and for the CURVE handshake, which takes milliseconds."""

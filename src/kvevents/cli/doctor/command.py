@@ -25,9 +25,17 @@ from kvevents.cli.doctor.replay import (
     decode_response,
     find_replay_endpoint,
 )
-from kvevents.cli.doctor.sample import MAX_PER_TURN, Sample
 from kvevents.cli.doctor.service import ServiceChecks
-from kvevents.cli.doctor.traffic import check_decoding, check_frames, check_ranks, check_topic, check_traffic, check_trust
+from kvevents.cli.doctor.traffic import (
+    MAX_PER_TURN,
+    Sample,
+    check_decoding,
+    check_frames,
+    check_ranks,
+    check_topic,
+    check_traffic,
+    check_trust,
+)
 from kvevents.cli.options import add_access, add_engine_details, add_output, endpoint, positive_seconds, read_curve, service_url
 from kvevents.cli.process import Stop
 from kvevents.cli.service_client import make_client

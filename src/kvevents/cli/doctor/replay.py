@@ -15,14 +15,14 @@ import zmq
 from kvevents.cli.console import number_range, number_ranges, plural
 from kvevents.cli.doctor.address import check_replay_address, next_ranks
 from kvevents.cli.doctor.findings import Finding, fail, ok, warn
-from kvevents.cli.doctor.sample import DecodedContents, SequenceNumbers
+from kvevents.cli.doctor.traffic import DecodedContents, SequenceNumbers
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared
 from kvevents.security import Curve
 from kvevents.subscriber.handshake import perform_handshake
+from kvevents.subscriber.zmq_sockets import destroy_context
 from kvevents.wire import ReplayBatch, ReplayEnd, decode_batch, parse_replay_reply, replay_request_frames
-from kvevents.zmq_context import destroy_context
 
 MAX_REPLY_MESSAGES: Final = 200_000
 """Messages of one response that are read. An engine keeps 10,000 batches, so more do not end."""
