@@ -64,7 +64,7 @@ def test_version() -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_told_with_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_code_2_and_a_reason(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     from kvevents.cli import main  # noqa: PLC0415
 
     with pytest.raises(SystemExit) as ended:
@@ -96,8 +96,8 @@ def test_a_misspelled_option_is_named_before_its_value_is_blamed(
     with pytest.raises(SystemExit) as ended:
         main(args.split())
     assert ended.value.code == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told == word or told.startswith((f"{word};", f"{word}:"))
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line == word or last_line.startswith((f"{word};", f"{word}:"))
 
 
 def test_an_error_is_one_sentence_and_code_1(tmp_path: Path) -> None:

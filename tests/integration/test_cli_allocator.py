@@ -23,7 +23,7 @@ def resident():
 
 given, trim = Event(), process._malloc_trim()
 process._malloc_trim = lambda: lambda pad: (trim(pad), given.set())
-# Of a burst of 60 MiB every thousandth piece is kept: what is free lies between.
+# Of a burst of 60 MiB every thousandth piece is kept; free memory is between them.
 burst = [bytearray(1000) for _ in range(60_000)]
 kept = burst[::1000]
 full = resident()
@@ -40,8 +40,8 @@ print(full, before, resident())
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux says of a process")
 def test_what_a_burst_has_left_behind_is_given_back() -> None:
     """The allocator keeps it as long as something above it is in use; asked to, it does not."""
-    told = subprocess.run([sys.executable, "-c", BURST], check=True, capture_output=True, text=True, timeout=60).stdout
-    full, before, after = map(int, told.split())
+    output = subprocess.run([sys.executable, "-c", BURST], check=True, capture_output=True, text=True, timeout=60).stdout
+    full, before, after = map(int, output.split())
     assert before > full - 10, "the allocator gave it back by itself; this proves nothing"
     assert after < full - 40
 
@@ -54,8 +54,8 @@ def test_the_thread_ends_with_it() -> None:
     assert threading.active_count() == before
 
 
-def test_what_a_process_wants_to_keep_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service tells glibc to keep memory for large requests; what is given back leaves that alone."""
+def test_memory_that_a_process_wants_to_keep_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service configures glibc to keep memory for large requests; trimming must not undo that."""
     kept: list[int] = []
     given = threading.Event()
 
@@ -71,7 +71,7 @@ def test_what_a_process_wants_to_keep_stays(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_glibc_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another allocator has no such function."""
+    """Another allocator does not have the function."""
     monkeypatch.setattr("ctypes.CDLL", lambda _: os)
     before = threading.active_count()
     with trimming_memory():

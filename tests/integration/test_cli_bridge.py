@@ -50,7 +50,7 @@ def settings_of_brisk_bridges(tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 def key_of(name: str) -> str:
-    """An engine of nobody in particular, as the log knows it."""
+    """The key under which the log stores an engine without a card."""
     return Registration(instance=name, endpoint="tcp://h:1", model=MODEL).key[0]
 
 
@@ -166,7 +166,7 @@ def test_the_sources_of_a_file_are_read_again(server: NatsServer, tmp_path: Path
             assert program.interrupt(signal.SIGTERM).code == 0
 
 
-def test_ranks_of_one_engine_that_cannot_be_of_one_are_told(server: NatsServer, tmp_path: Path) -> None:
+def test_ranks_that_cannot_be_of_one_engine_are_reported(server: NatsServer, tmp_path: Path) -> None:
     """When they are written later; a bridge does not start with them."""
     with publishing(replay_endpoint=ANY) as first, publishing(replay_endpoint=ANY) as second:
         file = write(tmp_path / "s.toml", source("a", first))
@@ -217,8 +217,8 @@ def test_two_bridges_of_one_name_report_each_other_and_write_one_log(server: Nat
             assert scrape(port)["kvevents_bridge_name_shared"] == [({}, 0.0)]
             with bridge(server, "same", *arguments, quiet_port()) as second:
                 for one, other in ((first, second), (second, first)):
-                    who = f"process {other.process.pid} at {re.escape(socket.gethostname())}"
-                    one.err.wait(f"WARNING .*name 'bridge': {who} has the same name; give each bridge another --bridge-name")
+                    owner = f"process {other.process.pid} at {re.escape(socket.gethostname())}"
+                    one.err.wait(f"WARNING .*name 'bridge': {owner} has the same name; give each bridge another --bridge-name")
                 until("a metric", lambda: scrape(port)["kvevents_bridge_name_shared"] == [({}, 1.0)])
                 until("a fault", lambda: "several processes use the bridge name bridge" in plane_status(server, "same").out)
                 for number in range(1, 100):
@@ -252,7 +252,7 @@ def test_a_bridge_that_was_stopped_while_another_of_its_name_wrote_goes_on(
 
 
 def test_without_servers_a_signal_ends_it_within_a_bound_and_a_second_one_at_once(tmp_path: Path) -> None:
-    """What was not written is told."""
+    """It reports what was not written."""
     with nats_server(tmp_path) as server, publishing(replay_endpoint=ANY) as publisher:
         both = [
             Program("bridge", "--nats", server.url, "--bridge-name", name, *PARTITION, *worker("a", publisher))
@@ -283,7 +283,7 @@ def last(ended: Ended) -> str:
     return ended.err.splitlines()[-1]
 
 
-# --- what it tells -----------------------------------------------------------------------------------------------------------
+# --- log and status ---------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_are_scraped(server: NatsServer) -> None:
@@ -335,7 +335,7 @@ def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
             logger.log_states((what, words, 20) for what, words in states.items())
         for sentences in ([], ["x", "y"], ["y", "x"], ["z"], [], []):
             logger.log_faults(sentences)
-    told = [
+    expected = [
         "partitions: 1",
         "partitions: 2",
         "a: EXACT",
@@ -345,7 +345,7 @@ def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
         "z",
         "discovery has no faults any more",
     ]
-    assert caplog.messages == told
+    assert caplog.messages == expected
 
 
 def test_the_guide_lists_each_metric() -> None:
@@ -368,7 +368,7 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["--dns", "h:1"], 2, "no NATS server is given; use --nats"),
         (["--nats", "nats://127.0.0.1:1"], 2, "no engine is given"),
@@ -393,17 +393,17 @@ HERE = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
     ],
     ids=str,
 )
-def test_wrong_usage_is_told_in_one_sentence(arguments: list[str], code: int, told: str) -> None:
+def test_wrong_usage_is_reported_in_one_sentence(arguments: list[str], code: int, message: str) -> None:
     ended = run("bridge", *arguments)
     assert ended.code == code, ended.err
-    assert told in last(ended)
+    assert message in last(ended)
     assert "secret" not in ended.err
     assert "Traceback" not in ended.err
     assert code == 2 or len(ended.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[plane]\nserver = ['x']", "plane: unknown field 'server'; did you mean 'servers'? known fields: servers, name"),
         ("[plane]\npartitions = 'many'", "plane.partitions: Expected `int`, got `str`"),
@@ -418,11 +418,11 @@ def test_wrong_usage_is_told_in_one_sentence(arguments: list[str], code: int, to
     ],
     ids=str,
 )
-def test_a_wrong_file_is_told_in_one_sentence(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_file_is_reported_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     config = write(tmp_path / "fleet.toml", text)
     ended = run("bridge", "--nats", "nats://127.0.0.1:1", "--config", config)
     assert ended.code == 1
-    assert told in ended.err
+    assert message in ended.err
     assert f"kvevents: {config}" in ended.err or f"cannot read {config}" in ended.err
     assert len(ended.err.splitlines()) == 1
 
@@ -433,7 +433,7 @@ def test_settings_are_checked_without_a_server() -> None:
     assert "these settings can be used" in ended.err
 
 
-def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
+def test_a_server_without_jetstream_is_reported(tmp_path: Path) -> None:
     with nats_server(tmp_path, jetstream=None) as server:
         ended = run("bridge", "--nats", server.url, *HERE)
     assert ended.code == 1
@@ -441,21 +441,21 @@ def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_partitions_that_the_servers_have_no_room_for_are_told(tmp_path: Path) -> None:
+def test_partitions_without_room_on_the_servers_are_reported(tmp_path: Path) -> None:
     with nats_server(tmp_path, jetstream={"max_file": 100 << 20}) as server:
         ended = run("bridge", "--nats", server.url, *PARTITION, *HERE)
     assert ended.code == 1
     assert "is full: raise its limit or free space. 2 partitions reserve 128 MiB in all on 1 of the servers" in last(ended)
 
 
-def test_its_name_is_the_hosts_unless_told(server: NatsServer) -> None:
+def test_its_name_is_the_hosts_by_default(server: NatsServer) -> None:
     with Program("bridge", "--nats", server.url, "--plane", "host", *PARTITION, *HERE) as program:
         program.err.wait(f"bridge '{re.escape(socket.gethostname())}' writes to")
         assert program.interrupt(signal.SIGTERM).code == 0
 
 
-def test_a_login_on_the_command_line_is_told(server: NatsServer) -> None:
-    """And shown nowhere; this server takes any."""
+def test_a_login_on_the_command_line_is_reported(server: NatsServer) -> None:
+    """The login itself is never printed; this server accepts any."""
     with Program("bridge", "--nats", server.url_of("user:secret"), "--plane", "login", *PARTITION, *HERE) as program:
         program.err.wait("WARNING all users of this machine can read a login in --nats; use --creds")
         program.err.wait("writes to the 2 partitions")

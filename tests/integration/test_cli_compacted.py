@@ -63,11 +63,11 @@ def named(publisher: ZmqEventPublisher) -> tuple[str, ...]:
 
 def test_tail_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
     """On the line of its own, in JSON, and in the summary; trust is EXACT."""
-    told = run("tail", *named(old_engine), "--count", 30)
-    first = re.search(r"SNAPSHOT of batches 0 to (\d+) follows: nothing is lost", told.out)
-    assert first, told.out
-    assert "GAP" not in told.out
-    assert f"0 gaps, 0 lost, 0 resets, a snapshot of {int(first[1]) + 1} older batches, trust EXACT" in told.err
+    ended = run("tail", *named(old_engine), "--count", 30)
+    first = re.search(r"SNAPSHOT of batches 0 to (\d+) follows: nothing is lost", ended.out)
+    assert first, ended.out
+    assert "GAP" not in ended.out
+    assert f"0 gaps, 0 lost, 0 resets, a snapshot of {int(first[1]) + 1} older batches, trust EXACT" in ended.err
     lines = [json.loads(line) for line in run("tail", *named(old_engine), "--count", 2, "--output=json").out.splitlines()]
     [gap] = [line for line in lines if line["kind"] == "gap"]
     assert (gap["first"], gap["compacted"]) == (0, True)

@@ -38,7 +38,7 @@ def doctor(tape: TapePlayer, *args: object) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def playing(**faults: object) -> Iterator[TapePlayer]:
-    """A recorded engine under load, for as long as anybody looks."""
+    """A recorded engine under load, until the end of the block."""
     with TapePlayer(RECORDING, run=RUN, faults=Faults(**faults)) as tape:  # type: ignore[arg-type]
         tape.play(20)
         tape.start_playing(rate=200.0, times=1_000)
@@ -157,7 +157,7 @@ def test_messages_that_are_no_batches_at_all() -> None:
     assert re.search(r"([\d,]+) of \1 messages are not \[topic, number, payload\]: not 3 frames \(\1\)", ended.out)
 
 
-def test_an_idle_engine_is_no_fault_and_replay_tells_what_it_speaks() -> None:
+def test_an_idle_engine_is_not_a_fault_and_replay_shows_its_dialect() -> None:
     publisher = ZmqEventPublisher(
         endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", topic="kv@pod@model", dialect="sglang-0.5.17"
     )
@@ -236,7 +236,7 @@ def test_curve_and_unknown_hosts() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "inproc://kv"])
-def test_addresses_that_nobody_can_connect_to(endpoint: str) -> None:
+def test_addresses_without_a_listener(endpoint: str) -> None:
     found = findings(run("doctor", endpoint, "--output=json", *LOOK))
     assert found["address"]["verdict"] == "fail"
 
@@ -365,7 +365,7 @@ def test_lookups_that_never_find_anything() -> None:
         assert said in few["advice"]
 
 
-def test_a_port_that_is_open_to_everybody() -> None:
+def test_a_port_that_is_open_to_every_host() -> None:
     with Program("serve", "--port", 0, "--host", "0.0.0.0", "--insecure") as program:  # noqa: S104 - that is what is looked for
         served = Served(program)
         found = examined(served.url)
@@ -488,10 +488,10 @@ def test_every_reason_has_advice(reason: Reason) -> None:
 
 def test_many_doubtful_sources_are_summed_up() -> None:
     sources = [source(number, "DEGRADED") for number in range(30)] + [source(99, "STALE")]
-    told = [*service.check_trust(sources, 1010.0)]
-    assert len(told) == service.MAX_LISTED + 1
-    assert "engine-099/0 is STALE" in told[0].text
-    assert told[-1].text == "and 21 sources more"
+    findings = [*service.check_trust(sources, 1010.0)]
+    assert len(findings) == service.MAX_LISTED + 1
+    assert "engine-099/0 is STALE" in findings[0].text
+    assert findings[-1].text == "and 21 sources more"
 
 
 def test_a_source_that_is_still_coming_up() -> None:
@@ -520,9 +520,9 @@ def test_history_of_an_idle_engine_is_a_note_until_a_live_batch_has_come() -> No
     (lost,) = service.check_trust([view(trust=both, batches=3, replayed=3)], 1010.0)
     assert lost.verdict.value == "warn"
     assert "buffer_steps" in lost.advice
-    told = [*service.check_trust([view(trust=unproven, batches=3, replayed=3)] * 20 + [source(99, "DEGRADED")], 1010.0)]
-    assert told[0].verdict.value == "warn", "the worst first"
-    assert told[-1].verdict.value == "ok"
+    findings = [*service.check_trust([view(trust=unproven, batches=3, replayed=3)] * 20 + [source(99, "DEGRADED")], 1010.0)]
+    assert findings[0].verdict.value == "warn", "the worst first"
+    assert findings[-1].verdict.value == "ok"
 
 
 def test_memory_and_snapshots() -> None:
@@ -538,8 +538,8 @@ def test_memory_and_snapshots() -> None:
 
 def test_readiness_and_health() -> None:
     def ready(**more: object) -> list[str]:
-        told = msgspec.structs.replace(READY, **more)
-        return [finding.verdict.value for finding in service.check_ready(told)]
+        answer = msgspec.structs.replace(READY, **more)
+        return [finding.verdict.value for finding in service.check_ready(answer)]
 
     assert (ready(), ready(ready=False), ready(sources=2)) == (["ok"], ["warn"], ["warn"])
     [empty] = service.check_ready(msgspec.structs.replace(READY, ready=False, sources=0, exact=0))

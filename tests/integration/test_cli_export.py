@@ -15,7 +15,7 @@ from kvevents.cli.console import Console
 from kvevents.export import TABLES, queries
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+def output(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     captured = capsys.readouterr()
     return captured.out, captured.err
 
@@ -41,9 +41,9 @@ def test_from_a_recording_to_an_answer(tmp_path: Path) -> None:
 
 def test_an_answer_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(small(tmp_path)), str(tmp_path / "out")]) == 0
-    told(capsys)
+    output(capsys)
     assert main(["export", "--query", "eviction-age", "--output=json", str(tmp_path / "out")]) == 0
-    out, _ = told(capsys)
+    out, _ = output(capsys)
     (row,) = map(json.loads, out.splitlines())
     assert row == {
         "tier": "gpu",
@@ -59,16 +59,16 @@ def test_an_answer_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_an_answer_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["export", str(small(tmp_path)), str(tmp_path / "out")])
-    told(capsys)
+    output(capsys)
     assert main(["export", "--query", "reuse-distance", str(tmp_path / "out")]) == 0
-    out, err = told(capsys)
+    out, err = output(capsys)
     assert out.startswith("tier  distance_from")
     assert err == "the query returned no rows\n"
 
 
 def test_the_questions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--list-queries"]) == 0
-    out, _ = told(capsys)
+    out, _ = output(capsys)
     assert [line.split()[0] for line in out.splitlines()] == list(queries())
     assert all(line.endswith("?") for line in out.splitlines())
 
@@ -78,22 +78,22 @@ def test_a_question_can_be_printed_changed_and_asked(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main(["export", str(small(tmp_path)), "out"])
-    told(capsys)
+    output(capsys)
     assert main(["export", "--query", "block-lifetime", "--sql"]) == 0
-    sql, _ = told(capsys)
+    sql, _ = output(capsys)
     (tmp_path / "mine.sql").write_text(sql.replace("GROUP BY tier, kv_group", "WHERE depth = 2 GROUP BY tier, kv_group"))
     assert main(["export", "--query", "mine.sql", "--output=json", "out"]) == 0
-    out, _ = told(capsys)
+    out, _ = output(capsys)
     assert json.loads(out)["residencies"] == 1
 
 
-def test_losses_and_oddities_are_told_each_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_and_oddities_are_reported_one_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = payload([stored([1], [1])])
     frames = [pub(0, good), pub(3, payload([removed(7, 8)])), pub(4, b"\xc1"), replay(0, b"other"), pub(5, good)]
     path = write(tmp_path / "run.jsonl", frames)
     path.write_bytes(path.read_bytes()[:-9])
     assert main(["export", str(path), str(tmp_path / "out")]) == 0
-    _, err = told(capsys)
+    _, err = output(capsys)
     assert "line 5: the last line is incomplete" in err
     assert "2 batches missing by their sequence numbers" in err
     assert "1 event not decoded (1 not-a-batch)" in err
@@ -103,7 +103,7 @@ def test_losses_and_oddities_are_told_each_in_a_line(tmp_path: Path, capsys: pyt
 
 def test_token_ids_come_with_a_word_of_caution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(small(tmp_path)), str(tmp_path / "out"), "--token-ids"]) == 0
-    assert "protect it like the prompts" in told(capsys)[1]
+    assert "protect it like the prompts" in output(capsys)[1]
     assert table(tmp_path / "out", "events")[0]["token_ids"] == [4, 5, 6, 7]
 
 
@@ -130,12 +130,12 @@ def test_the_collector_rests_while_rows_are_made(tmp_path: Path, monkeypatch: py
         ([str(RECORDING), "no/out"], "does not exist"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_sentence(
+def test_wrong_use_is_reported_in_a_sentence(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["export", *arguments]) == (2 if message.startswith("expected ") else 1)
-    out, err = told(capsys)
+    out, err = output(capsys)
     assert out == ""
     assert err.startswith("kvevents: ")
     assert message in err

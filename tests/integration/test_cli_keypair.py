@@ -30,7 +30,7 @@ def engine_keys(folder: Path, allowed: Path | None) -> Curve:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    """A folder with the keys of an engine and a stranger, and `clients`, whom the engine allows: a router."""
+    """A folder with the keys of an engine and of a stranger, and `clients`, the keys that the engine allows: a router's."""
     (tmp_path / "clients").mkdir()
     for name in ("engine", "stranger", "clients/router"):
         put(tmp_path, name)
@@ -123,8 +123,8 @@ def test_record_with_keys(keys: Path, tmp_path: Path) -> None:
     assert '"pub"' in (tmp_path / "run.jsonl").read_text()
 
 
-def test_a_replay_endpoint_is_asked_with_keys(keys: Path) -> None:
-    """It answers those whom it lets in."""
+def test_a_replay_endpoint_is_queried_with_keys(keys: Path) -> None:
+    """It answers the clients that it allows."""
     server = read_public_keys(keys / "engine.key")[0]
     friend, stranger = (
         Curve(key_file=str(keys / f"{name}.key_secret"), server_key=server) for name in ("clients/router", "stranger")
@@ -191,7 +191,7 @@ def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, o
 
 
 @pytest.mark.parametrize(
-    ("who", "server", "allowed", "verdict", "said"),
+    ("client", "server", "allowed", "verdict", "said"),
     [
         ("clients/router", "engine.key", True, "ok", "accepts the key"),
         ("stranger", "engine.key", False, "ok", "accepts the key"),
@@ -201,9 +201,9 @@ def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, o
     ],
 )
 def test_doctor_says_what_is_wrong_with_keys(
-    keys: Path, who: str | None, server: str | None, allowed: bool, verdict: str, said: str
+    keys: Path, client: str | None, server: str | None, allowed: bool, verdict: str, said: str
 ) -> None:
-    options = () if who is None else as_client(keys, who, server or "")
+    options = () if client is None else as_client(keys, client, server or "")
     with publishing(engine_keys(keys, keys / "clients" if allowed else None)) as publisher:
         ended = run("doctor", *towards(publisher, "--output=json", "--duration", "0.5", *options))
     findings = {finding["check"]: finding for finding in json.loads(ended.out)["findings"]}
@@ -226,20 +226,20 @@ def test_servers_that_refuse_for_good_say_so(keys: Path) -> None:
     stranger = Curve(key_file=str(keys / "stranger.key_secret"), server_key=pair.public)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        desk, socket = context.socket(zmq.REP), context.socket(zmq.XPUB)
-        desk.bind("inproc://zeromq.zap.01")
-        desk.rcvtimeo = 20_000
+        handler, socket = context.socket(zmq.REP), context.socket(zmq.XPUB)
+        handler.bind("inproc://zeromq.zap.01")
+        handler.rcvtimeo = 20_000
         Curve(public_key=pair.public, secret_key=pair.secret).apply(socket)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         with ThreadPoolExecutor(1) as pool:
             outcome = pool.submit(probe_curve, f"tcp://127.0.0.1:{port}", stranger, zmq.SUB, 20.0)
-            version, request, *_ = desk.recv_multipart()
-            desk.send_multipart([version, request, b"400", b"no", b"", b""])
+            version, request, *_ = handler.recv_multipart()
+            handler.send_multipart([version, request, b"400", b"no", b"", b""])
             assert outcome.result(20.0) == "refused"
     finally:
         context.destroy(linger=0)
 
 
-def test_where_nobody_is_there_is_silence(keys: Path) -> None:
+def test_without_a_peer_there_is_no_answer(keys: Path) -> None:
     curve = Curve(key_file=str(keys / "stranger.key_secret"), server_key=read_public_keys(keys / "engine.key")[0])
     assert probe_curve("tcp://127.0.0.1:1", curve, zmq.SUB, 0.05) == "silent"

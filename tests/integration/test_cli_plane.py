@@ -40,28 +40,28 @@ def status(*args: object) -> Ended:
     return run("plane", "status", *args)
 
 
-def test_it_tells_partitions_snapshots_and_replicas(server: NatsServer) -> None:
-    plane = plane_at(server.url, name="told", partitions=2)
-    flags = ("--nats", server.url, "--plane", "told", "--snapshot-seconds", "0.3", "--replica-name", "a")
+def test_it_shows_partitions_snapshots_and_replicas(server: NatsServer) -> None:
+    plane = plane_at(server.url, name="shown", partitions=2)
+    flags = ("--nats", server.url, "--plane", "shown", "--snapshot-seconds", "0.3", "--replica-name", "a")
     with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))
         service.exact("one", blocks=4)
 
         def look() -> Any:
-            found = msgspec.json.decode(status("--nats", server.url, "--plane", "told", "--output=json").out)
+            found = msgspec.json.decode(status("--nats", server.url, "--plane", "shown", "--output=json").out)
             return found if found["snapshots"] and found["replicas"] else None
 
         found = until("a snapshot", look)
         assert found["faults"] == []
         assert [set(partition["bridges"]) for partition in found["partitions"]] == [{"bridge"}] * 2
         assert [(each["name"], each["differs"]) for each in found["replicas"]] == [("a", [])]
-        ended = status("--nats", server.url, "--plane", "told")
+        ended = status("--nats", server.url, "--plane", "shown")
         assert ended.code == 0
         assert "partition   0" in ended.out
 
 
-def test_it_tells_shares_and_the_snapshots_of_each_partition(server: NatsServer) -> None:
-    """Who holds which partitions and where it is asked, in words and not as it is kept; what nobody holds is a fault."""
+def test_it_shows_shares_and_the_snapshots_of_each_partition(server: NatsServer) -> None:
+    """Which replica holds which partitions and its address, in words; a partition without a holder is a fault."""
     plane = plane_at(server.url, name="shares", partitions=4)
     made = int(time.time())
     kept = {
@@ -154,8 +154,8 @@ def test_what_is_not_there_is_one_sentence_and_an_error(server: NatsServer, tmp_
     assert "cannot read" in ended.err
 
 
-def test_a_bridge_that_writes_much_is_heard(server: NatsServer) -> None:
-    """Among many pages there are few beats; whose pages they are says who lives."""
+def test_a_bridge_that_writes_much_counts_as_alive(server: NatsServer) -> None:
+    """Among many pages there are few heartbeats; a page shows as well that its bridge is alive."""
     plane = plane_at(server.url, name="busy", partitions=1)
 
     async def write() -> None:

@@ -62,10 +62,10 @@ def test_a_bad_line_is_named_and_the_others_are_published() -> None:
     assert ended.err.endswith("2 accepted, 0 dropped, 0 unsent, 6 invalid lines\n")
 
 
-def test_who_connects_where_it_was_to_listen_is_told_so() -> None:
-    """As engines do: an address without a wildcard is somebody else's."""
-    told = run("publish", "-", "--endpoint", "tcp://127.0.0.1:1", "--replay-endpoint", ANYWHERE, stdin=STORED.encode())
-    assert "the publisher connects to tcp://127.0.0.1:1" in told.err
+def test_connecting_to_an_address_without_a_listener_is_reported() -> None:
+    """As engines do, it connects to an address without a wildcard."""
+    ended = run("publish", "-", "--endpoint", "tcp://127.0.0.1:1", "--replay-endpoint", ANYWHERE, stdin=STORED.encode())
+    assert "the publisher connects to tcp://127.0.0.1:1" in ended.err
     assert "it connects" not in run("publish", "-", *ENDS, stdin=STORED.encode()).err
 
 
@@ -101,7 +101,7 @@ def test_lines_that_are_no_batches() -> None:
         batch_of(b'{"events": [], "tokens": []}')
 
 
-def test_nobody_subscribes() -> None:
+def test_without_a_subscriber_it_ends() -> None:
     ended = run("publish", *ENDS, "--wait-for-subscriber", 0.1, stdin=STORED.encode())
     assert ended.code == 1
     assert "within 0.1 s" in ended.err

@@ -53,7 +53,7 @@ def test_recorded_through_losses_and_a_restart_played_and_recorded_again_it_is_t
 
 
 def wait_until_written(path: Path, count: int) -> None:
-    """The recorder flushes every second; its file is the only place where it tells how far it is."""
+    """The recorder flushes every second; only its file shows its progress."""
     import time  # noqa: PLC0415
 
     until = time.monotonic() + SECONDS
@@ -62,7 +62,7 @@ def wait_until_written(path: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-def test_each_life_is_a_run_and_gaps_and_resets_are_told(tmp_path: Path) -> None:
+def test_each_incarnation_is_a_run_and_gaps_and_resets_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={2})) as tape, Program(*record(path, tape)) as program:
         assert tape.wait_for_subscriber(SECONDS)
@@ -96,7 +96,7 @@ def test_an_older_recording_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert len(frames_of(path)) == 3
 
 
-def test_a_folder_that_is_missing_is_told_before_the_wait(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_before_the_wait(tmp_path: Path) -> None:
     """With no engine and no limit to the wait, only a check beforehand can end this."""
     with refusing() as nowhere:
         refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
@@ -113,7 +113,7 @@ def test_a_recording_is_not_lost_when_no_engine_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
-def test_a_full_disk_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "full.jsonl"
     path.symlink_to("/dev/full")
     with TapePlayer(RECORDING, run=RUN) as tape:
@@ -132,13 +132,13 @@ def test_play_lists_what_is_in_a_file_and_refuses_what_is_not() -> None:
     assert unknown.err.startswith("kvevents: the recording has no run 'nonsense'; its runs are bs64-emptytopic, ")
 
 
-def test_play_gives_up_when_nobody_subscribes() -> None:
+def test_play_gives_up_without_a_subscriber() -> None:
     ended = run("play", RECORDING, "--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", 0.1)
     assert ended.code == 1
     assert re.search(r"kvevents: no subscriber connected to tcp://127.0.0.1:\d+ within 0.1 s", ended.err)
 
 
-def test_play_goes_on_counting_round_after_round_and_leaves_when_told() -> None:
+def test_play_numbers_every_round_onward_and_ends_on_a_signal() -> None:
     args = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "max", "--repeat", 3, "--linger", "--run", RUN)
     with Program("play", RECORDING, *args) as player:
         live, replay = serving(player)

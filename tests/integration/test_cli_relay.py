@@ -28,7 +28,7 @@ KILLS = 5
 
 
 class Ends:
-    """Where a relay is heard, in whichever of its lives."""
+    """The endpoints of a relay, which stay the same in each of its incarnations."""
 
     def __init__(self, folder: Path) -> None:
         self.endpoint, self.replay_endpoint = f"ipc://{folder}/events", f"ipc://{folder}/replay"
@@ -113,7 +113,7 @@ def test_consumers_do_not_notice_a_kill_9(tmp_path: Path, restarts: bool) -> Non
     assert "Traceback" not in ended.err
 
 
-def test_a_damaged_journal_begins_anew(tmp_path: Path) -> None:
+def test_a_damaged_journal_begins_again(tmp_path: Path) -> None:
     ends = Ends(tmp_path)
     with publishing(replay_endpoint=ANY) as publisher, listener(ends) as early:
         truth = Truth(publisher)
@@ -156,7 +156,7 @@ def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["tcp://nowhere"], 2, "expected tcp://HOST:PORT"),
         (["gpu:x=tcp://127.0.0.1:1"], 2, "invalid engine"),
@@ -172,14 +172,14 @@ def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_wrong_usage_is_told_in_one_sentence(arguments: list[str], code: int, told: str) -> None:
+def test_wrong_usage_is_reported_in_one_sentence(arguments: list[str], code: int, message: str) -> None:
     ended = run("relay", "--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*", *arguments)
     assert ended.code == code, ended.err
-    assert told in ended.err.splitlines()[-1]
+    assert message in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.err
 
 
-def test_a_port_in_use_is_told_in_one_sentence() -> None:
+def test_a_port_in_use_is_reported_in_one_sentence() -> None:
     with publishing() as publisher:
         ended = run("relay", "127.0.0.1:1", "--endpoint", publisher.endpoint)
     assert ended.code == 1

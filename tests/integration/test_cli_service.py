@@ -25,13 +25,13 @@ import msgspec
 import pytest
 from rich.console import Console as RichConsole
 
-from cli_cases import SECONDS, Program, heeding_interrupts, refusing, run
-from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, told
+from cli_cases import SECONDS, Program, interrupts_enabled, refusing, run
+from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, error_of, guarded, serving, source, stats
 from kvevents.cli import main
 from kvevents.cli.console import duration, first_names, percentage, size
 from kvevents.cli.options import service_url
 from kvevents.cli.poller import ORDERS, Frame, Source, in_order
-from kvevents.cli.service_client import MAX_RESPONSE_BYTES, ServiceClient, ServiceError, worker_name
+from kvevents.cli.service_client import ServiceClient, ServiceError, worker_name
 from kvevents.cli.top_view import TopView
 from kvevents.events import KVEventBatch
 from kvevents.service.schemas import HealthAnswer, Problem
@@ -41,7 +41,7 @@ from kvevents.service.schemas import HealthAnswer, Problem
 
 @contextmanager
 def kept_port() -> Iterator[int]:
-    """A port for services that come and go: while none is there it refuses, and nobody else is given it."""
+    """A port for services that come and go: while none is there it refuses connections, and no other test gets it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -65,7 +65,7 @@ PROMPT: Final = list(range(64))
 # --- query
 
 
-def test_a_table_tells_who_holds_how_much(fleet: Served) -> None:
+def test_a_table_shows_how_much_each_worker_holds(fleet: Served) -> None:
     ended = run("query", *PROMPT, "--whole-prompt", "--service", fleet.url)
     assert ended.code == 0, ended.err
     head, titles, *rows = ended.out.splitlines()
@@ -114,7 +114,7 @@ def test_the_service_is_named_by_the_environment(fleet: Served, monkeypatch: pyt
     assert run("query", *PROMPT).code == 0
 
 
-def test_select_tells_whom_and_why(fleet: Served) -> None:
+def test_select_shows_the_worker_and_the_reason(fleet: Served) -> None:
     ended = run("query", *PROMPT, "--select", "--service", fleet.url)
     chosen, why, titles, *rows = ended.out.splitlines()
     assert chosen == "engine-1/0 should get the prompt"
@@ -126,7 +126,7 @@ def test_select_tells_whom_and_why(fleet: Served) -> None:
     assert len(answer["considered"]) == 2
 
 
-def test_why_nobody_holds_it(fleet: Served) -> None:
+def test_why_no_worker_holds_it(fleet: Served) -> None:
     short = run("query", *PROMPT[:5], "--service", fleet.url)
     assert short.out == "5 tokens of model m: no worker is known to hold a prefix of them\n"
     assert f"not longer than a block of {BLOCK} tokens" in short.err
@@ -143,8 +143,8 @@ def test_an_unknown_model_is_the_services_own_sentence(fleet: Served) -> None:
 
 def test_models_tenants_and_groups() -> None:
     with serving() as served, engine(blocks(1)) as one, engine(blocks(1)) as other:
-        nobody = run("query", 1, "--service", served.url)
-        assert re.search(r"no engine of tenant default group default is registered", nobody.err)
+        unknown = run("query", 1, "--service", served.url)
+        assert re.search(r"no engine of tenant default group default is registered", unknown.err)
         served.register("engine-0", one)
         served.register("engine-1", other, model_name="n", tenant_id="t")
         served.wait_exact("engine-0/0", 1)
@@ -186,7 +186,7 @@ def test_text_and_a_tokenizer(fleet: Served, tmp_path: Path) -> None:
 
 def test_text_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    sentence = told(capsys, "query", "--text", "w1", "--tokenizer", tmp_path / "tokenizer.json")
+    sentence = error_of(capsys, "query", "--text", "w1", "--tokenizer", tmp_path / "tokenizer.json")
     assert "pip install 'kvevents[service]'" in sentence
 
 
@@ -200,16 +200,16 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    assert "5 bytes, which is not a multiple of 4" in told(capsys, "query", "--prompt-file", tmp_path / "odd.u32")
-    assert "word.json: invalid token ids '[1, two]'" in told(capsys, "query", "--prompt-file", tmp_path / "word.json")
-    assert "invalid token ids" in told(capsys, "query", "--prompt-file", tmp_path / "minus.json")
-    assert "No such file" in told(capsys, "query", "--prompt-file", tmp_path / "none.json")
-    assert "- reads the whole prompt from stdin" in told(capsys, "query", "-", 1, code=2)
-    assert "--text and --text-file need --tokenizer" in told(capsys, "query", "--text", "w1", code=2)
-    assert "token ids need no tokenizer" in told(capsys, "query", 1, "--tokenizer", tmp_path / "tokenizer.json", code=2)
+    assert "5 bytes, which is not a multiple of 4" in error_of(capsys, "query", "--prompt-file", tmp_path / "odd.u32")
+    assert "word.json: invalid token ids '[1, two]'" in error_of(capsys, "query", "--prompt-file", tmp_path / "word.json")
+    assert "invalid token ids" in error_of(capsys, "query", "--prompt-file", tmp_path / "minus.json")
+    assert "No such file" in error_of(capsys, "query", "--prompt-file", tmp_path / "none.json")
+    assert "- reads the whole prompt from stdin" in error_of(capsys, "query", "-", 1, code=2)
+    assert "--text and --text-file need --tokenizer" in error_of(capsys, "query", "--text", "w1", code=2)
+    assert "token ids need no tokenizer" in error_of(capsys, "query", 1, "--tokenizer", tmp_path / "tokenizer.json", code=2)
     text = ("--tokenizer", tmp_path / "tokenizer.json", "--text-file", tmp_path / "latin.txt")
-    assert "latin.txt is not UTF-8" in told(capsys, "query", *text)
-    assert "cannot use --tokenizer" in told(capsys, "query", "--tokenizer", tmp_path / "tokenizer.json", "--text", "w1")
+    assert "latin.txt is not UTF-8" in error_of(capsys, "query", *text)
+    assert "cannot use --tokenizer" in error_of(capsys, "query", "--tokenizer", tmp_path / "tokenizer.json", "--text", "w1")
 
 
 @pytest.mark.parametrize(
@@ -250,18 +250,18 @@ def test_a_token_comes_from_a_file_or_the_environment(
     (tmp_path / "none").write_text("two words")
     with guarded(tmp_path) as (url, _):
         top = ("top", "--once", "--service", url)
-        assert "a token is required; set KVEVENTS_TOKEN, or name a file with --token-file" in told(capsys, *top)
-        assert "unknown token" in told(capsys, *top, "--token-file", tmp_path / "wrong")
+        assert "a token is required; set KVEVENTS_TOKEN, or name a file with --token-file" in error_of(capsys, *top)
+        assert "unknown token" in error_of(capsys, *top, "--token-file", tmp_path / "wrong")
         assert main([*top, "--token-file", str(tmp_path / "token")]) == 0
         capsys.readouterr()
         monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
         assert main([*top]) == 0
         capsys.readouterr()
-        assert "has no valid token" in told(capsys, *top, "--token-file", tmp_path / "none")
-        assert "cannot read --token-file" in told(capsys, *top, "--token-file", tmp_path / "nowhere")
+        assert "has no valid token" in error_of(capsys, *top, "--token-file", tmp_path / "none")
+        assert "cannot read --token-file" in error_of(capsys, *top, "--token-file", tmp_path / "nowhere")
 
 
-def test_a_token_is_never_an_argument_nor_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_is_never_an_argument_nor_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["query", "1", "--token", TOKEN])
     said = capsys.readouterr().err
@@ -282,21 +282,21 @@ def test_https_with_an_authority_of_ones_own(
     with guarded(tmp_path, f'tls = {{ certificate = "{pair[1]}", key = "{pair[0]}" }}') as (url, _):
         assert url.startswith("https://")
         top = ("top", "--once", "--service", url)
-        assert "is not trusted" in told(capsys, *top)
+        assert "is not trusted" in error_of(capsys, *top)
         assert main([*top, "--tls-ca", str(pair[1])]) == 0
         capsys.readouterr()
-        assert "whether the URL begins with https://" in told(
+        assert "whether the URL begins with https://" in error_of(
             capsys, "top", "--once", "--service", url.replace("https", "http")
         )
-    assert "cannot use --tls-ca" in told(capsys, *top, "--tls-ca", pair[0])
+    assert "cannot use --tls-ca" in error_of(capsys, *top, "--tls-ca", pair[0])
 
 
 # --- the client
 
 
-def asked(url: str, timeout: float = SECONDS) -> ServiceError:
+def asked(url: str, timeout: float = SECONDS, max_response_bytes: int = 1 << 26) -> ServiceError:
     with pytest.raises(ServiceError) as caught:
-        ServiceClient(url, timeout=timeout).get("/health", HealthAnswer)
+        ServiceClient(url, timeout=timeout, max_response_bytes=max_response_bytes).get("/health", HealthAnswer)
     return caught.value
 
 
@@ -347,13 +347,11 @@ def test_what_does_not_answer() -> None:
     assert asked(f"http://{'x' * 70}.invalid").reason == "unknown-host"
 
 
-def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvevents.cli import service_client  # noqa: PLC0415
-
-    assert MAX_RESPONSE_BYTES > 1 << 20
-    monkeypatch.setattr(service_client, "MAX_RESPONSE_BYTES", 1 << 20)
+def test_a_response_above_the_limit_is_not_read_to_its_end() -> None:
     with answering(reply("200 OK", b"x" * (2 << 20))) as url:
-        assert asked(url).reason == "too-large"
+        error = asked(url, max_response_bytes=1 << 20)
+    assert error.reason == "too-large"
+    assert "1 MiB" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -410,14 +408,14 @@ def test_one_frame_as_json(fleet: Served) -> None:
     assert [source["instance"] for source in frame["sources"]] == ["engine-1"]
 
 
-def test_an_engine_that_cannot_be_reached_is_told_of_in_one_line() -> None:
-    """By the service, with the engine's name; whoever keeps its connection says nothing beside that."""
+def test_an_unreachable_engine_is_reported_in_one_line() -> None:
+    """The service reports it with the engine's name; its connection logs nothing beside that."""
     with refusing() as endpoint, Program("serve", "--port", "0", "--model", "m", "--worker", f"engine-0={endpoint}") as program:
         program.err.wait(f"nothing listens at {endpoint}")
         ended = program.interrupt(signal.SIGTERM)
-    told = [line for line in ended.err.splitlines() if "WARNING" in line]
-    assert len(told) == 1, told
-    assert "engine-0 rank 0" in told[0]
+    warnings = [line for line in ended.err.splitlines() if "WARNING" in line]
+    assert len(warnings) == 1, warnings
+    assert "engine-0 rank 0" in warnings[0]
 
 
 def test_once_without_a_service_is_an_error() -> None:
@@ -433,7 +431,7 @@ def test_a_live_view_needs_a_terminal() -> None:
     assert "use --once or --output json" in ended.err
 
 
-def test_json_lines_tell_rates_and_survive_a_restart_of_the_service() -> None:
+def test_json_lines_hold_rates_and_survive_a_restart_of_the_service() -> None:
     with kept_port() as port, engine(blocks(2)) as publisher, Program("serve", "--port", port) as program:
         served = Served(program)
         served.register("engine-0", publisher)
@@ -457,8 +455,8 @@ def frame(line: str) -> dict[str, Any]:
     return found
 
 
-def has_rate(told: dict[str, Any]) -> bool:
-    return any((source["rate"] or 0) > 0 for source in told["sources"])
+def has_rate(line: dict[str, Any]) -> bool:
+    return any((source["rate"] or 0) > 0 for source in line["sources"])
 
 
 class Terminal:
@@ -469,7 +467,7 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         env = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES", "NO_COLOR"}}
         command = [sys.executable, "-m", "kvevents", "top", *map(str, args)]
-        with heeding_interrupts():
+        with interrupts_enabled():
             self.process = subprocess.Popen(
                 command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=env | {"TERM": "xterm-256color"}
             )
@@ -601,13 +599,13 @@ def test_peers_cannot_drive_the_terminal_of_the_view() -> None:
 
 
 def test_orders() -> None:
-    told = [
+    rows = [
         source(1, rate=2.0, blocks=5, lag_seconds=0.1, last_event=30.0, lost=0),
         source(2, "STALE", rate=None, blocks=7, lag_seconds=None, last_event=None, lost=1),
         source(3, "DEGRADED", rate=9.0, blocks=6, lag_seconds=-4.0, last_event=20.0, lost=5),
         source(4, "EXACT", rate=0.0, blocks=1, lag_seconds=0.0, last_event=10.0, lost=0),
     ]
-    firsts = {order: [one.instance[-1] for one in in_order(told, order)] for order in ORDERS}
+    firsts = {order: [one.instance[-1] for one in in_order(rows, order)] for order in ORDERS}
     assert firsts == {
         "trust": ["2", "3", "1", "4"],
         "name": ["1", "2", "3", "4"],

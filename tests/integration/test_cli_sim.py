@@ -52,7 +52,7 @@ def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", name="salted")
 def salted_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In our own format, with a salt, which not every dialect can tell of."""
+    """In our own format, with a salt, which not every dialect has a field for."""
     file = tmp_path_factory.mktemp("traces") / "salted.jsonl"
     file.write_text('{"at": 0.0, "prompt": [[1, 100]], "output": [[2, 5]], "salt": "s"}\n')
     return file
@@ -131,7 +131,7 @@ def test_a_report_is_written_beside_the_table(compare: Any, tmp_path: Path) -> N
     assert out.splitlines()[-1].removeprefix("r") in file.read_text().replace("&nbsp;", " ")
 
 
-def test_disagreements_are_a_failure_and_told(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = result("random", disagreements=2, examples=[Difference("engine-1", 0, 0, 17, 1, 4_096, 512, 528)])
     monkeypatch.setattr(compare_module, "run_policies", lambda *_, **__: [wrong])
     code, out, err = compare()
@@ -209,8 +209,8 @@ def test_without_matplotlib_a_report_is_refused_before_the_work(compare: Any, mo
     assert "pip install 'kvevents[sim]'" in err
 
 
-def test_a_report_that_cannot_be_written_is_told_after_the_table(compare: Any, tmp_path: Path) -> None:
-    (tmp_path / "report.html").symlink_to("report.html")  # a circle, which nobody can open, root neither
+def test_a_report_that_cannot_be_written_is_reported_after_the_table(compare: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.html").symlink_to("report.html")  # a circle, which no user can open, root neither
     code, out, err = compare("--policy", "random", "--requests", 2, "--html", tmp_path / "report.html")
     assert code == 1
     assert out
@@ -220,7 +220,7 @@ def test_a_report_that_cannot_be_written_is_told_after_the_table(compare: Any, t
 # --- processes
 
 
-def told_nothing(_policy: str, _now: Progress) -> None:
+def no_progress(_policy: str, _now: Progress) -> None:
     pass
 
 
@@ -246,21 +246,21 @@ def dies(_pipe: Connection, policy: str, *_: object) -> None:
     signal.pause()
 
 
-def test_a_process_that_dies_is_told_and_ends_the_others(traffic: WorkloadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_reported_and_ends_the_others(traffic: WorkloadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_work", dies)
     with pytest.raises(WorkerError, match="the process for round-robin was killed by SIGKILL before the simulation was done"):
-        run_policies(TWO, FLEET, traffic, jobs=2, on_progress=told_nothing)
+        run_policies(TWO, FLEET, traffic, jobs=2, on_progress=no_progress)
 
 
 def test_what_a_process_raises_is_raised_here(salted: Path) -> None:
     settings = FleetSettings(engines=1, blocks=400, dialect="vllm-0.10.2")
     for jobs in (1, 2):
         with pytest.raises(ConfigError, match="has no field for salts"):
-            run_policies(TWO, settings, WorkloadOptions(trace=str(salted)), jobs=jobs, on_progress=told_nothing)
+            run_policies(TWO, settings, WorkloadOptions(trace=str(salted)), jobs=jobs, on_progress=no_progress)
 
 
 def test_fewer_jobs_than_policies_take_turns(traffic: WorkloadOptions) -> None:
-    """All are told of, and are in the order that was asked for."""
+    """All report progress, and the results are in the order of the policies given."""
     ended: dict[str, Progress] = {}
     policies = ["round-robin", "random", "least-loaded"]
     found = run_policies(policies, FLEET, traffic, jobs=2, on_progress=ended.__setitem__)
@@ -277,7 +277,7 @@ def test_an_interrupt_ends_every_process(traffic: WorkloadOptions) -> None:
         run_policies(TWO, FLEET, traffic, jobs=2, on_progress=interrupting)
 
 
-def test_an_interrupt_is_told(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_reported(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_module, "run_policies", interrupting)
     assert compare() == (130, "", "interrupted after 0 of 5 simulations; their results are discarded\n")
 
@@ -300,12 +300,14 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("stream", "term", "shown"), [(Terminal, "xterm", True), (Terminal, "dumb", False), (io.StringIO, "xterm", False)]
 )
-def test_bars_are_for_who_watches(stream: type[io.StringIO], term: str, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_are_shown_on_terminals_only(
+    stream: type[io.StringIO], term: str, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = stream()
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setenv("TERM", term)
-    with progress_bars(["random"], 1_000) as told:
-        told("random", Progress(90.0, 600, 500))
+    with progress_bars(["random"], 1_000) as on_progress:
+        on_progress("random", Progress(90.0, 600, 500))
     assert ("random" in written.getvalue()) is shown
     assert ("500 / 1,000" in written.getvalue()) is shown
 
@@ -329,7 +331,7 @@ def test_every_setting_of_a_fleet_is_an_option() -> None:
 
 
 def test_traffic_is_what_the_options_say(trace: Path) -> None:
-    """Of a trace all of it unless told otherwise; the same requests each time, and the same as their count."""
+    """A trace is used up to its end by default; the requests are the same each time, and as many as their count says."""
     chosen = read_workload(parsed("--trace", str(trace), "--trace-speed", "3"))
     times = [request.at for request in chosen.generate()]
     assert chosen.count() == len(times) == REQUESTS
@@ -352,7 +354,7 @@ def test_other_commands_do_not_load_the_simulation() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_without_the_index_its_absence_is_told() -> None:
+def test_without_the_index_its_absence_is_reported() -> None:
     code = (
         "import sys; sys.modules['kvevents_native._native'] = None\n"
         "from kvevents.cli import main\nsys.exit(main(['sim', 'compare']))"
@@ -382,9 +384,9 @@ def test_a_recording_becomes_a_trace_that_can_be_run(tmp_path: Path) -> None:
     assert json.loads(compared.out)["policies"][0]["finished"] == int(found[1])
 
 
-def test_what_is_no_recording_is_told(tmp_path: Path) -> None:
-    """Nothing there, nothing of that run, or no place to write: a sentence and exit code 1."""
-    for arguments, told in (
+def test_a_file_that_is_not_a_recording_is_reported(tmp_path: Path) -> None:
+    """No file, no such run in it, or no place to write: a sentence and exit code 1."""
+    for arguments, message in (
         ([tmp_path / "nothing.jsonl", tmp_path / "out.jsonl"], "cannot read"),
         ([RECORDING, tmp_path / "out.jsonl", "--run", "no such run"], "no request can be derived from"),
         ([RECORDING, tmp_path / "no" / "out.jsonl"], "cannot write"),
@@ -392,5 +394,5 @@ def test_what_is_no_recording_is_told(tmp_path: Path) -> None:
         with Program("sim", "convert", *arguments) as converting:
             ended = converting.end()
         assert (ended.code, ended.out) == (1, "")
-        assert told in ended.err
+        assert message in ended.err
         assert "Traceback" not in ended.err

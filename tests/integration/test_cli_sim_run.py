@@ -17,9 +17,10 @@ import pytest
 
 from cli_cases import Ended, Program
 from kvevents.cli import main
+from kvevents.cli.console import Console
 from kvevents.cli.service_client import worker_name
 from kvevents.cli.sim import run as run_module
-from kvevents.cli.sim.run import MAX_ROWS, fleet_line, fleet_table, live_view, streams_line
+from kvevents.cli.sim.run import MAX_ROWS, ViewTiming, fleet_line, fleet_table, live_view, streams_line
 from kvevents.service.discovery.files import read_sources
 from kvevents.sim.results import LiveResult, StreamResult
 from kvevents.sim.sockets import HIGHEST_PORT
@@ -66,7 +67,7 @@ def only(text: str) -> LiveResult:
 
 
 def test_it_ends_when_all_is_answered(fleet: Callable[..., Ended]) -> None:
-    """Endpoints and settings are told beside the results: a table, a sentence, what became of the streams."""
+    """Endpoints and settings are shown beside the results: a table, a sentence, and the final state of the streams."""
     ended = fleet()
     assert ended.code == 0
     head, row, sentence, streams = ended.out.splitlines()
@@ -86,8 +87,8 @@ def test_json_is_one_object(fleet: Callable[..., Ended]) -> None:
     assert (result.policy, result.requests, result.finished, result.disagreements) == ("round-robin", 10, 10, 0)
     assert [(one.source, one.rank, one.trust) for one in found.streams] == [("engine-0", 0, "EXACT"), ("engine-1", 0, "EXACT")]
     assert sum(one.batches for one in found.streams) == result.batches
-    told = {name: found.settings[name] for name in ("engines", "requests", "time_scale", "faults", "dialect")}
-    assert told == {"engines": 2, "requests": 10, "time_scale": 20.0, "faults": "drop:1%", "dialect": "vllm-0.24"}
+    shown = {name: found.settings[name] for name in ("engines", "requests", "time_scale", "faults", "dialect")}
+    assert shown == {"engines": 2, "requests": 10, "time_scale": 20.0, "faults": "drop:1%", "dialect": "vllm-0.24"}
     assert found.seconds > 0
     assert found.faults == {}
 
@@ -109,11 +110,11 @@ def test_it_ends_after_its_duration(fleet: Callable[..., Ended]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_it_with_the_table(number: signal.Signals) -> None:
-    """What would go on for ever, and began when somebody had subscribed."""
+    """It would go on for ever, and began when a consumer had subscribed."""
     with program("--engines", 1, *ENDLESS, *FAST, "--wait-for-subscriber", 20) as running:
-        told = re.search(r"publishes at (\S+), replay at (\S+)", running.err.wait("engine-0/0 publishes"))
-        assert told
-        with Program("tail", told[1], "--replay", told[2], "--verbose") as follower:
+        announced = re.search(r"publishes at (\S+), replay at (\S+)", running.err.wait("engine-0/0 publishes"))
+        assert announced
+        with Program("tail", announced[1], "--replay", announced[2], "--verbose") as follower:
             follower.out.wait(lambda lines: sum("+1 block" in one for one in lines) > 5)
             ended = running.interrupt(number)
     assert ended.code == 0
@@ -122,15 +123,20 @@ def test_ctrl_c_ends_it_with_the_table(number: signal.Signals) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_without_rich_and_a_terminal_it_prints_lines(fleet: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_and_a_terminal_it_prints_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.live", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(run_module, "LINE_SECONDS", 0.1)
-    ended = fleet("--time-scale", 8)
-    assert ended.code == 0
-    lines = [one for one in ended.err.splitlines() if " answered, " in one]
-    assert lines
+    notes = io.StringIO()
+    with (
+        opened(engines=2, pace=20) as fleet,
+        live_view(fleet, Console(notes=notes), ViewTiming(line_seconds=0.0)) as show,
+    ):
+        fleet.run(conversations(4, rate=10))
+        for _ in range(3):
+            show()
+    lines = notes.getvalue().splitlines()
+    assert len(lines) == 3
     assert all(
         re.match(r"[\d.:]+\S* ?\S*: \d+ of \d+ answered, \d+ running, \d+ waiting, .* of prompt tokens cached, ", one)
         for one in lines
@@ -195,7 +201,7 @@ def holds(service: Service, engine: str) -> bool:
     return found is not None and found["trust"]["state"] == "EXACT" and found["blocks"] > 0
 
 
-def test_nobody_may_come(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_without_a_subscriber(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "run", *SMALL, "--wait-for-subscriber", "0.05"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -287,7 +293,7 @@ def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
     row = r"^(engine-\d+/0) +(EXACT|DEGRADED) +[█·]{24} +[\d,]+ +0 +0 +\d+% +(\d+) +1 *$"
     rows = re.findall(row, shown, re.MULTILINE)
     assert [name for name, _, _ in rows] == [worker_name(*view.worker) for view in fleet.views()[:MAX_ROWS]]
-    # A stream of which nothing has been heard live is not EXACT.
+    # A stream without any live batch is not EXACT.
     assert all((trust == "EXACT") == (batches != "0") for _, trust, batches in rows)
     assert "and 2 more" in shown
 
@@ -295,13 +301,12 @@ def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
 def test_a_terminal_gets_the_table_and_a_quiet_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     shown: list[str] = []
-    monkeypatch.setattr(run_module, "FRAME_SECONDS", 0.0)
     monkeypatch.setattr(run_module, "fleet_table", lambda fleet: shown.extend([fleet.name]))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     fleet: Any = type("Fleet", (), {"name": "mine"})()
     console: Any = None
-    with live_view(fleet, console) as show:
+    with live_view(fleet, console, ViewTiming(frame_seconds=0.0)) as show:
         show()
     assert shown == ["mine"]
     with live_view(fleet, console, quiet=True) as show:

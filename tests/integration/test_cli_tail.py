@@ -60,11 +60,11 @@ def test_a_late_start_shows_everything_in_order_and_says_how_it_came() -> None:
     assert re.search(r"pod/0: 31 batches, 30 replayed, 0 gaps, 0 lost, 0 resets, trust EXACT", ended.err)
 
 
-def test_lines_tell_hashes_counts_and_tokens() -> None:
+def test_lines_show_hashes_counts_and_tokens() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
         lines = run(*tail(tape, "--count", 4)).out.splitlines()
-        spelled = run(*tail(tape, "--count", 4, "--verbose")).out
+        verbose = run(*tail(tape, "--count", 4, "--verbose")).out
         tokens = run(*tail(tape, "--count", 1, "--token-ids")).out
     stored, removed = "+2 blocks abcdef01 80000000 after the root, 4 tokens", "-1 block abcdef01 from CPU"
     assert [line[14:] for line in lines if "#" in line] == [
@@ -73,10 +73,10 @@ def test_lines_tell_hashes_counts_and_tokens() -> None:
         "pod/0       #2  replay ALL BLOCKS CLEARED",
         f"pod/0       #3  replay {stored}; {removed}; {removed}; and 2 events: +2 blocks with 4 tokens, -1 block",
     ]
-    assert "#3  replay 5 events: +4 blocks with 8 tokens, -3 blocks\n" in spelled
-    assert spelled.count("block_size 2") == 3
+    assert "#3  replay 5 events: +4 blocks with 8 tokens, -3 blocks\n" in verbose
+    assert verbose.count("block_size 2") == 3
     assert "tokens [11, 12, 13, 14]" in tokens
-    assert "[11" not in "".join(lines) + spelled
+    assert "[11" not in "".join(lines) + verbose
 
 
 def test_json_lines_are_a_promise() -> None:
@@ -173,7 +173,7 @@ def test_of_an_idle_engine_whose_history_came_by_replay_it_says_what_confirms_it
     assert "send the engine a request; the next batch confirms the replay endpoint" in ended.err
 
 
-def test_without_replay_it_says_that_losses_cannot_be_mended(tmp_path: Path) -> None:
+def test_without_replay_it_says_that_losses_cannot_be_repaired(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/kv"
     with TapePlayer(MIXED, endpoint=endpoint, replay_endpoint=None) as tape, Program("tail", endpoint, "--count", 2) as program:
         assert tape.wait_for_subscriber(SECONDS)
@@ -202,11 +202,11 @@ def test_exit_code_3_when_nothing_ever_arrives() -> None:
         idle = run(*tail(tape, "--idle-timeout", 0.3))
         absent = run("tail", nowhere, "--no-replay", "--idle-timeout", 0.3)
         tape.play()
-        heard = run(*tail(tape, "--idle-timeout", 0.3))
+        ended = run(*tail(tape, "--idle-timeout", 0.3))
     assert idle.code == absent.code == 3
     assert re.search(r"\nnothing arrived within 0.3 s; `kvevents doctor tcp://\S+` finds out why", idle.err)
     assert "nothing listens there yet" in absent.err
-    assert heard.code == 0
+    assert ended.code == 0
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)

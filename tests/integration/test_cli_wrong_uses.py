@@ -129,7 +129,7 @@ def test_a_misspelled_command_has_a_suggestion(words: str, said: str, capsys: py
 
 
 def test_options_of_a_plane_without_one_say_where_https_is_set(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--tls-cert` of `serve` is for NATS; who wants HTTPS learns where it is."""
+    """`--tls-cert` of `serve` is for NATS; the error names the settings of HTTPS."""
     assert main(["serve", "--tls-cert", "x"]) == 2
     assert "--tls-cert needs --nats, the URL of a NATS server; for HTTPS use --https-cert" in capsys.readouterr().err
 

@@ -143,7 +143,7 @@ async def test_the_hosts_file_and_plain_addresses_need_no_nameserver(server: Nam
 
 @pytest.mark.parametrize(("ttl", "random", "pause"), [(0, 0, 5), (30, 0, 30), (86_400, 0, 60), (30, 0.5, 28.5)])
 async def test_it_resolves_again_when_the_ttl_is_over(server: NameServer, ttl: int, random: float, pause: float) -> None:
-    """Bounded below and above, a little early at random; told only when something changed."""
+    """Bounded below and above, a little early at random; a finding is yielded only when something changed."""
     server.zone["e.test", "A"] = ["10.0.0.1"]
     server.ttl = ttl
     steps = Steps(random)
@@ -159,7 +159,7 @@ async def test_it_resolves_again_when_the_ttl_is_over(server: NameServer, ttl: i
 
 
 @pytest.mark.parametrize("rcode", [dns.rcode.SERVFAIL, dns.rcode.NXDOMAIN])
-async def test_a_failure_is_told_at_once_and_its_engines_stay_for_a_bounded_time(
+async def test_a_failure_is_reported_at_once_and_its_engines_stay_for_a_bounded_time(
     server: NameServer, rcode: dns.rcode.Rcode
 ) -> None:
     """A nameserver that is away, or has just lost its zone, does not empty the index; but not for ever."""
@@ -212,7 +212,7 @@ async def test_a_silent_nameserver_is_given_up(server: NameServer) -> None:
 
 
 async def test_cancelling_ends_it_in_the_middle_of_a_question(server: NameServer) -> None:
-    """Nobody waits for a nameserver that is silent."""
+    """The end does not wait for a nameserver that does not answer."""
     server.mute = True
     following = soon(DnsProvider("e.test:1", MODEL, resolver(server)).watch())
     await within(server.arrived.wait())

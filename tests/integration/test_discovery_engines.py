@@ -76,7 +76,7 @@ def sentences(found: Finding) -> list[str]:
     return [fault.sentence for fault in found.faults]
 
 
-async def test_vllm_tells_all_its_ranks(engine: Engine) -> None:
+async def test_vllm_lists_all_its_ranks(engine: Engine) -> None:
     """Endpoints with ports that the OS chose, replay where there is one, the topic; and the model, which is no adapter."""
     engine.pages |= {
         "/kv_event_sources": {
@@ -98,7 +98,7 @@ async def test_vllm_tells_all_its_ranks(engine: Engine) -> None:
 
 
 async def test_adapters_are_asked_for_where_the_model_is_known(engine: Engine) -> None:
-    """Those of the engine's own model, under the name that the operator gives it; without an answer there are none."""
+    """Those of the engine's own model, under the name that the operator gives it; without an answer the list is empty."""
     models = {"data": [*VLLM_MODELS["data"], {"id": "another", "parent": "another-model"}]}
     engine.pages |= {"/kv_event_sources": {"0": vllm_rank("tcp://10.0.0.1:41233")}, "/v1/models": models}
     named = Template(model="qwen", tenant="t", group="g")
@@ -143,14 +143,14 @@ async def test_a_rank_that_cannot_be_followed_is_named(engine: Engine) -> None:
     assert "needs a port" in sentences(found)[2]
 
 
-async def test_ranks_that_the_operator_counts_on_are_missed(engine: Engine) -> None:
-    """`ranks = 4` beside a base_url: an engine that tells two of them lacks two."""
+async def test_ranks_that_the_operator_expects_are_reported_missing(engine: Engine) -> None:
+    """`ranks = 4` beside a base_url: an engine that lists two of them lacks two."""
     engine.pages["/kv_event_sources"] = {rank: vllm_rank("tcp://*:5557") for rank in ("0", "1")}
     found = await ask(engine, SourceTable(model="m", base_url=engine.url, ranks=4))
     assert sentences(found) == [f"rank {rank} of e is configured, but the engine does not report it" for rank in (2, 3)]
 
 
-async def test_sglang_tells_all_its_ranks(engine: Engine) -> None:
+async def test_sglang_lists_all_its_ranks(engine: Engine) -> None:
     """Ports count up from one base, those of replay too; block size and model come with them."""
     engine.pages["/server_info"] = sglang(kv_events={"replay_endpoint_port_base": 6557, "topic": "kv"})
     found = await ask(engine)
@@ -164,7 +164,7 @@ async def test_sglang_tells_all_its_ranks(engine: Engine) -> None:
 
 @pytest.mark.parametrize("listed", [None, [{"dp_rank": 2, "endpoint": "tcp://127.0.0.1:5559"}, {"dp_rank": 3}]])
 async def test_ranks_on_other_nodes_of_sglang_are_missing_by_name(engine: Engine, listed: list[Any] | None) -> None:
-    """Attention DP over two nodes: ports of ranks 0 and 1 are on a host that the second node does not tell."""
+    """Attention DP over two nodes: ports of ranks 0 and 1 are on a host that the second node does not name."""
     engine.pages["/server_info"] = sglang(kv_events={"dp_size": 4}, nnodes=2, node_rank=1, kv_event_sources=listed)
     found = await ask(engine)
     assert streams(found) == [("e rank 2", "tcp://127.0.0.1:5559", None), ("e rank 3", "tcp://127.0.0.1:5560", None)]
@@ -172,7 +172,7 @@ async def test_ranks_on_other_nodes_of_sglang_are_missing_by_name(engine: Engine
     assert "another node" in sentences(found)[0]
 
 
-async def test_an_older_sglang_tells_its_flag(engine: Engine) -> None:
+async def test_an_older_sglang_lists_its_flag(engine: Engine) -> None:
     """Before `kv_events` and before `/server_info`: the same, from the settings that it was started with."""
     info = sglang(
         kv_events_config='{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}', dp_size=2
@@ -206,8 +206,8 @@ async def test_an_engine_without_events_says_how_to_get_them(engine: Engine, pat
     found = await ask(engine)
     assert found.registrations == ()
     assert f"e publishes no KV events: start {word} with --kv-events-config" in sentences(found)[0]
-    [told] = re.findall(r"\{.*\}", sentences(found)[0])
-    taken = VLLMConfig.from_cli(told) if word == "vLLM" else SGLangConfig.from_cli(told)
+    [suggested] = re.findall(r"\{.*\}", sentences(found)[0])
+    taken = VLLMConfig.from_cli(suggested) if word == "vLLM" else SGLangConfig.from_cli(suggested)
     assert (taken.publisher, taken.endpoint, taken.replay_endpoint) == ("zmq", "tcp://*:5557", "tcp://*:5558")
 
 
@@ -257,7 +257,7 @@ async def test_an_answer_that_cannot_be_used_is_a_fault(engine: Engine, pages: d
 
 
 async def test_an_engine_that_stops_answering_is_asked_less_and_less_often_and_keeps_its_ranks(engine: Engine) -> None:
-    """0.5 s doubling to 30 s, one fault for all failures; then every 15 s again, and only changes are told."""
+    """0.5 s doubling to 30 s, one fault for all failures; then every 15 s again, and only changes are yielded."""
     engine.pages["/server_info"] = sglang()
     steps = Steps()
     watched = EngineProvider(engine.url, clock=steps.clock).watch()
@@ -280,7 +280,7 @@ async def test_an_engine_that_stops_answering_is_asked_less_and_less_often_and_k
 
 
 async def test_cancelling_ends_it_in_the_middle_of_a_question(engine: Engine) -> None:
-    """Nobody waits for an engine that is slow to answer."""
+    """The end does not wait for an engine that is slow to answer."""
 
     def slow(_handler: object) -> None:
         engine.reached.set()
@@ -295,7 +295,7 @@ async def test_cancelling_ends_it_in_the_middle_of_a_question(engine: Engine) ->
 
 
 def test_it_is_called_by_its_url() -> None:
-    """And a URL that is none is refused when it is written, not when it is asked."""
+    """An invalid URL is refused when the settings are read, not when the engine is queried."""
     assert EngineProvider("http://h:8000").name == "engine http://h:8000"
     with pytest.raises(ConfigError):
         EngineProvider("h:8000")

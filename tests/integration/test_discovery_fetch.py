@@ -72,7 +72,7 @@ async def test_a_chunked_answer_is_put_together(engine: Engine) -> None:
         b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200 + b"\r\n",
     ],
 )
-async def test_what_is_no_whole_answer_is_told(engine: Engine, page: bytes) -> None:
+async def test_an_incomplete_answer_is_reported(engine: Engine, page: bytes) -> None:
     """Something else listens there, or the engine died in the middle of a sentence."""
     engine.pages["/x"] = page
     assert "does not answer in HTTP" in await refused(engine, "/x")
@@ -98,7 +98,7 @@ async def test_a_slow_answer_is_given_up_however_many_bytes_come(engine: Engine)
     assert "in time" in await refused(engine, "/x", EngineHttpClient(read_seconds=0.05))
 
 
-async def test_nobody_listens() -> None:
+async def test_no_listener() -> None:
     """Refused, and a name that cannot be: sentences, not tracebacks."""
     for host in (f"127.0.0.1:{quiet_port()}", "a" * 64 + ":80"):
         with pytest.raises(EngineQueryError, match="cannot be reached"):
@@ -106,7 +106,7 @@ async def test_nobody_listens() -> None:
 
 
 async def test_redirects_stay_on_the_host(engine: Engine) -> None:
-    """A moved path is followed, a few times; another host would make the service ask on behalf of whoever answers here."""
+    """A moved path is followed, a few times; a redirect to another host would make the service send requests for its peer."""
     engine.pages |= {"/a": to("/b"), "/b": to(engine.url + "/c?d=e"), "/c?d=e": 7, "/round": to("/round")}
     assert await get(engine, "/a") == (200, b"7")
     engine.pages |= {"/x": to("http://169.254.169.254/"), "/y": to("file:///etc/passwd"), "/z": to("//[bad")}
@@ -171,8 +171,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return found
 
 
-async def test_https_checks_whom_it_talks_to(certificate: tuple[Path, Path]) -> None:
-    """By the name that it is told, which need not be the host that it connects to; nobody else's certificate will do."""
+async def test_https_verifies_its_peer(certificate: tuple[Path, Path]) -> None:
+    """By the configured name, which can differ from the host that it connects to; no other certificate will do."""
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     theirs.load_cert_chain(*certificate)
     ours = ssl.create_default_context(cafile=str(certificate[0]))

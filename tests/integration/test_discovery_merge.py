@@ -49,8 +49,8 @@ class Scripted:
         self.queue.put_nowait(found)
 
 
-class Told:
-    """What was told, one after the other."""
+class Findings:
+    """The findings received, one after the other."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[MergedFindings] = asyncio.Queue()
@@ -65,16 +65,16 @@ class Told:
 
 
 @asynccontextmanager
-async def running(*providers: Provider, max_sources: int = 4_096) -> AsyncIterator[Told]:
-    told = Told()
-    task = asyncio.create_task(ProviderRunner(providers, told.queue.put_nowait, max_sources=max_sources, settle=0).run())
-    yield told
+async def running(*providers: Provider, max_sources: int = 4_096) -> AsyncIterator[Findings]:
+    received = Findings()
+    task = asyncio.create_task(ProviderRunner(providers, received.queue.put_nowait, max_sources=max_sources, settle=0).run())
+    yield received
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await within(task)
 
 
-def test_the_first_of_two_that_differ_counts_and_the_other_is_told() -> None:
+def test_the_first_of_two_that_differ_counts_and_the_other_gets_a_fault() -> None:
     """By order of the providers, not of arrival; the sentence says in what they differ, and never prints keys."""
     found = merge_findings(
         [("config", Finding((registration("a", 1),))), ("dns x", Finding((registration("a", 2), registration("b"))))]
@@ -102,13 +102,13 @@ def test_two_entries_of_one_provider_conflict_too() -> None:
 
 
 def test_sources_are_bounded() -> None:
-    """The rest is ignored, counted, and told by whom it was named; who is known already is not the rest."""
+    """The rest is ignored, counted, and reported with its provider; a known source does not count as the rest."""
     found = merge_findings([("config", finding("a", "b")), ("dns x", finding("b", "c", "d", "e"))], max_sources=3)
     assert sorted(each.instance for each in found.registrations.values()) == ["a", "b", "c"]
     assert found.faults == {"dns x": (DiscoveryFault("max_sources", "2 ranks are ignored: max_sources allows 3"),)}
 
 
-def test_who_has_said_nothing_yet_is_known() -> None:
+def test_a_provider_without_a_finding_is_named() -> None:
     """So that what was known before a restart is not dropped before the providers had a chance to name it."""
     assert merge_findings([("config", finding("a")), ("dns x", None)]).waiting == ("dns x",)
 
@@ -128,73 +128,73 @@ def test_merging_agrees_with_reading_all_in_order(named: list[list[tuple[str, in
 
 
 async def test_changes_of_all_providers_arrive() -> None:
-    """What one no longer names is gone; faults stand under the name of who found them."""
+    """A source that its provider no longer names is gone; faults are listed under the provider that found them."""
     one, two = Scripted("one"), Scripted("two")
-    async with running(one, two) as told:
-        assert (await told.until(set())).waiting == ("one", "two")
+    async with running(one, two) as received:
+        assert (await received.until(set())).waiting == ("one", "two")
         one.find(finding("a"))
-        assert (await told.until({"a rank 0"})).waiting == ("two",)
+        assert (await received.until({"a rank 0"})).waiting == ("two",)
         two.find(Finding(finding("b").registrations, (DiscoveryFault("x", "is not there"),)))
-        found = await told.until({"a rank 0", "b rank 0"})
+        found = await received.until({"a rank 0", "b rank 0"})
         assert (found.faults, found.waiting) == ({"two": (DiscoveryFault("x", "is not there"),)}, ())
         one.find(finding())
-        await told.until({"b rank 0"})
+        await received.until({"b rank 0"})
     assert one.ended.is_set()
     assert two.ended.is_set()
 
 
-async def test_who_comes_first_wins_even_when_late() -> None:
-    """The order is that of the configuration: it does not depend on who answers faster."""
+async def test_the_first_provider_wins_even_when_late() -> None:
+    """The order is that of the configuration: it does not depend on which provider answers faster."""
     one, two = Scripted("one"), Scripted("two")
-    async with running(one, two) as told:
+    async with running(one, two) as received:
         two.find(Finding((registration("a", 2),)))
-        await told.until({"a rank 0"}, faults=0)
+        await received.until({"a rank 0"}, faults=0)
         one.find(Finding((registration("a", 1),)))
-        found = await told.until({"a rank 0"}, faults=1)
+        found = await received.until({"a rank 0"}, faults=1)
         assert [each.endpoint for each in found.registrations.values()] == ["tcp://h:1"]
 
 
 async def test_providers_that_a_provider_names_run_as_long_as_it_names_them() -> None:
     """An equal one goes on undisturbed; one that is named no more ends, with all below it."""
     top, left, right, below = (Scripted(name) for name in ("top", "left", "right", "below"))
-    async with running(top) as told:
+    async with running(top) as received:
         top.find(Finding(providers=(left, right)))
         left.find(finding("a"))
         right.find(Finding(finding("b").registrations, providers=(below,)))
         below.find(finding("c"))
-        await told.until({"a rank 0", "b rank 0", "c rank 0"})
+        await received.until({"a rank 0", "b rank 0", "c rank 0"})
         top.find(Finding(finding("d").registrations, providers=(Scripted("left"),)))
-        await told.until({"a rank 0", "d rank 0"})
+        await received.until({"a rank 0", "d rank 0"})
         await within(right.ended.wait())
         await within(below.ended.wait())
         left.find(finding("e"))
-        await told.until({"d rank 0", "e rank 0"})
+        await received.until({"d rank 0", "e rank 0"})
 
 
 async def test_providers_are_bounded_too() -> None:
     """A DNS answer with a million addresses does not start a million of them."""
     top = Scripted("top")
-    async with running(top, max_sources=3) as told:
+    async with running(top, max_sources=3) as received:
         top.find(Finding(providers=tuple(Scripted(str(each)) for each in range(10))))
-        found = await told.until(set(), faults=1)
+        found = await received.until(set(), faults=1)
         assert found.faults["top"] == (DiscoveryFault("max_sources", "8 providers are ignored: max_sources allows 3"),)
         assert found.waiting == ("0", "1")
 
 
-async def test_many_changes_at_once_are_told_once() -> None:
-    """A moment is waited for others, and nothing is told that is as it was."""
-    steps, told = Steps(), Told()
+async def test_many_changes_at_once_are_sent_once() -> None:
+    """A short wait collects others, and nothing is sent if the result is as it was."""
+    steps, received = Steps(), Findings()
     providers = [Scripted(str(each)) for each in range(100)]
     for each in providers:
         each.find(finding(each.name))
-    task = asyncio.create_task(ProviderRunner(providers, told.queue.put_nowait, settle=0.05, clock=steps.clock).run())
+    task = asyncio.create_task(ProviderRunner(providers, received.queue.put_nowait, settle=0.05, clock=steps.clock).run())
     assert await steps.step() == 0.05
-    assert len((await within(told.queue.get())).registrations) == 100
+    assert len((await within(received.queue.get())).registrations) == 100
     providers[0].find(finding("0"))
     await steps.step()
     providers[0].find(finding())
     await steps.step()
-    assert len((await within(told.queue.get())).registrations) == 99
+    assert len((await within(received.queue.get())).registrations) == 99
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await within(task)
@@ -228,6 +228,6 @@ async def test_a_fleet_of_flags_a_file_and_engines(tmp_path: Path) -> None:
         path.write_text(f'[[sources]]\ninstance = "c"\nbase_url = "{engine.url}"\nmodel = "m"\n')
         config = StaticProvider((SourceTable(instance="a", endpoint="tcp://h:1", model="m"),))
         asked = EngineProvider(engine.url, SourceTable(base_url=engine.url, model="m"), "b")
-        async with running(config, FileProvider(path), asked) as told:
-            found = await told.until({"a rank 0", "b rank 0", "b rank 1", "c rank 0", "c rank 1"})
+        async with running(config, FileProvider(path), asked) as received:
+            found = await received.until({"a rank 0", "b rank 0", "b rank 1", "c rank 0", "c rank 1"})
             assert (found.faults, found.waiting) == ({}, ())

@@ -153,7 +153,7 @@ def test_ports_of_ranks_that_collide(events: int, replay: int, rank: int, senten
     ],
 )
 def test_ports_of_ranks_that_do_not_collide(endpoint: str, replay: str | None, rank: int) -> None:
-    """They are far enough apart, on other hosts, chosen by the OS, or there are none."""
+    """They are far enough apart, on other hosts, chosen by the OS, or absent."""
     assert port_collision(endpoint, replay, rank) is None
 
 

@@ -152,7 +152,7 @@ def test_times_without_a_clock_of_the_publisher_are_the_recorders(tmp_path: Path
 
 
 def test_a_worker_that_was_followed_is_silent_until_the_end_and_another_unknown(tmp_path: Path) -> None:
-    """`kvevents record` notes whom it follows; of a run without notes nobody knows whether it went on."""
+    """`kvevents record` notes the streams that it subscribes to; a run without notes does not show whether it went on."""
     body = payload([stored([1], [1])], 5.0)
     late = payload([stored([2], [2])], 50.0)
     frames = [note("p/0/life0", "p", 0), pub(0, body, "p/0/life0"), pub(0, body, "b"), pub(0, late, "c")]
@@ -187,7 +187,7 @@ def test_several_recordings_are_one_data_set(tmp_path: Path) -> None:
     ],
 )
 def test_what_has_no_key_has_a_reason(reason: str, event: BlockStored, tmp_path: Path) -> None:
-    """Block 3 is a root whose tokens are none."""
+    """Block 3 is a root whose tokens are unknown."""
     folder = one(tmp_path, [BlockStored([3], None, [-1] * SIZE, SIZE), event])
     assert column(folder, "events", "block_hash", "block_key", "unkeyed")[-1] == (event.block_hashes[0], None, reason)
     assert reason in UNKEYED
@@ -225,14 +225,14 @@ def test_salts_show_as_digests_that_no_other_export_shares(tmp_path: Path) -> No
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=60), st.integers(1, 40))
 def test_reuse_distances_are_counted(doings: list[tuple[int, bool]], left: int) -> None:
-    """Against a plain list of what was stored, where numbers are used up and given anew soon."""
+    """Against a plain list of what was stored, where numbers are used up and soon assigned again."""
     distances = ReuseDistances(1000)
     distances._next = len(distances._marks) - left
     hold_against_a_list(distances, doings)
 
 
 def test_reuse_distances_are_counted_across_stretches() -> None:
-    """Thousands of blocks, more than are marked in one stretch, and numbers given anew several times."""
+    """Thousands of blocks, more than are marked in one stretch, and numbers assigned again several times."""
     rng = random.Random(5)
     doings = [(int(5000 * rng.random() ** 2), rng.random() < 0.6) for _ in range(12_000)]
     hold_against_a_list(ReuseDistances(10_000), doings)
@@ -264,11 +264,11 @@ def test_what_is_remembered_for_reuse_is_bounded() -> None:
     assert distances.record_store(key) == 0
 
 
-# --- what is left out unless asked, and what is told
+# --- optional columns, and messages -------------------------------------------------------------------------------------------
 
 
 def test_schemas_are_as_documented_and_pinned(tmp_path: Path) -> None:
-    """docs/guides/export.md tells every column in order with its type and meaning; the files have just these."""
+    """docs/guides/export.md lists every column in order with its type and meaning; the files have just these."""
     folder = one(tmp_path, [stored([1], [1])])
     text = (DOCS / "guides" / "export.md").read_text()
     for each in TABLES:
@@ -310,7 +310,7 @@ def test_numbers_that_no_column_holds_are_none(tmp_path: Path) -> None:
     assert column(export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out").folder, "events", "kv_group") == [None]
 
 
-def test_a_torn_recording_is_exported_up_to_there_and_told(tmp_path: Path) -> None:
+def test_a_torn_recording_is_exported_up_to_there_and_reported(tmp_path: Path) -> None:
     path = history(tmp_path / "run.jsonl", {"a": [(1.0, [stored([1], [1])]), (2.0, [removed(1)])]})
     path.write_bytes(path.read_bytes()[:-20])
     done = export([path], tmp_path / "out")
@@ -318,7 +318,7 @@ def test_a_torn_recording_is_exported_up_to_there_and_told(tmp_path: Path) -> No
     assert [text for text in done.truncated if "line 2: the last line is incomplete" in text]
 
 
-def test_limits_bound_row_groups_and_blocks_and_are_told(tmp_path: Path) -> None:
+def test_limits_bound_row_groups_and_blocks_and_are_reported(tmp_path: Path) -> None:
     events = [[stored([number], [number])] for number in range(1, 21)]
     folder = one(tmp_path, *events, limits=ExportLimits(rows=6, resident_blocks=15))
     file = pq.ParquetFile(folder / "events.parquet")
@@ -334,7 +334,7 @@ def test_limits_are_above_zero(name: str) -> None:
         ExportLimits(**{name: 0})  # type: ignore[arg-type]
 
 
-def test_progress_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_progress_shows_how_far_it_is(tmp_path: Path) -> None:
     seen: list[ExportProgress] = []
     path = history(tmp_path / "run.jsonl", {"a": [(1.0, [stored([1, 2], [1, 2])]), (2.0, [removed(1)])]})
     export([path], tmp_path / "out", progress=seen.append)
@@ -378,7 +378,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("each", [each.name for each in TABLES])
-def test_a_full_disk_is_told_and_leaves_nothing(each: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(each: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / f"{each}.parquet.partial").symlink_to("/dev/full")
     with pytest.raises(RecordingError, match=r"parquet.partial: No space left on device; free some space, or choose another"):
@@ -387,7 +387,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(each: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("folder", "message"), [("no/out", "does not exist"), ("file", "cannot create .*file: File exists")])
-def test_a_folder_that_cannot_be_is_told(folder: str, message: str, tmp_path: Path) -> None:
+def test_an_impossible_folder_is_reported(folder: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=message):
         export([RECORDING], tmp_path / folder)
@@ -410,7 +410,7 @@ def test_a_folder_with_odd_characters_is_one(tmp_path: Path) -> None:
     assert run_query(folder, Query("q", "SELECT count(*) FROM events")).rows == [(1,)]
 
 
-def test_wrong_questions_are_told(tmp_path: Path) -> None:
+def test_wrong_arguments_of_queries_raise(tmp_path: Path) -> None:
     folder = one(tmp_path, [stored([1], [1])])
     with pytest.raises(
         ConfigError, match=r"invalid query 'hits': expected one of block-lifetime, .*, reuse-distance, or a file"

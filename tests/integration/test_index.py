@@ -438,7 +438,7 @@ def test_a_move_between_tiers_needs_no_tokens(index: PrefixIndex, feed: Feed) ->
     assert tiers_of(index) == (2, 2, 2, 2)
 
 
-def test_a_hash_told_without_tokens_waits_for_them(index: PrefixIndex, feed: Feed) -> None:
+def test_a_hash_stored_without_tokens_waits_for_them(index: PrefixIndex, feed: Feed) -> None:
     feed(store([1], [], 0, medium="CPU"))
     assert tiers_of(index) == (0, 0, 0, 0)
     feed(chain(1), removal(1))
@@ -538,7 +538,7 @@ def test_removing_a_source_removes_all_its_ranks_and_no_other(index: PrefixIndex
         each(chain(1, 2))
     assert index.remove_worker("a") == 4
     assert workers_of(index) == {("ab", 0)}
-    assert index.remove_worker("nobody") == 0
+    assert index.remove_worker("absent") == 0
 
 
 def test_streams_come_and_go_by_dozens(index: PrefixIndex) -> None:
@@ -666,7 +666,7 @@ def test_other_tokens_are_read_right_or_refused_and_never_misread(
 @pytest.mark.parametrize(
     "tokens", [b"\1\0\0\0\2\0\0\0", bytearray(8), memoryview(b"\1\0\0\0\2\0\0\0"), "12", 7, None, 1.5, {1: 2}]
 )
-def test_what_is_no_list_of_tokens_is_refused_and_told(index: PrefixIndex, tokens: Any) -> None:
+def test_an_invalid_list_of_tokens_raises(index: PrefixIndex, tokens: Any) -> None:
     for ask in (index.match, lambda what: index.match_many([what]), lambda what: block_keys(what, 2)):
         with pytest.raises(REFUSED, match=r"(?i)token") as refusal:
             ask(tokens)
@@ -687,7 +687,7 @@ def test_what_is_no_list_of_tokens_is_refused_and_told(index: PrefixIndex, token
     ],
     ids=repr,
 )
-def test_what_is_no_namespace_is_refused_and_told(index: PrefixIndex, given: Any) -> None:
+def test_an_invalid_namespace_raises(index: PrefixIndex, given: Any) -> None:
     """In one sentence that says what a namespace is, but no salt."""
     for ask in (lambda: index.match(PROMPT, given), lambda: block_keys(PROMPT, 2, given)):
         with pytest.raises(TypeError, match="namespace is a Namespace with text for model and salt") as refusal:
@@ -697,14 +697,14 @@ def test_what_is_no_namespace_is_refused_and_told(index: PrefixIndex, given: Any
 
 
 @pytest.mark.parametrize("stream", [5, None, b"a", ("a",), ("a", "0"), ("a", 0, 0), (1, "a")])
-def test_what_names_no_stream_is_refused_and_told(index: PrefixIndex, stream: Any) -> None:
+def test_an_invalid_stream_raises(index: PrefixIndex, stream: Any) -> None:
     with pytest.raises(TypeError, match=r"^a stream is \(source, rank\), or its source alone for rank 0; not ") as refusal:
         index.apply_payload(stream, 0, 0, b"")
     assert str(refusal.value).endswith(f"not {stream!r}")
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**64, -(2**63), 2**200, "x", None, 1.0, (1, 2)])
-def test_a_token_outside_of_u32_is_refused_and_told(index: PrefixIndex, bad: Any) -> None:
+def test_a_token_outside_of_u32_raises(index: PrefixIndex, bad: Any) -> None:
     with pytest.raises(REFUSED, match=r"(?i)token"):
         index.match([1, bad, 3])
 
@@ -742,7 +742,7 @@ def test_a_match_names_the_best_worker_and_every_other(index: PrefixIndex, feed:
     assert mine.tokens == 2
     assert match.get("b") is None
     assert match.get("b", 2) is not None
-    assert match.get("nobody") is None
+    assert match.get("absent") is None
     assert len(match) == 2
     assert {hit.source for hit in match} == {"a", "b"}
 
@@ -789,7 +789,7 @@ def test_a_block_size_that_cannot_be_is_refused(size: int) -> None:
 # --- payloads ---------------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_spelled_as_strings_are_tokens(index: PrefixIndex) -> None:
+def test_tokens_sent_as_strings_are_tokens(index: PrefixIndex) -> None:
     """TensorRT-LLM may send token ids as decimal strings."""
     payload = batch_of(stored(block_hashes=[1, 2], token_ids=[str(token) for token in PROMPT[:4]]))
     assert index.apply_payload("a", 0, 0, payload).status == "applied"
@@ -815,7 +815,7 @@ def test_a_bad_event_costs_neither_its_neighbours_nor_its_number(index: PrefixIn
 @pytest.mark.parametrize(
     "payload", [b"", b"\xc1", b"\x90", b"\xff" * 40, pack([1.0]), pack({"ts": 1.0}), pack([1.0, [], 0])[:-3]]
 )
-def test_what_is_no_batch_is_set_aside_and_told(index: PrefixIndex, payload: bytes) -> None:
+def test_a_payload_that_is_not_a_batch_is_rejected_and_reported(index: PrefixIndex, payload: bytes) -> None:
     applied = index.apply_payload(("a", 0), 0, 0, payload)
     assert applied.report is not None
     assert len(applied.report.rejected) == 1
@@ -904,9 +904,9 @@ for kind, payload in kinds.items():
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read as Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read as Linux reports it")
 def test_a_hostile_payload_takes_no_more_than_a_named_multiple_of_its_size() -> None:
-    """In a process of its own, whose peak is measured anew for each kind: what is declared is not allocated, and what is kept
+    """In a process of its own, whose peak is measured afresh for each kind: what is declared is not allocated, and what is kept
     is in proportion to what was sent."""
     assert 1 <= MAX_PAYLOAD_EXPANSION <= 200
     result = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, check=False, timeout=100)
@@ -979,7 +979,7 @@ def test_a_digest_is_of_what_is_resident_whatever_way_led_there(index: PrefixInd
 @pytest.mark.parametrize(
     "change", [chain(1), chain(1, 2, 3), chain(1, medium="CPU"), chain(1, group_idx=1), store([7], [1, 2], 2)]
 )
-def test_a_digest_tells_copies_tiers_groups_and_hashes_apart(index: PrefixIndex, feed: Feed, change: Any) -> None:
+def test_a_digest_distinguishes_copies_tiers_groups_and_hashes(index: PrefixIndex, feed: Feed, change: Any) -> None:
     feed(chain(1, 2))
     before = index.digest("a")
     feed(change)
@@ -1071,7 +1071,7 @@ def test_a_damaged_snapshot_is_refused_and_leaves_the_index_as_it_was(tmp_path: 
 
 
 def test_a_snapshot_of_a_newer_version_is_refused_and_says_so(tmp_path: Path) -> None:
-    """The version is a number near the beginning; whichever byte holds it, a larger one is told as a newer version."""
+    """The version is a number near the beginning; whichever byte holds it, the error of a larger one names a newer version."""
     path = tmp_path / "index.snapshot"
     furnished().snapshot(path)
     whole = path.read_bytes()
@@ -1084,7 +1084,7 @@ def test_a_snapshot_of_a_newer_version_is_refused_and_says_so(tmp_path: Path) ->
     assert any("version" in message and "newer" in message for message in messages), messages
 
 
-def test_a_snapshot_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_snapshot_raises(tmp_path: Path) -> None:
     with pytest.raises(KVEventsError, match="nowhere"):
         PrefixIndex().restore(tmp_path / "nowhere")
     with pytest.raises(KVEventsError, match="nowhere"):
@@ -1109,12 +1109,12 @@ def test_everything_says_what_it_is(index: PrefixIndex, feed: Feed) -> None:
     assert "salt" in repr(Namespace(salt="t", mm=[MultiModal("image", 0, 2)]))
 
 
-def test_unknown_workers_are_told(index: PrefixIndex) -> None:
-    """Asking for the blocks of nobody is a mistake of the caller, not an empty answer that looks like one of a worker."""
+def test_unknown_workers_raise(index: PrefixIndex) -> None:
+    """Asking for the blocks of an unknown worker is a mistake of the caller; an empty result would look like a real one."""
     assert list(index.workers()) == []
     for ask in (index.digest, index.blocks):
-        with pytest.raises(UnknownSourceError, match="nobody"):
-            ask(("nobody", 0))
+        with pytest.raises(UnknownSourceError, match="absent"):
+            ask(("absent", 0))
 
 
 def test_without_the_native_module_the_package_works_and_the_index_says_what_is_missing() -> None:
@@ -1170,8 +1170,8 @@ def test_the_payload_of_a_batch_is_not_needed_beside_its_events(index: PrefixInd
 # --- what an operator sees
 
 
-def test_a_worker_tells_how_it_cuts_its_blocks_and_where_they_are(index: PrefixIndex, feed: Feed) -> None:
-    """Both follow every event: stores, moves between tiers, removals, and a new life, which has told nothing."""
+def test_a_worker_reports_its_block_sizes_and_its_tiers(index: PrefixIndex, feed: Feed) -> None:
+    """Both follow every event: stores, moves between tiers, removals, and a new incarnation, which has sent nothing."""
     feed(chain(1, 2, medium="GPU"), chain(1, medium="CPU"))
     (info,) = index.workers()
     assert (info.block_sizes, info.tiers) == ([2], {"gpu": 2, "cpu": 1})
@@ -1186,7 +1186,7 @@ def test_a_worker_tells_how_it_cuts_its_blocks_and_where_they_are(index: PrefixI
     assert (info.block_sizes, info.tiers) == ([], {})
 
 
-def test_a_restored_worker_tells_the_same(index: PrefixIndex, feed: Feed, tmp_path: Path) -> None:
+def test_a_restored_worker_reports_the_same(index: PrefixIndex, feed: Feed, tmp_path: Path) -> None:
     feed(chain(1, 2, medium="GPU"), chain(1, medium="CPU"))
     index.snapshot(tmp_path / "snapshot")
     other = PrefixIndex()
@@ -1197,8 +1197,8 @@ def test_a_restored_worker_tells_the_same(index: PrefixIndex, feed: Feed, tmp_pa
 def test_rows_are_what_the_objects_say(index: PrefixIndex, feed: Feed) -> None:
     feed(chain(1, 2, medium="GPU"), store([3], PROMPT[4:6], 2, 2, medium="CPU"))
     match = index.match(PROMPT)
-    told = [(each.source, each.rank, *(each.tiers[name] for name in ("gpu", "cpu", "disk")), each.tokens) for each in match]
-    assert match.rows() == [(*each, 6, True) for each in told] == [("a", 0, 4, 6, 6, 6, 6, True)]
+    expected = [(each.source, each.rank, *(each.tiers[name] for name in ("gpu", "cpu", "disk")), each.tokens) for each in match]
+    assert match.rows() == [(*each, 6, True) for each in expected] == [("a", 0, 4, 6, 6, 6, 6, True)]
 
 
 @pytest.mark.parametrize("blocks", [4_000, 40_000, 400_000])
@@ -1213,7 +1213,7 @@ def test_tables_of_every_size_lose_nothing_and_keep_nothing(index: PrefixIndex, 
     order = np.random.default_rng(1).permutation(hashes)
     gone, left = order[: blocks // 2], order[blocks // 2 :]
     for at in range(0, len(gone), size):
-        feed(removal(*gone[at : at + size].tolist(), 5))  # and one that nobody knows
+        feed(removal(*gone[at : at + size].tolist(), 5))  # and an unknown one
     assert (index.stats().blocks, index.stats().unknown_removals) == (len(left), len(gone) // size)
     assert {block.hash for block in index.blocks(feed.worker)} == set(left.tolist())
     index.snapshot(tmp_path / "snapshot")

@@ -33,7 +33,7 @@ def faults_of(look: Callable[[], list[str]]) -> str:
         try:
             try:
                 faults = look()
-            except BaseException as error:  # noqa: BLE001 - told to the parent
+            except BaseException as error:  # noqa: BLE001 - sent to the parent
                 faults = [repr(error)]
             os.write(writing, "; ".join(faults).encode())
             status = len(faults)
@@ -137,7 +137,7 @@ def test_a_forked_child_makes_an_index_of_its_own_while_threads_of_its_parent_ma
         thread.join()
 
 
-def test_what_is_dropped_in_a_forked_child_waits_for_nobody() -> None:
+def test_dropping_in_a_forked_child_waits_for_no_thread() -> None:
     kept = [PrefixIndex()]
     history = [_native.Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from nats.js import JetStreamContext
 
-from bridge_cases import BridgeProcess, TalkingEngine, settled, told_of, with_js
+from bridge_cases import BridgeProcess, TalkingEngine, reports_by_bridge, settled, with_js
 from cli_cases import refusing
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
@@ -46,7 +46,7 @@ def test_the_log_has_every_batch_once_and_in_order(plane: PlaneSettings) -> None
         assert bridge.trusts().keys() == {("engine", 0)}
         assert len(log.pages) < 500
         engine.say()  # the others may all have come by replay
-        log.until("trust", lambda log: {told.trust for told in told_of(log).values()} == {"EXACT"})
+        log.until("trust", lambda log: {report.trust for report in reports_by_bridge(log).values()} == {"EXACT"})
 
 
 # --- two of them
@@ -66,7 +66,9 @@ def test_two_bridges_write_one_log(plane: PlaneSettings) -> None:
         assert log.numbers("e1") == list(range(one.truth.count))
         assert a.status().written + b.status().written == one.truth.count + two.truth.count
         assert a.status().invalid_records == b.status().invalid_records == 0
-        log.until("both to be sure", lambda log: {name: told.trust for name, told in told_of(log, "e1").items()} == EXACT_BOTH)
+        log.until(
+            "both to be sure", lambda log: {n: each.trust for n, each in reports_by_bridge(log, "e1").items()} == EXACT_BOTH
+        )
 
 
 EXACT_BOTH = {"a": "EXACT", "b": "EXACT"}
@@ -96,7 +98,7 @@ def test_one_of_two_may_be_killed_and_come_back(plane: PlaneSettings) -> None:
             for _ in range(2):
                 with BridgeProcess(plane, engine, name="dies").wait_until_ready() as dies:
                     before = engine.truth.count
-                    log.until("the other one's word", lambda log: "dies" in told_of(log))
+                    log.until("the other one's word", lambda log: "dies" in reports_by_bridge(log))
                     log.until("some more", lambda log, before=before: len(log.numbers()) > before + 20)
                     dies.kill()
         with bridging(plane, engine.watch, name="dies"):
@@ -142,7 +144,7 @@ def test_a_bridge_in_reserve_takes_over_from_one_that_is_killed(plane: PlaneSett
 
 
 def test_a_bridge_that_was_stopped_for_a_while_does_no_harm(plane: PlaneSettings) -> None:
-    """While it does nothing the reserve takes over, and the engine restarts; then it has an old life to tell of."""
+    """While it is stopped the reserve takes over, and the engine restarts; then it has batches of an old one to write."""
     with TalkingEngine() as engine:
         log = Log(plane)
         with (
@@ -159,7 +161,7 @@ def test_a_bridge_that_was_stopped_for_a_while_does_no_harm(plane: PlaneSettings
             settled(log, engine)
             active.resume()
             with engine.talking():
-                log.until("its word on this life", lambda log: told_of(log).get("active", NOTHING).trust == "EXACT")
+                log.until("its word on this life", lambda log: reports_by_bridge(log).get("active", NOTHING).trust == "EXACT")
                 log.until("some more", lambda log: log.events and numbers_now(log) > 100)
             settled(log, engine)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
@@ -212,7 +214,7 @@ class BridgesOf:
 
 @pytest.mark.parametrize("count", [40, 41])
 def test_a_restart_that_no_bridge_has_seen_is_noticed_by_the_next_one(plane: PlaneSettings, count: int) -> None:
-    """The new life may be as long as the old one: it is told apart by its bytes."""
+    """The new incarnation may be as long as the old one: its bytes distinguish it."""
     with TalkingEngine() as engine:
         log = Log(plane)
         with bridging(plane, engine.watch):
@@ -252,8 +254,8 @@ def test_batches_above_what_a_message_may_hold_are_split_and_joined(tmp_path: Pa
 
 
 @pytest.mark.parametrize("bridges", [1, 2])
-def test_what_nobody_has_is_a_gap_that_is_told_once(plane: PlaneSettings, bridges: int) -> None:
-    """And a reason to trust less."""
+def test_a_batch_that_no_bridge_has_is_one_gap(plane: PlaneSettings, bridges: int) -> None:
+    """It is also a reason to trust less."""
     names = [f"b{at}" for at in range(bridges)]
     with TalkingEngine() as engine, BridgesOf(plane, engine, names):
         engine.say(10)
@@ -265,8 +267,8 @@ def test_what_nobody_has_is_a_gap_that_is_told_once(plane: PlaneSettings, bridge
         assert log.numbers() == [each for each in range(log.numbers()[-1] + 1) if each != 10]
         assert [(each.first, each.last) for each in log.events if isinstance(each, Gap)] == [(10, 10)]
         assert log.flaws == (0, 0)
-        log.until("their trust", lambda log: {told.trust for told in told_of(log).values()} == {"DEGRADED"})
-        assert all("lost" in told.reason for told in told_of(log).values())
+        log.until("their trust", lambda log: {report.trust for report in reports_by_bridge(log).values()} == {"DEGRADED"})
+        assert all("lost" in report.reason for report in reports_by_bridge(log).values())
 
 
 # --- engines that are gone
@@ -336,8 +338,8 @@ def gone(log: Log) -> set[str]:
     return {each.key[0] for each in log.events if isinstance(each, StreamLeft)}
 
 
-def test_an_engine_that_nobody_names_any_more_leaves(plane: PlaneSettings) -> None:
-    """It was taken out of the settings while no bridge ran; each bridge still stands in the log as one that reaches it."""
+def test_an_engine_that_is_no_longer_configured_leaves(plane: PlaneSettings) -> None:
+    """It was taken out of the settings while no bridge ran; the log still says of each bridge that it reaches the engine."""
     engines = [TalkingEngine(f"e{at}") for at in range(4)]
     watches = [engine.watch for engine in engines]
     log = Log(plane)
@@ -345,7 +347,7 @@ def test_an_engine_that_nobody_names_any_more_leaves(plane: PlaneSettings) -> No
         for engine in engines:
             engine.say(10)
         settled(log, *engines)
-        log.until("trust of both", lambda log: all(len(told_of(log, engine.name)) == 2 for engine in engines))
+        log.until("trust of both", lambda log: all(len(reports_by_bridge(log, engine.name)) == 2 for engine in engines))
     with (
         bridging(plane, *watches[1:], name="a", unclaimed_seconds=0.5) as one,
         bridging(plane, *watches[1:], name="b", unclaimed_seconds=0.5),
@@ -372,7 +374,7 @@ def test_engines_that_a_living_bridge_names_stay(plane: PlaneSettings) -> None:
                 engine.say(10)
             settled(log, *engines)
             engines[1].end()
-            log.until("doubt", lambda log: told_of(log, "e1")["b"].trust == "STALE")
+            log.until("doubt", lambda log: reports_by_bridge(log, "e1")["b"].trust == "STALE")
             pages = len(log.pages)
             log.until("some time", lambda log: len(log.pages) > pages + 20)
             assert one.status().unclaimed == 0
@@ -398,7 +400,7 @@ def test_two_bridges_that_drop_an_engine_at_once_let_it_leave(plane: PlaneSettin
         one.say(10)
         two.say(10)
         settled(log, one, two)
-        log.until("trust of both", lambda log: set(told_of(log, "e2")) == set(names))
+        log.until("trust of both", lambda log: set(reports_by_bridge(log, "e2")) == set(names))
         for bridge, thread in zip(bridges, running, strict=True):
             thread.call(lambda bridge=bridge: bridge.watch([one.watch]))
         log.until("it to leave", lambda log: gone(log) == {"e2"})
@@ -407,7 +409,7 @@ def test_two_bridges_that_drop_an_engine_at_once_let_it_leave(plane: PlaneSettin
 
 
 def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
-    """A new card begins no new life, nor does another address of the same engine; who is watched no more leaves."""
+    """A new card begins no new incarnation, nor does another address of the same engine; an unlisted engine leaves."""
     with TalkingEngine("e1") as one, TalkingEngine("e2") as two:
         log = Log(plane)
         bridge = Bridge(BridgeSettings(plane=plane, name="bridge", heartbeat_seconds=0.2), [one.watch])
@@ -432,8 +434,8 @@ def test_what_is_watched_may_change(plane: PlaneSettings) -> None:
         running.end()
 
 
-def test_a_message_that_is_no_page_is_passed_over(plane: PlaneSettings, caplog: pytest.LogCaptureFixture) -> None:
-    """And counted, and told once."""
+def test_a_message_that_is_not_a_page_is_skipped(plane: PlaneSettings, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted, and reported once."""
     with TalkingEngine() as engine, bridging(plane, engine.watch) as bridge:
         log = Log(plane)
         partition = log.layout.partition_of("engine")
@@ -457,9 +459,9 @@ def test_an_engine_that_cannot_be_followed_is_no_reason_to_follow_none(plane: Pl
     with TalkingEngine() as engine, bridging(plane, wrong, engine.watch) as bridge:
         engine.say(10)
         log = settled(Log(plane), engine)
-        log.until("its trust", lambda log: told_of(log, "wrong"))
-        assert told_of(log, "wrong")["bridge"].trust == "CONNECTING"
-        assert "longlong" in told_of(log, "wrong")["bridge"].reason
+        log.until("its trust", lambda log: reports_by_bridge(log, "wrong"))
+        assert reports_by_bridge(log, "wrong")["bridge"].trust == "CONNECTING"
+        assert "longlong" in reports_by_bridge(log, "wrong")["bridge"].reason
         assert not bridge.status().failure
 
 
@@ -507,7 +509,7 @@ def test_it_can_be_stopped_before_it_has_read_its_partitions(plane: PlaneSetting
     running.end()
 
 
-def test_servers_that_are_not_there_are_told(tmp_path: Path) -> None:
+def test_missing_servers_are_reported(tmp_path: Path) -> None:
     running = Running(Bridge(BridgeSettings(plane=plane_at("nats://127.0.0.1:1"), name="bridge"), []))
     with pytest.raises(PlaneError, match=r"127\.0\.0\.1:1"):
         running.end()

@@ -31,7 +31,7 @@ class Script:
         self.connections = 0
         self.nonsense: list[bytes] = []
         """Said to a connection, one after another, in the place of a greeting."""
-        self.heard = asyncio.Condition()
+        self.has_lines = asyncio.Condition()
         self.lines: list[bytes] = []
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -52,11 +52,11 @@ class Script:
         self.say("INFO " + json.dumps(self.info))
 
     async def wait_for(self, start: bytes) -> None:
-        async def heard() -> None:
-            async with self.heard:
-                await self.heard.wait_for(lambda: any(line.startswith(start) for line in self.lines))
+        async def has_lines() -> None:
+            async with self.has_lines:
+                await self.has_lines.wait_for(lambda: any(line.startswith(start) for line in self.lines))
 
-        await within(heard())
+        await within(has_lines())
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -72,14 +72,14 @@ class Script:
         while line := await reader.readline():
             if line == b"PING\r\n":
                 writer.write(b"PONG\r\n")
-            async with self.heard:
+            async with self.has_lines:
                 self.lines.append(line)
-                self.heard.notify_all()
+                self.has_lines.notify_all()
         writer.close()
 
 
 class States:
-    """What `on_state` was told."""
+    """The states that `on_state` received."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
@@ -165,7 +165,7 @@ def stuck(client: PlaneClient) -> bool:
     return transport._io_writer.transport.get_write_buffer_size() > 1 << 16  # type: ignore[no-any-return]
 
 
-async def test_who_publishes_to_a_server_that_takes_nothing_can_be_cancelled() -> None:
+async def test_publishing_to_a_server_that_takes_nothing_can_be_cancelled() -> None:
     """At once, and by a task that goes on to publish otherwise."""
     taken = asyncio.Event()
 

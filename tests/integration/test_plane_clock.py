@@ -111,9 +111,9 @@ def timed(clock: ServersClock, tmp_path: Path) -> Iterator[NatsServer]:
 def test_a_lease_is_had_after_its_length_whatever_the_servers_clock_is(
     clock: ServersClock, timed: NatsServer, seconds: int
 ) -> None:
-    """Set back, the server would keep it for an hour more; set forward, who had it knows by its next renewal.
+    """Set back, the server would keep it for an hour more; set forward, the earlier holder knows it by its next renewal.
 
-    Holders go by clocks of the test, so that none of their time passes but what is said here.
+    Holders use clocks of the test, so no more of their time passes than the test says.
     """
 
     async def main() -> None:

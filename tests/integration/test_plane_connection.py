@@ -36,7 +36,7 @@ USER = Key.new()
 
 
 class States:
-    """What `on_state` was told."""
+    """The states that `on_state` received."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
@@ -47,7 +47,7 @@ class States:
         self._changed.set()
 
     async def wait(self, *states: str) -> None:
-        """Until exactly these have been told."""
+        """Wait until exactly these have been received."""
 
         async def map_errors() -> None:
             while len(self.all) < len(states):
@@ -150,7 +150,7 @@ async def test_an_nkey(users: NatsServer, seed: str) -> None:
 
 
 async def test_a_file_of_credentials(tmp_path: Path) -> None:
-    """Of a user whom an operator's account vouches for; read again for each connection, so that a new one is found."""
+    """Of a user of an operator's account; the file is read again for each connection, so that a new one is found."""
     operator, states = Operator(), States()
     with nats_server(tmp_path / "nats", **operator.options) as server:
         path = operator.credentials(tmp_path / "user.creds")
@@ -163,7 +163,7 @@ async def test_a_file_of_credentials(tmp_path: Path) -> None:
             server.start()
             await until("five attempts without credentials", lambda: client.server_pool[0].reconnects >= 5)
             path.write_text(re.sub(r"SU[A-Z2-7]{56}", "SU" + "7" * 56, wrong))
-            await until("five with a seed that is none", lambda: client.server_pool[0].reconnects >= 10)
+            await until("five with an invalid seed", lambda: client.server_pool[0].reconnects >= 10)
             assert states.all == ["connected", "reconnecting"]
             operator.credentials(path, "the same, renewed")
             await states.wait("connected", "reconnecting", "connected")
@@ -178,7 +178,7 @@ async def test_a_file_of_credentials(tmp_path: Path) -> None:
 async def test_a_login_that_is_not_taken(
     users: NatsServer, tmp_path: Path, given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Told at once, and once, with the server's name and without the secret."""
+    """Reported at once, and once, with the server's name and without the secret."""
     seed = Key.new().seed
     (tmp_path / "seed").write_text(seed)
     fields: dict[str, Any] = {"servers": (users.url_of(given["servers"]),)} if "servers" in given else dict(given)
@@ -264,14 +264,14 @@ async def test_a_key_that_is_not_the_certificates(plain: NatsServer, certificate
         await connect(settings_of(plain, **files), name="test")
 
 
-async def test_nothing_is_said_to_a_server_without_tls(users: NatsServer) -> None:
-    """Whoever is in between and says that there is none learns no login."""
-    heard = bytearray()
+async def test_nothing_is_sent_to_a_server_without_tls(users: NatsServer) -> None:
+    """A peer in between that claims that TLS is missing learns no login."""
+    received = bytearray()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         theirs, ours = await asyncio.open_connection("127.0.0.1", users.port)
         writer.write(await theirs.readline())  # INFO, as of a server that takes passwords
-        heard.extend(await reader.read())
+        received.extend(await reader.read())
         writer.close()
         ours.close()
 
@@ -279,7 +279,7 @@ async def test_nothing_is_said_to_a_server_without_tls(users: NatsServer) -> Non
         error = await refused(PlaneSettings(connection=IMPATIENT, servers=(f"tls://a:{IN_URL}@127.0.0.1:{port}",)))
     assert error.fault == "tls"
     assert "secure connection not available" in str(error)
-    assert not heard
+    assert not received
 
 
 # --- no way in ---------------------------------------------------------------------------------------------------------------
@@ -303,23 +303,23 @@ async def fake_server(listen: Callable[[asyncio.StreamReader, asyncio.StreamWrit
             await within(task)
 
 
-@pytest.fixture(name="nobody")
-def port_of_nobody() -> Iterator[str]:
+@pytest.fixture(name="no_listener")
+def url_without_listener() -> Iterator[str]:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield f"nats://127.0.0.1:{holder.getsockname()[1]}"
 
 
-async def test_nobody_listens(nobody: str, caplog: pytest.LogCaptureFixture) -> None:
-    error = await refused(PlaneSettings(connection=IMPATIENT, servers=(nobody.replace("//", "//u:secret@"),)))
+async def test_nothing_listens(no_listener: str, caplog: pytest.LogCaptureFixture) -> None:
+    error = await refused(PlaneSettings(connection=IMPATIENT, servers=(no_listener.replace("//", "//u:secret@"),)))
     assert error.fault == "away"
-    assert str(error).startswith(f"cannot use the NATS server at {nobody}: Connect call failed")
+    assert str(error).startswith(f"cannot use the NATS server at {no_listener}: Connect call failed")
     assert "check that it runs" in str(error)
     assert "secret" not in str(error)
     assert not caplog.records
 
 
-async def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -328,13 +328,13 @@ async def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nats://nats.test:4222: Name or service not known" in str(error)
 
 
-async def test_a_name_that_nobody_can_have() -> None:
+async def test_an_impossible_host_name() -> None:
     assert "nats://a..b:4222: " in str(await refused(PlaneSettings(connection=IMPATIENT, servers=("nats://a..b",))))
 
 
 @pytest.mark.parametrize("greeting", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"INFO {\r\n"], ids=["silence", "http", "half"])
-async def test_somebody_else_listens(greeting: bytes) -> None:
-    """Told within the bound."""
+async def test_another_service_listens(greeting: bytes) -> None:
+    """The error comes within the bound."""
     limits = ConnectionLimits(connect_seconds=0.3)
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -348,17 +348,17 @@ async def test_somebody_else_listens(greeting: bytes) -> None:
     assert error.fault == ("refused" if greeting else "timeout")
 
 
-async def test_one_server_of_several_is_enough(plain: NatsServer, nobody: str) -> None:
-    """And the others are known, should this one go."""
-    async with open_client(PlaneSettings(connection=IMPATIENT, servers=(nobody, plain.url)), name="test") as client:
-        assert {url.geturl() for url in client.servers} >= {nobody, plain.url}
+async def test_one_server_of_several_is_enough(plain: NatsServer, no_listener: str) -> None:
+    """The others are known as well, in case this one fails."""
+    async with open_client(PlaneSettings(connection=IMPATIENT, servers=(no_listener, plain.url)), name="test") as client:
+        assert {url.geturl() for url in client.servers} >= {no_listener, plain.url}
         assert await publishes(client)
 
 
-async def test_of_several_servers_each_is_told_of(nobody: str) -> None:
-    error = await refused(PlaneSettings(connection=IMPATIENT, servers=(nobody, "nats://a..b")))
+async def test_of_several_servers_each_is_named(no_listener: str) -> None:
+    error = await refused(PlaneSettings(connection=IMPATIENT, servers=(no_listener, "nats://a..b")))
     assert str(error).startswith("cannot use any of the NATS servers at ")
-    assert nobody in str(error)
+    assert no_listener in str(error)
     assert "nats://a..b:4222" in str(error)
 
 
@@ -378,8 +378,8 @@ async def test_an_account_without_jetstream(users: NatsServer) -> None:
             await require_jetstream(client)
 
 
-async def test_a_user_who_may_not_ask_for_jetstream(users: NatsServer) -> None:
-    """Which there may well be."""
+async def test_a_user_without_access_to_jetstream(users: NatsServer) -> None:
+    """JetStream may well be enabled."""
     async with open_client(
         PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"reader:{IN_URL}"),)), name="test"
     ) as client:
@@ -387,8 +387,8 @@ async def test_a_user_who_may_not_ask_for_jetstream(users: NatsServer) -> None:
             await require_jetstream(client)
 
 
-async def test_what_is_forbidden_is_told_at_once(users: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
-    """By the request itself, not by its timeout; and in the log, once."""
+async def test_a_forbidden_request_fails_at_once(users: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The request itself fails, not its timeout; and the log has it once."""
     async with open_client(
         PlaneSettings(connection=IMPATIENT, servers=(users.url_of(f"reader:{IN_URL}"),)), name="reader"
     ) as client:
@@ -421,7 +421,7 @@ async def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, seed: str, mi
 
 
 async def test_a_server_that_was_killed_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The state is told, each line of the log comes once however many attempts fail, and what was subscribed still is."""
+    """The state is reported, the log has each line once however many attempts fail, and the subscriptions are still there."""
     caplog.set_level(logging.INFO)
     states = States()
     with nats_server(tmp_path) as server:
@@ -479,7 +479,7 @@ async def test_a_login_that_is_taken_away_and_given_back(tmp_path: Path, caplog:
     assert not any(PASSWORD in line or IN_URL in line for line in lines)
 
 
-async def test_publishing_to_nobody_is_bounded(tmp_path: Path) -> None:
+async def test_publishing_without_a_listener_is_bounded(tmp_path: Path) -> None:
     limits = msgspec.structs.replace(IMPATIENT, pending_bytes=1 << 20)
     states = States()
     with nats_server(tmp_path) as server:

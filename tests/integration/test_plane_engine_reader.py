@@ -22,16 +22,16 @@ from publisher_cases import held
 from service_cases import until
 
 
-class Ear:
-    """A listener, and what it has told."""
+class Collector:
+    """An `EngineReader`, and the records that it has delivered."""
 
     def __init__(self, **options: Any) -> None:
-        self.told: list[EngineRecord] = []
+        self.delivered: list[EngineRecord] = []
         self.room = threading.Event()
         self.room.set()
         self.refused = threading.Event()
         """Set when the thread has asked for room, and there was none."""
-        self.listener = EngineReader("bridge", self.told.extend, self._has_room, **options)
+        self.listener = EngineReader("bridge", self.delivered.extend, self._has_room, **options)
 
     def _has_room(self) -> bool:
         if not self.room.is_set():
@@ -40,106 +40,108 @@ class Ear:
 
     @property
     def batches(self) -> list[BatchRecord]:
-        return [each.record for each in list(self.told) if isinstance(each.record, BatchRecord)]
+        return [each.record for each in list(self.delivered) if isinstance(each.record, BatchRecord)]
 
     @property
     def trust(self) -> list[str]:
-        return [each.record.trust for each in list(self.told) if isinstance(each.record, TrustRecord)]
+        return [each.record.trust for each in list(self.delivered) if isinstance(each.record, TrustRecord)]
 
     def until(self, count: int) -> None:
         until(f"{count} batches", lambda: len(self.batches) == count, SECONDS)
 
 
 @contextmanager
-def listening(**options: Any) -> Iterator[Ear]:
-    ear = Ear(**options)
-    ear.listener.start()
+def listening(**options: Any) -> Iterator[Collector]:
+    collector = Collector(**options)
+    collector.listener.start()
     try:
-        yield ear
+        yield collector
     finally:
-        assert ear.listener.stop()
-        assert ear.listener.failure is None
+        assert collector.listener.stop()
+        assert collector.listener.failure is None
 
 
 def test_batches_resets_gaps_and_trust_become_records() -> None:
-    with TalkingEngine() as engine, listening() as ear:
-        ear.listener.follow(engine.source, ResumePoint(None, 7), follow_id=3)
+    with TalkingEngine() as engine, listening() as collector:
+        collector.listener.follow(engine.source, ResumePoint(None, 7), follow_id=3)
         engine.say(4)
-        ear.until(4)
+        collector.until(4)
         engine.say(1)  # the others may all have come by replay
-        ear.until(5)
-        until("trust", lambda: ear.trust[-1:] == ["EXACT"], SECONDS)
+        collector.until(5)
+        until("trust", lambda: collector.trust[-1:] == ["EXACT"], SECONDS)
         with held(engine.publisher):
             pass  # it has burnt a number
         engine.say(1)
-        until("less trust", lambda: ear.trust[-1] == "DEGRADED", SECONDS)
-        assert [each.record for each in ear.told if isinstance(each.record, GapRecord)] == [GapRecord("engine", 0, 7, 5, 5)]
+        until("less trust", lambda: collector.trust[-1] == "DEGRADED", SECONDS)
+        assert [each.record for each in collector.delivered if isinstance(each.record, GapRecord)] == [
+            GapRecord("engine", 0, 7, 5, 5)
+        ]
         engine.restart()
         engine.say(1)
-        until("a reset", lambda: any(isinstance(each.record, IncarnationRecord) for each in ear.told), SECONDS)
-        until("the new life", lambda: ear.batches[-1].incarnation == 8, SECONDS)
-        assert {each.follow_id for each in ear.told} == {3}
-        assert {each.incarnation for each in ear.batches[:5]} == {7}
+        until("a reset", lambda: any(isinstance(each.record, IncarnationRecord) for each in collector.delivered), SECONDS)
+        until("the new life", lambda: collector.batches[-1].incarnation == 8, SECONDS)
+        assert {each.follow_id for each in collector.delivered} == {3}
+        assert {each.incarnation for each in collector.batches[:5]} == {7}
 
 
-def test_a_stream_goes_on_where_the_log_stands_or_begins_anew() -> None:
-    with TalkingEngine() as engine, listening() as ear:
+def test_a_stream_resumes_at_the_end_of_the_log_or_begins_again() -> None:
+    with TalkingEngine() as engine, listening() as collector:
         engine.say(5)
-        ear.listener.follow(engine.source, ResumePoint(Checkpoint("engine", 0, 4, -1), 0), follow_id=1)
-        until("batches", lambda: len(ear.batches) >= 5, SECONDS)
-        assert isinstance(ear.told[0].record, TrustRecord | IncarnationRecord)
-        assert [each.record.incarnation for each in ear.told if isinstance(each.record, IncarnationRecord)] == [5]
-        assert {each.incarnation for each in ear.batches} == {5}
+        collector.listener.follow(engine.source, ResumePoint(Checkpoint("engine", 0, 4, -1), 0), follow_id=1)
+        until("batches", lambda: len(collector.batches) >= 5, SECONDS)
+        assert isinstance(collector.delivered[0].record, TrustRecord | IncarnationRecord)
+        assert [each.record.incarnation for each in collector.delivered if isinstance(each.record, IncarnationRecord)] == [5]
+        assert {each.incarnation for each in collector.batches} == {5}
 
 
 @pytest.mark.parametrize("receive_queue", [1, 100_000])
-def test_while_there_is_no_room_nothing_is_heard_and_nothing_is_lost(receive_queue: int) -> None:
+def test_without_room_nothing_is_delivered_and_nothing_is_lost(receive_queue: int) -> None:
     """However many batches find room in the connection meanwhile."""
-    with TalkingEngine() as engine, listening(receive_queue=receive_queue) as ear:
-        ear.listener.follow(engine.source, ResumePoint(None, 0), follow_id=1)
+    with TalkingEngine() as engine, listening(receive_queue=receive_queue) as collector:
+        collector.listener.follow(engine.source, ResumePoint(None, 0), follow_id=1)
         engine.say(5)
-        ear.until(5)
-        ear.room.clear()
-        assert ear.refused.wait(SECONDS)
+        collector.until(5)
+        collector.room.clear()
+        assert collector.refused.wait(SECONDS)
         engine.say(200)
         until("the engine to have sent it", lambda: engine.publisher.stats().published == 205, SECONDS)
-        before = len(ear.batches)
-        ear.room.set()
-        ear.until(205)
+        before = len(collector.batches)
+        collector.room.set()
+        collector.until(205)
         assert before < 205
-        assert [each.seq for each in ear.batches] == list(range(205))
+        assert [each.seq for each in collector.batches] == list(range(205))
 
 
-def test_who_is_left_is_heard_no_more_and_may_be_followed_again() -> None:
-    with TalkingEngine("one") as one, TalkingEngine("two") as two, listening() as ear:
+def test_an_unfollowed_stream_delivers_nothing_more_and_can_be_followed_again() -> None:
+    with TalkingEngine("one") as one, TalkingEngine("two") as two, listening() as collector:
         for turn, engine in enumerate((one, two)):
-            ear.listener.follow(engine.source, ResumePoint(None, 0), turn)
+            collector.listener.follow(engine.source, ResumePoint(None, 0), turn)
             engine.say(3)
-        ear.until(6)
-        ear.listener.unfollow(("one", 0))
-        ear.listener.unfollow(("nobody", 0))
-        until("it to be left", lambda: ("one", 0) not in ear.listener._follow_ids, SECONDS)
+        collector.until(6)
+        collector.listener.unfollow(("one", 0))
+        collector.listener.unfollow(("absent", 0))
+        until("it to be left", lambda: ("one", 0) not in collector.listener._follow_ids, SECONDS)
         one.say(3)
         two.say(3)
-        ear.until(9)
-        ear.listener.follow(one.source, ResumePoint(None, 0), follow_id=2)
-        ear.until(15)
-        assert [each.record.seq for each in ear.told if isinstance(each.record, BatchRecord) and each.follow_id == 2] == list(
-            range(6)
-        )
+        collector.until(9)
+        collector.listener.follow(one.source, ResumePoint(None, 0), follow_id=2)
+        collector.until(15)
+        assert [
+            each.record.seq for each in collector.delivered if isinstance(each.record, BatchRecord) and each.follow_id == 2
+        ] == list(range(6))
 
 
-def test_an_address_that_is_none_is_told_as_trust() -> None:
-    with TalkingEngine() as engine, listening() as ear:
-        ear.listener.follow(Source("ipc:///" + "z" * 2 * MAX_REASON, name="odd"), ResumePoint(None, 0), follow_id=5)
-        until("it to be told", lambda: ear.trust == ["CONNECTING"], SECONDS)
-        said = ear.told[0].record
+def test_an_invalid_address_is_reported_as_trust() -> None:
+    with TalkingEngine() as engine, listening() as collector:
+        collector.listener.follow(Source("ipc:///" + "z" * 2 * MAX_REASON, name="odd"), ResumePoint(None, 0), follow_id=5)
+        until("the report", lambda: collector.trust == ["CONNECTING"], SECONDS)
+        said = collector.delivered[0].record
         assert isinstance(said, TrustRecord)
-        assert (said.key, ear.told[0].follow_id, len(said.reason)) == (("odd", 0), 5, MAX_REASON)
-        ear.listener.unfollow(("odd", 0))
-        ear.listener.follow(engine.source, ResumePoint(None, 0), follow_id=6)
+        assert (said.key, collector.delivered[0].follow_id, len(said.reason)) == (("odd", 0), 5, MAX_REASON)
+        collector.listener.unfollow(("odd", 0))
+        collector.listener.follow(engine.source, ResumePoint(None, 0), follow_id=6)
         engine.say(1)
-        ear.until(1)
+        collector.until(1)
 
 
 def test_one_that_never_began_closes_its_sockets() -> None:
@@ -148,12 +150,12 @@ def test_one_that_never_began_closes_its_sockets() -> None:
     assert repr(listener._subscriber) == "<Subscriber closed>"
 
 
-def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those are looked at that something has happened to, whatever their number."""
+def test_idle_streams_cost_nothing_and_each_change_of_trust_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only streams with a change are examined, whatever their number."""
     transport = FakeTransport()
-    told: list[EngineRecord] = []
+    delivered: list[EngineRecord] = []
     engines = [transport.engine(f"tcp://engine-{number}:1", f"tcp://engine-{number}:2") for number in range(50)]
-    listener = EngineReader("bridge", told.extend, lambda: True, transport=transport, clock=transport.clock)
+    listener = EngineReader("bridge", delivered.extend, lambda: True, transport=transport, clock=transport.clock)
     for number, engine in enumerate(engines):
         source = Source(engine.endpoint, engine.replay_endpoint, name=str(number))
         listener.follow(source, ResumePoint(None, 0), 1)
@@ -168,12 +170,12 @@ def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once(monk
     for engine in engines:
         engine.publish(BlockRemoved([1]))  # the first one to come live
     turn()
-    assert {each.record.key for each in told if isinstance(each.record, TrustRecord) and each.record.trust == "EXACT"} == {
+    assert {each.record.key for each in delivered if isinstance(each.record, TrustRecord) and each.record.trust == "EXACT"} == {
         (str(number), 0) for number in range(50)
     }
-    told.clear()
+    delivered.clear()
     turn()
-    assert told == []
+    assert delivered == []
     engines[7].publish(BlockRemoved([1]))
     looked_at: list[int] = []
     look = listener._subscriber.trust_changes
@@ -186,20 +188,20 @@ def test_streams_at_rest_cost_nothing_and_each_change_of_trust_is_told_once(monk
     listener._check_trust_at = float("inf")
     listener._turn()
     assert looked_at == [1]
-    assert [type(each.record) for each in told] == [BatchRecord]
-    told.clear()
+    assert [type(each.record) for each in delivered] == [BatchRecord]
+    delivered.clear()
     engines[7].disconnect()
     turn()
-    assert [each.record.key for each in told] == [("7", 0)]
+    assert [each.record.key for each in delivered] == [("7", 0)]
 
 
-def test_less_trust_is_told_together_with_what_it_is_about() -> None:
-    """What replay has brought may be another engine's: whoever reads it must not be EXACT until the next look."""
+def test_less_trust_is_reported_together_with_what_it_is_about() -> None:
+    """A replayed batch may be another engine's: its reader must not be EXACT until the next look."""
     transport = FakeTransport()
-    told: list[list[EngineRecord]] = []
+    deliveries: list[list[EngineRecord]] = []
     engine = transport.engine("tcp://engine:1", "tcp://engine:2")
     listener = EngineReader(
-        "bridge", lambda heard: told.append(list(heard)), lambda: True, transport=transport, clock=transport.clock
+        "bridge", lambda records: deliveries.append(list(records)), lambda: True, transport=transport, clock=transport.clock
     )
     listener.follow(Source(engine.endpoint, engine.replay_endpoint, name="engine"), ResumePoint(None, 0), 1)
     engine.publish(BlockRemoved([1]))
@@ -210,29 +212,29 @@ def test_less_trust_is_told_together_with_what_it_is_about() -> None:
     for _ in range(10):
         listener._check_trust_at = 0.0
         listener._turn()
-    assert _trust_in([each for heard in told for each in heard])[-1] == "EXACT"
-    told.clear()
+    assert _trust_in([each for records in deliveries for each in records])[-1] == "EXACT"
+    deliveries.clear()
     engine.publish(BlockRemoved([1]), lost=True)
     transport.clock.advance(StreamLimits().idle_before_probe)
     listener._check_trust_at = float("inf")
     for _ in range(5):
         listener._turn()
-    for heard in told:
-        replayed = [each for each in heard if isinstance(each.record, BatchRecord) and each.record.replayed]
-        assert not replayed or _trust_in(heard), "nothing was said of trust"
-    assert told
+    for records in deliveries:
+        replayed = [each for each in records if isinstance(each.record, BatchRecord) and each.record.replayed]
+        assert not replayed or _trust_in(records), "nothing was said of trust"
+    assert deliveries
 
 
-def _trust_in(heard: list[EngineRecord]) -> list[str]:
-    return [each.record.trust for each in heard if isinstance(each.record, TrustRecord)]
+def _trust_in(records: list[EngineRecord]) -> list[str]:
+    return [each.record.trust for each in records if isinstance(each.record, TrustRecord)]
 
 
 def test_a_thread_of_the_library_leaves_the_process_as_it_was() -> None:
-    """How long threads may run is of the whole process, which is somebody else's."""
+    """The limit of a thread's runtime belongs to the process, which is not the library's."""
     before = sys.getswitchinterval()
-    with TalkingEngine() as engine, listening() as ear:
-        ear.listener.follow(engine.source, ResumePoint(None, 0), 1)
+    with TalkingEngine() as engine, listening() as collector:
+        collector.listener.follow(engine.source, ResumePoint(None, 0), 1)
         engine.say(1)
-        ear.until(1)
+        collector.until(1)
         assert sys.getswitchinterval() == before
     assert sys.getswitchinterval() == before

@@ -119,7 +119,7 @@ async def remake(js: JetStreamContext) -> None:
     ("do", "fault"),
     [
         (lambda js: js.stream_info("none"), "missing"),
-        (lambda js: js.publish("nobody.listens", b""), "away"),
+        (lambda js: js.publish("no.listener", b""), "away"),
         (lambda js: js.publish("large", bytes(ROOM + 1)), "large"),
         (lambda js: js.add_stream(name="copied", num_replicas=3), "refused"),
         (fill, "full"),

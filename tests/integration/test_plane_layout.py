@@ -46,8 +46,8 @@ def test_a_plane_is_made_once_and_found(server: NatsServer) -> None:
     with_js(settings, work)
 
 
-def test_those_who_make_it_at_once_make_the_same_one(server: NatsServer) -> None:
-    """Though they were told to make different ones."""
+def test_processes_that_create_it_at_once_create_the_same_one(server: NatsServer) -> None:
+    """Even if their settings differ."""
     settings = [plane(server, "race", partitions) for partitions in (2, 4, 3, 2)]
 
     async def work(js: JetStreamContext) -> None:
@@ -83,9 +83,9 @@ def test_a_partition_that_is_made_again_is_another_one(server: NatsServer) -> No
         layout = await create_plane(js, settings)
         before = (await partition_info(js, layout, 0)).stream_id
         await js.delete_stream(layout.stream(0))
-        with pytest.raises(PlaneError, match="partition 0 of plane 'again'") as told:
+        with pytest.raises(PlaneError, match="partition 0 of plane 'again'") as raised:
             await partition_info(js, layout, 0)
-        assert told.value.fault == "missing"
+        assert raised.value.fault == "missing"
         await create_partition(js, layout, 0, settings)
         assert (await partition_info(js, layout, 0)).stream_id != before
 
@@ -104,7 +104,7 @@ def test_a_partition_that_is_made_again_is_another_one(server: NatsServer) -> No
     ids=str,
 )
 def test_streams_that_would_forget_are_no_partitions(server: NatsServer, odd: dict[str, Any]) -> None:
-    """Nor are those of somebody else."""
+    """Nor are streams of another application."""
     settings = plane(server, "odd")
 
     async def work(js: JetStreamContext) -> None:

@@ -70,7 +70,7 @@ def test_a_key_can_be_read() -> None:
     assert lease_key("bridge", "node-7.example") == "bridge.node-7=2Eexample"
 
 
-def test_a_holder_tells_who_it_is() -> None:
+def test_a_holder_describes_itself() -> None:
     here = LeaseHolder.current()
     assert (here.host, here.pid) == (socket.gethostname(), os.getpid())
     assert str(here) == f"process {os.getpid()} at {socket.gethostname()}"
@@ -127,7 +127,7 @@ async def test_one_has_it_until_it_gives_it_back(server: NatsServer) -> None:
         assert repr(first) == f"<Lease {KEY} not held>"
 
 
-async def test_of_many_who_want_it_one_has_it_at_a_time(server: NatsServer) -> None:
+async def test_of_many_processes_one_has_it_at_a_time(server: NatsServer) -> None:
     """Eight on connections of their own, each until it has had it five times; half of them never give it back."""
     having: list[Lease] = []
     turns = 0
@@ -186,8 +186,8 @@ async def test_what_is_renewed_does_not_expire(server: NatsServer) -> None:
         assert await second.acquire(within=WAIT)
 
 
-async def test_a_clock_of_the_servers_that_stands_still_keeps_nobody_waiting(server: NatsServer) -> None:
-    """An entry that nobody renews is taken over by the time of who wants it; one that is renewed never."""
+async def test_a_stopped_clock_of_the_servers_makes_no_holder_wait(server: NatsServer) -> None:
+    """An entry without renewals is taken over by the time of the process that wants it; a renewed one never."""
     async with bucket(server, name="still") as found:
         clock = Clock()
         first, second = found.lease("a", clock=clock), found.lease("b", clock=clock)
@@ -225,7 +225,7 @@ async def test_a_clock_of_the_servers_that_was_set_forward_is_seen_by_the_next_r
         assert repr(first) == f"<Lease {KEY} process 1 at b has taken it>"
 
 
-async def test_an_entry_of_somebody_unknown_is_heeded_and_expires(server: NatsServer) -> None:
+async def test_an_entry_of_an_unknown_holder_is_respected_and_expires(server: NatsServer) -> None:
     async with bucket(server, name="unknown") as found:
         clock = Clock()
         lease = found.lease(clock=clock)
@@ -277,7 +277,7 @@ async def test_a_holder_that_stops_loses_it_and_knows_when_it_goes_on(server: Na
             keeping.cancel()
 
 
-async def test_a_holder_of_this_machine_that_was_killed_keeps_nobody_waiting(server: NatsServer) -> None:
+async def test_a_killed_holder_of_this_machine_makes_no_other_wait(server: NatsServer) -> None:
     async with bucket(server, name="killed") as found:
         lease = found.lease("b")
         with holding(server, "killed", LEASE_SECONDS) as program:
@@ -307,7 +307,7 @@ async def test_a_lease_outlives_a_server_that_is_killed_and_comes_back(tmp_path:
             keeping.cancel()
 
 
-async def test_a_renewal_that_was_sent_late_is_not_taken_for_somebody_else(server: NatsServer) -> None:
+async def test_a_late_renewal_is_not_taken_for_another_holder(server: NatsServer) -> None:
     """As one that waited in the client for the servers to come back: it changes the entry between reading and taking it."""
     async with bucket(server, name="late") as found:
         lease = found.lease()
@@ -343,7 +343,7 @@ async def test_what_cannot_be_renewed_is_lost_by_the_own_clock(tmp_path: Path, c
             assert lease.lost == ""
 
 
-async def test_servers_that_do_not_answer_are_told_and_change_nothing(tmp_path: Path) -> None:
+async def test_servers_that_do_not_answer_are_reported_and_change_nothing(tmp_path: Path) -> None:
     """What was sent meanwhile may have come: a renewal that did is known as the own one, and so is an entry that was made."""
     timers = LeaseTimers(answer_seconds=0.2)
     with nats_server(tmp_path) as server:
@@ -374,7 +374,7 @@ async def is_beyond(found: Bucket, revision: int) -> bool:
     return await found.revision() > revision
 
 
-async def test_who_is_cancelled_while_an_answer_comes_is_cancelled(server: NatsServer) -> None:
+async def test_cancelling_while_an_answer_arrives_is_cancelling(server: NatsServer) -> None:
     """In the very turn of the event loop in which it comes."""
     async with open_client(plane_at(server.url), name="tests") as client:
 
@@ -391,7 +391,7 @@ async def test_who_is_cancelled_while_an_answer_comes_is_cancelled(server: NatsS
             await asking
 
 
-async def test_a_bucket_that_was_deleted_is_told(server: NatsServer) -> None:
+async def test_a_deleted_bucket_is_reported(server: NatsServer) -> None:
     async with bucket(server, name="deleted") as found:
         lease, late = found.lease(), found.lease()
         assert await lease.acquire()
@@ -405,7 +405,7 @@ async def test_a_bucket_that_was_deleted_is_told(server: NatsServer) -> None:
 
 
 async def test_a_lease_outlives_the_leader_of_its_bucket(tmp_path: Path) -> None:
-    """In a cluster of three; nobody else gets it meanwhile."""
+    """In a cluster of three; no other process gets it meanwhile."""
     with nats_cluster(tmp_path) as cluster:
         async with bucket(*cluster.nodes.values(), name="led", ttl=LEASE_SECONDS, copies=3) as found:
             first, second = found.lease("a"), found.lease("b")

@@ -45,7 +45,7 @@ def server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServ
 
 
 class Partition:
-    """One partition, somebody who writes into it, and a reader."""
+    """One partition, another writer of it, and a reader."""
 
     def __init__(self, client: PlaneClient, layout: Layout, settings: PlaneSettings) -> None:
         self.client, self.js, self.layout, self.settings = client, client.jetstream(), layout, settings
@@ -112,7 +112,7 @@ def test_every_page_once_and_in_order(server: NatsServer) -> None:
     with_partition(plane_at(server.url, name="order", partitions=1), work)
 
 
-def test_it_goes_on_where_it_was_told(server: NatsServer) -> None:
+def test_it_resumes_at_the_given_position(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
         await partition.write(10)
         async with running(partition.reader(7)) as task:
@@ -168,7 +168,7 @@ def test_a_partition_that_is_deleted_is_waited_for_and_is_another_one_then(serve
     with_partition(plane_at(server.url, name="deleted", partitions=1), work)
 
 
-def test_who_may_make_it_does(server: NatsServer) -> None:
+def test_a_reader_with_permission_creates_it(server: NatsServer) -> None:
     async def work(partition: Partition) -> None:
         async def remake() -> None:
             await create_partition(partition.js, partition.layout, 0, partition.settings)
@@ -185,7 +185,7 @@ def test_who_may_make_it_does(server: NatsServer) -> None:
     with_partition(plane_at(server.url, name="remade", partitions=1), work)
 
 
-def test_pages_that_are_gone_before_they_were_read_are_told(server: NatsServer) -> None:
+def test_pages_that_are_gone_before_they_were_read_are_reported(server: NatsServer) -> None:
     """At its beginning, all of it, or in its midst: and where it can be read on from."""
 
     async def work(partition: Partition) -> None:
@@ -305,7 +305,7 @@ def test_a_message_whose_headers_say_something_else_is_no_page() -> None:
 
 
 def test_a_writer_verifies_its_tail_when_it_has_another_connection(server: NatsServer) -> None:
-    """Also where it rests, and nobody has written since."""
+    """Also if it rests, and no other process has written since."""
 
     async def work(partition: Partition) -> None:
         writer = Writing()
@@ -372,8 +372,8 @@ def test_what_was_asked_for_before_a_doubt_does_not_end_it(server: NatsServer, m
     with_partition(plane_at(server.url, name="doubts", partitions=1), work)
 
 
-def test_what_goes_wrong_in_taking_ends_it(server: NatsServer) -> None:
-    """Or its ledger would have a hole that nobody sees."""
+def test_an_error_while_applying_ends_it(server: NatsServer) -> None:
+    """Otherwise its state would lack a page without any sign of it."""
 
     async def work(partition: Partition) -> None:
         def take(_: list[ReceivedMessage]) -> None:
@@ -403,7 +403,7 @@ def test_messages_that_no_consumer_sends_are_passed_over(server: NatsServer) -> 
 
 
 class Writing:
-    """What somebody who writes into the partition says to its reader."""
+    """The reports of the partition's writer to its reader."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -429,7 +429,7 @@ POLLING = ReaderLimits(heartbeat_seconds=0.1)
 async def resting(
     partition: Partition, writer: Writing, limits: ReaderLimits = POLLING
 ) -> AsyncIterator[tuple[PartitionReader, asyncio.Task[Any]]]:
-    """A reader of an empty partition that has seen nobody else write for a while."""
+    """A reader of an empty partition that has seen no other writer for a while."""
     reader = partition.reader(writer=writer, limits=limits)
     async with running(reader) as task:
         await until_consumers(partition, 1)
@@ -461,8 +461,8 @@ def test_a_writer_is_not_sent_its_own_pages_and_gets_those_of_others(server: Nat
     with_partition(plane_at(server.url, name="resting", partitions=1), work)
 
 
-def test_one_that_rests_asks_at_once_where_somebody_else_must_have_written(server: NatsServer) -> None:
-    """And waits for what becomes of pages that are under way, or it would fetch them."""
+def test_a_resting_reader_asks_at_once_if_another_writer_must_have_written(server: NatsServer) -> None:
+    """It waits for the fate of pages in flight, or it would fetch them."""
     limits = msgspec.structs.replace(POLLING, poll_seconds=2 * SECONDS)
 
     async def work(partition: Partition) -> None:
@@ -512,8 +512,8 @@ def test_one_that_rests_is_sent_pages_again_where_it_must_ask_again_and_again(se
     with_partition(plane_at(server.url, name="often", partitions=1), work)
 
 
-def test_one_that_rests_tells_what_became_of_its_partition(server: NatsServer) -> None:
-    """A page of somebody else that is gone before it was asked for, and a partition that is another one."""
+def test_a_resting_reader_reports_the_fate_of_its_partition(server: NatsServer) -> None:
+    """A page of another writer that is gone before it was asked for, and a partition that was replaced."""
 
     async def work(partition: Partition) -> None:
         writer = Writing()
@@ -537,7 +537,7 @@ def test_one_that_rests_tells_what_became_of_its_partition(server: NatsServer) -
 
 
 def test_a_reader_without_a_writer_never_rests(server: NatsServer) -> None:
-    """Nobody would tell it what comes. One that could rest does so meanwhile, which says that there was time enough."""
+    """No writer would report what comes. One that could rest does so meanwhile, which says that there was time enough."""
 
     async def work(partition: Partition) -> None:
         plain, writer = partition.reader(), Writing()

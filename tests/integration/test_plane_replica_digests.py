@@ -33,7 +33,7 @@ def digests(count: int) -> dict[StreamKey, str]:
 
 
 def counted(held: dict[StreamKey, str]) -> ReplicaDigests:
-    """What a replica tells that has read a log of so many streams, and holds this of them."""
+    """The digests of a replica that has read a log of so many streams, and holds this of them."""
     subscriber = LogSubscriber(lambda: 0.0, held.get)
     subscriber.add_partition(0, PartitionState(), {})
     names = sorted(source for source, _ in held)
@@ -69,11 +69,11 @@ def test_what_was_not_seen_at_the_same_place_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize("clocks", [(0.0, 0.0), (0.0, 10.0)])
-def test_replicas_that_are_pages_apart_tell_of_the_same_places(clocks: tuple[float, float]) -> None:
-    """Whatever the clocks of two bridges that take turns say: places go by the numbers of pages."""
+def test_replicas_that_are_pages_apart_report_the_same_places(clocks: tuple[float, float]) -> None:
+    """Whatever the clocks of two bridges that take turns say: places depend on the numbers of pages."""
     held: dict[StreamKey, str] = {("engine", 0): "a"}
 
-    def told(pages: int) -> list[int]:
+    def positions(pages: int) -> list[int]:
         taken: list[StreamKey] = []
 
         def digest(key: StreamKey) -> str:
@@ -91,12 +91,12 @@ def test_replicas_that_are_pages_apart_tell_of_the_same_places(clocks: tuple[flo
         assert len(taken) == pages // ReaderLimits().digest_intervals[0]
         return [place.position for place in subscriber.digests[0]]
 
-    assert told(1_030) == [1_024]
-    assert told(1_100) == [1_088, 1_024]
-    assert told(1_200) == [1_152, 1_024]
+    assert positions(1_030) == [1_024]
+    assert positions(1_100) == [1_088, 1_024]
+    assert positions(1_200) == [1_152, 1_024]
 
 
-def test_an_opinion_fits_into_a_message_of_any_plane() -> None:
+def test_digests_fit_into_a_message_of_any_plane() -> None:
     """With as many partitions as there may be, whatever is in them."""
     place = PartitionDigest.of(2**53, digests(10))
     replica_digests = ReplicaDigests.of(dict.fromkeys(range(MAX_PARTITIONS), [place] * len(ReaderLimits().digest_intervals)))
@@ -106,13 +106,13 @@ def test_an_opinion_fits_into_a_message_of_any_plane() -> None:
 
 
 @needs_nats
-def test_replicas_of_twenty_thousand_streams_hear_each_other(server: NatsServer) -> None:
+def test_replicas_of_twenty_thousand_streams_read_each_others_digests(server: NatsServer) -> None:
     """A server takes a MiB at once, and one digest for each stream would be more."""
     plane = plane_at(server.url, name="many", partitions=1)
     held = digests(STREAMS)
     other = {**held, (LARGE_NAME % 0, 0): "another"}
 
-    async def tell() -> PlaneView:
+    async def exchange() -> PlaneView:
         client = await nats.connect(server.url)
         try:
             js = client.jetstream()
@@ -124,5 +124,5 @@ def test_replicas_of_twenty_thousand_streams_hear_each_other(server: NatsServer)
         finally:
             await client.close()
 
-    view = asyncio.run(tell())
+    view = asyncio.run(exchange())
     assert [(each.name, each.differs) for each in view.replicas] == [("a", ["c"]), ("b", ["c"]), ("c", ["a", "b"])]

@@ -1,4 +1,4 @@
-"""What each role may do with a plane: a server with the configuration of `deploy/nats`; see docs/guides/plane-security.md.
+"""What each role may do with a plane: a server with the configuration of `deploy/nats`, see docs/guides/plane-security.md.
 
 TLS with certificates on both ends, NKeys, and users of an operator's by credentials, with the same permissions.
 """
@@ -128,11 +128,11 @@ async def is_denied(what: Awaitable[Any]) -> bool:
     return False
 
 
-# --- who is let in -----------------------------------------------------------------------------------------------------------
+# --- logins -----------------------------------------------------------------------------------------------------------------
 
 
 async def test_a_stranger_gets_nothing(login: Login) -> None:
-    """With a certificate of the authority and a key that nobody has written down."""
+    """With a certificate of the authority and a key that no configuration lists."""
     with pytest.raises(PlaneError) as caught:
         async with jetstream(login("stranger")):
             pass
@@ -141,7 +141,7 @@ async def test_a_stranger_gets_nothing(login: Login) -> None:
 
 def test_a_replica_that_is_not_let_in_says_so_and_is_not_ready(login: Login) -> None:
     with serving(*flags(login("stranger"), "x")) as service:
-        until("the reason", lambda: service.told("it rejects this login"))
+        until("the reason", lambda: service.log_lines("it rejects this login"))
         assert service.get("/readyz").status == 503
         assert "kvevents_plane_readable 0" in service.get("/metrics").body.decode()
 
@@ -170,7 +170,7 @@ def test_a_replica_a_router_and_a_bridge_do_all_they_have_to(login: Login) -> No
         one.store(range(64))
         replica.exact("one", blocks=4)
         until("two snapshots, and a purge", lambda: first_pages(login("operator")) > LAYOUT.partitions)
-        assert not replica.told("permission")
+        assert not replica.log_lines("permission")
         with serving(*flags(login("router"), "b")) as router:
             router.exact("one", blocks=4)
             router.says("begun with snapshot")
@@ -181,7 +181,7 @@ def test_a_replica_a_router_and_a_bridge_do_all_they_have_to(login: Login) -> No
 
 
 def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
-    """With the lease of its name, which nobody of another role can take."""
+    """With the lease of its name, which no other role can take."""
     settings = login("bridge")
     to = ["--bridge-name" if each == "--replica-name" else each for each in flags(settings, "one")]
     with (
@@ -204,13 +204,13 @@ def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
 
 
 def only_reads(router: Service) -> None:
-    until("what it may not do", lambda: router.told("this replica publishes no digests"))
-    assert len(router.told("this replica publishes no digests")) == 1
+    until("what it may not do", lambda: router.log_lines("this replica publishes no digests"))
+    assert len(router.log_lines("this replica publishes no digests")) == 1
     router.says("must not publish to '\\$KV.KVEVENTS_default_leases.digest.\\w+'; grant this user the permission")
 
 
 def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> None:
-    """Where nobody else takes any it tries again and again, and its metrics tell; otherwise it goes on."""
+    """If no other process takes any, it tries again and again, and its metrics show it; otherwise it goes on."""
     with (
         engine() as one,
         bridging(login("bridge"), watch_of("one", one)),
@@ -219,17 +219,19 @@ def test_a_router_alone_says_once_that_it_takes_no_snapshots(login: Login) -> No
         one.store(range(64))
         router.exact("one", blocks=4)
         failing = "kvevents_plane_snapshot_failed 1"
-        until("a snapshot that may not be", lambda: failing in router.get("/metrics").body.decode())
+        until("a refused snapshot", lambda: failing in router.get("/metrics").body.decode())
         only_reads(router)
         one.store(range(100, 132))
         router.exact("one", blocks=6)
         assert (
             len(
-                router.told("no snapshot was written: .*must not publish to '\\$KV.KVEVENTS_default_leases.lease.snapshot.\\d'")
+                router.log_lines(
+                    "no snapshot was written: .*must not publish to '\\$KV.KVEVENTS_default_leases.lease.snapshot.\\d'"
+                )
             )
             == 1
         )
-        assert len(router.told("no snapshot was written")) == 1
+        assert len(router.log_lines("no snapshot was written")) == 1
 
 
 def first_pages(settings: PlaneSettings) -> int:
@@ -254,17 +256,17 @@ WRITES: Final[dict[str, Callable[[JetStreamContext], Awaitable[Any]]]] = {
     "a page": lambda js: js.publish(LAYOUT.subject(0), b"page"),
     "purge a partition": lambda js: js.purge_stream(LAYOUT.stream(0), seq=1),
     "purge a bucket": lambda js: js.purge_stream(KEPT[1]),
-    "delete a partition": lambda js: js.delete_stream("NOBODYS"),
+    "delete a partition": lambda js: js.delete_stream("FOREIGN"),
     "delete a page": lambda js: js.delete_msg(LAYOUT.stream(0), 1 << 40),
-    "make a stream": lambda js: js.add_stream(name="NOBODYS", subjects=["nobodys"]),
-    "change a partition": lambda js: js.update_stream(name="NOBODYS", subjects=["nobodys"]),
+    "make a stream": lambda js: js.add_stream(name="FOREIGN", subjects=["foreign"]),
+    "change a partition": lambda js: js.update_stream(name="FOREIGN", subjects=["foreign"]),
     "a digest": lambda js: js.publish(f"$KV.{LAYOUT.leases}.digest.x", b""),
     "a snapshot's lease": lambda js: js.publish(f"$KV.{LAYOUT.leases}.lease.snapshot.0", b""),
     "a replica's name": lambda js: js.publish(f"$KV.{LAYOUT.leases}.replica.x", b""),
     "a share": lambda js: js.publish(f"$KV.{LAYOUT.leases}.shard.x", b""),
     "which snapshot counts": lambda js: js.publish(f"$KV.{LAYOUT.bucket}.snapshot.0", b"{}"),
     "a part of a snapshot": lambda js: js.publish(f"$O.{LAYOUT.snapshots}.C.x", b""),
-    "remove a snapshot's parts": lambda js: js.purge_stream(KEPT[2], subject="nobodys"),
+    "remove a snapshot's parts": lambda js: js.purge_stream(KEPT[2], subject="foreign"),
     "something else": lambda js: js.publish("anything", b""),
 }
 """What can be done to a plane beside reading it."""
@@ -293,7 +295,7 @@ async def test_what_a_role_may_write(login: Login, role: str) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 async def test_every_role_reads(login: Login, role: str) -> None:
-    """And listens to nothing else: a page that comes is none of its own subscriptions'."""
+    """It listens to nothing else: a page that arrives belongs to its own subscriptions."""
     await plane_of(login)
     async with jetstream(login(role)) as (client, js):
         await require_jetstream(client)
@@ -313,7 +315,7 @@ async def test_every_role_reads(login: Login, role: str) -> None:
 # --- what permissions do not stop --------------------------------------------------------------------------------------------
 
 
-async def test_whoever_may_ask_can_have_the_answer_put_into_a_partition(login: Login) -> None:
+async def test_any_requester_can_have_the_answer_put_into_a_partition(login: Login) -> None:
     """Servers look at the subject of a request, not at where its answer is to go, so partitions are not proof against the
     plane's own users. An answer is no page, and readers pass over it."""
     await plane_of(login)
@@ -326,7 +328,7 @@ async def test_whoever_may_ask_can_have_the_answer_put_into_a_partition(login: L
     assert decode_page(found.data) is None
 
 
-async def test_whoever_may_write_a_digest_can_have_it_delivered_into_a_partition(login: Login) -> None:
+async def test_a_writer_of_digests_can_have_one_delivered_into_a_partition(login: Login) -> None:
     """By a consumer that delivers there. So a replica is trusted with the log as a bridge is; a router has
     nothing to deliver."""
     await plane_of(login)
@@ -422,8 +424,8 @@ def test_credentials_carry_the_same_permissions(tmp_path: Path) -> None:
 # --- inboxes of their own ----------------------------------------------------------------------------------------------------
 
 
-def test_users_that_may_not_listen_to_each_other(tmp_path: Path) -> None:
-    """Each with an inbox prefix that its permissions name: all do what they have to, and hear nothing of the others."""
+def test_users_with_inboxes_of_their_own(tmp_path: Path) -> None:
+    """Each has an inbox prefix that its permissions name: all do what they have to, and receive nothing of the others."""
     operator, roles = Operator(), permissions()
 
     def settings(role: str, prefix: str | None = None) -> PlaneSettings:
@@ -454,7 +456,7 @@ def test_users_that_may_not_listen_to_each_other(tmp_path: Path) -> None:
                 await client.subscribe("_INBOX_replica.>")
                 await client.flush()
                 until("the refusal", lambda: "Subscription Violation" in private.said())
-            with pytest.raises(PlaneError):  # it hears no answer
+            with pytest.raises(PlaneError):  # it receives no answer
                 async with jetstream(settings("router", "_INBOX")) as (client, _):
                     await require_jetstream(client)
 

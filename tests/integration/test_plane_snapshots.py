@@ -154,7 +154,7 @@ async def spoil(js: JetStreamContext, bucket: str, name: str, damage: str) -> No
         await js.publish(meta, b"no description", headers={"Nats-Rollup": "sub"})
 
 
-def test_pages_of_a_partition_that_was_made_anew_are_not_purged_for_snapshots_of_the_one_before(tmp_path: Path) -> None:
+def test_pages_of_a_recreated_partition_are_not_purged_for_snapshots_of_the_one_before(tmp_path: Path) -> None:
     """A replica that has not noticed yet takes snapshots of the partition that is gone; the new one's pages are in none of
     them."""
     with nats_server(tmp_path / "nats") as server:
@@ -195,7 +195,7 @@ class Clock:
 
 
 def test_a_taker_whose_clock_is_ahead_does_not_keep_others_from_taking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot is new for as long as it was seen unchanged, by the clock of whoever looks."""
+    """A snapshot is new for as long as it was seen unchanged, by the clock of the process that looks."""
 
     async def main() -> None:
         async with open_client(plane_at(server.url, partitions=1), name="test") as client:
@@ -223,7 +223,7 @@ def test_a_taker_whose_clock_is_ahead_does_not_keep_others_from_taking(tmp_path:
 
 
 def test_objects_that_no_entry_names_are_removed_after_a_while(tmp_path: Path) -> None:
-    """By the clock of whoever removes them, from when it has seen them: one may be written at this moment."""
+    """By the clock of the process that removes them, from when it has seen them: one may be written at this moment."""
 
     async def main() -> list[set[str]]:
         async with open_client(plane_at(server.url, partitions=1), name="test") as client:

@@ -169,13 +169,13 @@ def test_without_the_native_module_they_have_no_digest(caplog: pytest.LogCapture
         found: list[Heartbeat] = []
         with Subscriber(source) as subscriber:
 
-            def heard() -> bool:
+            def has_three() -> bool:
                 for delivery in subscriber.receive_many(timeout=0.01):
                     events = delivery.events if isinstance(delivery, Batch) else []
                     found.extend(event.heartbeat for event in events if isinstance(event, BlockRemoved) and event.heartbeat)
                 return len(found) >= 3 and subscriber.trust().name == "EXACT"
 
-            wait_until(heard, "three heartbeats")
+            wait_until(has_three, "three heartbeats")
             counters = subscriber.status().counters
     assert {(each.digest, each.trust, each.interval) for each in found} == {(None, "EXACT", OFTEN)}
     assert len({each.incarnation for each in found}) == 1

@@ -180,7 +180,7 @@ class InFlightMachine(RuleBasedStateMachine):
         if not hasattr(self, "router"):
             return
         for worker, incarnation in self.open.items():
-            mine = [(length, answering) for *who, length, answering in self.sent.values() if who == [worker, incarnation]]
+            mine = [(length, answering) for *key, length, answering in self.sent.values() if key == [worker, incarnation]]
             answered = [length for length, answering in mine if answering]
             waiting = sum(length for length, answering in mine if not answering)
             assert self.router.load(worker) == Load(len(mine), waiting, len(answered), sum(answered))

@@ -1,4 +1,4 @@
-"""The allow-list of endpoints for registrations over HTTP: spellings, resolved names and patterns."""
+"""The allow-list of endpoints for registrations over HTTP: notations, resolved names and patterns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def at(address: Address, port: int = 5557) -> str:
     return f"tcp://[{address}]:{port}" if address.version == 6 else f"tcp://{address}:{port}"
 
 
-# --- spellings --------------------------------------------------------------------------------------------------------------
+# --- notations --------------------------------------------------------------------------------------------------------------
 
 HOSTILE = [
     # One number, hexadecimal, octal, parts left out: inet_aton reads them all, and so does libzmq.
@@ -90,7 +90,7 @@ HOSTILE = [
     "tcp://10.0.0.1:99999",
     "tcp://10.0.0.1:\u0665\u0665\u0665\u0667",
     "tcp://10.0.0.1:5_557",
-    # Hosts that are none.
+    # Invalid hosts.
     "tcp://:5557",
     "tcp://*:5557",
     "tcp://*.example:5557",
@@ -142,7 +142,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("endpoint", HOSTILE, ids=repr)
-def test_hostile_spellings_are_refused(endpoint: str) -> None:
+def test_hostile_notations_are_refused(endpoint: str) -> None:
     """Even if every address is allowed, with allowed addresses, and both to connect and to listen."""
     for known in (DEFAULT, OPEN):
         assert not allows(known, endpoint)
@@ -150,13 +150,13 @@ def test_hostile_spellings_are_refused(endpoint: str) -> None:
         assert not allows(known, endpoint, bind=True) or endpoint == "tcp://*:5557"
 
 
-@pytest.mark.parametrize("spelling", ["2130706433", "0x7f.1", "0177.0.0.1", "127.1", "127.0.0.1:0;127.0.0.1", "127.0.0.1%lo"])
-def test_libzmq_connects_to_loopback_by_hostile_spellings(spelling: str) -> None:
-    """These spellings are in the table because a socket reaches the loopback address by them."""
+@pytest.mark.parametrize("host", ["2130706433", "0x7f.1", "0177.0.0.1", "127.1", "127.0.0.1:0;127.0.0.1", "127.0.0.1%lo"])
+def test_libzmq_connects_to_loopback_by_hostile_notations(host: str) -> None:
+    """These notations are in the table because a socket reaches the loopback address by them."""
     with zmq.Context() as context, context.socket(zmq.SUB) as there, socket.create_server(("127.0.0.1", 0)) as here:
         there.linger = 0
         here.settimeout(20)
-        there.connect(f"tcp://{spelling}:{here.getsockname()[1]}")
+        there.connect(f"tcp://{host}:{here.getsockname()[1]}")
         here.accept()[0].close()
 
 

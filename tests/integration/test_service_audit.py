@@ -38,9 +38,9 @@ def test_changes_and_refusals_are_logged_with_the_name_of_the_token(tmp_path: Pa
             rf"refused POST /register of no token from {where}: a token is required",
             rf"refused POST /query of unknown token from {where}: unknown token",
         ):
-            until(line, partial(service.told, line))
-            assert len(service.told(line)) == 1
-        assert not service.told("0123456789")
+            until(line, partial(service.log_lines, line))
+            assert len(service.log_lines(line)) == 1
+        assert not service.log_lines("0123456789")
         for client in clients:
             client.close()
 

@@ -57,7 +57,7 @@ def one_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="module", name="witness")
-def somebody_else(service: Service) -> Iterator[Engine]:
+def witness_engine(service: Service) -> Iterator[Engine]:
     """An engine without faults."""
     with engine(seed=1) as made:
         assert service.register("witness", made.publisher, model_name="witness").status == 201
@@ -67,7 +67,7 @@ def somebody_else(service: Service) -> Iterator[Engine]:
 
 
 @pytest.fixture(autouse=True)
-def nobody_notices(service: Service, witness: Engine) -> Iterator[None]:
+def witness_is_unaffected(service: Service, witness: Engine) -> Iterator[None]:
     """After each test: the other engine is EXACT, its newest blocks are found, and nothing was lost or restarted."""
     before = service.source("witness")
     yield
@@ -119,12 +119,12 @@ def test_malformed_msgpack(service: Service, body: bytes) -> None:
 
 def test_huge_bodies_are_413_however_they_come(service: Service) -> None:
     body = b" " * 100_001
-    told = service.ask("POST", "/query", body, content_type="application/json")
-    assert (told.status, told.reason) == (413, "too-large")
+    answer = service.ask("POST", "/query", body, content_type="application/json")
+    assert (answer.status, answer.reason) == (413, "too-large")
     chunked = b"POST /query HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
-    answer = exchange(service, chunked + b"10000\r\n" + b" " * 0x10000 + b"\r\n10000\r\n" + b" " * 0x10000 + b"\r\n0\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b'"too-large"' in answer
+    raw = exchange(service, chunked + b"10000\r\n" + b" " * 0x10000 + b"\r\n10000\r\n" + b" " * 0x10000 + b"\r\n0\r\n\r\n")
+    assert raw.startswith(b"HTTP/1.1 413 ")
+    assert b'"too-large"' in raw
     assert service.post("/query", model_name="witness", token_ids=[1]).status == 200  # the same connection goes on
 
 
@@ -334,9 +334,9 @@ def test_an_engine_that_comes_back_with_another_block_size(service: Service) -> 
         assert service.trust("back")[0] == "DEGRADED"
         assert service.held(prompt(21)) == {"back": 64}
     assert service.post("/unregister", instance_id="back").status == 200
-    with engine(seed=23, **place) as anew:
-        anew.store(prompt(21), block_size=32)
-        assert service.register("back", anew.publisher, block_size=32).status == 201
+    with engine(seed=23, **place) as restarted:
+        restarted.store(prompt(21), block_size=32)
+        assert service.register("back", restarted.publisher, block_size=32).status == 201
         service.exact("back", blocks=2)
         assert service.post("/unregister", instance_id="back").status == 200
 
@@ -365,7 +365,7 @@ def test_whatever_an_engine_sends_is_set_aside(service: Service) -> None:
         msgspec.msgpack.encode([1.0, [["BlockStored", [1], None, [2**40] * 16, 16, None, "GPU"]]]),
         msgspec.msgpack.encode([1.0, [["BlockStored", [1], None, [1] * 16, 0, None, "GPU"]]]),
         msgspec.msgpack.encode([1.0, [["BlockStored", [1, 2], None, [1] * 3, 16, None, "GPU"]]]),
-        msgspec.msgpack.encode([1.0, [["Unheard", 1]]]),
+        msgspec.msgpack.encode([1.0, [["Unknown", 1]]]),
         msgspec.msgpack.encode({"ts": {}, "events": 5}),
         b"\x93\xcb" + struct.pack(">d", float("nan")) + b"\x90\xcf" + b"\xff" * 8,
     ]
@@ -398,7 +398,7 @@ def test_losses_of_an_engine_without_replay_have_a_face(service: Service) -> Non
         found = service.source("lossy")
         assert found["trust"]["state"] == "DEGRADED"
         assert (len(found["gaps"]), found["gaps"][-1]["last"]) == (64, 1496)
-        assert 0 < len(service.told("WARNING lossy rank 0: batches .* are lost")) <= 5
+        assert 0 < len(service.log_lines("WARNING lossy rank 0: batches .* are lost")) <= 5
         assert service.post("/unregister", instance_id="lossy").status == 200
 
 
@@ -408,7 +408,7 @@ def test_names_may_have_any_characters_that_can_be_printed(service: Service, nam
         assert service.register(name, made.publisher, model_name=name, tenant_id=name).status == 201
         made.store(prompt(27, 1))
         service.exact(name, blocks=1)
-        assert stream.next("batches", lambda told: told["instance"] == name)["model"] == name
+        assert stream.next("batches", lambda event: event["instance"] == name)["model"] == name
         assert service.held(prompt(27, 1), model_name=name, tenant_id=name) == {name: 16}
         query = urlencode({"instance": name, "tenant": name})
         assert service.get(f"/v1/blocks?{query}").json["total"] == 1
@@ -514,7 +514,7 @@ def test_a_port_in_use_is_one_sentence(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("port = 70000", "port is 70000"),
         ("prot = 1", "unknown field 'prot'"),
@@ -529,14 +529,14 @@ def test_a_port_in_use_is_one_sentence(service: Service) -> None:
         ("= nonsense", "cannot read"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_setting_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     ended = run("serve", "--config", write(tmp_path / "service.toml", text))
     assert ended.code in {1, 2}
     (line,) = ended.err.splitlines()
-    assert told in line
+    assert message in line
 
 
-# --- who may do what
+# --- permissions
 
 
 def test_roles(tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_roles(tmp_path: Path) -> None:
         assert (refused.reason, refused.headers["www-authenticate"]) == ("unauthorized", "Bearer")
         service.token = TOKENS["read"]
         assert service.post(writing, {}).reason == "forbidden"
-        # Nobody without a token makes the service read what they send: the answer comes before the body does.
+        # No client without a token makes the service read its body: the answer comes before the body does.
         service.token = None
         with socket.create_connection((service.host, service.port), DEADLINE) as connection:
             connection.sendall(b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: 16000000\r\n\r\n{")
@@ -626,7 +626,7 @@ def test_curve_towards_engines(tmp_path: Path) -> None:
         assert service.held(prompt(30)) == {"trusted": 64}
         for name in ("stranger", "clear"):
             assert service.trust(name)[0] in {"CONNECTING", "STALE"}
-        assert not service.told(re.escape(secret))
+        assert not service.log_lines(re.escape(secret))
 
 
 def test_no_token_ids_are_in_the_log(tmp_path: Path) -> None:
@@ -641,7 +641,7 @@ def test_no_token_ids_are_in_the_log(tmp_path: Path) -> None:
         for body in (
             {"model_name": "m", "token_ids": [*secret, "x"]},
             {"model_name": "m", "token_ids": secret, "lora_name": 7},
-            {"model_name": "nobody", "token_ids": secret},
+            {"model_name": "absent", "token_ids": secret},
         ):
             assert service.post("/query", body).status in {404, 422}
         service.post("/v1/select", model="m", tokens=secret, explain=True)

@@ -168,9 +168,9 @@ def test_connections_leave_descriptors_for_probes(command: str, lowered: bool) -
             assert probe.get(path).status == 200
             probe.close()
         probe = Client(service.url)
-        told = [each for each in probe.get("/health").json["warnings"] if each.startswith("limits.max_clients is ")]
+        warnings = [each for each in probe.get("/health").json["warnings"] if each.startswith("limits.max_clients is ")]
         probe.close()
-        assert len(told) == len(service.told(r"limits\.max_clients is ")) == int(lowered)
+        assert len(warnings) == len(service.log_lines(r"limits\.max_clients is ")) == int(lowered)
 
 
 def test_probes_are_answered_beside_busy_connections(patient: Service) -> None:

@@ -88,7 +88,7 @@ def crowded(service: Service) -> Answer:
 HEAD: Final = b"POST /query HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer reading-0123456789\r\n"
 QUERY: Final = {"model_name": "m", "token_ids": [1, 2]}
 ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Service], Answer]]]] = {
-    # Status, reason, the operation of the document (None for a request that is none of its), and what is asked.
+    # Status, reason, the operation of the document (None for a request outside of it), and the request.
     "malformed": (400, "malformed-body", ("post", "/query"), asking("POST", "/query", b"{", content_type=JSON)),
     "not http": (400, "malformed-request", None, lambda service: exchange(service, b"no http at all\r\n\r\n")),
     "endpoint": (400, "bad-endpoint", ("post", "/register"), posting("/register", registration(7, "tcp://x"))),
@@ -130,7 +130,7 @@ def test_errors_are_problem_details(service: Service, name: str) -> None:
     answer = ask(service)
     assert (answer.status, answer.reason) == (status, reason), answer
     described = asking("GET", "/openapi.json")
-    document = until("room", lambda: (told := described(service)).status == 200 and told.json)
+    document = until("room", lambda: (answer := described(service)).status == 200 and answer.json)
     schema = document["components"]["schemas"]["Problem"]
     jsonschema_rs.validate(schema, answer.json)
     assert set(schema["required"]) == set(answer.json)

@@ -177,11 +177,11 @@ def test_bounds_and_hosts_are_those_of_http(messages: Any, tmp_path: Path) -> No
         service.register("e", "tcp://127.0.0.1:1")
         with channel_to(service) as channel:
             for tokens, reason in (([1] * 101, "too-many-tokens"), ([1 << 30] * 4_000, "too-large")):
-                told = failed(channel, messages, "Match", {"model": MODEL, "tokens": tokens})
-                assert told == ("RESOURCE_EXHAUSTED", reason)
+                failure = failed(channel, messages, "Match", {"model": MODEL, "tokens": tokens})
+                assert failure == ("RESOURCE_EXHAUSTED", reason)
         with channel_to(service, grpc__default_authority="evil.example") as channel:
-            told = failed(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
-            assert told == ("PERMISSION_DENIED", "unknown-host")
+            failure = failed(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
+            assert failure == ("PERMISSION_DENIED", "unknown-host")
 
 
 def test_tokens_and_metrics(messages: Any, tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_tls(messages: Any, tmp_path: Path) -> None:
     with serving("--config", write(tmp_path / "c.toml", text)) as service:
         credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
         with channel_to(service, credentials) as channel:
-            told = failed(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
-            assert told == ("NOT_FOUND", "unknown-model")
+            failure = failed(channel, messages, "Match", {"model": MODEL, "tokens": [1]})
+            assert failure == ("NOT_FOUND", "unknown-model")
 
 
 def test_health(tmp_path: Path) -> None:

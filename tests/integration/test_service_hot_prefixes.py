@@ -170,7 +170,7 @@ def test_a_long_pause_costs_nothing() -> None:
     assert shown(counted) == {key(3): (None, 4, 1)}
 
 
-def test_nobody_waits_to_be_counted() -> None:
+def test_no_caller_waits_to_be_counted() -> None:
     """While another thread records a prompt, others are skipped."""
     counted = hot()
     with counted._lock:

@@ -28,7 +28,7 @@ async def serving(serve: Serve) -> AsyncGenerator[str, None]:
         try:
             await serve(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # who has heard enough goes
+            pass  # the client closes after it has read enough
         finally:
             writer.close()
 

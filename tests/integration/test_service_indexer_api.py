@@ -76,14 +76,14 @@ def test_register_answers_201_and_ok_for_whatever_is_well_formed(service: Servic
             {"endpoint": "tcp://no-such-host.invalid:5557"},
             {"instance_id": 2**64 - 1},
             {"routing_group": "other"},
-            {"some_field": {"nobody": ["knows"]}},
+            {"some_field": {"absent": ["knows"]}},
             {"lora_name": None},
         )
         for number, more in enumerate(cases):
             body = registration(number, nowhere, model_name="registered") | more
             answer = service.post("/register", body)
-            told = {"warnings": ["ignored unknown field 'some_field'"]} if "some_field" in more else {}
-            assert (answer.status, answer.json) == (201, {"status": "ok"} | told), more
+            expected = {"warnings": ["ignored unknown field 'some_field'"]} if "some_field" in more else {}
+            assert (answer.status, answer.json) == (201, {"status": "ok"} | expected), more
             assert answer.headers["content-type"] == "application/json"
             gone = {name: body[name] for name in ("instance_id", "model_name", "routing_group") if name in body}
             assert service.post("/unregister", gone).status == 200
@@ -188,7 +188,7 @@ def test_unregister(service: Service) -> None:
         assert "instance 600 not found" in again.json["error"]
 
 
-def test_unregister_heeds_the_rank(service: Service) -> None:
+def test_unregister_respects_the_rank(service: Service) -> None:
     """Dynamo drops all ranks although the request names one."""
     with refusing() as nowhere:
         for rank in range(3):
@@ -215,7 +215,7 @@ def test_an_unregistered_engine_comes_back_with_what_it_still_sends(service: Ser
 # --- listing, as Dynamo has it
 
 
-def test_ranks_that_several_clients_unregister_at_once_are_each_told_once(service: Service) -> None:
+def test_ranks_that_several_clients_unregister_at_once_are_each_reported_once(service: Service) -> None:
     """Each client has a response about the ranks that it unregistered, and the audit log has each rank once."""
     ranks, clients = 4, 8
     with refusing() as nowhere:
@@ -243,8 +243,8 @@ def test_ranks_that_several_clients_unregister_at_once_are_each_told_once(servic
             expected = [f"{name}|default|{rank}" for rank in range(ranks)]
             assert sorted(removed) == expected
             line = f"unregistered {name} rank"
-            until("every one in the log", lambda line=line: len(service.told(line)) >= ranks)  # type: ignore[misc]
-            assert len(service.told(line)) == ranks
+            until("every one in the log", lambda line=line: len(service.log_lines(line)) >= ranks)  # type: ignore[misc]
+            assert len(service.log_lines(line)) == ranks
 
 
 def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
@@ -263,7 +263,7 @@ def test_workers(service: Service, fresh: tuple[int, str, Engine]) -> None:
     }
     assert found["endpoints"] == {"0": made.endpoint}
     assert (listener["endpoint"], listener["status"]) == (made.endpoint, "active")
-    # Absent while there is none, as with Dynamo; `trust` and `blocks` are ours.
+    # Absent without one, as with Dynamo; `trust` and `blocks` are ours.
     assert "last_error" not in listener
     assert listener["trust"] == {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False}
 
@@ -284,7 +284,7 @@ def test_workers_that_cannot_be_reached_say_so(service: Service) -> None:
             service.post("/unregister", instance_id=602, model_name="unreached")
 
 
-@pytest.mark.parametrize("query", ["model_name=nobody", "model_name=", "routing_group=nowhere"])
+@pytest.mark.parametrize("query", ["model_name=absent", "model_name=", "routing_group=nowhere"])
 def test_workers_that_fit_no_filter_are_an_empty_list(service: Service, fresh: object, query: str) -> None:
     assert service.get(f"/workers?{query}").json == []
 
@@ -314,22 +314,22 @@ def test_dump_has_every_block_with_its_worker_and_tier(service: Service, fresh: 
     assert keys[0] == local_hashes(tokens, BLOCK)[0]  # a root's key is its local hash, as Dynamo's tokens_hash is
 
 
-def test_zeros_of_an_engine_that_is_not_heard_are_not_taken_for_an_empty_cache(service: Service) -> None:
+def test_zeros_of_an_unreachable_engine_are_not_taken_for_an_empty_cache(service: Service) -> None:
     """Each response about a worker's blocks has its trust, also if it has no blocks."""
     with refusing() as nowhere:
-        assert service.register("unheard", nowhere, model_name="unheard").status == 201
-        until("the fault", lambda: "refused" in service.source("unheard")["trust"]["reason_codes"])
-        trust = service.source("unheard")["trust"]
+        assert service.register("unreached", nowhere, model_name="unreached").status == 201
+        until("the fault", lambda: "refused" in service.source("unreached")["trust"]["reason_codes"])
+        trust = service.source("unreached")["trust"]
         assert trust["state"] == "CONNECTING"
-        assert service.get("/v1/blocks?instance=unheard").json == {"total": 0, "blocks": [], "next": None, "trust": trust}
-        assert service.get("/dump").json["unheard:default"] == {
+        assert service.get("/v1/blocks?instance=unreached").json == {"total": 0, "blocks": [], "next": None, "trust": trust}
+        assert service.get("/dump").json["unreached:default"] == {
             "block_size": BLOCK,
             "events": [],
-            "trust": {"unheard": {"0": trust}},
+            "trust": {"unreached": {"0": trust}},
         }
-        (group,) = service.get("/global_view?model=unheard").json["groups"]
-        assert group["instances"] == {"unheard": {"0": {"endpoint": nowhere, "blocks": 0, "trust": trust}}}
-        assert service.post("/unregister", instance_id="unheard").status == 200
+        (group,) = service.get("/global_view?model=unreached").json["groups"]
+        assert group["instances"] == {"unreached": {"0": {"endpoint": nowhere, "blocks": 0, "trust": trust}}}
+        assert service.post("/unregister", instance_id="unreached").status == 200
 
 
 # --- queries, as Dynamo has them
@@ -408,8 +408,8 @@ def test_a_partial_last_block_does_not_count(service: Service, fresh: tuple[int,
     assert service.held(tokens[:-1], model_name=model) == {str(number): 16}
 
 
-def test_what_nobody_serves_is_404(service: Service, fresh: tuple[int, str, Engine]) -> None:
-    for more in ({"model_name": "nobody"}, {"model_name": fresh[1], "routing_group": "nowhere"}):
+def test_an_unknown_model_or_group_is_404(service: Service, fresh: tuple[int, str, Engine]) -> None:
+    for more in ({"model_name": "absent"}, {"model_name": fresh[1], "routing_group": "nowhere"}):
         answer = service.post("/query", {"token_ids": [], **more})
         assert (answer.status, answer.reason) == (404, "unknown-model")
 
@@ -446,7 +446,7 @@ def test_a_million_tokens_and_unknown_fields_are_taken(service: Service, fresh: 
     until("the prompt", lambda: service.post("/query", body).json["scores"] == {str(number): {"0": 64}})
 
 
-# --- whose a prompt is, in every spelling
+# --- the scope of a prompt, under every name
 
 
 SCOPES: dict[str, tuple[str, ...]] = {
@@ -458,10 +458,10 @@ SCOPES: dict[str, tuple[str, ...]] = {
 }
 
 
-def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
+def test_every_name_of_a_scope_is_respected(service: Service) -> None:
     """Registration, queries and unregistration accept the scope under every name."""
-    values = {"model": "spelled", "tenant": "acme", "group": "g", "lora": "sql", "salt": "s3cret"}
-    plain = {"model_name": "spelled", "tenant_id": "acme", "routing_group": "g", "lora_name": "sql", "cache_salt": "s3cret"}
+    values = {"model": "scoped", "tenant": "acme", "group": "g", "lora": "sql", "salt": "s3cret"}
+    plain = {"model_name": "scoped", "tenant_id": "acme", "routing_group": "g", "lora_name": "sql", "cache_salt": "s3cret"}
     tokens = prompt(40, 1)
     with engine(seed=80) as made:
         made.store(tokens)
@@ -485,7 +485,7 @@ def test_every_spelling_of_a_scope_is_respected(service: Service) -> None:
                     less = {key: value for key, value in plain.items() if key != missing}
                     answer = service.post("/v1/match", {**less, "tokens": tokens})
                     assert answer.status == 404 or answer.json["workers"] == []
-                for scoped in ("tenant_id=acme&routing_group=g&model_name=spelled", "tenant=acme&group=g&model=spelled"):
+                for scoped in ("tenant_id=acme&routing_group=g&model_name=scoped", "tenant=acme&group=g&model=scoped"):
                     assert len(service.get(f"/v1/sources?{scoped}").json["sources"]) == 1
                     assert len(service.get(f"/workers?{scoped}").json) == 1
                     assert len(service.get(f"/services?{scoped}").json["services"]) == 1
@@ -513,7 +513,7 @@ def test_two_values_of_one_field_are_400(service: Service, path: str) -> None:
             answer = service.post(path, {**body, "model_name": "m", names[0]: "one", other: "two"})
             assert (answer.status, answer.reason) == (400, "contradiction"), other
     if path == "/query":
-        same = service.post(path, {**body, "model_name": "nobody", "model": "nobody", "tenant": "t", "tenant_id": "t"})
+        same = service.post(path, {**body, "model_name": "absent", "model": "absent", "tenant": "t", "tenant_id": "t"})
         assert (same.status, same.reason) == (404, "unknown-model")
 
 
@@ -613,7 +613,7 @@ READ: dict[str, set[str]] = {
 @pytest.mark.parametrize("path", READ)
 def test_a_query_string_is_respected_or_refused(service: Service, path: str) -> None:
     """This holds for every name, because an ignored parameter would reveal blocks of other tenants."""
-    needed = {"/v1/hot": "model=m&", "/v1/blocks": "instance=nobody&"}.get(path, "")
+    needed = {"/v1/hot": "model=m&", "/v1/blocks": "instance=absent&"}.get(path, "")
     for field, names in SCOPES.items():
         for name in (*names, name_of_no_field(names[0])):
             if field in READ[path] and name in names:
@@ -631,7 +631,7 @@ POSTED = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "P
 @pytest.mark.parametrize("path", POSTED)
 def test_query_strings_beside_a_body_are_refused(service: Service, path: str) -> None:
     """The scope is in the body, so a tenant in the query string is rejected. Raw bodies have the scope in the query string."""
-    body = {"model": "m", "tokens": [], "token_ids": [], "instance_id": "nobody"}
+    body = {"model": "m", "tokens": [], "token_ids": [], "instance_id": "absent"}
     for query in ("tenant=acme", "tenant_id=acme", "model=m", "cache_salt=s", "nonsense=1", "mm=x"):
         answer = service.post(f"{path}?{query}", body)
         assert (answer.status, answer.reason) == (400, "unknown-field"), query
@@ -767,15 +767,15 @@ def test_local_hashes_are_dynamos() -> None:
     assert local_hashes([9] * 16, 16, Namespace(lora="ad1")) == [12025202042331314230]
 
 
-def test_local_hashes_are_taken_in_every_spelling(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_local_hashes_are_taken_in_every_notation(service: Service, fresh: tuple[int, str, Engine]) -> None:
     """Dynamo accepts signed numbers only, and rejects half of the hashes that its own tools print."""
     number, model, made = fresh
     tokens = prompt(12)
     made.store(tokens)
     service.holds(number, tokens, model_name=model)
     hashes = local_hashes(tokens, BLOCK)
-    for spelled in (list(map(signed, hashes)), hashes, list(map(hex, hashes)), list(map(str, hashes))):
-        answer = service.post("/query_by_hash", model_name=model, block_hashes=spelled)
+    for written in (list(map(signed, hashes)), hashes, list(map(hex, hashes)), list(map(str, hashes))):
+        answer = service.post("/query_by_hash", model_name=model, block_hashes=written)
         assert answer.json["scores"] == {str(number): {"0": 64}}
 
 
@@ -802,7 +802,7 @@ def test_hashes_that_are_none_are_422(service: Service, fresh: tuple[int, str, E
 def test_hashes_of_one_kind_are_wanted(service: Service, fresh: tuple[int, str, Engine]) -> None:
     for given in ({}, {"block_hashes": [1], "seq_hashes": [1]}):
         assert service.post("/query_by_hash", {"model_name": fresh[1], **given}).status == 422
-    assert service.post("/query_by_hash", model_name="nobody", block_hashes=[1]).status == 404
+    assert service.post("/query_by_hash", model_name="absent", block_hashes=[1]).status == 404
 
 
 # --- HTTP, as Dynamo has it
@@ -814,7 +814,7 @@ def test_head_is_get_without_its_body(service: Service) -> None:
         assert (answer.status, answer.body) == (200, b"")
 
 
-def test_other_methods_are_405_and_told_which(service: Service) -> None:
+def test_other_methods_are_405_and_the_right_one_is_named(service: Service) -> None:
     for method, path, allowed in (
         ("GET", "/query", "POST"),
         ("OPTIONS", "/query", "POST"),
@@ -897,7 +897,7 @@ def test_a_client_of_dynamo(service: Service) -> None:
     longer = [*tokens, 1]  # an engine recomputes the last token, so that the last whole block counts if one more follows
     with engine(seed=20) as first, engine(seed=21) as second:
         for number, each in ((1, first), (2, second)):
-            told = client.post(
+            answer = client.post(
                 "/register",
                 instance_id=number,
                 endpoint=each.endpoint,
@@ -906,7 +906,7 @@ def test_a_client_of_dynamo(service: Service) -> None:
                 block_size=BLOCK,
                 dp_rank=0,
             )
-            assert told == (201, {"status": "ok"})
+            assert answer == (201, {"status": "ok"})
         assert client.best("dynamo", longer) is None
         hashes = first.store(tokens)
         second.store(tokens[:32])
@@ -927,7 +927,7 @@ def test_a_client_of_mooncake(service: Service) -> None:
     with ExitStack() as stack:
         made = {tenant: stack.enter_context(engine(seed=30 + number)) for number, tenant in enumerate(("a", "b"))}
         for tenant, each in made.items():
-            told = client.post(
+            answer = client.post(
                 "/register",
                 endpoint=each.endpoint,
                 replay_endpoint=each.replay_endpoint,
@@ -940,7 +940,7 @@ def test_a_client_of_mooncake(service: Service) -> None:
                 dp_rank=1,
                 additionalsalt="",
             )
-            assert told == (200, {"status": "registered successfully", "instance_id": "vllm-0"})
+            assert answer == (200, {"status": "registered successfully", "instance_id": "vllm-0"})
         first = made["a"].store(tokens[:32])
         made["a"].store(tokens[32:], parent=first, medium="CPU")
         asked = {"model": "mooncake", "block_size": BLOCK, "token_ids": [*tokens, 1]}
@@ -961,9 +961,9 @@ def test_a_client_of_mooncake(service: Service) -> None:
         assert client.query("a", **asked, instance_id="another") == {}
         assert client.query("a", **asked, instance_id="vllm-0") == client.query("a", **asked)
         for name in ("seq_hashes", "block_hash"):
-            for spelled in (rolling, list(map(signed, rolling)), list(map(hex, rolling))):
+            for written in (rolling, list(map(signed, rolling)), list(map(hex, rolling))):
                 status, answer = client.post(
-                    "/query_by_hash", model="mooncake", block_size=BLOCK, tenant_id="a", **{name: spelled}
+                    "/query_by_hash", model="mooncake", block_size=BLOCK, tenant_id="a", **{name: written}
                 )
                 assert (status, answer["a"]["vllm-0"]["longest_matched"]) == (200, 64)
         gone = client.post("/unregister", instance_id="vllm-0", modelname="mooncake", tenant_id="a", dp_rank=1)
@@ -992,9 +992,9 @@ def test_services_and_global_view(service: Service) -> None:
             assert service.register(name, where, rank, model_name="viewed", tenant_id="t").status == 201
         made.store(prompt(23, 2))
         service.exact("x", blocks=2)
-        told = service.get("/services").json
-        own = [each for each in told["services"] if each["modelname"] == "viewed"]
-        assert told["count"] == len(told["services"])
+        listing = service.get("/services").json
+        own = [each for each in listing["services"] if each["modelname"] == "viewed"]
+        assert listing["count"] == len(listing["services"])
         assert {(each["instance_id"], each["dp_rank"], each["tenant_id"], each["block_size"]) for each in own} == {
             ("x", 0, "t", 16),
             ("x", 1, "t", 16),

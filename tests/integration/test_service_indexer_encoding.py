@@ -25,10 +25,10 @@ def member(instance: str, rank: int, trust: Trust = Trust.EXACT) -> Member:
 
 
 @given(st.lists(st.tuples(NAMES, st.integers(0, 3), COUNTS, COUNTS, COUNTS, COUNTS), unique_by=lambda row: row[:2], max_size=6))
-def test_both_spellings_say_the_same_of_any_names_and_ranks(rows: list[tuple[str, int, int, int, int, int]]) -> None:
+def test_both_encodings_say_the_same_of_any_names_and_ranks(rows: list[tuple[str, int, int, int, int, int]]) -> None:
     """Ranks of an instance are grouped, and scores have only ranks with blocks on the GPU."""
-    told = [MemberMatch(member(name, rank), gpu, cpu, disk, most) for name, rank, gpu, cpu, disk, most in rows]
-    one, other = json.loads(dynamo(told)), json.loads(mooncake("t%d", told))["t%d"]
+    matches = [MemberMatch(member(name, rank), gpu, cpu, disk, most) for name, rank, gpu, cpu, disk, most in rows]
+    one, other = json.loads(dynamo(matches)), json.loads(mooncake("t%d", matches))["t%d"]
     assert one["instances"].keys() == other.keys() == {name for name, *_ in rows}
     for name, held in one["instances"].items():
         own = [row for row in rows if row[0] == name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread
 
@@ -14,9 +15,9 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.events import BlockStored, EventBatch
-from kvevents.service import fleet
 from kvevents.service.config import ServiceConfig
 from kvevents.service.exposition import STATES, exposition, labels
+from kvevents.service.fleet import FleetTiming
 from kvevents.service.member import Member
 from kvevents.service.metrics import Histogram
 from kvevents.service.reasons import Reason, SourceFault
@@ -30,7 +31,13 @@ BLOCK = 16
 
 @pytest.fixture(name="service")
 def service_that_follows_nothing() -> Iterator[Service]:
-    service = Service(ServiceConfig())
+    with service_with(FleetTiming()) as service:
+        yield service
+
+
+@contextmanager
+def service_with(timing: FleetTiming) -> Iterator[Service]:
+    service = Service(ServiceConfig(), timing=timing)
     yield service
     service.fleet.follower.subscriber.close()
 
@@ -66,7 +73,7 @@ def samples(service: Service) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
 
 def value(service: Service, name: str, **wanted: str) -> float | None:
     """Return the sum of the samples with these labels; None without samples."""
-    found = [each for (told, found), each in samples(service).items() if told == name and wanted.items() <= dict(found).items()]
+    found = [each for (one, found), each in samples(service).items() if one == name and wanted.items() <= dict(found).items()]
     return sum(found) if found else None
 
 
@@ -170,7 +177,7 @@ def test_every_source_that_is_not_exact_has_a_reason(
     member.faults = {} if fault is None else {"endpoint": fault}
     member.update_trust(trust, 0.0)
     assert list(member.trust_status.reason_codes) == reasons
-    found = {dict(told)["reason"] for name, told in samples(service) if name == "kvevents_source_reason"}
+    found = {dict(values)["reason"] for name, values in samples(service) if name == "kvevents_source_reason"}
     assert found == set(reasons)
 
 
@@ -212,10 +219,10 @@ def test_requests_of_new_kinds_may_come_while_a_page_is_written(service: Service
     metrics.record_request("/query", 200, 0.0003)
     statuses = iter(range(400, 500))
 
-    def interrupted(**told: object) -> str:
+    def interrupted(**values: object) -> str:
         status = next(statuses)
         metrics.record_request(f"/{status}", status, 0.0003)
-        return labels(**told)
+        return labels(**values)
 
     monkeypatch.setattr("kvevents.service.exposition.labels", interrupted)
     samples(service)
@@ -251,10 +258,13 @@ def test_any_engine_name_is_one_label(name: str) -> None:
 
 
 @pytest.mark.parametrize("sources", [1, 16, 47])
-def test_a_round_of_looking_reaches_every_source_whoever_comes_or_goes(
-    service: Service, monkeypatch: pytest.MonkeyPatch, sources: int
-) -> None:
-    monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.0)
+def test_a_refresh_reaches_every_source_whichever_joins_or_leaves(sources: int) -> None:
+    timing = FleetTiming(refresh_seconds=0.0)
+    with service_with(timing) as service:
+        refresh_members(service, sources, 2 * timing.refreshes_per_round)
+
+
+def refresh_members(service: Service, sources: int, refreshes: int) -> None:
     members = [register(service, f"engine-{number}") for number in range(sources)]
     first, last = members[0], members[-1]
     service.index.apply(RawBatch(*last.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, []))))
@@ -268,7 +278,7 @@ def test_a_round_of_looking_reaches_every_source_whoever_comes_or_goes(
     assert newcomer.status is not None
     assert newcomer.info is None
     service.index.apply(RawBatch(*newcomer.registration.key, 0, 0, False, encode_batch(EventBatch(0.0, []))))
-    for _ in range(2 * fleet.REFRESHES_PER_ROUND):
+    for _ in range(refreshes):
         service.fleet.on_tick()
     assert newcomer.info is not None
 

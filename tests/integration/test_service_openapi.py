@@ -16,7 +16,7 @@ from service_cases import Service, engine, prompt, serving
 
 RAW = "application/octet-stream"
 SEMANTIC = {"POST /register", "POST /v1/select"}
-"""What may be refused though its shape is right: an endpoint that is none or not allowed, candidates that are named twice."""
+"""Values of the right shape that can still be refused: an endpoint that is invalid or not allowed, candidates named twice."""
 EXAMPLES = {GenerationMode.POSITIVE: 25, GenerationMode.NEGATIVE: 25}
 OPERATIONS: dict[str, Any] = {
     found.label: found
@@ -34,7 +34,7 @@ def one_service() -> Iterator[Service]:
         made.store(prompt(1))
         service.exact("e", blocks=4)
         yield service
-        assert not service.told("ERROR")
+        assert not service.log_lines("ERROR")
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_each_wrong_endpoint_is_named_in_trust_metrics_and_log(tmp_path: Path) -
             where = replay if reason.startswith("replay-") else endpoint
             assert str(where).removeprefix("tcp://").partition(":")[0] in sentence, name
             assert service.source(name)["fault"] in sentence, name
-            assert len(service.told(rf"WARNING +{name} rank 0: (?!DEGRADED|STALE)")) == 1, name
+            assert len(service.log_lines(rf"WARNING +{name} rank 0: (?!DEGRADED|STALE)")) == 1, name
 
 
 def test_the_swapped_ports_are_called_that(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_swapped_ports_are_called_that(tmp_path: Path) -> None:
         assert service.register("a", str(one.replay_endpoint), replay_endpoint=one.endpoint).status == 201
         until("a reason", lambda: "swapped" in service.trust("a")[1])
         assert "ROUTER" in service.trust("a")[1]
-        assert len(service.told("a rank 0: .*ROUTER")) == 1
+        assert len(service.log_lines("a rank 0: .*ROUTER")) == 1
 
 
 def test_what_is_over_is_logged_once_and_no_longer_a_reason(tmp_path: Path) -> None:
@@ -147,19 +147,19 @@ def test_what_is_over_is_logged_once_and_no_longer_a_reason(tmp_path: Path) -> N
         with engine(endpoint=f"tcp://*:{port}", replay_endpoint=None):
             until("a connection", lambda: codes(service)["late"] == {"no-replay"})
             # One sentence and one line, though the subscriber has found out something as well.
-            until("the log", lambda: service.told("late rank 0: this fault has ended: nothing listens at"))
+            until("the log", lambda: service.log_lines("late rank 0: this fault has ended: nothing listens at"))
             assert service.source("late")["fault"] is None
-        assert len(service.told("late rank 0: nothing listens")) == 1
-        assert not service.told("no connection")
+        assert len(service.log_lines("late rank 0: nothing listens")) == 1
+        assert not service.log_lines("no connection")
 
 
-def test_events_tell_of_another_reason_within_one_state(tmp_path: Path) -> None:
+def test_events_report_another_reason_within_one_state(tmp_path: Path) -> None:
     with refusing() as nowhere, serving("--config", write(tmp_path / "c.toml", HASTY)) as service:
         with Stream(service) as stream:
             assert service.register("a", nowhere).status == 201
-            told = stream.next("state", lambda event: "refused" in event["trust"]["reason_codes"])
-        assert told["was"] == "CONNECTING"
-        assert told["trust"]["state"] == "CONNECTING"
+            event = stream.next("state", lambda event: "refused" in event["trust"]["reason_codes"])
+        assert event["was"] == "CONNECTING"
+        assert event["trust"]["state"] == "CONNECTING"
 
 
 def test_an_engine_that_is_waited_for_is_named_too(tmp_path: Path) -> None:

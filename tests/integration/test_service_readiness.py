@@ -50,14 +50,14 @@ def register(service: Service, name: str = "a", trust: Trust = Trust.CONNECTING)
     service.fleet.members[registration.key].update_trust(trust, 0.0)
 
 
-def told(service: Service) -> tuple[bool, str]:
+def readiness(service: Service) -> tuple[bool, str]:
     answer = service.readiness()
     return answer.ready, answer.why
 
 
 def test_where_no_engine_is_expected_it_is_ready_at_once() -> None:
     with service_of(Clock()) as service:
-        assert told(service) == (True, "0 of 0 sources are EXACT")
+        assert readiness(service) == (True, "0 of 0 sources are EXACT")
 
 
 def watched_file(home: Path) -> Path:
@@ -80,11 +80,11 @@ def test_it_is_not_ready_without_a_single_engine_where_some_are_expected(case: s
     watched = watched_file(tmp_path) if case == "a watched file" else None
     with service_of(clock, watched, **EXPECTING[case]) as service:
         empty = (False, "engines are expected, and none is registered or found so far")
-        assert told(service) == empty
+        assert readiness(service) == empty
         clock.now += 3_600
-        assert told(service) == empty
+        assert readiness(service) == empty
         register(service)
-        ready, why = told(service)
+        ready, why = readiness(service)
         assert ready
         assert why.startswith("0 of 1 sources are EXACT")
         assert why.endswith("the deadline of 30 s has passed")
@@ -100,16 +100,16 @@ def test_registrations_from_before_a_restart_are_expected(tmp_path: Path) -> Non
         service._register_remembered()
         assert not service.fleet.members
         clock.now += 3_600
-        assert not told(service)[0]
+        assert not readiness(service)[0]
 
 
 def test_so_many_are_expected_before_the_deadline_and_fewer_after_it() -> None:
     clock = Clock()
     with service_of(clock, ready={"expected": 2}) as service:
         register(service, "a", Trust.EXACT)
-        assert told(service) == (False, "1 of 2 expected sources are registered")
+        assert readiness(service) == (False, "1 of 2 expected sources are registered")
         clock.now += 30
-        assert told(service) == (
+        assert readiness(service) == (
             True,
             "1 of 1 sources are EXACT, and 2 were expected; the deadline of 30 s has passed",
         )
@@ -119,7 +119,7 @@ def test_so_many_that_are_expected_are_enough() -> None:
     with service_of(Clock(), ready={"expected": 2}) as service:
         register(service, "a", Trust.EXACT)
         register(service, "b", Trust.EXACT)
-        assert told(service) == (True, "2 of 2 sources are EXACT")
+        assert readiness(service) == (True, "2 of 2 sources are EXACT")
 
 
 def test_idle_engines_do_not_delay_it() -> None:
@@ -128,20 +128,20 @@ def test_idle_engines_do_not_delay_it() -> None:
         register(service)
         (member,) = service.fleet.members.values()
         member.set_trust(Trust.DEGRADED, (Reason.LOST, Reason.REPLAY_UNPROVEN), 0.0)
-        assert told(service) == (False, "0 of 1 sources are EXACT")
+        assert readiness(service) == (False, "0 of 1 sources are EXACT")
         member.set_trust(Trust.DEGRADED, (Reason.REPLAY_UNPROVEN,), 0.0)
-        assert told(service) == (True, "0 of 1 sources are EXACT, 1 wait for a live batch")
+        assert readiness(service) == (True, "0 of 1 sources are EXACT, 1 wait for a live batch")
 
 
 def test_a_service_that_follows_nothing_any_more_is_not_ready() -> None:
     """Every question is 503 then, whatever was ready before: a router must be sent elsewhere until the process is restarted."""
     with service_of(Clock()) as service:
         register(service, trust=Trust.EXACT)
-        assert told(service)[0]
+        assert readiness(service)[0]
         service.fleet.on_failure(RuntimeError("it broke"))
-        assert told(service) == (False, "the service no longer receives events: RuntimeError: it broke")
+        assert readiness(service) == (False, "the service no longer receives events: RuntimeError: it broke")
         service.is_ending = True
-        assert told(service) == (False, "the service is ending")
+        assert readiness(service) == (False, "the service is ending")
 
 
 def test_engines_that_are_not_exact_delay_it_up_to_the_deadline() -> None:
@@ -149,20 +149,20 @@ def test_engines_that_are_not_exact_delay_it_up_to_the_deadline() -> None:
     clock = Clock()
     with service_of(clock) as service:
         register(service)
-        assert told(service) == (False, "0 of 1 sources are EXACT")
+        assert readiness(service) == (False, "0 of 1 sources are EXACT")
         clock.now += 29.9
-        assert not told(service)[0]
+        assert not readiness(service)[0]
         clock.now += 0.1
-        assert told(service) == (True, "0 of 1 sources are EXACT; the deadline of 30 s has passed")
+        assert readiness(service) == (True, "0 of 1 sources are EXACT; the deadline of 30 s has passed")
         clock.now = 0.0
-        assert told(service)[0]
+        assert readiness(service)[0]
 
 
 def test_it_is_not_ready_while_it_ends() -> None:
     with service_of(Clock()) as service:
-        assert told(service)[0]
+        assert readiness(service)[0]
         service.is_ending = True
-        assert told(service) == (False, "the service is ending")
+        assert readiness(service) == (False, "the service is ending")
         assert b"kvevents_ready 0" in exposition(service)
 
 

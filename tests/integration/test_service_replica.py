@@ -147,7 +147,7 @@ def test_files_of_a_login_that_become_wrong_show_and_pass(tmp_path: Path) -> Non
         until("the file to be right", lambda: "cannot use the NATS server" in why())
 
 
-def test_nobody_is_exact_when_no_bridge_is_heard(server: NatsServer) -> None:
+def test_no_source_is_exact_without_a_bridge(server: NatsServer) -> None:
     plane = plane_at(server.url, name="silent", partitions=1)
     with engine() as one, serving("--nats", server.url, "--plane", "silent") as service:
         assert service.get("/readyz").status == 503
@@ -176,7 +176,7 @@ def test_an_engine_that_restarts_has_another_life_in_every_replica(server: NatsS
             assert bridge.status().invalid_records == 0
 
 
-def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
+def test_a_replica_takes_no_registrations(server: NatsServer) -> None:
     with serving("--nats", server.url, "--plane", "refuses") as service:
         answer = service.register("one", "tcp://127.0.0.1:5557")
         assert answer.status == 409
@@ -184,7 +184,7 @@ def test_a_replica_is_told_by_nobody_what_to_follow(server: NatsServer) -> None:
 
 
 def test_missing_pages_hide_a_replica_until_a_bridge_writes_them_again(server: NatsServer) -> None:
-    """Without a snapshot nobody could say what was in them."""
+    """Without a snapshot no process could say what was in them."""
     plane = plane_at(server.url, name="hole", partitions=1)
     with engine() as one:
         with bridging(plane, watch_of("one", one)):
@@ -199,7 +199,7 @@ def test_missing_pages_hide_a_replica_until_a_bridge_writes_them_again(server: N
 
 
 def test_a_bridge_that_runs_writes_a_partition_again_whose_pages_an_operator_has_purged(server: NatsServer) -> None:
-    """No replica has read them and no snapshot stands for them: a new one knows everything without anybody's help."""
+    """No replica has read them and no snapshot replaces them: a new one knows everything without help of an operator."""
     plane = plane_at(server.url, name="purged", partitions=1)
     with engine() as one, bridging(plane, watch_of("one", one), unreadable_seconds=0.5) as bridge:
         one.store(range(64))
@@ -224,21 +224,21 @@ def test_a_partition_of_which_there_is_a_snapshot_is_not_written_again(server: N
         assert not any(isinstance(record, ResetRecord) for page in Log(plane).read().pages for record in page.records)
 
 
-def test_metrics_tell_how_the_log_is_read(server: NatsServer) -> None:
+def test_metrics_show_how_the_log_is_read(server: NatsServer) -> None:
     plane = plane_at(server.url, name="metrics", partitions=1)
     flags = ("--nats", server.url, "--plane", "metrics", "--snapshot-seconds", "0.3")
     with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))
         service.exact("one", blocks=4)
 
-        def told() -> dict[str, float]:
+        def partition_metrics() -> dict[str, float]:
             lines = [
                 line.rsplit(" ", 1) for line in service.get("/metrics").body.decode().splitlines() if "kvevents_plane" in line
             ]
             return {name: float(value) for name, value in lines if not name.startswith("#")}
 
-        until("a snapshot", lambda: 'kvevents_plane_partition_snapshot_timestamp_seconds{partition="0"}' in told())
-        found = told()
+        until("a snapshot", lambda: 'kvevents_plane_partition_snapshot_timestamp_seconds{partition="0"}' in partition_metrics())
+        found = partition_metrics()
         assert found["kvevents_plane_synced"] == found["kvevents_plane_readable"] == found["kvevents_plane_bridges"] == 1
         assert found["kvevents_plane_index_builds_total"] == 1
         assert found["kvevents_plane_divergences_total"] == found["kvevents_plane_invalid_records_total"] == 0

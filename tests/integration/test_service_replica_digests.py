@@ -43,7 +43,7 @@ def replicas(plane: PlaneSettings, count: int) -> Iterator[list[Serving]]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_replica_in_the_wrong_builds_anew(server: NatsServer, count: int) -> None:
+def test_the_replica_in_the_wrong_rebuilds_its_state(server: NatsServer, count: int) -> None:
     """Outvoted by two others, or in its turn where it is one against one; then all hold the same, which is right."""
     plane = plane_at(server.url, name=f"digests{count}", partitions=1, reader=READER, replicas=TIMERS)
     with engine() as one, bridging(plane, watch_of("one", one)):

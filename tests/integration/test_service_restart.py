@@ -104,7 +104,7 @@ def test_killed_at_any_moment_it_comes_back_with_the_truth(tmp_path: Path) -> No
                 service.kill()
         for _ in range(4):
             with serving("--state-dir", state, *FLAGS) as service, going_on(list(streams.values())):
-                # From here on it is told what it follows by nobody but its own files.
+                # From here on only its own files list the sources that it subscribes to.
                 for name in streams:
                     service.exact(name)
                 threading.Event().wait(moments.random() * 0.4)
@@ -119,7 +119,7 @@ def test_killed_at_any_moment_it_comes_back_with_the_truth(tmp_path: Path) -> No
             assert not list(state.glob(".*.tmp"))
 
 
-def test_an_engine_that_restarted_meanwhile_begins_anew(tmp_path: Path) -> None:
+def test_an_engine_that_restarted_meanwhile_begins_with_a_reset(tmp_path: Path) -> None:
     with engine(seed=1) as made:
         place = {"endpoint": made.endpoint, "replay_endpoint": made.replay_endpoint, "bind": True}
         with serving("--state-dir", tmp_path) as service:
@@ -146,13 +146,13 @@ def test_a_stream_is_not_exact_before_it_was_checked(tmp_path: Path) -> None:
     with serving("--state-dir", tmp_path) as service:  # the engine is gone
         until("the reason", lambda: "nothing listens" in service.trust("e")[1])
         assert service.trust("e")[0] in {"CONNECTING", "STALE"}
-        # What it held is told, with how far it can be trusted.
+        # What it held is answered, with how far it can be trusted.
         assert service.query(prompt(3))["instances"]["e"]["trust"]["0"] in {"CONNECTING", "STALE"}
         assert service.get("/readyz").status == 503
 
 
 @pytest.mark.parametrize("broken", ["current", "index", "streams", "gone", "registered"])
-def test_files_that_cannot_be_read_are_set_aside_and_told_of(tmp_path: Path, broken: str) -> None:
+def test_unreadable_files_are_set_aside_and_reported(tmp_path: Path, broken: str) -> None:
     with engine(seed=4) as made:
         with serving("--state-dir", tmp_path) as service:
             assert service.register("e", made.publisher).status == 201
@@ -265,7 +265,7 @@ def test_a_full_disk_is_a_state_that_passes(tmp_path: Path) -> None:
             assert service.get("/health").json["warnings"] == []
             # What was registered while there was no room is kept, too.
             until("registrations", (folder / "registered.json").exists)
-            assert len(service.told("ERROR")) <= 3
+            assert len(service.log_lines("ERROR")) <= 3
             service.kill()
         with serving("--state-dir", folder) as service:
             service.exact("e", blocks=100)
@@ -308,13 +308,13 @@ def test_sigterm_ends_what_is_under_way_and_keeps_the_rest(tmp_path: Path) -> No
             slow.sendall(body[10:])
             assert slow.recv(65_536).startswith(b"HTTP/1.1 200 ")
         assert service.program.end().code == 0
-        assert not service.told("ERROR|WARNING")
+        assert not service.log_lines("ERROR|WARNING")
         with pytest.raises(ConnectionError):
             socket.create_connection((service.host, service.port), 1)
     assert (tmp_path / "current").exists()
 
 
-def test_clients_that_do_nothing_delay_the_end_no_longer_than_told(tmp_path: Path) -> None:
+def test_idle_clients_delay_the_end_no_longer_than_configured(tmp_path: Path) -> None:
     """Another test shows that a request has its time; this one, that no client has more. The end comes, and is orderly."""
     config = write(tmp_path / "c.toml", "limits = { drain_seconds = 0.5 }\n")
     with serving("--config", config) as service, socket.create_connection((service.host, service.port)) as idle:
@@ -323,7 +323,7 @@ def test_clients_that_do_nothing_delay_the_end_no_longer_than_told(tmp_path: Pat
         began = time.monotonic()
         assert service.end().code == 0
         assert time.monotonic() - began > 0.4
-        assert not service.told("Traceback")
+        assert not service.log_lines("Traceback")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -80,7 +80,7 @@ def held(client: Client) -> dict[str, int]:
 
 
 def settled(replicas: list[Replica], holders: int) -> None:
-    """Wait until each shows what it is to hold, and no more, and all others have heard so."""
+    """Wait until each replica shows exactly its share, and has the reports of all others."""
     names = [each.name for each in replicas]
     wanted = {
         name: {partition for partition in range(PARTITIONS) if name in assigned_replicas(partition, names, holders)}
@@ -88,18 +88,18 @@ def settled(replicas: list[Replica], holders: int) -> None:
     }
 
     def look() -> bool:
-        return all(each.served == wanted[each.name] and heard(each) == wanted for each in replicas)
+        return all(each.served == wanted[each.name] and reported_to(each) == wanted for each in replicas)
 
-    def heard(replica: Replica) -> dict[str, set[int]]:
+    def reported_to(replica: Replica) -> dict[str, set[int]]:
         present = replica.service.replica.present  # type: ignore[union-attr]
         others = {name: set(present[name].held) for name in names if name in present}
         return others | {replica.name: wanted[replica.name]}
 
-    until("everybody's share", look)
+    until("every share", look)
 
 
 def test_three_that_hold_a_share_answer_as_one_that_holds_all(server: NatsServer) -> None:
-    """In every spelling, and in the listings; and each of them holds a share alone."""
+    """In every API, and in the listings; and each of them holds a share alone."""
     with planed(server, "same") as plane:
         whole = plane.whole()
         shares = plane.start("a", "b", "c")
@@ -177,8 +177,8 @@ def test_every_way_to_list_knows_all_engines(server: NatsServer) -> None:
         refused = other.get(f"/v1/blocks?instance={foreign}")
         assert (refused.status, refused.json["hint"]) == (409, f"send the request to {mine.url}")
         assert shares[0].get("/dump").status == 409
-        told = [each.get("/dump?own=true").json[f"{MODEL}:default"]["events"] for each in shares]
-        assert sum(map(len, told)) == sum(range(1, ENGINES + 1))
+        dumps = [each.get("/dump?own=true").json[f"{MODEL}:default"]["events"] for each in shares]
+        assert sum(map(len, dumps)) == sum(range(1, ENGINES + 1))
 
 
 def own(share: Replica) -> set[str]:
@@ -224,7 +224,7 @@ def asking_always(share: Replica) -> Iterator[list[Any]]:
         thread.join()
 
 
-def test_of_two_holders_one_may_end_and_nobody_notices(server: NatsServer) -> None:
+def test_one_of_two_holders_can_end_without_effect(server: NatsServer) -> None:
     with planed(server, "two") as plane:
         shares = plane.start("a", "b", "c", holders=2, shard={"pace": {**PACE, "present_seconds": 8.0, "dead_seconds": 10.0}})
         settled(shares, 2)
@@ -235,7 +235,7 @@ def test_of_two_holders_one_may_end_and_nobody_notices(server: NatsServer) -> No
         assert shares[0].served == shares[1].served == frozenset(range(PARTITIONS))
 
 
-def test_what_nobody_holds_is_told_until_somebody_does(server: NatsServer) -> None:
+def test_partitions_without_a_holder_are_reported_until_they_have_one(server: NatsServer) -> None:
     """In the body of /v1, in a header where the field has no place for it, in trust, in readiness and in metrics."""
     with planed(server, "gone") as plane:
         shares = plane.start("a", "b", shard={"pace": {**PACE, "present_seconds": 3.0, "dead_seconds": 6.0}})
@@ -308,7 +308,7 @@ def holders(client: Client, body: dict[str, Any]) -> list[str]:
     return [each["instance"] for each in client.post("/v1/match", body).json["workers"] if each["tokens"]]
 
 
-def test_an_expectation_reaches_who_holds_the_engine(server: NatsServer) -> None:
+def test_an_expectation_reaches_the_holder_of_the_engine(server: NatsServer) -> None:
     with planed(server, "expects") as plane:
         shares = plane.start("a", "b")
         settled(shares, 1)
@@ -363,8 +363,8 @@ def test_a_second_process_with_the_same_name_waits(server: NatsServer) -> None:
             second.end()
 
 
-def test_questions_of_other_replicas_are_answered_for_what_is_shown(server: NatsServer) -> None:
-    """And for no more: who asks for partitions that are not held here is told for which ones the answer is."""
+def test_queries_of_other_replicas_are_answered_for_what_is_shown(server: NatsServer) -> None:
+    """And for no more: the answer to a query for partitions that are not held here says which ones it covers."""
     with planed(server, "parts") as plane:
         shares = plane.start("a", "b")
         settled(shares, 1)

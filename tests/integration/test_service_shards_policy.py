@@ -77,7 +77,7 @@ def test_other_patterns_are_refused(pattern: str) -> None:
         ShardSettings(url=POD, allow=[pattern])
 
 
-def test_who_wants_certificates_has_one() -> None:
+def test_requiring_certificates_requires_an_own_one() -> None:
     """Else no replica could ask another one."""
     tables = {"plane": {"servers": ["nats://n1"]}, "replica": "a", "shard": {"url": POD}}
     tls = {"certificate": "server.pem", "key": "server.key", "client_ca": "ca.pem"}
@@ -87,16 +87,16 @@ def test_who_wants_certificates_has_one() -> None:
         ShardSettings(url=POD, tls_certificate="client.pem")
 
 
-async def test_replicas_prove_who_they_are_to_each_other(tmp_path: Path) -> None:
-    """One that asks for certificates is asked with one; one whose own certificate is not of the authority is not asked."""
+async def test_replicas_authenticate_to_each_other(tmp_path: Path) -> None:
+    """One that requires certificates is asked with one; one whose own certificate is not of the authority is not asked."""
     folder = make_certificates(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=folder / "ca.pem")
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
-    heard: list[bytes] = []
+    requests: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        requests.append(await reader.readuntil(b"\r\n\r\n"))
         body = msgspec.msgpack.encode(ExpectationAnswer(known=True))
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         await reader.read()
@@ -115,7 +115,7 @@ async def test_replicas_prove_who_they_are_to_each_other(tmp_path: Path) -> None
         url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         certificate = {"tls_certificate": str(folder / "client.pem"), "tls_key": str(folder / "client.key")}
         assert await ask(tls_ca=str(folder / "ca.pem"), **certificate)
-        assert len(heard) == 1
+        assert len(requests) == 1
         assert not await ask(tls_ca=str(folder / "ca.pem"))
         assert not await ask(**certificate)
-        assert len(heard) == 1
+        assert len(requests) == 1

@@ -90,22 +90,22 @@ def test_a_dump_is_whole_whatever_the_number_of_pieces(tmp_path: Path) -> None:
             service.exact(name)
         answer = service.get("/dump")
         assert answer.headers["content-type"] == "application/json"
-        told = answer.json
-        assert set(told) == {"m:default", 'a "model":default'}
-        assert told['a "model":default'] == {"block_size": 16, "events": [], "trust": {"other": {"0": EXACT}}}
-        assert told["m:default"]["trust"] == {name: {"0": EXACT} for name in ("e0", "e1", "none")}
-        events = told["m:default"]["events"]
+        dump = answer.json
+        assert set(dump) == {"m:default", 'a "model":default'}
+        assert dump['a "model":default'] == {"block_size": 16, "events": [], "trust": {"other": {"0": EXACT}}}
+        assert dump["m:default"]["trust"] == {name: {"0": EXACT} for name in ("e0", "e1", "none")}
+        events = dump["m:default"]["events"]
         for name in ("e0", "e1"):
             own = [event["event"] for event in events if event["worker_id"] == name]
             assert [event["event_id"] for event in own] == list(range(blocks))
             assert len({event["data"]["stored"]["blocks"][0]["tokens_hash"] for event in own}) == blocks
         assert len(events) == 2 * blocks
         assert service.ask("HEAD", "/dump").body == b""
-        assert service.get("/dump").json == told, "a HEAD gives its turn back"
+        assert service.get("/dump").json == dump, "a HEAD gives its turn back"
 
 
-def test_a_dump_that_nobody_reads_keeps_others_waiting_for_a_while_only(tmp_path: Path) -> None:
-    """Of many that ask at once a few wait, the rest hear that it is busy; probes and metrics are answered meanwhile."""
+def test_a_dump_that_is_not_read_makes_others_wait_for_a_while_only(tmp_path: Path) -> None:
+    """Of many clients at once a few wait, the rest get "busy"; probes and metrics are answered meanwhile."""
     settings = "limits = { unread_seconds = 8.0, request_seconds = 0.5, max_waiting = 2 }\n"
     with engines(1) as (one,), serving("--config", write(tmp_path / "service.toml", settings)) as service, ExitStack() as stack:
         assert service.register("e", one.publisher).status == 201
@@ -138,7 +138,7 @@ def test_a_dump_that_nobody_reads_keeps_others_waiting_for_a_while_only(tmp_path
 
 
 @pytest.mark.parametrize(("path", "size"), [("/query", 1 << 20), ("/v1/match", 1 << 20), ("/v1/select", 1 << 16)])
-async def test_a_large_body_keeps_nobody_waiting(path: str, size: int) -> None:
+async def test_a_large_body_makes_no_other_client_wait(path: str, size: int) -> None:
     """It is handled in a thread; a smaller one at once, which costs less."""
     service = Service(ServiceConfig())
     app, found = App(service), ROUTES[path]["POST"]

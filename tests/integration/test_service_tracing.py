@@ -154,7 +154,7 @@ def test_an_internal_error_sets_the_status(
     monkeypatch.setattr(service.fleet, "match", fail)
     assert ask(App(service), "POST", "/query", {"model_name": "tiny", "token_ids": TOKENS}).status == 500
     assert only(spans)[0].status.status_code is trace.StatusCode.ERROR
-    assert "7000" not in told_by(only(spans)[0])
+    assert "7000" not in text_of(only(spans)[0])
 
 
 def test_probes_and_scrapes_have_no_span(service: Service, spans: InMemorySpanExporter) -> None:
@@ -163,12 +163,12 @@ def test_probes_and_scrapes_have_no_span(service: Service, spans: InMemorySpanEx
     assert spans.get_finished_spans() == ()
 
 
-def told_by(span: ReadableSpan) -> str:
+def text_of(span: ReadableSpan) -> str:
     """Return a span as text without times and ids, whose digits could match anything."""
-    told = json.loads(span.to_json())
+    text = json.loads(span.to_json())
     for name in ("context", "parent_id", "start_time", "end_time"):
-        told.pop(name, None)
-    return json.dumps(told)
+        text.pop(name, None)
+    return json.dumps(text)
 
 
 def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpanExporter) -> None:
@@ -182,9 +182,9 @@ def test_no_token_and_no_hash_is_in_a_span(service: Service, spans: InMemorySpan
         ("/v1/select", {"model": "tiny", "tokens": TOKENS, "expect_seconds": 1}),
     ):
         ask(app, "POST", path, body, authorization="Bearer hush-hush-hush")
-    told = "".join(map(told_by, spans.get_finished_spans()))
+    text = "".join(map(text_of, spans.get_finished_spans()))
     assert len(spans.get_finished_spans()) == 6
-    assert not [secret for secret in ("7000", "pepper", "hush", *keys) if secret in told]
+    assert not [secret for secret in ("7000", "pepper", "hush", *keys) if secret in text]
 
 
 def test_without_an_sdk_the_application_is_not_wrapped(service: Service) -> None:

@@ -73,9 +73,9 @@ def test_a_prompt_in_three_forms_has_one_answer(service: Service, fresh: tuple[s
         "trust": {"state": "EXACT", "reason": "", "reason_codes": [], "attested": False},
     }
     assert [answer.json for answer in answers] == [{"prompt_tokens": 49, "workers": [held], "missing": ""}] * 3
-    told = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
-    assert told.headers["content-type"] == MSGPACK
-    assert msgspec.msgpack.decode(told.body) == answers[0].json
+    answer = service.ask("POST", "/v1/match", msgspec.msgpack.encode(body), content_type=MSGPACK, accept=MSGPACK)
+    assert answer.headers["content-type"] == MSGPACK
+    assert msgspec.msgpack.decode(answer.body) == answers[0].json
 
 
 def test_raw_prompts_name_everything_else_in_the_query_string(service: Service, fresh: tuple[str, str, Engine]) -> None:
@@ -121,8 +121,8 @@ def test_many_prompts_are_answered_in_their_order(service: Service, fresh: tuple
     packed_answer = service.ask("POST", "/v1/match_many", body, content_type="application/json", accept=MSGPACK)
     assert msgspec.msgpack.decode(packed_answer.body)["matches"] == found
     assert service.post("/v1/match_many", model=model, prompts=[[]] * 1025).status == 422
-    assert service.post("/v1/match_many", model="nobody", prompts=[[]]).status == 404
-    assert service.post("/v1/match_many", model="nobody", prompts=[]).json == {"matches": [], "workers": [], "missing": ""}
+    assert service.post("/v1/match_many", model="absent", prompts=[[]]).status == 404
+    assert service.post("/v1/match_many", model="absent", prompts=[]).json == {"matches": [], "workers": [], "missing": ""}
 
 
 def test_unknown_fields_are_refused_where_a_misspelling_would_cost(service: Service, fresh: tuple[str, str, Engine]) -> None:
@@ -231,7 +231,7 @@ def _texts(draw: st.DrawFn) -> bytes:
     return text
 
 
-def test_workers_that_hold_nothing_are_told_with_their_trust(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_workers_that_hold_nothing_are_listed_with_their_trust(service: Service, fresh: tuple[str, str, Engine]) -> None:
     """Every response about a prompt distinguishes "holds nothing" from "unknown"."""
     name, model, made = fresh
     tokens = prompt(30)
@@ -320,7 +320,7 @@ def test_a_prompt_may_name_an_adapter_that_an_engine_lists() -> None:
 # --- choosing
 
 
-def test_select_takes_who_holds_most_and_says_why(service: Service, fresh: tuple[str, str, Engine]) -> None:
+def test_select_takes_the_longest_match_and_says_why(service: Service, fresh: tuple[str, str, Engine]) -> None:
     name, model, made = fresh
     tokens = prompt(10)
     with engine(seed=901) as other:
@@ -329,10 +329,10 @@ def test_select_takes_who_holds_most_and_says_why(service: Service, fresh: tuple
         other.store(tokens)
         for each, blocks in ((name, 1), ("other", 4)):
             service.exact(each, blocks=blocks)
-        told = service.post("/v1/select", model=model, tokens=tokens, explain=True, whole_prompt=True).json
-        assert (told["instance"], told["rank"]) == ("other", 0)
-        assert told["why"].startswith("other rank 0 is EXACT, holds 64 of 64 tokens")
-        assert [(each["instance"], each["tokens"]) for each in told["considered"]] == [("other", 64), (name, 16)]
+        answer = service.post("/v1/select", model=model, tokens=tokens, explain=True, whole_prompt=True).json
+        assert (answer["instance"], answer["rank"]) == ("other", 0)
+        assert answer["why"].startswith("other rank 0 is EXACT, holds 64 of 64 tokens")
+        assert [(each["instance"], each["tokens"]) for each in answer["considered"]] == [("other", 64), (name, 16)]
         busy = [{"instance": "other", "load": 90.0}, {"instance": name, "load": 10.0}]
         weighed = service.post("/v1/select", model=model, tokens=tokens, candidates=busy, load_weight=1.0).json
         assert weighed["instance"] == name
@@ -367,17 +367,17 @@ def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, 
         ]
         for more in every:
             for _ in range(6):
-                told = service.post("/v1/select", body | more).json
-                assert (told["instance"], told["trust"]["state"], len(told["considered"])) == (name, "EXACT", 1)
-                assert {each["instance"]: each["trust"]["state"] for each in told["unreachable"]} == {
+                answer = service.post("/v1/select", body | more).json
+                assert (answer["instance"], answer["trust"]["state"], len(answer["considered"])) == (name, "EXACT", 1)
+                assert {each["instance"]: each["trust"]["state"] for each in answer["unreachable"]} == {
                     "other": "STALE",
                     "refused": "CONNECTING",
                 }
-                assert told["why"].endswith("2 without a connection were left out.")
+                assert answer["why"].endswith("2 without a connection were left out.")
         dead = {"candidates": loads[1:]}
-        told = service.post("/v1/select", body | dead | {"trust": {"STALE": 1.0}}).json
-        assert (told["instance"], told["trust"]["state"]) == ("other", "STALE")
-        assert told["why"].endswith("no candidate is connected.")
+        answer = service.post("/v1/select", body | dead | {"trust": {"STALE": 1.0}}).json
+        assert (answer["instance"], answer["trust"]["state"]) == ("other", "STALE")
+        assert answer["why"].endswith("no candidate is connected.")
         for gone in ("other", "refused"):
             assert service.post("/unregister", instance_id=gone).status == 200
 
@@ -512,7 +512,7 @@ def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engin
     ("query", "status"),
     [
         ("", 400),
-        ("instance=nobody", 404),
+        ("instance=absent", 404),
         ("instance={name}&rank=1", 404),
         ("instance={name}&rank=-1", 400),
         ("instance={name}&rank=x", 400),
@@ -526,7 +526,7 @@ def test_blocks_come_page_by_page(service: Service, fresh: tuple[str, str, Engin
         ("instance={name}&rank=0&rank=0", 400),
     ],
 )
-def test_blocks_that_cannot_be_told(service: Service, fresh: tuple[str, str, Engine], query: str, status: int) -> None:
+def test_blocks_that_cannot_be_listed(service: Service, fresh: tuple[str, str, Engine], query: str, status: int) -> None:
     answer = service.get(f"/v1/blocks?{query.format(name=fresh[0])}")
     assert answer.status == status
     assert answer.reason
@@ -548,35 +548,35 @@ def test_hot_prefixes_are_a_tree(service: Service, fresh: tuple[str, str, Engine
     assert {(each["parent"], each["tokens"], each["lookups"], each["workers"]) for each in below} == {(top["key"], 48, 3, 0)}
     assert len(service.get(f"/v1/hot?model={model}&limit=1").json["prefixes"]) == 1
     assert service.get("/v1/hot").reason == "missing-model"
-    nothing = {"model": "nobody", "sampled": 0, "prefixes": [], "workers": [], "missing": ""}
-    assert service.get("/v1/hot?model=nobody").json == nothing
+    nothing = {"model": "absent", "sampled": 0, "prefixes": [], "workers": [], "missing": ""}
+    assert service.get("/v1/hot?model=absent").json == nothing
 
 
 # --- events
 
 
-def test_events_tell_of_states_batches_and_losses(service: Service) -> None:
-    with Stream(service, "?instance=told") as stream, Stream(service, "?instance=another") as silent:
+def test_events_report_states_batches_and_losses(service: Service) -> None:
+    with Stream(service, "?instance=watched") as stream, Stream(service, "?instance=another") as silent:
         with engine(seed=60) as made:
-            assert service.register("told", made.publisher).status == 201
-            service.exact("told")
-            exact = stream.next("state", lambda told: told["trust"]["state"] == "EXACT")
-            assert (exact["instance"], exact["rank"], exact["model"], exact["type"]) == ("told", 0, "m", "state")
+            assert service.register("watched", made.publisher).status == 201
+            service.exact("watched")
+            exact = stream.next("state", lambda event: event["trust"]["state"] == "EXACT")
+            assert (exact["instance"], exact["rank"], exact["model"], exact["type"]) == ("watched", 0, "m", "state")
             made.store(prompt(20))
-            batch = stream.next("batches", lambda told: told["blocks"] == 4)
+            batch = stream.next("batches", lambda event: event["blocks"] == 4)
             assert batch["last_seq"] == made.last_seq
             assert batch["batches"] >= 1
             place = made.publisher.endpoint, made.publisher.replay_endpoint
-        stale = stream.next("state", lambda told: told["trust"]["state"] == "STALE")
+        stale = stream.next("state", lambda event: event["trust"]["state"] == "STALE")
         assert stale["was"] == "EXACT"
         with engine(seed=61, endpoint=place[0], replay_endpoint=place[1], bind=True) as again:
             again.store(prompt(21, 2))
             loss = stream.next("loss")
-            assert (loss["what"], loss["instance"]) == ("reset", "told")
+            assert (loss["what"], loss["instance"]) == ("reset", "watched")
             assert loss["sentence"].startswith("its blocks are removed")
-            service.exact("told", blocks=2)
-            stream.next("state", lambda told: told["trust"]["state"] == "EXACT")
-        assert service.post("/unregister", instance_id="told").status == 200
+            service.exact("watched", blocks=2)
+            stream.next("state", lambda event: event["trust"]["state"] == "EXACT")
+        assert service.post("/unregister", instance_id="watched").status == 200
         silent.close()
 
 
@@ -597,7 +597,7 @@ def test_compacted_history_is_a_snapshot_and_no_loss(tmp_path: Path) -> None:
         assert compacted.endswith(f" {source['compacted']}")
         for name in ('kvevents_source_lost_batches_total{engine="old"', 'kvevents_source_gaps_total{engine="old"'):
             assert all(line.endswith(" 0") for line in metrics.splitlines() if line.startswith(name) and "healed" not in line)
-        assert not service.told("WARNING|lost")
+        assert not service.log_lines("WARNING|lost")
 
 
 def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service) -> None:
@@ -614,7 +614,7 @@ def test_listeners_are_limited_and_those_that_leave_are_noticed(service: Service
     until("the service to notice", metric)
 
 
-def test_a_client_that_is_too_slow_is_told_how_much_it_has_missed() -> None:
+def test_a_slow_client_learns_how_much_it_has_missed() -> None:
     """This tests the queue, because filling the buffers of sockets takes tens of thousands of events."""
 
     def loss(number: int) -> LossEvent:

@@ -190,7 +190,7 @@ def test_trust_and_lookups_follow_a_stream_through_its_lives() -> None:
         assert [status.counters.resets for status in follower.statuses()] == [2]
 
 
-def test_what_cannot_be_followed_is_told_at_once() -> None:
+def test_a_stream_that_cannot_be_followed_raises_at_once() -> None:
     with closing(Follower(PrefixIndex(), life)) as follower, pytest.raises(ConfigError):
         follower.follow([Source("nowhere", name="engine-0")])
 

@@ -93,7 +93,7 @@ def test_index_and_engines_agree_over_sockets(given: dict[str, Any], within: Seq
     assert run.fleet.injected == {}
 
 
-def test_views_tell_what_the_workers_do() -> None:
+def test_views_show_the_work_of_the_workers() -> None:
     seen: list[list[WorkerView]] = []
     requests = list(conversations(60, rate=60))
     with opened(engines=2, ranks=2, pace=2) as fleet:
@@ -110,7 +110,7 @@ def test_views_tell_what_the_workers_do() -> None:
     assert [view.hit_rate for view in after] == [worker.cached_tokens / worker.prompt_tokens for worker in result.workers]
 
 
-def test_absurd_haste_is_told_and_makes_nothing_wrong() -> None:
+def test_an_absurd_time_scale_is_reported_and_makes_nothing_wrong() -> None:
     """The fleet is late by more than all that it was given: results are those of its own time."""
     requests = list(conversations(60, rate=60))
     run = ran(requests, pace=10_000)
@@ -184,7 +184,7 @@ class Late:
 # --- the end
 
 
-def test_it_ends_at_once_when_told_to_from_another_thread() -> None:
+def test_it_ends_at_once_when_stopped_from_another_thread() -> None:
     """The next request is due in three months."""
     looked = threading.Event()
     requests = [request([1, 2, 3]), request([1], at=1e7)]
@@ -205,7 +205,7 @@ def test_it_ends_at_once_when_told_to_from_another_thread() -> None:
     assert (result.requests, result.disagreements) == (1, 0)
 
 
-def test_what_was_told_to_end_before_it_began_does_nothing() -> None:
+def test_a_run_that_was_stopped_before_it_began_does_nothing() -> None:
     with opened(engines=1) as fleet:
         fleet.stop()
         result = fleet.run(conversations(5))
@@ -229,7 +229,7 @@ def dying(fleet: LiveFleet, when: Callable[[], object], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("moment", ["at once", "at the end"])
-def test_a_consumer_that_dies_is_told(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consumer_that_dies_is_reported(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when all is answered, and only the last events are waited for, which are late here."""
     with opened(engines=2, wrong="delay:300ms") as fleet:
         dying(fleet, lambda: moment == "at once" or fleet.fleet.done, monkeypatch)
@@ -246,7 +246,7 @@ def stop_soon(fleet: LiveFleet) -> None:
         fleet.stop()
 
 
-def test_a_consumer_that_dies_as_the_run_is_stopped_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consumer_that_dies_as_the_run_is_stopped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(engines=1, pace=1.0) as fleet:
         closing, close = threading.Event(), fleet.follower.close
         dying(fleet, lambda: closing.wait(20), monkeypatch)
@@ -275,7 +275,7 @@ def test_nothing_is_left_open(wrong: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("wrong", ["", "drop:1%"])
 @pytest.mark.parametrize("behind", [0, 1, 3])
-def test_a_port_in_use_is_told_and_nothing_is_left_open(behind: int, wrong: str) -> None:
+def test_a_port_in_use_is_reported_and_nothing_is_left_open(behind: int, wrong: str) -> None:
     """The first worker's for events, its one for replay, or the second worker's for replay."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -318,7 +318,7 @@ def test_index_and_engines_agree_whatever_goes_wrong(wrong: str) -> None:
 
 
 def has_sent(run: Ran, stream: StreamResult) -> bool:
-    """Whether it is up, and has published in its present life: of others nobody can know that they are the same process."""
+    """Whether it is up, and has published in its present incarnation: without a batch it may be another process."""
     simulated = run.fleet.fleet.workers[stream.source, stream.rank]
     return simulated.is_up and simulated.batches > 0
 
@@ -371,8 +371,8 @@ class Watching:
         return self._chosen.choose(prompt, candidates)
 
 
-def test_the_router_is_told_the_trust_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine whose connections are cut for good is no candidate at any choice; the other one comes to be EXACT."""
+def test_the_router_gets_the_trust_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose connections stay cut is no candidate at any choice; the other one comes to be EXACT."""
     seen: set[tuple[Worker, str]] = set()
     monkeypatch.setattr(live, "policy", lambda name, seed: Watching(policy(name, seed), seen))
     first, second = ("engine-0", 0), ("engine-1", 0)

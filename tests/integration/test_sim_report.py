@@ -198,8 +198,8 @@ def test_the_table_stands_in_columns(figures: list[tuple[float, float]]) -> None
 # --- settings
 
 
-def test_settings_tell_what_there_really_is() -> None:
-    """Blocks that the preset decided on are told as a number, and where its figures come from is told too."""
+def test_settings_show_the_values_in_use() -> None:
+    """The number of blocks comes from the preset and is shown as a number, with the source of the preset's figures."""
     found = report_settings(FleetSettings(), {"workload": "trace"})
     assert found["blocks"] == FleetSettings().size.blocks
     assert "roofline" in str(found["cost_source"])
@@ -208,7 +208,7 @@ def test_settings_tell_what_there_really_is() -> None:
     assert capacity_blocks({"engines": 8}) is None
 
 
-def test_a_line_says_what_was_asked_of_whom() -> None:
+def test_a_line_shows_the_request_and_its_worker() -> None:
     assert traffic_text(SETTINGS) == "2 engines, qwen3-32b-2xh100, 300 requests of chat, 2 requests a second, seed 0"
     one = report_settings(FleetSettings(engines=1, ranks=4, seed=7), {"trace": "t.jsonl", "requests": 1, "speed": 2.0})
     assert traffic_text(one) == "1 engine of 4 ranks, qwen3-32b-2xh100, 1 request of the trace t.jsonl, 2 times as fast, seed 7"
@@ -293,7 +293,7 @@ def test_the_page_is_whole_and_well_formed(text: str) -> None:
 
 
 def test_the_page_needs_nothing_else(text: str) -> None:
-    """No script, nothing from elsewhere, and the page tells browsers to allow neither."""
+    """No script, nothing from elsewhere, and the page forbids browsers to load either."""
     read = Reader(text)
     assert read.of("script", "link", "img", "iframe", "image") == []
     assert "http://" not in text
@@ -308,7 +308,7 @@ def test_the_same_comparison_gives_the_same_page(usual: Comparison, text: str) -
     assert page(usual) == text
 
 
-def test_every_figure_is_told_in_words(text: str) -> None:
+def test_every_figure_has_a_text(text: str) -> None:
     read = Reader(text)
     labels = [str(one["aria-label"]) for one in read.of("svg")]
     assert len(labels) == len(read.of("figure")) == len(DRAWINGS)

@@ -66,7 +66,7 @@ def test_without_one_the_system_chooses() -> None:
         ]
 
 
-def test_ports_that_there_are_not_are_told_before_anything_is_opened() -> None:
+def test_ports_out_of_range_are_reported_before_anything_is_opened() -> None:
     before = openings()
     with pytest.raises(
         ConfigError, match=f"^invalid base port {HIGHEST_PORT - 2}: 2 workers would need port {HIGHEST_PORT + 1}; "
@@ -137,8 +137,8 @@ def test_subscribers_are_those_of_the_worker_that_has_the_fewest() -> None:
 # --- lives
 
 
-def test_lives_are_told_apart_by_timestamps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the moment at which an incarnation was opened on batches are of it."""
+def test_incarnations_are_distinguished_by_timestamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches belong to an incarnation from the moment at which it was opened."""
     now = iter([100.0, 100.0, 200.0, 300.0])
     monkeypatch.setattr(
         sockets_module, "time", SimpleNamespace(time=lambda: next(now), monotonic=time.monotonic, sleep=time.sleep)

@@ -61,8 +61,8 @@ for line in sys.stdin:
 
 def test_every_decoded_struct_has_its_decoder_built() -> None:
     """The import of its module is enough."""
-    told = "\n".join(f"{module} {name}" for module, name in decoded() if name.isidentifier())
-    done = subprocess.run([sys.executable, "-c", CODE], input=told, capture_output=True, text=True, check=True, timeout=60)
+    names = "\n".join(f"{module} {name}" for module, name in decoded() if name.isidentifier())
+    done = subprocess.run([sys.executable, "-c", CODE], input=names, capture_output=True, text=True, check=True, timeout=60)
     rows = [line.split() for line in done.stdout.splitlines()]
     assert len(rows) > 15
     assert [row for row in rows if row[2] != "True"] == []

@@ -146,11 +146,11 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Callable[..., Harness]]:
     """Open subscribers of both kinds, and close them after the test."""
     opened: list[SyncDriver | AsyncDriver] = []
 
-    def open_desk(*sources: Source, **options: Any) -> Harness:
+    def open_harness(*sources: Source, **options: Any) -> Harness:
         opened.append(request.param(*sources, **options))
         return Harness(opened[-1])
 
-    yield open_desk
+    yield open_harness
     for driver in opened:
         driver.close()
 
@@ -508,7 +508,7 @@ def test_raw_batches_arrive_as_they_were_sent(harness: Callable[..., Harness]) -
 @pytest.mark.parametrize("decode", [True, False])
 def test_the_consumer_of_raw_batches_reports_what_it_finds(harness: Callable[..., Harness], decode: bool) -> None:
     """One loop works for both modes, because a report about a decoded batch does not count its events again."""
-    unreadable = msgspec.msgpack.encode([3.0, [["Unheard", 1]]])
+    unreadable = msgspec.msgpack.encode([3.0, [["Unknown", 1]]])
     with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
         at = harness(source_of(tape), decode=decode)
         taken: list[Any] = at.taken
@@ -545,7 +545,7 @@ class Counting:
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_sink_applies_each_delivery_before_it_is_returned(harness: Callable[..., Harness], decode: bool) -> None:
     """With `receive` and with `receive_many`. What the sink found is reported automatically."""
-    unreadable = msgspec.msgpack.encode([3.0, [["Unheard", 1]]])
+    unreadable = msgspec.msgpack.encode([3.0, [["Unknown", 1]]])
     sink = Counting(PrefixIndex())
     with TapePlayer([*frames(3), (b"kv", 3, unreadable), (b"kv", 4, payload_of(0, 4, clear=True))]) as tape:
         at = harness(source_of(tape), decode=decode, sink=sink)
@@ -682,7 +682,7 @@ def engine_with_history(transport: FakeTransport) -> FakeEngine:
     engine = transport.engine("tcp://engine:5557", "tcp://engine:5558")
     for number in range(4):
         engine.publish(BlockRemoved([number]))
-    engine.publish_payload(msgspec.msgpack.encode([4.0, [["Unheard", 1]]]))
+    engine.publish_payload(msgspec.msgpack.encode([4.0, [["Unknown", 1]]]))
     engine.skip_number()
     engine.publish(BlockRemoved([6]))
     engine.publish_payload(payload_of(0, 7, clear=True))

@@ -24,7 +24,7 @@ from kvevents.subscriber import AsyncSubscriber, Subscriber, ZmqTransport
 from kvevents.testing.fake_transport import FakeTransport
 
 DEADLINE = 20.0
-NOBODY = Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e")
+NO_ENGINE = Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", name="e")
 """Nothing listens there, so nothing ever arrives."""
 
 
@@ -76,7 +76,7 @@ async def begun(task: asyncio.Task[Any]) -> None:
 def test_another_thread_ends_a_waiting_call(wait: Callable[[Subscriber], None]) -> None:
     """The thread ends with the expected error or end of iteration, and everything is closed."""
     before = descriptors()
-    subscriber = Subscriber(NOBODY)
+    subscriber = Subscriber(NO_ENGINE)
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -103,7 +103,7 @@ def test_close_and_receive_race() -> None:
     """Whether `close` comes before, during or after a call, the thread ends without another error, and nothing stays open."""
     before = descriptors()
     for attempt in range(100):
-        subscriber = Subscriber(NOBODY)
+        subscriber = Subscriber(NO_ENGINE)
         failures: list[BaseException] = []
 
         def run(subscriber: Subscriber = subscriber, failures: list[BaseException] = failures) -> None:
@@ -166,7 +166,7 @@ def test_a_signal_handler_may_close_during_any_call() -> None:
     former = signal.signal(signal.SIGALRM, lambda *_: closing[-1].close())
     try:
         for attempt in range(100):
-            closing.append(Subscriber(NOBODY))
+            closing.append(Subscriber(NO_ENGINE))
             signal.setitimer(signal.ITIMER_REAL, 0.0001 * (attempt + 1))
             with pytest.raises(ClosedError):
                 uses(closing[-1])
@@ -180,7 +180,7 @@ def test_a_signal_handler_may_close_during_any_call() -> None:
 async def test_another_task_ends_a_waiting_call(many: bool) -> None:
     """`receive` raises, `async for` ends, and asyncio no longer watches the descriptor."""
     before = descriptors()
-    subscriber = AsyncSubscriber(NOBODY)
+    subscriber = AsyncSubscriber(NO_ENGINE)
     task: asyncio.Task[Any] = asyncio.create_task(subscriber.receive_many() if many else subscriber.receive())
     await begun(task)
     await subscriber.close()
@@ -194,7 +194,7 @@ async def test_another_task_ends_a_waiting_call(many: bool) -> None:
 
 async def test_async_iteration_ends_when_it_is_closed() -> None:
     """Without an error, during a wait and afterwards."""
-    subscriber = AsyncSubscriber(NOBODY)
+    subscriber = AsyncSubscriber(NO_ENGINE)
 
     async def iterate() -> list[object]:
         return [delivery async for delivery in subscriber]
@@ -208,7 +208,7 @@ async def test_async_iteration_ends_when_it_is_closed() -> None:
 
 async def test_another_thread_ends_an_async_iteration() -> None:
     """`close` works from a thread without an event loop."""
-    subscriber = AsyncSubscriber(NOBODY)
+    subscriber = AsyncSubscriber(NO_ENGINE)
     task = asyncio.create_task(subscriber.receive())
     await begun(task)
     await asyncio.to_thread(asyncio.run, subscriber.close())
@@ -219,7 +219,7 @@ async def test_another_thread_ends_an_async_iteration() -> None:
 async def test_the_next_socket_with_the_number_of_a_closed_one_works() -> None:
     """asyncio no longer watches the closed descriptor, so a socket that is opened afterwards with its number receives data."""
     loop = asyncio.get_running_loop()
-    subscriber = AsyncSubscriber(NOBODY)
+    subscriber = AsyncSubscriber(NO_ENGINE)
     descriptor = subscriber._multiplexer.transport.fileno()
     task = asyncio.create_task(subscriber.receive())
     await begun(task)
@@ -244,7 +244,7 @@ async def test_the_next_socket_with_the_number_of_a_closed_one_works() -> None:
 
 async def test_two_tasks_cannot_wait_at_once() -> None:
     """The second task raises. Otherwise it would replace the first task's reader in asyncio, which then never wakes."""
-    async with AsyncSubscriber(NOBODY) as subscriber:
+    async with AsyncSubscriber(NO_ENGINE) as subscriber:
         first = asyncio.create_task(subscriber.receive())
         await begun(first)
         with pytest.raises(UsageError, match="receive in one task"):

@@ -200,8 +200,8 @@ def test_a_failed_connection_affects_only_its_own_stream(fleet: Fleet, caplog: p
     fleet.until_exact()
     assert fleet.subscriber.status("e0").error == ""
     assert fleet.taken == {name: list(range(len(numbers))) for name, numbers in fleet.taken.items()}
-    told = [each.message for each in caplog.records if each.name == "kvevents.subscriber.multiplexer"]
-    assert len([each for each in told if "e0 rank 0: no connection: cannot open a socket" in each]) == 1
+    messages = [each.message for each in caplog.records if each.name == "kvevents.subscriber.multiplexer"]
+    assert len([each for each in messages if "e0 rank 0: no connection: cannot open a socket" in each]) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

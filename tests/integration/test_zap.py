@@ -267,7 +267,7 @@ def test_a_context_with_another_zap_handler_is_an_error() -> None:
             ZmqEventPublisher(0, ANY, context=shared, curve=server((FRIEND.public,)))
 
 
-def test_an_allow_list_without_a_handler_refuses_everyone(context: Context) -> None:
+def test_an_allow_list_without_a_handler_refuses_every_client(context: Context) -> None:
     """`Curve.apply` without `secure_sockets` fails closed."""
     with zmq.Context() as serving, serving.socket(zmq.PUB) as socket:
         server((FRIEND.public,)).apply(socket)

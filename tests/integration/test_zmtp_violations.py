@@ -83,7 +83,7 @@ def small_transport(reconnect_max_ms: int = OPTIONS.reconnect_max_ms) -> Iterato
     """A transport that accepts no large message."""
     with zmq.Context() as context:
         transport = ZmqTransport(context, replace(OPTIONS, max_message_bytes=_MAX, reconnect_max_ms=reconnect_max_ms))
-        transport.wait(0)  # or a connection that ended before the first wait would be taken for one that nobody has read
+        transport.wait(0)  # or a connection that ended before the first wait would be taken for one that was never read
         yield transport
 
 
@@ -154,20 +154,20 @@ def test_doctor_does_not_wait_for_a_peer_that_violated_zmtp(peer: Callable[..., 
 
 def test_a_connecting_publisher_reconnects_after_a_zmtp_violation(peer: Callable[..., Peer]) -> None:
     """An engine that connects to a router reconnects whatever listened at the address of the router before."""
-    heard = threading.Event()
+    received = threading.Event()
 
     def router(line: PeerConnection) -> None:
         handshakes(line, zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03SUB"))
         line.send(zmtp.command(b"SUBSCRIBE", b""))
         assert line.read(1)
-        heard.set()
+        received.set()
         line.stays()
 
     endpoint = peer(another_socket, another_socket, router).endpoint
     publisher = ZmqEventPublisher(endpoint=endpoint, bind=False, settings=PublisherSettings(reconnect_delay=0.05))
     try:
         end = time.monotonic() + DEADLINE
-        while not heard.wait(0.02):
+        while not received.wait(0.02):
             assert time.monotonic() < end, publisher.stats()
             publisher.publish(KVEventBatch(0.0, []))
     finally:

@@ -155,14 +155,14 @@ def numbers_of_last_life(log: Log, name: str) -> list[int]:
     return [each.seq for each in batches if each.incarnation == batches[-1].incarnation]
 
 
-def told_of(log: Log, name: str = "engine") -> dict[str, TrustReport]:
-    """What bridges say of a stream, by name; of one that was begun again, what its last process says."""
+def reports_by_bridge(log: Log, name: str = "engine") -> dict[str, TrustReport]:
+    """The trust reports of the bridges for a stream, by name; for a restarted bridge, those of its last process."""
     stream = log.states[log.layout.partition_of(name)].streams.get((name, 0))
-    return {} if stream is None else {bridge_name(bridge): told for bridge, told in stream.trust_reports.items()}
+    return {} if stream is None else {bridge_name(bridge): report for bridge, report in stream.trust_reports.items()}
 
 
 def with_js(plane: PlaneSettings, work: Callable[[JetStreamContext], Awaitable[T]]) -> T:
-    """Something done with JetStream by somebody who is no bridge."""
+    """Return the result of work with JetStream on a connection of its own."""
 
     async def main() -> T:
         client = await nats.connect(list(plane.servers))
@@ -196,13 +196,13 @@ class BridgeProcess(Program):
             [each.name, each.publisher.endpoint, each.publisher.replay_endpoint, each.registration.decode()] for each in engines
         ]
         said = {"servers": plane.servers, "name": plane.name, "partitions": plane.partitions, "copies": plane.copies}
-        told = {
+        arguments = {
             "plane": said | {"partition_bytes": plane.partition_bytes},
             "bridge": {"name": name, "heartbeat_seconds": 0.2, **more},
             "watches": watches,
             "ping": ping,
         }
-        super().__init__(json.dumps(told), command=(*command, sys.executable, "-W", "error", __file__))
+        super().__init__(json.dumps(arguments), command=(*command, sys.executable, "-W", "error", __file__))
 
     def wait_until_ready(self) -> Self:
         self.out.wait("ready")
@@ -220,11 +220,13 @@ class BridgeProcess(Program):
         self.process.send_signal(signal.SIGCONT)
 
 
-async def _main(told: dict[str, Any]) -> None:
-    limits = ConnectionLimits(ping_seconds=told["ping"])
-    plane = PlaneSettings(**{**told["plane"], "servers": tuple(told["plane"]["servers"])}, connection=limits)
-    watches = [Watch(Source(endpoint, replay, name=name), card.encode()) for name, endpoint, replay, card in told["watches"]]
-    bridge = Bridge(BridgeSettings(plane=plane, **told["bridge"]), watches)
+async def _main(arguments: dict[str, Any]) -> None:
+    limits = ConnectionLimits(ping_seconds=arguments["ping"])
+    plane = PlaneSettings(**{**arguments["plane"], "servers": tuple(arguments["plane"]["servers"])}, connection=limits)
+    watches = [
+        Watch(Source(endpoint, replay, name=name), card.encode()) for name, endpoint, replay, card in arguments["watches"]
+    ]
+    bridge = Bridge(BridgeSettings(plane=plane, **arguments["bridge"]), watches)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     running = asyncio.create_task(bridge.run(stop))

@@ -163,11 +163,11 @@ class Chromium:
         self.wait("document.readyState === 'complete'")
 
     def block(self, *patterns: str) -> None:
-        """Let no request for these URLs out, until told otherwise."""
+        """Let no request for these URLs out, until the next call."""
         self.call("Network.setBlockedURLs", urls=patterns)
 
     def forget(self) -> None:
-        """Begin anew: nothing is blocked, nothing is noted of the page."""
+        """Reset the page: nothing is blocked, nothing is noted."""
         self.block()
         for noted in (self.console, self.requested, self.dialogs):
             noted.clear()

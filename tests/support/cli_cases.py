@@ -88,8 +88,8 @@ class Lines:
 
 
 @contextmanager
-def heeding_interrupts() -> Iterator[None]:
-    """For children that are to be interrupted: in the background of a shell, SIGINT is ignored, which children inherit."""
+def interrupts_enabled() -> Iterator[None]:
+    """Start children that SIGINT interrupts: in the background of a shell it is ignored, which children inherit."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -98,11 +98,11 @@ def heeding_interrupts() -> Iterator[None]:
 
 
 class Program:
-    """A process under test that goes on until it is told to stop."""
+    """A process under test that runs until it is stopped."""
 
     def __init__(self, *args: object, command: Sequence[str] = KVEVENTS, **env: str) -> None:
         argv = [*command, *map(str, args)]
-        with heeding_interrupts():
+        with interrupts_enabled():
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**env)
             )
@@ -166,7 +166,7 @@ def close_all(players: list[TapePlayer]) -> None:
 
 @contextmanager
 def refusing() -> Iterator[str]:
-    """An endpoint at which nothing listens, and nobody else will."""
+    """An endpoint at which nothing listens, now and later."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield f"tcp://127.0.0.1:{holder.getsockname()[1]}"

@@ -29,7 +29,7 @@ def findings(ended: Ended) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def server(reply: bytes | None) -> Iterator[str]:
-    """Something that accepts one connection after another, answers with these bytes, and closes unless there are none."""
+    """Something that accepts one connection after another, answers with these bytes if there are any, and closes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -43,7 +43,7 @@ def server(reply: bytes | None) -> Iterator[str]:
                     return
                 kept.append(connection)
                 if reply is not None:
-                    with suppress(ConnectionError):  # who has heard enough goes
+                    with suppress(ConnectionError):  # the client closes after it has read enough
                         connection.recv(1 << 16)
                         connection.sendall(reply)
                     connection.close()

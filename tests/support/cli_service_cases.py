@@ -105,13 +105,13 @@ def engine(*stored: BlockStored) -> Iterator[ZmqEventPublisher]:
 
 def blocks(count: int, first: int = 0, medium: str = "GPU", tokens: list[int] | None = None) -> BlockStored:
     """`count` blocks of the prompt 0, 1, 2, ..., or of `tokens`, from block `first` on."""
-    told = list(range(first * BLOCK, (first + count) * BLOCK)) if tokens is None else tokens
+    token_ids = list(range(first * BLOCK, (first + count) * BLOCK)) if tokens is None else tokens
     parent = 1000 + first - 1 if first else None
-    return BlockStored([1000 + first + number for number in range(count)], parent, told, BLOCK, medium=medium)
+    return BlockStored([1000 + first + number for number in range(count)], parent, token_ids, BLOCK, medium=medium)
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: object, code: int = 1) -> str:
-    """The sentence of an error."""
+def error_of(capsys: pytest.CaptureFixture[str], *args: object, code: int = 1) -> str:
+    """Run the command and return its error, which is one line."""
     assert main([*map(str, args)]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -131,7 +131,7 @@ def guarded(tmp_path: Path, settings: str = "") -> Iterator[tuple[str, Program]]
 
 
 def source(number: int, state: str = "EXACT", **more: Any) -> Source:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "instance": f"engine-{number:03}",
         "rank": 0,
         "model": "llama",
@@ -164,11 +164,11 @@ def source(number: int, state: str = "EXACT", **more: Any) -> Source:
         "reconnects": 0,
         "rejected": {},
     }
-    return msgspec.convert(told | more, Source)
+    return msgspec.convert(fields | more, Source)
 
 
 def stats(**more: Any) -> StatsAnswer:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "version": "0.1.0",
         "uptime_seconds": 4000.0,
         "sources": {},
@@ -188,7 +188,7 @@ def stats(**more: Any) -> StatsAnswer:
         "snapshot_at": None,
         "snapshot_fault": None,
     }
-    return msgspec.convert(told | more, StatsAnswer)
+    return msgspec.convert(fields | more, StatsAnswer)
 
 
 READY: Final = ReadyAnswer(ready=True, why="all are EXACT", exact=1, sources=1, quorum=1.0, deadline_seconds=30.0)

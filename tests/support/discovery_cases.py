@@ -15,7 +15,7 @@ DEADLINE = 20.0
 
 
 class Steps:
-    """Time that passes when a test says so: `paused` waits until somebody sleeps, `go` lets that sleep be over."""
+    """Time that passes when a test says so: `paused` waits until a task sleeps, `go` ends that sleep."""
 
     def __init__(self, random: float = 0.0) -> None:
         self.time = 0.0

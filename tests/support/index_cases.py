@@ -117,7 +117,7 @@ def workers_of(index: PrefixIndex) -> set[Worker]:
 
 
 def carries(row: Dialect, event: KVEvent) -> bool:
-    """Whether `row` spells everything that `event` says."""
+    """Whether `row` can encode everything that `event` holds."""
     if isinstance(event, AllBlocksCleared):
         return event.unrecognised is None or row.event_form == "map"
     names = (row.stored_fields if isinstance(event, BlockStored) else row.removed_fields) + (
@@ -129,7 +129,7 @@ def carries(row: Dialect, event: KVEvent) -> bool:
 
 
 def encode_in_dialect(batch: Batch, choice: int) -> bytes:
-    """The payload of `batch` in one of the dialects that can say it; as declared where none can."""
+    """The payload of `batch` in one of the dialects that can encode it; as declared if none can."""
     rows = [row for row in dialects() if all(carries(row, event) for event in batch.events)]
     return encode_batch(KVEventBatch(batch.ts, batch.events, batch.rank), rows[choice % len(rows)] if rows else None)
 
@@ -205,7 +205,7 @@ class Stream:
     eagle: bool
     hashing: str
     """"opaque" (of the whole path, with the engine's seed), "page" (of the page alone) or "chaos" (a few at random)."""
-    spelling: str
+    style: str
     """"old" (hashes, tokens, a LoRA's number), "vllm", "sglang" or "groups" (vLLM's, a hybrid model)."""
     window: int
     digests: bool
@@ -227,17 +227,17 @@ class Adversary:
 
     def _stream(self, worker: Worker) -> Stream:
         of = self.choices.of
-        spelling = of(("old", "vllm", "vllm", "sglang", "groups", "groups"))
+        style = of(("old", "vllm", "vllm", "sglang", "groups", "groups"))
         size = of((1, 2, 2, 2, 3, 4))
         return Stream(
             worker,
             size,
-            eagle=spelling in {"old", "sglang"} and of((False, False, True)),
+            eagle=style in {"old", "sglang"} and of((False, False, True)),
             hashing=of(("opaque", "opaque", "opaque", "page", "chaos")),
-            spelling=spelling,
+            style=style,
             window=of((1, 2, 4, 5, 7)),
-            digests=spelling != "sglang" and of((False, False, False, True)),
-            keyed=spelling != "old" and of((False, True)),
+            digests=style != "sglang" and of((False, False, False, True)),
+            keyed=style != "old" and of((False, True)),
         )
 
     def steps(self) -> Iterator[Step]:
@@ -299,18 +299,18 @@ class Adversary:
         return self._uncommon(stream, what)
 
     def _uncommon(self, stream: Stream, what: int) -> KVEvent:
-        if what < 230 and stream.spelling == "groups":
+        if what < 230 and stream.style == "groups":
             return self._sparse(stream, self.choices.of(stream.paths))
-        if what < 240 and stream.spelling != "old":
+        if what < 240 and stream.style != "old":
             return self._without_tokens(stream)
         if what < 248:
             return self._refused(stream)
         scopes: list[dict[str, Any]] = [{}, {"medium": "cpu"}, {"group_idx": 1}, {"medium": "GPU", "group_idx": 0}]
-        return cleared(**self.choices.of(scopes if stream.spelling != "old" else scopes[:1]))
+        return cleared(**self.choices.of(scopes if stream.style != "old" else scopes[:1]))
 
     def _removal(self, stream: Stream, count: int) -> KVEvent:
         hashes = [self.choices.of(stream.hashes[-12:]) for _ in range(count)]
-        return self._spelled(stream, removal(*hashes, **self._plane(stream, aside=False)), hashes, None)
+        return self._with_byte_hashes(stream, removal(*hashes, **self._plane(stream, aside=False)), hashes, None)
 
     def _path(self, stream: Stream) -> Path:
         """A chain to be announced: something new at a root, or behind what was announced, or with a hole between."""
@@ -324,8 +324,8 @@ class Adversary:
     def _scope(self, stream: Stream) -> Scope:
         lora: str | int | None = None
         if self.choices.chance(15):
-            lora = 7 if stream.spelling == "old" or self.choices.chance(30) else "adapter"
-        salt = self.choices.of(("s1", "s2")) if stream.spelling != "old" and self.choices.chance(25) else None
+            lora = 7 if stream.style == "old" or self.choices.chance(30) else "adapter"
+        salt = self.choices.of(("s1", "s2")) if stream.style != "old" and self.choices.chance(25) else None
         return Scope(None, lora, salt)
 
     def _page(self, stream: Stream, path: Path) -> Page:
@@ -336,11 +336,11 @@ class Adversary:
         if stream.eagle:
             tokens.append(self.choices.of((1, 2)))
         items: list[Item] = []
-        if stream.spelling in {"vllm", "groups"} and self.choices.chance(12):
+        if stream.style in {"vllm", "groups"} and self.choices.chance(12):
             names: tuple[str | int, ...] = ("image", "aB" * 32, 7)
             items = [(self.choices.of(names), self.choices.of((0, 0, 1, -1))) for _ in range(self.choices.of((1, 2)))]
         unseen: str | bytes | None = None
-        if stream.spelling == "vllm" and self.choices.chance(3):
+        if stream.style == "vllm" and self.choices.chance(3):
             unseen = "bare" if path.pages and self.choices.chance(50) else b"\x07" * 32
         return Page(tuple(tokens), tuple(items), unseen)
 
@@ -352,21 +352,21 @@ class Adversary:
         return xxh3(repr((what, stream.worker)).encode())
 
     def _plane(self, stream: Stream, *, aside: bool = True) -> dict[str, Any]:
-        if stream.spelling == "old":
+        if stream.style == "old":
             return {"medium": None}
         plane: dict[str, Any] = {"medium": self.choices.of(("GPU", "GPU", "GPU", "GPU", "gpu", None, "CPU", "DISK", "tape"))}
-        if stream.spelling == "vllm" and self.choices.chance(6):
+        if stream.style == "vllm" and self.choices.chance(6):
             plane |= {
                 "medium": self.choices.of(("GPU", "STORAGE")),
                 "locality": "REMOTE",
                 "ownership": self.choices.of((None, "fs")),
             }
-        if stream.spelling == "groups":
+        if stream.style == "groups":
             plane["group_idx"] = self.choices.of((0, 0, 0, 3)) if aside else self.choices.of((0, 0, 1, 1, 2, 3))
         return plane
 
     def _store(self, stream: Stream, path: Path) -> KVEvent:
-        """The last pages of `path`, or all of them; the others are told by the parent's hash alone."""
+        """The last pages of `path`, or all of them; the parent's hash stands for the others."""
         count = min(self.choices.of((1, 1, 2, 3, 8)), len(path.pages))
         chain = [Path(path.scope, path.pages[: at + 1]) for at in range(len(path.pages))]
         hashes = [self._hash(stream, part) for part in chain]
@@ -374,17 +374,17 @@ class Adversary:
         stream.hashes += hashes[-count:]
         parent = hashes[-count - 1] if count < len(chain) else None
         fields = self._plane(stream)
-        if stream.spelling == "groups":
+        if stream.style == "groups":
             fields["kv_cache_spec_kind"] = "full_attention" if fields["group_idx"] == 0 else "mla_attention"
         if stream.keyed and self.choices.chance(25):
             keys = self._keys(path)[-count:]
             event = store(hashes[-count:], [], stream.size, parent, **fields, block_keys=keys)
-            return self._spelled(stream, event, event.block_hashes, parent)
+            return self._with_byte_hashes(stream, event, event.block_hashes, parent)
         event = store(hashes[-count:], self._tokens(stream, path.pages[-count:]), stream.size, parent, **fields)
-        return self._spelled(stream, self._named(stream, event, path, count), event.block_hashes, parent)
+        return self._with_byte_hashes(stream, self._named(stream, event, path, count), event.block_hashes, parent)
 
     def _keys(self, path: Path) -> list[int]:
-        """Keys of a path as a relay tells them: true ones, or numbers that mean nothing."""
+        """Keys of a path as a relay sends them: true ones, or numbers without meaning."""
         if self.choices.chance(15):
             return [self.choices.of(range(4)) for _ in path.pages]
         seed, keys = seed_of(path.scope.lora, salt_term(path.scope.salt)), list[int]()
@@ -400,13 +400,13 @@ class Adversary:
         return [pair for page in pages for pair in zip(page.tokens, page.tokens[1:], strict=False)]
 
     def _named(self, stream: Stream, event: BlockStored, path: Path, count: int) -> BlockStored:
-        """With LoRA, salt and multimodal items, as the engine spells them."""
+        """With LoRA, salt and multimodal items, in the fields that the engine uses."""
         scope = path.scope
         event.lora_name = scope.lora if isinstance(scope.lora, str) else None
         event.lora_id = scope.lora if isinstance(scope.lora, int) else 3 if scope.lora and self.choices.chance(50) else None
-        if stream.spelling == "sglang":
+        if stream.style == "sglang":
             event.cache_salt = scope.salt if event.parent_block_hash is None or self.choices.chance(50) else None
-        elif stream.spelling != "old":
+        elif stream.style != "old":
             root = event.parent_block_hash is None
             keys = [
                 self._extra(page, event.lora_name, scope.salt if root and not at else None)
@@ -429,7 +429,7 @@ class Adversary:
             "group_idx": 1,
         }
         medium = self.choices.of(("GPU", "GPU", "GPU", "CPU"))
-        return self._spelled(
+        return self._with_byte_hashes(
             stream, store(kept, self._tokens(stream, path.pages), stream.size, medium=medium, **kind), kept, None
         )
 
@@ -438,23 +438,23 @@ class Adversary:
         path = self.choices.of(stream.paths)
         hashes = [self.choices.of(stream.hashes), self._hash(stream, Path(path.scope, (*path.pages, Page((1,) * stream.size))))]
         count = self.choices.of((1, 1, 2))
-        return self._spelled(stream, store(hashes[:count], [], 0, **self._plane(stream)), hashes[:count], None)
+        return self._with_byte_hashes(stream, store(hashes[:count], [], 0, **self._plane(stream)), hashes[:count], None)
 
     def _refused(self, stream: Stream) -> KVEvent:
         """A kind without a known rule, in a group of its own, or lengths that do not agree."""
         value = self.choices.of(stream.hashes)
-        if stream.spelling == "groups" and self.choices.chance(50):
+        if stream.style == "groups" and self.choices.chance(50):
             return store([value], [1] * stream.size, stream.size, group_idx=2, kv_cache_spec_kind="mamba")
         if stream.keyed and self.choices.chance(50):
             tokens, size, keys = self.choices.of(
                 (([], 0, [1]), ([], stream.size, [1, 2]), ([1] * stream.size, stream.size, [1]))
             )
             return store([value], tokens, size, block_keys=keys)
-        plane = {"medium": None} if stream.spelling == "old" else {}
+        plane = {"medium": None} if stream.style == "old" else {}
         return store([value], [1] * (stream.size + 1), stream.size, **plane)
 
-    def _spelled(self, stream: Stream, event: Any, hashes: Sequence[int], parent: int | None) -> KVEvent:
-        """With byte hashes beside the numbers where the engine sends those."""
+    def _with_byte_hashes(self, stream: Stream, event: Any, hashes: Sequence[int], parent: int | None) -> KVEvent:
+        """Return the event with byte hashes beside the numbers if the engine sends those."""
         if stream.digests:
             event.block_digests = [struct.pack(">24xQ", value) for value in hashes] or None
             if parent is not None:

@@ -82,8 +82,8 @@ def scheme_of(event: BlockStored) -> Scheme:
     return event.block_size, bool(event.token_ids) and isinstance(event.token_ids[0], tuple)
 
 
-def told_keys(event: BlockStored) -> bool:
-    """Whether it has a key for each hash, of blocks of a size."""
+def has_keys(event: BlockStored) -> bool:
+    """Whether the event has a key for each hash, of blocks of a size."""
     return 0 < event.block_size < 2**32 and len(event.block_keys or ()) == len(event.block_hashes)
 
 

@@ -1,6 +1,6 @@
 """The prefix index as plain Python: what `kvevents.index` must answer, slowly and by eye.
 
-A stream knows blocks by the engine's hash, the newest of a hash last; one that was told by its key is another than one told by
+A stream knows blocks by the engine's hash, the newest of a hash last; a block stored by key is another than one stored by
 its tokens. What cannot be placed yet waits in one queue, oldest
 first: orphans for their parent, hashes without tokens ("untied") for a store that has them.
 """
@@ -18,12 +18,12 @@ from index_keys import (
     Scope,
     Worker,
     block_key,
+    has_keys,
     has_tokens,
     plane_of,
     prompt_keys,
     scheme_of,
     tier_of,
-    told_keys,
 )
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Gap, Reset
@@ -98,7 +98,7 @@ class Stream:
                 before = self.put(Waiting(value, plane, parents[index], event, index), before)
 
     def store_keyed(self, event: BlockStored, plane: Plane) -> None:
-        if event.token_ids or not told_keys(event):
+        if event.token_ids or not has_keys(event):
             self.counts["length-mismatch"] += 1
             return
         self.rules[event.group_idx or 0] = "dense"

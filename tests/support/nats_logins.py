@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 
 class Operator:
-    """Who says which accounts there are, for servers that believe nobody else: their configuration, and users' credentials."""
+    """An operator that defines the accounts for servers that accept no other: their configuration, and users' credentials."""
 
     def __init__(self) -> None:
         self._key, self._system, self.account = Key.new(OPERATOR), Key.new(ACCOUNT), Key.new(ACCOUNT)

@@ -1,7 +1,7 @@
 """Real NATS servers with JetStream, for tests of the plane: one of them, or a cluster of three on this machine.
 
-Nothing is asked over the servers' own protocol, which tests may forbid: whether one is ready, and who leads, is read from its
-monitoring page.
+The servers' own protocol is not used, which tests may forbid: the monitoring page shows whether a server is ready, and
+which one leads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ needs_nats = pytest.mark.skipif(not NATS_SERVER, reason="no NATS server is insta
 
 
 class PortTakenError(Exception):
-    """Somebody else was quicker."""
+    """Another process took the port first."""
 
 
 class NatsServer:

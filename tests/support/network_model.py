@@ -50,7 +50,7 @@ Held: TypeAlias = frozenset[tuple[int, int]]
 def payload_of(life: int, seq: int, *, clear: bool, unreadable: bool = False) -> bytes:
     ts = float(life * 1_000_000 + seq)
     if unreadable:
-        return msgspec.msgpack.encode([ts, [["Unheard", seq], *([["AllBlocksCleared"]] if clear else [])]])
+        return msgspec.msgpack.encode([ts, [["Unknown", seq], *([["AllBlocksCleared"]] if clear else [])]])
     event = AllBlocksCleared() if clear else BlockStored([life * 1_000_000 + seq], None, [seq], 1)
     return encode_batch(KVEventBatch(ts, [event]))
 
@@ -125,9 +125,9 @@ class Observer:
     older checkpoint delivers batches again that the state contains already.
     """
 
-    def __init__(self, publisher: Publisher, *, can_tell_lives: bool) -> None:
+    def __init__(self, publisher: Publisher, *, knows_incarnations: bool) -> None:
         self.publisher = publisher
-        self.can_tell_lives = can_tell_lives
+        self.knows_incarnations = knows_incarnations
         self.incarnation = 0
         self.life = 0
         self.next_seq = 0
@@ -139,7 +139,7 @@ class Observer:
         self.applied = -1
         self.held: Held = frozenset()
         self.unread: Held = frozenset()
-        """Of those, the ones that nobody could read."""
+        """Of those, the ones that no consumer could decode."""
         self.gap_since_clear = False
         """Or since the last agreement."""
         self.unreadable_since_clear = False
@@ -173,7 +173,7 @@ class Observer:
         return found
 
     def spoil(self) -> None:
-        """A bug, a bit that flips: blocks appear that nobody told of."""
+        """A bug, a bit that flips: blocks appear that no event announced."""
         self.held |= {(-1, self.applied + 1)}
         self.spoilt = True
 
@@ -188,7 +188,7 @@ class Observer:
         assert batch.incarnation == self.incarnation
         life, seq = divmod(int(batch.ts), 1_000_000)
         assert seq == batch.seq
-        if self.known and self.can_tell_lives:
+        if self.known and self.knows_incarnations:
             assert life == self.life, f"a batch of life {life} in the incarnation of life {self.life}"
         assert life >= self.life, "an older life came back"
         self.life, self.known = life, True
@@ -324,7 +324,7 @@ class Twins:
             self.unreported.append((raw, batch))
 
     def report(self, batch: Batch, report: BatchReport) -> None:
-        """Both are told whether the state is the sender's, and before it of all else: what is known already may explain it."""
+        """Report to both whether the state is the sender's, before anything else: what is known already may explain it."""
         while self.unreported:
             self.report_one(-1)
         raw = RawBatch(batch.source, batch.rank, batch.incarnation, batch.seq, batch.replayed, batch.payload, batch.topic)
@@ -358,8 +358,8 @@ class Network:
     def __init__(self, publisher: Publisher, stream: Stream | Twins) -> None:
         self.publisher = publisher
         self.stream = stream
-        # Without replay a new life that has already passed the old number cannot be told from the old one.
-        self.observer = Observer(publisher, can_tell_lives=stream.source.replay_endpoint is not None)
+        # Without replay a new incarnation that has already passed the old number looks like the old one.
+        self.observer = Observer(publisher, knows_incarnations=stream.source.replay_endpoint is not None)
         self.now = 0.0
         self.up = False
         self.ever_up = False
@@ -379,7 +379,7 @@ class Network:
         self.moved = False
         """Whether anything was delivered since the network was last at rest."""
         self.honest = True
-        """Whether digests were true, and the application's state what it was told."""
+        """Whether digests were true, and the application's state what was delivered."""
 
     # --- the publisher's side
 

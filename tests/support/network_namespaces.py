@@ -1,7 +1,7 @@
 """Hosts of their own on this machine, each a network namespace, and a cable between two halves of them that can be pulled.
 
-All hosts are on one switch; `split` puts some of them on another one, which nothing connects to the first. Whoever is there
-reaches nobody else, and is told nothing of it: packets vanish, as between machines. The test itself is on the first switch.
+All hosts are on one switch; `split` puts some of them on another one, which nothing connects to the first. A host there
+reaches no other, and learns nothing of it: packets vanish, as between machines. The test itself is on the first switch.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class Network:
                 raise OSError(ctypes.get_errno(), f"cannot enter the network of {host}")
 
     def split(self, *hosts: str) -> None:
-        """These reach each other, and nobody else."""
+        """Connect these hosts to each other, and to no other host."""
         for host in hosts:
             _ip("link", "set", self._port(host), "master", self._switches[1])
 
     def heal(self) -> None:
-        """Everybody reaches everybody."""
+        """Connect all hosts."""
         for host in self.addresses:
             _ip("link", "set", self._port(host), "master", self._switches[0])
 

@@ -85,7 +85,7 @@ def watch(publisher: ZmqEventPublisher, name: str = "engine", card: bytes = b"ca
 
 
 class Log:
-    """A plane's partitions as anybody can read them who knows nothing of bridges."""
+    """A plane's partitions as any reader without knowledge of bridges can read them."""
 
     def __init__(self, plane: PlaneSettings) -> None:
         self.layout = Layout(plane.name, plane.partitions)

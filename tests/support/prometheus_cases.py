@@ -30,9 +30,9 @@ class Prometheus:
     def ask(self, path: str, **parameters: str) -> Any:
         """`data` of an answer of its API."""
         with urlopen(f"{self._url}/api/v1/{path}?{urlencode(parameters)}", timeout=SECONDS) as answer:  # noqa: S310 - ours
-            told = json.load(answer)
-        assert told["status"] == "success", told
-        return told["data"]
+            answered = json.load(answer)
+        assert answered["status"] == "success", answered
+        return answered["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.ask("query", query=expression)["result"]

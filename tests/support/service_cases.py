@@ -70,11 +70,11 @@ class Answer(NamedTuple):
     @property
     def reason(self) -> str:
         """Of an error, which must be one as documented."""
-        told = self.json
-        problem = msgspec.convert(told, Problem)
-        assert all(told.values()), told
+        found = self.json
+        problem = msgspec.convert(found, Problem)
+        assert all(found.values()), found
         assert problem == Problem.of(self.status, problem.reason, problem.detail, problem.hint)
-        assert set(told) == set(Problem.__struct_fields__), told
+        assert set(found) == set(Problem.__struct_fields__), found
         assert self.headers["content-type"] == "application/problem+json"
         return problem.reason
 
@@ -152,7 +152,7 @@ class Service(Client):
         """Wait until a line of the log matches: what is written before an answer may be read behind it."""
         self.program.err.wait(pattern)
 
-    def told(self, pattern: str) -> list[str]:
+    def log_lines(self, pattern: str) -> list[str]:
         """Lines of the log so far that match; for what must not be there, or not often."""
         return [line for line in self.log if re.search(pattern, line)]
 
@@ -191,7 +191,7 @@ class Service(Client):
         return until(f"{instance} to be EXACT" + ("" if blocks is None else f" with {blocks} blocks"), look)
 
     def query(self, tokens: Sequence[int], **more: Any) -> Any:
-        """The answer in Dynamo's spelling about all that caches hold, the block of the last token included."""
+        """The answer of Dynamo's API about all that caches hold, the block of the last token included."""
         answer = self.post("/query", {"model_name": MODEL, "token_ids": list(tokens), "whole_prompt": True, **more})
         assert answer.status == 200, answer
         return answer.json
@@ -202,7 +202,7 @@ class Service(Client):
         return {name: each["longest_matched"] for name, each in found if each["longest_matched"]}
 
     def holds(self, instance: int | str, tokens: Sequence[int], length: int | None = None, **more: Any) -> None:
-        """Wait until an instance holds so much of a prompt: all of it when not told."""
+        """Wait until an instance holds so much of a prompt; all of it by default."""
         wanted = len(tokens) if length is None else length
         until(f"{instance} to hold {wanted} tokens", lambda: self.held(tokens, **more).get(str(instance)) == wanted)
 
@@ -245,7 +245,7 @@ def serving(
             yield service
         finally:
             service.close()
-    assert not service.told("Traceback|Warning:|has failed"), "\n".join(service.log)
+    assert not service.log_lines("Traceback|Warning:|has failed"), "\n".join(service.log)
 
 
 def registration(instance: int | str, engine: ZmqEventPublisher | str, rank: int = 0, **more: Any) -> dict[str, Any]:
@@ -374,9 +374,9 @@ class Stream:
             block = self._block()
             assert block is not None, f"the stream ended without {kind}"
             if block[0] == f"event: {kind}":
-                told = msgspec.json.decode(block[1].removeprefix("data: "))
-                if fits(told):
-                    return told
+                event = msgspec.json.decode(block[1].removeprefix("data: "))
+                if fits(event):
+                    return event
 
     def ended(self) -> bool:
         """Read on until the end, which must come within the deadline."""

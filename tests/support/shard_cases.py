@@ -25,7 +25,7 @@ PACE = {
     "refresh_seconds": 0.1,
     "away_seconds": 0.3,
 }
-"""What takes seconds in production takes tenths here; but nobody is taken for dead who is slow on a crowded machine."""
+"""Seconds of production are tenths here; but no replica that is slow on a crowded machine is taken for dead."""
 
 
 class _Quiet(_Server):
@@ -92,7 +92,7 @@ class Replica(Client):
         assert self.error is None
 
     def end(self) -> None:
-        """As SIGTERM does; a second time is none."""
+        """End as on SIGTERM; a second call does nothing."""
         self.close()
         if self._server is not None:
             self._server.force_exit = self._server.should_exit = True

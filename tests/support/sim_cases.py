@@ -136,7 +136,7 @@ def fleet_of(given: FleetSettings, name: str = "prefix-aware", *, chosen: Policy
 
 
 def play(fleet: Fleet, most: int = 100_000) -> Iterator[int]:
-    """Do one planned action after the other, each told by its number, until none is left."""
+    """Do one planned action after the other and yield its number, until none is left."""
     for number in count():
         if fleet.timeline.next is None:
             return

@@ -141,7 +141,7 @@ def contents(cache: PrefixCache) -> Counter[tuple[str, int, int]]:
 
 
 def plainly(events: Sequence[KVEvent]) -> list[tuple[object, ...]]:
-    """Events as `PlainCache` tells them."""
+    """Events as `PlainCache` reports them."""
     found: list[tuple[object, ...]] = []
     for event in events:
         if isinstance(event, BlockStored):

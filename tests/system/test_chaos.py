@@ -17,7 +17,7 @@ from kvevents.events import KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.stream import Batch
 from kvevents.wire import Dialect, dialects, encode_batch
-from tests.system.chaos import report, settling, truth
+from tests.system.chaos import report, truth
 from tests.system.chaos.cache import Cache, Habits, Speech
 from tests.system.chaos.consumer import Report, leaping
 from tests.system.chaos.engine import RELEASES, Make
@@ -25,6 +25,7 @@ from tests.system.chaos.faults import ENDS, FAULTS
 from tests.system.chaos.jobs import Run, outcomes
 from tests.system.chaos.judging import Example, Outcome, Verdict, check_claims, judge
 from tests.system.chaos.plan import LOST_TAIL, Plan, draw_plan, known
+from tests.system.chaos.settling import SettleLimits
 from tests.system.chaos.stage import play
 from tests.system.chaos.traits import TRAITS, WAYS
 from tools import released
@@ -35,11 +36,8 @@ DIGEST = b"\1" * 16
 OTHER = b"\2" * 16
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lasting doubt is taken for one earlier than `make chaos` does."""
-    monkeypatch.setattr(settling, "CALM_SECONDS", 0.3)
-    monkeypatch.setattr(settling, "RESTLESS_SECONDS", 1.0)
+SETTLING = SettleLimits(lasting=0.3, passing=1.0)
+"""A doubt counts as final earlier than in `make chaos`."""
 
 
 def reported(trust: str = "EXACT", digest: bytes = DIGEST, doubts: tuple[str, ...] = ()) -> Report:
@@ -83,7 +81,7 @@ REST = {
 
 @pytest.mark.parametrize("faults", TOGETHER, ids=", ".join)
 def test_no_consumer_is_exact_and_wrong(faults: list[str]) -> None:
-    """Under each fault: whoever says EXACT, at any time, holds what the engine held then, and the stage stands to the end."""
+    """Under each fault: a consumer that is EXACT at any time holds what the engine held then, and the stage stays up."""
     tedious = ["no replay endpoint", "batches of garbage", "queue full", "half-open", "HWM overflow"]
     without = [*RELAYS, *(name for name in tedious if name not in faults)]
     perform(draw_plan("suite", 1, 400, ["ours", "tape"], faults, without))
@@ -97,7 +95,7 @@ def test_relays(faults: list[str]) -> None:
 
 
 def perform(plan: Plan) -> None:
-    outcome = play(plan)
+    outcome = play(plan, SETTLING)
     assert not outcome.error, plan.schedule()
     assert not outcome.wrong, f"{outcome.verdicts}\n{plan.schedule()}"
     assert {verdict.consumer for verdict in outcome.verdicts} == {consumer.name for consumer in plan.consumers}
@@ -110,19 +108,18 @@ def test_every_fault_is_felt_or_excused() -> None:
 
 
 def test_a_calm_round_is_exact() -> None:
-    """Without faults everybody is exact, and has claimed so before the end."""
+    """Without faults every consumer is exact, and has claimed so before the end."""
     plan = calm()
-    (verdict,) = play(plan).verdicts
+    (verdict,) = play(plan, SETTLING).verdicts
     assert verdict.kind == "right", plan.schedule()
     assert verdict.claims > 0
 
 
-def test_the_checker_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_can_fail() -> None:
     """A consumer that silently passes over one removal is found: by what it holds in the end, or by what it claimed before."""
-    monkeypatch.setattr(settling, "SETTLE_SECONDS", 1.0)
     plan = calm()
     plan = replace(plan, consumers=tuple(replace(consumer, sabotage=True) for consumer in plan.consumers))
-    outcome = play(plan)
+    outcome = play(plan, replace(SETTLING, settle=1.0))
     assert outcome.wrong, outcome.verdicts
     assert "EXACT at batch" in outcome.verdicts[0].detail
 
@@ -133,9 +130,9 @@ def test_released_publishers_beside_their_own_example(make: Make) -> None:
     if make not in AT_HAND:
         pytest.skip("its wheel is not at hand: `make bench` downloads it")
     plan = draw_plan("suite", 0, 400, [make], ["live messages dropped"], [*RELAYS, "no replay endpoint", *ENDS])
-    outcome = play(plan)
+    outcome = play(plan, SETTLING)
     assert (outcome.error, outcome.wrong) == ("", False), plan.schedule()
-    assert [example.name for example in outcome.examples] == ["example", "example, mended"]
+    assert [example.name for example in outcome.examples] == ["example", "example, corrected"]
     assert all(0 <= example.lost < example.published == outcome.batches for example in outcome.examples)
 
 
@@ -191,17 +188,17 @@ def test_scripts_make_sense(number: int) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("row", dialects(), ids=str)
 def test_the_cache_is_valid_and_its_dialect_says_all_of_it(row: Dialect, ragged: bool) -> None:
-    """Nothing is removed that is not held, nothing waits for its parent; spelled and read again it is the same cache."""
+    """Nothing is removed that is not held, nothing waits for its parent; encoded and decoded it is the same cache."""
     cache = Cache(Random(1), Speech.of(row), Habits(60, 2, ragged, 0.01, 3))
-    told, spelled = PrefixIndex(), PrefixIndex()
+    direct, decoded = PrefixIndex(), PrefixIndex()
     for number in range(400):
         events = cache.step()
-        told.apply(Batch("a", 0, 0, number, 1.0, events, False))
-        spelled.apply_payload(("a", 0), 0, number, encode_batch(KVEventBatch(1.0, events, 0), row))
-    stats = told.stats()
+        direct.apply(Batch("a", 0, 0, number, 1.0, events, False))
+        decoded.apply_payload(("a", 0), 0, number, encode_batch(KVEventBatch(1.0, events, 0), row))
+    stats = direct.stats()
     assert (stats.orphans, stats.unknown_removals, stats.rejected) == (0, 0, {})
-    assert told.digest("a") == spelled.digest("a")
-    assert sum(block.copies for block in told.blocks("a")) == sum(cache.held().values())
+    assert direct.digest("a") == decoded.digest("a")
+    assert sum(block.copies for block in direct.blocks("a")) == sum(cache.held().values())
 
 
 # --- truth -----------------------------------------------------------------------------------------------------------------
@@ -209,13 +206,13 @@ def test_the_cache_is_valid_and_its_dialect_says_all_of_it(row: Dialect, ragged:
 
 @pytest.mark.parametrize("second", [0, 1, 1_000_000_007, truth.LAST_SECOND])
 @pytest.mark.parametrize("key", [truth.Key(1, 0), truth.Key(1, truth.MAX_BATCHES), truth.Key(truth.MAX_LIVES, 12_345)])
-def test_a_timestamp_tells_its_batch(key: truth.Key, second: int) -> None:
+def test_a_timestamp_names_its_batch(key: truth.Key, second: int) -> None:
     """Whatever second the engine's clock believes in."""
     assert truth.Key.unpack(truth.key_of(truth.stamp(key, second))) == key
 
 
 @pytest.mark.parametrize("ts", [0.0, -1.0, 1.1, 1_790_000_000.25, float("inf"), float("nan")])
-def test_timestamps_of_others_tell_nothing(ts: float) -> None:
+def test_timestamps_of_other_origin_name_nothing(ts: float) -> None:
     assert truth.key_of(ts) == truth.UNPLACED
 
 
@@ -267,7 +264,7 @@ def test_claims_are_checked_against_the_batch_that_they_are_of() -> None:
     assert not check_claims([stranger], facts, foreign=True).wrong
 
 
-def test_who_was_wrong_once_is_wrong() -> None:
+def test_a_consumer_that_was_wrong_once_is_wrong() -> None:
     checked = check_claims([truth.Claim(truth.NOTHING, DIGEST, -1)], {}, foreign=False)
     verdict = judge("c", reported(), DIGEST).with_claims(checked)
     assert (verdict.kind, verdict.claims) == ("wrong", 1)
@@ -307,6 +304,6 @@ def test_tables() -> None:
 
 
 def test_rounds_are_played_side_by_side() -> None:
-    """Each number once, whoever plays it."""
-    run = Run("jobs", 150, ["ours"], (), [*RELAYS, *ENDS, *FAULTS, *TRAITS])
+    """Each number once, in whichever job."""
+    run = Run("jobs", 150, ["ours"], (), [*RELAYS, *ENDS, *FAULTS, *TRAITS], limits=SETTLING)
     assert sorted(outcome.number for outcome in outcomes(run, iter(range(4)), 2, lambda: True)) == [0, 1, 2, 3]

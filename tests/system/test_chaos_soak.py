@@ -160,7 +160,7 @@ class OneLeg:
             proxy.done.append("heal")
 
 
-def test_the_worst_comes_first_and_is_over_before_anybody_looks() -> None:
+def test_the_worst_comes_first_and_is_over_before_the_measurement() -> None:
     """Whatever it costs once is not taken for growth."""
     leg = OneLeg()
     network = flaps([cast("Leg", leg)], Random(1))

@@ -46,8 +46,8 @@ def containers(each: Object) -> dict[str, Object]:
 def vllm(cluster: Cluster, container: Object, rank: int = 0) -> Iterator[EventPublisher]:
     """vLLM's publisher, with the configuration of the container: it listens only at endpoints with a `*`."""
     [config] = [arg.partition("=")[2] for arg in container["args"] if arg.startswith("--kv-events-config=")]
-    told = KVEventsConfig(**json.loads(cluster.local(config)))
-    publisher = EventPublisherFactory.create(told, rank)
+    settings = KVEventsConfig(**json.loads(cluster.local(config)))
+    publisher = EventPublisherFactory.create(settings, rank)
     try:
         stored = BlockStored([rank + 1], None, PROMPT, len(PROMPT), medium="GPU")
         publisher.publish(KVEventBatch(time.time(), [stored], rank))
@@ -57,7 +57,7 @@ def vllm(cluster: Cluster, container: Object, rank: int = 0) -> Iterator[EventPu
 
 
 def first_stored(cluster: Cluster, port: int, replay_port: int) -> BlockStored:
-    """The first block that a consumer hears of at these ports."""
+    """The first block that a consumer receives at these ports."""
     source = Source(f"tcp://127.0.0.1:{cluster.port(port)}", f"tcp://127.0.0.1:{cluster.port(replay_port)}")
     with Subscriber(source) as subscriber:
         end = time.monotonic() + SECONDS
@@ -90,7 +90,7 @@ def check_probes(cluster: Cluster, container: Object, *programs: Program) -> Non
 
 
 def test_the_relay_of_the_example_carries_what_the_engine_beside_it_publishes(cluster: Cluster) -> None:
-    """The engine listens, the relay connects to it, and a consumer hears the events at the relay's ports."""
+    """The engine listens, the relay connects to it, and a consumer receives the events at the relay's ports."""
     [pod] = documents(EXAMPLE)
     found = containers(pod)
     with vllm(cluster, found["engine"]), cluster.run(found["kvevents-relay"]["args"]) as relay:

@@ -183,7 +183,7 @@ def test_nothing_is_misspelt() -> None:
 
 
 def documents() -> list[Path]:
-    """Those for readers; the changelog tells of what there was."""
+    """The documents for readers, without the changelog, which names what existed before."""
     root = DOCS.parent
     return [
         *(
@@ -215,10 +215,10 @@ def commands(path: Path) -> list[list[str]]:
     found = []
     for block in blocks(path, "sh", "console", ""):
         for line in block.replace("\\\n", " ").splitlines():
-            told = re.fullmatch(r"(?:\$ )?(?:\w+=\S+ )*kvevents (.*)", line.strip())
-            if told:
+            command = re.fullmatch(r"(?:\$ )?(?:\w+=\S+ )*kvevents (.*)", line.strip())
+            if command:
                 # Some examples have their comment in a column rather than behind a `#`.
-                words = shlex.split(re.split(r"\s{3,}|\s#", told[1])[0])
+                words = shlex.split(re.split(r"\s{3,}|\s#", command[1])[0])
                 found.append([*takewhile(lambda word: word not in {"|", ">", "&", "&&", "2>"}, words)])
     return found
 

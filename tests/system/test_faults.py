@@ -34,14 +34,14 @@ def shared() -> Iterator[Ours]:
 
 @pytest.mark.parametrize("scenario", SHARED, ids=lambda scenario: scenario.name)
 def test_a_fault_heals_or_shows(shared: Ours, scenario: Scenario) -> None:
-    """Answers are right in the end, or whoever asks about the worker is told that they may not be: never wrong and EXACT."""
+    """Answers are right in the end, or answers about the worker say that they might not be: never wrong and EXACT."""
     number = SHARED.index(scenario)
     play(scenario, Stage(shared, model=scenario.name, first=100 * number + 1, calm=CALM))
 
 
 @pytest.mark.parametrize("scenario", ALONE, ids=lambda scenario: scenario.name)
 def test_a_fault_of_the_service_itself_heals(scenario: Scenario) -> None:
-    """The same with a service that nobody else needs meanwhile."""
+    """The same with a service that no other test needs meanwhile."""
     with Ours() as side:
         play(scenario, Stage(side, calm=CALM))
 
@@ -53,7 +53,7 @@ def play(scenario: Scenario, stage: Stage) -> None:
     assert outcome.verdict is scenario.wanted, outcome
 
 
-def test_only_what_nobody_can_heal_stays_wrong() -> None:
+def test_only_faults_that_no_consumer_can_heal_stay_wrong() -> None:
     """No fault may be expected to end silently, or with nothing but a line in the log."""
-    assert {scenario.wanted for scenario in SCENARIOS} <= {Verdict.RIGHT, Verdict.DOUBTED, Verdict.TOLD}
+    assert {scenario.wanted for scenario in SCENARIOS} <= {Verdict.RIGHT, Verdict.DOUBTED, Verdict.REPORTED}
     assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)

@@ -272,7 +272,7 @@ def test_monitors_and_rules_are_those_of_the_kit() -> None:
 
 @needs_helm
 def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> None:
-    """By the named template; the example for who has no chart says the same."""
+    """By the named template; the example for users without a chart says the same."""
     chart = tmp_path / "engines"
     (chart / "templates").mkdir(parents=True)
     (chart / "Chart.yaml").write_text("apiVersion: v2\nname: engines\nversion: 1.0.0\n")

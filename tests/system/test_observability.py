@@ -1,7 +1,7 @@
 """The dashboard, the alerts and the runbook against what a real service exports, and against a real Prometheus.
 
-The service follows engines that do everything worth a metric: one loses a batch for good, one has it healed by replay, one
-restarts, one sends what cannot be read, one says that it holds something else, and one is killed.
+The service follows engines that do everything worth a metric: one loses a batch that stays lost, one has it healed by replay,
+one restarts, one sends what cannot be read, one says that it holds something else, and one is killed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         until("a hit", lambda: service.query(TOKENS, model_name=MODEL)["instances"])
         assert service.post("/v1/match", model=MODEL, tokens=TOKENS).status == 200
         assert service.post("/v1/select", model=MODEL, tokens=TOKENS).status == 200
-        assert service.post("/query", {"model_name": "nobody's", "token_ids": TOKENS}).status == 404
+        assert service.post("/query", {"model_name": "absent's", "token_ids": TOKENS}).status == 404
         yield fleet
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from nats.js import JetStreamContext
 
-from bridge_cases import TalkingEngine, holds, numbers_of_last_life, settled, told_of, with_js
+from bridge_cases import TalkingEngine, holds, numbers_of_last_life, reports_by_bridge, settled, with_js
 from kvevents.errors import PlaneError
 from kvevents.plane.bridge import Bridge, BridgeSettings, PartitionStatus
 from kvevents.plane.layout import Layout, create_plane, find_plane, partition_info
@@ -47,7 +47,7 @@ def partition_of(bridge: Bridge, name: str = "engine") -> PartitionStatus:
 
 
 def say_large(engine: TalkingEngine, size: int, count: int) -> None:
-    """So many batches of a size. The engine waits for nobody: the tests make room only after this has returned."""
+    """So many batches of a size. The engine does not wait for readers: the tests make room only after this has returned."""
     for number in range(count):
         large = batch(number, size // 64)
         engine.truth.add(large)
@@ -67,7 +67,7 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing(tmp_path: Path) ->
                     before = engine.truth.count
                     log.until("some of it", lambda log, before=before: len(log.numbers()) > before)
                     server.kill()
-                    until("it to be told", lambda: not (one.status().connected or two.status().connected), SECONDS)
+                    until("the report", lambda: not (one.status().connected or two.status().connected), SECONDS)
                     until("a fault", lambda: partition_of(one).fault and partition_of(two).fault, SECONDS)
                     server.start()
             settled(log, engine)
@@ -100,7 +100,7 @@ def test_a_server_that_loses_pages_it_has_acknowledged_is_written_again(tmp_path
 
 
 def test_buckets_that_are_gone_are_made_again(plane: PlaneSettings) -> None:
-    """Somebody has deleted them, or servers have lost all that was made lately: replicas need them."""
+    """An operator has deleted them, or servers have lost their newest data: replicas need them."""
 
     async def remove(js: JetStreamContext) -> None:
         for name in streams:
@@ -175,7 +175,7 @@ def made_room(plane: PlaneSettings, log: Log) -> Log:
     return log
 
 
-def test_a_full_partition_is_told_and_bounds_what_waits(server: NatsServer, plane: PlaneSettings) -> None:
+def test_a_full_partition_is_reported_and_bounds_what_waits(server: NatsServer, plane: PlaneSettings) -> None:
     """The engine notices nothing; once there is room all of it is fetched from the engine, and the log is whole."""
     small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=1, partition_bytes=PARTITION_BYTES)
     queued = 256 << 10
@@ -208,8 +208,8 @@ def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, p
         assert life == list(range(life[0], engine.truth.count))
         assert life[0] > 60
         assert log.flaws == (0, 0)
-        log.until("its trust", lambda log: told_of(log)["bridge"].trust == "DEGRADED")
-        assert "truncated" in told_of(log)["bridge"].reason
+        log.until("its trust", lambda log: reports_by_bridge(log)["bridge"].trust == "DEGRADED")
+        assert "truncated" in reports_by_bridge(log)["bridge"].reason
 
 
 def test_a_full_partition_does_not_hold_up_the_others(server: NatsServer, plane: PlaneSettings) -> None:
@@ -228,7 +228,7 @@ def test_a_full_partition_does_not_hold_up_the_others(server: NatsServer, plane:
         assert not partition_of(bridge, names[1]).fault
 
 
-def test_a_full_disk_is_told_and_ends(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_ends(tmp_path: Path) -> None:
     with (
         nats_server(tmp_path, jetstream={"max_file": 4 << 20, "max_mem": 1 << 20}) as server,
         TalkingEngine() as engine,
@@ -279,8 +279,8 @@ def fill(file: Path) -> None:
             pass
 
 
-def test_a_file_system_without_room_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
-    """The server itself runs into it, in the midst of a page; it uses its streams again only once it was started anew."""
+def test_a_file_system_without_room_is_reported_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The server itself runs into it, in the middle of a page; it uses its streams again only after a restart."""
     with (
         small_disk(tmp_path / "disk", "24m") as disk,
         nats_server(tmp_path / "nats", jetstream={"store_dir": str(disk), "max_file": 64 << 20}) as server,
@@ -305,7 +305,7 @@ def test_a_file_system_without_room_is_told_and_nothing_is_lost(tmp_path: Path) 
 # --- what others do to a partition
 
 
-def test_a_partition_that_is_deleted_is_made_anew_and_written_again(plane: PlaneSettings) -> None:
+def test_a_deleted_partition_is_recreated_and_written_again(plane: PlaneSettings) -> None:
     """By two bridges, from what the engines still hold."""
     with (
         TalkingEngine("e1") as one,
@@ -372,8 +372,8 @@ def test_a_plane_is_found_by_its_other_partitions_when_the_first_is_deleted(plan
             assert len(bridge.status().partitions) == 2
 
 
-def test_a_partition_with_a_hole_is_begun_anew_by_who_cannot_know_what_was_in_it(plane: PlaneSettings) -> None:
-    """For every reader alike; who had read all of it is of the same mind afterwards."""
+def test_a_partition_with_a_gap_is_begun_again_by_a_bridge_that_cannot_know_what_was_in_it(plane: PlaneSettings) -> None:
+    """For every reader alike; a reader that had read all of it ends in the same state."""
     with TalkingEngine() as engine, bridging(plane, engine.watch, name="knows") as knows:
         engine.say(30)
         log = settled(Log(plane), engine)
@@ -443,8 +443,8 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
         assert not any(isinstance(record, ResetRecord) for page in log.pages for record in page.records)
 
 
-def test_a_partition_that_must_not_be_made_again_is_told_and_waited_for(tmp_path: Path) -> None:
-    """The other partitions go on; and when somebody makes it, so does this one."""
+def test_a_partition_that_must_not_be_created_is_reported_and_waited_for(tmp_path: Path) -> None:
+    """The other partitions go on; and when an operator creates it, so does this one."""
     bridges = {"user": "bridge", "password": "b", "permissions": {"publish": {"allow": [">"]}}}
     users = [bridges, {"user": "admin", "password": "a"}]
     with nats_server(tmp_path, authorization={"users": users}) as server:
@@ -464,7 +464,7 @@ def test_a_partition_that_must_not_be_made_again_is_told_and_waited_for(tmp_path
             layout = Layout(plane.name, 2)
             info = with_js(admin, lambda js: js.stream_info(layout.stream(0)))
             with_js(admin, lambda js: js.delete_stream(layout.stream(0)))
-            until("it to be told", lambda: "must not publish" in partition_of(bridge, names[0]).fault, SECONDS)
+            until("the report", lambda: "must not publish" in partition_of(bridge, names[0]).fault, SECONDS)
             other.say(10)
             robbed.say(10)
             log = Log(admin)

@@ -41,14 +41,14 @@ def test_an_audit_finds_what_is_there_twice_left_out_or_of_another_life() -> Non
     assert audited((1, batched(0)), (2, GapRecord("engine", 0, 0, 1, 3)), (3, batched(4))).lost == 3
 
 
-def test_an_audit_begins_anew_where_pages_were_purged_meanwhile() -> None:
+def test_an_audit_begins_again_where_pages_were_purged_meanwhile() -> None:
     assert audited((1, batched(0)), (5, batched(7)), (6, batched(8))).flaws == []
 
 
-def test_who_is_exact_and_holds_something_else_is_wrong() -> None:
+def test_a_replica_that_is_exact_and_holds_something_else_is_wrong() -> None:
     def of(trust: str, digest: bytes) -> str:
-        told = TrustReport({"engine": Held(trust, "why", digest, 1, 0)}, {}, "", "the log alone")
-        return judge("r0", "engine", told, DIGEST).kind
+        report = TrustReport({"engine": Held(trust, "why", digest, 1, 0)}, {}, "", "the log alone")
+        return judge("r0", "engine", report, DIGEST).kind
 
     assert [of("EXACT", DIGEST), of("EXACT", EMPTY), of("STALE", EMPTY)] == ["right", "wrong", "doubted"]
     assert judge("r0", "engine", TrustReport({}, {}, "the log is being read"), DIGEST).kind == "doubted"
@@ -86,5 +86,5 @@ def test_a_round_ends_right(faults: tuple[str, ...]) -> None:
     plan = draw_plan("tests", 1, only=faults, without=("cluster", "no snapshots"))
     outcome = play(plan)
     assert outcome.error == ""
-    assert outcome.right, (outcome.verdicts, outcome.flaws, outcome.told, outcome.counted)
+    assert outcome.right, (outcome.verdicts, outcome.flaws, outcome.reported, outcome.counted)
     assert outcome.batches > 0

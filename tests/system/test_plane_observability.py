@@ -45,7 +45,7 @@ def metrics_in(expression: str) -> set[str]:
 
 
 class Plane(NamedTuple):
-    """A replica, and the bridge that it hears."""
+    """A replica, and the bridge whose pages it reads."""
 
     replica: Service
     bridge: Program

@@ -1,6 +1,6 @@
-"""A network that falls apart: servers, bridges and replicas on hosts of their own, some of which reach nobody for a while.
+"""A network that is split: servers, bridges and replicas on hosts of their own, some of which are cut off for a while.
 
-While they do, nobody claims what cannot be known; afterwards every replica holds what the engine holds.
+During the split no replica claims what cannot be known; afterwards every replica holds what the engine holds.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Scene:
         until("more in the log", lambda: self._written() > before, SECONDS)
 
     def _written(self) -> int:
-        with suppress(NatsError):  # nobody leads the partition at the moment
+        with suppress(NatsError):  # the partition has no leader at the moment
             self.log.read()
         return len(self.log.numbers(self.engine.name))
 
-    def is_told(self) -> None:
-        """Everybody holds what the engine holds, and the log says it once."""
+    def settles(self) -> None:
+        """Wait until every replica holds what the engine holds; the log must say it once."""
         settled(self.log, self.engine)
         until("the truth in every replica", self._is_everywhere, SECONDS)
 
@@ -133,10 +133,10 @@ def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, 
             until("replicas", lambda: all(each.is_exact for each in found.replicas), SECONDS)
         yield found
         net.heal()
-        found.is_told()
+        found.settles()
 
 
-def test_a_bridge_that_is_cut_off_is_told_by_every_replica(net: Network, cluster: NatsCluster) -> None:
+def test_a_bridge_that_is_cut_off_is_reported_by_every_replica(net: Network, cluster: NatsCluster) -> None:
     """From servers and engines alike: nothing is EXACT until it is back, and then what it has missed is there."""
     with scene(net, cluster, "bridge", bridges=("b1",)) as found, found.engine.talking(PACE):
         net.split("b1")
@@ -150,7 +150,7 @@ def test_a_bridge_that_is_cut_off_is_told_by_every_replica(net: Network, cluster
 
 
 def test_a_replica_that_is_cut_off_says_so(net: Network, cluster: NatsCluster) -> None:
-    """To whoever still reaches it; the other one is EXACT all the while."""
+    """It says so to clients that still reach it; the other one is EXACT all the while."""
     with scene(net, cluster, "replica", bridges=("b1",)) as found, found.engine.talking(PACE):
         one, two = found.replicas
         net.split(one.replica.name)
@@ -166,7 +166,7 @@ def test_two_halves_of_everything(net: Network, cluster: NatsCluster) -> None:
     """There a bridge, a replica and the server that leads the partition; here the engine and another one of each, and two
     servers.
 
-    Here it goes on under another leader, and there everybody knows that it cannot.
+    Here it goes on under another leader, and there every process knows that it cannot.
     """
     with scene(net, cluster, "halves", bridges=BRIDGES) as found, found.engine.talking(PACE):
         one, two = found.replicas

@@ -44,12 +44,12 @@ def _kinds(kind: Any) -> tuple[Any, ...]:
 
 def test_every_setting_is_in_the_table_with_its_default() -> None:
     rows = [line.split("|") for line in GUIDE.read_text().split("## Settings")[1].split("```")[0].splitlines() if "|" in line]
-    told = {name: row[2] for row in rows for name in re.findall(r"`([\w.]+)`", row[1])}
+    documented = {name: row[2] for row in rows for name in re.findall(r"`([\w.]+)`", row[1])}
     known = dict(settings(ServiceConfig))
-    assert told.keys() == known.keys()
+    assert documented.keys() == known.keys()
     for name, default in known.items():
         if isinstance(default, int | float) and not isinstance(default, bool) and name != "port":
-            number, _, unit = told[name].strip().partition(" ")
+            number, _, unit = documented[name].strip().partition(" ")
             assert float(number.replace(",", "")) * {"": 1, "MiB": 1 << 20}[unit] == default, name
     assert (known["port"], known["host"]) == (8090, "127.0.0.1")
 

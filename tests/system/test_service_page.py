@@ -43,7 +43,7 @@ def one_browser() -> Iterator[Chromium]:
 
 @pytest.fixture(name="page")
 def clean_page(browser: Chromium) -> Iterator[Chromium]:
-    """The browser with nothing open, wide and light. Afterwards: no script has opened a dialog, and nobody else was asked."""
+    """The browser with nothing open, wide and light. Afterwards: no script has opened a dialog, and no other host was asked."""
     browser.look(*SIZES[0])
     browser.forget()
     yield browser
@@ -150,7 +150,7 @@ def test_what_events_bring_needs_no_polling(page: Chromium) -> None:
         page.wait(f"{cell(BLOCKS)} === '2'")
 
 
-def test_the_prompt_box_shows_who_holds_how_much_on_which_tier(page: Chromium) -> None:
+def test_the_prompt_box_shows_how_much_each_worker_holds_on_which_tier(page: Chromium) -> None:
     with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker(engine)) as (_, url):
         engine.publish(stored(0, 2))
         engine.publish(stored(2, 1, medium="CPU"))

@@ -45,11 +45,11 @@ def test_two_hundred_sources_are_exact() -> None:
         stats = service.get("/v1/stats").json
         assert stats["sources"] == {"EXACT": SOURCES}
         assert stats["blocks"] == SOURCES * blocks
-        # Each source is told of when its state changes, and of nothing else.
+        # Each source is refreshed when its state changes, and at no other time.
         changes = Counter(named[1] for line in service.log if (named := re.search(r"(node-\d+ rank \d): [A-Z]+", line)))
         assert len(changes) == SOURCES
         assert max(changes.values()) <= 4  # REPLAYING, DEGRADED where a live batch has to confirm what replay brought, EXACT
-        assert not service.told("WARNING|ERROR")
+        assert not service.log_lines("WARNING|ERROR")
         metrics = service.get("/metrics").body.decode()
         assert len(re.findall(r'^kvevents_source_state\{.*state="EXACT".*\} 1', metrics, re.MULTILINE)) == SOURCES
 
@@ -67,14 +67,14 @@ def test_what_cannot_be_reached_is_named_at_once_and_only_once() -> None:
         until("the unknown name", lambda: reasons("no-such-host.invalid does not resolve") == 1, 5)
         assert {each["trust"]["state"] for each in service.sources().values()} == {"CONNECTING"}
         assert all(each["fault"] for each in service.sources().values())
-        # Attempts go on, with pauses that grow; the log is told of the first one.
+        # Attempts go on, with pauses that grow; the log has only the first one.
         until("later attempts", lambda: service.get("/v1/stats").json["uptime_seconds"] > 4)
-        assert len(service.told("dead-7 rank 0: nothing listens")) == 1
-        assert len(service.told("lost rank 0: the name")) == 1
+        assert len(service.log_lines("dead-7 rank 0: nothing listens")) == 1
+        assert len(service.log_lines("lost rank 0: the name")) == 1
 
 
-def test_a_port_of_something_else_is_told() -> None:
-    """Something accepts connections there, and does not begin as ZeroMQ does; libzmq would wait, and say nothing."""
+def test_a_port_of_another_protocol_is_reported() -> None:
+    """Something accepts connections there, and does not begin as ZeroMQ does; libzmq would wait without a message."""
     with socket.create_server(("127.0.0.1", 0)) as listener, serving() as service:
         assert service.register("web", f"tcp://127.0.0.1:{listener.getsockname()[1]}").status == 201
         until("a reason", lambda: "accepts connections and sends nothing" in service.source("web")["trust"]["reason"])

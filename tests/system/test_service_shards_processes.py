@@ -31,7 +31,7 @@ HELD: Final = {f"e{at}": 16 * (at + 1) for at in range(ENGINES)}
 NAMES: Final = ("a", "b", "c")
 FAILURES: Final = "kvevents_shard_request_failures_total"
 ANSWERS: Final = 50
-"""That each of those who are asked gives after something has happened."""
+"""That each replica gives after something has happened."""
 
 
 class Shares(NamedTuple):
@@ -57,23 +57,21 @@ class Shares(NamedTuple):
         return asyncio.run(look())
 
     def settle(self) -> None:
-        """Wait until each partition is held by two, and each replica has heard so.
+        """Wait until each partition is held by two, and each replica has read so.
 
-        Who tells of itself twice has heard the others in between.
+        A replica that has announced itself twice has read the others in between.
         """
 
-        def told() -> dict[str, ShardAnnouncement] | None:
+        def held_by_two() -> dict[str, ShardAnnouncement] | None:
             found = self.announced()
             counts = [sum(partition in said.held for said in found.values()) for partition in range(PARTITIONS)]
             return found if set(counts) == {2} else None
 
-        before = until("two that hold each partition", told)
-        until(
-            "all to have heard", lambda: all(said.counter > before[name].counter + 1 for name, said in self.announced().items())
-        )
+        before = until("two that hold each partition", held_by_two)
+        until("all to read it", lambda: all(said.counter > before[name].counter + 1 for name, said in self.announced().items()))
 
     def asked_by(self, name: str) -> str:
-        """Whom a replica asks for the partitions that it does not hold: of two that hold all of them it is always the same."""
+        """The replica that another one asks for the partitions it does not hold: of two that hold all it is always the same."""
 
         def look() -> str | None:
             said = self.announced()
@@ -113,7 +111,7 @@ def three_shares(tmp_path: Path) -> Iterator[Shares]:
 
 
 class Asking:
-    """Somebody who asks one replica all the time."""
+    """A client that asks one replica all the time."""
 
     def __init__(self, url: str) -> None:
         self.answers = 0
@@ -126,9 +124,9 @@ class Asking:
     def _run(self) -> None:
         while not self._stop.is_set():
             answer = self._client.post("/v1/match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})
-            told = answer.json if answer.status == 200 else {}
-            if told.get("missing") != "" or {each["instance"]: each["tokens"] for each in told["workers"]} != HELD:
-                self.wrong.append(told or answer)
+            found = answer.json if answer.status == 200 else {}
+            if found.get("missing") != "" or {each["instance"]: each["tokens"] for each in found["workers"]} != HELD:
+                self.wrong.append(found or answer)
             self.answers += 1
 
     def some(self) -> None:
@@ -182,7 +180,7 @@ def test_while_one_is_killed_every_answer_is_whole(shares: Shares) -> None:
     with asking(shares, *left) as both:
         shares.services[killed].kill()
         for name in left:
-            until("it not to be heard of", lambda: shares.counted(name, "kvevents_shard_replicas") == 1)  # noqa: B023 - called at once
+            until("it to leave", lambda: shares.counted(name, "kvevents_shard_replicas") == 1)  # noqa: B023 - called at once
         for each in both:
             each.some()
     assert [shares.counted(name, "kvevents_shard_incomplete_answers_total") for name in left] == [0, 0]

@@ -40,7 +40,7 @@ def test_random_histories_leave_no_difference(kind: str, case: Case) -> None:
     assert all((counts.hits, counts.refusals, counts.preemptions, counts.stored, counts.twins, counts.removed))
 
 
-def test_a_difference_is_told_with_all_that_repeats_it(
+def test_a_difference_is_printed_with_all_that_repeats_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A cache that frees the beginning of a sequence before its end is found out."""
@@ -52,17 +52,17 @@ def test_a_difference_is_told_with_all_that_repeats_it(
 
     monkeypatch.setattr(PrefixCache, "release", release)
     assert against_vllm.main(["--kind", "cache", "--only", "full", "--histories", "20"]) == 1
-    told = capsys.readouterr().out
-    assert told.startswith("cache, full attention, seed ")
-    assert ", step " in told
-    assert told.endswith("differences: 1\n")
+    output = capsys.readouterr().out
+    assert output.startswith("cache, full attention, seed ")
+    assert ", step " in output
+    assert output.endswith("differences: 1\n")
 
 
 def test_agreement_is_said_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert against_vllm.main(["--kind", "cache", "--only", "full", "--histories", "2", "--steps", "50"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("cache, full attention: 2 histories, 100 steps, ")
-    assert told.endswith("no difference\n")
+    output = capsys.readouterr().out
+    assert output.startswith("cache, full attention: 2 histories, 100 steps, ")
+    assert output.endswith("no difference\n")
 
 
 def test_no_stand_in_stays_where_others_would_import_it() -> None:
@@ -100,6 +100,6 @@ def test_the_recorded_histories_are_what_vllm_does(tmp_path: Path) -> None:
 
 def test_every_request_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert lookup_oracle.main(["--histories", "2", "--seed", "1"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == len(lookup_oracle.SHAPES)
-    assert all(", 0 predicted wrongly; " in line for line in told)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(lookup_oracle.SHAPES)
+    assert all(", 0 predicted wrongly; " in line for line in lines)

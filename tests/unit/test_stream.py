@@ -1731,7 +1731,7 @@ def test_a_life_that_is_the_same_up_to_the_newest_batch_goes_on() -> None:
 
 
 def test_a_life_that_is_the_same_up_to_an_older_batch_only_is_another_one() -> None:
-    """A relay without a journal that was killed sends the same batches again, with heartbeats at other numbers: some numbers\
+    """A relay without a journal that was killed sends the same batches again, with heartbeats at other numbers: some numbers
     keep their meaning, and after an added or missing heartbeat none do."""
     wire = reconnected_behind_a_hole()
     wire.answer(replayed(2), numbered(3, 100), numbered(4, 3), numbered(5, 4), END)

@@ -56,10 +56,19 @@ class ServiceClient:
     special case.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, ca_file: Path | None = None, timeout: float = 5.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca_file: Path | None = None,
+        timeout: float = 5.0,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> None:
         parts = urlsplit(url)
         self.url = url
         self._timeout = timeout
+        self._max_bytes = max_response_bytes
         self._host = parts.hostname or ""
         self._tls = _tls(ca_file) if parts.scheme == "https" else None
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}
@@ -101,7 +110,7 @@ class ServiceClient:
         from kvevents.service.http_client import HttpConnections, RequestLimits  # noqa: PLC0415 - as above
 
         url = self.url.rstrip("/") + target
-        async with HttpConnections(RequestLimits(self._timeout, MAX_RESPONSE_BYTES), tls=self._tls) as connections:
+        async with HttpConnections(RequestLimits(self._timeout, self._max_bytes), tls=self._tls) as connections:
             if body is None:
                 return await connections.get(url, self._headers)
             return await connections.post(url, self._headers, body)
@@ -109,7 +118,7 @@ class ServiceClient:
     def _unreachable(self, error: HttpError) -> ServiceError:
         sentence, hint = _TROUBLES[error.kind]
         text = sentence.format(
-            url=self.url, host=self._host, seconds=f"{self._timeout:g}", detail=error, most=MAX_RESPONSE_BYTES >> 20
+            url=self.url, host=self._host, seconds=f"{self._timeout:g}", detail=error, most=self._max_bytes >> 20
         )
         return ServiceError(text, error.kind, hint)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.errors import KVEventsError, UnknownSourceError
@@ -31,14 +31,20 @@ log = logging.getLogger(__name__)
 
 HTTP: Final = "http"
 """Origin of the registrations of clients."""
-TRUST_SECONDS: Final = 0.1
-"""Pause between two updates of the trust of all members. A lost connection is noticed after this time at the latest."""
-LOSS_SECONDS: Final = 10.0
-"""Pause between two log lines about losses of one stream: a network that loses every other batch must not fill the disk."""
-REFRESH_SECONDS: Final = 0.25
-"""Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
-REFRESHES_PER_ROUND: Final = 8
-"""Number of refreshes over which all members are refreshed once. A refresh delays queries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetTiming:
+    """How often a fleet does its periodic work."""
+
+    trust_seconds: float = 0.1
+    """Pause between two updates of the trust of all members. A lost connection is noticed after this time at the latest."""
+    loss_log_seconds: float = 10.0
+    """Pause between two log lines about losses of one stream: a network that loses every other batch must not fill the disk."""
+    refresh_seconds: float = 0.25
+    """Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
+    refreshes_per_round: int = 8
+    """Number of refreshes over which all members are refreshed once. A refresh delays queries."""
 
 
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
@@ -59,6 +65,7 @@ class Fleet(Listener):
         max_sources: int,
         hide_stale_seconds: float = float("inf"),
         curve: Curve | None = None,
+        timing: FleetTiming = FleetTiming(),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -78,6 +85,7 @@ class Fleet(Listener):
         self._hide_stale_seconds = hide_stale_seconds
         self.curve = curve
         """CURVE keys for engines whose registration has none. They are not in registrations, which are written to the disk."""
+        self._timing = timing
         self._clock = clock
         self._lock = threading.Lock()
         self.revision: Final = Revision()
@@ -377,7 +385,7 @@ class Fleet(Listener):
             return
         more = f" ({member.suppressed_losses} more losses were not logged)" if member.suppressed_losses else ""
         log.warning("%s: %s%s", member.registration.label, sentence, more)
-        member.log_muted_until, member.suppressed_losses = time.monotonic() + LOSS_SECONDS, 0
+        member.log_muted_until, member.suppressed_losses = time.monotonic() + self._timing.loss_log_seconds, 0
 
     def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
         """See `Listener`."""
@@ -390,10 +398,10 @@ class Fleet(Listener):
         """See `Listener`."""
         now, instant = self._clock(), time.monotonic()
         if instant >= self._refresh_due:
-            self._refresh_due = instant + REFRESH_SECONDS
+            self._refresh_due = instant + self._timing.refresh_seconds
             self._refresh_some(now)
         if instant >= self._trust_due:
-            self._trust_due = instant + TRUST_SECONDS
+            self._trust_due = instant + self._timing.trust_seconds
             self._update_all_trust(now)
         self.on_change()
 
@@ -443,7 +451,7 @@ class Fleet(Listener):
         if not self._pending_refresh:
             self._measure()
             self._pending_refresh = list(self.members)
-            self._refresh_batch = math.ceil(len(self._pending_refresh) / REFRESHES_PER_ROUND)
+            self._refresh_batch = math.ceil(len(self._pending_refresh) / self._timing.refreshes_per_round)
         due, self._dirty = self._dirty, set()
         due.update(self._pending_refresh[: self._refresh_batch])
         due.update([key for key, member in list(self.members.items()) if member.status is None])

@@ -25,7 +25,7 @@ from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
-from kvevents.service.fleet import HTTP, Fleet
+from kvevents.service.fleet import HTTP, Fleet, FleetTiming
 from kvevents.service.http.block_listings import BlockListings
 from kvevents.service.http.thread_pools import MATCHING, Run, ThreadPool, ThreadPools
 from kvevents.service.lookups import Lookups
@@ -57,7 +57,12 @@ class Service:
     """Everything except the HTTP server. Call `start` and `stop` once each, in one event loop."""
 
     def __init__(
-        self, config: ServiceConfig, watched: Path | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: ServiceConfig,
+        watched: Path | None = None,
+        *,
+        timing: FleetTiming = FleetTiming(),  # noqa: B008 - frozen
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.access = Access(config.access)
@@ -69,6 +74,7 @@ class Service:
             max_sources=config.limits.max_sources,
             hide_stale_seconds=config.hide_stale_seconds,
             curve=config.curve,
+            timing=timing,
         )
         self.replica = _replica(config, self.fleet)
         """Builds the index from a plane's log; None if the service follows engines."""

@@ -25,11 +25,11 @@ SECONDS: Final = 150.0
 BATCHES: Final = 10_000
 JOBS: Final = 4
 """Rounds side by side: much of each is waiting."""
-TELL_EVERY: Final = 20.0
+PRINT_SECONDS: Final = 20.0
 
 
 def main() -> int:
-    """Returns 0 when nobody was wrong, 1 when somebody was, 2 when a stage fell over."""
+    """Returns 0 if no consumer was wrong, 1 if one was, 2 if a stage failed."""
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: stages are taken down
     run = Run(options.seed, options.batches, _makes(), tuple(options.only), tuple(options.without), _can_mount())
@@ -42,7 +42,7 @@ def main() -> int:
     print(f"seed {run.seed}; `--seed {run.seed} --round N` plays one round again", flush=True)
     found: list[Outcome] = []
     bad: list[Outcome] = []
-    told = began
+    printed_at = began
     for outcome in outcomes(run, iter(numbers), options.jobs, lambda: time.monotonic() < end and not _is_over(bad)):
         found.append(outcome)
         if outcome.wrong or outcome.error:
@@ -50,9 +50,9 @@ def main() -> int:
             _accuse(run, outcome)
         if options.verbose or outcome.counted.get("divergences"):
             print(_line(outcome), flush=True)
-        if time.monotonic() - told > TELL_EVERY:
-            told = time.monotonic()
-            print(f"{told - began:.0f} s: {report.totals(found)}", flush=True)
+        if time.monotonic() - printed_at > PRINT_SECONDS:
+            printed_at = time.monotonic()
+            print(f"{printed_at - began:.0f} s: {report.totals(found)}", flush=True)
     sound = [outcome for outcome in found if not outcome.error]
     print(
         "\n".join(["", report.by_fault(sound), "", report.by_make(sound), "", report.losses(sound), "", report.totals(sound)])
@@ -111,11 +111,14 @@ def _can_mount() -> bool:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.system.chaos", description=__doc__)
-    parser.add_argument("--seed", default=secrets.token_hex(4), help="what rounds are drawn from; a new one unless told")
+    parser.add_argument("--seed", default=secrets.token_hex(4), help="what rounds are drawn from (default: a new one)")
     parser.add_argument("--round", type=int, metavar="N", help="play this round alone, --rounds times, and print it")
     parser.add_argument("--rounds", type=int, default=0, metavar="N", help="play so many rounds")
     parser.add_argument(
-        "--seconds", type=float, default=0.0, help=f"begin rounds for so long ({SECONDS:g}, unless told --rounds)"
+        "--seconds",
+        type=float,
+        default=0.0,
+        help=f"begin rounds for so long (default: {SECONDS:g}; no limit with --rounds)",
     )
     parser.add_argument("--hours", type=float, default=0.0, help="the same in hours")
     parser.add_argument("--batches", type=int, default=BATCHES, help=f"batches of a round, about ({BATCHES})")

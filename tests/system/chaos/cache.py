@@ -53,7 +53,7 @@ class Speech:
 
     @classmethod
     def of(cls, dialect: Dialect) -> Self:
-        """All that a dialect spells."""
+        """All that a dialect can encode."""
         below = (MEDIUM_CPU_PINNED, MEDIUM_DISK) if dialect.engine == "sglang" else (MEDIUM_CPU, MEDIUM_STORAGE)
         said = dialect.stored_fields
         return cls(
@@ -102,7 +102,7 @@ class _Node:
 
 
 class Cache:
-    """`step` does something and tells the events of it; `held` is what is true then."""
+    """`step` does something and publishes its events; `held` is what is true then."""
 
     def __init__(self, draw: Random, speech: Speech, habits: Habits) -> None:
         self._draw: Final = draw
@@ -182,7 +182,7 @@ class Cache:
         return self._store([node], self._device) if rooted else None
 
     def _offload(self) -> BlockStored | None:
-        """A copy of a block on a slower tier, told with its tokens or without."""
+        """A copy of a block on a slower tier, with its tokens or without."""
         if not self._held:
             return None
         draw = self._draw

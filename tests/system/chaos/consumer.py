@@ -55,7 +55,7 @@ class Consumer:
     saves: bool = False
     """Whether it keeps its state, and goes on from what is there."""
     counts: bool = False
-    """Whether it notes which batches of the engine's it got, beside those who get fewer."""
+    """Whether it records which batches of the engine it got, beside the example subscribers, which get fewer."""
     claims: bool = True
     """Whether it writes down when it is exact."""
     sabotage: bool = False
@@ -80,7 +80,7 @@ class Report(NamedTuple):
     seq: int
     counted: dict[str, int]
     resets: tuple[str, ...] = ()
-    """Why it has begun anew, the last few times."""
+    """The reasons of its last few resets."""
 
     @property
     def exact(self) -> bool:

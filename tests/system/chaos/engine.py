@@ -33,7 +33,7 @@ from tools import released
 Make = Literal["ours", "tape", "vllm", "sglang"]
 
 CHUNK: Final = 16
-"""Batches that are handed over before the engine looks at its orders and tells how far it is."""
+"""Batches that are handed over before the engine looks at its orders and reports its progress."""
 DRAIN_SECONDS: Final = 30.0
 """Until a publisher must have sent what it was given."""
 LOOK: Final = 0.002
@@ -192,7 +192,7 @@ class Outlet(ABC):
         return bool(share) and self._draw.random() < share
 
     def _spoilt(self, batch: KVEventBatch) -> KVEventBatch:
-        """With an event that nobody knows, where the engine is given to it."""
+        """With an unknown event, if the engine takes one."""
         if not self._chance(self._engine.harm.unknown):
             return batch
         unknown: Any = {"type": "BlockPinned", "block_hashes": [1]}

@@ -1,9 +1,9 @@
 """vLLM's example subscriber (`examples/online_serving/kv_events_subscriber.py`), as it behaves, in a process of its own.
 
 It asks for replay on a REQ socket, which takes one message of an answer and drops the rest; from vLLM 0.26 on that message has
-a frame more than it unpacks. It never notes the number of a live batch, so as it stands it never asks at all. `mended` notes
-it, and asks once for each gap.
-What it hears goes into an index, which nobody tells of restarts, since it does not see them.
+a frame more than it unpacks. It never stores the number of a live batch, so as released it never requests a replay.
+`corrected` stores it, and requests a replay once for each gap.
+Its batches go into an index without resets, since it does not see restarts.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Example:
     name: str
     endpoint: str
     replay_endpoint: str
-    mended: bool
+    corrected: bool
     topic: str = "kv-events"
 
 
-class Heard(NamedTuple):
-    """What it says when asked."""
+class Received(NamedTuple):
+    """Its reply to a question."""
 
     keys: list[int]
     """Of the batches that it processed, each once."""
     digest: bytes
-    """Of what an index holds that was told no more than it."""
+    """Of an index that received the same batches."""
     missed: int
     """Batches that it said it had missed."""
     errors: int
@@ -56,7 +56,7 @@ class Heard(NamedTuple):
 
 class _Listener:
     def __init__(self, example: Example) -> None:
-        self._mended = example.mended
+        self._corrected = example.corrected
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sub = context.socket(zmq.SUB)
         self._monitor = self._sub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
@@ -85,7 +85,7 @@ class _Listener:
                 _, number, payload = self._sub.recv_multipart()
                 seq = int.from_bytes(number, "big")
                 last = self._last
-                if self._mended:
+                if self._corrected:
                     self._last = seq
                 if last >= 0 and seq > last + 1:
                     self._missed += seq - last - 1
@@ -116,13 +116,13 @@ class _Listener:
         self._index.apply(Batch(NAME, 0, 0, self._applied, batch.ts, batch.events, False))
         self._applied += 1
 
-    def heard(self) -> Heard:
+    def received(self) -> Received:
         digest = bytes.fromhex(self._index.digest(NAME)) if self._applied else EMPTY
-        return Heard(list(self._keys), digest, self._missed, self._errors)
+        return Received(list(self._keys), digest, self._missed, self._errors)
 
 
 def run(pipe: Connection, example: Example) -> None:
-    """The process: connected, it says so; then any message is a question, answered with `Heard`."""
+    """The process: connected, it says so; then any message is a question, answered with `Received`."""
     listener = _Listener(example)
     listener.wait_for_connection()
     pipe.send("connected")
@@ -131,4 +131,4 @@ def run(pipe: Connection, example: Example) -> None:
             listener.turn()
             while pipe.poll():
                 pipe.recv()
-                pipe.send(listener.heard())
+                pipe.send(listener.received())

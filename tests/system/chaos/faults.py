@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GLIMPSE: Final = 0.003
 """Seconds between two cuts of a connection that flaps."""
 STRANGERS: Final = 25
-"""Connections of somebody who is no peer, each time."""
+"""Connections of a client that is not a peer, each time."""
 
 
 def _proxied(setting: Setting) -> bool:
@@ -178,7 +178,7 @@ def _strange_end(stage: Stage, leg: int, _: Random) -> None:
 
 
 def _strangers(stage: Stage, leg: int, random: Random) -> None:
-    """Connections of somebody who is no peer: gone at once, silent, or with garbage to say."""
+    """Connections of clients that are no peers: they close at once, stay silent, or send garbage."""
     place = stage.legs[min(leg, len(stage.legs) - 1)]
     for proxy in place.proxies:
         host, _, port = proxy.endpoint.removeprefix("tcp://").rpartition(":")
@@ -301,7 +301,7 @@ class End:
     orderly: bool = False
     """Whether the engine may send what it has."""
     passes: bool = False
-    """Whether the next life is past the number of this one before anybody looks."""
+    """Whether the next incarnation is past the number of this one before any consumer reads."""
 
 
 ENDS: Final[dict[str, End]] = {

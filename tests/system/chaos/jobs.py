@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Final, Protocol, TypeVar
@@ -15,6 +15,7 @@ from tests.system.chaos.engine import Make
 from tests.system.chaos.judging import Outcome
 from tests.system.chaos.parts import Part, Silent
 from tests.system.chaos.plan import Plan, draw_plan
+from tests.system.chaos.settling import SettleLimits
 from tests.system.chaos.stage import play
 
 ROUND_SECONDS: Final = 300.0
@@ -45,16 +46,17 @@ class Run:
     only: Collection[str] = ()
     without: Collection[str] = ()
     can_mount: bool = False
+    limits: SettleLimits = field(default_factory=SettleLimits)
 
     def plan(self, number: int) -> Plan:
         return draw_plan(self.seed, number, self.batches, self.makes, self.only, self.without, can_mount=self.can_mount)
 
     def play(self, number: int) -> Outcome:
-        return play(self.plan(number))
+        return play(self.plan(number), self.limits)
 
 
 def work(pipe: Connection, run: Rounds[object]) -> None:
-    """A job: told a number, it answers with an outcome."""
+    """A job: given a number, it answers with an outcome."""
     with suppress(EOFError, BrokenPipeError):
         while True:
             pipe.send(run.play(pipe.recv()))
@@ -74,7 +76,7 @@ def outcomes(run: Rounds[T_co], numbers: Iterator[int], jobs: int, go_on: Callab
                 if number is None:
                     break
                 found.put(_played(part, run, number))
-        except BaseException as error:  # noqa: BLE001 - raised below, where somebody hears of it
+        except BaseException as error:  # noqa: BLE001 - raised below, in the process that reads the pipe
             found.put(error)
         finally:
             part.pipe.close()
@@ -91,7 +93,7 @@ def outcomes(run: Rounds[T_co], numbers: Iterator[int], jobs: int, go_on: Callab
                         raise outcome
                     yield outcome
         finally:
-            over.set()  # whoever listens has had enough: rounds that are being played are the last ones
+            over.set()  # the reader has had enough: rounds that are being played are the last ones
 
 
 def _played(part: Part, run: Rounds[T_co], number: int) -> T_co:

@@ -54,7 +54,7 @@ class Verdict:
         return bool(self.reasons) and set(self.reasons) & LASTING != set()
 
     def with_claims(self, checked: Checked) -> Verdict:
-        """Whoever was wrong once, is wrong."""
+        """A consumer that was wrong once is wrong."""
         if not checked.wrong:
             return replace(self, claims=checked.claims)
         return replace(self, kind="wrong", detail="; ".join([*checked.wrong, self.detail]), claims=checked.claims)
@@ -106,8 +106,8 @@ def judge(consumer: str, report: Report, truth: bytes) -> Verdict:
     if report.resets:
         place += f", after resets ({'; '.join(report.resets)})"
     if not report.exact:
-        told = f"{report.trust}: {', '.join(report.reasons)}, {place}"
-        return Verdict(consumer, "doubted", report.reasons, told, got=got)
+        detail = f"{report.trust}: {', '.join(report.reasons)}, {place}"
+        return Verdict(consumer, "doubted", report.reasons, detail, got=got)
     if report.digest == truth:
         return Verdict(consumer, "right", (), place, got=got)
     return Verdict(consumer, "wrong", (), f"EXACT {place} with {report.digest.hex()}, but the engine holds {truth.hex()}")

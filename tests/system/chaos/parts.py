@@ -65,14 +65,14 @@ class Part:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Raises `Silent` when it is gone."""
         try:
             self.pipe.send(message)
         except OSError as error:
             raise Silent(f"{self.name} is gone") from error
 
-    def hear(self, seconds: float = ANSWER_SECONDS) -> Any:
+    def receive(self, seconds: float = ANSWER_SECONDS) -> Any:
         """Its next message. Raises `Silent`."""
         try:
             if self.pipe.poll(seconds):
@@ -83,8 +83,8 @@ class Part:
 
     def ask(self, question: Any = "?", seconds: float = ANSWER_SECONDS) -> Any:
         """A question, and its answer."""
-        self.tell(question)
-        return self.hear(seconds)
+        self.send(question)
+        return self.receive(seconds)
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -138,7 +138,7 @@ class Leg:
 
 
 class Disk:
-    """A file system of its own that can be full. Raises `OSError` where this machine lets nobody mount one."""
+    """A file system of its own that can be full. Raises `OSError` if this machine does not let its user mount one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

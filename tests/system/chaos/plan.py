@@ -83,7 +83,7 @@ def draw_plan(
 ) -> Plan:
     """Round `number`: about `batches` batches from an engine of one of the makes, with all of `only` and none of `without`.
 
-    Raises `LookupError` when there is none.
+    Raises `LookupError` if no plan fits.
     """
     for attempt in range(DRAWS if only or without else 1):
         plan = _Drawing(seed, number, attempt, batches, makes, set(only), set(without), can_mount).plan()
@@ -131,7 +131,7 @@ class _Drawing:
         drawn = self.random.random() < share
         return name in self.only or (drawn and name not in self.without)
 
-    # --- who
+    # --- processes
 
     def setting(self) -> Setting:
         random = self.random

@@ -22,11 +22,11 @@ SHORT_LIMITS: Final = RelayLimits(stream=BRISK, snapshot_retry_interval=0.1, jou
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What a relay is told, but for where it listens and what it listens to."""
+    """The settings of a relay without its endpoints and its upstream."""
 
     journal: bool = True
     heartbeat: float = 0.2
-    """Never none: without, a relay cannot say how far it trusts what it tells, and its consumers are exact as it is."""
+    """Never None: without it, a relay cannot say how far it trusts its batches, and its consumers are exact as it is."""
     dialect: str | None = None
     tokens: str = "keep"
     buffer_steps: int = 10_000
@@ -66,7 +66,7 @@ class Station:
             return
         self.starts += 1
         self._running = self._part("relay", run, self._settings, self._hop.brisk)
-        self._running.hear(START_SECONDS)
+        self._running.receive(START_SECONDS)
 
     def stop(self) -> None:
         if self._running is not None and self.is_alive:

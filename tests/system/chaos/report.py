@@ -41,19 +41,19 @@ def _row(outcomes: Sequence[Outcome]) -> list[str]:
     verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
     kinds = Counter(verdict.kind for verdict in verdicts)
     reasons = Counter(reason for verdict in verdicts if verdict.kind == "doubted" for reason in verdict.reasons)
-    told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    doubted = f"{kinds['doubted']}: {told}" if told else "0"
+    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    doubted = f"{kinds['doubted']}: {listed}" if listed else "0"
     batches = sum(outcome.batches for outcome in outcomes)
     return [f"{len(outcomes):,}", f"{batches:,}", f"{kinds['right']:,}", doubted, str(kinds["wrong"])]
 
 
 def losses(outcomes: Sequence[Outcome]) -> str:
     """Released publishers: what their own example subscriber loses, beside ours, in the same rounds."""
-    heads = ["publisher", "subscriber", "rounds", "batches", "lost", "of rounds: state wrong at the end", "of these, told"]
+    heads = ["publisher", "subscriber", "rounds", "batches", "lost", "of rounds: state wrong at the end", "of these, reported"]
     body = []
     for make in engines_of(outcomes):
         rounds = [outcome for outcome in outcomes if outcome.make == make and outcome.examples]
-        body += [[MAKES[make], name, *_example(rounds, name)] for name in ("example", "example, mended")]
+        body += [[MAKES[make], name, *_example(rounds, name)] for name in ("example", "example, corrected")]
         body.append([MAKES[make], "ours", *_ours(rounds)])
     return _lines(heads, body)
 
@@ -77,8 +77,8 @@ def _ours(rounds: Sequence[Outcome]) -> list[str]:
     wrong = sum(verdict.kind == "wrong" for _, verdict in steady)
     published = sum(outcome.batches for outcome, _ in steady)
     lost = published - sum(each.got for _, each in steady)
-    told = f"{doubted:,} not EXACT at the end, each told; {wrong} silently"
-    return [f"{len(steady):,}", f"{published:,}", _share(lost, published), told, f"{doubted:,}"]
+    summary = f"{doubted:,} not EXACT at the end, each reported; {wrong} silently"
+    return [f"{len(steady):,}", f"{published:,}", _share(lost, published), summary, f"{doubted:,}"]
 
 
 def _share(part: int, whole: int) -> str:
@@ -96,7 +96,7 @@ def totals(outcomes: Sequence[Outcome]) -> str:
         f"{len(outcomes):,} rounds, {sum(outcome.batches for outcome in outcomes):,} batches, {len(verdicts):,} consumers, "
         f"{counted['claims']:,} claims to be EXACT checked, {counted['delivered']:,} deliveries, "
         f"{counted['reconnects']:,} reconnects, {counted['resets']:,} resets, {counted['requests']:,} replay requests, "
-        f"{counted['healed']:,} holes mended, {counted['divergences']:,} divergences: **{wrong} wrong**"
+        f"{counted['healed']:,} gaps filled, {counted['divergences']:,} divergences: **{wrong} wrong**"
     )
 
 
@@ -129,31 +129,31 @@ minutes (`--hours 1` for longer), and `python -m tests.system.chaos --write` wri
 - A round stands in the row of each of its faults, so rows do not add up. A consumer that is not `EXACT` may have several
   reasons, which `docs/concepts/trust.md` explains.
 
-What nobody can know is not asked for: where replay has holes or is mute, a round does not end with its last batches lost, since
+No round requires what no consumer can know: if replay has gaps or is mute, a round does not lose its last batches, since
 nothing that arrives shows that there were more. Without a replay endpoint the same is always possible: such a consumer is never
-`EXACT`. A relay always has heartbeats here; without, it has no way to say how far it trusts what it tells.
+`EXACT`. A relay always has heartbeats here; without, it has no way to say how far it trusts its batches.
 """
 _LOSSES: Final = """\
 vLLM's example subscriber, beside ours, on the released publishers under the same faults. It is connected before the first
-batch. As it stands it never notes the number of a live batch, so it never asks for replay; *mended* does. Neither takes more
-than one message of an answer, nor notices a restart. *Lost* are batches that were published and never came, those that a killed
-engine had not sent among them.
+batch. As released it never stores the number of a live batch, so it never requests replay; *corrected* does. Neither takes
+more than one message of an answer, nor notices a restart. *Lost* are batches that were published and never came; batches that
+a killed engine had not sent are among them.
 """
 _SOAK_BEGINS: Final = "<!-- soak: written by `python -m tests.system.chaos.soak --write` -->"
 _SOAK_ENDS: Final = "<!-- /soak -->"
 _SOAK: Final = """\
 `make soak` has an engine, a relay, consumers and a service under churn and cut connections, and fails when memory, descriptors
-or threads of a process grow. It begins with two outages, so that what the worst costs once is there before anybody looks; the
+or threads of a process grow. It begins with two outages, so that the cost of the worst is there before the measurement; the
 later half of the time is judged. *From*, *to* and *per hour* are of the line through the least of each twentieth of that half,
 *at most* is the highest of all. Memory is what is resident, free memory given back every 30 s.
 """
 
 
-def document(outcomes: Sequence[Outcome], told: str, before: str = "") -> str:
-    """All of `docs/developers/chaos.md`; what `before` tells of the soak stays. `told` says what was played."""
+def document(outcomes: Sequence[Outcome], played: str, before: str = "") -> str:
+    """All of `docs/developers/chaos.md`; what `before` says of the soak stays. `played` says which rounds were played."""
     parts = [
         _HEAD,
-        f"{told}: {totals(outcomes)}.\n",
+        f"{played}: {totals(outcomes)}.\n",
         "## By publisher\n",
         by_make(outcomes),
         "\n## By fault\n",
@@ -168,11 +168,11 @@ def document(outcomes: Sequence[Outcome], told: str, before: str = "") -> str:
     return "\n".join(parts) + "\n"
 
 
-def with_soak(document: str, told: str) -> str:
+def with_soak(document: str, result: str) -> str:
     """The document with another soak in it."""
     head, _, rest = document.partition(_SOAK_BEGINS)
     _, _, tail = rest.partition(_SOAK_ENDS)
-    return f"{head}{_SOAK_BEGINS}\n{told}\n{_SOAK_ENDS}{tail}"
+    return f"{head}{_SOAK_BEGINS}\n{result}\n{_SOAK_ENDS}{tail}"
 
 
 def _soak_of(document: str) -> str:

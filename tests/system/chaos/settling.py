@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvevents.stream import DegradedReason, Trust
@@ -10,18 +11,12 @@ from tests.system.chaos.consumer import Report
 from tests.system.chaos.judging import LASTING, Verdict, judge
 from tests.system.chaos.parts import Broken, Part, Silent
 
-SETTLE_SECONDS: Final = 12.0
-"""That consumers with little patience get to become exact, when all is quiet."""
 RECONNECT_SECONDS: Final = 40.0
 """That they get when they have no connection: libzmq waits 30 s for a handshake that a half-open connection never ends."""
 DEAD_SECONDS: Final = 3.0
 """After which such connections are cut after all, so that a round need not wait for that."""
 SETTLE_DEFAULT_SECONDS: Final = 75.0
 """That those with default settings get: a half-open connection alone takes them 15 to notice, a doubling probe 30."""
-CALM_SECONDS: Final = 1.3
-"""For which a consumer with a lasting doubt must have stayed as it is."""
-RESTLESS_SECONDS: Final = 4.0
-"""The same for any other doubt: a relay's heartbeat, a probe or a reconnect may yet end it."""
 CONFIRMATIONS: Final = 20
 """Batches that the last life of an engine can publish after the end of the script: a stream that has caught up by replay is not
 EXACT before a live batch has confirmed what replay has brought."""
@@ -32,19 +27,32 @@ CONFIRMATIONS_OF_SENDER: Final = 3
 
 
 BEHIND_SECONDS: Final = 180.0
-"""That one gets which is behind and comes nearer, as on a machine that has too much to do."""
+"""The time of a consumer that lags and catches up, as on an overloaded machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettleLimits:
+    """Seconds that consumers get after the last batch; the defaults are those of `make chaos`."""
+
+    settle: float = 12.0
+    """Until a consumer with short timeouts must be exact."""
+    lasting: float = 1.3
+    """For which a consumer with a lasting doubt must have stayed as it is."""
+    passing: float = 4.0
+    """The same for any other doubt: a relay's heartbeat, a probe or a reconnect can yet end it."""
 
 
 class Settling:
     """One consumer after the last batch. `fact` is what its engine holds."""
 
-    def __init__(self, name: str, part: Part, fact: bytes, *, brisk: bool) -> None:
+    def __init__(self, name: str, part: Part, fact: bytes, limits: SettleLimits, *, brisk: bool) -> None:
         self.name = name
         self.counted: dict[str, int] = {}
         self._part = part
         self._fact = fact
         self._began = self._steady_since = time.monotonic()
-        self._patience = SETTLE_SECONDS if brisk else SETTLE_DEFAULT_SECONDS
+        self._limits = limits
+        self._patience = limits.settle if brisk else SETTLE_DEFAULT_SECONDS
         self._state: Any = None
         self.is_unproven = False
         """Whether the next live batch may make it exact: itself, or a relay in front of it, has caught up by replay."""
@@ -65,7 +73,7 @@ class Settling:
         return time.monotonic() - self._steady_since
 
     def look(self) -> Verdict | None:
-        """How it stands for good; None while that may change. Raises `Broken` when it does not answer."""
+        """Return its final state; None while that may change. Raises `Broken` when it does not answer."""
         try:
             report: Report = self._part.ask()
         except Silent as error:
@@ -78,7 +86,7 @@ class Settling:
         elapsed = time.monotonic() - self._began
         if verdict.kind != "right" and elapsed < self._longest(report) and not self._stays(report, verdict):
             return None
-        if verdict.kind == "wrong" and self._steady_for < RESTLESS_SECONDS and elapsed < BEHIND_SECONDS:
+        if verdict.kind == "wrong" and self._steady_for < self._limits.passing and elapsed < BEHIND_SECONDS:
             # Exact as far as it has come, and coming on: whether each step was right is in its claims.
             return None
         self.counted = report.counted
@@ -95,4 +103,4 @@ class Settling:
     def _stays(self, report: Report, verdict: Verdict) -> bool:
         if report.trust != Trust.DEGRADED.name:
             return False
-        return self._steady_for > (CALM_SECONDS if verdict.lasting else RESTLESS_SECONDS)
+        return self._steady_for > (self._limits.lasting if verdict.lasting else self._limits.passing)

@@ -54,7 +54,7 @@ OUTAGES: Final = ((0.05, 0.05), (1.0, 0.0))
 that was said is too old for replay. What such times leave behind in an allocator would else look like growth whenever the
 first of them comes. With more of replay lost a consumer may give up, DEGRADED until the cache is cleared."""
 BEHIND_SECONDS: Final = 0.5
-"""An engine that was held up longer does not hurry afterwards: no engine does, and its queue would tell of the machine."""
+"""An engine that was held up longer does not hurry afterwards: no engine does, and its queue would measure the machine."""
 WARM_UP: Final = 0.5
 """Share of the time that is not looked at: caches, buffers and the allocator fill."""
 WINDOWS: Final = 20
@@ -146,7 +146,7 @@ def note(pid: int, now: float) -> Note:
 
 
 def publish_on(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
-    """An engine without an end, in a process of its own; asked to stop, it tells what is true then."""
+    """An engine without an end, in a process of its own; on a request to stop, it reports what is true then."""
     with trimming_memory():
         _publish_on(pipe, endpoint, replay_endpoint)
 
@@ -163,7 +163,7 @@ def _publish_on(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
     options: dict[str, Any] = {"bind": True, "dialect": dialect, "buffer_steps": 2_000, "heartbeat": 1.0}
     publisher, index = ZmqEventPublisher(0, endpoint, replay_endpoint, **options), PrefixIndex()
     pipe.send("open")
-    began, told = time.monotonic(), 0
+    began, reported = time.monotonic(), 0
     with suppress(EOFError):
         for number in itertools.count():
             batch = KVEventBatch(time.time(), cache.step(), 0)
@@ -176,9 +176,9 @@ def _publish_on(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
                 began -= ahead
             if number % RATE == 0 and pipe.poll():
                 pipe.recv()
-                told = number + 1
+                reported = number + 1
                 break
-        pipe.send((told, bytes.fromhex(index.digest("truth"))))
+        pipe.send((reported, bytes.fromhex(index.digest("truth"))))
         pipe.recv()
 
 
@@ -206,16 +206,16 @@ class Chain:
     def _open(self) -> None:
         ports = [self._port() for _ in range(5)]
         self.engine = self._part("engine", publish_on, ports[0], ports[1])
-        self.engine.hear(START_SECONDS)
+        self.engine.receive(START_SECONDS)
         first = self._leg(ports[0], ports[1])
         relayed = ("--endpoint", ports[2], "--replay-endpoint", ports[3], "--journal", str(self._folder / "journal"))
         self._program("relay", "relay", f"engine={first.endpoint},{first.replay_endpoint}", *relayed, "--heartbeat", "1")
         second = self._leg(ports[2], ports[3])
         for name, leg, asynchronous in (("consumer", first, False), ("asyncio consumer, relayed", second, True)):
-            told = Consumer(
+            consumer = Consumer(
                 name, leg.endpoint, leg.replay_endpoint, str(self._folder), topic="", asynchronous=asynchronous, claims=False
             )
-            self.consumers[name] = self._part(name, follow_on, told)
+            self.consumers[name] = self._part(name, follow_on, consumer)
         self.http = ports[4].rpartition(":")[2]
         worker = f"engine={second.endpoint},{second.replay_endpoint}"
         state = ("--state-dir", str(self._folder / "state"), "--snapshot-seconds", "10")
@@ -254,11 +254,11 @@ class Chain:
             return note(pid, now)
         except OSError as error:
             log = self._folder / f"{name}.log"
-            told = log.read_text(errors="replace")[-2_000:] if log.exists() else ""
-            raise RuntimeError(f"{name} has ended: {told}") from error
+            output = log.read_text(errors="replace")[-2_000:] if log.exists() else ""
+            raise RuntimeError(f"{name} has ended: {output}") from error
 
     def ask_service(self) -> int:
-        """One request; its status, 0 where nobody answers."""
+        """One request; its status, 0 if nothing answers."""
         connection = HTTPConnection(HOST, int(self.http), timeout=5.0)
         try:
             connection.request("GET", "/v1/sources")
@@ -312,17 +312,17 @@ def soak(chain: Chain, seconds: float, every: float) -> dict[str, list[Note]]:
 
 
 def settle(chain: Chain) -> list[str]:
-    """With the network whole again and the engine quiet, whoever says EXACT must hold what it holds; who does not, is told."""
+    """When the network is whole again and the engine quiet, an EXACT consumer must hold what it holds; others are printed."""
     batches, truth = chain.engine.ask("stop", START_SECONDS)
     for leg in chain.legs:
         leg.heal()
-    until(lambda: all(_is_right(told, truth) for told in chain.reports().values()), SETTLE_SECONDS, look=0.1)
+    until(lambda: all(_is_right(each, truth) for each in chain.reports().values()), SETTLE_SECONDS, look=0.1)
     print(f"{batches:,} batches")
     found = []
-    for name, told in chain.reports().items():
-        counted, standing = told.counted, " ".join([told.trust, *told.reasons])
+    for name, each in chain.reports().items():
+        counted, standing = each.counted, " ".join([each.trust, *each.reasons])
         print(f"{name}: {standing}, {counted['delivered']:,} deliveries, {counted['reconnects']:,} reconnects")
-        if told.exact and told.digest != truth:
+        if each.exact and each.digest != truth:
             found.append(f"{name} says EXACT, and does not hold what the engine holds")
     return found
 
@@ -342,7 +342,7 @@ def table(found: Sequence[Trend]) -> str:
 
 
 def main() -> int:
-    """Returns 1 when something grows, or somebody is exact and wrong at the end."""
+    """Returns 1 if something grows, or if a consumer is exact and wrong at the end."""
     options = _options()
     seconds = options.minutes * 60
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, Chain(Path(folder)) as chain:

@@ -20,11 +20,11 @@ from tests.system.chaos.faults import ENDS, FAULTS
 from tests.system.chaos.judging import Example, Outcome, Verdict, check_claims
 from tests.system.chaos.parts import START_SECONDS, Broken, Disk, Leg, Part, Silent
 from tests.system.chaos.plan import Command, Plan
-from tests.system.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS, Settling
+from tests.system.chaos.settling import CONFIRM_SECONDS, CONFIRMATIONS, SettleLimits, Settling
 from tests.system.chaos.truth import MAX_LIVES
 
 REACH_SECONDS: Final = 60.0
-"""Until an engine must have published what it was told to."""
+"""Until an engine must have published what was ordered."""
 LOOK: Final = 0.02
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in it
 
@@ -32,8 +32,9 @@ SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own in i
 class Stage:
     """Plays one plan. A context manager: nothing that it started stays behind."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, limits: SettleLimits) -> None:
         self.plan: Final = plan
+        self._limits: Final = limits
         self.legs: list[Leg] = []
         self.relays: list[relaying.Station] = []
         self._undo = ExitStack()
@@ -50,11 +51,11 @@ class Stage:
         self._life = 0
         self._at = self._ordered = 0
         self._ends: list[int] = []
-        """Batches that each life was told to publish, the last one's aside: what they published at most."""
+        """Batches that each incarnation was ordered to publish, without the last one: what they published at most."""
         self.published = 0
         self._counted: Counter[str] = Counter()
 
-    # --- who is on it
+    # --- processes
 
     @property
     def engine(self) -> Part:
@@ -142,22 +143,22 @@ class Stage:
         life = Life(self._life, seed, batches + CONFIRMATIONS)
         self._at = self._ordered = 0
         self._engine = self._part(f"engine of life {self._life}", engine.run, self._made, life, self._facts)
-        if self.engine.hear(START_SECONDS)[0] != "open":
+        if self.engine.receive(START_SECONDS)[0] != "open":
             raise Broken("the engine did not open")
 
     def another_engine(self, share: float) -> str:
-        """The replay endpoint of another engine, which has published that share of what this one was told to."""
+        """The replay endpoint of another engine, which has published that share of what this one was ordered to."""
         if self._another is None:
             ports = [self._port(f"another-{name}") for name in ("live", "replay")]
             made = replace(self._made, endpoint=ports[0], replay_endpoint=ports[1])
             count = max(1, int(share * self._ordered))
             life = Life(MAX_LIVES, f"{self.plan.seed}/{self.plan.number}/another", count)
             other = self._part("another engine", engine.run, made, life, self._folder / "facts-of-another")
-            if other.hear(START_SECONDS)[0] != "open":
+            if other.receive(START_SECONDS)[0] != "open":
                 raise Broken("another engine did not open")
-            other.tell(("publish", count, 1e9))
+            other.send(("publish", count, 1e9))
             end = time.monotonic() + REACH_SECONDS
-            while other.hear(max(0.01, end - time.monotonic()))[1] < count:
+            while other.receive(max(0.01, end - time.monotonic()))[1] < count:
                 pass
             self._another = str(self._dialled(ports[1]))
         return self._another
@@ -167,26 +168,26 @@ class Stage:
         return self._folder / "facts"
 
     def _expect(self, word: str, seconds: float) -> None:
-        """Hear the engine until it says this."""
+        """Receive from the engine until it says this."""
         end = time.monotonic() + seconds
         while True:
-            said, self._at = self.engine.hear(max(0.01, end - time.monotonic()))
+            said, self._at = self.engine.receive(max(0.01, end - time.monotonic()))
             if said == word:
                 return
 
     def reach(self, number: int) -> None:
-        """Until the engine has published so many batches, or as many as it was told to."""
+        """Until the engine has published so many batches, or as many as were ordered."""
         end = time.monotonic() + REACH_SECONDS
         while self._at < min(number, self._ordered):
-            _, self._at = self.engine.hear(max(0.01, end - time.monotonic()))
+            _, self._at = self.engine.receive(max(0.01, end - time.monotonic()))
 
     def publish(self, until: int, rate: float) -> None:
         self._ordered = until
-        self.engine.tell(("publish", until, rate))
+        self.engine.send(("publish", until, rate))
 
     def _drained(self) -> None:
-        """Until all it was told to publish was sent."""
-        self.engine.tell(("drain",))
+        """Until all that it was ordered to publish was sent."""
+        self.engine.send(("drain",))
         self._expect("drained", REACH_SECONDS)
 
     def next_life(self, how: str, batches: int) -> None:
@@ -194,7 +195,7 @@ class Stage:
         end = ENDS[how]
         if end.orderly:
             self.reach(self._ordered)
-            self.engine.tell(("close",))
+            self.engine.send(("close",))
             self._expect("closed", REACH_SECONDS)
         blind = self._blind() if end.passes else None
         before = self._ordered
@@ -207,7 +208,7 @@ class Stage:
             blind()
 
     def _blind(self) -> Callable[[], None]:
-        """Nobody looks until what is returned is called."""
+        """No consumer reads until the returned function is called."""
         if self.legs[0].live is not None:
             for proxy in self.legs[0].proxies:
                 proxy.cut(refuse=True)
@@ -222,7 +223,7 @@ class Stage:
 
         return look
 
-    # --- those who listen
+    # --- consumers
 
     def join(self, name: str) -> None:
         """A consumer begins, or comes back."""
@@ -246,18 +247,18 @@ class Stage:
             self._consumers[name].kill()
 
     def _join_examples(self) -> None:
-        """Beside released publishers, who their engine ships as an example."""
+        """Beside released publishers, the example subscriber of their engine."""
         made = self.plan.setting.engine
         if made.make not in engine.RELEASES or not self.plan.setting.replay:
             return
         leg = self.legs[-1]
         assert leg.replay_endpoint is not None
-        for mended in (False, True):
-            name = "example, mended" if mended else "example"
-            listener = example.Example(name, leg.endpoint, leg.replay_endpoint, mended, made.topic)
+        for corrected in (False, True):
+            name = "example, corrected" if corrected else "example"
+            listener = example.Example(name, leg.endpoint, leg.replay_endpoint, corrected, made.topic)
             self._examples[name] = self._part(name, example.run, listener)
         for part in self._examples.values():
-            part.hear(START_SECONDS)
+            part.receive(START_SECONDS)
 
     # --- the round
 
@@ -276,7 +277,7 @@ class Stage:
             faults=self.plan.faults,
             batches=self.published + self._at,
             verdicts=tuple(verdicts),
-            examples=tuple(self._heard()),
+            examples=tuple(self._example_results()),
             counted=dict(self._counted),
             seconds=time.monotonic() - began,
         )
@@ -330,10 +331,11 @@ class Stage:
     # --- what came of it
 
     def _settle(self) -> list[Verdict]:
-        """Ask every consumer until it is right, or for good not exact, or the time is up; then read its diary."""
+        """Ask every consumer until it is right, or finally not exact, or the time is up; then read its diary."""
         facts = truth.read_facts(self._facts)
         fact = self._fact(facts)
-        waiting = [Settling(name, part, fact, brisk=self.plan.setting.brisk) for name, part in self._consumers.items()]
+        brisk = self.plan.setting.brisk
+        waiting = [Settling(name, part, fact, self._limits, brisk=brisk) for name, part in self._consumers.items()]
         verdicts = {}
         while waiting:
             for each in list(waiting):
@@ -373,20 +375,20 @@ class Stage:
             claims = truth.read_claims(self._folder / f"{name}.claims")
             found.append(verdict.with_claims(check_claims(claims, facts, foreign=self.plan.setting.relays > 0)))
         if any(verdict.kind == "wrong" for verdict in found):
-            told = "; ".join(relay.status() for relay in self.relays)
-            found = [replace(verdict, detail=f"{verdict.detail}; relays: {told or 'none'}") for verdict in found]
+            states = "; ".join(relay.status() for relay in self.relays)
+            found = [replace(verdict, detail=f"{verdict.detail}; relays: {states or 'none'}") for verdict in found]
         return found
 
     def _hasten(self) -> None:
-        """Whoever waits for a connection that is dead is told so, once."""
+        """Cut dead connections once, so that consumers on them need not wait."""
         if not self._hastened:
             self._hastened = True
             for leg in self.legs:
                 for proxy in leg.proxies:
                     proxy.cut()
 
-    def _heard(self) -> list[Example]:
-        """How the examples fared."""
+    def _example_results(self) -> list[Example]:
+        """The results of the example subscribers."""
         if not self._examples:
             return []
         facts = truth.read_facts(self._facts)
@@ -394,9 +396,9 @@ class Stage:
         published = self.published + self._at
         found = []
         for name, part in self._examples.items():
-            heard: example.Heard = part.ask()
-            lost = published - sum(key in facts for key in heard.keys)
-            found.append(Example(name, published, lost, heard.digest == final, heard.missed, heard.errors))
+            received: example.Received = part.ask()
+            lost = published - sum(key in facts for key in received.keys)
+            found.append(Example(name, published, lost, received.digest == final, received.missed, received.errors))
         return found
 
 
@@ -411,11 +413,11 @@ _DEEDS: Final[dict[str, Callable[..., None]]] = {
 }
 
 
-def play(plan: Plan) -> Outcome:
-    """One round. What breaks the stage is told in the outcome, too."""
+def play(plan: Plan, limits: SettleLimits = SettleLimits()) -> Outcome:  # noqa: B008 - frozen
+    """One round. An exception that breaks the stage is part of the outcome, too."""
     began = time.monotonic()
     try:
-        with Stage(plan) as stage:
+        with Stage(plan, limits) as stage:
             return stage.play()
     except (Broken, Silent, TimeoutError) as error:
         return Outcome.broken(plan.seed, plan.number, plan.faults, f"{type(error).__name__}: {error}", time.monotonic() - began)

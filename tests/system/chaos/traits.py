@@ -68,7 +68,7 @@ class Trait:
     needs: tuple[str, ...] = ()
     """Faults without which it is not felt."""
     hides_tail: bool = False
-    """Whether nobody can know the last batches where they are lost on their way: such a round does not end with them lost."""
+    """Whether last batches that are lost on their way cannot be known: such a round does not end with them lost."""
 
 
 def _options(**choices: Callable[[Random], Any]) -> Callable[[Setting, Random], Setting]:

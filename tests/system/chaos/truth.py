@@ -1,6 +1,6 @@
 """What is true: the digest after each batch that an engine handed over, found again by the batch's timestamp.
 
-A timestamp tells life and number of its batch. So a consumer's claim can be checked whatever numbers a relay gave the batch,
+A timestamp names incarnation and number of its batch. So a consumer's claim can be checked whatever numbers a relay gave it,
 and however far the engine's clock jumps: the whole seconds are free.
 """
 
@@ -19,7 +19,7 @@ MAX_BATCHES: Final = _PER_LIFE - 1
 """Of one life."""
 MAX_LIVES: Final = _STEPS // _PER_LIFE - 1
 LAST_SECOND: Final = 1_500_000_000
-"""A timestamp after this was not made here, but by somebody's real clock."""
+"""A timestamp after this was not made here, but by a real clock."""
 
 NOTHING: Final = -1
 """The key of a life of which nothing has come yet."""
@@ -51,7 +51,7 @@ def stamp(key: Key, second: int) -> float:
 
 
 def key_of(ts: float) -> int:
-    """The packed key that `stamp` put in; `UNPLACED` for a timestamp that is somebody else's."""
+    """The packed key that `stamp` put in; `UNPLACED` for a timestamp of another origin."""
     packed = ts % 1.0 * _STEPS if 0 <= ts < LAST_SECOND + 1 else 0.0
     return int(packed) if packed >= _PER_LIFE and packed == int(packed) else UNPLACED
 

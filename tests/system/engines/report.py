@@ -53,7 +53,7 @@ class Report(msgspec.Struct):
 
 
 def read(path: Path) -> Report:
-    """Read a report. Raises `msgspec.ValidationError` for a file that is none."""
+    """Read a report. Raises `msgspec.ValidationError` for another kind of file."""
     return msgspec.json.decode(path.read_bytes(), type=Report)
 
 

@@ -68,7 +68,7 @@ class Service:
         try:
             status, encoded = _exchange(used, method, path, body)
         except (HTTPException, OSError):
-            # The service closes idle connections, such as during a restart of the engine. Only a new one may not fail.
+            # The service closes idle connections, for example during a restart of the engine. Only a new one must not fail.
             used.close()
             status, encoded = _exchange(used, method, path, body)
         if status != 200:

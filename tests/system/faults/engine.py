@@ -27,7 +27,7 @@ LINGER_MS: Final = 1_000
 _LOOK_MS: Final = 50
 
 Replay = Literal["answers", "none", "dead"]
-"""`dead`: an endpoint is told to whoever registers, and nobody listens there."""
+"""`dead`: clients register this endpoint, and nothing listens there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Prompt:
         return [self.number * 1_000 + place for place in range(self.blocks * self.block_size)]
 
     def unsalted(self) -> Prompt:
-        """The same tokens as somebody without the salt asks for them."""
+        """The same tokens as a client without the salt asks for them."""
         return replace(self, salt=None)
 
     def part(self, place: int) -> list[int]:
@@ -82,7 +82,7 @@ class Engine:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events = self._context.socket(zmq.XPUB)
         self._events.set_hwm(0)
-        # Else a subscription that comes before its forerunner's connection is gone is not told of.
+        # Otherwise a subscription that comes before the end of the connection before it is not reported.
         self._events.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._events.bind(self.endpoint)
         self._stop = Event()
@@ -94,17 +94,17 @@ class Engine:
             self._thread.start()
 
     def wait_for_subscriber(self) -> None:
-        """Until somebody has subscribed, or, after a restart, has come back. Raises `TimeoutError`."""
+        """Until a consumer has subscribed, or, after a restart, has come back. Raises `TimeoutError`."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             if self._events.poll(_LOOK_MS) and self._events.recv()[:1] == b"\x01":
                 return
-        raise TimeoutError(f"nobody has subscribed to {self.endpoint} within {PATIENCE:g} s")
+        raise TimeoutError(f"no consumer has subscribed to {self.endpoint} within {PATIENCE:g} s")
 
-    # What it tells
+    # Its events
 
     def store(self, prompt: Prompt, blocks: Iterable[int] | None = None, *, lost: bool = False, medium: str = "GPU") -> None:
-        """Compute some blocks of a prompt, all when not told which, with one batch for each."""
+        """Compute some blocks of a prompt, all by default, with one batch for each."""
         for place in range(prompt.blocks) if blocks is None else blocks:
             self.publish([self.stored(prompt, place, medium)], lost=lost)
 

@@ -1,7 +1,7 @@
-"""`python -m tests.system.faults.heartbeats`: what others make of a heartbeat, out of their released wheels.
+"""`python -m tests.system.faults.heartbeats`: how released decoders and Dynamo's indexer treat a heartbeat.
 
-The engines' own decoders read a batch with a heartbeat between two others, in each of our spellings; Dynamo's indexer follows a
-stream with one. Whoever does not take it for nothing makes the exit code 1.
+The engines' own decoders read a batch with a heartbeat between two others, in each of our dialects; Dynamo's indexer follows a
+stream with one. If one of them does not ignore it, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ STORED: Final = BlockStored([1], None, list(range(BLOCK)), BLOCK, medium="GPU")
 PATIENCE: Final = 10.0
 MODEL: Final = "tiny"
 TO_DYNAMO: Final = (("vllm", "0.9.1"), ("vllm", "0.22.0"), ("vllm", "0.24.0"), ("vllm", "0.33.0"), ("sglang", "0.5.22"))
-"""Spellings that its indexer is told: of arrays and of maps the oldest that it reads, and the newest. It reads no batch of vLLM
+"""Dialects that its indexer reads: of arrays and of maps the oldest that it reads, and the newest. It reads no batch of vLLM
 0.9.0, which is a pair."""
 
 
 def read_by(engine: Engine, dialect: Dialect) -> str:
     """What an engine's own `KVEventBatch` decoder makes of heartbeats, alone and beside other events."""
     decoder = msgspec.msgpack.Decoder(released.load(engine).KVEventBatch)
-    told: list[list[KVEvent]] = [[BEAT], [STORED, BEAT], [BEAT, STORED], [BEAT, STORED, BEAT]]
-    for events in told:
+    cases: list[list[KVEvent]] = [[BEAT], [STORED, BEAT], [BEAT, STORED], [BEAT, STORED, BEAT]]
+    for events in cases:
         try:
             found = decoder.decode(encode_batch(KVEventBatch(1.0, events, 0), dialect)).events
         except msgspec.MsgspecError as error:
@@ -51,7 +51,7 @@ def read_by(engine: Engine, dialect: Dialect) -> str:
 
 
 def by_decoders() -> Iterator[tuple[str, str, str]]:
-    """Engine, spelling, outcome."""
+    """Engine, dialect, outcome."""
     for engine in (VLLM, SGLANG):
         if at_hand(engine) is None:
             yield engine.title, "", "no wheel is at hand"
@@ -94,13 +94,13 @@ def by_dynamo(dialect: Dialect) -> str:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and side.held(question).get(1) != 4 * BLOCK:
             time.sleep(LOOK)
-        held, told = side.held(question).get(1, 0), side.told(1)
+        held, state = side.held(question).get(1, 0), side.state_of(1)
         counted, asked = +side.counted(), Counter(engine.requests)
         logged = [line for line in side.lines() if side.alarm.search(line)]
         if held != 4 * BLOCK:
-            return f"lost {4 * BLOCK - held} of {4 * BLOCK} tokens; {told}, {counted}, {logged[:1]}"
+            return f"lost {4 * BLOCK - held} of {4 * BLOCK} tokens; {state}, {counted}, {logged[:1]}"
         amiss = f"counted amiss: {dict(counted)}; replay asked from: {dict(asked)}; log: {logged}"
-        return f"all {held} tokens are held; {told}; {amiss}"
+        return f"all {held} tokens are held; {state}; {amiss}"
 
 
 def main() -> int:

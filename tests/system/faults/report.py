@@ -11,32 +11,32 @@ from tests.system.faults.sides import Side
 from tests.system.faults.stage import Outcome, Verdict
 
 SHORT: Final = 0.3
-"""Seconds: less is not told exactly, so that two runs read the same."""
+"""Seconds: less is not shown exactly, so that two runs read the same."""
 LONGEST_LINE: Final = 160
-"""Characters of a logged line that are told."""
+"""Characters of a logged line that are shown."""
 
 _HEAD: Final = """\
 # Faults
 
-What routers are told after something went wrong, by `kvevents serve` and by NVIDIA Dynamo's standalone indexer. `make faults`
+What routers learn after something went wrong, from `kvevents serve` and from NVIDIA Dynamo's standalone indexer. `make faults`
 does each fault to both, with real processes and sockets, and writes this file from what it saw: do not edit it. The faults are
 in `tests/system/faults/scenarios.py`.
 
 - Both services run with their defaults (ours with a state folder besides), each fault in fresh processes. They are registered
   with, and asked, in the same words: `POST /register`, `POST /query`.
-- The engine is scripted and sends bytes of vLLM 0.33, one block of 16 tokens per batch unless told otherwise. What it holds is
+- The engine is scripted and sends bytes of vLLM 0.33, one block of 16 tokens per batch except where stated. What it holds is
   the truth. A batch that is *lost* was numbered, is kept for replay, and was not sent; *replay works*: requests are answered.
 - *Blocks* are those of the longest beginnings of the prompts that are asked for, of all workers. What follows is when the
   answers became right, or when they changed for the last time, and how long it was watched, from the last part of the fault on.
 - In `code` stands what the service says of the worker: status and last error in Dynamo's `/workers`; trust and counts in
-  `/v1/sources` of ours, whose trust is in every answer of `/v1/match` too. *Nothing told for* is how long answers were wrong
-  while all was said to be well.
+  `/v1/sources` of ours, whose trust is in every answer of `/v1/match` too. *Nothing reported for* is how long answers were
+  wrong while all was said to be well.
 - *Counted* is what Dynamo's `/metrics` counted as amiss: for the whole process, no worker is named.
 """
 _MEANINGS: Final = {
     Verdict.RIGHT: "every answer is what engines hold, and nothing is said against it",
     Verdict.DOUBTED: "the same, and the worker is not called exact, since nothing proves it",
-    Verdict.TOLD: "an answer is not what engines hold, and whoever asks about the worker, or registers it, is told",
+    Verdict.REPORTED: "an answer is not what engines hold, and answers about the worker, or to its registration, say so",
     Verdict.LOGGED: "the log, or a counter of the whole process, has something; the worker is `active`",
     Verdict.SILENT: "nothing anywhere",
 }
@@ -88,7 +88,7 @@ def cell(outcome: Outcome) -> str:
         parts.append(_blocks(outcome))
     parts.append(f"`{sight.words}`")
     if outcome.unnoticed >= SHORT and not outcome.notes and outcome.verdict not in {Verdict.LOGGED, Verdict.SILENT}:
-        parts.append(f"nothing told for {outcome.unnoticed:.1f} s")
+        parts.append(f"nothing reported for {outcome.unnoticed:.1f} s")
     if alarms := outcome.alarms.total():
         parts.append(f"{alarms} {'warning' if alarms == 1 else 'warnings'} logged")
     if outcome.counted:

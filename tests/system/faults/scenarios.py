@@ -14,7 +14,7 @@ from kvevents.wire import encode_batch, live_frames
 from tests.system.faults.engine import BLOCK, Engine, Prompt
 from tests.system.faults.stage import Stage, Verdict
 
-RIGHT, DOUBTED, TOLD = Verdict.RIGHT, Verdict.DOUBTED, Verdict.TOLD
+RIGHT, DOUBTED, REPORTED = Verdict.RIGHT, Verdict.DOUBTED, Verdict.REPORTED
 A: Final = Prompt(1, 10)
 B: Final = Prompt(2, 10)
 C: Final = Prompt(3, 5)
@@ -219,7 +219,7 @@ def _gone(stage: Stage) -> None:
 
 
 def _registered_again(stage: Stage) -> None:
-    """What operators are told to do after a restart."""
+    """What operators do after a restart."""
     engine = _warm(stage)
     stage.unregister(next(iter(stage.engines)))
     engine.restart()
@@ -397,7 +397,7 @@ _MUTE: Final = Faults(replay_silent=True)
 
 CHAPTERS: Final = {
     "Batches are lost": (
-        Scenario("gap-alone", "one batch lost, no replay endpoint", _gap(replay="none"), TOLD),
+        Scenario("gap-alone", "one batch lost, no replay endpoint", _gap(replay="none"), REPORTED),
         Scenario("gap-restored", "the same, and the engine computes the lost block again", _gap_restored, DOUBTED),
         Scenario("gap-replay", "one batch lost, replay works", _gap(), RIGHT),
         Scenario(
@@ -406,22 +406,22 @@ CHAPTERS: Final = {
             _gap(faults=Faults(reply_shape="no-topic")),
             RIGHT,
         ),
-        Scenario("gap-beyond", "seven batches lost, the engine keeps too few for replay", _long_gap, TOLD),
+        Scenario("gap-beyond", "seven batches lost, the engine keeps too few for replay", _long_gap, REPORTED),
         Scenario(
-            "gap-dead", "one batch lost, nothing listens at the replay endpoint", _gap(replay="dead"), TOLD, patience=12.0
+            "gap-dead", "one batch lost, nothing listens at the replay endpoint", _gap(replay="dead"), REPORTED, patience=12.0
         ),
-        Scenario("gap-mute", "one batch lost, the replay endpoint never answers", _gap(faults=_MUTE), TOLD, patience=12.0),
+        Scenario("gap-mute", "one batch lost, the replay endpoint never answers", _gap(faults=_MUTE), REPORTED, patience=12.0),
         Scenario("gap-endless", "one batch lost, replies have no end marker", _gap(faults=_NO_END), RIGHT, patience=12.0),
         Scenario("tail", "the last two batches lost, the engine idle, replay works", _tail(), DOUBTED),
         Scenario("tail-live", "the same, and one live batch when they have come by replay", _then_live(_tail()), RIGHT),
-        Scenario("tail-alone", "the same, no replay endpoint", _tail(replay="none"), TOLD),
+        Scenario("tail-alone", "the same, no replay endpoint", _tail(replay="none"), REPORTED),
         Scenario("late", "registered late, replay works, the engine idle", _late, DOUBTED),
         Scenario("late-live", "the same, and one live batch when all have come by replay", _then_live(_late), RIGHT),
-        Scenario("late-alone", "registered late, no replay endpoint", _late_without_replay, TOLD),
+        Scenario("late-alone", "registered late, no replay endpoint", _late_without_replay, REPORTED),
         Scenario("cut", "connection cut, ten batches meanwhile, back, the engine idle", _cut, DOUBTED),
         Scenario("cut-live", "the same, and one live batch when all have come by replay", _then_live(_cut), RIGHT),
         Scenario(
-            "stalled", "the network swallows everything, connections stay open", _stalled, TOLD, patience=12.0, suite="slow"
+            "stalled", "the network swallows everything, connections stay open", _stalled, REPORTED, patience=12.0, suite="slow"
         ),
     ),
     "Processes end and come back": (
@@ -435,7 +435,7 @@ CHAPTERS: Final = {
             RIGHT,
         ),
         Scenario("register-again", "engine restarted, unregistered and registered again", _registered_again, RIGHT),
-        Scenario("gone", "the engine is gone", _gone, TOLD),
+        Scenario("gone", "the engine is gone", _gone, REPORTED),
         Scenario(
             "killed",
             "the service killed (-9) and started again, two batches meanwhile, engine idle",
@@ -494,10 +494,10 @@ CHAPTERS: Final = {
         ),
         Scenario("jump", "one batch with number 2^40, then on as before", _jump(1 << 40), RIGHT),
         Scenario("jump-out", "one batch with number 2^63, then on as before", _jump(1 << 63), RIGHT),
-        Scenario("jump-alone", "the same with 2^40, no replay endpoint", _jump(1 << 40, replay="none"), TOLD),
+        Scenario("jump-alone", "the same with 2^40, no replay endpoint", _jump(1 << 40, replay="none"), REPORTED),
         Scenario("bad-event", "an unknown event between two good ones of a batch", _bad_event, DOUBTED),
     ),
-    "What engines tell": (
+    "What engines send": (
         Scenario(
             "other-hashes",
             "two engines with different hashes for the same tokens; one removes two blocks",
@@ -513,16 +513,16 @@ CHAPTERS: Final = {
     ),
     "What is registered": (
         Scenario("no-block-size", "registration with block_size 0, then a right one of the model", _no_blocks, RIGHT),
-        Scenario("unreachable", "registration of an endpoint where nothing listens", _unreachable, TOLD, patience=4.0),
-        Scenario("unresolvable", "registration of a name that does not resolve", _unresolvable, TOLD, patience=4.0),
+        Scenario("unreachable", "registration of an endpoint where nothing listens", _unreachable, REPORTED, patience=4.0),
+        Scenario("unresolvable", "registration of a name that does not resolve", _unresolvable, REPORTED, patience=4.0),
         Scenario(
             "foreign-replay",
             "the replay endpoint of another engine, which has published more; the registered engine idle",
             _foreign_replay_idle,
-            TOLD,
+            REPORTED,
         ),
-        Scenario("foreign-replay-live", "the same, and the registered engine goes on", _foreign_replay_live, TOLD),
-        Scenario("no-engine", "registration of a port that accepts and says nothing", _silent_port, TOLD, patience=4.0),
+        Scenario("foreign-replay-live", "the same, and the registered engine goes on", _foreign_replay_live, REPORTED),
+        Scenario("no-engine", "registration of a port that accepts and says nothing", _silent_port, REPORTED, patience=4.0),
     ),
 }
 SCENARIOS: Final = tuple(scenario for scenarios in CHAPTERS.values() for scenario in scenarios)

@@ -42,13 +42,13 @@ class Answer(NamedTuple):
         return json.loads(self.text)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """In short."""
         found = json.loads(self.text) if self.text.startswith("{") else {}
         return f"{self.status} {found.get('error', '')}".strip()
 
 
-class Told(NamedTuple):
+class WorkerState(NamedTuple):
     """What a service says of a worker without being asked for its blocks."""
 
     trusted: bool
@@ -140,7 +140,7 @@ class Side(ABC):
             connection.close()
 
     def held(self, question: dict[str, Any]) -> dict[int, int]:
-        """Tokens of the longest prefix by instance; of a model that nobody serves, nothing."""
+        """Tokens of the longest prefix by instance; of a model that no worker serves, nothing."""
         answer = self.ask("POST", "/query", {**question, "whole_prompt": True})  # Dynamo ignores what it does not know
         if answer.status == 404:
             return {}
@@ -150,7 +150,7 @@ class Side(ABC):
         return {name: tokens for name, tokens in found.items() if tokens}
 
     @abstractmethod
-    def told(self, instance: int) -> Told | None:
+    def state_of(self, instance: int) -> WorkerState | None:
         """What it says of one worker; nothing of one that it does not know."""
 
     def counted(self) -> Counter[str]:
@@ -185,7 +185,7 @@ class Ours(Side):
                 raise TimeoutError("no snapshot was written")
             time.sleep(LOOK)
 
-    def told(self, instance: int) -> Told | None:
+    def state_of(self, instance: int) -> WorkerState | None:
         sources = self.ask("GET", "/v1/sources").json["sources"]
         found = next((each for each in sources if each["instance"] == str(instance)), None)
         if found is None:
@@ -195,7 +195,7 @@ class Ours(Side):
         counts = {"batches lost": found["lost"], "restarts seen": found["resets"], "orphans": found["orphans"]}
         counts |= found["rejected"]
         extra = ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
-        return Told(trust["state"] == "EXACT", f"{words}; {extra}" if extra else words)
+        return WorkerState(trust["state"] == "EXACT", f"{words}; {extra}" if extra else words)
 
 
 class Dynamo(Side):
@@ -216,13 +216,13 @@ class Dynamo(Side):
     def settle(self) -> None:
         """It keeps nothing."""
 
-    def told(self, instance: int) -> Told | None:
+    def state_of(self, instance: int) -> WorkerState | None:
         workers = self.ask("GET", "/workers").json
         found = next((each for each in workers if each["instance_id"] == instance), None)
         if found is None:
             return None
         errors = [each["last_error"] for each in found["listeners"].values() if each.get("last_error")]
-        return Told(found["status"] == "active" and not errors, "; ".join([found["status"], *errors]))
+        return WorkerState(found["status"] == "active" and not errors, "; ".join([found["status"], *errors]))
 
     def lines(self) -> list[str]:
         return [_COLOUR.sub("", line) for line in super().lines()]

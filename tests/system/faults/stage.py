@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from tests.system.faults.engine import BLOCK, Engine, Prompt
-from tests.system.faults.sides import LOOK, PATIENCE, Side, Told
+from tests.system.faults.sides import LOOK, PATIENCE, Side, WorkerState
 
 CALM: Final = 0.5
 """Seconds for which an outcome must have stayed what it is before it is believed."""
@@ -27,13 +27,13 @@ _NAMED: Final = ("instance_id", "model_name", "tenant_id")
 
 
 class Verdict(Enum):
-    """What somebody who asks the service is left with."""
+    """What a client of the service learns."""
 
     RIGHT = "right"
     """Every answer is the truth, and nothing is said against it."""
-    DOUBTED = "right, with a doubt told"
-    TOLD = "wrong, and told"
-    """An answer is not the truth, and whoever asks about the worker, or registers it, is told so."""
+    DOUBTED = "right, with a reported doubt"
+    REPORTED = "wrong, and reported"
+    """An answer is not the truth, and answers about the worker, or to its registration, say so."""
     LOGGED = "wrong, reported only in the log"
     """The log, or a counter of the whole process, says that something is amiss, and nothing that names the worker."""
     SILENT = "wrong, and silent"
@@ -46,7 +46,7 @@ class Question:
     prompt: Prompt
     fields: dict[str, Any]
     engines: dict[int, Engine]
-    """Whose blocks may be found, by instance; of nobody else any."""
+    """The engines whose blocks may be found, by instance; blocks of others must not be."""
 
     def truth(self) -> dict[int, int]:
         """Tokens by instance."""
@@ -62,20 +62,20 @@ class Sight:
     found: int
     """Of these, how many it found."""
     false: int
-    """Blocks that it found and that are not there, or not for whoever asks."""
-    told: dict[int, Told | None]
+    """Blocks that it found and that are not there, or not for the client that asks."""
+    states: dict[int, WorkerState | None]
     """By instance."""
     right: bool
 
     @property
     def trusted(self) -> bool:
         """Whether it says that all is well with every worker that it knows."""
-        return all(each.trusted for each in self.told.values() if each is not None)
+        return all(each.trusted for each in self.states.values() if each is not None)
 
     @property
     def words(self) -> str:
         """What it says of its workers."""
-        said = ["unknown to it" if told is None else _PLACE.sub("HOST:PORT", told.words) for told in self.told.values()]
+        said = ["unknown to it" if each is None else _PLACE.sub("HOST:PORT", each.words) for each in self.states.values()]
         return said[0] if len(set(said)) == 1 else "; ".join(said)
 
 
@@ -174,7 +174,7 @@ class Stage:
         if accepted:
             self._registered[instance] = body
         else:
-            self.notes.append(f"registration of worker {instance - self.first + 1} answered {answer.told}")
+            self.notes.append(f"registration of worker {instance - self.first + 1} answered {answer.summary}")
         return instance, accepted
 
     def unregister(self, instance: int) -> None:
@@ -188,7 +188,7 @@ class Stage:
         self._questions += [Question(prompt, fields, self.engines) for prompt in prompts]
 
     def ask_as_another(self, *prompts: Prompt, **fields: Any) -> None:
-        """The same as somebody who may find nothing of them."""
+        """Ask the same as a client that must find nothing of them."""
         self._questions += [Question(prompt, fields, {}) for prompt in prompts]
 
     def arrive(self) -> None:
@@ -234,9 +234,9 @@ class Stage:
             truth += sum(wanted.values())
             found += sum(min(held.get(instance, 0), tokens) for instance, tokens in wanted.items())
             false += sum(max(0, tokens - wanted.get(instance, 0)) for instance, tokens in held.items())
-        told = {instance: self.side.told(instance) for instance in self._registered}
+        states = {instance: self.side.state_of(instance) for instance in self._registered}
         right = self.answers_expected and found == truth and not false
-        return Sight(truth // BLOCK, found // BLOCK, false // BLOCK, told, right)
+        return Sight(truth // BLOCK, found // BLOCK, false // BLOCK, states, right)
 
     def watch(self, patience: float, until: Verdict | None = None) -> Outcome:
         """Look until every answer is right, or it is as `until` says, and stays so for a while, or patience has ended."""
@@ -260,7 +260,7 @@ class Stage:
         if sight.right:
             return Verdict.RIGHT if sight.trusted else Verdict.DOUBTED
         if not sight.trusted or self.notes:
-            return Verdict.TOLD
+            return Verdict.REPORTED
         return Verdict.LOGGED if self._alarms() or self._counted() else Verdict.SILENT
 
     def _counted(self) -> Counter[str]:

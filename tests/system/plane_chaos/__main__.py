@@ -49,24 +49,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _line(outcome: Outcome) -> str:
     kinds = [verdict.kind for verdict in outcome.verdicts]
-    told = f"{kinds.count('right')} of {len(kinds)} right, settled in {outcome.settled:.1f} s" if kinds else outcome.error
+    result = f"{kinds.count('right')} of {len(kinds)} right, settled in {outcome.settled:.1f} s" if kinds else outcome.error
     return (
-        f"{outcome.number}: {outcome.batches} batches, {outcome.seconds:.1f} s: {told}, {outcome.lost} lost, "
+        f"{outcome.number}: {outcome.batches} batches, {outcome.seconds:.1f} s: {result}, {outcome.lost} lost, "
         f"[{', '.join(outcome.faults)}]"
     )
 
 
 def _accuse(run: Run, outcome: Outcome) -> None:
     print(f"\n{'WRONG' if outcome.wrong else 'FELL OVER' if outcome.error else 'DOUBTED'}: {outcome.error}", file=sys.stderr)
-    told = [f"{each.replica} {each.engine} {each.kind}: {each.detail}" for each in outcome.verdicts if each.kind != "right"]
-    told += [*outcome.flaws, f"told: {outcome.told}", f"counted: {dict(outcome.counted)}"]
-    told.append(draw_plan(run.seed, outcome.number, run.only, run.without).schedule())
-    print("\n".join(told), file=sys.stderr, flush=True)
+    lines = [f"{each.replica} {each.engine} {each.kind}: {each.detail}" for each in outcome.verdicts if each.kind != "right"]
+    lines += [*outcome.flaws, f"reported: {outcome.reported}", f"counted: {dict(outcome.counted)}"]
+    lines.append(draw_plan(run.seed, outcome.number, run.only, run.without).schedule())
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.system.plane_chaos", description=__doc__)
-    parser.add_argument("--seed", default=secrets.token_hex(4), help="what rounds are drawn from; a new one unless told")
+    parser.add_argument("--seed", default=secrets.token_hex(4), help="what rounds are drawn from (default: a new one)")
     parser.add_argument("--round", type=int, metavar="N", help="play this round alone, and print it")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"play so many ({ROUNDS})")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first one (0)")

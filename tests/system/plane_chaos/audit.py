@@ -1,4 +1,4 @@
-"""The log as anybody can read it who knows nothing of ledgers: is every batch there once, in order, and of one life?"""
+"""The log, read without knowledge of its writers: is every batch there once, in order, and of one incarnation?"""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def _read_log(servers: Iterable[str], layout: Layout, at_once: int) -> Aud
 
 
 async def _until_there(js: Any, name: str) -> None:
-    """One that was deleted is made anew by the bridges, which notice it when nothing has come for a while."""
+    """Wait until it is there. Bridges recreate a deleted one, which they notice when nothing has come for a while."""
     from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
 
     async with asyncio.timeout(READ_SECONDS):

@@ -58,7 +58,7 @@ class Outcome:
     """Seconds from the last batch until all were right."""
     error: str = ""
     """Why the stage fell over."""
-    told: str = ""
+    reported: str = ""
 
     @classmethod
     def broken(cls, seed: str, number: int, faults: tuple[str, ...], error: str, seconds: float) -> Self:
@@ -77,13 +77,13 @@ class Outcome:
         return not self.error and not self.wrong and all(verdict.kind == "right" for verdict in self.verdicts)
 
 
-def judge(replica: str, engine: str, told: TrustReport, truth: bytes) -> Verdict:
+def judge(replica: str, engine: str, report: TrustReport, truth: bytes) -> Verdict:
     """How a replica stands with an engine, when there is nothing left to come."""
     name = engine.rpartition("\x1f")[2]
-    held = told.held.get(engine)
+    held = report.held.get(engine)
     if held is None:
-        return Verdict(replica, name, "doubted", f"not there: {told.fault}")
-    place = f"at number {held.seq} of incarnation {held.incarnation}, begun with {told.begun}"
+        return Verdict(replica, name, "doubted", f"not there: {report.fault}")
+    place = f"at number {held.seq} of incarnation {held.incarnation}, begun with {report.begun}"
     if held.trust != Trust.EXACT.name:
         same = "what" if held.digest == truth else "not what"
         return Verdict(replica, name, "doubted", f"{held.trust}: {held.reason}, {place}; it holds {same} the engine holds")

@@ -16,7 +16,7 @@ REPLICAS: Final = 3
 SHARED_PARTITIONS: Final = 8
 """Of rounds in which each replica holds a share."""
 SECONDS: Final = 3.0
-"""That faults are done for; what the last ones have done must be mended after that."""
+"""That faults last for; their effects must be repaired after that."""
 RATES: Final = (150.0, 300.0, 600.0)
 """Batches per second of an engine."""
 LEAST_RATE: Final = 30.0
@@ -152,7 +152,7 @@ def draw_plan(seed: str, number: int, only: Sequence[str] = (), without: Sequenc
     counts["server"] = 3 if "cluster" in traits else 1
     counts["servers"] = 1
     if {"no snapshots", "shares"} & set(traits):
-        # Who had not read what is gone could have it from nobody: shares are read some time after a round begins.
+        # No replica could recover pages that are gone and that it has not read: shares are read some time after a round begins.
         without = [*without, "purge partition"]
     strikes = _strikes(draw, counts, only, without)
     return Plan(seed, number, tuple(traits), partitions, holders, tuple(engines), tuple(rates), tuple(strikes))

@@ -53,7 +53,7 @@ def totals(outcomes: Sequence[Outcome]) -> str:
         f"{len(outcomes):,} rounds, {sum(each.batches for each in outcomes):,} batches published, "
         f"{sum(each.logged for each in outcomes):,} in the logs at the end on {counted['pages']:,} pages, "
         f"{counted['claims']:,} claims to be EXACT checked, {counted['conflicts']:,} pages refused, "
-        f"{counted['adrift']:,} streams followed anew, {counted['generations']:,} generations of replicas; "
+        f"{counted['adrift']:,} streams resubscribed, {counted['generations']:,} generations of replicas; "
         f"**{right:,} rounds right, {sum(each.wrong for each in outcomes)} wrong, "
         f"{sum(bool(each.error) for each in outcomes)} fell over; "
         f"{sum(each.lost for each in outcomes if SHORT not in each.faults):,} batches lost, {counted['doubled']} doubled, "
@@ -94,6 +94,6 @@ what it saw: do not edit it.
 """
 
 
-def document(outcomes: Sequence[Outcome], told: str) -> str:
-    """All of it. `trust_reports` says what was played."""
-    return "\n".join([_HEAD, f"{told}: {totals(outcomes)}.\n", by_fault(outcomes)]) + "\n"
+def document(outcomes: Sequence[Outcome], played: str) -> str:
+    """All of it. `played` says which rounds were played."""
+    return "\n".join([_HEAD, f"{played}: {totals(outcomes)}.\n", by_fault(outcomes)]) + "\n"

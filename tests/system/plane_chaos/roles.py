@@ -32,7 +32,7 @@ from tests.system.chaos.truth import EMPTY, Claim, Diary
 CLAIM_EVERY: Final = 0.01
 """Seconds between two claims of a replica."""
 AGAIN_SECONDS: Final = 0.2
-"""After which who runs a bridge starts it again."""
+"""After which the supervisor of a bridge starts it again."""
 SHARE_PACE: Final = ShardTimers(
     announce_seconds=0.2, settle_seconds=0.6, present_seconds=0.7, dead_seconds=2.0, release_seconds=0.5
 )
@@ -115,7 +115,7 @@ def _begin(log: str) -> None:
 
 
 def _set(module: Any, name: str, value: Any) -> None:
-    """Raises `AttributeError` where there is no such name any more."""
+    """Raises `AttributeError` if the name no longer exists."""
     getattr(module, name)
     setattr(module, name, value)
 
@@ -135,7 +135,7 @@ async def _bridge(pipe: Connection, role: BridgeRole) -> None:
         running = asyncio.create_task(found.run(stop))
         await asyncio.wait({running, answering}, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            os._exit(0)  # nobody asks any more: the round is over
+            os._exit(0)  # the other end of the pipe is gone: the round is over
         error = running.exception()
         if not isinstance(error, PlaneError):
             fell.append(repr(error))
@@ -174,7 +174,7 @@ async def _replica(pipe: Connection, role: ReplicaRole) -> None:
     diarist = _Diarist(role, found)
     running = asyncio.create_task(found.run())
     claiming = asyncio.create_task(diarist.keep())
-    answering = asyncio.create_task(_answer(pipe, diarist.told))
+    answering = asyncio.create_task(_answer(pipe, diarist.report))
     await asyncio.wait({running, claiming, answering}, return_when=asyncio.FIRST_COMPLETED)
     if not answering.done():
         error = running.exception() if running.done() else claiming.exception()
@@ -214,7 +214,7 @@ class _Diarist:
         layout = self._replica.layout
         return layout is not None and layout.partition_of(name) in build.served
 
-    def told(self) -> TrustReport:
+    def report(self) -> TrustReport:
         replica, build = self._replica, self._replica.build
         counted = {"claims": self._claims, "generations": replica.builds, "disagreements": replica.disagreements}
         if build is None or not replica.is_complete:
@@ -251,7 +251,7 @@ def _held(build: IndexBuild, name: str) -> Held | None:
 
 
 async def _answer(pipe: Connection, answer: Callable[[], TrustReport]) -> None:
-    """Until nobody asks any more."""
+    """Until the other end of the pipe is gone."""
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(pipe.fileno(), asked.set)
@@ -262,10 +262,10 @@ async def _answer(pipe: Connection, answer: Callable[[], TrustReport]) -> None:
             while pipe.poll():
                 pipe.recv()
                 try:
-                    told = answer()
+                    report = answer()
                 except TimeoutError:
-                    told = TrustReport({}, {}, "the thread that applies does not answer")
-                pipe.send(told)
+                    report = TrustReport({}, {}, "the thread that applies does not answer")
+                pipe.send(report)
     except (EOFError, OSError):
         return
     finally:

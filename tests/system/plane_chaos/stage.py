@@ -36,7 +36,7 @@ from tests.system.plane_chaos.roles import BridgeRole, Held, ReplicaRole, TrustR
 from tools.nats_process import Server, Servers
 
 REACH_SECONDS: Final = 90.0
-"""Until an engine must have published what it was told to."""
+"""Until an engine must have published what was ordered."""
 READY_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 60.0
 """Until every replica must be right, when every fault is over."""
@@ -71,10 +71,10 @@ class Publishing:
     def publish(self, until: int) -> None:
         """Publish up to so many batches, and have them sent."""
         assert self.part is not None
-        self.part.tell(("publish", until, 1e9))
-        self.hear("published", REACH_SECONDS)
-        self.part.tell(("drain",))
-        self.hear("drained", REACH_SECONDS)
+        self.part.send(("publish", until, 1e9))
+        self.wait_for("published", REACH_SECONDS)
+        self.part.send(("drain",))
+        self.wait_for("drained", REACH_SECONDS)
 
     def confirm(self) -> None:
         """Publish one more batch, unless the last one was a moment ago or none is left."""
@@ -84,12 +84,12 @@ class Publishing:
             self.confirm_at = now + CONFIRM_SECONDS
             self.publish(self.at + 1)
 
-    def hear(self, word: str, seconds: float) -> None:
+    def wait_for(self, word: str, seconds: float) -> None:
         """What it says, until it says this."""
         assert self.part is not None
         end = time.monotonic() + seconds
         while True:
-            said, self.at = self.part.hear(max(0.01, end - time.monotonic()))
+            said, self.at = self.part.receive(max(0.01, end - time.monotonic()))
             if said == word:
                 return
 
@@ -124,7 +124,7 @@ class Stage:
             part.kill()
         self._undo.close()
 
-    # --- who is on it
+    # --- processes
 
     def _set(self) -> None:
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
@@ -174,12 +174,12 @@ class Stage:
         seed = f"{self.plan.seed}/{self.plan.number}/{number}/life/{each.life}"
         life = Life(each.life, seed, self.plan.batches(number) + CONFIRMATIONS)
         each.part = self._part(f"life {each.life} of engine {number}", engine.run, each.made, life, each.facts)
-        each.hear("open", START_SECONDS)
+        each.wait_for("open", START_SECONDS)
         self._publish(each, number)
 
     def _publish(self, each: Publishing, number: int) -> None:
         assert each.part is not None
-        each.part.tell(("publish", self.plan.batches(number) - TAIL, self.plan.rates[number]))
+        each.part.send(("publish", self.plan.batches(number) - TAIL, self.plan.rates[number]))
 
     def _part(self, name: str, target: Callable[..., None], *arguments: Any) -> Part:
         part = Part(name, target, *arguments)
@@ -264,7 +264,7 @@ class Stage:
             dict(self.counted) | {"claims": claims.count, "pages": audit.pages},
             time.monotonic() - began,
             settled,
-            told="; ".join(self.faults),
+            reported="; ".join(self.faults),
         )
 
     def _strike(self, strike: Strike) -> None:
@@ -289,7 +289,7 @@ class Stage:
     def _tail(self) -> None:
         """The last batches of every engine."""
         for number, each in enumerate(self._engines):
-            each.hear("published", REACH_SECONDS)
+            each.wait_for("published", REACH_SECONDS)
             each.publish(self.plan.batches(number))
 
     # --- what is done
@@ -355,20 +355,20 @@ class Stage:
         return self._engines[number // BRIDGES].legs[number % BRIDGES]
 
     def next_life(self, number: int, *, orderly: bool) -> None:
-        """The engine ends, with all it has been told to publish or at once, and another one is there in its place."""
+        """The engine ends, with all that it was ordered to publish or at once, and another one is there in its place."""
         each = self._engines[number]
         assert each.part is not None
         each.part.go_on()
         if orderly:
-            each.hear("published", REACH_SECONDS)
-            each.part.tell(("close",))
-            each.hear("closed", REACH_SECONDS)
+            each.wait_for("published", REACH_SECONDS)
+            each.part.send(("close",))
+            each.wait_for("closed", REACH_SECONDS)
         each.batches += each.at
         each.part.kill()
         self._bear(each, number)
 
     def to_partition(self, work: Callable[[Any, str, str], Coroutine[Any, Any, Any]], partition: int) -> None:
-        """Something done to a partition by somebody else; not done where the servers do not do it."""
+        """Change a partition as another client would; skipped if the servers do not do it."""
         name, subject = self.layout.stream(partition), self.layout.subject(partition)
 
         async def main() -> None:
@@ -395,23 +395,25 @@ class Stage:
                 name: fact[truth.Key(each.life, each.at - 1).packed]
                 for name, fact, each in zip(names, facts, self._engines, strict=True)
             }
-            told = {number: self._ask(part) for number, part in self._replicas.items()}
-            verdicts = [judge(f"r{number}", name, told[number], due[name]) for number in told for name in told[number].shown]
-            verdicts += self._uncovered(names, told)
+            reports = {number: self._ask(part) for number, part in self._replicas.items()}
+            verdicts = [
+                judge(f"r{number}", name, reports[number], due[name]) for number in reports for name in reports[number].shown
+            ]
+            verdicts += self._uncovered(names, reports)
             if all(verdict.kind == "right" for verdict in verdicts) or time.monotonic() > end:
-                self._count(told)
+                self._count(reports)
                 return verdicts
             for name, each in zip(names, self._engines, strict=True):
-                if any(_is_unproven(one.held.get(name), due[name]) for one in told.values()):
+                if any(_is_unproven(one.held.get(name), due[name]) for one in reports.values()):
                     each.confirm()
             time.sleep(LOOK)
 
-    def _uncovered(self, names: Sequence[str], told: Mapping[int, TrustReport]) -> list[Verdict]:
+    def _uncovered(self, names: Sequence[str], reports: Mapping[int, TrustReport]) -> list[Verdict]:
         """Engines that fewer replicas hold than are to, or more."""
         holders = min(self.plan.holders or REPLICAS, REPLICAS)
         found = []
         for name in names:
-            count = sum(name in each.shown for each in told.values())
+            count = sum(name in each.shown for each in reports.values())
             if count != holders:
                 found.append(
                     Verdict("all", name.rpartition("\x1f")[2], "doubted", f"{count} replicas hold it, and not {holders}")
@@ -420,17 +422,17 @@ class Stage:
 
     def _ask(self, part: Part) -> TrustReport:
         try:
-            told = part.ask(seconds=ASK_SECONDS)
+            report = part.ask(seconds=ASK_SECONDS)
         except Silent as error:
             raise Broken(str(error)) from error
-        if not isinstance(told, TrustReport):
-            raise Broken(f"{part.name} fell: {told}")
-        return told
+        if not isinstance(report, TrustReport):
+            raise Broken(f"{part.name} fell: {report}")
+        return report
 
-    def _count(self, told: dict[int, TrustReport]) -> None:
+    def _count(self, reports: dict[int, TrustReport]) -> None:
         """What all say of themselves, and those that bridges and replicas call wrong."""
         bridges = {number: self._ask(part) for number, part in self._bridges.items()}
-        for kind, found in (("b", bridges), ("r", told)):
+        for kind, found in (("b", bridges), ("r", reports)):
             for number, each in found.items():
                 self.counted.update({name: value for name, value in each.counted.items() if name != "claims"})
                 bad = [f"{value} {name}" for name in NEVER if (value := each.counted.get(name))]
@@ -445,7 +447,7 @@ class Stage:
             raise Broken(f"the log cannot be read: {error!r}") from error
 
     def _forgotten(self, audit: Audit) -> list[str]:
-        """Nothing may be lost that its engine could still have told."""
+        """Nothing may be lost that its engine could still have sent."""
         if not audit.lost or "short replay" in self.plan.traits:
             return []
         return [f"{audit.lost} batches are lost, though every engine had all of them"]
@@ -528,7 +530,7 @@ HEALS: Final[dict[str, Deed]] = {
 
 
 def play(plan: Plan, logs: str = "") -> Outcome:
-    """One round. What breaks the stage is told in the outcome, too."""
+    """One round. An exception that breaks the stage is part of the outcome, too."""
     began = time.monotonic()
     preload("tests.system.plane_chaos.roles")
     try:

@@ -1,7 +1,7 @@
 """The simulation against vLLM's own modules: `python -m tests.system.vllm_oracle`.
 
 Our cache and vLLM's `KVCacheManager`, then our engine and vLLM's `Scheduler`, live through the same random histories
-(`histories.py`). After every step these must be equal: cached tokens, who was admitted or refused, who was preempted or is
+(`histories.py`). After every step these must be equal: cached tokens, requests admitted, refused, preempted and
 finished, free blocks, and the events with all their fields; hashes are the same up to a renaming that is one to one through a
 whole history. The first difference of each case is printed with its seed and step.
 """

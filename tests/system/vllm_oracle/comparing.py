@@ -34,7 +34,7 @@ class Counts:
     hits: int = 0
     """Lookups that found something."""
     refusals: int = 0
-    """Lookups without room, or steps after which someone waited."""
+    """Lookups without room, or steps after which a request waited."""
     preemptions: int = 0
     resets: int = 0
     stored: int = 0

@@ -1,6 +1,6 @@
 """Random histories that our simulation and vLLM's own modules live through side by side.
 
-`CacheHistory` calls the cache as a scheduler with whims would: whoever is chosen gets a chunk of any length. `EngineHistory`
+`CacheHistory` calls the cache as an erratic scheduler would: a random request gets a chunk of any length. `EngineHistory`
 lets requests come and leaves all else to the two schedulers. The pools are small, so that hardly a block goes unused.
 """
 
@@ -172,7 +172,7 @@ class CacheHistory:
             self._waiting.pop(0)  # longer than the whole pool
 
     def _work(self) -> None:
-        """The next tokens of someone, preempting others for room."""
+        """The next tokens of a request, preempting others for room."""
         if not self._running:
             return
         pair = self._random.choice(self._running)

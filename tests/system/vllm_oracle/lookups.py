@@ -1,8 +1,8 @@
 """Requests of vLLM's own block manager, predicted from its events: `python -m tests.system.vllm_oracle.lookups`.
 
 The manager out of vLLM's released wheel serves random requests, mostly of models with sliding windows. Before each of its
-lookups the index has the events so far, as vLLM encodes them, and is asked for the prompt. Told is how often it said another
-number of cached tokens than vLLM then found, and how often an index did that was told of full attention only. `--record FILE`
+lookups the index has the events so far, as vLLM encodes them, and is asked for the prompt. The output counts how often its\
+number of cached tokens differs from vLLM's, and how often that of an index with full attention only does. `--record FILE`
 writes the first history of each shape with a window, for tests that have no wheel.
 """
 
@@ -73,7 +73,7 @@ class History(msgspec.Struct):
 
 
 class Manager:
-    """vLLM's block manager, and who asks it."""
+    """vLLM's block manager, and its scheduler."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self._random = draw = Random(f"{shape.name} {seed}")
@@ -119,14 +119,14 @@ class Manager:
         return rare if self._random.random() < 0.1 else None
 
     def _admit(self, theirs: Any, answer: list[int], left: int) -> None:
-        """Compute the rest of a prompt; whoever came last makes room."""
+        """Compute the rest of a prompt; the newest request makes room."""
         while not self._cache.admit(theirs, left):
             self._cache.release(self._running.pop()[0])
             left = theirs.num_prompt_tokens - self._cache.lookup(theirs)
         self._running.append((theirs, answer))
 
     def _answer(self) -> None:
-        """One token more of somebody's answer; who has all of it, or no room for more, leaves."""
+        """One token more of a request's answer; a request that has all of it, or no room for more, leaves."""
         one = self._random.choice(self._running)
         theirs, left = one
         theirs.append_output_token_ids(left.pop())
@@ -144,7 +144,7 @@ class Manager:
 
 
 class LookupPredictor:
-    """What an index says before each request of a history, and one that is told of full attention only."""
+    """What an index says before each request of a history, and one with full attention only."""
 
     def __init__(self) -> None:
         self.index: Final = PrefixIndex()
@@ -160,7 +160,7 @@ class LookupPredictor:
             self._apply(step.payload)
             return
         namespace = Namespace(lora=step.lora, salt=step.salt)
-        prompt = step.prompt[:-1]  # vLLM always computes the last token anew
+        prompt = step.prompt[:-1]  # vLLM always recomputes the last token
         self.requests += 1
         self.hits += step.cached > 0
         self.wrong += _tokens(self.index, prompt, namespace) != step.cached
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     wrong = 0
     for shape in SHAPES:
-        began, told = time.monotonic(), [0, 0, 0, 0]
+        began, sums = time.monotonic(), [0, 0, 0, 0]
         for seed in range(options.seed, options.seed + options.histories):
             predictor = LookupPredictor()
             for step in Manager(shape, seed).serve():
@@ -217,12 +217,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if predictor.wrong:
                 print(f"{shape.name}, seed {seed}: {predictor.wrong} of {predictor.requests} predicted wrongly")
             counts = (predictor.requests, predictor.hits, predictor.wrong, predictor.wrong_if_dense)
-            told = [sum(pair) for pair in zip(told, counts, strict=True)]
+            sums = [sum(pair) for pair in zip(sums, counts, strict=True)]
         print(
-            f"{shape.name}: {told[0]:,} requests, {told[1]:,} with cached tokens, {told[2]:,} predicted wrongly; "
-            f"{told[3]:,} by full attention alone; {time.monotonic() - began:.1f} s"
+            f"{shape.name}: {sums[0]:,} requests, {sums[1]:,} with cached tokens, {sums[2]:,} predicted wrongly; "
+            f"{sums[3]:,} by full attention alone; {time.monotonic() - began:.1f} s"
         )
-        wrong += told[2]
+        wrong += sums[2]
     return int(wrong > 0)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own scheduler over its own block manager, executed out of its released wheel; its model answers what it is told."""
+"""vLLM's own scheduler over its own block manager, executed out of its released wheel; its model returns given tokens."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class RealScheduler:
         """Answer as the model would."""
         names = list(output.num_scheduled_tokens)
         requests = dict(self.scheduler.requests)
-        told = [[] if requests[name].is_prefill_chunk else [self._next(requests[name])] for name in names]
-        self.scheduler.update_from_output(output, _answered(names, told))
+        tokens = [[] if requests[name].is_prefill_chunk else [self._next(requests[name])] for name in names]
+        self.scheduler.update_from_output(output, _answered(names, tokens))
         events, self._published = self._published, []
         admitted = {each.req_id for each in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         lookups = {name: lookup for name, lookup in self._lookups.items() if name in admitted}
@@ -108,11 +108,11 @@ class RealScheduler:
         return self._answers[str(request.request_id)][int(request.num_output_tokens)]
 
 
-def _answered(names: list[str], told: list[list[int]]) -> Any:
+def _answered(names: list[str], tokens: list[list[int]]) -> Any:
     """vLLM's `ModelRunnerOutput` with one list of tokens for each request."""
     return SimpleNamespace(
         req_id_to_index={name: place for place, name in enumerate(names)},
-        sampled_token_ids=told,
+        sampled_token_ids=tokens,
         prompt_logprobs_dict={},
         prompt_token_id_logprobs_dict={},
         **dict.fromkeys(

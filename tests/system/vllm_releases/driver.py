@@ -54,7 +54,7 @@ class Findings:
     readable: str = ""
     """Whether vLLM's own types decode all batches, heartbeats included, and a replay has the frames of vLLM's own publisher."""
     attestation: str = ""
-    """Whether the heartbeat carries the digest that the engine's map has when it is computed anew, and the index agrees."""
+    """Whether the heartbeat carries the digest that a new computation over the engine's map yields, and the index agrees."""
     announced_again: str = ""
     """Whether hits of requests in report mode "full" are left out."""
     reset: str = ""

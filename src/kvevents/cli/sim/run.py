@@ -8,7 +8,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -52,10 +52,6 @@ ROUND_PAUSE: Final = 1.0
 """Simulated seconds between two rounds of an endless workload."""
 OWN_SUBSCRIBERS: Final = 1
 """Subscribers of each engine that belong to this command: the router's."""
-LINE_SECONDS: Final = 5.0
-"""Between two lines of progress without a terminal."""
-FRAME_SECONDS: Final = 0.25
-"""Between two updates of the table on a terminal."""
 MAX_ROWS: Final = 24
 """Workers in the table; the rest is counted."""
 _BAR_LENGTH: Final = 24
@@ -225,9 +221,25 @@ def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> 
 # --- progress
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewTiming:
+    """How often `live_view` prints."""
+
+    line_seconds: float = 5.0
+    """Between two lines of progress without a terminal."""
+    frame_seconds: float = 0.25
+    """Between two updates of the table on a terminal."""
+
+
 @contextmanager
-def live_view(fleet: LiveFleet, console: Console, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """Show the fleet: a table on a terminal with the package rich, else a line every `LINE_SECONDS`; nothing if `quiet`.
+def live_view(
+    fleet: LiveFleet,
+    console: Console,
+    timing: ViewTiming = ViewTiming(),
+    *,
+    quiet: bool = False,
+) -> Iterator[Callable[[], None]]:
+    """Show the fleet: a table on a terminal with the package rich, else a line at intervals; nothing if `quiet`.
 
     The yielded function updates the view if it is due, so it can be called often.
     """
@@ -238,13 +250,13 @@ def live_view(fleet: LiveFleet, console: Console, *, quiet: bool = False) -> Ite
         from rich.console import Console as RichConsole  # noqa: PLC0415 - optional package
         from rich.live import Live  # noqa: PLC0415 - as above
     except ImportError:
-        yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
+        yield _limit_rate(lambda: console.note(fleet_line(fleet)), timing.line_seconds)
         return
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
+        yield _limit_rate(lambda: console.note(fleet_line(fleet)), timing.line_seconds)
         return
     with Live(console=RichConsole(stderr=True), auto_refresh=False, transient=True) as live:
-        yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), FRAME_SECONDS)
+        yield _limit_rate(lambda: live.update(fleet_table(fleet), refresh=True), timing.frame_seconds)
 
 
 def _limit_rate(show: Callable[[], None], seconds: float) -> Callable[[], None]:
