@@ -29,8 +29,8 @@ from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import VERSION, BatchRecord, JoinRecord, Page, Record, decode_page, encode_page
+from kvevents.plane.replicas import assigned_replicas, plan_queries
 from kvevents.plane.settings import MAX_PARTITIONS, RECEIVE_QUEUE, PlaneSettings
-from kvevents.plane.sharding import assigned_replicas, plan_queries
 from kvevents.plane.snapshots import CHUNK_BYTES
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch

@@ -19,7 +19,7 @@ from kvevents.plane.layout import Layout, create_plane, partition_info
 from kvevents.plane.leases import LeaseHolder, lease_key
 from kvevents.plane.records import VERSION as VERSION_OF_PAGES
 from kvevents.plane.records import Page, encode_page
-from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement
+from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement
 from kvevents.plane.snapshots import VERSION, SnapshotInfo, SnapshotList
 from kvevents.plane.status import BRIDGE_SCAN_PAGES, PartitionView, PlaneView, ShardView, format_partitions
 from nats_servers import NatsServer, nats_server, needs_nats

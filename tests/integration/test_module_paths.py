@@ -97,7 +97,7 @@ def test_few_modules_are_between_a_socket_and_an_application(in_publisher: Passe
         "wire/decode.py",
     ]
     assert set(in_publisher.names) - {"publisher/stats.py"} == {
-        "publisher/queue.py",
+        "publisher/base.py",
         "publisher/zmq_publisher.py",
         "wire/encode.py",
         "publisher/replay_buffer.py",

@@ -12,7 +12,7 @@ from kvevents.plane.layout import create_plane
 from kvevents.plane.log_subscriber import LogSubscriber
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import VERSION, BatchRecord, JoinRecord, Page, ReceivedMessage, Record, StreamKey, encode_page
-from kvevents.plane.replica_digests import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
+from kvevents.plane.replicas import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
 from kvevents.plane.settings import MAX_PARTITIONS, ReaderLimits
 from kvevents.plane.status import PlaneView, inspect_plane
 from nats_servers import NatsServer, nats_server, needs_nats

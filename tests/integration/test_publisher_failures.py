@@ -13,7 +13,7 @@ import zmq
 from kvevents import Source, Subscriber
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.publisher.queue import NapPlanner
+from kvevents.publisher.base import NapPlanner
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import NapSettings, ReplayServerSettings
 from kvevents.wire import encode_batch

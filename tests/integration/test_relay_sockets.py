@@ -19,7 +19,8 @@ import paths
 from certificate_pairs import make_pair
 from kvevents.errors import EndpointError, JournalError
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch
-from kvevents.relay import Relay, RelaySettings, metrics
+from kvevents.relay import Relay, RelaySettings
+from kvevents.relay.status import serve_metrics
 from kvevents.security import Curve
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
@@ -146,9 +147,9 @@ def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(EndpointError, match="choose another port"):
-            metrics.serve(relay.status, port)
+            serve_metrics(relay.status, port)
         taken.close()
-        end = metrics.serve(relay.status, port)
+        end = serve_metrics(relay.status, port)
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
             page = answer.read().decode()
         end()

@@ -14,7 +14,7 @@ import nats
 import pytest
 
 from kvevents.plane.layout import Layout
-from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, assigned_replicas
+from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement, assigned_replicas
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
 from service_cases import MODEL, Client, Engine, engines, until

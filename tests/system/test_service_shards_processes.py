@@ -15,7 +15,7 @@ import nats
 import pytest
 
 from kvevents.plane.layout import Layout
-from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, plan_queries
+from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement, plan_queries
 from nats_servers import NatsServer, nats_server, needs_nats
 from plane_cases import bridging, plane_at
 from ports import quiet_port

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvevents.plane.sharding import ShardAnnouncement, ShardAssignment, ShardTimers, assigned_replicas, plan_queries
+from kvevents.plane.replicas import ShardAnnouncement, ShardAssignment, ShardTimers, assigned_replicas, plan_queries
 
 NAMES = st.lists(st.text("abcdefgh-", min_size=1, max_size=4), min_size=1, max_size=8, unique=True)
 PARTITIONS = 64

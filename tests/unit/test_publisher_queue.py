@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import ClosedError
-from kvevents.publisher.queue import QueuedPublisher
+from kvevents.publisher.base import QueuedPublisher
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from publisher_cases import DEADLINE, batch, wait_until
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES, Load, policy
 from kvevents.sim.fleet import PROGRESS_EVERY, Fleet, Progress, simulate
-from kvevents.sim.metrics import MAX_SAMPLES
 from kvevents.sim.requests import Request
-from kvevents.sim.results import PolicyResult
+from kvevents.sim.results import MAX_SAMPLES, PolicyResult
 from kvevents.sim.settings import FleetSettings
 from sim_cases import conversations, fleet_of, play, request
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents.index import PrefixIndex
 from kvevents.sim.engine import Job, Lookup
-from kvevents.sim.metrics import FIRST_INTERVAL, MAX_SAMPLES, RequestMetrics, Sampler, SimulatedWorker
-from kvevents.sim.results import Distribution
+from kvevents.sim.results import FIRST_INTERVAL, MAX_SAMPLES, Distribution, RequestMetrics, Sampler, SimulatedWorker
 from kvevents.sim.settings import FleetSettings
 from sim_cases import request
 

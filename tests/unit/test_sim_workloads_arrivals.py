@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.traffic`."""
+"""`kvevents.sim.workloads.generators`."""
 
 from __future__ import annotations
 

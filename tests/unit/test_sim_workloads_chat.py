@@ -10,7 +10,7 @@ import pytest
 from kvevents.errors import ConfigError
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.workloads import Chat, Lengths
-from kvevents.sim.workloads.traffic import answer_seconds
+from kvevents.sim.workloads.generators import answer_seconds
 
 
 def talks(chat: Chat, count: int = 2_000, seed: int = 3) -> dict[str | None, list[Request]]:

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.traffic`."""
+"""`kvevents.sim.workloads.generators`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.workloads import Chat, Lengths
-from kvevents.sim.workloads.traffic import (
+from kvevents.sim.workloads.generators import (
     FIRST_TOKEN_SECONDS,
     TOKEN_SECONDS,
     Session,

@@ -18,8 +18,9 @@ from kvevents.cli.options import CURVE_FLAGS, engine, make_curve, positive_secon
 from kvevents.cli.process import Stop, add_log_options, configure_logging, trimming_memory
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.errors import ConfigError
-from kvevents.relay import Relay, RelayStatus, metrics
+from kvevents.relay import Relay, RelayStatus
 from kvevents.relay.settings import RelayOptions, RelaySettings
+from kvevents.relay.status import serve_metrics
 from kvevents.settings import FilePath, Host, Port, Positive, PublicKey
 from kvevents.stream import Trust
 
@@ -101,7 +102,7 @@ def run(args: Namespace) -> int:
     with Stop() as stop, trimming_memory(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         if config.metrics_port is not None:
-            closing.callback(metrics.serve(relay.status, config.metrics_port, config.metrics_host))
+            closing.callback(serve_metrics(relay.status, config.metrics_port, config.metrics_host))
         until = math.inf if args.duration is None else time.monotonic() + args.duration
         logger = RelayStatusLogger(relay.status)
 

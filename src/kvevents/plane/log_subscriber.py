@@ -25,7 +25,7 @@ from kvevents.plane.partition_state import (
     TrustReport,
 )
 from kvevents.plane.records import ReceivedMessage, StreamKey, bridge_name
-from kvevents.plane.replica_digests import PartitionDigest
+from kvevents.plane.replicas import PartitionDigest
 from kvevents.plane.settings import ReaderLimits
 from kvevents.stream import (
     BatchReport,

@@ -27,7 +27,7 @@ from kvevents.plane.layout import Layout, PartitionInfo, has_tail, list_entries,
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import StreamKey, Tail
-from kvevents.plane.replica_digests import DIGEST_PREFIX, ReplicaDigests
+from kvevents.plane.replicas import DIGEST_PREFIX, ReplicaDigests
 from kvevents.settings import Seconds, Settings
 from kvevents.stream import DegradedReason
 from kvevents.structs import build_decoder_now

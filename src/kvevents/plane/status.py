@@ -14,8 +14,7 @@ from kvevents.plane.layout import LIST_SECONDS, Layout, fetch_message, partition
 from kvevents.plane.leases import LeaseHolder
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import HeartbeatRecord, bridge_name, decode_page
-from kvevents.plane.replica_digests import DIGEST_PREFIX, ReplicaDigests
-from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, ShardTimers
+from kvevents.plane.replicas import DIGEST_PREFIX, SHARD_PREFIX, ReplicaDigests, ShardAnnouncement, ShardTimers
 from kvevents.plane.snapshots import SnapshotInfo, Snapshots
 
 if TYPE_CHECKING:

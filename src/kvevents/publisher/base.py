@@ -1,16 +1,39 @@
-"""The interface of publishers, and the hooks by which the process shuts them down at exit and disables them after a fork."""
+"""The base classes of publishers: the interface, the hooks at exit and after a fork, and the queue of the publisher thread.
+
+Theory of operation of the queue. Accepting a batch costs the engine one append. The number of a batch is its position in the
+queue, so accepting a batch is `deque.append`, and the publisher thread numbers batches by counting. Every exceptional state
+(the queue is full, the publisher thread sleeps, the publisher is closed, the process is a fork) shows in one comparison on the
+engine's side: `_limit` is the capacity while the thread is awake, 0 while it sleeps, and -1 when there is no thread. Only then
+does `publish` take the slow path.
+
+A batch that a full queue drops keeps its number: a `_DroppedRange` at the tail of the queue counts such numbers, and consumers
+see a gap when a higher number arrives. If no batch follows, the thread sends an empty one. The slow path takes the lock, and
+the thread takes it once per burst; a batch that is simply accepted takes none.
+
+`publish` raises after the user's own `shutdown` and at no other time. When the thread has ended for another reason, or in a
+forked child, batches are dropped and counted, so that the engine continues.
+"""
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import logging
 import os
+import sys
+import threading
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any, Final
 from weakref import WeakSet
 
 import zmq.utils.garbage  # noqa: F401 - its exit hook cancels zero-copy sends; importing it first makes our hook run before it
 
+from kvevents.errors import ClosedError
+from kvevents.publisher.compaction import SequencedPayload
+from kvevents.publisher.settings import NapSettings
 from kvevents.publisher.stats import PublisherStats
 
 
@@ -85,3 +108,266 @@ def _disable_all() -> None:
 
 atexit.register(_shut_down_all)
 os.register_at_fork(after_in_child=_disable_all)
+
+
+logger = logging.getLogger(__name__)
+
+_MEAN_WEIGHT: Final = 1 / 8
+_DEVIATION_WEIGHT: Final = 1 / 4
+"""Weights with which TCP smooths round-trip times (RFC 6298)."""
+_MAX_RELATIVE_DEVIATION: Final = 1 / 4
+"""Largest deviation, relative to the mean interval, at which the next batch is predictable."""
+
+
+class NapPlanner:
+    """Predicts the arrival of the next batch from the intervals between the last ones.
+
+    While batches arrive steadily, the thread naps until shortly before the next one is expected and then looks a few times.
+    `publish` need not wake it, and a batch waits for about `min_look_interval`. When the intervals are irregular the planner
+    returns no naps: the thread sleeps and `publish` wakes it.
+    """
+
+    def __init__(self, settings: NapSettings) -> None:
+        self._settings = settings
+        self._arrived_at = float("-inf")
+        self._mean = float("inf")
+        self._deviation = 0.0
+
+    def record_arrival(self, now: float, *, at_first_look: bool = False) -> None:
+        """Note that batches were found at `now` (monotonic seconds).
+
+        `at_first_look` says that the first look after a nap found them.
+        """
+        interval = now - self._arrived_at
+        # The batch came at an unknown time before the first look; without a correction naps would grow longer and longer.
+        interval -= self._settings.min_look_interval if at_first_look else 0.0
+        self._arrived_at = now
+        if interval > self._settings.max_interval or self._mean > self._settings.max_interval:
+            self._mean, self._deviation = interval, interval / 2
+            return
+        error = interval - self._mean
+        self._mean += error * _MEAN_WEIGHT
+        self._deviation += (abs(error) - self._deviation) * _DEVIATION_WEIGHT
+
+    def plan(self, now: float) -> list[float]:
+        """Return the seconds to sleep before each look at the queue, starting at `now`; empty if no batch is predictable."""
+        if self._mean > self._settings.max_interval or self._deviation > self._mean * _MAX_RELATIVE_DEVIATION:
+            return []
+        step = max(self._settings.min_look_interval, self._deviation / 2)
+        first = self._arrived_at + self._mean - self._deviation - step - now
+        return [max(first, self._settings.min_nap), *[step] * (3 + int(3 * self._deviation / step))]
+
+
+class _DroppedRange:
+    """Numbers without a batch at one place in the queue."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 1
+
+
+class QueuedPublisher(EventPublisher):
+    """A publisher whose `publish` only queues. A subclass runs the thread that takes batches out and sends them."""
+
+    def __init__(self, data_parallel_rank: int, max_queue_size: int, burst: int) -> None:
+        """`burst` is the number of batches that `_take_burst` takes at most."""
+        super().__init__(data_parallel_rank)
+        self._capacity = max_queue_size or sys.maxsize
+        self._burst = burst
+        self._limit = self._capacity
+        self._queue: deque[Any] = deque()
+        # Re-entrant, since a signal handler of the engine may publish while its main thread holds the lock.
+        self._lock = threading.RLock()
+        self._wakeup = _acquired_lock()
+        self._is_asleep = False
+        self._is_running = True
+        self._is_shut_down = False
+        self._end_reason = ""
+        """Why the thread ended without `shutdown`; empty otherwise."""
+        self._dropped_after_end = 0
+        self._next_seq = 0
+        """Number of the batch at the head of the queue."""
+        self._dropped_full = 0
+        """Batches dropped because the queue was full, since the start."""
+        self._dropped_numbers = 0
+        """Numbers of all `_DroppedRange`s in the queue."""
+        self._dropped_ranges = 0
+        """`_DroppedRange`s in the queue."""
+        self._own_numbers = 0
+        """Numbers given to batches of the thread's own, since the start."""
+        self._encode_failures = 0
+        self._send_failures = 0
+        self._has_tail_gap = False
+        """Whether the newest number has no batch, which consumers cannot see before a higher number is sent."""
+
+    def publish(self, events: Any) -> None:
+        """Accept one batch and give it the next number. Never blocks, and never raises before `shutdown()`.
+
+        A batch without a rank gets the rank of this publisher. If the queue is full, the batch is dropped and counted; its
+        number stays unused, and consumers see a gap. An object that is not a batch leaves a gap as well. Do not change the
+        batch
+        afterwards: another thread encodes it. In a forked child, and after the publisher thread has ended because its ZeroMQ
+        context was terminated, batches are dropped and counted.
+
+        Raises `ClosedError`, a RuntimeError, after `shutdown()`.
+        """
+        try:
+            if events.data_parallel_rank is None:
+                events.data_parallel_rank = self._data_parallel_rank
+        except Exception:  # noqa: BLE001 - a user's own type may raise anything, and it must not reach the engine
+            self._set_attention_rank(events)
+        queue = self._queue
+        # _limit is read after the length: in CPython nothing runs between reading it and the append, so a thread about to
+        # sleep cannot be missed. Elsewhere its sleep is bounded.
+        if len(queue) >= self._limit:
+            self._publish_slowly(events)
+            return
+        queue.append(events)
+
+    def _set_attention_rank(self, events: Any) -> None:
+        """Set the rank of a batch without `data_parallel_rank`: SGLang calls it `attn_dp_rank`, users' own types have none."""
+        with suppress(Exception):  # whatever a user's own type raises; its encoding reports the problem
+            if getattr(events, "attn_dp_rank", self) is None:
+                events.attn_dp_rank = self._data_parallel_rank
+
+    def _publish_slowly(self, events: Any) -> None:
+        if self._is_shut_down:
+            raise ClosedError("Publisher is closed: shutdown() was called")
+        if self._end_reason:
+            self._dropped_after_end += 1
+            if self._dropped_after_end == 1:
+                logger.error(
+                    "rank %d: the publisher has ended and drops all further batches: %s",
+                    self._data_parallel_rank,
+                    self._end_reason,
+                )
+            return
+        with self._lock:
+            if len(self._queue) < self._capacity:
+                self._queue.append(events)
+            else:
+                self._drop_newest()
+            if self._is_asleep:
+                self._wake()
+
+    def _drop_newest(self) -> None:
+        self._dropped_full += 1
+        self._dropped_numbers += 1
+        tail = self._queue[-1] if self._queue else None
+        if isinstance(tail, _DroppedRange):
+            tail.count += 1
+        else:
+            self._queue.append(_DroppedRange())
+            self._dropped_ranges += 1
+
+    def _wake(self) -> None:
+        self._is_asleep = False
+        if self._is_running:
+            self._limit = self._capacity
+        self._wakeup.release()
+
+    def _close_queue(self) -> None:
+        """Make `publish` raise from now on, and end the thread; wakes it if needed."""
+        with self._lock:
+            self._is_shut_down = True
+            self._stop_running()
+
+    def _end_queue(self, reason: str) -> None:
+        """Make `publish` drop batches from now on: the thread has ended, and `shutdown` was not called."""
+        with self._lock:
+            if not self._is_shut_down:
+                self._end_reason = reason
+            self._stop_running()
+
+    def _stop_running(self) -> None:
+        self._is_running = False
+        self._limit = -1
+        if self._is_asleep:
+            self._wake()
+
+    def _end_in_child(self, reason: str) -> None:
+        """End the queue in a forked child, where the parent's threads do not exist and never release its locks."""
+        self._lock = threading.RLock()
+        self._is_asleep = False
+        self._end_queue(reason)
+
+    # --- called by the publisher thread --------------------------------------------------------------------------------------
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a batch arrives or the queue closes, at most `seconds`."""
+        self._limit = 0 if self._is_running else -1
+        with self._lock:
+            if self._queue or not self._is_running:
+                self._limit = self._capacity if self._is_running else -1
+                return
+            self._is_asleep = True
+        self._wakeup.acquire(timeout=seconds)
+        with self._lock:
+            self._is_asleep = False
+            self._limit = self._capacity if self._is_running else -1
+            # A wake-up may have come after the timeout.
+            self._wakeup.acquire(blocking=False)
+
+    def _take_burst(self, encode: Callable[[Any], bytes]) -> list[SequencedPayload]:
+        """Take one burst out of the queue; number and encode its batches. A batch that cannot be encoded leaves a gap."""
+        seq, items = self._pop_burst()
+        taken: list[SequencedPayload] = []
+        for item in items:
+            self._has_tail_gap = True
+            if item.__class__ is _DroppedRange:
+                seq += item.count
+                continue
+            try:
+                taken.append((seq, encode(item)))
+                self._has_tail_gap = False
+            except BaseException as error:  # noqa: BLE001 - encoding runs code of users' event types; it must not end the thread
+                self._encode_failures += 1
+                with suppress(Exception):  # formatting an exception of a user's type may raise
+                    self._on_encode_failure(seq, error)
+            seq += 1
+        return taken
+
+    def _pop_burst(self) -> tuple[int, list[Any]]:
+        """Return the number of the first item, and items (batches and `_DroppedRange`s) from the head of the queue."""
+        with self._lock:
+            seq, pop = self._next_seq, self._queue.popleft
+            items = [pop() for _ in range(min(self._burst, len(self._queue)))]
+            self._next_seq += len(items)
+            if self._dropped_ranges:
+                ranges = [item for item in items if item.__class__ is _DroppedRange]
+                dropped = sum(each.count for each in ranges)
+                self._next_seq += dropped - len(ranges)
+                self._dropped_ranges -= len(ranges)
+                self._dropped_numbers -= dropped
+            return seq, items
+
+    def _next_own_number(self) -> int:
+        """Return a number for a batch of the thread's own; it precedes all queued batches."""
+        self._has_tail_gap = False
+        with self._lock:
+            self._next_seq += 1
+            self._own_numbers += 1
+            return self._next_seq - 1
+
+    def _next_seq_and_accepted(self) -> tuple[int, int]:
+        """Return the number that the next published batch gets, and the number of batches accepted so far."""
+        with self._lock:
+            following = self._next_seq + len(self._queue) - self._dropped_ranges + self._dropped_numbers
+            return following, following - self._dropped_full - self._own_numbers
+
+    def _count_taken(self) -> int:
+        """Return how many batches given to `publish` were sent or dropped: all that precede the next number."""
+        with self._lock:
+            return self._next_seq - self._own_numbers
+
+    def _on_encode_failure(self, seq: int, error: BaseException) -> None:
+        """Note why batch `seq` could not be encoded."""
+        raise NotImplementedError
+
+
+def _acquired_lock() -> _thread.LockType:
+    """Return an acquired lock to wait for: acquiring waits, releasing wakes. It is cheaper than an Event with its Condition."""
+    lock = _thread.allocate_lock()
+    lock.acquire()
+    return lock

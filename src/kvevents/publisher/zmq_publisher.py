@@ -1,6 +1,6 @@
 """Publishes batches over ZeroMQ, with replay.
 
-Theory of operation. `publish` puts a batch into a queue (`queue`). One thread, `zmq-publisher`, takes bursts out of the queue,
+Theory of operation. `publish` puts a batch into a queue (`base`). One thread, `zmq-publisher`, takes bursts out of the queue,
 encodes and sends them (`event_server`). While batches arrive steadily, the thread naps until the next one is expected, since
 waking a sleeping thread is the most expensive thing that `publish` could do; otherwise it sleeps until `publish` wakes it.
 Batches of the thread's own, heartbeats and barriers, get numbers before the queued ones. A thread of its own, `zmq-compaction`,
@@ -28,9 +28,9 @@ from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, KVEventBatch
 from kvevents.native_module import require_native, warn_without_native
 from kvevents.publisher import base
+from kvevents.publisher.base import NapPlanner, QueuedPublisher
 from kvevents.publisher.compaction import Compactor, DigestTracker, Encode, SequencedPayload
 from kvevents.publisher.event_server import EventServer
-from kvevents.publisher.queue import NapPlanner, QueuedPublisher
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.publisher.stats import FailureLog, LossLogger, PublisherStats, ShutdownReport, is_context_terminated

@@ -8,8 +8,8 @@ from typing import Annotated, Final
 from msgspec import Struct, field
 
 from kvevents.errors import ConfigError
+from kvevents.plane.replicas import MAX_HOLDERS, ShardTimers, is_url
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.sharding import MAX_HOLDERS, ShardTimers, is_url
 from kvevents.security import Curve
 from kvevents.service.access import AccessConfig
 from kvevents.service.discovery.source_config import SourceTable, Template

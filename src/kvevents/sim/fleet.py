@@ -19,9 +19,8 @@ from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import Decision, Policy, Router, Worker, policy
 from kvevents.sim.audit import Audit, Expected, Mark
 from kvevents.sim.engine import Job, Lookup, Step
-from kvevents.sim.metrics import RequestMetrics, Sampler, SimulatedWorker
 from kvevents.sim.requests import Request
-from kvevents.sim.results import Distribution, PolicyResult
+from kvevents.sim.results import Distribution, PolicyResult, RequestMetrics, Sampler, SimulatedWorker
 from kvevents.sim.settings import FleetSettings
 from kvevents.stream import RawBatch, Reset
 from kvevents.wire import Dialect

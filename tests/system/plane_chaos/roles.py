@@ -18,8 +18,8 @@ from kvevents.errors import PlaneError, UnknownSourceError
 from kvevents.index import PrefixIndex
 from kvevents.plane import engine_reader
 from kvevents.plane.bridge import Bridge, BridgeSettings, Watch
+from kvevents.plane.replicas import ShardTimers
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.sharding import ShardTimers
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.replica.index_build import IndexBuild

@@ -14,8 +14,7 @@ from kvevents.errors import PlaneError
 from kvevents.plane.layout import Layout, list_entries
 from kvevents.plane.leases import Lease, LeaseHolder, lease_key
 from kvevents.plane.nats_errors import map_errors
-from kvevents.plane.replica_digests import DIGEST_PREFIX, ReplicaDigests
-from kvevents.plane.sharding import SHARD_PREFIX, ShardAnnouncement, ShardAssignment
+from kvevents.plane.replicas import DIGEST_PREFIX, SHARD_PREFIX, ReplicaDigests, ShardAnnouncement, ShardAssignment
 from kvevents.service.config import ShardSettings
 from kvevents.service.shards.peers import PeerPolicy
 

@@ -25,9 +25,8 @@ from kvevents.index import PrefixIndex
 from kvevents.plane.connection import open_client, require_jetstream
 from kvevents.plane.layout import Layout, find_plane
 from kvevents.plane.records import StreamKey
-from kvevents.plane.replica_digests import ReplicaDigests
+from kvevents.plane.replicas import ReplicaDigests, ShardAnnouncement
 from kvevents.plane.settings import PlaneSettings
-from kvevents.plane.sharding import ShardAnnouncement
 from kvevents.plane.snapshots import Snapshots
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet

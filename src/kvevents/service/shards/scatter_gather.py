@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.plane.sharding import ShardAnnouncement, plan_queries
+from kvevents.plane.replicas import ShardAnnouncement, plan_queries
 from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.reasons import Reason

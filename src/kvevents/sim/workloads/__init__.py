@@ -1,10 +1,9 @@
 """Workloads of a simulated fleet: `Request` objects from traces, generators and recordings."""
 
-from kvevents.sim.workloads.generators import Agents, Chat, LlmD, SharedPrompts
+from kvevents.sim.workloads.generators import ARRIVALS, Agents, Chat, Lengths, LlmD, SharedPrompts, Traffic, arrivals, rescaled
 from kvevents.sim.workloads.recorded import RecordedRequests, from_recording
 from kvevents.sim.workloads.registry import SAMPLE, WORKLOADS, Trace, Workload, make_sample, settings_of, workload
 from kvevents.sim.workloads.traces import MooncakeRow, mooncake_rows, read_trace, write_rows, write_trace
-from kvevents.sim.workloads.traffic import ARRIVALS, Lengths, Traffic, arrivals, rescaled
 
 __all__ = [
     "ARRIVALS",

@@ -12,9 +12,8 @@ from typing import Any, Final, Protocol, cast
 from kvevents.errors import ConfigError
 from kvevents.recording import StrPath
 from kvevents.sim.requests import Request
-from kvevents.sim.workloads.generators import Agents, Chat, LlmD, SharedPrompts
+from kvevents.sim.workloads.generators import Agents, Chat, Lengths, LlmD, SharedPrompts, rescaled
 from kvevents.sim.workloads.traces import MooncakeRow, mooncake_rows, read_trace
-from kvevents.sim.workloads.traffic import Lengths, rescaled
 
 SAMPLE: Final = Path(__file__).with_name("sample.jsonl.gz")
 """Ten minutes of generated conversations in Mooncake's format, half as long as those of Mooncake's trace."""

@@ -1,14 +1,18 @@
-"""Assigns the partitions of a plane to replicas, if one index would be too large for one machine.
+"""What replicas of a plane announce in its lease bucket: which partitions they hold, and digests of their indexes.
 
-Theory of operation. Rendezvous hashing (Thaler and Ravishankar, 1996) ranks the replicas for each partition, and the first
-`holders` of them hold it. A replica that joins takes over partitions from each of the others; the partitions of one that leaves
-move to each of the others; no other partition moves. All ranks of an engine are in one partition. So the answers of replicas
-that together hold all partitions form a complete answer, in which no engine occurs twice.
+Partitions are assigned to replicas if one index would be too large for one machine. Rendezvous hashing (Thaler and Ravishankar,
+1996) ranks the replicas for each partition, and the first `holders` of them hold it. A replica that joins takes over partitions
+from each of the others; the partitions of one that leaves move to each of the others; no other partition moves. All ranks of an
+engine are in one partition. So the answers of replicas that together hold all partitions form a complete answer, in which no
+engine occurs twice.
 
 No replica decides for all. Each one announces every few seconds its URL and the partitions that it can answer for, and computes
 from the other announcements which partitions it must hold. For a moment two replicas can see different announcements. That
 costs work, but no answer is wrong: a caller uses the partitions that each replica *announces*, and each answer names its
 partitions. A replica releases a partition only after all assigned replicas have announced it for a while.
+
+With digests replicas compare their indexes: of each partition, after some of its pages. One digest covers all streams of a
+partition. Its size does not depend on the number of streams, so it fits into a message and can be published every few seconds.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from hashlib import sha256
 from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
 
+from kvevents.plane.records import StreamKey
 from kvevents.settings import Seconds, Settings
 from kvevents.structs import build_decoder_now
 
@@ -181,3 +187,59 @@ class ShardAssignment:
         return frozenset(
             partition for partition, since in self._releasable_since.items() if now - since >= self._timers.release_seconds
         )
+
+
+DIGEST_PREFIX: Final = "digest."
+"""Prefix of the keys of `ReplicaDigests` in the lease bucket; the replica's name follows."""
+DIGEST_BYTES: Final = 16
+"""Size of a partition's digest, which protects against errors and not against attacks."""
+
+
+class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Digest of a replica's index of one partition after one page."""
+
+    position: int
+    """Position of the page."""
+    streams: int
+    digest: str
+    """Digest of all streams in hexadecimal digits."""
+
+    @classmethod
+    def of(cls, position: int, digests: Mapping[StreamKey, str]) -> PartitionDigest:
+        """Combine the digests of the partition's streams."""
+        rows = sorted((source, rank, digest) for (source, rank), digest in digests.items())
+        return cls(position, len(rows), sha256(msgspec.msgpack.encode(rows)).digest()[:DIGEST_BYTES].hex())
+
+
+@build_decoder_now
+class ReplicaDigests(msgspec.Struct, frozen=True):
+    """The digests that one replica publishes, by partition."""
+
+    partitions: dict[str, list[PartitionDigest]]
+
+    @classmethod
+    def of(cls, digests: Mapping[int, Iterable[PartitionDigest]]) -> ReplicaDigests:
+        """Return the digests for publication."""
+        return cls({str(partition): list(each) for partition, each in digests.items()})
+
+    def encode(self) -> bytes:
+        """Encode the digests for the bucket."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> ReplicaDigests | None:
+        """Decode an entry of the bucket; return None for an invalid one."""
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(value, type=cls)
+        return None
+
+    def agrees(self, other: ReplicaDigests) -> bool | None:
+        """Return whether both replicas have equal digests at all common positions; None without a common position."""
+        comparisons = [
+            one == two
+            for partition, digests in self.partitions.items()
+            for one in digests
+            for two in other.partitions.get(partition, ())
+            if one.position == two.position
+        ]
+        return all(comparisons) if comparisons else None
