@@ -67,9 +67,9 @@ types: $(STAMP)
 bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
 	$(BIN)/python -m benchmarks
 
-# NO_MKDOCS_2_WARNING leaves out a page of text about releases that this site does not use.
+# NO_MKDOCS_2_WARNING leaves out a page of text about releases that this site does not use. With --quiet nothing would be strict.
 docs: $(NATIVE)  ## The documentation site, in build/site; ends with an error at a broken link or a page that is not in the navigation
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Its workspace is its own, so that no other target fetches the rivals.
 bench-native:  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates

@@ -34,7 +34,7 @@ from ports import quiet_port
 from service_cases import engine, prompt
 
 DOCS = paths.ROOT / "docs"
-README = (DOCS.parent / "README.md").read_text()
+README = DOCS.parent / "README.md"
 
 
 def test_the_state_diagram_is_the_transition_table() -> None:
@@ -119,9 +119,9 @@ def test_the_examples_of_streams_run() -> None:
             assert subscriber.status("e").last_seq == 0
 
 
-def snippet(heading: str, *replaced: tuple[str, str]) -> list[str]:
-    """The command that runs README's Python below a heading, with each of these texts replaced where it stands."""
-    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+def snippet(path: Path, heading: str, *replaced: tuple[str, str]) -> list[str]:
+    """The command that runs the Python below a heading, with each of these texts replaced where it stands."""
+    section = path.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     [block] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     for old, new in replaced:
         assert old in block
@@ -131,36 +131,49 @@ def snippet(heading: str, *replaced: tuple[str, str]) -> list[str]:
 
 @pytest.fixture
 def ports() -> tuple[tuple[str, str], ...]:
-    """The ports that README names, and quiet ones in their place."""
+    """The ports that documents name, and quiet ones in their place."""
     return tuple((f":{port}", f":{quiet_port()}") for port in (5557, 5558))
 
 
-def test_the_snippets_of_the_readme_work_with_each_other(ports: tuple[tuple[str, str], ...]) -> None:
-    """What one publishes another reads, and in a third the prompt is found; all as README has them, but faster."""
+def test_the_snippet_of_the_readme_prints_what_stands_below_it(ports: tuple[tuple[str, str], ...]) -> None:
+    ran = subprocess.run(snippet(README, "Try it", *ports), capture_output=True, text=True, timeout=60, check=False)
+    [shown] = blocks(README, "text")
+    assert (ran.stdout, ran.stderr, ran.returncode) == (shown, "", 0)
+
+
+ROUTERS = DOCS / "quickstart" / "routers.md"
+
+
+def test_the_snippets_for_routers_work_with_each_other(ports: tuple[tuple[str, str], ...]) -> None:
+    """What one publishes another reads, and in a third the prompt is found; all as the page has them, but faster."""
     faster = (("range(60)", "range(5000)"), ("sleep(1)", "sleep(0.02)"))
-    with Program(command=snippet("Publish one", *ports, *faster)) as publisher:
-        with Program(command=snippet("Read a stream", *ports)) as reader:
+    with Program(command=snippet(ROUTERS, "An engine to read from", *ports, *faster)) as publisher:
+        with Program(command=snippet(ROUTERS, "Read a stream", *ports)) as reader:
             reader.out.wait(r"^0 \[BlockStored\(block_hashes=\[0\], .* token_ids=\[1, 2, 3, 0\]")
             reader.out.wait(r"^\d+ \[BlockStored.* EXACT$")
-        with Program(command=snippet("Find a prefix", *ports)) as finder:
+        with Program(command=snippet(ROUTERS, "Find a prefix", *ports)) as finder:
             finder.out.wait(r"rank 0: 4 tokens, gpu 4.* EXACT$")
         assert publisher.process.poll() is None, publisher.err.all
 
 
-def test_what_the_readme_publishes_ends_with_a_report(ports: tuple[tuple[str, str], ...]) -> None:
+def test_the_publisher_for_routers_ends_with_a_report(ports: tuple[tuple[str, str], ...]) -> None:
     """The last lines of that snippet, too."""
-    with Program(command=snippet("Publish one", *ports, ("range(60)", "range(3)"), ("sleep(1)", "sleep(0.01)"))) as publisher:
+    quick = (*ports, ("range(60)", "range(3)"), ("sleep(1)", "sleep(0.01)"))
+    with Program(command=snippet(ROUTERS, "An engine to read from", *quick)) as publisher:
         ended = publisher.end()
     assert (ended.code, ended.err) == (0, "")
     assert "accepted=3" in ended.out
 
 
-def test_engines_with_the_options_of_the_readme_listen() -> None:
+@pytest.mark.parametrize("page", ["quickstart/engines.md", "guides/vllm.md", "guides/sglang.md"])
+def test_engines_with_these_options_listen(page: str) -> None:
     """vLLM and SGLang take the JSON, and publish at the ports of the snippets; neither connects instead."""
-    section = README.partition("\n## Turn events on\n")[2].partition("\n## ")[0]
-    vllm_json, sglang_json = re.findall(r"^  '(\{.*\})'$", section, re.MULTILINE)
-    configs: tuple[Any, ...] = (vllm.KVEventsConfig(**json.loads(vllm_json)), sglang.KVEventsConfig.from_cli(sglang_json))
-    for config in configs:
+    found = re.findall(r"^(vllm|python).*\n  '(\{.*\})'$", (DOCS / page).read_text(), re.MULTILINE)
+    assert found
+    for program, options in found:
+        config: Any = (
+            vllm.KVEventsConfig(**json.loads(options)) if program == "vllm" else sglang.KVEventsConfig.from_cli(options)
+        )
         assert config.publisher == "zmq"
         assert (config.endpoint, config.replay_endpoint) == ("tcp://*:5557", "tcp://*:5558")
         assert should_bind(config.endpoint)

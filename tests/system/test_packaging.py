@@ -129,7 +129,7 @@ def test_a_release_names_the_addresses_of_its_repository(tmp_path: Path, monkeyp
     _, metadata = contents(built)
     tree = f"https://forge.example/kv/kvevents/blob/v{metadata['Version']}"
     assert "Source, https://forge.example/kv/kvevents" in metadata.get_all("Project-URL", [])
-    assert f"]({tree}/docs/concepts/stream.md)" in metadata.get_payload()
+    assert f"]({tree}/docs/quickstart/routers.md)" in metadata.get_payload()
     assert "](docs/" not in metadata.get_payload()
 
 
