@@ -95,6 +95,7 @@ async def test_vllm_lists_all_its_ranks(engine: Engine) -> None:
     }
     assert found.adapters == (Scope("Qwen/Qwen3-0.6B", lora="an-adapter"),)
     assert found.faults == ()
+    assert {each.load for each in found.registrations} == {f"{engine.url}/metrics"}, "vLLM publishes no load"
 
 
 async def test_adapters_are_asked_for_where_the_model_is_known(engine: Engine) -> None:
@@ -160,6 +161,7 @@ async def test_sglang_lists_all_its_ranks(engine: Engine) -> None:
     ]
     assert {(each.model, each.topic, each.block_size) for each in found.registrations} == {("Qwen/Qwen3-0.6B", "kv", 64)}
     assert engine.asked == ["/kv_event_sources", "/server_info", "/v1/models"]
+    assert [each.load for each in found.registrations] == [None, None], "its metrics are off unless they are switched on"
 
 
 @pytest.mark.parametrize("listed", [None, [{"dp_rank": 2, "endpoint": "tcp://127.0.0.1:5559"}, {"dp_rank": 3}]])

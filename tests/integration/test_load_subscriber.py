@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,10 @@ from kvevents.index import PrefixIndex
 from kvevents.service.discovery.engines import parse_server_info
 from kvevents.service.fleet import Fleet
 from kvevents.service.registration import Registration
-from kvevents.subscriber import LoadSource, LoadSubscriber
+from kvevents.subscriber import LoadSettings, LoadSource, LoadSubscriber
+from kvevents.subscriber.load_metrics import MAX_METRICS_BYTES
 from kvevents.wire.load import EngineLoad
+from ports import quiet_port
 
 WORKER = ("a", 0)
 DEADLINE = 20.0
@@ -79,7 +82,9 @@ def test_the_newest_reading_is_returned_with_its_age(engine: Engine) -> None:
 
 
 def test_a_silent_engine_has_no_load_after_a_while(engine: Engine) -> None:
-    with LoadSubscriber([LoadSource(engine.endpoint, "a")], max_age=0.2) as loads:
+    with LoadSubscriber(
+        [LoadSource(engine.endpoint, "a")], settings=LoadSettings(max_age_seconds=0.2, poll_seconds=0.1)
+    ) as loads:
         engine.await_subscriber()
         engine.send(EngineLoad(1, 0, 0, 0))
         until(lambda: loads.readings()[WORKER].received == 1)
@@ -132,12 +137,16 @@ def test_streams_are_added_and_removed_while_others_go_on(engine: Engine, tmp_pa
 
 
 def test_wrong_settings_are_readable_errors() -> None:
-    with pytest.raises(ConfigError, match="max_age"):
-        LoadSubscriber(max_age=0)
+    with pytest.raises(ConfigError, match="max_age_seconds"):
+        LoadSettings(max_age_seconds=0)
+    with pytest.raises(ConfigError, match="poll_seconds 5: expected less than max_age_seconds"):
+        LoadSettings(poll_seconds=5.0)
     with pytest.raises(ConfigError, match="rank"):
         LoadSource("tcp://a:1", "a", rank=-1)
     with pytest.raises((ConfigError, EndpointError)):
         LoadSource("nowhere", "a")
+    with pytest.raises(ConfigError, match="load"):
+        LoadSource("http://", "a")
     assert not [thread for thread in threading.enumerate() if thread.name == "kvevents-load"]
 
 
@@ -147,8 +156,8 @@ def test_a_service_shows_the_load_of_its_sources(engine: Engine, tmp_path: Path)
     fleet.follower.start()
     try:
         events = f"ipc://{tmp_path}/events"
-        good = Registration(instance="a", endpoint=events, model="m", load_endpoint=engine.endpoint)
-        bad = Registration(instance="b", endpoint=events, model="m", load_endpoint="nowhere")
+        good = Registration(instance="a", endpoint=events, model="m", load=engine.endpoint)
+        bad = Registration(instance="b", endpoint=events, model="m", load="nowhere")
         for registration in (good, bad):
             fleet.register(registration).result(DEADLINE)
         member = fleet.members[good.key]
@@ -161,6 +170,7 @@ def test_a_service_shows_the_load_of_its_sources(engine: Engine, tmp_path: Path)
         assert (shown.running, shown.waiting, shown.waiting_uncached_tokens, shown.used_tokens) == (3, 2, 7, 50)
         assert 0 <= shown.age_seconds < DEADLINE
         assert fleet.members[bad.key].view().load is None
+        assert "nowhere" in str(fleet.members[bad.key].view().load_fault)
         assert member.engine_load == EngineLoad(3, 2, 50, 100, waiting_uncached_tokens=7)
         fleet.unregister(good.key).result(DEADLINE)
         assert member.view().load is None
@@ -174,5 +184,123 @@ def test_discovery_reads_the_load_endpoint_of_sglang(port: int | None, expected:
     """Rank 1 is one port higher; a port that does not exist costs the load and not the source."""
     answer = {"kv_events": {"endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2, "load_endpoint_port_base": port}}
     found = parse_server_info(answer, "10.0.0.1")
-    assert found.endpoints[1].load_endpoint == expected
+    assert found.endpoints[1].load == expected
     assert found.missing == {}
+
+
+# --- polled servers
+
+
+class Server:
+    """An HTTP server of an engine, whose answers a test sets."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 200, RECORDED
+        self.release = threading.Event()
+        self.release.set()
+        self.requests: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.requests.append(self.path)
+                outer.release.wait(DEADLINE)
+                self.send_response(outer.status)
+                self.send_header("Content-Length", str(len(outer.body)))
+                self.end_headers()
+                self.wfile.write(outer.body)
+
+            def log_message(self, *_: object) -> None:
+                """Nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self.release.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture(name="server")
+def running_server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+RECORDED = (Path(__file__).parents[1] / "data" / "vllm_metrics.txt").read_bytes()
+QUICK = LoadSettings(max_age_seconds=0.5, poll_seconds=0.05, request_seconds=0.3)
+
+
+def test_a_server_is_polled_once_for_all_its_ranks(server: Server) -> None:
+    """One request brings the load of both; what changes is read again; a rank that is removed is not read."""
+    sources = [LoadSource(server.url, "a", rank) for rank in range(2)]
+    with LoadSubscriber(sources, settings=LoadSettings(poll_seconds=0.05)) as loads:
+        until(lambda: None not in {loads.load(("a", 0)), loads.load(("a", 1))})
+        assert loads.load(("a", 0)) == EngineLoad(3, 2, 2_048, 8_192, rank=0)
+        assert loads.load(("a", 1)) == EngineLoad(1, 0, 4_096, 8_192, rank=1)
+        readings = loads.readings()
+        assert abs(readings["a", 0].received - readings["a", 1].received) <= 1
+        assert set(server.requests) == {"/metrics"}
+        server.body = RECORDED.replace(b"} 3.0", b"} 11.0")
+        until(lambda: (found := loads.load(("a", 0))) is not None and found.running == 11)
+        loads.remove(("a", 0))
+        assert loads.load(("a", 0)) is None
+        loads.remove(("a", 1))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvevents-load")]
+
+
+def test_a_server_that_fails_is_unknown_with_a_reason_and_comes_back(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvevents.subscriber.load_polling")
+    with LoadSubscriber([LoadSource(server.url, "a")], settings=QUICK) as loads:
+        until(lambda: loads.load(WORKER) is not None)
+        server.status = 503
+        until(lambda: loads.load(WORKER) is None)
+        reading = loads.readings()[WORKER]
+        assert reading.fault == f"{server.url}/metrics answers with status 503"
+        assert reading.rejected > 0
+        server.status, server.body = 200, b"# nothing\n"
+        until(lambda: "has no vllm:num_requests_running" in loads.readings()[WORKER].fault)
+        server.release.clear()
+        until(lambda: loads.readings()[WORKER].fault.endswith("does not answer in time"))
+        server.body = RECORDED
+        server.release.set()
+        until(lambda: loads.load(WORKER) is not None)
+        assert loads.readings()[WORKER].fault == ""
+        until(lambda: len(caplog.records) == 2)
+    sentences = [record.getMessage() for record in caplog.records]
+    assert sentences == [
+        f"the load of an engine is unknown: {server.url}/metrics answers with status 503",
+        f"the load of an engine is known again: {server.url}/metrics",
+    ], "once when it begins, and once when it ends"
+
+
+def test_an_answer_that_is_too_large_and_a_server_that_is_not_there_are_unknown(server: Server) -> None:
+    server.body = b"#" * (MAX_METRICS_BYTES + 1)
+    sources = [LoadSource(server.url, "a"), LoadSource(f"http://127.0.0.1:{quiet_port()}", "b")]
+    with LoadSubscriber(sources, settings=QUICK) as loads:
+        until(lambda: "bytes" in loads.readings()[WORKER].fault)
+        until(lambda: "does not answer" in loads.readings()["b", 0].fault)
+        assert loads.load(WORKER) is loads.load(("b", 0)) is None
+
+
+def test_a_server_that_hangs_delays_neither_others_nor_the_end(server: Server) -> None:
+    other = Server()
+    try:
+        server.release.clear()
+        settings = LoadSettings(poll_seconds=0.05, request_seconds=DEADLINE)
+        with LoadSubscriber([LoadSource(server.url, "a"), LoadSource(other.url, "b")], settings=settings) as loads:
+            until(lambda: loads.load(("b", 0)) is not None)
+            assert loads.load(WORKER) is None
+            assert loads.readings()[WORKER].fault == f"nothing has arrived from {server.url} yet"
+            began = time.monotonic()
+        assert time.monotonic() - began < DEADLINE / 2
+    finally:
+        other.close()

@@ -16,6 +16,7 @@ from random import Random
 import pytest
 
 from cli_cases import run
+from ports import quiet_port
 from service_cases import (
     BLOCK,
     COMMAND,
@@ -361,10 +362,12 @@ def test_the_settings_of_a_registration_come_back_after_a_restart(tmp_path: Path
     """Tiers without removals are not taken for exact ones because the service has restarted."""
     with engine() as made:
         with serving("--state-dir", tmp_path) as service:
-            assert service.register("e", made.publisher, stores_only=["cpu", "NVME"]).status == 201
+            load = f"http://127.0.0.1:{quiet_port()}"
+            assert service.register("e", made.publisher, stores_only=["cpu", "NVME"], load=load).status == 201
             before = service.exact("e")
             assert service.end().code == 0
         with serving("--state-dir", tmp_path) as service:
             after = service.exact("e")
+            until("a request", lambda: str(service.source("e")["load_fault"]).startswith(f"{load}/metrics does not answer"))
     assert before["stores_only"] == after["stores_only"] == ["cpu", "NVME"]
     assert before["trust"]["reason_codes"] == after["trust"]["reason_codes"] == ["stores-only"]

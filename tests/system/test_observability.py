@@ -130,7 +130,7 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         for name, tape in tapes.items():
             stack.enter_context(tape)
             register(service, name, tape.endpoint, tape.replay_endpoint)
-        register(service, "killed", *publishing_at(fleet.killed))
+        register(service, "killed", *publishing_at(fleet.killed), load=f"http://127.0.0.1:{quiet_port()}")
         for name, tape in tapes.items():
             until(f"{name} to be followed", lambda name=name: unproven(service, name))  # type: ignore[misc]
             assert tape.wait_for_subscriber(SECONDS)
@@ -153,8 +153,8 @@ def unproven(service: Service, name: str) -> bool:
 PLAYED = ("--endpoint", ANY, "--replay-endpoint", ANY, "--wait-for-subscriber", "--speed", "max", "--linger")
 
 
-def register(service: Service, name: str, endpoint: str, replay: str | None) -> None:
-    answer = service.register(name, endpoint, replay_endpoint=replay, model_name=MODEL, block_size=None)
+def register(service: Service, name: str, endpoint: str, replay: str | None, **more: Any) -> None:
+    answer = service.register(name, endpoint, replay_endpoint=replay, model_name=MODEL, block_size=None, **more)
     assert answer.status == 201, answer
 
 

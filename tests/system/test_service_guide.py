@@ -19,6 +19,7 @@ from cli_cases import run
 from kvevents.service.access import AccessConfig
 from kvevents.service.config import DnsTable, Limits, Probing, Readiness, ServiceConfig, Tls
 from kvevents.service.discovery.source_config import SourceTable
+from kvevents.subscriber import LoadSettings
 from service_cases import engine, serving
 
 GUIDE = paths.ROOT / "docs" / "guides" / "service.md"
@@ -31,7 +32,9 @@ def blocks(kind: str) -> list[str]:
 def settings(kind: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting with its default."""
     for field in msgspec.structs.fields(kind):
-        inner = next((each for each in _kinds(field.type) if each in {Limits, Probing, Readiness, AccessConfig, Tls}), None)
+        inner = next(
+            (each for each in _kinds(field.type) if each in {Limits, Probing, Readiness, LoadSettings, AccessConfig, Tls}), None
+        )
         if inner is None:
             yield before + field.name, field.default
         else:

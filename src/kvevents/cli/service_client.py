@@ -18,7 +18,7 @@ from kvevents.service.registration import DEFAULT_GROUP
 from kvevents.service.schemas import Problem, SourceView
 
 if TYPE_CHECKING:
-    from kvevents.service.http_client import Answer, HttpError, HttpErrorKind
+    from kvevents.http_client import Answer, HttpError, HttpErrorKind
 
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class ServiceClient:
         return self._request(path, msgspec.json.encode(body), kind, OK)
 
     def _request(self, target: str, body: bytes | None, kind: type[T], status: int) -> T:
-        from kvevents.service.http_client import HttpError  # noqa: PLC0415 - aiohttp takes 0.1 s to import
+        from kvevents.http_client import HttpError  # noqa: PLC0415 - aiohttp takes 0.1 s to import
 
         try:
             answered, content, _ = asyncio.run(self._exchange(target, body))
@@ -107,7 +107,7 @@ class ServiceClient:
             ) from error
 
     async def _exchange(self, target: str, body: bytes | None) -> Answer:
-        from kvevents.service.http_client import HttpConnections, RequestLimits  # noqa: PLC0415 - as above
+        from kvevents.http_client import HttpConnections, RequestLimits  # noqa: PLC0415 - as above
 
         url = self.url.rstrip("/") + target
         async with HttpConnections(RequestLimits(self._timeout, self._max_bytes), tls=self._tls) as connections:

@@ -357,7 +357,7 @@ def _larger(own: Load, engine: EngineLoad) -> Load:
     """Return of each part of a load the larger of what the router knows and what the engine reports."""
     return Load(
         max(own.requests, engine.requests),
-        max(own.waiting_tokens, engine.waiting_uncached_tokens),
+        max(own.waiting_tokens, engine.waiting_uncached_tokens or 0),
         max(own.decoding, engine.running),
         max(own.decoding_tokens, engine.used_tokens),
     )

@@ -16,6 +16,7 @@ from kvevents.service.discovery.source_config import SourceTable, Template
 from kvevents.service.hosts import HostPatterns, is_loopback
 from kvevents.settings import Bytes, FilePath, FolderPath, Host, Name, Port, Positive, Range, Seconds, Settings, Unit, Url
 from kvevents.structs import build_decoder_now
+from kvevents.subscriber import LoadSettings
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_ASK_SECONDS: Final = 30.0
@@ -189,6 +190,7 @@ class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fie
     ready: Readiness = Readiness()
     limits: Limits = Limits()
     probe: Probing = Probing()
+    load: LoadSettings = LoadSettings()
     access: AccessConfig = AccessConfig()
     tls: Tls | None = None
     allow: list[str] = field(default_factory=list)

@@ -233,6 +233,11 @@ _GAUGES: Final = (
         lambda member: load.requests if (load := member.engine_load) else None,
     ),
     _Column(
+        "engine_load_known",
+        "1 if the engine has reported its load recently, else 0; absent if it is not read.",
+        lambda member: None if (reading := member.load()) is None else float(reading.load is not None),
+    ),
+    _Column(
         "engine_waiting_tokens",
         "Prompt tokens that waiting requests of the engine must compute; absent without a recent report.",
         lambda member: load.waiting_uncached_tokens if (load := member.engine_load) else None,

@@ -24,7 +24,7 @@ from kvevents.service.registration import Key, Registration, Scope, check_same_e
 from kvevents.service.schemas import BatchesEvent, GapView, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
-from kvevents.subscriber import LoadSource, LoadSubscriber, Subscriber
+from kvevents.subscriber import LoadReading, LoadSettings, LoadSource, LoadSubscriber, Subscriber
 from kvevents.wire import Rejected, decode_batch
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,9 @@ class FleetTiming:
     """Number of refreshes over which all members are refreshed once. A refresh delays queries."""
 
 
+DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
+
+
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
 """Returns the checkpoint at which to resume a stream; None for its beginning."""
 
@@ -66,6 +69,7 @@ class Fleet(Listener):
         hide_stale_seconds: float = float("inf"),
         curve: Curve | None = None,
         timing: FleetTiming = FleetTiming(),
+        load: LoadSettings = DEFAULT_LOAD_SETTINGS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -103,8 +107,9 @@ class Fleet(Listener):
         """How many of them the next refresh takes."""
         self._refresh_due = 0.0
         self._trust_due = 0.0
+        self._load_settings = load
         self._loads: LoadSubscriber | None = None
-        """The load of engines that publish it; opened with the first of them. The follower's thread writes it."""
+        """The load of engines that report it; opened with the first of them. The follower's thread writes it."""
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink), sink)
 
@@ -174,17 +179,19 @@ class Fleet(Listener):
         log.info("%s: following %s", registration.label, registration.endpoint)
 
     def _follow_load(self, member: Member) -> None:
-        """Receive the load of a rank that publishes it. An endpoint that cannot be used costs the load only."""
+        """Read the load of a rank that reports it. An endpoint that cannot be used costs the load only."""
         registration = member.registration
-        if registration.load_endpoint is None:
+        if registration.load is None:
             return
         name, rank = registration.key
         try:
-            loads = self._loads or LoadSubscriber()
+            loads = self._loads or LoadSubscriber(settings=self._load_settings)
             self._loads = loads
-            loads.add(LoadSource(registration.load_endpoint, name, rank, curve=registration.curve or self.curve))
+            loads.add(LoadSource(registration.load, name, rank, curve=registration.curve or self.curve))
         except KVEventsError as error:
-            log.warning("%s: its load is not received: %s", registration.label, error)
+            fault = f"its load is not received: {error}"
+            log.warning("%s: %s", registration.label, fault)
+            member.load = lambda: LoadReading(None, None, 0, 0, fault)
             return
         member.load = lambda: loads.reading((name, rank))
 

@@ -89,7 +89,7 @@ class Member:
         self.last_event: float | None = None
         self.lag: float | None = None
         self.load: Callable[[], LoadReading | None] = lambda: None
-        """Returns the newest load that the rank has published."""
+        """Returns the newest load that the rank has reported; None if it is not read."""
         self.evicted = 0
         """Blocks refused at the memory limit before the current incarnation began or the cache was last cleared."""
         self.index_faults: tuple[SourceFault, ...] = ()
@@ -179,7 +179,7 @@ class Member:
 
     @property
     def engine_load(self) -> EngineLoad | None:
-        """The newest load that the rank has published; None if it is too old, or there is none."""
+        """The newest load that the rank has reported; None if it is too old, or there is none."""
         reading = self.load()
         return None if reading is None else reading.load
 
@@ -218,6 +218,7 @@ class Member:
         """Return the entry for `/v1/sources`."""
         registration, status, info = self.registration, self.status, self.info
         counters = status.counters if status is not None else None
+        reading = self.load()
         rejected = dict(counters.rejected) if counters is not None else {}
         if info is not None:
             rejected.update({f"{kind}: {reason}": count for (kind, reason), count in info.rejected.items()})
@@ -251,7 +252,8 @@ class Member:
             compacted=counters.compacted if counters is not None else 0,
             gap_count=counters.gaps if counters is not None else 0,
             gaps=list(self.gaps),
-            load=_load_view(self.load()),
+            load=_load_view(reading),
+            load_fault=None if reading is None else reading.fault or None,
             resets=counters.resets if counters is not None else 0,
             reconnects=counters.reconnects if counters is not None else 0,
             rejected=rejected,

@@ -13,18 +13,21 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
 from kvevents.backoff import Backoff
 from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
 from kvevents.service.allow_list import AllowList, EndpointRefusedError
 from kvevents.service.config import Probing
+from kvevents.service.discovery.source_config import bracket_host
 from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.member import Member
 from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake_async
+from kvevents.subscriber.load_metrics import is_load_url
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +54,31 @@ async def check_allowed(allowed: AllowList, registration: Registration) -> None:
 
     A name that does not resolve passes. The prober checks it again later.
     """
-    for endpoint in (registration.endpoint, registration.replay_endpoint):
-        if endpoint is not None:
-            allowed.check(endpoint, bind=registration.bind)
-            with suppress(socket.gaierror, TimeoutError):
-                allowed.check_addresses(endpoint, await addresses_of(endpoint), bind=registration.bind)
+    check_endpoints(allowed, registration)
+    for endpoint, bind in _endpoints(registration):
+        with suppress(socket.gaierror, TimeoutError):
+            allowed.check_addresses(endpoint, await addresses_of(endpoint), bind=bind)
+
+
+def check_endpoints(allowed: AllowList, registration: Registration) -> None:
+    """Raise `EndpointRefusedError` as `check_allowed`, but resolve no names."""
+    for endpoint, bind in _endpoints(registration):
+        allowed.check(endpoint, bind=bind)
+
+
+def _endpoints(registration: Registration) -> list[tuple[str, bool]]:
+    """Return the endpoints to which a registration makes the service connect, and whether it listens there instead."""
+    bind = registration.bind
+    found = [(registration.endpoint, bind), (registration.replay_endpoint, bind), (load_target(registration.load), False)]
+    return [(endpoint, binds) for endpoint, binds in found if endpoint is not None]
+
+
+def load_target(load: str | None) -> str | None:
+    """Return the endpoint to which reading a load connects: for a URL that of its server."""
+    if load is None or not is_load_url(load):
+        return load
+    parts = urlsplit(load)
+    return f"tcp://{bracket_host(parts.hostname or '')}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
 Which: TypeAlias = Literal["endpoint", "replay_endpoint"]

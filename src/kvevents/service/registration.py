@@ -89,8 +89,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve: Curve | None = None
     stores_only: tuple[str, ...] = ()
     """Tiers whose stores the engine announces and whose removals it does not."""
-    load_endpoint: str | None = None
-    """Endpoint at which the rank publishes its load; None if it does not."""
+    load: str | None = None
+    """Where the load of the rank is read, as in `LoadSource.endpoint`; None if it is not read."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -103,7 +103,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "lora_name",
             "salt",
             "replay_endpoint",
-            "load_endpoint",
+            "load",
         ):
             text: str | None = getattr(self, name)
             if text is None:

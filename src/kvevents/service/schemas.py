@@ -254,16 +254,16 @@ class GapView(Struct, frozen=True, kw_only=True):
 
 
 class LoadView(Struct, frozen=True, kw_only=True):
-    """The newest load that an engine has published."""
+    """The newest load that an engine has reported."""
 
     running: int
     """Requests in the running batch."""
     waiting: int
     """Requests in the queue."""
-    waiting_uncached_tokens: int
-    """Prompt tokens of those that must be computed."""
+    waiting_uncached_tokens: int | None
+    """Prompt tokens of those that must be computed; null if the engine does not report them, as vLLM."""
     used_tokens: int
-    """Tokens of KV cache in use."""
+    """Tokens of KV cache in use; 0 if unknown."""
     max_tokens: int
     """Capacity of the KV cache in tokens; 0 if unknown."""
     age_seconds: float
@@ -322,7 +322,9 @@ class SourceView(Struct, frozen=True, kw_only=True):
     resets: int
     reconnects: int
     load: LoadView | None = None
-    """Load of the engine; null if it publishes none, or the newest one is older than 5 s."""
+    """Load of the engine; null if it reports none, or the newest one is older than `load.max_age_seconds`."""
+    load_fault: str | None = None
+    """Why the load is unknown although the source says where to read it."""
     rejected: dict[str, int]
     """Events that were rejected, by reason."""
 

@@ -31,7 +31,7 @@ from kvevents.service.http.thread_pools import MATCHING, Run, ThreadPool, Thread
 from kvevents.service.lookups import Lookups
 from kvevents.service.member import Member
 from kvevents.service.metrics import Metrics
-from kvevents.service.prober import Prober, check_allowed
+from kvevents.service.prober import Prober, check_allowed, check_endpoints
 from kvevents.service.registration import SEPARATOR, Key, Registration, Scope
 from kvevents.service.replica.replica import Replica
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
@@ -75,6 +75,7 @@ class Service:
             hide_stale_seconds=config.hide_stale_seconds,
             curve=config.curve,
             timing=timing,
+            load=config.load,
         )
         self.replica = _replica(config, self.fleet)
         """Builds the index from a plane's log; None if the service follows engines."""
@@ -195,7 +196,7 @@ class Service:
         for registration in remembered:
             try:
                 # The allow list may have changed since.
-                self.allowed.check(registration.endpoint, bind=registration.bind)
+                check_endpoints(self.allowed, registration)
                 self.fleet.register(registration, HTTP, resume=self._resume)
             except ServiceError as error:
                 self._tell_lost(f"{registration.label} is not followed again: {error}")

@@ -1,8 +1,9 @@
-"""Follows the load streams of engines, and keeps the newest reading of each.
+"""Follows the load of engines, and keeps the newest reading of each.
 
 Theory of operation: readings have no time of their own, and only the newest one matters. A thread receives them as they come,
-so that the age of a reading is that of its arrival; a reading older than `max_age` is not returned. A stream that is absent,
-silent or invalid therefore costs its signal and nothing else. One reading is stored for each source.
+so that the age of a reading is that of its arrival; a reading older than `max_age_seconds` is not returned. A stream that is
+absent, silent or invalid therefore costs its signal and nothing else. One reading is stored for each source. Engines that
+publish no load are polled instead, in another thread (`load_polling`).
 """
 
 from __future__ import annotations
@@ -14,77 +15,35 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Self
 
 import zmq
 
-from kvevents.endpoints import validate_endpoint
-from kvevents.errors import ConfigError, EndpointError
-from kvevents.security import Curve
+from kvevents.errors import EndpointError
 from kvevents.security.zap import SocketSecurity, secure_sockets
+from kvevents.subscriber.load_metrics import is_load_url
+from kvevents.subscriber.load_readings import LoadReading, LoadSettings, LoadSource, Readings, Worker
 from kvevents.subscriber.zmq_sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
 from kvevents.wire.framing import Malformed, parse_live
-from kvevents.wire.load import LOAD_TOPIC, MAX_LOAD_BYTES, EngineLoad, decode_load
+from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
+
+if TYPE_CHECKING:
+    from kvevents.subscriber.load_polling import LoadPoller
 
 _logger: Final = logging.getLogger(__name__)
-Worker: TypeAlias = tuple[str, int]
-"""Source and rank."""
-DEFAULT_MAX_AGE: Final = 5.0
-"""Seconds after which a reading no longer counts. SGLang repeats an unchanged one every second, and a step of a large prompt
-takes a few seconds."""
 _MESSAGES_PER_TURN: Final = 64
 """Messages of one stream that are read before those of the others."""
 _OPTIONS: Final = SocketOptions(receive_hwm=_MESSAGES_PER_TURN, max_message_bytes=2 * MAX_LOAD_BYTES)
+_DEFAULT_SETTINGS: Final = LoadSettings()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSource:
-    """The load stream of one rank."""
+class _Stream(Readings):
+    """One load stream. The thread of the subscriber writes it."""
 
-    endpoint: str
-    """Where the rank publishes its load, such as `tcp://10.0.0.7:5559`: SGLang's `load_endpoint_port_base` plus the rank."""
-    name: str
-    """Name of the engine, as in `Source.name`."""
-    rank: int = 0
-    topic: str = LOAD_TOPIC
-    """Prefix of the topics to receive."""
-    curve: Curve | None = None
-
-    def __post_init__(self) -> None:
-        validate_endpoint(self.endpoint)
-        if self.rank < 0:
-            raise ConfigError(f"invalid rank {self.rank} of {self.name}: expected a number from 0")
-
-    @property
-    def worker(self) -> Worker:
-        """Name and rank."""
-        return self.name, self.rank
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReading:
-    """The newest reading of one stream, and what was received of it."""
-
-    load: EngineLoad | None
-    """None if no reading has come, or the newest one is older than `max_age`."""
-    age: float | None
-    """Seconds since the newest reading arrived; None before the first."""
-    received: int
-    """Readings so far."""
-    rejected: int
-    """Messages that are no reading."""
-
-
-class _Stream:
-    """One load stream. The thread of the subscriber writes it; each field is replaced as a whole."""
-
-    def __init__(self, socket: zmq.Socket[bytes], security: SocketSecurity | None) -> None:
+    def __init__(self, source: LoadSource, socket: zmq.Socket[bytes], security: SocketSecurity | None) -> None:
+        super().__init__(source)
         self.socket: Final = socket
         self._security = security
-        self.newest: tuple[EngineLoad, float] | None = None
-        self.received = 0
-        self.rejected = 0
 
     def receive(self, now: float) -> None:
         """Read what has come, up to a limit."""
@@ -95,10 +54,9 @@ class _Stream:
                 return
             load = None if isinstance(parsed, Malformed) else decode_load(parsed.payload)
             if load is None:
-                self.rejected += 1
+                self.reject()
             else:
-                self.received += 1
-                self.newest = load, now
+                self.store(load, now)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -109,18 +67,18 @@ class _Stream:
 
 
 class LoadSubscriber:
-    """Receives the load that engines report in a thread of its own. Any thread may call every method.
+    """Receives the load that engines report, and polls those that publish none. Any thread may call every method.
 
-    `load(worker)` fits `Router(engine_load=...)`. `max_age` is in seconds. Raises `ConfigError` and `EndpointError`.
+    `load(worker)` fits `Router(engine_load=...)`. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` for a
+    source to poll without the extra `service`.
     """
 
-    def __init__(self, sources: Iterable[LoadSource] = (), *, max_age: float = DEFAULT_MAX_AGE) -> None:
-        if not max_age > 0:
-            raise ConfigError(f"invalid max_age {max_age}: expected a number of seconds above 0")
-        self._max_age: Final = max_age
+    def __init__(self, sources: Iterable[LoadSource] = (), *, settings: LoadSettings = _DEFAULT_SETTINGS) -> None:
+        self._settings: Final = settings
         with endpoint_errors("load", "cannot open a context for load streams"):
             self._context: Final = private_context()
-        self._streams: dict[Worker, _Stream] = {}
+        self._readings: dict[Worker, Readings] = {}
+        self._poller: LoadPoller | None = None
         self._lock: Final = threading.Lock()
         self._commands: Final[deque[tuple[_Stream, bool]]] = deque()
         self._is_closing = False
@@ -133,11 +91,27 @@ class LoadSubscriber:
                 self.add(source)
         except BaseException:
             self._release()
+            self._close_poller()
             raise
         self._thread.start()
 
     def add(self, source: LoadSource) -> None:
-        """Follow a load stream, in place of the one that this worker had. Raises `EndpointError`."""
+        """Follow the load of a worker, in place of the source that it had. Raises `EndpointError`."""
+        is_polled = is_load_url(source.endpoint)
+        readings = Readings(source) if is_polled else self._connect(source)
+        with self._lock:
+            poller = self._polling() if is_polled else None
+            former = self._readings.pop(source.worker, None)
+            self._readings[source.worker] = readings
+            self._end(former)
+            if isinstance(readings, _Stream):
+                # The socket changes its thread here: the lock orders both threads, as libzmq requires.
+                self._commands.append((readings, True))
+            elif poller is not None:
+                poller.add(readings)
+        self._wake()
+
+    def _connect(self, source: LoadSource) -> _Stream:
         security = secure_sockets(self._context, source.curve, source.endpoint)
         try:
             connected = SocketFactory(self._context, _OPTIONS, security, is_private=True).open(zmq.SUB, source.endpoint)
@@ -145,7 +119,7 @@ class LoadSubscriber:
             if security is not None:
                 security.close()
             raise
-        stream = _Stream(connected, security)
+        stream = _Stream(source, connected, security)
         try:
             connected.set(zmq.RCVHWM, _OPTIONS.receive_hwm)
             connected.set(zmq.SUBSCRIBE, source.topic.encode())
@@ -153,46 +127,43 @@ class LoadSubscriber:
         except EndpointError:
             stream.close()
             raise
-        with self._lock:
-            former = self._streams.pop(source.worker, None)
-            self._streams[source.worker] = stream
-            if former is not None:
-                self._commands.append((former, False))
-            # The socket changes its thread here: the lock orders both threads, as libzmq requires.
-            self._commands.append((stream, True))
-        self._wake()
+        return stream
+
+    def _polling(self) -> LoadPoller:
+        if self._poller is None:
+            from kvevents.subscriber.load_polling import LoadPoller  # noqa: PLC0415 - needs aiohttp, an extra
+
+            self._poller = LoadPoller(self._settings)
+        return self._poller
 
     def remove(self, worker: Worker) -> None:
         """Stop following a worker's load; nothing if it is unknown."""
         with self._lock:
-            former = self._streams.pop(worker, None)
-            if former is not None:
-                self._commands.append((former, False))
+            self._end(self._readings.pop(worker, None))
         self._wake()
 
+    def _end(self, former: Readings | None) -> None:
+        if isinstance(former, _Stream):
+            self._commands.append((former, False))
+        elif former is not None and self._poller is not None:
+            self._poller.remove(former)
+
     def load(self, worker: Worker) -> EngineLoad | None:
-        """Return the newest load of a worker; None if it is unknown, silent, or older than `max_age`."""
-        stream = self._streams.get(worker)
-        newest = None if stream is None else stream.newest
-        return None if newest is None or time.monotonic() - newest[1] > self._max_age else newest[0]
+        """Return the newest load of a worker; None if it is unknown, silent, or older than `max_age_seconds`."""
+        readings = self._readings.get(worker)
+        return None if readings is None else readings.load(time.monotonic(), self._settings.max_age_seconds)
 
     def reading(self, worker: Worker) -> LoadReading | None:
-        """Return the newest reading of one stream with its age; None if it is not followed."""
-        stream = self._streams.get(worker)
-        return None if stream is None else self._reading(stream, time.monotonic())
+        """Return the newest reading of a worker with its age; None if it is not followed."""
+        readings = self._readings.get(worker)
+        return None if readings is None else readings.reading(time.monotonic(), self._settings.max_age_seconds)
 
     def readings(self) -> dict[Worker, LoadReading]:
-        """Return the newest reading of every stream with its age, for people and metrics."""
+        """Return the newest reading of every worker with its age, for people and metrics."""
         with self._lock:
-            streams = list(self._streams.items())
+            followed = list(self._readings.items())
         now = time.monotonic()
-        return {worker: self._reading(stream, now) for worker, stream in streams}
-
-    def _reading(self, stream: _Stream, now: float) -> LoadReading:
-        newest = stream.newest
-        age = None if newest is None else max(now - newest[1], 0.0)
-        load = None if newest is None or age is None or age > self._max_age else newest[0]
-        return LoadReading(load, age, stream.received, stream.rejected)
+        return {worker: readings.reading(now, self._settings.max_age_seconds) for worker, readings in followed}
 
     def close(self) -> None:
         """Close all connections and end the thread. Idempotent."""
@@ -200,6 +171,13 @@ class LoadSubscriber:
         self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        self._close_poller()
+
+    def _close_poller(self) -> None:
+        with self._lock:
+            poller, self._poller = self._poller, None
+        if poller is not None:
+            poller.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +186,7 @@ class LoadSubscriber:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<LoadSubscriber {len(self._streams)} streams>"
+        return f"<LoadSubscriber {len(self._readings)} workers>"
 
     # --- the thread
 
@@ -253,8 +231,9 @@ class LoadSubscriber:
 
     def _release(self) -> None:
         with self._lock:
-            for stream in [*self._streams.values(), *(stream for stream, _ in self._commands)]:
-                stream.close()
+            for stream in [*self._readings.values(), *(stream for stream, _ in self._commands)]:
+                if isinstance(stream, _Stream):
+                    stream.close()
             self._commands.clear()
         self._context.destroy(linger=0)
         self._wake_end.close()

@@ -28,13 +28,13 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="LoadStat", frozen=True, g
     waiting: _Count
     """Requests in the queue."""
     used_tokens: _Count
-    """Tokens of KV cache in use."""
+    """Tokens of KV cache in use; 0 if the engine reports neither them nor a share of a known capacity."""
     max_tokens: _Count
     """Capacity of the KV cache in tokens; 0 if the engine does not know it."""
     rank: int | None = None
     """Data-parallel rank, as the engine counts it; for people."""
-    waiting_uncached_tokens: _Count = 0
-    """Prompt tokens of waiting requests that must be computed."""
+    waiting_uncached_tokens: _Count | None = None
+    """Prompt tokens of waiting requests that must be computed; None if the engine does not report them, as vLLM."""
     total_tokens: _Count = 0
     """Tokens in use and tokens of waiting requests."""
     max_running: _Count = 0

@@ -35,6 +35,7 @@ from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.config import KVEventsConfig
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
+from kvevents.http_client import Answer, HttpConnections, HttpError, RequestLimits
 from kvevents.service.discovery.provider import DiscoveryFault, Finding
 from kvevents.service.discovery.source_config import (
     DEFAULT_TEMPLATE,
@@ -47,9 +48,9 @@ from kvevents.service.discovery.source_config import (
     check_endpoint,
     replace_wildcard_host,
 )
-from kvevents.service.http_client import Answer, HttpConnections, HttpError, RequestLimits
 from kvevents.service.registration import Scope
 from kvevents.structs import build_decoder_now
+from kvevents.subscriber.load_metrics import METRICS_PATH
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
 """Settings with which an engine publishes events and answers replay requests."""
@@ -65,6 +66,8 @@ class EngineInfo:
     missing: dict[int, str] = field(default_factory=dict)
     """Ranks that cannot be followed, with the reason as the end of a sentence: `rank 3 of ENGINE ...`."""
     model: str | None = None
+    has_metrics: bool = False
+    """Whether the server has metrics of its load unless they are switched off, as vLLM's."""
     off_reason: str | None = None
     """Why the engine publishes no events at all, as the end of a sentence."""
 
@@ -107,7 +110,7 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
     """Parse the answer of a vLLM server that was reached at `host`. Raises `EngineQueryError` for another shape."""
     if not isinstance(answer, dict):
         raise EngineQueryError("/kv_event_sources does not return a JSON object of ranks, as vLLM does")
-    found = EngineInfo()
+    found = EngineInfo(has_metrics=True)
     for key, raw in answer.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise EngineQueryError(f"/kv_event_sources returns the key {key!r} in place of a rank number")
@@ -195,7 +198,7 @@ def _parse_sglang_rank(found: EngineInfo, rank: int, descriptor: _Descriptor, ho
     load_port = (descriptor.load_endpoint_port_base or 0) + rank if descriptor.load_endpoint_port_base else 0
     load = replace_wildcard_host(f"tcp://{own}:{load_port}", host) if 0 < load_port <= MAX_PORT else None
     size = descriptor.block_size or None
-    _add(found, RankEndpoint(rank, endpoint, replay, topic=descriptor.topic or "", block_size=size, load_endpoint=load))
+    _add(found, RankEndpoint(rank, endpoint, replay, topic=descriptor.topic or "", block_size=size, load=load))
 
 
 def _add(found: EngineInfo, rank: RankEndpoint) -> None:
@@ -415,9 +418,10 @@ class EngineProvider:
             raise EngineQueryError(f"{url.join('/v1/models')} lists no model: set model in the source's table")
         self._add_configured_ranks(info)
         registrations = []
-        for found in info.endpoints:
+        for each in info.endpoints:
+            found = replace(self._with_replay_endpoint(each), load=self._load_of(url, info, each))
             try:
-                registrations.append(self.template.registration(self.label, model, self._with_replay_endpoint(found)))
+                registrations.append(self.template.registration(self.label, model, found))
             except ConfigError as error:
                 info.missing[found.rank] = f"cannot be followed: {error}"
         adapters = [Scope(model, self.template.tenant, self.template.group, name) for name in models.adapters]
@@ -436,6 +440,11 @@ class EngineProvider:
             if is_needed:
                 raise
             return ServedModels(None)
+
+    @staticmethod
+    def _load_of(url: BaseUrl, info: EngineInfo, found: RankEndpoint) -> str | None:
+        """Return where the load of a rank is read: from the engine's metrics if it always has them and publishes no load."""
+        return str(url.join(METRICS_PATH)) if found.load is None and info.has_metrics else found.load
 
     def _with_replay_endpoint(self, found: RankEndpoint) -> RankEndpoint:
         if self.template.replay_endpoint is None:

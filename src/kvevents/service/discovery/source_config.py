@@ -14,11 +14,15 @@ from kvevents.service.registration import DEFAULT_GROUP, Registration
 from kvevents.settings import Range, Settings, convert
 from kvevents.stream.deliveries import check_stores_only
 from kvevents.structs import build_decoder_now
+from kvevents.subscriber.load_metrics import check_load_url, is_load_url
 
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines
 """Hosts that mean "all interfaces of this machine". A client cannot connect to them."""
 MAX_RANKS: Final = 1_024
 """Most data-parallel ranks of one engine. The largest known deployments have a few hundred."""
+NO_LOAD: Final = "none"
+"""Value of the setting `load` of an engine whose load is not to be read."""
+_ANY_HOST: Final = "tcp://0:1"
 _TRANSPORTS: Final = ("tcp", "ipc")
 _PORTS: Final = {"http": 80, "https": 443}
 
@@ -35,7 +39,7 @@ class RankEndpoint:
     replay_endpoint: str | None = None
     topic: str = ""
     block_size: int | None = None
-    load_endpoint: str | None = None
+    load: str | None = None
 
 
 def bracket_host(host: str) -> str:
@@ -65,6 +69,16 @@ def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
         raise ConfigError(
             f"invalid {field} {endpoint!r}: a wildcard host cannot be connected to; write the engine's host, or set bind = true"
         )
+
+
+def check_load(load: str) -> None:
+    """Raise `ConfigError` for a setting `load` that is neither an endpoint nor a URL to poll."""
+    if is_load_url(load):
+        check_load_url(load)
+        if urlsplit(load).hostname in WILDCARDS:
+            raise ConfigError(f"invalid load {load!r}: a wildcard host cannot be connected to; write the engine's host")
+    else:
+        check_endpoint("load", load)
 
 
 # --- URLs of engines
@@ -151,8 +165,10 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     curve: Curve | None = None
     lora_name: str | None = None
     salt: str | None = None
-    load_endpoint: str | None = None
-    """Endpoint at which the first rank publishes its load (SGLang: --load-publish-endpoint); a queried engine names it."""
+    load: str | None = None
+    """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
+    `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
+    engine's own host. A queried engine names it; `none` does not read it."""
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
     is not EXACT."""
@@ -160,6 +176,8 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         check_stores_only(self.stores_only)
+        if self.load not in {None, NO_LOAD}:
+            check_load(self._load_of(0, _ANY_HOST) or "")
 
     def registrations(self, instance: str, endpoint: str) -> tuple[Registration, ...]:
         """Return the registrations of all ranks of an engine whose first rank publishes at `endpoint`.
@@ -179,9 +197,11 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
         check_endpoint("endpoint", found.endpoint, bind=self.bind)
         if replay is not None:
             check_endpoint("replay_endpoint", replay)
-        load = offset_endpoint_port(self.load_endpoint, found.rank - self.rank) or found.load_endpoint
+        load = self._load_of(found.rank - self.rank, found.endpoint) or found.load
+        if load == NO_LOAD:
+            load = None
         if load is not None:
-            check_endpoint("load_endpoint", load)
+            check_load(load)
         return Registration(
             instance=instance,
             endpoint=found.endpoint,
@@ -197,7 +217,7 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
             bind=self.bind,
             curve=self.curve,
             stores_only=self.stores_only,
-            load_endpoint=load,
+            load=load,
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
@@ -205,6 +225,19 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
         replay = offset_endpoint_port(self.replay_endpoint, index)
         found = split_tcp(endpoint)
         return replay if replay is None or found is None else replace_wildcard_host(replay, found[0])
+
+    def _load_of(self, index: int, endpoint: str) -> str | None:
+        """Return where the load of the rank `index` after the first is read, which publishes at `endpoint`."""
+        found = split_tcp(endpoint)
+        if self.load is None or self.load == NO_LOAD:
+            return self.load
+        if not is_load_url(self.load):
+            load = offset_endpoint_port(self.load, index) or self.load
+            return load if found is None else replace_wildcard_host(load, found[0])
+        scheme, _, rest = self.load.partition("://")
+        if found is not None and rest.startswith("*"):
+            return f"{scheme}://{bracket_host(found[0])}{rest.removeprefix('*')}"
+        return self.load
 
     def _rank_endpoints(self, endpoint: str) -> Iterator[RankEndpoint]:
         for index in range(self.ranks):

@@ -17,6 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
+from kvevents.service.discovery.source_config import check_load
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.lookups import Found
@@ -83,6 +84,9 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     type: str | None = None
     stores_only: Annotated[list[str], Meta(max_length=MAX_TIERS)] = []
     """Tiers from which the engine announces no removals, such as `cpu`; no field of the original APIs."""
+    load: str | None = None
+    """Where the load is read: `tcp://HOST:PORT` of SGLang's load stream, or `http://HOST:PORT` of a server with metrics; no
+    field of the original APIs."""
 
     ALIASES: ClassVar = ScopeFields.ALIASES | {"cache_salt", "lora_id"}
 
@@ -186,6 +190,8 @@ def _registration(body: RegisterRequest) -> Registration:
     if body.replay_endpoint:  # clients in Go send an empty string for none
         _check_endpoint("replay_endpoint", body.replay_endpoint)
     try:
+        if body.load:
+            check_load(body.load)
         return Registration(
             instance=str(body.instance_id),
             endpoint=body.endpoint,
@@ -199,6 +205,7 @@ def _registration(body: RegisterRequest) -> Registration:
             lora_name=scope.lora,
             salt=scope.salt,
             stores_only=tuple(body.stores_only),
+            load=body.load or None,
         )
     except ConfigError as error:
         raise RefusedError(str(error), "bad-registration", _HINT) from error

@@ -1,0 +1,163 @@
+"""Polls the HTTP servers of engines that publish no load.
+
+Theory of operation. One thread runs an event loop with one task for each URL, whatever the number of ranks behind it. A task
+requests the URL, reads the load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and
+few run at one time, so a server that is slow or hostile costs its own load and nothing else. While a server fails, pauses grow
+up to `MAX_PAUSE_SECONDS`. The reason of a failure is stored with each rank, and is logged when it begins and when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvevents.backoff import Backoff, jittered
+from kvevents.http_client import HttpConnections, HttpError, RequestLimits
+from kvevents.subscriber.load_metrics import MAX_METRICS_BYTES, LoadError, ReportedLoad, check_load_url, require_parser
+from kvevents.subscriber.load_readings import LoadSettings, Readings
+
+_logger: Final = logging.getLogger(__name__)
+MAX_PAUSE_SECONDS: Final = 10.0
+"""Longest pause after a failure, unless `poll_seconds` is longer. A server that has come back is noticed after this time."""
+_IDLE_INTERVALS: Final = 4
+"""Intervals for which an idle connection is kept for the next request."""
+_HEADERS: Final = {"Accept": "text/plain, application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
+
+
+class _Target:
+    """One URL and the ranks behind it."""
+
+    def __init__(self, url: str) -> None:
+        self.url: Final = url
+        self.ranks: list[Readings] = []
+        self.task: asyncio.Task[None] | None = None
+        self.fault = ""
+
+    def store(self, body: bytes, now: float) -> str:
+        """Store the load of each rank. Return what is wrong with the first one that has none; empty if all have one."""
+        report, fault = ReportedLoad.read(body), ""
+        for readings in self.ranks:
+            try:
+                readings.store(report.of_rank(readings.source.rank), now)
+            except LoadError as error:
+                readings.reject(f"{self.url} {error}")
+                fault = fault or str(error)
+        return fault
+
+
+class LoadPoller:
+    """Polls URLs in a thread of its own. Any thread may call every method.
+
+    Raises `MissingDependencyError` if prometheus_client is not installed.
+    """
+
+    def __init__(self, settings: LoadSettings) -> None:
+        require_parser()
+        self._settings: Final = settings
+        self._targets: dict[str, _Target] = {}
+        self._slots: Final = asyncio.Semaphore(settings.at_once)
+        self._has_begun: Final = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: Final = threading.Thread(target=self._run, name="kvevents-load-polls", daemon=True)
+        self._thread.start()
+        self._has_begun.wait()
+
+    def add(self, readings: Readings) -> None:
+        """Poll the URL of a source, and store what it reports of its rank."""
+        self._call(lambda: self._add(readings))
+
+    def remove(self, readings: Readings) -> None:
+        """Stop to poll for a rank; nothing if it is unknown."""
+        self._call(lambda: self._remove(readings))
+
+    def close(self) -> None:
+        """End all requests and the thread. Idempotent."""
+        self._call(lambda: None if self._stop is None else self._stop.set())
+        self._thread.join()
+
+    def _call(self, work: Callable[[], None]) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(work)
+            except RuntimeError:  # it has closed meanwhile
+                return
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception:
+            _logger.exception("the load of engines is no longer polled")
+        finally:
+            self._has_begun.set()
+
+    async def _main(self) -> None:
+        settings = self._settings
+        limits = RequestLimits(settings.request_seconds, MAX_METRICS_BYTES)
+        async with HttpConnections(limits, idle_seconds=_IDLE_INTERVALS * settings.poll_seconds) as connections:
+            self._connections = connections
+            self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
+            self._has_begun.set()
+            await self._stop.wait()
+            tasks = [target.task for target in self._targets.values() if target.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self, readings: Readings) -> None:
+        url = check_load_url(readings.source.endpoint)
+        target = self._targets.setdefault(url, _Target(url))
+        target.ranks.append(readings)
+        if target.task is None:
+            target.task = asyncio.get_running_loop().create_task(self._poll(target))
+
+    def _remove(self, readings: Readings) -> None:
+        url = check_load_url(readings.source.endpoint)
+        target = self._targets.get(url)
+        if target is None or readings not in target.ranks:
+            return
+        target.ranks.remove(readings)
+        if not target.ranks:
+            del self._targets[url]
+            if target.task is not None:
+                target.task.cancel()
+
+    async def _poll(self, target: _Target) -> None:
+        interval = self._settings.poll_seconds
+        backoff = Backoff(initial=interval, maximum=max(interval, MAX_PAUSE_SECONDS))
+        while True:
+            fault = await self._request(target)
+            if fault and not target.fault:
+                _logger.warning("the load of an engine is unknown: %s %s", target.url, fault)
+            elif target.fault and not fault:
+                _logger.info("the load of an engine is known again: %s", target.url)
+            target.fault = fault
+            if fault:
+                await asyncio.sleep(max(interval, backoff.next_delay()))
+            else:
+                backoff.reset()
+                await asyncio.sleep(jittered(interval, random.random))
+
+    async def _request(self, target: _Target) -> str:
+        """Request one answer and store what it reports. Return what has failed; empty if nothing has."""
+        try:
+            async with self._slots:
+                answer = await self._connections.get(target.url, _HEADERS)
+            if answer.status == 200:
+                return target.store(answer.body, time.monotonic())
+            fault = f"answers with status {answer.status}"
+        except HttpError as error:
+            fault = f"does not answer: {error}" if error.kind != "timeout" else "does not answer in time"
+        except LoadError as error:
+            fault = str(error)
+        for readings in target.ranks:
+            readings.reject(f"{target.url} {fault}")
+        return fault
