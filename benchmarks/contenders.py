@@ -38,7 +38,7 @@ class Contender:
     """Whether BlockStored has `lora_name` after `medium`."""
 
     def publisher(self, port: int, replay_port: int) -> Publisher:
-        """Bound to two TCP ports, with the engines' default limits, spelled out."""
+        """Bound to two TCP ports, with the engines' default limits written out."""
         made: Publisher = self.types().ZmqEventPublisher(
             0, f"tcp://*:{port}", f"tcp://*:{replay_port}", BUFFER_STEPS, HWM, MAX_QUEUE_SIZE, "kv-events"
         )
@@ -66,7 +66,7 @@ def _ours() -> Any:
     return type("kvevents", (), vars(events) | {"ZmqEventPublisher": publisher.ZmqEventPublisher})
 
 
-# Asked once a millisecond, so of each the queue alone: the engines have no other way to tell, our `stats` counts much more.
+# Read once a millisecond, so of each only the queue: the engines offer nothing else, and our `stats` counts much more.
 def _queued(publisher: Any) -> int:
     return len(publisher._queue)  # noqa: SLF001
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks.history`: what compaction costs a publisher, and what a late joiner gets for it.
 
-Two things, each told against what it is judged by. The publisher's CPU per batch with and without compaction, in one run,
+Two things, each shown beside its limit. The publisher's CPU per batch with and without compaction, in one run,
 interleaved; batches store blocks and remove as many old ones, once the buffer and the cache are full. And a consumer that joins
 after `--batches` batches of history, when 50,000 blocks are live: how long until it is exact, and how many bytes it reads, over
-those of the live set spelled once.
+those of the live set encoded once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Engine:
             yield KVEventBatch(float(number), self._events())
 
     def live_bytes(self) -> int:
-        """What is live, spelled once: a store for each chain."""
+        """The size of the live blocks, encoded once: a store for each chain."""
         stores = [self._store(chain, None) for chain in self._live if chain]
         return len(encode_batch(KVEventBatch(0.0, [*stores])))
 
@@ -162,7 +162,7 @@ def main() -> int:
     met &= good
     print(
         f"late joiner after {options.batches:,} batches, {blocks:,} blocks live: exact in {seconds:.2f} s (<= 1), read "
-        f"{read:,} bytes, {read / live:.2f} of the live set spelled once (<= 3): {'met' if good else 'MISSED'}"
+        f"{read:,} bytes, {read / live:.2f} of the live set encoded once (<= 3): {'met' if good else 'MISSED'}"
     )
     return 0 if met else 1
 

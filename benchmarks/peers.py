@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.backend
 
-from benchmarks.processes import heed, say
+from benchmarks.processes import receive_line, send_line
 
 SILENCE_MS: Final = 3_000
 """A reply that brings nothing for this long has ended without its marker."""
@@ -30,11 +30,11 @@ def _sub(port: int) -> zmq.Socket[bytes]:
 
 
 def count(port: int) -> None:
-    """Say when the first batch is here; be told the number of the last; say how many came, and when the last did."""
+    """Report the first batch; receive the number of the last; report how many came, and when the last did."""
     socket = _sub(port)
     first = int.from_bytes(socket.recv_multipart()[1], "big")
-    say("ready")
-    last = heed()
+    send_line("ready")
+    last = receive_line()
     if last is None:
         return
     received, seq = 1, first
@@ -47,16 +47,16 @@ def count(port: int) -> None:
             seq = int.from_bytes(receive(), "big")
             receive()
             received += 1
-    say({"lost": last - first + 1 - received, "end": time.monotonic()})
-    heed()
+    send_line({"lost": last - first + 1 - received, "end": time.monotonic()})
+    receive_line()
 
 
 def live(port: int) -> None:
-    """Measure how late batches are, whose timestamps are of the monotonic clock; tell when asked, and start afresh."""
+    """Measure how late batches are, whose timestamps are of the monotonic clock; report on request, and start afresh."""
     socket = _sub(port)
     decode = msgspec.msgpack.Decoder(tuple[float, msgspec.Raw, msgspec.Raw]).decode
     socket.recv_multipart()
-    say("ready")
+    send_line("ready")
     late: list[float] = []
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
@@ -66,10 +66,10 @@ def live(port: int) -> None:
         if socket in ready:
             payload = socket.recv_multipart()[2]
             late.append(time.monotonic() - decode(payload)[0])
-        elif heed() is None:
+        elif receive_line() is None:
             return
         else:
-            say({"median": median(late or [0.0]), "longest": max(late, default=0.0), "batches": len(late)})
+            send_line({"median": median(late or [0.0]), "longest": max(late, default=0.0), "batches": len(late)})
             late = []
 
 
@@ -83,14 +83,14 @@ def lost(seen: Collection[int], count: int) -> int:
 
 
 def replay(port: int, pace: str, count: int) -> None:
-    """Ask once for everything from 0 when told, read at a pace, and say what came of a buffer of `count` batches.
+    """Request everything from 0 once, read it at a pace, and report how much of a buffer of `count` batches came.
 
     The socket has pyzmq's default limits.
     """
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{port}")
-    say("ready")
-    if heed() is None:
+    send_line("ready")
+    if receive_line() is None:
         return
     started = time.monotonic()
     socket.send_multipart([b"", bytes(8)])
@@ -105,27 +105,27 @@ def replay(port: int, pace: str, count: int) -> None:
             seen.add(int.from_bytes(frames[-2], "big"))
             if pace == "slow" and len(seen) % 20 == 0:
                 time.sleep(0.005)
-    say({"lost": lost(seen, count), "ended": ended, "seconds": time.monotonic() - started})
+    send_line({"lost": lost(seen, count), "ended": ended, "seconds": time.monotonic() - started})
 
 
 def blast(port: int, blocks: int, batches: int) -> None:
-    """Send batches as vLLM encodes them, as fast as pyzmq can, to whoever subscribes first; then stay until told."""
+    """Send batches as vLLM encodes them, as fast as pyzmq can, to the first subscriber; then stay until the parent ends it."""
     from benchmarks.contenders import VLLM  # noqa: PLC0415 - readers of other roles need not load an engine
 
     payloads = [msgspec.msgpack.encode(batch) for batch in VLLM.batches(500, blocks)]
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
     socket.set(zmq.SNDHWM, 0)
     socket.bind(f"tcp://127.0.0.1:{port}")
-    say("bound")
+    send_line("bound")
     socket.recv()
     time.sleep(0.2)  # the reader says hello before it reads
     for seq in range(batches):
         socket.send_multipart((b"kv-events", seq.to_bytes(8, "big"), payloads[seq % 500]))
-    heed()
+    receive_line()
 
 
 def engine(name: str, port: int, replay_port: int, blocks: int, batches: int) -> None:
-    """An engine's publisher that has published `batches` batches to nobody, and then only answers replay requests."""
+    """An engine's publisher that has published `batches` batches without a subscriber, and then answers replay requests."""
     from benchmarks.contenders import CONTENDERS  # noqa: PLC0415 - as above
     from benchmarks.publishing import feed  # noqa: PLC0415 - as above
 
@@ -135,7 +135,7 @@ def engine(name: str, port: int, replay_port: int, blocks: int, batches: int) ->
     while contender.waiting(publisher):
         time.sleep(0.01)
     time.sleep(0.2)
-    say("published")
+    send_line("published")
     select.select([sys.stdin], [], [])
     publisher.shutdown()
 

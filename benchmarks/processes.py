@@ -30,12 +30,12 @@ class Peer:
         """As the operating system knows it."""
         return self._process.pid
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Write one line to the peer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message) + "\n")
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Wait for the next line of the peer. Raises `RuntimeError` when it ends without one."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -66,13 +66,13 @@ class Peer:
         self.close()
 
 
-def say(message: Any) -> None:
-    """The other end of `Peer.hear`."""
+def send_line(message: Any) -> None:
+    """Write a line to the parent, which reads it by `Peer.receive`."""
     print(json.dumps(message), flush=True)
 
 
-def heed() -> Any:
-    """The other end of `Peer.tell`; None when the parent is gone."""
+def receive_line() -> Any:
+    """Return the next line of the parent, sent by `Peer.send`; None when the parent is gone."""
     line = sys.stdin.readline()
     return json.loads(line) if line else None
 
@@ -83,14 +83,14 @@ def run(module: str, *arguments: object, python: str = sys.executable) -> dict[s
         alarm = Timer(PATIENCE, peer.kill)
         alarm.start()
         try:
-            result: dict[str, Any] = peer.hear()
+            result: dict[str, Any] = peer.receive()
         finally:
             alarm.cancel()
     return result
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody uses now."""
+    """TCP ports that no process uses now."""
     sockets = [socket.create_server(("", 0)) for _ in range(count)]
     ports = [int(each.getsockname()[1]) for each in sockets]
     for each in sockets:

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any, Final
 
 from benchmarks.contenders import CONTENDERS, Contender, Publisher
-from benchmarks.processes import Peer, free_ports, say
+from benchmarks.processes import Peer, free_ports, send_line
 
 POOL: Final = 500
 """Distinct batches, published in turn."""
@@ -41,10 +41,10 @@ def feed(contender: Contender, publisher: Publisher, batches: list[Any], count: 
 
 def _connected(contender: Contender, publisher: Publisher, peer: Peer) -> int:
     """Publish until the peer has received something; how many batches that took."""
-    hearing = Thread(target=peer.hear)
-    hearing.start()
+    receiving = Thread(target=peer.receive)
+    receiving.start()
     probe, sent = contender.batches(1, 1)[0], 0
-    while hearing.is_alive():
+    while receiving.is_alive():
         publisher.publish(probe)
         sent += 1
         time.sleep(0.02)
@@ -105,10 +105,10 @@ def flow(contender: Contender, blocks: int, count: int) -> dict[str, float]:
     publisher, batches = contender.publisher(port, replay_port), contender.batches(POOL, blocks)
     with Peer("peers", "count", port) as peer:
         probes = _connected(contender, publisher, peer)
-        peer.tell(probes + count - 1)
+        peer.send(probes + count - 1)
         started, cpu = time.monotonic(), time.process_time()
         feed(contender, publisher, batches, count)
-        outcome = peer.hear()
+        outcome = peer.receive()
         cpu = time.process_time() - cpu
     publisher.shutdown()
     return {"rate": count / (outcome["end"] - started), "cpu": cpu / count * 1e6, "lost": outcome["lost"]}
@@ -131,13 +131,13 @@ def replay(contender: Contender, blocks: int, count: int, per_second: int) -> di
             else:
                 # Starting a process stops this one for milliseconds, so the reader is there before anything is measured.
                 with Peer("peers", "replay", replay_port, pace, count) as reader:
-                    reader.hear()
+                    reader.receive()
                     _forget(peer)
                     outcome = _publish_until(publisher, pool, per_second, reader)
                 result[f"lost_{pace}"] = outcome["lost"]
                 result[f"seconds_{pace}"] = outcome["seconds"]
-            peer.tell("report")
-            report = peer.hear()
+            peer.send("report")
+            report = peer.receive()
             result[f"stall_{pace}"] = report["longest"] * 1e3
             result[f"delivery_{pace}"] = report["median"] * 1e6
     publisher.shutdown()
@@ -145,8 +145,8 @@ def replay(contender: Contender, blocks: int, count: int, per_second: int) -> di
 
 
 def _forget(peer: Peer) -> None:
-    peer.tell("forget")
-    peer.hear()
+    peer.send("forget")
+    peer.receive()
 
 
 def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, enough: Callable[[float], bool]) -> None:
@@ -165,11 +165,11 @@ def _publish_for(publisher: Publisher, pool: list[Any], per_second: int, enough:
 
 def _publish_until(publisher: Publisher, pool: list[Any], per_second: int, reader: Peer) -> dict[str, Any]:
     outcome: dict[str, Any] = {}
-    hearing = Thread(target=lambda: outcome.update(reader.hear()))
-    hearing.start()
-    reader.tell("ask")
-    _publish_for(publisher, pool, per_second, lambda _: not hearing.is_alive())
-    hearing.join()
+    receiving = Thread(target=lambda: outcome.update(reader.receive()))
+    receiving.start()
+    reader.send("ask")
+    _publish_for(publisher, pool, per_second, lambda _: not receiving.is_alive())
+    receiving.join()
     return outcome
 
 
@@ -177,4 +177,4 @@ TRIALS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"busy": busy, "paced"
 
 if __name__ == "__main__":
     trial, name, *numbers = sys.argv[1:]
-    say(TRIALS[trial](CONTENDERS[name], *map(int, numbers)))
+    send_line(TRIALS[trial](CONTENDERS[name], *map(int, numbers)))

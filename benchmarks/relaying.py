@@ -2,7 +2,7 @@
 
 One process publishes what an engine with a full cache does, each batch storing some blocks and removing as many; one consumer
 counts. Between them is nothing, ZeroMQ's own `zmq.proxy`, or a relay with its journal on the disk, in turns. Measured is what
-goes on day after day: the relay's replay buffer is full before, so that each batch pushes one out into the history. Told are
+goes on day after day: the relay's replay buffer is full before, so that each batch pushes one out into the history. Printed are
 batches per second, the CPU time of what is between for each batch (all threads, user and system), and at a steady pace what it
 adds to the time from sending to receiving. Then a relay whose journal holds a million live blocks is killed, and its return is
 timed.
@@ -25,7 +25,7 @@ import zmq
 
 from benchmarks.history import Engine
 from benchmarks.indexing.procfs import cpu_of_threads
-from benchmarks.processes import Peer, free_ports, heed, say
+from benchmarks.processes import Peer, free_ports, receive_line, send_line
 from benchmarks.report import machine
 
 ROOM: Final = 4_000
@@ -45,7 +45,7 @@ _STAMP: Final = struct.Struct(">d")
 
 
 def source(port: int, blocks: int) -> None:
-    """Publish when told to: `[count, pace]`, as fast as the consumer's credit allows where the pace is 0."""
+    """Publish on request: `[count, pace]`, as fast as the consumer's credit allows if the pace is 0."""
     from kvevents.wire import encode_batch  # noqa: PLC0415 - each process loads only what its role is about
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -57,15 +57,15 @@ def source(port: int, blocks: int) -> None:
     for _ in engine.batches(ROOM // blocks):
         pass
     seq = 0
-    say(credit_port)
+    send_line(credit_port)
     while events.recv()[:1] != b"\1":
         pass
-    say("subscribed")
-    while (order := heed()) is not None:
+    send_line("subscribed")
+    while (order := receive_line()) is not None:
         count, pace = order
         payloads = [encode_batch(batch) for batch in engine.batches(count)]
-        say("ready")
-        heed()
+        send_line("ready")
+        receive_line()
         granted = WINDOW
         began = time.monotonic()
         for number, payload in enumerate(payloads):
@@ -78,7 +78,7 @@ def source(port: int, blocks: int) -> None:
             seq += 1
         while not pace and credit.poll(0):
             credit.recv()
-        say("sent")
+        send_line("sent")
 
 
 def proxy(port: int, out: int) -> None:
@@ -89,7 +89,7 @@ def proxy(port: int, out: int) -> None:
     back.set_hwm(0)
     front.connect(f"tcp://127.0.0.1:{port}")
     back.bind(f"tcp://127.0.0.1:{out}")
-    say(out)
+    send_line(out)
     zmq.proxy(front, back)
 
 
@@ -103,20 +103,20 @@ def relay(port: int, out: int, replay: int, journal: str) -> None:
         upstreams=(upstream,), endpoint=f"tcp://127.0.0.1:{out}", replay_endpoint=f"tcp://127.0.0.1:{replay}", journal=journal
     )
     with Relay(settings) as found:
-        say(found.status().recovery_seconds)
+        send_line(found.status().recovery_seconds)
         found.run(lambda: False)
 
 
 def consumer(port: int, credit_port: int) -> None:
-    """Count batches; give credit as they come; tell how old they were."""
+    """Count batches; give credit as they come; report their ages."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     events, credit = context.socket(zmq.SUB), context.socket(zmq.PUSH)
     events.set_hwm(0)
     events.connect(f"tcp://127.0.0.1:{port}")
     events.subscribe(b"")
     credit.connect(f"tcp://127.0.0.1:{credit_port}")
-    say("there")
-    while (count := heed()) is not None:
+    send_line("there")
+    while (count := receive_line()) is not None:
         ages: list[float] = []
         first = last = 0.0
         while len(ages) < count:
@@ -128,7 +128,7 @@ def consumer(port: int, credit_port: int) -> None:
             ages.append(last - _STAMP.unpack_from(payload, 2)[0])
             if len(ages) % 500 == 0:
                 credit.send(b"500")
-        say({"seconds": last - first, "ages": sorted(ages)})
+        send_line({"seconds": last - first, "ages": sorted(ages)})
 
 
 # --- the harness ------------------------------------------------------------------------------------------------------------
@@ -140,28 +140,28 @@ class Line:
     def __init__(self, way: str, blocks: int, folder: Path, closing: ExitStack) -> None:
         port, out, replay = free_ports(3)
         self.source = closing.enter_context(Peer("relaying", "source", port, blocks))
-        credit = self.source.hear()
+        credit = self.source.receive()
         self.between: Peer | None = None
         if way != "direct":
             more = [replay, folder] if way == "relay" else []
             self.between = closing.enter_context(Peer("relaying", way, port, out, *more))
             closing.callback(self.between.kill)
-            self.between.hear()
+            self.between.receive()
         self.consumer = closing.enter_context(Peer("relaying", "consumer", port if way == "direct" else out, credit))
-        self.consumer.hear()
-        self.source.hear()
+        self.consumer.receive()
+        self.source.receive()
         time.sleep(1.0)  # subscriptions travel; nothing is measured yet
 
     def send(self, count: int, pace: int) -> tuple[dict[str, Any], float]:
         """What the consumer saw, and the CPU seconds of what is between."""
-        self.source.tell([count, pace])
-        self.source.hear()
-        self.consumer.tell(count)
+        self.source.send([count, pace])
+        self.source.receive()
+        self.consumer.send(count)
         before = 0.0 if self.between is None else cpu_of_threads(self.between.pid)
-        self.source.tell("go")
-        seen = self.consumer.hear()
+        self.source.send("go")
+        seen = self.consumer.receive()
         after = 0.0 if self.between is None else cpu_of_threads(self.between.pid)
-        self.source.hear()
+        self.source.receive()
         return seen, after - before
 
 
@@ -188,17 +188,17 @@ def recovery(live: int) -> tuple[float, float]:
         port, out, replay = free_ports(3)
         journal = Path(folder) / "journal"
         fed = closing.enter_context(Peer("relaying", "fill", port, live))
-        fed.hear()
+        fed.receive()
         first = closing.enter_context(Peer("relaying", "relay", port, out, replay, journal))
-        first.hear()
-        fed.tell("go")
-        fed.hear()
+        first.receive()
+        fed.send("go")
+        fed.receive()
         time.sleep(2.0)  # until the relay has taken the last of it, and said so in its journal
         first.kill()
         began = time.monotonic()
         second = closing.enter_context(Peer("relaying", "relay", port, out, replay, journal))
         closing.callback(second.kill)
-        reading = second.hear()
+        reading = second.receive()
         return reading, time.monotonic() - began
 
 
@@ -207,8 +207,8 @@ def fill(port: int, live: int) -> None:
     from kvevents.publisher import ZmqEventPublisher  # noqa: PLC0415 - as above
 
     publisher = ZmqEventPublisher(endpoint=f"tcp://127.0.0.1:{port}", bind=True, hwm=0)
-    say("there")
-    heed()
+    send_line("there")
+    receive_line()
     engine = Engine(32, live)
     for number, batch in enumerate(engine.batches(live // 32 + 20_000)):
         publisher.publish(batch)
@@ -216,8 +216,8 @@ def fill(port: int, live: int) -> None:
             time.sleep(0.002)
     while publisher.stats().queued:
         time.sleep(0.01)
-    say("full")
-    heed()
+    send_line("full")
+    receive_line()
     publisher.shutdown()
 
 
@@ -247,8 +247,8 @@ def main() -> int:
             way: {name: statistics.median(run[name] for run in found) for name in found[0]} for way, found in runs.items()
         }
         for way, found in middle.items():
-            told = ", ".join(f"{name} {value:,.2f}" for name, value in found.items())
-            print(f"{blocks:>2} stored and removed, {way:>6}: {told}")
+            listed = ", ".join(f"{name} {value:,.2f}" for name, value in found.items())
+            print(f"{blocks:>2} stored and removed, {way:>6}: {listed}")
         ratio = middle["relay"]["cpu"] / middle["proxy"]["cpu"]
         met &= ratio <= MOST
         added = [middle["relay"][name] - middle["direct"][name] for name in ("p50", "p99")]

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import zmq
 
-from benchmarks.processes import Peer, free_ports, say
+from benchmarks.processes import Peer, free_ports, send_line
 
 
 def bare(port: int, count: int) -> tuple[float, float]:
@@ -52,23 +52,23 @@ def ours(port: int, count: int) -> tuple[float, float]:
     return time.monotonic() - wall, time.process_time() - cpu
 
 
-def read(who: str, blocks: int, count: int) -> dict[str, float]:
+def read(contender: str, blocks: int, count: int) -> dict[str, float]:
     """Batches per second of a sender that does nothing else, and this process's CPU time, all threads, for each."""
     (port,) = free_ports(1)
     with Peer("peers", "blast", port, blocks, count) as sender:
-        sender.hear()
-        wall, cpu = {"bare": bare, "ours": ours}[who](port, count)
+        sender.receive()
+        wall, cpu = {"bare": bare, "ours": ours}[contender](port, count)
     return {"rate": count / wall, "cpu": cpu / count * 1e6}
 
 
-def recover(who: str, blocks: int, count: int) -> dict[str, float]:
+def recover(contender: str, blocks: int, count: int) -> dict[str, float]:
     """Everything that an engine's publisher has in its buffer, by its own replay, which loses most of it each time."""
     from kvevents.stream import Batch, Source  # noqa: PLC0415 - as above
     from kvevents.subscriber import Subscriber  # noqa: PLC0415 - as above
 
     port, replay_port = free_ports(2)
-    with Peer("peers", "engine", who, port, replay_port, blocks, count) as engine:
-        engine.hear()
+    with Peer("peers", "engine", contender, port, replay_port, blocks, count) as engine:
+        engine.receive()
         endpoints = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{replay_port}")
         began, cpu, expected = time.monotonic(), time.process_time(), 0
         with Subscriber([Source(*endpoints, name="e0")]) as subscriber:
@@ -86,4 +86,4 @@ TRIALS: Final[dict[str, Callable[..., dict[str, Any]]]] = {"read": read, "recove
 
 if __name__ == "__main__":
     trial, name, *numbers = sys.argv[1:]
-    say(TRIALS[trial](name, *map(int, numbers)))
+    send_line(TRIALS[trial](name, *map(int, numbers)))

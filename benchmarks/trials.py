@@ -52,7 +52,7 @@ class Figure:
     value: str
     unit: str
     reach: float | None
-    """None where the figure is told and not judged."""
+    """None where the figure is printed and not judged."""
     judge: Literal["ratio at most", "ratio at least", "at most", "below", "none"] = "ratio at most"
     """`at most` and `below` are about ours by itself; `none` means no run may have any."""
 

@@ -1,7 +1,7 @@
-"""Who holds how much of a prompt: `python examples/prefix_index.py [--prompt 1,2,3] [ENDPOINT,REPLAY_ENDPOINT ...]`.
+"""How much of a prompt each worker holds: `python examples/prefix_index.py [--prompt 1,2,3] [ENDPOINT,REPLAY_ENDPOINT ...]`.
 
-Tells for every worker how many tokens it holds whenever that changes, until Ctrl-C. Without `--prompt` it asks for what
-`examples/publish.py` publishes. vLLM always computes the last token of a prompt anew, so a router asks for `prompt[:-1]`.
+Prints for every worker how many tokens it holds whenever that changes, until Ctrl-C. Without `--prompt` it asks for what
+`examples/publish.py` publishes. vLLM always recomputes the last token of a prompt, so a router asks for `prompt[:-1]`.
 """
 
 import argparse
@@ -24,8 +24,8 @@ def tokens(text: str) -> list[int]:
 
 
 def follow(sources: Sequence[Source], prompt: Sequence[int]) -> None:
-    """Keep the index, and tell when an answer has changed, trust in it included."""
-    index, told = PrefixIndex(), [""] * len(sources)
+    """Keep the index, and print an answer when it has changed, trust in it included."""
+    index, printed = PrefixIndex(), [""] * len(sources)
     # Raw: the index reads payloads natively. As the sink it has each delivery before it is handed out.
     with Subscriber(sources, decode=False, sink=index) as subscriber:
         while True:
@@ -35,8 +35,8 @@ def follow(sources: Sequence[Source], prompt: Sequence[int]) -> None:
                 hit = match.get(source.label)
                 held = f"{hit.tokens} of {len(prompt)} tokens, by tier {hit.tiers}" if hit else f"0 of {len(prompt)} tokens"
                 line = f"{source.label}: {held}, {subscriber.trust(source.label)}"
-                if line != told[at]:
-                    told[at] = line
+                if line != printed[at]:
+                    printed[at] = line
                     print(line, flush=True)
 
 

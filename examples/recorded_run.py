@@ -72,7 +72,7 @@ class Demo:
         self._watch = TrustChanges(subscriber)
 
     def say(self, text: str) -> None:
-        """Tell what happens on the stage."""
+        """Print what happens."""
         self._console.line()
         self._console.line(Span(f"== {text}", "bold"))
 
@@ -148,7 +148,7 @@ def conclude(tape: TapePlayer, demo: Demo, console: Console) -> bool:
     return lossless and not demo.gaps and tape.counts.incarnations == len(demo.delivered)
 
 
-def tell(tape: TapePlayer, demo: Demo, lossless: bool, console: Console) -> None:
+def summarize(tape: TapePlayer, demo: Demo, lossless: bool, console: Console) -> None:
     """What was seen, in a sentence."""
     counts = tape.counts
     replayed = sum(batch.replayed for batches in demo.delivered.values() for batch in batches)
@@ -176,7 +176,7 @@ def main() -> int:
             demo = Demo(tape, subscriber, console)
             play(tape, demo)
         lossless = conclude(tape, demo, console)
-        tell(tape, demo, lossless, console)
+        summarize(tape, demo, lossless, console)
     return 0 if lossless else 1
 
 

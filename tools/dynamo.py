@@ -23,7 +23,7 @@ _MODEL: Final = "m"
 
 
 def interpreter() -> str:
-    """A virtual environment with Dynamo's wheel and what that depends on; made when there is none yet."""
+    """A virtual environment with Dynamo's wheel and its dependencies; created if it does not exist."""
     home = CACHE / f"{DYNAMO.package}-{DYNAMO.release}"
     python, ready = home / "bin" / "python", home / ".ready"
     if not ready.exists():

@@ -23,7 +23,7 @@ START_SECONDS: Final = 60.0
 END_SECONDS: Final = 10.0
 LOOK: Final = 0.02
 PORTS: Final = range(15_000, 32_000)
-"""Below those that systems give away by themselves: while a server is down nobody else gets its port."""
+"""Below those that systems assign by themselves: while a server is down no other process gets its port."""
 
 
 def find_server() -> str | None:
@@ -32,7 +32,7 @@ def find_server() -> str | None:
 
 
 def quiet_port() -> int:
-    """A port that nobody listens at."""
+    """A port at which nothing listens."""
     while True:
         port = SystemRandom().choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -256,7 +256,7 @@ class Plan(NamedTuple):
     snapshot: float
     """Bytes, of a partition."""
     move: float
-    """Seconds until a partition is shown by who takes it over: its snapshot, and what came since that was taken."""
+    """Seconds until a new holder shows a partition: its snapshot, and what came since that was taken."""
     bootstrap: float
     """The same of the largest share."""
     subjects: int
@@ -360,7 +360,7 @@ def _replicas(whole: float, holders: int) -> int:
 
 
 def _asked(shares: dict[str, list[int]]) -> int:
-    """Replicas in an answer, on the mean of whom is asked."""
+    """Replicas that an answer asks, on average."""
     counts = []
     for name, partitions in shares.items():
         rest = {other: held for other, held in shares.items() if other != name}
@@ -440,7 +440,7 @@ def rows(fleet: Fleet, costs: Costs, found: Plan) -> list[tuple[str, str, str]]:
         ("bridges", str(found.bridges), f"{BUSY:.0%} of one core each; twice as many where each engine is watched by two"),
         ("memory of a bridge", amount(found.bridge_memory, "B"), "while it reads nothing, as its queue is full"),
         ("cores of NATS servers", f"{found.server_cores:.0f}", "of all three together; pages and snapshots"),
-        ("memory of a NATS server", amount(found.server_memory, "B"), "what it has written lately it keeps in memory"),
+        ("memory of a NATS server", amount(found.server_memory, "B"), "it keeps its newest messages in memory"),
         ("disk of NATS servers", amount(found.disk_bytes, "B"), "all partitions full, three snapshots of each, all copies"),
         ("bytes a second to their disks", amount(found.disk_writes, "B"), "pages and snapshots, all copies"),
     ]

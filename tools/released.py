@@ -89,12 +89,12 @@ def extracted(engine: Engine, module: str) -> Path:
 
 
 def wheel(release: Release) -> Path:
-    """The wheel of a release, downloaded when nobody has put it there. Raises `SystemExit` with a sentence without one."""
+    """The wheel of a release, downloaded if it is not there. Raises `SystemExit` with a sentence without one."""
     return at_hand(release) or _download(release, CACHE / "wheels")
 
 
 def at_hand(release: Release) -> Path | None:
-    """The wheel of a release, when somebody has put it there or it was downloaded before."""
+    """The wheel of a release, if it was put there or downloaded before."""
     for folder in (Path(os.environ.get("KVEVENTS_WHEELS", "")), CACHE / "wheels"):
         found = sorted(folder.glob(release.wheels))
         if found:

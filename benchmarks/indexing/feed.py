@@ -1,4 +1,4 @@
-"""A worker in another process, `feeding.py`, that sends events when it is told to."""
+"""A worker in another process, `feeding.py`, that sends events on request."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Prepared(NamedTuple):
 
 
 class Feed:
-    """Sends to the first who connects to `port`, in one of `feeding.FRAMINGS`, `feeding.SHAPES` and `payloads.DIALECTS`."""
+    """Sends to the first peer of `port`, in one of `feeding.FRAMINGS`, `feeding.SHAPES` and `payloads.DIALECTS`."""
 
     def __init__(self, framing: str, dialect: str, *shape: object) -> None:
         (self.port,) = free_ports(1)
         self._peer = Peer("indexing.feeding", self.port, framing, dialect, *shape)
-        self._peer.hear()
+        self._peer.receive()
 
     def prepare(self, blocks: int) -> Prepared:
-        """Have it make about `blocks` more blocks ready. Waits until somebody has connected, and it is done."""
-        self._peer.tell(blocks)
-        return Prepared(**self._peer.hear())
+        """Have it make about `blocks` more blocks ready. Waits until a peer has connected, and the blocks are ready."""
+        self._peer.send(blocks)
+        return Prepared(**self._peer.receive())
 
     def send(self) -> None:
         """Let it send them. Returns at once."""
-        self._peer.tell("send")
+        self._peer.send("send")
 
     def __enter__(self) -> Self:
         return self

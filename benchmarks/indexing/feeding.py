@@ -1,8 +1,8 @@
 """A worker that costs the machine next to nothing: `python -m benchmarks.indexing.feeding PORT FRAMING DIALECT SHAPE ...`.
 
-What it sends lies ready as bytes of the wire: to a subscriber it speaks ZMTP 3.0 by itself, so that sending is a copy into the
-kernel, and neither ZeroMQ's threads nor an encoder take CPU time from who is measured. A slow reader slows it down; nothing is
-lost.
+It sends bytes that were encoded before: to a subscriber it speaks ZMTP 3.0 by itself, so that sending is a copy into the
+kernel, and neither ZeroMQ's threads nor an encoder take CPU time from the process that is measured. A slow reader slows it
+down; nothing is lost.
 `feed.py` is what its parent sees of it.
 """
 
@@ -17,7 +17,7 @@ from typing import Final
 
 from benchmarks.indexing.payloads import DIALECTS
 from benchmarks.indexing.workload import Event, Removal, chain, pieces, rounds
-from benchmarks.processes import heed, say
+from benchmarks.processes import receive_line, send_line
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY: Final = b"\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
@@ -65,19 +65,19 @@ def main(port: int, framing: str, dialect: str, shape: str, *numbers: int) -> No
     frame, encode, draw = FRAMINGS[framing], DIALECTS[dialect], random.Random(3)  # noqa: S311 - test data
     events, seq = SHAPES[shape](draw, *numbers), 0
     with socket.create_server(("127.0.0.1", port)) as server:
-        say("bound")
+        send_line("bound")
         connection, _ = server.accept()
         if framing == "zmtp":
             greet(connection)
-        while (blocks := heed()) is not None:
+        while (blocks := receive_line()) is not None:
             ready, first, count = bytearray(), seq, 0
             sentinel = chain(draw, 1)
             for event in itertools.chain(events(blocks), pieces(sentinel, 1)):
                 ready += frame(seq, encode(event))
                 count += 0 if isinstance(event, Removal) else len(event.hashes)
                 seq += 1
-            say({"events": seq - first, "blocks": count, "seq": seq - 1, "last": sentinel.tokens.tolist()})
-            heed()
+            send_line({"events": seq - first, "blocks": count, "seq": seq - 1, "last": sentinel.tokens.tolist()})
+            receive_line()
             connection.sendall(ready)
 
 

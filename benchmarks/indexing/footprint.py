@@ -6,16 +6,16 @@ import sys
 from typing import Final
 
 from benchmarks.indexing.holders import HOLDERS
-from benchmarks.processes import say
+from benchmarks.processes import send_line
 
 WARM: Final = 3
 """Rounds after which memory shall grow no more."""
 
 
-def churn(who: str, blocks: int, times: int) -> dict[str, float]:
+def churn(contender: str, blocks: int, times: int) -> dict[str, float]:
     """Growth in MB from the end of the third round to the end of the last, when all is stored and removed in every round."""
     sizes = {}
-    with HOLDERS[who]("churn") as holder:
+    with HOLDERS[contender]("churn") as holder:
         for number in range(1, times + 1):
             holder.take(blocks)
             if number in {WARM, times}:
@@ -25,4 +25,4 @@ def churn(who: str, blocks: int, times: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     _, name, blocks, times = sys.argv[1:]
-    say(churn(name, int(blocks), int(times)))
+    send_line(churn(name, int(blocks), int(times)))

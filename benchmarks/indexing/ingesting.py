@@ -10,7 +10,7 @@ from typing import Final
 from benchmarks.indexing import memory, procfs
 from benchmarks.indexing.feed import Feed, Prepared
 from benchmarks.indexing.workload import CHAIN
-from benchmarks.processes import say
+from benchmarks.processes import send_line
 from tools.dynamo import Service
 
 
@@ -59,10 +59,10 @@ _WAYS: Final[dict[str, Callable[[Feed, int], tuple[int, float, float]]]] = {
 }
 
 
-def ingest(who: str, blocks: int, per_event: int) -> dict[str, float]:
+def ingest(contender: str, blocks: int, per_event: int) -> dict[str, float]:
     """Messages and blocks per second, and the CPU time of each, in microseconds."""
     with Feed("zmtp", "array", "chains", CHAIN, per_event) as feed:
-        events, wall, cpu = _WAYS[who](feed, blocks)
+        events, wall, cpu = _WAYS[contender](feed, blocks)
     return {
         "rate": blocks / wall,
         "messages": events / wall,
@@ -73,4 +73,4 @@ def ingest(who: str, blocks: int, per_event: int) -> dict[str, float]:
 
 if __name__ == "__main__":
     _, name, *numbers = sys.argv[1:]
-    say(ingest(name, *map(int, numbers)))
+    send_line(ingest(name, *map(int, numbers)))

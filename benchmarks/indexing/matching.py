@@ -12,7 +12,7 @@ from typing import Final
 
 from benchmarks.indexing.sides import SIDES, Lookup, Side
 from benchmarks.indexing.workload import BLOCK_SIZE, Chain, chain, percentile, pieces
-from benchmarks.processes import say
+from benchmarks.processes import send_line
 
 EVENT: Final = 512
 TURNS: Final = 384
@@ -58,17 +58,17 @@ def timed(calls: Iterable[Lookup]) -> list[int]:
     return times
 
 
-def match(who: str, count: int) -> dict[str, float]:
+def match(contender: str, count: int) -> dict[str, float]:
     """p50 and p99 of each shape, of `count` calls of 32,768 tokens and more of shorter ones."""
     found: dict[str, float] = {}
     draw = random.Random(2)  # noqa: S311 - test data
     for shape in SHAPES:
-        side, whole = SIDES[who](), chain(draw, shape.tokens // shape.block_size, block_size=shape.block_size)
+        side, whole = SIDES[contender](), chain(draw, shape.tokens // shape.block_size, block_size=shape.block_size)
         shape.fill(side, whole)
         times = max(100, int(count * (32_768 / shape.tokens) ** 0.5))
         for name, call in side.lookups(whole).items():
             found |= _percentiles(f"{name}_{shape.name}", timed(repeat(call, times)))
-    return found | _in_turn(SIDES[who](), draw, count)
+    return found | _in_turn(SIDES[contender](), draw, count)
 
 
 def _in_turn(side: Side, draw: random.Random, count: int) -> dict[str, float]:
@@ -92,4 +92,4 @@ def _percentiles(name: str, times: list[int]) -> dict[str, float]:
 
 if __name__ == "__main__":
     _, name, calls = sys.argv[1:]
-    say(match(name, int(calls)))
+    send_line(match(name, int(calls)))

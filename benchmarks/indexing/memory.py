@@ -1,8 +1,8 @@
 """Memory that is there before it is needed.
 
-A virtual machine may give pages that nobody uses back to its host (free page reporting), and the next one who takes them waits
+A virtual machine may give unused pages back to its host (free page reporting), and the next process that takes them waits
 until the host has found others. On the machine of our figures that costs 1.6 to 4 ms for a huge page instead of 0.24, where to
-index the blocks that fit there takes 7, and whom it hits depends on who ran before.
+index the blocks that fit there takes 7, and which process it hits depends on what ran before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ENOUGH: Final = 1 << 30
 
 
 def have(size: int = _ENOUGH) -> None:
-    """Take so much memory from the host, and leave it to whoever asks the system next. It stays for a few seconds.
+    """Take so much memory from the host, and leave it to the next process that asks the system. It stays for a few seconds.
 
     Private memory, since what is shared comes in small pages, and the system then hands out other ones than those first.
     """

@@ -24,12 +24,12 @@ def in_maps(event: Event) -> bytes:
 
 def in_arrays(event: Event) -> bytes:
     """As vLLM 0.17 to 0.19."""
-    spelled: list[Any]
+    fields: list[Any]
     if isinstance(event, Removal):
-        spelled = ["BlockRemoved", event.hashes, "GPU"]
+        fields = ["BlockRemoved", event.hashes, "GPU"]
     else:
-        spelled = ["BlockStored", event.hashes, event.parent, event.tokens, event.block_size, None, "GPU", None, None]
-    return _encode([_TS, [spelled], 0])
+        fields = ["BlockStored", event.hashes, event.parent, event.tokens, event.block_size, None, "GPU", None, None]
+    return _encode([_TS, [fields], 0])
 
 
 DIALECTS: Final[dict[str, Callable[[Event], bytes]]] = {"map": in_maps, "array": in_arrays}

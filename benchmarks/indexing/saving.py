@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.indexing import procfs
 from benchmarks.indexing.holders import ours
 from benchmarks.indexing.workload import CHAIN
-from benchmarks.processes import Peer, say
+from benchmarks.processes import Peer, send_line
 
 if TYPE_CHECKING:
     from kvevents.index import PrefixIndex
@@ -36,7 +36,7 @@ def save(blocks: int) -> dict[str, float]:
         read: dict[str, float] = {}
         for verb in READERS:
             with Peer("indexing.saving", verb, file) as other:
-                found = other.hear()
+                found = other.receive()
             if found.pop("digest") != digest:
                 raise RuntimeError(f"what came by {verb} is not what was saved")
             read |= {f"{verb}_{name}": value for name, value in found.items()}
@@ -90,6 +90,6 @@ READERS: Final[dict[str, Callable[[str], dict[str, Any]]]] = {"restore": restore
 
 if __name__ == "__main__":
     if sys.argv[1] in READERS:
-        say(READERS[sys.argv[1]](sys.argv[2]))
+        send_line(READERS[sys.argv[1]](sys.argv[2]))
     else:
-        say(save(int(sys.argv[3])))
+        send_line(save(int(sys.argv[3])))

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from benchmarks.history import Engine
 from benchmarks.indexing.procfs import cpu_of_threads
-from benchmarks.processes import Peer, say
+from benchmarks.processes import Peer, send_line
 from benchmarks.report import machine
 from tools.nats_process import Server, one_server
 
@@ -43,7 +43,7 @@ MODULE: Final = "plane.bootstrap"
 
 
 class Former:
-    """What a plane's log says, and the index that one holds who has read all of it."""
+    """What a plane's log says, and the index of a reader that has read all of it."""
 
     def __init__(self, blocks: int, tail: int, partitions: int = PARTITIONS) -> None:
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - each process loads only what its role is about
@@ -168,13 +168,13 @@ async def _replica(url: str) -> None:
     found = Replica(PlaneSettings(servers=(url,), name=NAME), "replica", fleet, snapshot_seconds=1e6, memory_limit=None)
     began = time.monotonic()
     running = asyncio.create_task(found.run())
-    while not found.is_complete and not running.done():  # noqa: ASYNC110 - nothing tells
+    while not found.is_complete and not running.done():  # noqa: ASYNC110 - no event signals it
         await asyncio.sleep(LOOK)
     took = time.monotonic() - began
-    say({"took": took, "fault": found.fault})
+    send_line({"took": took, "fault": found.fault})
     assert found.build is not None
     digests = {f"{source} {rank}": digest for source, rank, digest in all_digests(found.build.index)}
-    say({"digests": digests, "begun": f"snapshots of {len(found.build.loaded_snapshots)} partitions"})
+    send_line({"digests": digests, "begun": f"snapshots of {len(found.build.loaded_snapshots)} partitions"})
 
 
 def all_digests(index: Any) -> list[tuple[str, int, str]]:
@@ -189,12 +189,12 @@ def trial(server: Server, digests: dict[str, str]) -> dict[str, float]:
     """One replica from nothing. Ends the program when it holds something else."""
     began = time.monotonic()
     with Peer(MODULE, "replica", server.url) as peer:
-        told = peer.hear()
+        report = peer.receive()
         took, cpu = time.monotonic() - began, cpu_of_threads(peer.pid)
-        held = peer.hear()
+        held = peer.receive()
         if held["digests"] != digests:
-            sys.exit(f"the replica, begun with {held['begun']}, holds something else: {told['fault']}")
-    return {"seconds": took, "without the start of Python": told["took"], "CPU": cpu}
+            sys.exit(f"the replica, begun with {held['begun']}, holds something else: {report['fault']}")
+    return {"seconds": took, "without the start of Python": report["took"], "CPU": cpu}
 
 
 def main(arguments: list[str] | None = None) -> int:

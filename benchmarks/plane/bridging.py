@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.history import Engine
 from benchmarks.indexing.procfs import cpu_of_threads, resident
-from benchmarks.processes import PATIENCE, Peer, heed, say
+from benchmarks.processes import PATIENCE, Peer, receive_line, send_line
 from benchmarks.report import machine
 from tools.nats_process import Server, Servers, one_server
 
@@ -68,7 +68,7 @@ FLEET: Final = Load(1_000, 256, 10, 80_000, 10_000)
 
 
 def payloads_of(load: Load) -> list[bytes]:
-    """What an engine with a full cache says. All engines of a fleet say the same, which nobody here looks into."""
+    """The batches of an engine with a full cache. All engines of a fleet send the same, which no process here decodes."""
     from kvevents.wire import encode_batch  # noqa: PLC0415 - each process loads only what its role is about
 
     engine = Engine(load.blocks, ROOM)
@@ -93,7 +93,7 @@ def topic_of(engine: int) -> str:
 
 
 def source(bridges: int, *rest: int) -> None:
-    """Send everything when told to, once so many bridges follow every engine."""
+    """Send everything on request, once so many bridges follow every engine."""
     import zmq  # noqa: PLC0415 - as above
 
     load = Load(*rest)
@@ -103,19 +103,19 @@ def source(bridges: int, *rest: int) -> None:
     events.setsockopt(zmq.XPUB_VERBOSE, 1)
     port = events.bind_to_random_port("tcp://127.0.0.1")
     batches = [(topic_of(engine).encode(), seq.to_bytes(8, "big"), payload) for engine, seq, payload in batches_of(load)]
-    say(port)
+    send_line(port)
     followed = 0
     while followed < load.engines * bridges:
         followed += events.recv()[:1] == b"\1"
-    say("subscribed")
-    heed()
+    send_line("subscribed")
+    receive_line()
     began = time.monotonic()
     for number, frames in enumerate(batches):
         if load.pace and (early := began + number / load.pace - time.monotonic()) > 0:
             time.sleep(early)
         events.send_multipart(frames)
-    say("sent")
-    heed()
+    send_line("sent")
+    receive_line()
 
 
 def ours(url: str, name: str, port: int, *rest: int) -> None:
@@ -143,18 +143,18 @@ async def _ours(urls: str, name: str, port: int, load: Load) -> None:
     stop = asyncio.Event()
     running = asyncio.create_task(bridge.run(stop))
     await bridge.ready.wait()
-    say("ready")
+    send_line("ready")
     while _positions(bridge) < load.batches and not running.done():  # noqa: ASYNC110 - a count, not an event
         await asyncio.sleep(LOOK if not load.pace else 0.5)
     status = bridge.status()
-    say({"at": time.monotonic(), "written": status.written, "conflicts": status.conflicts})
-    await asyncio.to_thread(heed)
+    send_line({"at": time.monotonic(), "written": status.written, "conflicts": status.conflicts})
+    await asyncio.to_thread(receive_line)
     stop.set()
     await running
 
 
 def _positions(bridge: Any) -> int:
-    """Batches that are in the log, whoever has written them."""
+    """Batches that are in the log, whichever bridge has written them."""
     streams = (stream for partition in bridge._partitions for stream in partition.builder.state.streams.values())  # noqa: SLF001
     return sum(stream.last_seq + 1 for stream in streams)
 
@@ -180,14 +180,14 @@ async def _theirs(url: str, load: Load) -> None:
             name=f"bench-{partition}", subjects=[f"bench.{partition}"], max_bytes=room, duplicate_window=120
         )
         await js.add_stream(config)
-    say("ready")
-    await asyncio.to_thread(heed)
+    send_line("ready")
+    await asyncio.to_thread(receive_line)
     began, futures = time.monotonic(), []
     for subject, payload, headers in batches:
         futures.append(await js.publish_async(subject, payload, headers=headers))
     for future in futures:
         await future
-    say({"began": began, "at": time.monotonic()})
+    send_line({"began": began, "at": time.monotonic()})
     await client.close()
 
 
@@ -201,30 +201,30 @@ def trial_of_ours(server: Server, load: Load) -> dict[str, float]:
     """From the first batch that an engine sends."""
     with ExitStack() as closing:
         sender = closing.enter_context(Peer(MODULE, "source", 1, *load))
-        port = sender.hear()
+        port = sender.receive()
         bridge = closing.enter_context(Peer(MODULE, "ours", server.url, "bridge", port, *load))
-        bridge.hear()
-        sender.hear()
+        bridge.receive()
+        sender.receive()
         time.sleep(SETTLE_SECONDS)  # the bridge sees that it is alone; nothing is measured yet
         before, before_server = cpu_of_threads(bridge.pid), cpu_of_threads(server.pid)
         began = time.monotonic()
-        sender.tell("go")
-        told = bridge.hear()
+        sender.send("go")
+        report = bridge.receive()
         used, used_server = cpu_of_threads(bridge.pid) - before, cpu_of_threads(server.pid) - before_server
-        bridge.tell("end")
-        if told["written"] != load.batches:
-            sys.exit(f"the bridge wrote {told['written']} of {load.batches} batches")
-        return _figures(load.batches, told["at"] - began, used, used_server)
+        bridge.send("end")
+        if report["written"] != load.batches:
+            sys.exit(f"the bridge wrote {report['written']} of {load.batches} batches")
+        return _figures(load.batches, report["at"] - began, used, used_server)
 
 
 def trial_of_theirs(server: Server, load: Load) -> dict[str, float]:
     """From the first message that is published."""
     with Peer(MODULE, "theirs", server.url, *load) as peer:
-        peer.hear()
+        peer.receive()
         before, before_server = cpu_of_threads(peer.pid), cpu_of_threads(server.pid)
-        peer.tell("go")
-        told = peer.hear()
-        seconds = told["at"] - told["began"]
+        peer.send("go")
+        report = peer.receive()
+        seconds = report["at"] - report["began"]
         return _figures(load.batches, seconds, cpu_of_threads(peer.pid) - before, cpu_of_threads(server.pid) - before_server)
 
 
@@ -243,10 +243,10 @@ def compare(folder: Path, runs: int, load: Load) -> bool:
             shutil.rmtree(folder / "server")
     middle = {way: {name: statistics.median(run[name] for run in each) for name in each[0]} for way, each in found.items()}
     for way, title in (("ours", "bridge"), ("theirs", "nats-py")):
-        told = middle[way]
+        figures = middle[way]
         print(
-            f"{load}, {title:>7}: {told['rate']:,.0f} batches/s, {told['cpu']:.1f} us of CPU a batch, "
-            f"the server's {told['server']:.1f}"
+            f"{load}, {title:>7}: {figures['rate']:,.0f} batches/s, {figures['cpu']:.1f} us of CPU a batch, "
+            f"the server's {figures['server']:.1f}"
         )
     rate, cpu = (middle["ours"][name] / middle["theirs"][name] for name in ("rate", "cpu"))
     met = rate >= SHARE and cpu <= MOST_CPU
@@ -283,12 +283,12 @@ def cost_of(folder: Path, load: Load, bridges: int) -> Cost:
     with ExitStack() as closing:
         servers = closing.enter_context(Servers(folder, COPIES))
         sender = closing.enter_context(Peer(MODULE, "source", bridges, *load))
-        port = sender.hear()
+        port = sender.receive()
         urls = ",".join(servers.urls)
         peers = [closing.enter_context(Peer(MODULE, "ours", urls, f"b{each}", port, *load)) for each in range(bridges)]
         for peer in peers:
-            peer.hear()
-        sender.hear()
+            peer.receive()
+        sender.receive()
         time.sleep(SETTLE_SECONDS)
         pids, own = [node.pid for node in servers.nodes], [peer.pid for peer in peers]
         idle, idle_servers = max(map(resident, own)), max(map(resident, pids))
@@ -297,8 +297,8 @@ def cost_of(folder: Path, load: Load, bridges: int) -> Cost:
         alarm = Timer(PATIENCE, peers[0].kill)  # then it says nothing, which ends the run
         alarm.start()
         closing.callback(alarm.cancel)
-        sender.tell("go")
-        told = [peer.hear() for peer in peers]
+        sender.send("go")
+        reports = [peer.receive() for peer in peers]
         used, used_servers = sum(map(cpu_of_threads, own)) - before, sum(map(cpu_of_threads, pids)) - before_servers
         found = Cost(
             used / bridges / load.batches * 1e6,
@@ -308,10 +308,10 @@ def cost_of(folder: Path, load: Load, bridges: int) -> Cost:
             max(map(resident, pids)),
             idle_servers,
             (_stored(folder) - stored) / COPIES / load.batches,
-            sum(each["conflicts"] for each in told) / load.batches,
+            sum(each["conflicts"] for each in reports) / load.batches,
         )
         for peer in peers:
-            peer.tell("end")
+            peer.send("end")
         return found
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from benchmarks.history import Engine
 from benchmarks.indexing.procfs import cpu_of_threads
-from benchmarks.processes import Peer, heed, say
+from benchmarks.processes import Peer, receive_line, send_line
 from benchmarks.report import machine
 from tools.nats_process import Server, one_server
 
@@ -31,7 +31,7 @@ ROOM: Final = 4_000
 SECONDS: Final = 5
 WARM_SECONDS: Final = 1
 BURST: Final = 10
-"""Batches that the engine publishes at a time: a step of a scheduler tells of several requests."""
+"""Batches that the engine publishes at a time: a step of a scheduler has events of several requests."""
 P50_MS: Final = 10.0
 P99_MS: Final = 50.0
 MODULE: Final = "plane.latency"
@@ -43,14 +43,14 @@ _STAMP: Final = struct.Struct(">d")
 
 
 def engine(pace: int, seconds: int) -> None:
-    """Publish when told to."""
+    """Publish on request."""
     from kvevents.publisher import ZmqEventPublisher  # noqa: PLC0415 - each process loads only what its role is about
 
     publisher = ZmqEventPublisher(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
     made = Engine(1, ROOM)
     batches = list(made.batches(pace * seconds))
-    say([publisher.endpoint, publisher.replay_endpoint])
-    heed()
+    send_line([publisher.endpoint, publisher.replay_endpoint])
+    receive_line()
     began = time.monotonic()
     for first in range(0, len(batches), BURST):
         time.sleep(max(0.0, began + first / pace - time.monotonic()))
@@ -60,8 +60,8 @@ def engine(pace: int, seconds: int) -> None:
     took = time.monotonic() - began
     while publisher.stats().queued:
         time.sleep(0.01)
-    say(took)
-    heed()
+    send_line(took)
+    receive_line()
 
 
 def bridge(url: str, endpoint: str, replay_endpoint: str) -> None:
@@ -86,8 +86,8 @@ async def _bridge(url: str, endpoint: str, replay_endpoint: str) -> None:
     stop = asyncio.Event()
     running = asyncio.create_task(found.run(stop))
     await found.ready.wait()
-    say("ready")
-    await asyncio.to_thread(heed)
+    send_line("ready")
+    await asyncio.to_thread(receive_line)
     stop.set()
     await running
 
@@ -125,13 +125,13 @@ async def _replica(url: str, count: int, skipped: int) -> None:
     plane = PlaneSettings(servers=(url,), name=NAME, partitions=1)
     found = Replica(plane, "replica", fleet, snapshot_seconds=1e6, memory_limit=None)
     running = asyncio.create_task(found.run())
-    while not found.is_complete:  # noqa: ASYNC110 - nothing tells
+    while not found.is_complete:  # noqa: ASYNC110 - no event signals it
         await asyncio.sleep(0.05)
-    say("ready")
+    send_line("ready")
     while sum(len(stamps) for _, stamps in seen) < count and not running.done():  # noqa: ASYNC110 - as above
         await asyncio.sleep(0.1)
     ages = [at - _STAMP.unpack(stamp)[0] for at, stamps in seen for stamp in stamps][skipped:]
-    say({"ages": sorted(ages), "turns": len(seen)})
+    send_line({"ages": sorted(ages), "turns": len(seen)})
 
 
 ROLES: Final[dict[str, Callable[..., None]]] = {"engine": engine, "bridge": bridge, "replica": replica}
@@ -141,28 +141,28 @@ ROLES: Final[dict[str, Callable[..., None]]] = {"engine": engine, "bridge": brid
 
 
 def trial(server: Server, pace: int, seconds: int) -> dict[str, float]:
-    """Everything anew."""
+    """Start all processes, and measure once."""
     count = pace * (seconds + WARM_SECONDS)
     with ExitStack() as closing:
         publisher = closing.enter_context(Peer(MODULE, "engine", pace, seconds + WARM_SECONDS))
-        endpoints = publisher.hear()
+        endpoints = publisher.receive()
         writer = closing.enter_context(Peer(MODULE, "bridge", server.url, *endpoints))
-        writer.hear()
+        writer.receive()
         reader = closing.enter_context(Peer(MODULE, "replica", server.url, count, pace * WARM_SECONDS))
         closing.callback(reader.kill)
-        reader.hear()
+        reader.receive()
         before = {
             name: cpu_of_threads(pid) for name, pid in (("bridge", writer.pid), ("server", server.pid), ("replica", reader.pid))
         }
-        publisher.tell("go")
-        took = publisher.hear()
-        told = reader.hear()
+        publisher.send("go")
+        took = publisher.receive()
+        report = reader.receive()
         cpu = {
             name: cpu_of_threads(pid) for name, pid in (("bridge", writer.pid), ("server", server.pid), ("replica", reader.pid))
         }
-        publisher.tell("done")
-        writer.tell("done")
-        ages = told["ages"]
+        publisher.send("done")
+        writer.send("done")
+        ages = report["ages"]
         return {
             "pace": count / took,
             "p50": ages[len(ages) // 2] * 1e3,

@@ -190,12 +190,14 @@ def _wait_for(replica: Running, tokens: Any, wanted: list[tuple[str, int]]) -> N
         # Before any engine is known nobody serves the model, which is an error.
         return bool(json.loads(replica.ask("GET", "/v1/sources"))["sources"]) and held(replica, tokens) == wanted
 
+    # Before any engine is known no worker serves the model, which is an error.
     wait_until(is_whole, "a whole answer", pause=LOOK)
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------------
 
 
+# --- output -----------------------------------------------------------------------------------------------------------------
 def table(alone: Found, shares: Found) -> str:
     """Medians of all runs."""
     lines = [

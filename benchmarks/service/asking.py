@@ -8,7 +8,7 @@ from array import array
 from typing import Any, Final
 
 from benchmarks.indexing.workload import BLOCK_SIZE, Chain
-from benchmarks.processes import say
+from benchmarks.processes import send_line
 from benchmarks.service.running import HOST, JSON, MODEL, Running, query
 from benchmarks.service.workers import Workers, prompt, stores
 from benchmarks.service.wrk import Load, load
@@ -21,10 +21,10 @@ RAW_PATH: Final = f"/v1/match?model={MODEL}&whole_prompt=true"
 _PER_EVENT: Final = 512
 
 
-def ask(who: str, seconds: int) -> dict[str, float]:
+def ask(contender: str, seconds: int) -> dict[str, float]:
     """p50 and p99 of one client, requests per second of 16, and the server's CPU time of each request."""
     whole = prompt(max(LENGTHS))
-    with Running(who) as service, Workers(WORKERS) as workers:
+    with Running(contender) as service, Workers(WORKERS) as workers:
         _fill(service, workers, whole)
         found: dict[str, float] = {}
         for tokens in LENGTHS:
@@ -32,7 +32,7 @@ def ask(who: str, seconds: int) -> dict[str, float]:
             _check(service, asked)
             body = json.dumps(query(asked.tolist())).encode()
             found |= _named(f"{tokens}", _measured(service, "/query", body, JSON, seconds))
-            if who == "ours":
+            if contender == "ours":
                 _check_raw(service, asked)
                 found |= _named(f"raw_{tokens}", _measured(service, RAW_PATH, raw(asked), RAW, seconds))
         return found | {"resident": service.resident / 1e6}
@@ -89,4 +89,4 @@ def raw(asked: array[int]) -> bytes:
 
 if __name__ == "__main__":
     _, _, name, duration = sys.argv
-    say(ask(name, int(duration)))
+    send_line(ask(name, int(duration)))

@@ -54,7 +54,7 @@ def _fleet() -> Iterator[Figure]:
     yield Figure("200 sources x 50/s x 8 blocks: CPU", trial, "cpu", "%", None)
     yield Figure("CPU per batch", trial, "cpu_batch", "us", None)
     yield Figure("batches lost", trial, "lost", "", 0.0, "none")
-    yield Figure("of those, in gaps that it tells of", trial, "gaps", "", 0.0, "none")
+    yield Figure("of those, in gaps that it reports", trial, "gaps", "", 0.0, "none")
     yield Figure("sources that are not EXACT", trial, "inexact", "", 0.0, "none")
     yield Figure("batches that only replay brought", trial, "replayed", "", None)
     yield Figure("time behind after the last one", trial, "behind", "ms", None)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.processes import Peer, say
+from benchmarks.processes import Peer, send_line
 from benchmarks.service.running import Running, wait_until
 from benchmarks.service.workers import Endpoints
 
@@ -24,20 +24,20 @@ CATCHING_UP: Final = 5.0
 _STORED: Final = re.compile(rb'^dynamo_kvrouter_kv_cache_events_applied\{event_type="stored",status="ok"\} (\d+)', re.MULTILINE)
 
 
-def follow(who: str, sources: int, rate: int, blocks: int, seconds: int) -> dict[str, float]:
+def follow(contender: str, sources: int, rate: int, blocks: int, seconds: int) -> dict[str, float]:
     """CPU time of the service and of the senders in per cent of one CPU, and what the service lost."""
-    ask = QUESTIONS[who]
-    with Running(who) as service, ExitStack() as stack:
+    ask = QUESTIONS[contender]
+    with Running(contender) as service, ExitStack() as stack:
         shape = (sources // SENDERS, SENDERS, rate, blocks, seconds)
         senders = [stack.enter_context(Peer("service.workers", shape[0], first, *shape[1:])) for first in range(SENDERS)]
-        service.register([Endpoints(*pair) for sender in senders for pair in sender.hear()])
+        service.register([Endpoints(*pair) for sender in senders for pair in sender.receive()])
         for sender in senders:
-            sender.hear()
+            sender.receive()
         ask.settle(service, sources)
         resident, cpu, began = service.resident, service.cpu, time.monotonic() + AHEAD
         for sender in senders:
-            sender.tell(began)
-        told = [sender.hear() for sender in senders]
+            sender.send(began)
+        reports = [sender.receive() for sender in senders]
         ended, spent = time.monotonic(), service.cpu - cpu
         batches, taken = sources * rate * seconds, ended - began
         with suppress(TimeoutError):
@@ -45,13 +45,13 @@ def follow(who: str, sources: int, rate: int, blocks: int, seconds: int) -> dict
         return {
             "cpu": spent / taken * 100,
             "cpu_batch": spent / batches * 1e6,
-            "senders": sum(each["cpu"] for each in told) / taken * 100,
-            "rate": batches / max(each["seconds"] for each in told),
-            "late": max(each["late"] for each in told) * 1e3,
+            "senders": sum(each["cpu"] for each in reports) / taken * 100,
+            "rate": batches / max(each["seconds"] for each in reports),
+            "late": max(each["late"] for each in reports) * 1e3,
             "behind": (time.monotonic() - ended) * 1e3,
             "grown": (service.resident - resident) / 1e6,
             "lost": batches - ask.batches(service),
-            **ask.told(service),
+            **ask.reported(service),
         }
 
 
@@ -88,7 +88,7 @@ def _dynamo_batches(service: Running) -> int:
     return int(found[1]) if found else 0
 
 
-def _ours_told(service: Running) -> dict[str, float]:
+def _ours_reported(service: Running) -> dict[str, float]:
     found = _sources(service)
     return {
         "gaps": sum(each["lost"] for each in found),
@@ -97,7 +97,7 @@ def _ours_told(service: Running) -> dict[str, float]:
     }
 
 
-def _dynamo_told(_: Running) -> dict[str, float]:
+def _dynamo_reported(_: Running) -> dict[str, float]:
     return {}
 
 
@@ -109,16 +109,16 @@ class Questions:
     """Wait until so many sources are followed."""
     batches: Callable[[Running], int]
     """How many it has taken in."""
-    told: Callable[[Running], dict[str, float]]
+    reported: Callable[[Running], dict[str, float]]
     """What else it says."""
 
 
 QUESTIONS: Final = {
-    "ours": Questions(_all_caught_up, _ours_batches, _ours_told),
-    "service": Questions(_all_active, _dynamo_batches, _dynamo_told),
+    "ours": Questions(_all_caught_up, _ours_batches, _ours_reported),
+    "service": Questions(_all_active, _dynamo_batches, _dynamo_reported),
 }
 
 
 if __name__ == "__main__":
     _, _, name, *numbers = sys.argv
-    say(follow(name, *map(int, numbers)))
+    send_line(follow(name, *map(int, numbers)))

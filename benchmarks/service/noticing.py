@@ -13,7 +13,7 @@ from typing import Final
 
 from benchmarks.indexing.payloads import in_maps
 from benchmarks.indexing.workload import chain, percentile, pieces
-from benchmarks.processes import say
+from benchmarks.processes import send_line
 from benchmarks.service.running import HOST, JSON, Running, query, wait_until
 from benchmarks.service.workers import Workers
 
@@ -51,11 +51,11 @@ def request(tokens: list[int]) -> bytes:
     return head.encode() + body
 
 
-def notice(who: str, times: int) -> dict[str, float]:
+def notice(contender: str, times: int) -> dict[str, float]:
     """p50 and p99 of it, and p50 of the question alone, in milliseconds."""
     draw = random.Random(13)  # noqa: S311 - test data
     taken, asked = [], []
-    with Running(who) as service, Workers(1) as workers:
+    with Running(contender) as service, Workers(1) as workers:
         service.register(workers.endpoints)
         workers.wait_for_subscribers()
         line = Line(service.port)
@@ -83,4 +83,4 @@ def _visible(line: Line, question: bytes) -> bool:
 
 if __name__ == "__main__":
     _, _, name, number = sys.argv
-    say(notice(name, int(number)))
+    send_line(notice(name, int(number)))

@@ -28,8 +28,8 @@ HOST: Final = "127.0.0.1"
 JSON: Final = "application/json"
 LOOK: Final = 0.002
 """Seconds between two looks whether a service answers, or knows something yet."""
-_TOLD: Final = 1_000
-"""Characters of a failed service's log that are told."""
+_LOG_TAIL: Final = 1_000
+"""Characters of a failed service's log that are printed."""
 
 
 def _ours(port: int) -> list[str]:
@@ -44,11 +44,11 @@ COMMANDS: Final[dict[str, Callable[[int], list[str]]]] = {"ours": _ours, "servic
 
 
 class Running:
-    """A service on a port of its own, that has answered `/health`; without any configuration unless told its command line."""
+    """A service on a port of its own, that has answered `/health`; without configuration unless given a command line."""
 
-    def __init__(self, who: str | Callable[[int], list[str]]) -> None:
+    def __init__(self, contender: str | Callable[[int], list[str]]) -> None:
         (self.port,) = free_ports(1)
-        command = (COMMANDS[who] if isinstance(who, str) else who)(self.port)
+        command = (COMMANDS[contender] if isinstance(contender, str) else contender)(self.port)
         began = time.monotonic()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(  # noqa: S603 - an interpreter, with our own words
@@ -120,7 +120,7 @@ class Running:
 
     def _said(self) -> str:
         self._log.seek(0)
-        return self._log.read()[-_TOLD:].decode(errors="replace")
+        return self._log.read()[-_LOG_TAIL:].decode(errors="replace")
 
     def _end(self) -> None:
         self._http.close()

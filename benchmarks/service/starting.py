@@ -7,21 +7,21 @@ import time
 from statistics import median
 from typing import Final
 
-from benchmarks.processes import say
+from benchmarks.processes import send_line
 from benchmarks.service.running import Running
 
 SETTLING: Final = 1.0
 """Seconds before the memory of an idle service is read."""
 
 
-def start(who: str, times: int) -> dict[str, float]:
+def start(contender: str, times: int) -> dict[str, float]:
     """Seconds until it answers, CPU time until then, and resident MB: medians."""
-    found = [_once(who) for _ in range(times)]
+    found = [_once(contender) for _ in range(times)]
     return {name: median(each[name] for each in found) for name in found[0]}
 
 
-def _once(who: str) -> dict[str, float]:
-    with Running(who) as service:
+def _once(contender: str) -> dict[str, float]:
+    with Running(contender) as service:
         cpu = service.cpu
         time.sleep(SETTLING)
         before = service.cpu
@@ -32,4 +32,4 @@ def _once(who: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     _, _, name, times = sys.argv
-    say(start(name, int(times)))
+    send_line(start(name, int(times)))

@@ -19,7 +19,7 @@ import zmq
 
 from benchmarks.indexing.payloads import in_maps
 from benchmarks.indexing.workload import Chain, chain, pieces
-from benchmarks.processes import heed, say
+from benchmarks.processes import receive_line, send_line
 from kvevents.wire.framing import (
     Malformed,
     live_frames,
@@ -162,16 +162,16 @@ def send_all(workers: Workers, payloads: list[list[bytes]], pace: Pace, began: f
 
 
 def main(count: int, first: int, every: int, rate: int, blocks: int, seconds: int) -> None:
-    """Say the endpoints, wait for subscribers, be told when to begin, send, and answer replays until the parent is gone."""
+    """Print the endpoints, wait for subscribers and the time to begin, send, and answer replays until the parent is gone."""
     pace = Pace(first, every, rate, rate * seconds)
     with Workers(count) as workers:
         payloads = [list(islice(_requests(first + index * every, blocks), pace.batches)) for index in range(count)]
-        say(workers.endpoints)
+        send_line(workers.endpoints)
         workers.wait_for_subscribers()
-        say("followed")
-        if (began := heed()) is not None:
-            say(send_all(workers, payloads, pace, began))
-            heed()
+        send_line("followed")
+        if (began := receive_line()) is not None:
+            send_line(send_all(workers, payloads, pace, began))
+            receive_line()
 
 
 if __name__ == "__main__":

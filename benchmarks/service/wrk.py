@@ -49,7 +49,7 @@ def program() -> str:
 def load(url: str, body: bytes, content_type: str, clients: int, seconds: int, patience: int = 2) -> Load:
     """Send the same request again and again, each client when it has its answer, over a connection of its own.
 
-    An answer that takes longer than `patience` seconds is a failure, as one that is none.
+    An answer that takes longer than `patience` seconds is a failure, as is an invalid one.
     """
     with tempfile.TemporaryDirectory() as folder:
         file, script = Path(folder, "body"), Path(folder, "post.lua")

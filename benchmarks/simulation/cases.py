@@ -123,7 +123,7 @@ class Climb:
 _Key = TypeVar("_Key", bound=Runnable[Any])
 
 
-def run_all(cases: Iterable[_Key], tell: Callable[[str], object]) -> dict[_Key, Any]:
+def run_all(cases: Iterable[_Key], print_line: Callable[[str], object]) -> dict[_Key, Any]:
     """What each came to; equal ones are run once."""
     different = list(dict.fromkeys(cases))
     with ProcessPoolExecutor(PROCESSES) as pool:
@@ -131,7 +131,7 @@ def run_all(cases: Iterable[_Key], tell: Callable[[str], object]) -> dict[_Key, 
         found = {}
         for number, (case, future) in enumerate(running.items(), 1):
             found[case], seconds = future.result()
-            tell(f"{number} of {len(different)}, {seconds:.0f} s: {case}")
+            print_line(f"{number} of {len(different)}, {seconds:.0f} s: {case}")
     return found
 
 
@@ -141,5 +141,5 @@ def _timed(case: Runnable[Any]) -> tuple[Any, float]:
 
 
 def to_stderr(line: str) -> None:
-    """For `tell`."""
+    """For `print_line`."""
     print(line, file=sys.stderr, flush=True)

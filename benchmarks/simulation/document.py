@@ -175,7 +175,7 @@ def _outputs(plan: Plan, found: Mapping[Any, Any]) -> str:
 
 
 def _known(distribution: Distribution | None) -> Distribution:
-    assert distribution is not None, "somebody was answered"
+    assert distribution is not None, "some requests were answered"
     return distribution
 
 

@@ -72,7 +72,7 @@ class Stage(NamedTuple):
 
 
 def _of_its_own(settings: FleetSettings) -> PrefixIndex:
-    """An index that is never told of an event, but of one block each: how long blocks are it has from the streams."""
+    """An index that receives no event except one block of each stream, from which it knows how long blocks are."""
     index, encode = PrefixIndex(), batch_encoder()
     block = BlockStored([1], None, [0] * settings.block_size, settings.block_size)
     for source, rank in settings.workers:

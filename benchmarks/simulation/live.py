@@ -7,7 +7,7 @@ import time
 from itertools import takewhile
 from typing import Final
 
-from benchmarks.processes import say
+from benchmarks.processes import send_line
 from kvevents.sim.live import LiveFleet
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import workload
@@ -62,4 +62,4 @@ def run(engines: int, rate: int, seconds: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    say(run(*map(int, sys.argv[3:])))
+    send_line(run(*map(int, sys.argv[3:])))

@@ -6,7 +6,7 @@ import sys
 import time
 
 from benchmarks.indexing import procfs
-from benchmarks.processes import say
+from benchmarks.processes import send_line
 from benchmarks.simulation.cases import to_stderr, trace, trace_path
 from kvevents.sim.fleet import simulate
 from kvevents.sim.settings import FleetSettings
@@ -34,4 +34,4 @@ def run(requests: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    say(run(int(sys.argv[3])))
+    send_line(run(int(sys.argv[3])))

@@ -70,7 +70,7 @@ def batch(number: int) -> KVEventBatch:
 
 
 def test_few_modules_are_between_a_socket_and_an_application(in_publisher: PassedModules, in_subscriber: PassedModules) -> None:
-    """A stranger who follows one batch reads them all."""
+    """A developer that follows one batch through the code reads them all."""
     publisher = ZmqEventPublisher(0, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
     source = Source(publisher.endpoint, publisher.replay_endpoint)
     try:

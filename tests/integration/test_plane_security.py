@@ -204,7 +204,7 @@ def test_the_program_bridge_needs_no_more_than_its_role(login: Login) -> None:
 
 
 def only_reads(router: Service) -> None:
-    until("what it may not do", lambda: router.log_lines("this replica publishes no digests"))
+    until("the missing permission", lambda: router.log_lines("this replica publishes no digests"))
     assert len(router.log_lines("this replica publishes no digests")) == 1
     router.says("must not publish to '\\$KV.KVEVENTS_default_leases.digest.\\w+'; grant this user the permission")
 

@@ -38,7 +38,7 @@ class Bucket:
         self.store: Any = None
 
     def lease(self, host: str = "here", **more: Any) -> Lease:
-        """A lease whose holder may or may not be alive."""
+        """A lease of a holder of unknown state."""
         return Lease(self.js, self.layout, KEY, LeaseHolder(host, 1, os.urandom(8).hex()), **more)
 
     async def revision(self) -> int:

@@ -221,7 +221,7 @@ def test_the_settings_of_the_engine_image_are_the_defaults() -> None:
     assert read_settings({VARIABLE: str(file)}) == EngineSettings()
 
 
-def test_the_index_tells_who_holds_how_much_of_a_prompt() -> None:
+def test_the_index_shows_how_much_of_a_prompt_each_worker_holds() -> None:
     """An engine that publishes the prompt beside one that is not there; Ctrl-C ends it without a word."""
     prompt = ",".join(["1"] * 16 + ["2"] * 16 + ["1"])
     with example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
@@ -235,7 +235,7 @@ def test_the_index_tells_who_holds_how_much_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["--prompt", "1,x"], 2, "argument --prompt: invalid tokens value: '1,x'"),
         (["--prompt", "4294967296"], 2, "argument --prompt: token ids are from 0 to 2**32 - 1"),
@@ -243,11 +243,11 @@ def test_the_index_tells_who_holds_how_much_of_a_prompt() -> None:
         (["tcp://127.0.0.1"], 1, "invalid endpoint 'tcp://127.0.0.1': expected tcp://HOST:PORT"),
     ],
 )
-def test_the_index_says_what_is_wrong_with_its_arguments(arguments: list[str], code: int, told: str) -> None:
+def test_the_index_says_what_is_wrong_with_its_arguments(arguments: list[str], code: int, message: str) -> None:
     with example("prefix_index.py", *arguments) as index:
         ended = index.end()
     assert (ended.code, ended.out) == (code, "")
-    assert f"prefix_index.py: {'error: ' if code == 2 else ''}{told}" in ended.err
+    assert f"prefix_index.py: {'error: ' if code == 2 else ''}{message}" in ended.err
     assert "Traceback" not in ended.err
 
 

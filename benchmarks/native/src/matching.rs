@@ -73,7 +73,7 @@ impl Scenario {
         }
     }
 
-    /// Nobody holds the prompt.
+    /// No worker holds the prompt.
     fn unknown(workers: u32) -> Self {
         let mut random = Random(4);
         let held = Chain::new(&mut random, CHAIN, BLOCK);

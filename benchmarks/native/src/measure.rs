@@ -29,7 +29,7 @@ fn reading(clock: libc::clockid_t) -> Duration {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a timespec of this frame.
     let failed = unsafe { libc::clock_gettime(clock, &mut now) };
-    assert_eq!(failed, 0, "there is no such clock");
+    assert_eq!(failed, 0, "the clock is not available");
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 

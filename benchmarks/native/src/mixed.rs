@@ -66,7 +66,7 @@ struct Builder {
 }
 
 impl Builder {
-    /// A worker with the longest prefix of a chain; any of all where nobody holds anything.
+    /// A worker with the longest prefix of a chain; any worker if none holds anything.
     fn best(&mut self, chain: &Chain) -> u32 {
         let mut alive = u128::MAX;
         for hash in &chain.hashes {

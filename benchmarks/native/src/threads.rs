@@ -34,7 +34,7 @@ struct Control {
     blocks: AtomicU64,
 }
 
-/// Fills the index, says so, and writes while it is told to.
+/// Fills the index, says so, and writes until it is stopped.
 struct Writer<I> {
     fill: I,
     payload: Vec<u8>,

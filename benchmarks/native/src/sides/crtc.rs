@@ -133,7 +133,7 @@ impl Side for Crtc {
         self.reader
             .index
             .worker(tasks, None)
-            .expect("the loop ends when it is told to");
+            .expect("the loop ends on its stop signal");
         let paused = Arc::into_inner(paused).expect("no acknowledgement is left");
         paused.0.into_inner().expect("no script panics").script
     }
