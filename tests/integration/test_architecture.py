@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recording_streams", "routing"),
     ("plane",),
     ("compat", "testing", "service", "export", "relay"),
-    ("sim", "engines"),
+    ("sim", "engines", "conform"),
     ("cli",),
     ("__main__",),
 )

@@ -31,6 +31,7 @@ WRONG_PATHS: dict[str, tuple[str, ...]] = {
     "plane": ("status", "--creds", LONG),
     "export": (LONG, LONG),
     "keys": (f"{LONG}/engine",),
+    "conform": ("ours", "--scenarios", LONG),
     "sim": ("compare", "--trace", LONG),
 }
 DEAD_PORTS: dict[str, tuple[str, ...]] = {

@@ -155,6 +155,12 @@ class TapePlayer:
             return list(self._sockets.requests)
 
     @property
+    def subscriptions(self) -> int:
+        """Number of subscriptions of all subscribers now."""
+        with self._sockets.condition:
+            return self._sockets.subscriptions.total()
+
+    @property
     def log(self) -> list[Sent]:
         """Every sequence number that was used, with its batch and outcome, oldest first."""
         with self._sockets.condition:

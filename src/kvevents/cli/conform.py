@@ -1,0 +1,148 @@
+"""`kvevents conform`: play engines with faults against an indexer, and print whether it was right."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvevents.cli.command import FAILED, OK, CommandLineError
+from kvevents.cli.console import Console, Span, Style
+from kvevents.cli.options import positive_int, service_url
+from kvevents.conform.drivers import RunningIndexer, dynamo_indexer, kvevents_indexer
+from kvevents.conform.player import play_all
+from kvevents.conform.report import Run, make_run, to_json, to_junit
+from kvevents.conform.scenario import GROUPS, Scenario, read_scenario, shipped_scenarios
+from kvevents.conform.target import Driver
+from kvevents.conform.verdict import Result, Verdict
+from kvevents.errors import ConfigError
+
+DESCRIPTION: Final = (
+    "Play engines of every release, with all their faults, against an indexer, and print for each scenario whether its answers "
+    "were correct, whether it reported that they were not, or whether they were silently wrong.\n"
+    "Exit code 1: an answer was silently wrong, or missing."
+)
+EXAMPLES: Final = """\
+  kvevents conform ours
+  kvevents conform dynamo                                NVIDIA Dynamo's indexer, from its released wheel
+  kvevents conform --indexer http://10.0.0.9:8090        an indexer that runs and can reach this machine's 127.0.0.1
+  kvevents conform ours --only restart --only gap -o json
+  kvevents conform ours --save results.xml               JUnit XML beside the text
+"""
+
+JOBS: Final = 4
+"""Scenarios that play at a time: nearly all of their time is waiting."""
+FOLDER_VARIABLE: Final = "KVEVENTS_CONFORM_FOLDER"
+DRIVERS: Final[dict[str, Callable[[Path], Driver]]] = {
+    "ours": lambda _: kvevents_indexer(),
+    "dynamo": dynamo_indexer,
+}
+_STYLES: Final[dict[Verdict, Style]] = {
+    Verdict.NOT_APPLICABLE: "dim",
+    Verdict.CORRECT: "good",
+    Verdict.REPORTED: "warn",
+    Verdict.SILENT: "bad",
+    Verdict.UNANSWERED: "loud",
+}
+_WIDTH: Final = max(len(verdict) for verdict in Verdict)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options of this command."""
+    targets = parser.add_mutually_exclusive_group()
+    targets.add_argument(
+        "target", metavar="TARGET", nargs="?", choices=(*DRIVERS, None), help=f"a program to start: {', '.join(DRIVERS)}"
+    )
+    targets.add_argument("--indexer", metavar="URL", type=service_url, help="a running indexer with the API of RFC #1403")
+    parser.add_argument(
+        "--only", metavar="TEXT", action="append", default=[], help="only scenarios with TEXT in their name; can be repeated"
+    )
+    parser.add_argument(
+        "--scenarios", metavar="PATH", type=Path, help="a scenario file or a folder of them (default: those of this package)"
+    )
+    parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
+    parser.add_argument("--jobs", metavar="N", type=positive_int, default=JOBS, help=f"scenarios at a time (default: {JOBS})")
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        type=Path,
+        default=os.environ.get(FOLDER_VARIABLE) or Path("~/.cache/kvevents/conform").expanduser(),
+        help=f"virtual environments of programs from wheels (default: ${FOLDER_VARIABLE} or ~/.cache/kvevents/conform)",
+    )
+    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 whatever the verdicts are")
+    parser.add_argument("-o", "--output", choices=("text", "json", "junit"), default="text", help="format (default: text)")
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="also write JSON, or JUnit if FILE ends in .xml",
+    )
+
+
+def run(args: Namespace) -> int:
+    """Play the scenarios. Return `FAILED` if an answer was silently wrong or missing."""
+    console = Console()
+    scenarios = _choose(args)
+    if args.list:
+        for scenario in scenarios:
+            console.line(Span(f"{scenario.name:<34}", "name"), f" {scenario.title}")
+        return OK
+    driver = _driver(args)
+    done = 0
+
+    def count(_: Result) -> None:
+        nonlocal done
+        done += 1
+        console.progress(f"{done} of {len(scenarios)} scenarios played; Ctrl-C ends it")
+
+    began, results = time.monotonic(), list[Result]()
+    for result in play_all(scenarios, driver, args.jobs, count):
+        results.append(result)
+        if args.output == "text":
+            _print(console, result, is_first=len(results) == 1 or results[-2].group != result.group)
+    found = make_run(driver.title, ["kvevents", *sys.argv[1:]], time.monotonic() - began, results)
+    for path in args.save:
+        path.write_bytes(_formatted(found, "junit" if path.suffix == ".xml" else "json"))
+    if args.output == "text":
+        console.line(found.summary)
+    else:
+        console.data(_formatted(found, args.output))
+    return FAILED if found.has_failed and not args.exit_zero else OK
+
+
+def _choose(args: Namespace) -> list[Scenario]:
+    if args.scenarios is None:
+        known = list(shipped_scenarios())
+    else:
+        paths = sorted(args.scenarios.glob("*.json")) if args.scenarios.is_dir() else [args.scenarios]
+        known = [read_scenario(path.read_bytes(), str(path)) for path in paths]
+    chosen = [each for each in known if not args.only or any(text in each.name for text in args.only)]
+    if not chosen:
+        raise ConfigError("no scenario has such a name; --list prints those that there are")
+    return chosen
+
+
+def _driver(args: Namespace) -> Driver:
+    if args.indexer is not None:
+        return RunningIndexer(args.indexer)
+    if args.target is None:
+        raise CommandLineError(f"name a target: {', '.join(DRIVERS)}, or --indexer URL")
+    return DRIVERS[args.target](Path(args.folder))
+
+
+def _formatted(found: Run, output: str) -> bytes:
+    return to_junit(found) if output == "junit" else to_json(found)
+
+
+def _print(console: Console, result: Result, *, is_first: bool) -> None:
+    if is_first:
+        console.line(Span(GROUPS[result.group], "bold"))
+    console.line("  ", Span(f"{result.verdict:<{_WIDTH}}", _STYLES[result.verdict]), f"  {result.name}: {result.title}")
+    if result.detail:
+        console.line(" " * (_WIDTH + 4), Span(result.detail, "dim"))

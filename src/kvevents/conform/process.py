@@ -1,0 +1,111 @@
+"""The process of a program under test, and virtual environments with released wheels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+from kvevents.conform.engine import POLL_SECONDS
+from kvevents.conform.target import TargetError
+from kvevents.errors import ExternalError
+from kvevents.testing.ports import reserve_port
+from kvevents.testing.tape import ANY_LOCAL_PORT
+
+START_SECONDS: Final = 60.0
+"""Time of a program to answer after its start; many start at once on few CPUs."""
+INSTALL_SECONDS: Final = 540.0
+"""Time to install a wheel with its dependencies."""
+LOG_LINES: Final = 3
+"""Last lines of the log that an error quotes."""
+
+
+class Program:
+    """A program in a process group of its own, with a reserved port, a folder for its state, and a log."""
+
+    def __init__(self, title: str, command: Callable[[int, Path], Sequence[str]]) -> None:
+        self.title: Final = title
+        self._folder = tempfile.TemporaryDirectory(prefix="kvevents-conform-")
+        # Held, because programs of several scenarios run at a time.
+        self._held = reserve_port(ANY_LOCAL_PORT)
+        self.port: Final = int(self._held.endpoint.rpartition(":")[2])
+        self._command = command(self.port, Path(self._folder.name))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Its address, if it speaks HTTP."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, is_ready: Callable[[], bool]) -> None:
+        """Start it, and wait until it is ready. Raise `TargetError` if it ends instead, or takes too long."""
+        with Path(self._folder.name, "log").open("ab") as log:
+            try:
+                self._process = subprocess.Popen(  # noqa: S603  the program that is tested
+                    self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+            except OSError as error:
+                raise TargetError(f"{self.title} did not start: {error}") from error
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            if self._process.poll() is not None:
+                raise TargetError(f"{self.title} ended with {self._process.returncode}: {self._last_lines()}")
+            with suppress(TargetError):
+                if is_ready():
+                    return
+            if time.monotonic() > deadline:
+                raise TargetError(f"{self.title} was not ready within {START_SECONDS:g} s: {self._last_lines()}")
+            time.sleep(5 * POLL_SECONDS)
+
+    def kill(self) -> None:
+        """End its process group with SIGKILL."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _last_lines(self) -> str:
+        lines = Path(self._folder.name, "log").read_text(errors="replace").splitlines()
+        return " | ".join(lines[-LOG_LINES:]) or "it logged nothing"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        if self._held.holder is not None:
+            self._held.holder.close()
+        self._folder.cleanup()
+
+
+def python_with(package: str, version: str, folder: Path) -> str:
+    """Return the interpreter of a virtual environment with a released wheel. Create it in `folder` if it is not there.
+
+    Wheels in the folder are used before those of the package index. Raise `ExternalError` if that fails.
+    """
+    home = folder / f"{package}-{version}"
+    python, ready = home / "bin" / "python", home / ".ready"
+    if ready.exists():
+        return str(python)
+    print(f"installing {package} {version} into {home} once", file=sys.stderr)
+    folder.mkdir(parents=True, exist_ok=True)
+    wheels = ("--only-binary=:all:", "--prefer-binary", "--find-links", str(folder))
+    for command in (
+        (sys.executable, "-m", "venv", "--clear", str(home)),
+        (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wheels, f"{package}=={version}"),
+    ):
+        try:
+            done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=INSTALL_SECONDS)  # noqa: S603  pip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ExternalError(f"cannot install {package} {version} into {home}: {error}") from error
+        if done.returncode:
+            raise ExternalError(f"cannot install {package} {version} into {home}: pip ended with {done.returncode}")
+    ready.touch()
+    return str(python)

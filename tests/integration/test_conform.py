@@ -1,0 +1,104 @@
+"""`kvevents conform` with real sockets: our service, and indexers whose faults are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+from xml.etree import ElementTree as ET
+
+import msgspec
+import pytest
+
+from cli_cases import run
+from conform_cases import Habit, naive_indexer
+from kvevents.cli import main
+from kvevents.conform.drivers import RunningIndexer, kvevents_indexer
+from kvevents.conform.player import play, play_all
+from kvevents.conform.scenario import Check, Scenario, Settle, shipped_scenarios
+from kvevents.conform.verdict import Verdict
+
+SCENARIOS: Final = {each.name: each for each in shipped_scenarios()}
+OURS: Final = {
+    "cut-then-live": Verdict.CORRECT,
+    "dialect-sglang-0.4.6.post5": Verdict.CORRECT,
+    "gap-no-replay": Verdict.REPORTED,
+    "killed": Verdict.CORRECT,
+    "reannounced": Verdict.REPORTED,
+    "restart": Verdict.CORRECT,
+    "tail": Verdict.CORRECT,
+    "unreachable": Verdict.REPORTED,
+    "unknown-event": Verdict.CORRECT,
+}
+"""Scenarios of every group, and what comes of them with `kvevents serve`."""
+
+
+def hurried(scenario: Scenario, seconds: float = 1.0) -> Scenario:
+    """The same with shorter waits for a right answer, for targets that never give one."""
+    steps = [
+        msgspec.structs.replace(step, within=min(step.within, seconds)) if isinstance(step, Check | Settle) else step
+        for step in scenario.steps
+    ]
+    return msgspec.structs.replace(scenario, steps=steps)
+
+
+def test_our_service_is_never_silently_wrong() -> None:
+    """Each in a process of its own, which one scenario kills."""
+    scenarios = [hurried(SCENARIOS[name]) if verdict is Verdict.REPORTED else SCENARIOS[name] for name, verdict in OURS.items()]
+    results = {result.name: result for result in play_all(scenarios, kvevents_indexer(), 4)}
+    assert {name: result.verdict for name, result in results.items()} == OURS, results
+
+
+@pytest.mark.parametrize(
+    ("habit", "scenario", "verdict"),
+    [
+        ("ignores", "gap-no-replay", Verdict.SILENT),
+        ("reports", "gap-no-replay", Verdict.REPORTED),
+        ("ignores", "middle", Verdict.CORRECT),
+        ("ignores", "unreachable", Verdict.SILENT),
+        ("ignores", "killed", Verdict.NOT_APPLICABLE),
+    ],
+)
+def test_an_indexer_gets_the_verdict_that_it_deserves(habit: Habit, scenario: str, verdict: Verdict) -> None:
+    with naive_indexer(habit) as url:
+        result = play(hurried(SCENARIOS[scenario]), RunningIndexer(url))
+    assert result.verdict is verdict, result
+
+
+def test_an_indexer_that_hangs_is_a_result() -> None:
+    """So is one that is not there."""
+    with naive_indexer("hangs") as url:
+        result = play(SCENARIOS["middle"], RunningIndexer(url, answer_seconds=0.5))
+    assert (result.verdict, "did not answer within" in result.detail) == (Verdict.UNANSWERED, True), result
+    gone = play(SCENARIOS["middle"], RunningIndexer(url))
+    assert (gone.verdict, "refused" in gone.detail) == (Verdict.UNANSWERED, True), gone
+
+
+def test_the_command_fails_on_silent_errors(tmp_path: Path) -> None:
+    """With 1, as test tools do, and not with --exit-zero. A file of one's own takes the place of the scenarios."""
+    mine = tmp_path / "mine.json"
+    mine.write_bytes(msgspec.json.encode(hurried(SCENARIOS["gap-no-replay"])))
+    saved = tmp_path / "results.xml"
+    with naive_indexer("ignores") as url:
+        failed = run("conform", "--indexer", url, "--scenarios", mine, "--save", saved)
+        passed = run("conform", "--indexer", url, "--scenarios", mine, "-o", "json", "--exit-zero")
+    assert failed.code == 1, failed
+    assert "silently wrong  gap-no-replay: one batch lost, no replay endpoint" in failed.out
+    assert "1 silently wrong" in failed.out.splitlines()[-1]
+    assert ET.parse(saved).getroot()[0].get("failures") == "1"  # noqa: S314 - our own
+    assert passed.code == 0, passed
+    assert json.loads(passed.out)["results"][0]["verdict"] == "silently wrong"
+
+
+def test_wrong_uses_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{}")
+    for words, message in (
+        ([], "name a target"),
+        (["ours", "--only", "nothing-like-this"], "no scenario has such a name"),
+        (["ours", "--scenarios", str(wrong)], f"invalid {wrong}"),
+    ):
+        assert main(["conform", *words]) != 0
+        assert message in capsys.readouterr().err
+    assert main(["conform", "--list", "--only", "gap"]) == 0
+    assert "gap-no-replay" in capsys.readouterr().out

@@ -1,0 +1,119 @@
+"""Indexers that `kvevents conform` must see through: what they are wrong about is known."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+import msgspec
+import zmq
+
+Habit = Literal["ignores", "reports", "hangs"]
+"""Of lost batches: says nothing, or that some are lost. `hangs`: answers no query."""
+
+
+class NaiveIndexer:
+    """Follows live messages alone, of map events and one block per event, and stores what it reads."""
+
+    def __init__(self, habit: Habit) -> None:
+        self._habit = habit
+        self._workers: dict[int, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._threads: list[threading.Thread] = []
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        """Status and JSON."""
+        route = (method, path.partition("?")[0])
+        if route == ("POST", "/register"):
+            self._workers[body["instance_id"]] = {"blocks": {}, "lost": False, "model": body["model_name"]}
+            thread = threading.Thread(target=self._follow, args=(body,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+            return 201, {"status": "ok"}
+        if route == ("POST", "/unregister"):
+            self._workers.pop(body["instance_id"], None)
+            return 200, {"status": "ok"}
+        if route == ("GET", "/workers"):
+            return 200, [self._listed(number, worker) for number, worker in self._workers.items()]
+        if self._habit == "hangs":
+            self._stop.wait()
+        held = {number: self._match(worker, body["token_ids"]) for number, worker in self._workers.items()}
+        return 200, {"instances": {str(number): {"longest_matched": tokens} for number, tokens in held.items() if tokens}}
+
+    def _listed(self, number: int, worker: dict[str, Any]) -> dict[str, Any]:
+        listener = {"last_error": "batches were lost"} if worker["lost"] and self._habit == "reports" else {}
+        return {"instance_id": number, "status": "active", "listeners": {"0": listener}}
+
+    def _match(self, worker: dict[str, Any], tokens: list[int]) -> int:
+        parent, matched = None, 0
+        with self._lock:
+            while found := worker["blocks"].get((parent, tuple(tokens[matched : matched + 16]))):
+                parent, matched = found, matched + 16
+        return matched
+
+    def _follow(self, body: dict[str, Any]) -> None:
+        worker, next_seq = self._workers[body["instance_id"]], 0
+        with self._context.socket(zmq.SUB) as socket:
+            socket.connect(body["endpoint"])
+            socket.subscribe(b"")
+            while not self._stop.is_set():
+                if not socket.poll(20):
+                    continue
+                _, number, payload = socket.recv_multipart()
+                seq = int.from_bytes(number, "big")
+                worker["lost"] |= seq != next_seq
+                next_seq = seq + 1
+                with self._lock:
+                    self._apply(worker["blocks"], msgspec.msgpack.decode(payload)[1])
+
+    @staticmethod
+    def _apply(blocks: dict[Any, int], events: list[dict[str, Any]]) -> None:
+        for event in events:
+            if event["type"] == "BlockStored":
+                blocks[event["parent_block_hash"], tuple(event["token_ids"])] = event["block_hashes"][0]
+            elif event["type"] == "BlockRemoved":
+                for key in [key for key, value in blocks.items() if value in event["block_hashes"]]:
+                    del blocks[key]
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        self._context.term()
+
+
+@contextmanager
+def naive_indexer(habit: Habit) -> Iterator[str]:
+    """The URL of one that runs."""
+    indexer = NaiveIndexer(habit)
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, body = indexer.answer(self.command, self.path, json.loads(text) if text else None)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        do_GET = do_POST = _answer  # noqa: N815 - names of the library
+
+        def log_message(self, *_: Any) -> None:
+            """Keep quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        indexer.close()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,161 @@
+"""Scenarios of `kvevents conform` are the data that they are published as, and verdicts are what the evidence allows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.resources import files
+from typing import Any, Final
+from xml.etree import ElementTree as ET
+
+import jsonschema  # type: ignore[import-untyped]  # it has no types
+import msgspec
+import pytest
+
+import paths
+from kvevents.conform.report import make_run, to_json, to_junit
+from kvevents.conform.scenario import GROUPS, Check, Publish, Scenario, expand, json_schema, read_scenario, shipped_scenarios
+from kvevents.conform.verdict import Difference, Outcome, Result, Verdict, judge, worst
+from kvevents.errors import ConfigError
+from kvevents.wire import decode_batch, dialects
+
+sys.path.append(str(paths.ROOT))  # `python -m pytest` knows the checkout, `pytest` does not
+from tools.conform_scenarios import files as written_files
+
+FOLDER: Final = files("kvevents.conform")
+SCENARIOS: Final = list(shipped_scenarios())
+MINIMAL: Final[dict[str, Any]] = {
+    "version": 1,
+    "name": "x",
+    "title": "t",
+    "group": "losses",
+    "engines": {"a": {}},
+    "steps": [{"do": "register", "engine": "a"}],
+}
+
+
+# --- the files
+
+
+def test_files_are_what_the_recorder_writes() -> None:
+    """`python -m tools.conform_scenarios` writes scenarios and schema; nothing is changed by hand or left over."""
+    written = {path.name: text for path, text in written_files().items()}
+    shipped = {each.name: each.read_text() for each in (FOLDER / "scenarios").iterdir() if each.name.endswith(".json")}
+    assert shipped | {"schema.json": (FOLDER / "schema.json").read_text()} == written
+
+
+def test_scenarios_have_the_published_schema() -> None:
+    """Another project can check its own files with any implementation of JSON Schema."""
+    schema = json.loads((FOLDER / "schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for each in (FOLDER / "scenarios").iterdir():
+        if each.name.endswith(".json"):
+            validator.validate(json.loads(each.read_text()))
+    for wrong in ({"version": 2}, {"steps": [{"do": "explode"}]}, {"more": 1}, {"engines": {"a": {"replay": "maybe"}}}):
+        assert not validator.is_valid(MINIMAL | wrong), wrong
+    assert json_schema() == schema
+
+
+def test_every_group_and_every_dialect_has_scenarios() -> None:
+    assert {each.group for each in SCENARIOS} == set(GROUPS) - {"publishing"}
+    names = {each.name for each in SCENARIOS}
+    assert {f"dialect-{each.name.replace('@', '-')}" for each in dialects()} <= names
+    assert len(names) == len(SCENARIOS) >= 100
+
+
+def test_every_scenario_ends_with_a_check_of_something() -> None:
+    for each in SCENARIOS:
+        last = each.steps[-1]
+        assert isinstance(last, Check), each.name
+        assert last.queries or last.reports, each.name
+
+
+def test_batches_of_the_dialects_are_batches_of_these_dialects() -> None:
+    """What a file has as JSON is, as msgpack, what our decoder reads without rejecting anything."""
+    for scenario in SCENARIOS:
+        if scenario.group == "dialects":
+            batches = [step.batch for step in scenario.steps if isinstance(step, Publish)]
+            decoded = [decode_batch(msgspec.msgpack.encode(expand(batch))) for batch in batches]
+            assert all(each.batch.events and not each.rejected for each in decoded), scenario.name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"steps": [{"do": "explode"}]}, "explode"),
+        ({"version": 2}, "invalid x.json.*version 1"),
+        ({"steps": [{"do": "restart", "engine": "b"}]}, "does not have: b"),
+        ({"engines": {"a": {"replays": 1}}}, "replays"),
+    ],
+)
+def test_a_wrong_scenario_is_a_sentence(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_scenario(json.dumps(MINIMAL | wrong), "x.json")
+
+
+def test_what_json_has_no_value_for() -> None:
+    assert read_scenario(json.dumps(MINIMAL)) == msgspec.convert(MINIMAL, Scenario)
+    assert expand([1.5, {"a": {"$tokens": [7, 3]}, "b": [{"$hex": "00ff"}]}, None]) == [
+        1.5,
+        {"a": [7, 8, 9], "b": [b"\0\xff"]},
+        None,
+    ]
+
+
+# --- verdicts
+
+WRONG: Final = Difference("a", "a: 1 of 2 tokens")
+
+
+@pytest.mark.parametrize(
+    ("differences", "reports", "required", "verdict"),
+    [
+        ([], {"a": None}, [], Verdict.CORRECT),
+        ([], {"a": "in doubt"}, [], Verdict.CORRECT),
+        ([WRONG], {"a": "in doubt"}, [], Verdict.REPORTED),
+        ([WRONG], {"a": None}, [], Verdict.SILENT),
+        ([WRONG], {"a": None, "b": "in doubt"}, [], Verdict.SILENT),
+        ([WRONG], {}, [], Verdict.SILENT),
+        ([WRONG._replace(report="the answer is doubtful")], {"a": None}, [], Verdict.REPORTED),
+        ([WRONG, Difference("b", "b: 0 of 2 tokens")], {"a": "in doubt", "b": None}, [], Verdict.SILENT),
+        ([], {"a": None}, ["a"], Verdict.SILENT),
+        ([], {"a": "not there"}, ["a"], Verdict.REPORTED),
+    ],
+)
+def test_a_difference_counts_as_reported_only_for_its_worker(
+    differences: list[Difference], reports: dict[str, str | None], required: list[str], verdict: Verdict
+) -> None:
+    assert judge(differences, reports, required).verdict is verdict
+
+
+def test_the_worst_check_decides() -> None:
+    reported, silent = Outcome(Verdict.REPORTED, "r"), Outcome(Verdict.SILENT, "s")
+    assert worst([]).verdict is Verdict.CORRECT
+    assert worst([reported, silent, reported]) == silent
+
+
+# --- reports
+
+
+def _result(name: str, verdict: Verdict) -> Result:
+    return Result(name, "losses", "title", verdict, "detail \x00", 1.0, 0.0)
+
+
+def test_junit_has_failures_errors_and_skipped_scenarios() -> None:
+    run = make_run("target", ["kvevents", "conform"], 4.0, [_result(verdict.name, verdict) for verdict in Verdict])
+    suite = next(iter(ET.fromstring(to_junit(run))))  # noqa: S314 - our own
+    assert {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")} == dict.fromkeys(
+        ("failures", "errors", "skipped"), "1"
+    ) | {"tests": "5"}
+    tags = {case.get("name"): next(iter(case)).tag for case in suite}
+    assert tags == {
+        "NOT_APPLICABLE": "skipped",
+        "CORRECT": "system-out",
+        "REPORTED": "system-out",
+        "SILENT": "failure",
+        "UNANSWERED": "error",
+    }
+    assert json.loads(to_json(run))["results"][3]["verdict"] == "silently wrong"
+    assert run.has_failed
+    assert not make_run("target", [], 1.0, [_result("x", Verdict.REPORTED)]).has_failed
