@@ -20,9 +20,9 @@ import zmq
 from kvevents import Batch, Source, Subscriber
 from kvevents.compat import sglang as compat
 from kvevents.engines import sglang
-from kvevents.engines.attestation import DIGEST_MASK
 from kvevents.engines.settings import VARIABLE
 from kvevents.index import PrefixIndex
+from kvevents.wire.attestation import DIGEST_MASK
 
 CONFIG = '{"publisher": "%s", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}'
 LOGGER = "sglang.kvevents"

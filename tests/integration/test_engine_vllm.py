@@ -16,9 +16,10 @@ import zmq
 import vllm_stand_in
 from kvevents import Batch, Source, Subscriber
 from kvevents.compat import vllm as compat
-from kvevents.engines import attestation, vllm
+from kvevents.engines import vllm
 from kvevents.engines.settings import VARIABLE
 from kvevents.index import PrefixIndex
+from kvevents.wire import attestation
 from paths import DATA
 from vllm_stand_in import Vllm
 

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvevents.engines.attestation import DIGEST_MASK, block_term
 from kvevents.index import Namespace, PrefixIndex
+from kvevents.wire.attestation import DIGEST_MASK, block_term
 from paths import DATA
 
 WORKER = ("sglang", 0)

@@ -24,10 +24,11 @@ from typing import Any, Final
 
 from kvevents import publisher
 from kvevents.compat import sglang as compat
-from kvevents.engines.attestation import DIGEST_MASK, AttestingPublisher
+from kvevents.engines.attesting_publisher import AttestingPublisher
 from kvevents.engines.registry import engine_logger, log_publisher, log_unused, replace_publisher
 from kvevents.engines.settings import EngineSettings
 from kvevents.errors import UnknownDialectError
+from kvevents.wire.attestation import DIGEST_MASK
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "SGLang"
@@ -147,7 +148,7 @@ def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, An
 
 
 class _CacheDigest:
-    """The digest of one radix tree, as `kvevents.engines.attestation` defines it; all blocks are in group 0."""
+    """The digest of one radix tree, as `kvevents.wire.attestation` defines it; all blocks are in group 0."""
 
     def __init__(self, cache: Any, module: Any) -> None:
         self._cache = getattr(cache, "inner", cache)  # a StreamingSession wraps the tree

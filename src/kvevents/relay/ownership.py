@@ -15,7 +15,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
+from kvevents.index import tier_of
+from kvevents.weights import TIERS
 from kvevents.wire import DEFAULT_WIRE_LIMITS
+from kvevents.wire.attestation import DIGEST_MASK, group_term
 from kvevents.wire.canonical import scope_of
 
 _BLOCKS_PER_PIECE: Final = 500_000
@@ -45,9 +48,20 @@ class UpstreamBlocks:
         self._fields: Final = fields
         self._placements: dict[Placement, Counter[int]] = {}
         self._count = 0
+        self._digest = 0
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def digest(self) -> int:
+        """What the attestation of the upstream's engine is (`Heartbeat.attestation`) if the engine has these blocks."""
+        return self._digest & DIGEST_MASK
+
+    @property
+    def is_off_device(self) -> bool:
+        """Whether none of the blocks is of the tier that attestations are of."""
+        return not any(map(_is_attested, self._placements))
 
     def apply(self, events: Iterable[KVEvent]) -> list[KVEvent]:
         """Record the events of the upstream, and return them for the shared stream: clears become removals."""
@@ -81,22 +95,28 @@ class UpstreamBlocks:
         before = len(copies)
         copies.update(dict(zip(hashes, counts, strict=True)))
         self._count += len(copies) - before
+        if _is_attested(placement):
+            term = group_term(placement.group_idx)
+            self._digest += sum((each ^ term) * count for each, count in zip(hashes, counts, strict=True))
 
     def _apply_clear(self, event: AllBlocksCleared) -> list[KVEvent]:
         return self.clear(**scope_of(event))
 
     def _apply_store(self, event: BlockStored) -> list[KVEvent]:
-        copies = self._placements.setdefault(self._placement_of(event), Counter())
+        placement = self._placement_of(event)
+        copies = self._placements.setdefault(placement, Counter())
         before = len(copies)
         for each in event.block_hashes:
             copies[each] += 1
         self._count += len(copies) - before
+        self._digest += _digest_of(placement, event.block_hashes)
         return [event]
 
     def _apply_removal(self, event: BlockRemoved) -> list[KVEvent]:
         placement = self._placement_of(event)
         copies = self._placements.get(placement, Counter())
         removed = [each for each in event.block_hashes if self._remove_copy(copies, each)]
+        self._digest -= _digest_of(placement, removed)
         if not copies:
             self._placements.pop(placement, None)
         if len(removed) == len(event.block_hashes):
@@ -116,6 +136,7 @@ class UpstreamBlocks:
     def _take(self, placement: Placement) -> Counter[int]:
         copies = self._placements.pop(placement)
         self._count -= len(copies)
+        self._digest -= _digest_of(placement, copies.elements())
         return copies
 
     @staticmethod
@@ -130,6 +151,18 @@ class UpstreamBlocks:
         if self._fields == PLACEMENT_FIELDS:
             return placement
         return Placement(**{name: value if name in self._fields else None for name, value in placement._asdict().items()})
+
+
+def _is_attested(placement: Placement) -> bool:
+    return placement.locality != "REMOTE" and tier_of(placement.medium) == TIERS[0]
+
+
+def _digest_of(placement: Placement, hashes: Iterable[int]) -> int:
+    """Return what copies of blocks add to a digest; 0 unless they are on the device."""
+    if not _is_attested(placement):
+        return 0
+    term = group_term(placement.group_idx)
+    return sum(each ^ term for each in hashes)
 
 
 _APPLY: Final[dict[type[KVEvent], Callable[[UpstreamBlocks, Any], list[KVEvent]]]] = {

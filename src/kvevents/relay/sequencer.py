@@ -57,6 +57,12 @@ class IndexedStream:
             return self._index.digest(self._name)
         return _EMPTY_DIGEST
 
+    def attests(self, attestation: int) -> bool | None:
+        """Return whether the stream is what an attestation says; None if that is unknown. See `Heartbeat.attestation`."""
+        if not any(each.source == self._name for each in self._index.workers()):
+            return attestation == 0
+        return self._index._compare(self._name, 0, None, attestation)[1]  # noqa: SLF001 - as below
+
     def key_of(self, block_hash: int) -> int | None:
         """Return the block key of a resident block; None if it is not resident, or an orphan."""
         return self._index._key_of(self._name, 0, block_hash)  # noqa: SLF001 - the only user
@@ -90,7 +96,7 @@ class Sequencer:
         """Heartbeats sent."""
         self.batches_since_heartbeat = 0
         self._event_server: Final = event_server
-        self._state: Final = state
+        self.state: Final = state
         self._journal: Final = journal
         self.encoder: Final = encoder
         self._heartbeat: Final = heartbeat
@@ -104,7 +110,7 @@ class Sequencer:
         not sent.
         """
         self.encoder.observe(payloads)
-        applied = self._state.apply(payloads)
+        applied = self.state.apply(payloads)
         first = 0
         for at, outcome in applied.items():
             report = outcome.report
@@ -133,15 +139,16 @@ class Sequencer:
 
     def send_payloads(self, payloads: Sequence[bytes], upstream: int = OWN_UPSTREAM) -> None:
         """Send payloads of the relay's own. After a kill the journal holds all of them or none."""
-        self._state.apply(payloads)
+        self.state.apply(payloads)
         zeros = [0] * len(payloads)
         self._append_and_send([upstream] * len(payloads), zeros, zeros, payloads)
 
-    def send_heartbeat(self, trust: Trust, rank: int | None = 0) -> None:
-        """Send a heartbeat with the digest of what consumers hold."""
+    def send_heartbeat(self, trust: Trust, rank: int | None = 0, attestation: int | None = None) -> None:
+        """Send a heartbeat with the digest of what consumers hold, and with an attestation of it if there is one."""
         self.heartbeats += 1
         reason = trust.reason[:_MAX_REASON]
-        heartbeat = Heartbeat(self._state.digest(), self._heartbeat, trust.name, reason, self._event_server.incarnation)
+        incarnation = self._event_server.incarnation
+        heartbeat = Heartbeat(self.state.digest(), self._heartbeat, trust.name, reason, incarnation, attestation)
         self.send_events([BlockRemoved([], heartbeat=heartbeat)], rank)
         self.batches_since_heartbeat = 0
 
@@ -238,6 +245,11 @@ class HeartbeatSchedule:
         """Send a heartbeat, due or not."""
         self._sent = trust
         self._sequencer.send_heartbeat(trust, self._rank)
+
+    def send_attested(self, trust: Trust, attestation: int, now: float) -> None:
+        """Send a heartbeat, due or not, with an attestation of everything that was sent before it."""
+        self._sent, self._sent_at = trust, now
+        self._sequencer.send_heartbeat(trust, self._rank, attestation)
 
     @property
     def is_repeat_due(self) -> bool:

@@ -5,7 +5,8 @@ Payloads are changed for another dialect, to remove tokens, or because several u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Final, NamedTuple, TypeAlias
 
@@ -13,13 +14,15 @@ import msgspec
 
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
-from kvevents.index import PrefixIndex
+from kvevents.index import PrefixIndex, tier_of
 from kvevents.relay.encoding import encode_parts, last_heartbeat, loses_events, without_heartbeats
 from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
 from kvevents.relay.sequencer import IndexedStream, Sequencer
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.stream import BatchReport, RawBatch
+from kvevents.weights import TIERS
 from kvevents.wire import Rejected, decode_batch
+from kvevents.wire.attestation import DIGEST_MASK
 from kvevents.wire.canonical import scope_of
 from kvevents.wire.dialects import Dialect
 
@@ -37,10 +40,15 @@ class PassThrough:
 
     def forward(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """See `Transform.forward`."""
-        applied = self._sequencer.forward(ordinal, batches, [batch.payload for batch in batches])
-        for at, outcome in applied.items():
-            if outcome.report is not None:
-                self._report(batches[at], outcome.report)
+        for run in _runs_to_attestations(batches):
+            applied = self._sequencer.forward(ordinal, run, [batch.payload for batch in run])
+            for at, outcome in applied.items():
+                if outcome.report is not None:
+                    self._report(run[at], outcome.report)
+
+    def attestation(self, ordinal: int, attestation: int) -> int | None:  # noqa: ARG002 - there is one upstream
+        """See `Transform.attestation`."""
+        return attestation
 
     def retract(self, ordinal: int) -> list[KVEvent]:  # noqa: ARG002 - there is one upstream
         """See `Transform.retract`."""
@@ -51,11 +59,24 @@ class PassThrough:
         return {}
 
 
+def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawBatch]]:
+    """Return consecutive batches, up to and including each that can have an attestation, which is of all before it."""
+    first = 0
+    for end, batch in enumerate(batches, 1):
+        # MessagePack stores text unchanged.
+        if _ATTESTATION in batch.payload or end == len(batches):
+            yield batches[first:end]
+            first = end
+
+
 class Transform:
     """Decodes batches, changes them and encodes them again, with one `BatchTransform` for each upstream.
 
     `received` has the streams of the upstreams as received, by ordinal; see `received_streams`. `blocks` are those of
     `UpstreamBlocks` that a journal restored. `write_checkpoint` is called before the first salted prompt is forwarded.
+
+    What an engine attests is compared with what was sent of it, unless blocks are left out. A relay that was resumed
+    with a dialect does not know that before the next clear.
     """
 
     def __init__(
@@ -67,6 +88,8 @@ class Transform:
         blocks: Mapping[int, UpstreamBlocks],
         report: Report,
         write_checkpoint: Callable[[], None],
+        *,
+        was_resumed: bool = False,
     ) -> None:
         self.has_salted_prompts = False
         """Whether keys of a prompt with a salt were forwarded."""
@@ -82,9 +105,12 @@ class Transform:
                 limits,
                 blocks.get(at, UpstreamBlocks(fields)) if self._is_shared else None,
                 _redactor(settings, received.get(at)),
+                omits_blocks=was_resumed and settings.resolved_dialect is not None,
             )
             for at in range(len(settings.upstreams))
         }
+        self._attested: Final[set[int]] = set()
+        """Upstreams of which the newest attestation agreed."""
 
     def forward(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """Send batches of one upstream, and report what decoding them has shown."""
@@ -96,7 +122,19 @@ class Transform:
         """Forget an upstream's blocks, and return the events that remove them downstream; none if it holds none."""
         if ordinal in self._received:
             self._received[ordinal].reset()
+        self._attested.discard(ordinal)
         return self._transforms[ordinal].retract()
+
+    def attestation(self, ordinal: int, attestation: int) -> int | None:
+        """Return the attestation for consumers after one of an upstream, which agreed with what was sent of it.
+
+        In a shared stream that is the sum of the attestations of all upstreams, each with what its engine announced since. None
+        if one of them has blocks on the device that its engine has not attested.
+        """
+        others = [(at, blocks) for at, blocks in self.blocks().items() if at != ordinal]
+        if any(at not in self._attested and not blocks.is_off_device for at, blocks in others):
+            return None
+        return (attestation + sum(blocks.digest for _, blocks in others)) & DIGEST_MASK
 
     def blocks(self) -> dict[int, UpstreamBlocks]:
         """Return the blocks of each upstream by ordinal, if upstreams share the stream."""
@@ -120,10 +158,27 @@ class Transform:
             self._sequencer.skip_number()
         self._sequencer.forward(ordinal, [batch] * len(transformed.payloads), transformed.payloads)
         if report != _NO_FINDINGS:
-            self._report(batch, report)
+            self._report(batch, replace(report, attestation_matches=self._attests(ordinal, transformed.heartbeat)))
+
+    def _attests(self, ordinal: int, heartbeat: Heartbeat | None) -> bool | None:
+        """Return whether what was sent of an upstream is what its heartbeat attests; None if that is unknown."""
+        if heartbeat is None or heartbeat.attestation is None:
+            return None
+        transform = self._transforms[ordinal]
+        is_equal = None
+        if not transform.omits_blocks:
+            blocks, attestation = transform.blocks, heartbeat.attestation
+            is_equal = self._sequencer.state.attests(attestation) if blocks is None else blocks.digest == attestation
+        if is_equal:
+            self._attested.add(ordinal)
+        else:
+            self._attested.discard(ordinal)
+        return is_equal
 
 
 _NO_FINDINGS: Final = BatchReport()
+_ATTESTATION: Final = b"attestation"
+"""The name of the field of a heartbeat."""
 
 
 class TransformedBatch(NamedTuple):
@@ -150,8 +205,13 @@ class BatchTransform:
         limits: RelayLimits,
         blocks: UpstreamBlocks | None = None,
         redactor: Redactor | None = None,
+        *,
+        omits_blocks: bool = False,
     ) -> None:
         self.blocks: Final = blocks
+        self.omits_blocks = omits_blocks
+        """Whether consumers might lack blocks of the upstream, or have them elsewhere: since the last clear an event could not
+        be decoded, or the dialect cannot express it."""
         self._dialect: Final = dialect
         self._limits: Final = limits
         self._redactor: Final = redactor
@@ -169,11 +229,14 @@ class BatchTransform:
         heartbeat = last_heartbeat(batch.events)
         events = without_heartbeats(batch.events)
         cleared = any(type(event) is AllBlocksCleared and event.unrecognised is None for event in events)
+        self.omits_blocks = (self.omits_blocks and not cleared) or any(map(self._is_misplaced, events))
         events = [self._expressible_clear(event, rejected) for event in events]
         if self.blocks is not None or (self._dialect is not None and self._dialect.event_form == "array"):
             events = [_without_copy_fields(event) for event in events]
         if self._redactor is None:
-            events = self._expressible_namespaces(events)
+            expressible = self._expressible_namespaces(events)
+            self.omits_blocks |= len(expressible) < len(events)
+            events = expressible
         if self.blocks is not None:
             events = self.blocks.apply(events)
         if self._redactor is not None:
@@ -186,11 +249,24 @@ class BatchTransform:
         if events or heartbeat is None:
             rank = delivery.rank if batch.data_parallel_rank is None else batch.data_parallel_rank
             payloads = self._encode(KVEventBatch(batch.ts, events, rank), rejected)
+        self.omits_blocks |= any(each.loses_events for each in rejected)
         return TransformedBatch(payloads, cleared, heartbeat, tuple(rejected))
 
     def retract(self) -> list[KVEvent]:
         """See `Transform.retract`."""
+        self.omits_blocks = False
         return [AllBlocksCleared()] if self.blocks is None else self.blocks.clear()
+
+    def _is_misplaced(self, event: KVEvent) -> bool:
+        """Return whether consumers have the blocks of an event in another group or tier, which the dialect cannot express."""
+        if self._dialect is None or not isinstance(event, BlockStored):
+            return False
+        misplaced = {
+            "group_idx": bool(event.group_idx),
+            "medium": tier_of(event.medium) != TIERS[0],
+            "locality": event.locality == "REMOTE",
+        }
+        return any(misplaced[name] for name in misplaced.keys() - set(self._dialect.removed_fields))
 
     def _expressible_clear(self, event: KVEvent, rejected: list[Rejected]) -> KVEvent:
         """Widen a clear whose tier or group the dialect cannot express: consumers clear too much rather than too little."""

@@ -74,7 +74,7 @@ class Upstreams:
         return self.ordinals[delivery.source, delivery.rank]
 
     def trust(self) -> Trust:
-        """Return the lowest trust of all upstreams; the reason names them."""
+        """Return the lowest trust of all upstreams; the reason names them. It is attested if all of them are."""
         return _lowest({source: self.subscriber.trust(*source) for source in self.ordinals})
 
     def statuses(self) -> list[StreamStatus]:
@@ -137,14 +137,14 @@ class Upstreams:
 
 
 def lowest_trust(statuses: Sequence[StreamStatus]) -> Trust:
-    """Return the lowest trust of several streams; the reason names the streams that have it."""
+    """Return the lowest trust of several streams; the reason names the streams that have it. It is attested if all are."""
     return _lowest({(status.source, status.rank): status.trust for status in statuses})
 
 
 def _lowest(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
     lowest = min((trust.name for trust in trusts.values()), key=trust_order)
     if lowest == Trust.EXACT.name:
-        return Trust.EXACT
+        return Trust.ATTESTED if all(trust.attested for trust in trusts.values()) else Trust.EXACT
     reasons = [f"{source} rank {rank}: {trust}" for (source, rank), trust in trusts.items() if trust.name == lowest]
     return Trust(lowest, "; ".join(reasons))
 

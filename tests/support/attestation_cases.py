@@ -1,0 +1,98 @@
+"""Shared by tests of attestations: an engine that attests its cache, and a consumer that is behind a relay or not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from kvevents.engines.attesting_publisher import AttestingPublisher
+from kvevents.events import AllBlocksCleared, BlockStored, EventBatch, KVEvent
+from kvevents.index import PrefixIndex, tier_of
+from kvevents.stream import Source, Trust
+from kvevents.subscriber import Subscriber
+from kvevents.wire.attestation import DIGEST_MASK, block_term
+from publisher_cases import ANY, QUICK
+
+
+class AttestingEngine:
+    """An engine on real sockets with a cache of its own, which its heartbeats attest."""
+
+    def __init__(self, heartbeat: float = 0.05, **options: Any) -> None:
+        given = {"endpoint": ANY, "replay_endpoint": ANY, "settings": QUICK, "heartbeat": heartbeat, **options}
+        self.publisher = AttestingPublisher(0, **given)
+        self.cache: Counter[tuple[int, int]] = Counter()
+        """Copies on the device, by hash and group."""
+        self.elsewhere: Counter[int] = Counter()
+        """Copies on other tiers, by hash."""
+        self.secret = 0
+        """Added to what it attests: as if it held a block that it has not announced."""
+        self._record()
+
+    def publish(self, *events: KVEvent) -> None:
+        """Publish a batch, and change the cache as it says."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.cache.clear()
+                self.elsewhere.clear()
+                continue
+            change = Counter.update if isinstance(event, BlockStored) else Counter.subtract
+            if tier_of(event.medium) == "gpu":
+                change(self.cache, [(each, event.group_idx or 0) for each in event.block_hashes])
+            else:
+                change(self.elsewhere, event.block_hashes)
+        self.cache, self.elsewhere = +self.cache, +self.elsewhere
+        self.publisher.publish(EventBatch(1.0, list(events)))
+        self._record()
+
+    def _record(self) -> None:
+        digest = sum(count * block_term(*block) for block, count in self.cache.items()) + self.secret
+        self.publisher.record_cache(digest & DIGEST_MASK, is_batch_pending=False)
+
+    def keep_a_secret(self, number: int) -> None:
+        """Attest `number` more than was announced; 0 for the truth."""
+        self.secret = number
+        self._record()
+
+    @property
+    def source(self) -> Source:
+        return Source(self.publisher.endpoint, self.publisher.replay_endpoint)
+
+    def close(self) -> None:
+        self.publisher.shutdown(5.0)
+
+
+class AttestedConsumer:
+    """A subscriber with an index."""
+
+    def __init__(self, source: Source) -> None:
+        self.index = PrefixIndex()
+        self.attested: list[bool] = []
+        """The results of all comparisons with attestations."""
+        self.subscriber = Subscriber(replace(source, name="it"), decode=False)
+
+    def take(self, timeout: float = 0.0) -> None:
+        for delivery in self.subscriber.receive_many(timeout=timeout):
+            report = self.index.apply(delivery).report
+            self.subscriber.report(delivery, report)
+            if report is not None and report.attestation_matches is not None:
+                self.attested.append(report.attestation_matches)
+
+    @property
+    def trust(self) -> Trust:
+        return self.subscriber.trust()
+
+    @property
+    def is_attested(self) -> bool:
+        return self.trust == Trust.EXACT and self.trust.attested
+
+    @property
+    def hashes(self) -> set[int]:
+        return {each.hash for each in self.index.blocks("it")} if self.index.workers() else set()
+
+    @property
+    def resets(self) -> int:
+        return self.subscriber.status().counters.resets
+
+    def close(self) -> None:
+        self.subscriber.close()
