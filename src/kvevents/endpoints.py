@@ -123,3 +123,11 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
 
 def _same_host(one: str, other: str) -> bool:
     return one == other or one in _LOOPBACK or other in _LOOPBACK
+
+
+def with_bound_port(endpoint: str | None, bound: str | None) -> str | None:
+    """Return `endpoint`; if it is a TCP endpoint with port 0, with the port of `bound`, where it was bound."""
+    configured, actual = split_tcp(endpoint or ""), split_tcp(bound or "")
+    if configured is None or actual is None or configured[1] != 0:
+        return endpoint
+    return f"tcp://{configured[0]}:{actual[1]}"

@@ -91,6 +91,17 @@ class PartitionReader:
     stream. With a `writer` the reader can poll, and passes on what the writer knows at once.
     """
 
+    lag: int | None = None
+    """Pages on the servers that were not passed on; None if unknown."""
+    info: PartitionInfo | None = None
+    """The servers' last report."""
+    resolves_disputes = False
+    """Whether the partition is read again because of a dispute: the log decides, so another dispute does not end `run`."""
+    fault = ""
+    """Why nothing can be read at the moment."""
+    _void = 0
+    """Position of a page that is known to be void because of a dispute."""
+
     def __init__(  # noqa: PLR0913, PLR0917 - what it reads, from where, and for whom
         self,
         client: Client,
@@ -107,16 +118,8 @@ class PartitionReader:
         """The last message that was passed on, or that the writer knew."""
         self.stream_id = stream_id
         """Id of the partition's stream; None before the first query."""
-        self.lag: int | None = None
-        """Pages on the servers that were not passed on; None if unknown."""
-        self.info: PartitionInfo | None = None
-        """The servers' last report."""
         self.caught_up = asyncio.Event()
         """Set once everything in the partition has been passed on."""
-        self.resolves_disputes = False
-        """Whether the partition is read again because of a dispute: the log decides, so another dispute does not end `run`."""
-        self.fault = ""
-        """Why nothing can be read at the moment."""
         self.checked = asyncio.Event()
         """Cleared until a requested check (`request_check`) is done."""
         self._client: Final = client
@@ -128,16 +131,13 @@ class PartitionReader:
         self._writer: Final = writer
         self._limits: Final = limits
         self._polls = False
-        self._own_pages = self._foreign_pages = 0
-        """Pages since the last heartbeat, or since the last poll without any."""
-        self._quiet_heartbeats = 0
+        self._own_pages = self._foreign_pages = self._quiet_heartbeats = 0
+        """Pages since the last heartbeat, or since the last poll without any; heartbeats in a row with few foreign pages."""
         self._is_urgent = False
         """Whether the next check follows without a pause."""
         self._poll_requested = False
         self._dispute: ReceivedMessage | None = None
         """The page after the tail whose writer had read other pages before it."""
-        self._void = 0
-        """Position of a page that is known to be void because of a dispute."""
         self._verified: asyncio.Future[bool] | None = None
         """Result for the current consumer: whether the partition still had the tail after the consumer was created."""
         self._ended: ReadFailure | None = None

@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from kvevents.config import KVEventsConfig, check_heartbeat, resolve_dialect
-from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, split_tcp
+from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, with_bound_port
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, KVEventBatch
 from kvevents.native_module import require_native, warn_without_native
@@ -78,6 +78,14 @@ class ZmqEventPublisher(QueuedPublisher):
 
     offset_endpoint_port = staticmethod(offset_endpoint_port)
 
+    _published = _heartbeats = 0
+    _history_problem: str | None = None
+    """Why there was no snapshot of older history when that was last checked."""
+    _last_encode_failure = ""
+    _deadline: float | None = None
+    _report: ShutdownReport | None = None
+    _is_closing = False
+
     def __init__(  # noqa: PLR0913 - the engines' own parameter list, and ours
         self,
         data_parallel_rank: int = 0,
@@ -112,38 +120,35 @@ class ZmqEventPublisher(QueuedPublisher):
         self._heartbeat_interval = heartbeat or 0.0
         self._compact = compact
         self._buffer = self._replay_buffer(buffer_steps, compact, has_snapshots=snapshot_endpoint is not None)
-        self._published = self._heartbeats = 0
         self._naps = NapPlanner(settings.naps)
-        self._history_problem: str | None = None
-        """Why there was no snapshot of older history when that was last checked."""
-        self._last_encode_failure = ""
         self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
         self._pid = os.getpid()
-        self._deadline: float | None = None
         self._closing_lock = threading.RLock()
-        self._report: ShutdownReport | None = None
-        self._is_closing = False
         self._compaction = threading.Thread(target=self._buffer.compact_until_stopped, daemon=True, name="zmq-compaction")
         self._thread = threading.Thread(target=self._publisher_thread, daemon=True, name="zmq-publisher")
-        self._server = EventServer(
-            self._endpoint,
-            self._replay_endpoint,
-            buffer=self._buffer,
-            hwm=hwm,
-            topic=topic,
-            bind=self._binds,
-            replay_topic=self._dialect is None or self._dialect.has_replay_topic if replay_topic is None else replay_topic,
-            curve=curve,
-            context=context,
-            snapshot_endpoint=self.offset_endpoint_port(snapshot_endpoint, data_parallel_rank),
-            rank=data_parallel_rank,
-            settings=settings,
+        if replay_topic is None:
+            replay_topic = self._dialect is None or self._dialect.has_replay_topic
+        self._server = self._open_server(
+            snapshot_endpoint, hwm=hwm, topic=topic, replay_topic=replay_topic, curve=curve, context=context
         )
         try:
             self._start(max_queue_size)
         except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
             self.shutdown(0.0)
             raise
+
+    def _open_server(self, snapshot_endpoint: str | None, **options: Any) -> EventServer:
+        """Open the sockets of this rank. `options` are further ones of `EventServer`."""
+        return EventServer(
+            self._endpoint,
+            self._replay_endpoint,
+            buffer=self._buffer,
+            bind=self._binds,
+            snapshot_endpoint=self.offset_endpoint_port(snapshot_endpoint, self._data_parallel_rank),
+            rank=self._data_parallel_rank,
+            settings=self._settings,
+            **options,
+        )
 
     def _start(self, max_queue_size: int) -> None:
         """Start the threads, once the sockets are open."""
@@ -221,8 +226,8 @@ class ZmqEventPublisher(QueuedPublisher):
         return KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
-            endpoint=_with_bound_port(self._endpoint, self._bound) or self._endpoint,
-            replay_endpoint=_with_bound_port(self._replay_endpoint, self._replay_bound),
+            endpoint=with_bound_port(self._endpoint, self._bound) or self._endpoint,
+            replay_endpoint=with_bound_port(self._replay_endpoint, self._replay_bound),
             topic=self._topic_bytes.decode(),
             **self._counts,
         )
@@ -480,14 +485,6 @@ class ZmqEventPublisher(QueuedPublisher):
     def _after_fork(self) -> None:
         self._server.after_fork()
         self._end_in_child(f"it belongs to process {self._pid}, and this process is a fork of it; create a publisher here")
-
-
-def _with_bound_port(endpoint: str | None, bound: str | None) -> str | None:
-    """Return the configured endpoint; if its port was left to the OS, with the port of `bound`."""
-    configured, actual = split_tcp(endpoint or ""), split_tcp(bound or "")
-    if configured is None or actual is None or configured[1] != 0:
-        return endpoint
-    return f"tcp://{configured[0]}:{actual[1]}"
 
 
 def _check_counts(**counts: int) -> None:

@@ -175,16 +175,10 @@ class LiveFleet:
         """Requested faults."""
         self._timeline: Final = Timeline()
         self._stop: Final = threading.Event()
+        proxied = any(fault.network for fault in requested)
         with ExitStack() as closing:
-            self.sockets = closing.enter_context(
-                Sockets(
-                    settings,
-                    host=host,
-                    base_port=base_port,
-                    proxied=any(fault.network for fault in requested),
-                    rebind_seconds=timers.rebind,
-                )
-            )
+            sockets = Sockets(settings, host=host, base_port=base_port, proxied=proxied, rebind_seconds=timers.rebind)
+            self.sockets = closing.enter_context(sockets)
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
             self.follower: Final = Follower(self.index, self.sockets.incarnation)
             closing.callback(self.follower.close)
