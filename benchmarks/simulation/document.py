@@ -28,11 +28,25 @@ def counted(found: Mapping[Any, Any]) -> Counted:
     return Counted(*(sum(getattr(end, name) for end in ends) for name in Counted._fields))
 
 
-def document(plan: Plan, speed: float, found: Mapping[Any, Any], *, saturated: float, minutes: int) -> str:
-    """All of it."""
-    counts = counted(found)
+def document(plan: Plan, found: Mapping[Any, Any], *, minutes: int) -> str:
+    """All of the page, of the runs that need no trace."""
+    counts = counted({case: found[case] for case in plan.without_trace()})
     parts = [
         headings.HEAD.format(minutes=minutes),
+        headings.OTHERS,
+        _other_traffic(plan, found),
+        ratios([[_policy_p90(found, case) for case in cases] for _, cases in plan.others()]),
+        headings.LLMD,
+        _summary(plan, found),
+        headings.LLMD_AFTER,
+        headings.AUDIT.format(runs=len(plan.without_trace()), **counts._asdict()),
+    ]
+    return "\n".join(part.removesuffix("\n") for part in parts) + "\n"
+
+
+def of_trace(plan: Plan, speed: float, found: Mapping[Any, Any], *, saturated: float) -> str:
+    """Sections about a trace, which are printed."""
+    parts = [
         headings.RISING.format(saturated=saturated, speed=speed),
         _compared("speed", [(f"{speed:g}", cases) for speed, cases in plan.rising()], found),
         headings.POLICIES.format(speed=speed),
@@ -42,19 +56,6 @@ def document(plan: Plan, speed: float, found: Mapping[Any, Any], *, saturated: f
         _compared("cache of an engine", plan.caches(speed), found),
         headings.SMALL,
         _table(_EACH, [[case.policy, *_each(found[case])] for case in plan.small_blocks(speed)]),
-        headings.OTHERS,
-        _other_traffic(plan, found),
-        ratios([[_policy_p90(found, case) for case in cases] for _, cases in plan.others()]),
-        headings.LLMD,
-        _summary(plan, found),
-        "\nStage by stage, TTFT p90:",
-        _stages(plan, found),
-        "\nOutput tokens a second of each stage:",
-        _outputs(plan, found),
-        headings.LLMD_AFTER,
-        _table(["", "theirs", "here"], headings.DIFFERENCES),
-        headings.LLMD_END,
-        headings.ODD.format(runs=len(found), **counts._asdict()),
     ]
     return "\n".join(part.removesuffix("\n") for part in parts) + "\n"
 
@@ -123,14 +124,6 @@ _PUBLISHED: Final = {
 }
 """By ours: theirs, output tokens a second, TTFT mean and p90, of the report's summary."""
 
-PUBLISHED_OUTPUT: Final = {
-    "prefix-aware": (
-        1219, 3902, 5761, 9184, 9382, 9242, 9222, 9781, 10271, 10055, 10129, 10296, 10285, 10141, 10314, 10497,
-    ),
-    "random": (1314, 3568, 3791, 4933, 4765, 4781, 4636, 4333, 4774, 4845, 4970, 4783, 4845, 4922, 4764, 4835),
-}  # fmt: skip
-"""By ours: theirs of each stage, output tokens a second."""
-
 
 def _summary(plan: Plan, found: Mapping[Any, Any]) -> str:
     heads = ["theirs", "output/s", "TTFT mean", "p90", "ours", "output/s", "TTFT mean", "p90", "hit rate", "preemptions"]
@@ -149,29 +142,6 @@ def _summary(plan: Plan, found: Mapping[Any, Any]) -> str:
 
 def _published(value: float) -> str:
     return f"{value:,.0f}" if value >= 1_000 else _seconds(value)
-
-
-def _stages(plan: Plan, found: Mapping[Any, Any]) -> str:
-    climbs = plan.climbs()
-    rows = []
-    for number, (rate, _) in enumerate(climbs[0].stages[1:], 1):
-        times = [_known(Distribution.of(found[climb][number].ttft)).p90 for climb in climbs]
-        rows.append([f"{rate:g}", *map(_seconds, times)])
-    return _table(["requests a second", *(climb.router for climb in climbs)], rows)
-
-
-def _outputs(plan: Plan, found: Mapping[Any, Any]) -> str:
-    climbs = {climb.router: climb for climb in plan.climbs()}
-    heads = ["requests a second"]
-    for router in PUBLISHED_OUTPUT:
-        heads += [_PUBLISHED[router][0], router]
-    rows = []
-    for number, (rate, _) in enumerate(next(iter(climbs.values())).stages[1:], 1):
-        cells = [f"{rate:g}"]
-        for router, published in PUBLISHED_OUTPUT.items():
-            cells += [f"{published[number - 1]:,}", f"{found[climbs[router]][number].output_rate:,.0f}"]
-        rows.append(cells)
-    return _table(heads, rows)
 
 
 def _known(distribution: Distribution | None) -> Distribution:

@@ -7,21 +7,48 @@ from typing import Final
 HEAD: Final = """\
 # Where prefix-aware routing pays
 
-Policies of `kvevents.routing` on simulated fleets ([simulation.md](simulation.md)). `python -m benchmarks.simulation.study
---write` makes this file: do not edit it. All of it is in virtual time and seeded, so it comes out the same anywhere, in about
-{minutes} minutes of two CPUs. `KVEVENTS_MOONCAKE_TRACE` names the file of [Mooncake's conversation
-trace](https://github.com/kvcache-ai/Mooncake): 12,031 requests, 145 million prompt tokens, 59 minutes.
+For authors and operators of routers: what routing by cache is worth on which traffic, and when it is worth nothing.
 
-- By default a fleet is 8 engines of `qwen3-32b-2xh100`, a roofline of Qwen3-32B over two H100, with 276,000 tokens
-  of cache each. Blocks have 128 tokens, events are in the index 1 ms after a step, all policies have their defaults and seed
-  0.
-- TTFT: seconds from a request's arrival to its first token, of all requests. Hit rate: prompt tokens that engines found in
-  their caches, of all. Imbalance: the most prompt tokens that an engine had to compute, over the mean of all.
-- The defaults of `prefix-aware` were chosen on the generators below and on the packaged sample ([ADR
-  0008](adr/0008-prefix-aware-score.md)), and not on this trace. One seed each.
-- Requests come when the trace says, however slow the fleet is. One that is too slow gets slower to the end: beyond saturation
-  TTFT shows which policy is worse, and otherwise depends on the length of the run.
+`python -m benchmarks.simulation.study --write` wrote this page in about {minutes} minutes of two CPUs: do not edit it. Fleets
+are [simulated](simulation.md), times are virtual and runs are seeded, so every machine gets the same figures.
+
+- A fleet is 8 engines of a preset, such as `qwen3-32b-2xh100`: a roofline of Qwen3-32B on two H100. Events are in the index
+  1 ms after a step. Policies have their defaults, and there is one seed.
+- TTFT: seconds from a request's arrival to its first token. Hit rate: share of prompt tokens that engines found cached.
+- The defaults of `prefix-aware` were chosen on these generators ([ADR 0008](../adr/0008-prefix-aware-score.md)).
 """
+OTHERS: Final = """
+## Traffic of the generators
+
+[Workloads](workloads.md) describes them. Blocks have 128 tokens. Each cell has TTFT p90 in seconds and the hit rate.
+"""
+LLMD: Final = """
+## llm-d's published gain
+
+[KV-Cache Wins You Can See](https://llm-d.ai/blog/kvcache-wins-you-can-see), with a report in llm-d-kv-cache
+(`benchmarking/73-capacity`): 8 pods of Qwen3-32B on two H100 each; 150 groups of 5 prompts, with 6,000 tokens shared by the
+group and 1,200 of their own; answers of 1,000. After 750 requests, 16 stages of 3 to 60 requests a second; each begins when
+the one before is answered. Here: 307,328 tokens of cache per pod, blocks of 64, Poisson arrivals. Output tokens a second are
+the mean over the stages, TTFT is over all requests.
+"""
+LLMD_AFTER: Final = """
+| | theirs | here |
+| --- | --- | --- |
+| a step | GPUs | a roofline: half of the data sheets' arithmetic, three quarters of their bandwidth, not fitted |
+| TTFT | at the client, behind gateway and network | from the router to the end of the step: tenths of a second less |
+| prompts and answers | 7,580 and 940 tokens in later reports of the same guide | 7,200 and 1,000 |
+| precise scheduling | prefix, KV usage and queue as scraped | `prefix-aware`: uncached share, and work that it sent |
+| estimated scheduling | an LRU of what was sent, without evictions | `prefix-aware` over an index of its own decisions |
+| load scheduling | queue and KV usage as scraped, always the best pod | `least-loaded`: each decision counts at once |
+| runs | one | one, of one seed |
+"""
+AUDIT: Final = """
+In {runs} runs, {checked:,} lookups of engines were compared with the index: {disagreements} disagreements, {unproven} that
+could not be compared.
+"""
+
+# --- with a trace, which is printed and not written ---------------------------------------------------------------------------
+
 RISING: Final = """
 ## Where round robin saturates
 
@@ -31,82 +58,17 @@ fleet whose TTFT p90 is above {saturated:g} s is called saturated: round robin i
 POLICIES: Final = """
 ## All policies at that load
 
-{speed:g} times the trace's speed. `least-loaded` compares tokens by default.
+{speed:g} times the trace's speed. `least-loaded` compares tokens by default. Imbalance: the most prompt tokens that an engine
+had to compute, over the mean of all.
 """
 CACHES: Final = """
 ## How much cache it takes
 
 The same load with caches of other sizes in each engine: TTFT p90 and hit rate, and how many times as long p90 is as with
-prefix-aware. A quarter of the cache is too small for 214 of the prompts, which are refused.
+prefix-aware.
 """
 SMALL: Final = """
 ## Block size
 
-The same with blocks of 16 tokens, vLLM's default. The trace identifies equal text in pieces of 512 tokens, so hit rates
-hardly differ.
-"""
-OTHERS: Final = """
-## Other traffic
-
-The generators of [workloads.md](workloads.md). Each cell has TTFT p90 and the hit rate.
-"""
-LLMD: Final = """
-## llm-d's published gain
-
-[KV-Cache Wins You Can See](https://llm-d.ai/blog/kvcache-wins-you-can-see), with a report in llm-d-kv-cache
-(`benchmarking/73-capacity`): 8 pods of Qwen3-32B, two H100 each; 150 groups of 5 prompts, of 6,000 tokens shared by the group
-and 1,200 of their own; answers of 1,000. 750 requests to warm up, then 16 stages from 3 to 60 requests a second. The same
-here: 307,328 tokens of cache a pod, blocks of 64 as in their indexer, Poisson arrivals, and each stage begins when all of the
-one before is answered, as inference-perf does it. Output tokens a second are the mean over the stages, as in the report, TTFT
-is over all requests.
-"""
-LLMD_AFTER: Final = """
-What differs between the two:
-"""
-DIFFERENCES: Final = (
-    (
-        "time of a step",
-        "GPUs",
-        "a roofline: half of the data sheets' arithmetic, three quarters of their bandwidth, nothing fitted to the report",
-    ),
-    (
-        "TTFT where nothing waits",
-        "at the client: gateway, scheduler, tokenizer, network and the client itself; many p90 are 0.5 or 0.6 to the digit",
-        "from the arrival at the router to the end of the step that computed it: a few tenths of a second less",
-    ),
-    (
-        "prompts and answers",
-        "later reports of the same guide count 7,580 and 940 tokens",
-        "7,200 and 1,000",
-    ),
-    (
-        "precise scheduling",
-        "prefix, KV usage and queue of each pod as scraped, weighted 3 : 2 : 2",
-        "`prefix-aware`: uncached share and the work that this router sent",
-    ),
-    (
-        "estimated scheduling",
-        "what was sent where, in an LRU of 2 million tokens a pod, so no eviction is ever known; weighted 1 : 1 : 1",
-        "the same idea with our score: `prefix-aware` over an index of its own decisions",
-    ),
-    (
-        "load scheduling",
-        "queue and KV usage as scraped, always the best pod: requests between two scrapes can all go to one",
-        "`least-loaded`: each decision counts at once",
-    ),
-    (
-        "runs",
-        "one",
-        "one, of one seed",
-    ),
-)
-LLMD_END: Final = """
-`session-affinity` does not estimate caches: each of a group's five users has one worker, so the group's prefix is on up to
-five.
-"""
-ODD: Final = """
-## Checked on the way
-
-In {runs} runs {checked:,} lookups of engines were compared with the index: {disagreements} disagreements, {unproven} that
-could not be compared.
+The same with blocks of 16 tokens, vLLM's default.
 """

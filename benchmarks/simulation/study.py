@@ -41,7 +41,7 @@ OTHERS: Final = (
     ("shared-prompts", 150.0, "llama-3.1-8b-h100"),
 )
 """Workload, requests a second, preset."""
-MINUTES: Final = 12
+MINUTES: Final = 7
 """That the whole study takes, about."""
 QUICK: Final = 1_000
 """Requests of each run of `--quick`."""
@@ -103,6 +103,10 @@ class Plan:
             fleet = FleetSettings(block_size=BLOCK, preset=preset)
             yield asked, [Case(policy, asked, fleet) for policy in POLICIES]
 
+    def without_trace(self) -> list[Case | Climb]:
+        """The runs of the page."""
+        return [*self.climbs(), *(case for _, cases in self.others() for case in cases)]
+
     def climbs(self) -> list[Climb]:
         """llm-d's ladder: its cache size, its block size."""
         fleet = FleetSettings(block_size=64, blocks=ladder.POD_TOKENS // 64)
@@ -118,28 +122,30 @@ def main() -> int:
     """Returns 0 when no lookup of an engine differed from the index."""
     options = _options()
     began, plan = time.monotonic(), Plan(options.quick)
+    found: dict[Any, Any] = run_all(plan.without_trace(), to_stderr)
+    page = writer.document(plan, found, minutes=MINUTES)
+    print(page)
     if trace_path() == SAMPLE:
-        to_stderr("the conversation trace is not here: KVEVENTS_MOONCAKE_TRACE names it; this is the packaged sample")
+        to_stderr("KVEVENTS_MOONCAKE_TRACE names no trace: nothing is run with one")
+    else:
+        found |= _run_trace(plan)
+    to_stderr(f"{len(found)} runs in {time.monotonic() - began:.0f} s")
+    if options.write:
+        if options.quick:
+            sys.exit("only the whole study is written")
+        DOCUMENT.write_text(page, encoding="utf-8")
+    return int(writer.counted(found).disagreements > 0)
+
+
+def _run_trace(plan: Plan) -> dict[Any, Any]:
+    """Run what needs the conversation trace, and print it."""
     rising = plan.rising()
-    found: dict[Any, Any] = run_all(
-        [
-            *plan.climbs(),
-            *(case for _, each in rising for case in each),
-            *(case for _, each in plan.others() for case in each),
-        ],
-        to_stderr,
-    )
+    found: dict[Any, Any] = run_all([case for _, each in rising for case in each], to_stderr)
     speed = _saturating([(speed, found[each[0]]) for speed, each in rising])
     more = [case for _, case in plan.policies(speed)] + [case for _, each in plan.caches(speed) for case in each]
     found |= run_all([case for case in [*more, *plan.small_blocks(speed)] if case not in found], to_stderr)
-    document = writer.document(plan, speed, found, saturated=SATURATED, minutes=MINUTES)
-    print(document)
-    to_stderr(f"{len(found)} runs in {time.monotonic() - began:.0f} s")
-    if options.write:
-        if options.quick or trace_path() == SAMPLE:
-            sys.exit("only the whole study, with the conversation trace, is written")
-        DOCUMENT.write_text(document, encoding="utf-8")
-    return int(writer.counted(found).disagreements > 0)
+    print(writer.of_trace(plan, speed, found, saturated=SATURATED))
+    return found
 
 
 def _saturating(found: list[tuple[float, PolicyResult]]) -> float:
