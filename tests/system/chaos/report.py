@@ -21,20 +21,21 @@ MAKES: Final[Mapping[str, str]] = {
 
 
 def by_fault(outcomes: Sequence[Outcome]) -> str:
-    """A row for each fault; a round stands in each row of its faults."""
-    names = [CALM, *known()]
-    return _table("fault", {name: [each for each in outcomes if name in (each.faults or (CALM,))] for name in names})
+    """A row for each fault; a round counts in each row of its faults."""
+    found = {name: [each for each in outcomes if name in (each.faults or (CALM,))] for name in (CALM, *known())}
+    body = []
+    for name, rounds in found.items():
+        kinds = Counter(verdict.kind for outcome in rounds for verdict in outcome.verdicts)
+        if rounds:
+            body.append([name, f"{len(rounds):,}", *(f"{kinds[kind]:,}" for kind in ("right", "doubted", "wrong"))])
+    return _lines(["fault", "rounds", "EXACT and right", "not EXACT", "EXACT and wrong"], body)
 
 
 def by_make(outcomes: Sequence[Outcome]) -> str:
     """A row for each publisher, and one for all."""
     rows = {title: [each for each in outcomes if each.make == make] for make, title in MAKES.items()}
-    return _table("publisher", {**rows, "**all**": list(outcomes)})
-
-
-def _table(first: str, rows: Mapping[str, Sequence[Outcome]]) -> str:
-    heads = [first, "rounds", "batches", "EXACT and right", "not EXACT, and why", "EXACT and wrong"]
-    return _lines(heads, ([name, *_row(outcomes)] for name, outcomes in rows.items() if outcomes))
+    heads = ["publisher", "rounds", "batches", "EXACT and right", "not EXACT, and why", "EXACT and wrong"]
+    return _lines(heads, ([name, *_row(found)] for name, found in {**rows, "**all**": outcomes}.items() if found))
 
 
 def _row(outcomes: Sequence[Outcome]) -> list[str]:
@@ -107,45 +108,38 @@ def _lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 _HEAD: Final = """\
 # Chaos
 
-Whether a consumer that says `EXACT` ever holds something else than its engine. `make chaos` plays rounds of faults for some
-minutes (`--hours 1` for longer), and `python -m tests.system.chaos --write` writes this file from what it saw: do not edit it.
+For users who decide whether to rely on `EXACT`, and for contributors: does a consumer that says `EXACT` ever hold something
+else than its engine?
 
-- A round is drawn from a seed and its number. Engine, relays and consumers are processes of their own, on real TCP or `ipc://`
-  sockets, with `FaultProxy` between them. The seed is printed; `--seed S --round N` plays a round again, `--only FAULT` others
-  with the same fault. What races is not repeated exactly.
-- The engine drives a random, valid KV cache: chains and branches, removals, copies, tiers, a sliding-window group, LoRA, salts,
-  clears. The truth is the digest of an index in the engine's process after each batch, made from the events before they are
-  published, and counted again by the cache itself.
-- Publishers: ours in every dialect, with and without compaction; the tape player with the faults of engine generations; and the
-  released classes of vLLM and SGLang out of their wheels. Relays, none to two, are `kvevents.relay` with journals and
-  heartbeats.
-- Consumers: one from the beginning, one that joins late, one that is killed and goes on from its checkpoint and snapshot; with
-  threads or asyncio, with events or bytes. Every few milliseconds, a consumer that is `EXACT` writes
-  down what it holds, and after which batch. Each of these claims is compared with the truth after that batch.
-- At the end faults stop, the last batches come, or are lost and only replay has them, and the engine is quiet. Within a bounded
-  time each consumer must be `EXACT` with what the engine holds, or say why it is not.
-- *EXACT and wrong* is a consumer whose claim was wrong at any time, or that says `EXACT` in the end and holds something else.
-  One ends the run, with the round's schedule.
-- A round stands in the row of each of its faults, so rows do not add up. A consumer that is not `EXACT` may have several
-  reasons, which `docs/concepts/trust.md` explains.
+`make chaos` plays rounds of faults for some minutes (`--hours 1` for longer). `python -m tests.system.chaos --write` writes
+this page: do not edit it.
 
-No round requires what no consumer can know: if replay has gaps or is mute, a round does not lose its last batches, since
-nothing that arrives shows that there were more. Without a replay endpoint the same is always possible: such a consumer is never
-`EXACT`. A relay always has heartbeats here; without, it has no way to say how far it trusts its batches.
+| part | rule |
+| --- | --- |
+| round | drawn from a seed and its number. `--seed S --round N` repeats it, except for races; `--only FAULT` plays its fault |
+| processes | engine, up to two relays with journals and heartbeats, consumers; TCP or `ipc://`, `FaultProxy` between |
+| engine | a random, valid KV cache: branches, removals, copies, tiers, sliding windows, LoRA, salts, clears |
+| publishers | kvevents in every dialect, with and without compaction; tapes with engines' faults; releases of vLLM, SGLang |
+| consumers | early, late, or killed and resumed from checkpoint and snapshot; threads or asyncio; events or bytes |
+| truth | digest of an index in the engine's process after each batch, and the cache's own count |
+| claim | what an `EXACT` consumer holds, and after which batch, recorded every few milliseconds and compared with the truth |
+| end | faults stop, last batches arrive live or by replay. In bounded time a consumer is `EXACT` and right, or says why not |
+| EXACT and wrong | a wrong claim at any time, or at the end. One ends the run with the round's schedule |
+
+A round counts in the row of each of its faults. [Trust](../concepts/trust.md#reasons-for-degraded) explains the reasons. If
+replay has gaps or is mute, a round does not lose its last batches: no consumer could know of them.
 """
 _LOSSES: Final = """\
-vLLM's example subscriber, beside ours, on the released publishers under the same faults. It is connected before the first
-batch. As released it never stores the number of a live batch, so it never requests replay; *corrected* does. Neither takes
-more than one message of an answer, nor notices a restart. *Lost* are batches that were published and never came; batches that
-a killed engine had not sent are among them.
+vLLM's example subscriber and ours under the same faults, on released publishers. As released, it never stores the number of a
+live batch and so never requests replay; *corrected* does. Neither reads more than one message of an answer, nor notices a
+restart. *Lost*: published and never received, including what a killed engine had not sent.
 """
 _SOAK_BEGINS: Final = "<!-- soak: written by `python -m tests.system.chaos.soak --write` -->"
 _SOAK_ENDS: Final = "<!-- /soak -->"
 _SOAK: Final = """\
-`make soak` has an engine, a relay, consumers and a service under churn and cut connections, and fails when memory, descriptors
-or threads of a process grow. It begins with two outages, so that the cost of the worst is there before the measurement; the
-later half of the time is judged. *From*, *to* and *per hour* are of the line through the least of each twentieth of that half,
-*at most* is the highest of all. Memory is what is resident, free memory given back every 30 s.
+`make soak` runs an engine, a relay, consumers and a service under churn and cut connections, and fails if resident memory,
+descriptors or threads grow. It begins with two outages; the later half of the time counts. *From*, *to* and *per hour* are of
+the line through the least of each twentieth of that half, *at most* is the highest value.
 """
 
 
