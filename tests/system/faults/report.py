@@ -8,30 +8,25 @@ from typing import Final, NamedTuple
 
 from tests.system.faults.scenarios import CHAPTERS, SCENARIOS, Scenario
 from tests.system.faults.sides import Side
-from tests.system.faults.stage import Outcome, Verdict
+from tests.system.faults.stage import Outcome, Sight, Verdict
 
 SHORT: Final = 0.3
-"""Seconds: less is not shown exactly, so that two runs read the same."""
-LONGEST_LINE: Final = 160
-"""Characters of a logged line that are shown."""
+"""Seconds: less is not shown, so that two runs read the same."""
 
 _HEAD: Final = """\
 # Faults
 
-What routers learn after something went wrong, from `kvevents serve` and from NVIDIA Dynamo's standalone indexer. `make faults`
-does each fault to both, with real processes and sockets, and writes this file from what it saw: do not edit it. The faults are
-in `tests/system/faults/scenarios.py`.
+For authors of routers: what an index service answers after something went wrong, and whether it says so.
 
-- Both services run with their defaults (ours with a state folder besides), each fault in fresh processes. They are registered
-  with, and asked, in the same words: `POST /register`, `POST /query`.
-- The engine is scripted and sends bytes of vLLM 0.33, one block of 16 tokens per batch except where stated. What it holds is
-  the truth. A batch that is *lost* was numbered, is kept for replay, and was not sent; *replay works*: requests are answered.
-- *Blocks* are those of the longest beginnings of the prompts that are asked for, of all workers. What follows is when the
-  answers became right, or when they changed for the last time, and how long it was watched, from the last part of the fault on.
-- In `code` stands what the service says of the worker: status and last error in Dynamo's `/workers`; trust and counts in
-  `/v1/sources` of ours, whose trust is in every answer of `/v1/match` too. *Nothing reported for* is how long answers were
-  wrong while all was said to be well.
-- *Counted* is what Dynamo's `/metrics` counted as amiss: for the whole process, no worker is named.
+`make faults` does each fault to `kvevents serve` and to NVIDIA Dynamo's standalone indexer, with real processes and sockets,
+and writes this page: do not edit it. `tests/system/faults/scenarios.py` has the faults.
+
+- Both services run with their defaults (ours with a state folder), each fault in fresh processes. Both receive the same
+  requests: `POST /register`, `POST /query`.
+- The engine is scripted: bytes of vLLM 0.33, one block of 16 tokens per batch except where stated. A *lost* batch was numbered
+  and kept for replay, but not sent.
+- A cell has the blocks that the service finds of those that engines hold, if they differ, and in `code` what it says of the
+  worker: the status of Dynamo's `/workers`, the trust of our `/v1/sources`.
 """
 _MEANINGS: Final = {
     Verdict.RIGHT: "every answer is what engines hold, and nothing is said against it",
@@ -55,8 +50,6 @@ def document(rows: Sequence[Row], sides: Sequence[type[Side]]) -> str:
     parts = [_HEAD, _summary(rows, sides)]
     for chapter, scenarios in CHAPTERS.items():
         parts += [f"\n## {chapter}\n", table([found[each] for each in scenarios], sides)]
-    parts += ["\n## What was logged\n", "Warnings and errors since the fault, without times; numbers in them are `N`.\n"]
-    parts.append(_logs(rows, sides))
     return "\n".join(parts) + "\n"
 
 
@@ -84,44 +77,15 @@ def cell(outcome: Outcome) -> str:
     """What became of one fault on one side."""
     sight = outcome.sight
     parts = [f"**{outcome.verdict.value}**"]
-    if sight.truth or sight.false or sight.right:
-        parts.append(_blocks(outcome))
-    parts.append(f"`{sight.words}`")
+    if sight.false or sight.found != sight.truth:
+        parts.append(_blocks(sight))
+    parts.append(f"`{sight.state}`")
     if outcome.unnoticed >= SHORT and not outcome.notes and outcome.verdict not in {Verdict.LOGGED, Verdict.SILENT}:
         parts.append(f"nothing reported for {outcome.unnoticed:.1f} s")
-    if alarms := outcome.alarms.total():
-        parts.append(f"{alarms} {'warning' if alarms == 1 else 'warnings'} logged")
-    if outcome.counted:
-        parts.append("counted: " + ", ".join(f"{count} {name}" for name, count in sorted(outcome.counted.items())))
     return "; ".join([*parts, *outcome.notes]).replace("|", "\\|").replace("\n", " ")
 
 
-def _blocks(outcome: Outcome) -> str:
-    sight = outcome.sight
+def _blocks(sight: Sight) -> str:
     found = f"{sight.found} of {sight.truth} blocks" if sight.truth or not sight.false else ""
-    if sight.false:
-        found = " and ".join(filter(None, [found, f"{sight.false} that are not there"]))
-    if outcome.healed is not None:
-        return f"{found} {_when(outcome.healed)}"
-    return f"{found} {_when(outcome.moved)}, then nothing more in {outcome.watched:.0f} s"
-
-
-def _when(seconds: float) -> str:
-    return f"within {SHORT:g} s" if seconds < SHORT else f"after {seconds:.1f} s"
-
-
-def _logs(rows: Sequence[Row], sides: Sequence[type[Side]]) -> str:
-    """Each line once, with the faults after which it came."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for side, outcome in zip(sides, row.outcomes, strict=True):
-            for line, count in sorted(outcome.alarms.items()):
-                times = f" ({count} times)" if count > 1 else ""
-                places.setdefault((side.title, _short(line)), []).append(_number(row.scenario) + times)
-    body = [[title, f"`{line}`", ", ".join(found)] for (title, line), found in sorted(places.items())]
-    return _table(["of", "line", "after faults"], body)
-
-
-def _short(line: str) -> str:
-    line = line.replace("`", "'").replace("|", "\\|")
-    return line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + "..."
+    absent = f"{sight.false} that are not there" if sight.false else ""
+    return " and ".join(filter(None, [found, absent]))

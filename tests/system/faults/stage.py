@@ -73,10 +73,10 @@ class Sight:
         return all(each.trusted for each in self.states.values() if each is not None)
 
     @property
-    def words(self) -> str:
-        """What it says of its workers."""
-        said = ["unknown to it" if each is None else _PLACE.sub("HOST:PORT", each.words) for each in self.states.values()]
-        return said[0] if len(set(said)) == 1 else "; ".join(said)
+    def state(self) -> str:
+        """What it says of its workers, without reasons and counts."""
+        said = ("unknown to it" if each is None else re.split(r" \(|;", each.words)[0] for each in self.states.values())
+        return ", ".join(dict.fromkeys(said))
 
 
 @dataclass(frozen=True, slots=True)
