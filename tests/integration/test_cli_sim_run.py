@@ -22,8 +22,8 @@ from kvevents.cli.service_client import worker_name
 from kvevents.cli.sim import run as run_module
 from kvevents.cli.sim.run import MAX_ROWS, ViewTiming, fleet_line, fleet_table, live_view, streams_line
 from kvevents.service.discovery.files import read_sources
+from kvevents.sim.network import HIGHEST_PORT
 from kvevents.sim.results import LiveResult, StreamResult
-from kvevents.sim.sockets import HIGHEST_PORT
 from service_cases import Service, serving, until
 from sim_cases import conversations, growing_conversations
 from sim_live_cases import opened

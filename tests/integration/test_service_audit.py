@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvevents.service.audit import REFUSALS_PER_SECOND, AuditLog
+from kvevents.service.access import REFUSALS_PER_SECOND, AuditLog
 from kvevents.testing import VirtualClock
 from service_cases import Client, serving, until, write
 

@@ -19,8 +19,8 @@ from kvevents.index import PrefixIndex
 from kvevents.sim import live as follower_module
 from kvevents.sim.audit import AuditCounts, Expected, Mark
 from kvevents.sim.live import Follower
+from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.sockets import Sockets
 from kvevents.stream import BatchReport, DegradedReason, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import Sink
 from kvevents.wire.encode import batch_encoder

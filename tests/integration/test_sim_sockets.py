@@ -1,4 +1,4 @@
-"""`kvevents.sim.sockets`: where workers publish, through all of their lives."""
+"""`kvevents.sim.network`: where workers publish, through all of their lives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import zmq
 from kvevents.config import resolve_dialect
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import AllBlocksCleared, BlockStored, KVEventBatch
-from kvevents.sim import sockets as sockets_module
+from kvevents.sim import network
+from kvevents.sim.network import HIGHEST_PORT, Sockets
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.sockets import HIGHEST_PORT, Sockets
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
 from kvevents.wire import decode_batch
@@ -140,9 +140,7 @@ def test_subscribers_are_those_of_the_worker_that_has_the_fewest() -> None:
 def test_incarnations_are_distinguished_by_timestamps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches belong to an incarnation from the moment at which it was opened."""
     now = iter([100.0, 100.0, 200.0, 300.0])
-    monkeypatch.setattr(
-        sockets_module, "time", SimpleNamespace(time=lambda: next(now), monotonic=time.monotonic, sleep=time.sleep)
-    )
+    monkeypatch.setattr(network, "time", SimpleNamespace(time=lambda: next(now), monotonic=time.monotonic, sleep=time.sleep))
     with opened() as sockets:
         for _ in range(2):
             sockets.close(FIRST)
@@ -169,7 +167,7 @@ def test_a_port_that_was_taken_meanwhile_is_waited_for(monkeypatch: pytest.Monke
         take(thief, sockets.addresses[FIRST].endpoint)
         # The first pause ends it.
         monkeypatch.setattr(
-            sockets_module, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=lambda _: thief.close())
+            network, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=lambda _: thief.close())
         )
         sockets.open(FIRST)
 
@@ -222,7 +220,7 @@ def test_nothing_is_left_open_when_a_proxy_cannot_be(monkeypatch: pytest.MonkeyP
         return made[-1]
 
     before = openings()
-    monkeypatch.setattr(sockets_module, "FaultProxy", limited)
+    monkeypatch.setattr(network, "FaultProxy", limited)
     with pytest.raises(EndpointError, match="Too many open files"), opened(proxied=True):
         pass
     wait_until(lambda: openings() <= before, "all of it to be closed")

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvevents.errors import ConfigError, EndpointError
+from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.sockets import Sockets
 from ports import quiet_port
 
 TWO = FleetSettings(engines=1, ranks=2, blocks=10, block_size=4)

@@ -1,4 +1,4 @@
-"""`kvevents.sim.faults`: how faults are written, which engines they hit, and when."""
+"""`kvevents.sim.network`: how faults are written, which engines they hit, and when."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
-from kvevents.sim.faults import KINDS, Fault, begin, parse_faults
 from kvevents.sim.fleet import Timeline
+from kvevents.sim.network import KINDS, Fault, begin_faults, parse_faults
 from kvevents.sim.settings import LiveTimers
 
 # --- as text
@@ -118,15 +118,15 @@ class InjectedFaults:
 
     def play(self, text: str, seconds: float, seed: int = 0) -> list[tuple[float, str, Worker, Any]]:
         """Have these faults happen, for so many seconds of the clock."""
-        self.begin(text, seed)
+        self.begin_faults(text, seed)
         while (due := self.timeline.next) is not None and due <= seconds * self.pace:
             self.timeline.step()
         return self.log
 
-    def begin(self, text: str, seed: int = 0) -> None:
+    def begin_faults(self, text: str, seed: int = 0) -> None:
         self.requested, self.settings = parse_faults(text), SimpleNamespace(seed=seed)
         self.timers = TIMERS
-        begin(self)  # type: ignore[arg-type]
+        begin_faults(self)  # type: ignore[arg-type]
 
     def did(self, what: str) -> list[tuple[float, Worker]]:
         return [(at, worker) for at, done, worker, _ in self.log if done == what]
@@ -176,7 +176,7 @@ def test_seconds_are_the_clocks_whatever_the_pace() -> None:
 
 def test_no_fault_is_injected_when_all_is_answered() -> None:
     fleet = InjectedFaults(2)
-    fleet.begin("restart:1s,cut:1s")
+    fleet.begin_faults("restart:1s,cut:1s")
     fleet.fleet.done = True
     while fleet.timeline.next is not None:
         fleet.timeline.step()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import Heartbeat
 from kvevents.stream import StreamLimits, Trust
-from kvevents.stream.heartbeat import HeartbeatMonitor, MismatchCounter
+from kvevents.stream.trust import HeartbeatMonitor, MismatchCounter
 
 LIMITS = StreamLimits(max_consecutive_resyncs=2, max_missed_heartbeats=3.0)
 TRUSTS = st.sampled_from(("EXACT", "DEGRADED", "STALE", "REPLAYING", "unknown"))

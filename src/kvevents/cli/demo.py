@@ -12,8 +12,8 @@ from kvevents.cli.console import Console, Span, plural
 from kvevents.cli.options import positive_int, positive_seconds
 from kvevents.cli.sim.compare import report_disagreements
 from kvevents.cli.sim.run import note_delay
-from kvevents.sim.faults import parse_faults
 from kvevents.sim.live import LiveFleet
+from kvevents.sim.network import parse_faults
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import rescaled, workload

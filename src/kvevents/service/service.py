@@ -17,9 +17,8 @@ from typing import Final
 from kvevents.errors import ConfigError, EndpointError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.routing import Ties
-from kvevents.service.access import Access
+from kvevents.service.access import Access, AuditLog
 from kvevents.service.allow_list import AllowList
-from kvevents.service.audit import AuditLog
 from kvevents.service.config import ServiceConfig
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources

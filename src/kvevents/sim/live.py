@@ -17,14 +17,12 @@ from typing import Final, NamedTuple, Self
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.index import Applied, PrefixIndex
 from kvevents.routing import Router, Worker, policy
-from kvevents.sim import faults
 from kvevents.sim.audit import Audit
-from kvevents.sim.faults import Fault
 from kvevents.sim.fleet import Fleet, Timeline
+from kvevents.sim.network import Address, Fault, Sockets, begin_faults
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings, LiveTimers
-from kvevents.sim.sockets import Address, Sockets
 from kvevents.stream import Batch, DegradedReason, Gap, RawBatch, Reset, Source
 from kvevents.subscriber import StreamStatus, Subscriber
 
@@ -213,7 +211,7 @@ class LiveFleet:
         express.
         """
         self.fleet.feed(requests)
-        faults.begin(self)
+        begin_faults(self)
         began, looked = time.monotonic(), 0.0
         while (due := self._timeline.next) is not None and not self.fleet.done and not self._stop.is_set():
             now = time.monotonic()

@@ -32,7 +32,7 @@ of them is right; if an earlier batch is missing, only the snapshot is. An answe
 for all earlier batches: the first message of an answer is never lost, so the publisher holds nothing before it.
 
 A publisher of kvevents says in heartbeats what it holds after that batch, how far it trusts that, in which life it is, and when
-the next heartbeat comes (`heartbeat`). Only a consumer can say whether its own state is the same (`Stream.report`). A matching
+the next heartbeat comes (`trust`). Only a consumer can say whether its own state is the same (`Stream.report`). A matching
 digest ends all doubt about earlier batches. If the digest or the life differs, the stream starts over: such a publisher
 answers a request from 0 with everything that it holds. A publisher inside the engine also attests what the engine's own cache
 holds. If the consumer's state is not that, the stream starts over too; only an attestation that agrees, a clear or another life

@@ -22,12 +22,11 @@ from kvevents.cli.sim.compare import print_comparison, report_disagreements
 from kvevents.cli.sim.workload_options import WorkloadOptions, add_fleet, add_workload, positive, read_fleet, read_workload
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
-from kvevents.sim.faults import KINDS, parse_faults
 from kvevents.sim.live import LiveFleet, WorkerView
+from kvevents.sim.network import KINDS, Address, parse_faults
 from kvevents.sim.report import report_settings
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult
-from kvevents.sim.sockets import Address
 
 if TYPE_CHECKING:
     from rich.console import Group

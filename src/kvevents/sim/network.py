@@ -1,0 +1,343 @@
+"""The network of a live fleet: a publisher for each worker, proxies, and faults such as `restart:60s,drop:1%`."""
+
+from __future__ import annotations
+
+import re
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from random import Random
+from types import TracebackType
+from typing import Final, NamedTuple, Protocol, Self
+
+import zmq
+
+from kvevents.errors import ConfigError, EndpointError
+from kvevents.events import KVEventBatch
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.routing import Worker
+from kvevents.sim.fleet import Fleet
+from kvevents.sim.settings import FleetSettings, LiveTimers
+from kvevents.stream import Source
+from kvevents.subscriber.zmq_sockets import destroy_context
+from kvevents.testing import FaultProxy
+
+REBIND_PAUSE: Final = 0.005
+BUFFER_STEPS: Final = 10_000
+"""Batches in the replay buffer of each engine, as engines have by default."""
+KILL_SECONDS: Final = 0.05
+"""Time for a publisher to pass queued batches to ZeroMQ when its engine is killed. ZeroMQ does not send all of them."""
+SHUTDOWN_SECONDS: Final = 2.0
+"""Time for a publisher to send its last batches when a run ends."""
+HIGHEST_PORT: Final = 65_535
+
+
+class Address(NamedTuple):
+    """The endpoints of a worker."""
+
+    worker: Worker
+    endpoint: str
+    replay_endpoint: str
+
+    @property
+    def source(self) -> Source:
+        """The source for a subscriber."""
+        return Source(self.endpoint, self.replay_endpoint, name=self.worker[0], rank=self.worker[1])
+
+
+class Sockets:
+    """Publishers of all workers; a context manager.
+
+    With `base_port` worker number `n` publishes at port `base_port + 2n` and answers replay requests at the next port; without
+    it the operating system chooses ports. With `proxied` proxies listen there, and publishers at other ports. Raises
+    `EndpointError` for a port in use, and `ConfigError` if a port would exceed 65535.
+    """
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        *,
+        host: str = "127.0.0.1",
+        base_port: int | None = None,
+        proxied: bool = False,
+        rebind_seconds: float = LiveTimers().rebind,
+    ) -> None:
+        last = (base_port or 0) + 2 * len(settings.workers) - 1
+        if base_port is not None and last > HIGHEST_PORT:
+            raise ConfigError(
+                f"invalid base port {base_port}: {len(settings.workers)} workers would need port {last}; choose a lower one"
+            )
+        self.proxies: Final[dict[Worker, tuple[FaultProxy, FaultProxy]]] = {}
+        """Proxies of each worker, for live events and for replay."""
+        self.addresses: Final[dict[Worker, Address]] = {}
+        self._settings: Final = settings
+        self._host: Final = host
+        self._base_port: Final = base_port
+        self._proxied: Final = proxied
+        self._rebind_seconds: Final = rebind_seconds
+        self._closing: Final = ExitStack()
+        self._context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context(io_threads=2)
+        self._closing.callback(destroy_context, self._context)
+        self._context.max_sockets = 4 * len(settings.workers) + 64
+        self._publishers: Final[dict[Worker, ZmqEventPublisher]] = {}
+        self._bound: Final[dict[Worker, tuple[str, str]]] = {}
+        self._born: Final[dict[Worker, list[float]]] = {}
+
+    # --- event sink
+
+    def open(self, worker: Worker) -> None:
+        """Bind a worker's sockets; after a restart to the same endpoints as before."""
+        first = worker not in self._bound
+        publisher = self._publishers[worker] = self._publisher(worker)
+        # The replay endpoint exists because one was requested.
+        ends = self._bound[worker] = publisher.endpoint, publisher.replay_endpoint or ""
+        if first and self._proxied:
+            listen = self._wanted(worker)
+            live, replay = (self._closing.enter_context(FaultProxy(*pair)) for pair in zip(ends, listen, strict=True))
+            self.proxies[worker] = live, replay
+            ends = live.endpoint, replay.endpoint
+        if first:
+            self.addresses[worker] = Address(worker, *ends)
+        self._born.setdefault(worker, []).append(time.time())
+
+    def publish(self, worker: Worker, batch: KVEventBatch) -> None:
+        """Publish a batch."""
+        self._publishers[worker].publish(batch)
+
+    def close(self, worker: Worker) -> None:
+        """End an incarnation of a worker like a kill: batches that were not sent are lost."""
+        self._publishers.pop(worker).shutdown(KILL_SECONDS)
+
+    # --- information for the consumer
+
+    def incarnation(self, worker: Worker, ts: float) -> int:
+        """Return the incarnation of a worker in which a batch with this timestamp was published."""
+        return bisect_right(self._born[worker], ts) - 1
+
+    def subscribers(self) -> int:
+        """Return the number of subscribers of the worker that has the fewest."""
+        return min(publisher.stats().subscribers for publisher in self._publishers.values())
+
+    def dropped(self) -> int:
+        """Return how many batches the publishers of the current incarnations dropped."""
+        return sum(sum(publisher.stats().dropped.values()) for publisher in self._publishers.values())
+
+    # --- the end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._closing:
+            for publisher in self._publishers.values():
+                self._closing.callback(publisher.shutdown, SHUTDOWN_SECONDS)
+
+    def _publisher(self, worker: Worker) -> ZmqEventPublisher:
+        until = time.monotonic() + self._rebind_seconds
+        while True:
+            try:
+                return self._opened(worker)
+            except EndpointError:
+                if worker not in self._bound or time.monotonic() > until:
+                    raise
+                time.sleep(REBIND_PAUSE)
+
+    def _opened(self, worker: Worker) -> ZmqEventPublisher:
+        behind = ("tcp://127.0.0.1:*",) * 2
+        endpoint, replay_endpoint = self._bound.get(worker) or (behind if self._proxied else self._wanted(worker))
+        return ZmqEventPublisher(
+            endpoint=endpoint,
+            replay_endpoint=replay_endpoint,
+            buffer_steps=BUFFER_STEPS,
+            bind=True,
+            dialect=self._settings.wire,
+            context=self._context,
+        )
+
+    def _wanted(self, worker: Worker) -> tuple[str, str]:
+        if self._base_port is None:
+            return f"tcp://{self._host}:*", f"tcp://{self._host}:*"
+        port = self._base_port + 2 * self._settings.workers.index(worker)
+        return f"tcp://{self._host}:{port}", f"tcp://{self._host}:{port + 1}"
+
+
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Target(Protocol):
+    """The live fleet into which faults are injected."""
+
+    settings: FleetSettings
+    timers: LiveTimers
+    pace: float
+    fleet: Fleet
+    sockets: Sockets
+    requested: list[Fault]
+    """Requested faults."""
+    injected: Counter[str]
+    """Number of recurring faults that were injected, by kind."""
+    stalled: set[Worker]
+    """Workers whose network is stalled."""
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        """Call `action` after `seconds` seconds of real time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of fault."""
+
+    example: str
+    """Example of an amount."""
+    effect: str
+    """Description of its effect with that amount, for `--help`."""
+    share: bool
+    """Whether its amount is a share (`1%`) instead of a duration (`60s`)."""
+    inject: Callable[[Target, Worker], bool] | None = None
+    """Injects the fault into one engine each time the duration has passed; returns False if there was nothing to do."""
+    lasting: Callable[[FaultProxy, float, int], None] | None = None
+    """Applies a lasting fault to the live events of an engine from the beginning: amount and seed."""
+    network: bool = True
+    """Whether it needs proxies before the engines."""
+
+
+class Fault(NamedTuple):
+    """A requested fault."""
+
+    kind: str
+    amount: float
+    """A share from 0 to 1, or seconds of real time."""
+
+    @property
+    def network(self) -> bool:
+        """Whether it needs proxies before the engines."""
+        return KINDS[self.kind].network
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """Parse faults such as `restart:60s,drop:1%`. Raises `ConfigError`, which lists the known faults."""
+    return [_fault(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _fault(text: str) -> Fault:
+    name, _, amount = text.partition(":")
+    kind = KINDS.get(name)
+    if kind is None:
+        known = "; ".join(f"{known}:{kind.example} ({kind.effect})" for known, kind in KINDS.items())
+        raise ConfigError(f"unknown fault {name!r}: expected {known}")
+    return Fault(name, _share(name, amount) if kind.share else _seconds(name, amount))
+
+
+def _share(name: str, text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
+    if found is None or float(found[1]) > 100:
+        raise ConfigError(f"invalid fault '{name}:{text}': expected a share from 0% to 100%, for example {name}:1%")
+    return float(found[1]) / 100
+
+
+def _seconds(name: str, text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", text)
+    if found is None or float(found[1]) <= 0:
+        raise ConfigError(f"invalid fault '{name}:{text}': expected a duration above 0, for example {name}:60s")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def begin_faults(fleet: Target) -> None:
+    """Inject the fleet's faults from now on, into engines that its seed selects."""
+    for number, fault in enumerate(fleet.requested):
+        kind = KINDS[fault.kind]
+        if kind.lasting is not None:
+            for place, (live, _) in enumerate(fleet.sockets.proxies.values()):
+                kind.lasting(live, fault.amount, fleet.settings.seed + place)
+        else:
+            random = Random(f"{fleet.settings.seed}/{number}/{fault.kind}")  # noqa: S311 - a fault, not a secret
+            _Recurring(fleet, fault, random).plan()
+
+
+class _Recurring:
+    """A fault that is injected into one engine after the other."""
+
+    def __init__(self, fleet: Target, fault: Fault, random: Random) -> None:
+        self._fleet = fleet
+        self._fault = fault
+        self._workers = _forever_shuffled(list(fleet.fleet.workers), random)
+
+    def plan(self) -> None:
+        self._fleet.after(self._fault.amount, self._inject)
+
+    def _inject(self) -> None:
+        if self._fleet.fleet.done:
+            return
+        inject = KINDS[self._fault.kind].inject
+        assert inject is not None  # noqa: S101 - faults that recur have one
+        self._fleet.injected[self._fault.kind] += inject(self._fleet, next(self._workers))
+        self.plan()
+
+
+def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]:
+    while True:
+        random.shuffle(workers)
+        yield from workers
+
+
+# --- effects
+
+
+def _restart(fleet: Target, worker: Worker) -> bool:
+    up = fleet.fleet.workers[worker].is_up
+    fleet.fleet.restart(worker, down=fleet.timers.down * fleet.pace)
+    return up
+
+
+def _reset(fleet: Target, worker: Worker) -> bool:
+    simulated = fleet.fleet.workers[worker]
+    if simulated.is_up:
+        simulated.engine.reset()
+    return simulated.is_up
+
+
+def _cut(fleet: Target, worker: Worker) -> bool:
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.cut()
+    return True
+
+
+def _stall(fleet: Target, worker: Worker) -> bool:
+    if worker in fleet.stalled:
+        return False
+    fleet.stalled.add(worker)
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.stall()
+    fleet.after(fleet.timers.stall, lambda: _resume(fleet, worker))
+    return True
+
+
+def _resume(fleet: Target, worker: Worker) -> None:
+    fleet.stalled.discard(worker)
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.resume()
+
+
+def _drop(live: FaultProxy, share: float, seed: int) -> None:
+    live.drop(share, seed=seed)
+
+
+def _delay(live: FaultProxy, seconds: float, _seed: int) -> None:
+    live.delay(seconds)
+
+
+KINDS: Final = {
+    "restart": Kind("60s", "every 60 s an engine is killed and restarts empty", False, inject=_restart, network=False),
+    "reset": Kind("60s", "every 60 s an engine clears its prefix cache", False, inject=_reset, network=False),
+    "drop": Kind("1%", "1% of the live batches are lost in the network", True, lasting=_drop),
+    "delay": Kind("20ms", "live batches arrive 20 ms later", False, lasting=_delay),
+    "cut": Kind("60s", "every 60 s the connections of an engine are cut", False, inject=_cut),
+    "stall": Kind(
+        "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", False, inject=_stall
+    ),
+}
+"""Kinds of faults by name."""
