@@ -25,15 +25,15 @@ and writes this page: do not edit it. `tests/system/faults/scenarios.py` has the
   requests: `POST /register`, `POST /query`.
 - The engine is scripted: bytes of vLLM 0.33, one block of 16 tokens per batch except where stated. A *lost* batch was numbered
   and kept for replay, but not sent.
-- A cell has the blocks that the service finds of those that engines hold, if they differ, and in `code` what it says of the
-  worker: the status of Dynamo's `/workers`, the trust of our `/v1/sources`.
+- A cell has the blocks that the service finds of those that engines hold, if they differ. What it says of a worker is the
+  status in Dynamo's `/workers`, and the trust in our `/v1/sources`.
 """
 _MEANINGS: Final = {
     Verdict.RIGHT: "every answer is what engines hold, and nothing is said against it",
     Verdict.DOUBTED: "the same, and the worker is not called exact, since nothing proves it",
     Verdict.REPORTED: "an answer is not what engines hold, and answers about the worker, or to its registration, say so",
-    Verdict.LOGGED: "the log, or a counter of the whole process, has something; the worker is `active`",
-    Verdict.SILENT: "nothing anywhere",
+    Verdict.LOGGED: "an answer is not what engines hold, and only the log, or a counter of the whole process, has something",
+    Verdict.SILENT: "an answer is not what engines hold, and nothing says so",
 }
 
 
@@ -65,8 +65,8 @@ def _number(scenario: Scenario) -> str:
 
 def _summary(rows: Sequence[Row], sides: Sequence[type[Side]]) -> str:
     counts = [Counter(row.outcomes[place].verdict for row in rows) for place in range(len(sides))]
-    body = [[f"**{each.value}**: {_MEANINGS[each]}", *(str(count[each]) for count in counts)] for each in Verdict]
-    return _table([f"of {len(rows)} faults", *(side.title for side in sides)], body)
+    body = [[each.name.lower(), _MEANINGS[each], *(str(count[each]) for count in counts)] for each in Verdict]
+    return _table([f"of {len(rows)} faults", "", *(side.title for side in sides)], body)
 
 
 def _table(heads: list[str], body: list[list[str]]) -> str:
@@ -76,10 +76,9 @@ def _table(heads: list[str], body: list[list[str]]) -> str:
 def cell(outcome: Outcome) -> str:
     """What became of one fault on one side."""
     sight = outcome.sight
-    parts = [f"**{outcome.verdict.value}**"]
+    parts = [outcome.verdict.name.lower()]
     if sight.false or sight.found != sight.truth:
         parts.append(_blocks(sight))
-    parts.append(f"`{sight.state}`")
     if outcome.unnoticed >= SHORT and not outcome.notes and outcome.verdict not in {Verdict.LOGGED, Verdict.SILENT}:
         parts.append(f"nothing reported for {outcome.unnoticed:.1f} s")
     return "; ".join([*parts, *outcome.notes]).replace("|", "\\|").replace("\n", " ")

@@ -72,12 +72,6 @@ class Sight:
         """Whether it says that all is well with every worker that it knows."""
         return all(each.trusted for each in self.states.values() if each is not None)
 
-    @property
-    def state(self) -> str:
-        """What it says of its workers, without reasons and counts."""
-        said = ("unknown to it" if each is None else re.split(r" \(|;", each.words)[0] for each in self.states.values())
-        return ", ".join(dict.fromkeys(said))
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
