@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.events import BlockStored, EventBatch
 from kvevents.service.config import ServiceConfig
-from kvevents.service.exposition import STATES, exposition, labels
+from kvevents.service.exposition import STATES, exposition
 from kvevents.service.fleet import FleetTiming
 from kvevents.service.member import Member
-from kvevents.service.metrics import Histogram
+from kvevents.service.metrics import Histogram, labels
 from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service

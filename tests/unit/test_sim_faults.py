@@ -118,12 +118,12 @@ class InjectedFaults:
 
     def play(self, text: str, seconds: float, seed: int = 0) -> list[tuple[float, str, Worker, Any]]:
         """Have these faults happen, for so many seconds of the clock."""
-        self.begin_faults(text, seed)
+        self.begin(text, seed)
         while (due := self.timeline.next) is not None and due <= seconds * self.pace:
             self.timeline.step()
         return self.log
 
-    def begin_faults(self, text: str, seed: int = 0) -> None:
+    def begin(self, text: str, seed: int = 0) -> None:
         self.requested, self.settings = parse_faults(text), SimpleNamespace(seed=seed)
         self.timers = TIMERS
         begin_faults(self)  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def test_seconds_are_the_clocks_whatever_the_pace() -> None:
 
 def test_no_fault_is_injected_when_all_is_answered() -> None:
     fleet = InjectedFaults(2)
-    fleet.begin_faults("restart:1s,cut:1s")
+    fleet.begin("restart:1s,cut:1s")
     fleet.fleet.done = True
     while fleet.timeline.next is not None:
         fleet.timeline.step()

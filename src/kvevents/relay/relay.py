@@ -139,6 +139,11 @@ class Relay:
                 lambda: self._checkpoints.write(),  # noqa: PLW0108 - it is assigned below
                 was_resumed=restored.was_resumed,
             )
+        self._follow(undo, transport)
+
+    def _follow(self, undo: ExitStack, transport: Transport | None) -> None:
+        """Subscribe to the upstreams after what was restored, and send a heartbeat or store a checkpoint."""
+        settings, limits, restored = self.settings, self.limits, self._restored
         self._upstreams = Upstreams(
             settings.upstreams,
             restored.checkpoints,

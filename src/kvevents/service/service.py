@@ -55,6 +55,13 @@ STANDING_SECONDS: Final = 10.0
 class Service:
     """Everything except the HTTP server. Call `start` and `stop` once each, in one event loop."""
 
+    snapshot_at: float | None = None
+    snapshot_fault: str | None = None
+    lowered = ""
+    """A sentence about a limit that was lowered because the process cannot have it; empty if none was."""
+    is_ending = False
+    """Whether the process is ending: it answers requests, and is not ready."""
+
     def __init__(
         self,
         config: ServiceConfig,
@@ -87,12 +94,8 @@ class Service:
         self.ties = Ties(Random())  # noqa: S311 - spreads load, keeps no secret
         self.data_plane = DataPlane(self)
         self.lookups = Lookups(self.fleet, self.metrics, self.shards, self.data_plane)
-        self.snapshot_at: float | None = None
-        self.snapshot_fault: str | None = None
         self.lost: list[str] = []
         """Sentences about saved state that could not be restored."""
-        self.lowered = ""
-        """A sentence about a limit that was lowered because the process cannot have it; empty if none was."""
         self._is_remembered = True
         self._remembering = asyncio.Lock()
         self._changes = 0
@@ -106,8 +109,6 @@ class Service:
         self._clock = clock
         self._began = clock()
         self._is_ready = False
-        self.is_ending = False
-        """Whether the process is ending: it answers requests, and is not ready."""
         self._expects_engines = _names_engines(config, watched)
 
     @property
