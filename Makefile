@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native docs engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
+.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native bench-native-program figures docs engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,9 +72,14 @@ docs: $(NATIVE)  ## The documentation site, in build/site; ends with an error at
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # Its workspace is its own, so that no other target fetches the rivals.
-bench-native:  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates
-	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
+bench-native: bench-native-program  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates
 	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
+
+bench-native-program:
+	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
+
+figures: $(NATIVE) $(BENCH_STAMP)  ## Both benchmarks, an hour on a machine that does nothing else, and docs/figures.md from their results
+	$(BIN)/python -m benchmarks.page --measure $(FIGURES)
 
 engines: $(NATIVE)  ## Real vLLM servers and SGLang's radix trees on CPUs: each request predicted and compared (3 GB once; ENGINES="--requests 2000 --seed 7")
 	$(BIN)/python -m tests.system.engines $(ENGINES)

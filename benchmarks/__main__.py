@@ -46,7 +46,7 @@ def main() -> int:
 def _fetch(chosen: list[Trial]) -> None:
     """Have the rivals of the chosen trials here before anything is measured."""
     if any(trial in streams.TRIALS for trial in chosen):
-        for engine in (released.VLLM, released.SGLANG):
+        for engine in (released.VLLM_NEWEST, released.SGLANG):
             released.extracted(engine, engine.module)
     if any(trial in service.TRIALS for trial in chosen):
         wrk.program()

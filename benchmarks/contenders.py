@@ -76,6 +76,8 @@ def _queue_size(publisher: Any) -> int:
 
 
 OURS: Final = Contender("ours", "kvevents", _ours, _queued, named=True)
-VLLM: Final = Contender("vllm", released.VLLM.title, lambda: released.load(released.VLLM), _queue_size, named=True)
+VLLM: Final = Contender(
+    "vllm", released.VLLM_NEWEST.title, lambda: released.load(released.VLLM_NEWEST), _queue_size, named=True
+)
 SGLANG: Final = Contender("sglang", released.SGLANG.title, lambda: released.load(released.SGLANG), _queue_size, named=False)
 CONTENDERS: Final = {contender.name: contender for contender in (OURS, VLLM, SGLANG)}

@@ -20,7 +20,7 @@ TRIALS: Final = (
 FIGURES: Final = (
     Figure("publish() p50, busy", "publish-busy", "p50", "ns", 1 / 4),
     Figure("publish() p99, busy", "publish-busy", "p99", "ns", 1.0),
-    Figure("of both, the clock's own part", "publish-busy", "clock", "ns", None),
+    Figure("of both, the clock's own part", "publish-busy", "clock", "ns", None, context=True),
     Figure("publish() p50, 500/s", "publish-paced", "p50", "ns", 1 / 2),
     Figure("publish() p99, 500/s", "publish-paced", "p99", "ns", 1.0),
     Figure("CPU per batch at 500/s, 1 block", "publish-paced", "cpu", "us", None),
@@ -42,5 +42,5 @@ FIGURES: Final = (
     Figure("subscriber batches/s, 32 blocks", "subscribe-32", "rate", "/s", None),
     Figure("recovery of 10,000 from the engine: missing", "recover", "missing", "", 0.0, "none"),
     Figure("recovery of 10,000 from the engine: time", "recover", "seconds", "s", None),
-    Figure("recovery of 10,000 from the engine: requests", "recover", "requests", "", None),
+    Figure("recovery of 10,000 from the engine: requests", "recover", "requests", "", None, context=True),
 )

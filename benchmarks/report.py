@@ -49,12 +49,13 @@ def _line(row: Row) -> tuple[str, str, str, str, str, str, str]:
 def _spread(values: list[float], unit: str) -> str:
     if not values:
         return ""
-    middle, least, most = (_number(value) for value in (median(values), min(values), max(values)))
+    middle, least, most = (number(value) for value in (median(values), min(values), max(values)))
     spread = f" ({least} - {most})" if len(values) > 1 else ""
     return f"{middle} {unit}{spread}" if unit else f"{middle}{spread}"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Three digits, or a whole number."""
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 

@@ -22,7 +22,7 @@ def bare(port: int, count: int) -> tuple[float, float]:
     socket.set(zmq.RCVHWM, 0)
     socket.connect(f"tcp://127.0.0.1:{port}")
     socket.subscribe(b"")
-    decode = msgspec.msgpack.Decoder(released.load(released.VLLM).KVEventBatch).decode
+    decode = msgspec.msgpack.Decoder(released.load(released.VLLM_NEWEST).KVEventBatch).decode
     socket.poll()
     wall, cpu, expected = time.monotonic(), time.process_time(), 0
     while expected < count:

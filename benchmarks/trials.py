@@ -10,14 +10,14 @@ from typing import Any, Final, Literal
 
 from benchmarks import processes
 from tools.dynamo import DYNAMO, interpreter
-from tools.released import SGLANG, VLLM
+from tools.released import SGLANG, VLLM_NEWEST
 
 Results = dict[str, dict[str, list[dict[str, float]]]]
 """By trial, then by contender: what each run returned."""
 
 TITLES: Final = {
     "ours": "kvevents",
-    "vllm": VLLM.title,
+    "vllm": VLLM_NEWEST.title,
     "sglang": SGLANG.title,
     "bare": "bare pyzmq + msgspec",
     "dynamo-pinned": f"Dynamo {DYNAMO.release} RadixTree, one CPU",
@@ -55,6 +55,8 @@ class Figure:
     """None where the figure is printed and not judged."""
     judge: Literal["ratio at most", "ratio at least", "at most", "below", "none"] = "ratio at most"
     """`at most` and `below` are about ours by itself; `none` means no run may have any."""
+    context: bool = False
+    """Whether it says how a trial went, and neither side is better for it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class Row:
     def plain(self) -> dict[str, Any]:
         """For `--json`."""
         return {
+            "trial": self.figure.trial,
             "what": self.figure.what,
+            "context": self.figure.context,
             "unit": self.figure.unit,
             "rival": TITLES[self.rival],
             "ours": self.ours,

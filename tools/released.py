@@ -62,8 +62,10 @@ class Engine(Release):
 
 
 VLLM: Final = Engine(package="vllm", release="0.32.0", module="vllm.distributed.kv_events", also=("vllm.config.kv_events",))
-VLLM_COORDINATOR: Final = Engine(package="vllm", release="0.33.0", module="vllm.distributed.kv_events")
-"""The release whose block manager `tests.system.vllm_oracle.groups` compares lookups with."""
+VLLM_NEWEST: Final = Engine(
+    package="vllm", release="0.33.0", module="vllm.distributed.kv_events", also=("vllm.config.kv_events",)
+)
+"""The newest release: benchmarks measure its publisher, `tests.system.vllm_oracle.groups` compares with its block manager."""
 SGLANG: Final = Engine(package="sglang", release="0.5.23", module="sglang.srt.disaggregation.kv_events")
 
 

@@ -46,7 +46,7 @@ def _query() -> Iterator[Figure]:
 def _notice() -> Iterator[Figure]:
     yield Figure("sent to visible, idle, p50", "service-notice", "p50", "ms", 1.0)
     yield Figure("sent to visible, idle, p99", "service-notice", "p99", "ms", None)
-    yield Figure("of that, one question", "service-notice", "question", "ms", None)
+    yield Figure("of that, one question", "service-notice", "question", "ms", None, context=True)
 
 
 def _fleet() -> Iterator[Figure]:
@@ -56,12 +56,12 @@ def _fleet() -> Iterator[Figure]:
     yield Figure("batches lost", trial, "lost", "", 0.0, "none")
     yield Figure("of those, in gaps that it reports", trial, "gaps", "", 0.0, "none")
     yield Figure("sources that are not EXACT", trial, "inexact", "", 0.0, "none")
-    yield Figure("batches that only replay brought", trial, "replayed", "", None)
+    yield Figure("batches that only replay brought", trial, "replayed", "", None, context=True)
     yield Figure("time behind after the last one", trial, "behind", "ms", None)
     yield Figure("memory for that", trial, "grown", "MB", None)
-    yield Figure("batches/s that the senders reached", trial, "rate", "/s", None)
-    yield Figure("CPU of the senders", trial, "senders", "%", None)
-    yield Figure("latest of the senders", trial, "late", "ms", None)
+    yield Figure("batches/s that the senders reached", trial, "rate", "/s", None, context=True)
+    yield Figure("CPU of the senders", trial, "senders", "%", None, context=True)
+    yield Figure("latest of the senders", trial, "late", "ms", None, context=True)
 
 
 FIGURES: Final = (*_start(), *_query(), *_notice(), *_fleet())

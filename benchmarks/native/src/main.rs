@@ -15,7 +15,7 @@ mod workload;
 
 use std::process::exit;
 
-use table::{Row, markdown};
+use table::{Row, json, markdown};
 
 /// A name for `--only`, a title, and what makes the rows.
 type Part = (&'static str, &'static str, fn(bool) -> Vec<Row>);
@@ -33,7 +33,7 @@ const PARTS: [Part; 6] = [
     ("memory", "Resident bytes a block, least - most of five sizes", memory::rows),
 ];
 
-const USAGE: &str = "usage: kvevents-native-bench [--quick] [--only PART]... | vectors";
+const USAGE: &str = "usage: kvevents-native-bench [--quick] [--json] [--only PART]... | vectors";
 
 fn machine() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -48,13 +48,14 @@ fn machine() -> String {
 }
 
 fn main() {
-    let (mut quick, mut only) = (false, Vec::new());
+    let (mut quick, mut as_json, mut only) = (false, false, Vec::new());
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "vectors" => return print!("{}", vectors::json()),
             memory::GROW => return memory::grow(&mut arguments),
             "--quick" => quick = true,
+            "--json" => as_json = true,
             "--only" => only.extend(arguments.next()),
             _ => {
                 eprintln!("unknown argument {argument:?}; {USAGE}");
@@ -66,15 +67,25 @@ fn main() {
         eprintln!("no part is named {unknown:?}; there are {:?}", PARTS.map(|(part, ..)| part));
         exit(2);
     }
-    println!("{}\n", machine());
-    let mut missed = 0;
+    if !as_json {
+        println!("{}\n", machine());
+    }
+    let (mut missed, mut parts) = (0, Vec::new());
     for (part, title, rows) in PARTS {
         if only.is_empty() || only.iter().any(|name| name == part) {
             let rows = rows(quick);
             missed += rows.iter().filter(|row| row.is_missed()).count();
-            println!("{}", markdown(title, &rows));
+            if as_json {
+                parts.push(json(title, &rows));
+            } else {
+                println!("{}", markdown(title, &rows));
+            }
         }
     }
-    println!("{missed} missed");
+    if as_json {
+        println!("[{}]", parts.join(", "));
+    } else {
+        println!("{missed} missed");
+    }
     exit(i32::from(missed > 0));
 }

@@ -24,7 +24,7 @@ from kvevents.index import Namespace, PrefixIndex
 from kvevents.wire import decode_batch
 from tests.system.vllm_oracle.engine_cache import EngineCache
 from tests.system.vllm_oracle.vllm_blocks import CORE, MAX_MODEL_LEN, modules
-from tools.released import VLLM_COORDINATOR
+from tools.released import VLLM_NEWEST
 from tools.stand_in import Anything
 
 VOCABULARY: Final = 1 << 10
@@ -106,7 +106,7 @@ class Manager:
         self._multiple: Final = math.lcm(*(group.size for group in shape.groups))
         self._longest: Final = 10 * self._multiple
         blocks = self._random.randint(3, 6) * sum(self._longest // group.size for group in shape.groups)
-        real = modules(VLLM_COORDINATOR)
+        real = modules(VLLM_NEWEST)
         self.manager: Final = real[CORE + "kv_cache_manager"].KVCacheManager(
             self._config(blocks),
             max_model_len=MAX_MODEL_LEN,
@@ -127,7 +127,7 @@ class Manager:
         self._running: list[tuple[Any, list[int]]] = []
 
     def _config(self, blocks: int) -> Any:
-        kinds = modules(VLLM_COORDINATOR)["vllm.v1.kv_cache_interface"]
+        kinds = modules(VLLM_NEWEST)["vllm.v1.kv_cache_interface"]
         groups = []
         for number, group in enumerate(self._shape.groups):
             heads = {"block_size": group.size, "num_kv_heads": 1, "head_size": 1, "dtype": Anything}

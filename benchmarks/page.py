@@ -1,0 +1,168 @@
+"""`python -m benchmarks.page`: the page of figures, `docs/figures.md`, from `benchmarks/results.json`.
+
+With `--measure` everything is measured first, which takes most of an hour on a machine that does nothing else, and the results
+are replaced. Documents quote figures from this page alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from benchmarks.report import number
+from tools.released import CHECKOUT
+
+RESULTS: Final = Path(__file__).with_name("results.json")
+PAGE: Final = CHECKOUT / "docs" / "figures.md"
+NATIVE: Final = CHECKOUT / "benchmarks" / "native" / "target" / "release" / "kvevents-native-bench"
+EQUAL: Final = 0.05
+"""Figures that differ by less than this share count as equal."""
+
+SECTIONS: Final = {
+    "publish flow replay": ("Publishers", "Publishers of the engines' releases, driven by one program with the same events."),
+    "subscribe recover": ("Subscriber", "Beside a loop of pyzmq and msgspec that verifies nothing."),
+    "index": (
+        "Index, from Python",
+        "Dynamo's service and its `RadixTree`; lookups take the same list of token ids.",
+    ),
+    "service": ("Service", "`kvevents serve` and `python -m dynamo.indexer`, with the same requests over HTTP."),
+    "simulation": ("Simulator", "No rival publishes events."),
+}
+"""First words of the trials' names, and the part of the page that has them."""
+
+
+def measure(runs: int, native_runs: int, quick: bool) -> dict[str, Any]:
+    """Run all benchmarks. Raises `CalledProcessError`."""
+    options = ["--quick"] if quick else []
+    subprocess.run(["make", "bench-native-program"], check=True, cwd=CHECKOUT)  # noqa: S607 - make of the path
+    command = [sys.executable, "-m", "benchmarks", "--json", "--runs", str(runs), *options]
+    found: dict[str, Any] = json.loads(_output(command))
+    native = [json.loads(_output([str(NATIVE), "--json", *options])) for _ in range(native_runs)]
+    return {
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "commit": _output(["git", "describe", "--always", "--dirty", "--abbrev=10"]).strip(),
+        "machine": found["machine"],
+        "rust": _output(["rustc", "--version"]).strip(),
+        "runs": runs,
+        "rows": found["rows"],
+        "native": native,
+    }
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints. Exit code 1 means that a figure was missed, which the page says."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=CHECKOUT)  # noqa: S603 - ours
+    if done.returncode not in {0, 1}:
+        done.check_returncode()
+    return done.stdout
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page in Markdown."""
+    compared = [row for row in results["rows"] if row["ratio"] and not row["context"]]
+    verdicts = [_verdict(row["ratio"], more=row["unit"] == "/s") for row in compared]
+    origin = (
+        f"`make figures` measured everything on this page in one session, and wrote it: {results['date']}, commit"
+        f" {results['commit']}, {results['rust']}. Machine: {results['machine']}."
+    )
+    reading = (
+        f"A cell is the median of at most {results['runs']} runs, with the least and the most in brackets;"
+        " contenders take turns. The ratio is ours to theirs. `benchmarks/README.md` says how each figure is taken."
+    )
+    counts = (
+        f"Of {len(compared)} comparisons kvevents is better in {verdicts.count('better')}, within {EQUAL:.0%} in"
+        f" {verdicts.count('equal')}, and worse in {verdicts.count('worse')}."
+    )
+    worse = (row for row, verdict in zip(compared, verdicts, strict=True) if verdict == "worse")
+    lines = ["# Figures", "", origin, "", reading, "", "## Wins and losses", "", counts, "", *_losses(worse)]
+    for words, (title, text) in SECTIONS.items():
+        rows = [row for row in results["rows"] if row["trial"].startswith(tuple(words.split()))]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            text,
+            "",
+            "| figure | kvevents | rival | | ratio |",
+            "|---|---|---|---|---|",
+            *map(_line, rows),
+        ]
+    lines += ["", *_native(results["native"])]
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(ratio: float, *, more: bool) -> str:
+    if abs(ratio - 1) < EQUAL:
+        return "equal"
+    return "better" if (ratio > 1) is more else "worse"
+
+
+def _losses(rows: Iterator[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        yield (
+            f"- {row['what']}: {_spread(row['ours'], row['unit'])}, {row['rival']} {_spread(row['theirs'], row['unit'])},"
+            f" ratio {row['ratio']:.2f}"
+        )
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratio = f"{row['ratio']:.2f}" if row["ratio"] and not row["context"] else ""
+    ours, theirs = (_spread(row[side], row["unit"]) for side in ("ours", "theirs"))
+    return f"| {row['what']} | {ours} | {theirs} | {row['rival']} | {ratio} |"
+
+
+def _spread(values: list[float], unit: str) -> str:
+    if not values:
+        return ""
+    middle, least, most = (number(value) for value in (median(values), min(values), max(values)))
+    return f"{middle} {unit} ({least} to {most})" if len({middle, least, most}) > 1 else f"{middle} {unit}".strip()
+
+
+def _native(runs: list[list[dict[str, Any]]]) -> Iterator[str]:
+    """The tables of the native index: each is a part with the names of its sides."""
+    yield "## Index, native"
+    yield ""
+    yield "Rust libraries on equal input: payloads of vLLM in, sums of scores out. The ratio is ours to the best of the others."
+    for at, part in enumerate(runs[0]):
+        sides = part["sides"]
+        head = (f"| | {' | '.join(sides)} | ratio |", "|---" * (len(sides) + 2) + "|")
+        yield from ("", f"### {part['title']}", "", *head)
+        for number_of_row, row in enumerate(part["rows"]):
+            rows = [run[at]["rows"][number_of_row] for run in runs]
+            cells = [_cell([each["cells"][side] for each in rows]) for side in range(len(sides))]
+            ratios = [each["measured"] for each in rows if each["measured"] is not None]
+            yield f"| {row['what']} | {' | '.join(cells)} | {f'{median(ratios):.2f}' if ratios else ''} |"
+
+
+def _cell(texts: list[str]) -> str:
+    """Median, least and most of one cell in all runs; cells with more than a number as they were in the first."""
+    if len(texts) == 1 or not all(re.fullmatch(r"[\d.]+", text) for text in texts):
+        return texts[0]
+    ordered = sorted(texts, key=float)
+    return f"{ordered[len(ordered) // 2]} ({ordered[0]} to {ordered[-1]})" if ordered[0] != ordered[-1] else ordered[0]
+
+
+def main() -> None:
+    """Measure, if that is asked for, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="measure first, and replace the results")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each trial and contender (%(default)s)")
+    parser.add_argument("--native-runs", type=int, default=3, help="runs of the native benchmark (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="short runs: whether it works, not how fast it is")
+    options = parser.parse_args()
+    if options.measure:
+        results = measure(options.runs, options.native_runs, options.quick)
+        RESULTS.write_text(json.dumps(results).replace("}, {", "},\n{") + "\n")  # a line for each row
+    PAGE.write_text(page(json.loads(RESULTS.read_text())))
+
+
+if __name__ == "__main__":
+    main()
