@@ -15,9 +15,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.events import BlockStored, EventBatch
-from kvevents.service.config import ServiceConfig
+from kvevents.service.config import FleetTiming, ServiceConfig
 from kvevents.service.exposition import STATES, exposition
-from kvevents.service.fleet import FleetTiming
 from kvevents.service.member import Member
 from kvevents.service.metrics import Histogram, labels
 from kvevents.service.reasons import Reason, SourceFault

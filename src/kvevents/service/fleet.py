@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.errors import KVEventsError, UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
 from kvevents.security import Curve
+from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import EventBus
 from kvevents.service.follower import Follower, IndexSink, Listener, timestamp_of
@@ -33,20 +34,6 @@ HTTP: Final = "http"
 """Origin of the registrations of clients."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetTiming:
-    """How often a fleet does its periodic work."""
-
-    trust_seconds: float = 0.1
-    """Pause between two updates of the trust of all members. A lost connection is noticed after this time at the latest."""
-    loss_log_seconds: float = 10.0
-    """Pause between two log lines about losses of one stream: a network that loses every other batch must not fill the disk."""
-    refresh_seconds: float = 0.25
-    """Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
-    refreshes_per_round: int = 8
-    """Number of refreshes over which all members are refreshed once. A refresh delays queries."""
-
-
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
 
 
@@ -61,6 +48,13 @@ def _no_checkpoint(_: Key) -> Checkpoint | None:
 class Fleet(Listener):
     """The registered members and their index. Any thread may call every method; the follower changes the subscriber."""
 
+    version = 0
+    """It changes when a member is added or removed."""
+    state_version = 0
+    """It changes when a member changes its state."""
+    failure: str | None = None
+    """The error that ended the follower; None while it runs."""
+
     def __init__(
         self,
         index: PrefixIndex,
@@ -68,7 +62,7 @@ class Fleet(Listener):
         max_sources: int,
         hide_stale_seconds: float = float("inf"),
         curve: Curve | None = None,
-        timing: FleetTiming = FleetTiming(),
+        timing: FleetTiming = DEFAULT_FLEET_TIMING,
         load: LoadSettings = DEFAULT_LOAD_SETTINGS,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -77,12 +71,6 @@ class Fleet(Listener):
         self.members: dict[Key, Member] = {}
         self.counts: dict[tuple[str, str], int] = {}
         """Rejected events by dialect and reason, for `kvevents_rejected_events`."""
-        self.version = 0
-        """It changes when a member is added or removed."""
-        self.state_version = 0
-        """It changes when a member changes its state."""
-        self.failure: str | None = None
-        """The error that ended the follower; None while it runs."""
         self.follow_errors: dict[Key, str] = {}
         """Why engines of discovery are not followed, such as an endpoint that cannot be bound."""
         self._max_sources = max_sources

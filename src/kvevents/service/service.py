@@ -19,12 +19,12 @@ from kvevents.index import PrefixIndex
 from kvevents.routing import Ties
 from kvevents.service.access import Access, AuditLog
 from kvevents.service.allow_list import AllowList
-from kvevents.service.config import ServiceConfig
+from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming, ServiceConfig
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
-from kvevents.service.fleet import HTTP, Fleet, FleetTiming
+from kvevents.service.fleet import HTTP, Fleet
 from kvevents.service.http.block_listings import BlockListings
 from kvevents.service.http.thread_pools import MATCHING, Run, ThreadPool, ThreadPools
 from kvevents.service.lookups import Lookups
@@ -67,7 +67,7 @@ class Service:
         config: ServiceConfig,
         watched: Path | None = None,
         *,
-        timing: FleetTiming = FleetTiming(),  # noqa: B008 - frozen
+        timing: FleetTiming = DEFAULT_FLEET_TIMING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
