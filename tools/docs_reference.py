@@ -16,6 +16,8 @@ import msgspec
 from kvevents.cli.command import Command, CommandGroup, CommandParser
 from kvevents.cli.program import COMMANDS, make_parser
 from kvevents.cli.settings_parser import Setting, SettingsParser, field_docstring
+from kvevents.export import TABLES
+from kvevents.export.residency import UNKEYED
 from kvevents.service.access import Role
 from kvevents.service.http.routes import ENDPOINTS, Endpoint, openapi_document
 from kvevents.settings import Range, parts_of, types_in
@@ -234,10 +236,25 @@ def dialect_rows() -> str:
     return table(("engine", "from release", "batch", "hashes", "replay replies", "new fields of stores"), iter(rows))
 
 
+# --- tables of an export -----------------------------------------------------------------------------------------------------
+
+
+def tables() -> str:
+    """Return the columns of each table, and the reasons for blocks without keys."""
+    heads = [f"## `{each.name}`\n\n{each.meaning[0].upper()}{each.meaning[1:]}.\n\n" for each in TABLES]
+    rows = [
+        [(f"`{name}`", kind + ", or null" * null, meaning) for name, kind, meaning, null in each.columns] for each in TABLES
+    ]
+    found = [head + table(("column", "type", "meaning"), iter(each)) for head, each in zip(heads, rows, strict=True)]
+    reasons = table(("`unkeyed`", "meaning"), ((f"`{reason}`", meaning) for reason, meaning in UNKEYED.items()))
+    return "\n".join([*found, f"## Blocks without a key\n\n{reasons}"])
+
+
 GENERATED: Final[dict[str, Callable[[], str]]] = {
     "api": api,
     "commands": commands,
     "settings": settings,
     "http": http,
     "dialects": dialect_rows,
+    "tables": tables,
 }

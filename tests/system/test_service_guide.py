@@ -5,21 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args
 
-import msgspec
 import pytest
 
 import paths
 from certificate_cases import make_certificates
 from cli_cases import run
-from kvevents.service.access import AccessConfig
-from kvevents.service.config import DnsTable, Limits, Probing, Readiness, ServiceConfig, Tls
+from kvevents.service.config import DnsTable
 from kvevents.service.discovery.source_config import SourceTable
-from kvevents.subscriber import LoadSettings
 from service_cases import engine, serving
 
 GUIDE = paths.ROOT / "docs" / "guides" / "service.md"
@@ -29,37 +23,9 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 
-def settings(kind: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting with its default."""
-    for field in msgspec.structs.fields(kind):
-        inner = next(
-            (each for each in _kinds(field.type) if each in {Limits, Probing, Readiness, LoadSettings, AccessConfig, Tls}), None
-        )
-        if inner is None:
-            yield before + field.name, field.default
-        else:
-            yield from settings(inner, f"{field.name}.")
-
-
-def _kinds(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
-
-
-def test_every_setting_is_in_the_table_with_its_default() -> None:
-    rows = [line.split("|") for line in GUIDE.read_text().split("## Settings")[1].split("```")[0].splitlines() if "|" in line]
-    documented = {name: row[2] for row in rows for name in re.findall(r"`([\w.]+)`", row[1])}
-    known = dict(settings(ServiceConfig))
-    assert documented.keys() == known.keys()
-    for name, default in known.items():
-        if isinstance(default, int | float) and not isinstance(default, bool) and name != "port":
-            number, _, unit = documented[name].strip().partition(" ")
-            assert float(number.replace(",", "")) * {"": 1, "MiB": 1 << 20}[unit] == default, name
-    assert (known["port"], known["host"]) == (8090, "127.0.0.1")
-
-
 def test_every_field_of_an_engine_is_named() -> None:
-    """Those of `[[sources]]` and `[[dns]]`: in the example, or in the sentence below it."""
-    text = GUIDE.read_text().split("## Settings")[1].split("\n## ")[0]
+    """Those of `[[sources]]` and `[[dns]]`: in the example, or in the table below it."""
+    text = GUIDE.read_text().split("## Engines")[1].split("\n## ")[0]
     for field in {*SourceTable.__struct_fields__, *DnsTable.__struct_fields__}:
         assert f"`{field}`" in text or f"\n{field} = " in text, field
     assert re.search(r'\[\[dns\]\].*\n(.+\n)*replay_endpoint = "tcp://\*:\d+"', text), "without it nothing is ever EXACT"

@@ -50,7 +50,9 @@ def test_generated_parts_take_the_place_of_their_marker() -> None:
 def test_the_reference_names_every_setting_and_every_endpoint() -> None:
     """With the option, the variable, the default and the range of a setting, and the types of an endpoint."""
     row = "| `limits.max_tokens` | `--limits-max-tokens` | `KVEVENTS_SERVE_LIMITS_MAX_TOKENS` |"
-    assert row in docs_reference.settings()
+    settings = docs_reference.settings()
+    assert row in settings
+    assert [line for line in settings.splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
     endpoints = docs_reference.http()
     assert "### POST /v1/match\n" in endpoints
     assert "\n### MatchAnswer\n" in endpoints

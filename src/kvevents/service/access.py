@@ -49,7 +49,9 @@ class TokenConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A bearer token, from exactly one of `token`, `token_file` and `token_env`. Raises `ConfigError` otherwise."""
 
     role: Literal["read", "register"]
+    """`read` for questions, `register` to register and unregister engines as well."""
     token: str | None = None
+    """The token itself; a file or a variable keeps it out of the configuration."""
     token_file: str | None = None
     """File with the token, read when the service starts; surrounding white space is removed."""
     token_env: str | None = None
@@ -80,6 +82,7 @@ class AccessConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Tokens, and the permissions of callers without one."""
 
     tokens: tuple[TokenConfig, ...] = ()
+    """Bearer tokens that the service accepts."""
     anonymous: Literal["none", "read"] | None = None
     """Role of callers without a token. Default: all permissions if no tokens are configured, none otherwise."""
 

@@ -158,13 +158,21 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replay_endpoint: str | None = None
     """Replay endpoint of the first rank. A wildcard host, as in `tcp://*:5558`, means the engine's own host."""
     block_size: int | None = None
+    """Tokens of a block. If the engine sends blocks of another size, it is DEGRADED."""
     tenant: str = DEFAULT_GROUP
+    """Tenant of the engine: prompts of other tenants do not match its blocks."""
     group: str = DEFAULT_GROUP
+    """Routing group of the engine, which separates fleets of one model."""
     topic: str = ""
+    """Prefix of the topics to receive; the default receives all."""
     bind: bool = False
+    """Whether to listen at the endpoint, for an engine that connects."""
     curve: Curve | None = None
+    """CURVE keys for this engine, instead of those of all engines."""
     lora_name: str | None = None
+    """LoRA of events that do not name one."""
     salt: str | None = None
+    """Cache salt that a query must contain to match this engine."""
     load: str | None = None
     """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
     `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
