@@ -20,7 +20,7 @@ import zmq
 from kvevents import Batch, Source, Subscriber
 from kvevents.compat import sglang as compat
 from kvevents.engines import sglang
-from kvevents.engines.settings import VARIABLE
+from kvevents.engines.plugin import VARIABLE
 from kvevents.index import PrefixIndex
 from kvevents.wire.attestation import DIGEST_MASK
 

@@ -17,7 +17,7 @@ import vllm_stand_in
 from kvevents import Batch, Source, Subscriber
 from kvevents.compat import vllm as compat
 from kvevents.engines import vllm
-from kvevents.engines.settings import VARIABLE
+from kvevents.engines.plugin import VARIABLE
 from kvevents.index import PrefixIndex
 from kvevents.wire import attestation
 from paths import DATA

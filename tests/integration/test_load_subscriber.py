@@ -18,7 +18,7 @@ from kvevents.service.discovery.engines import parse_server_info
 from kvevents.service.fleet import Fleet
 from kvevents.service.registration import Registration
 from kvevents.subscriber import LoadSettings, LoadSource, LoadSubscriber
-from kvevents.subscriber.load_metrics import MAX_METRICS_BYTES
+from kvevents.subscriber.load_readings import MAX_METRICS_BYTES
 from kvevents.wire.load import EngineLoad
 from ports import quiet_port
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from kvevents.engines.attesting_publisher import AttestingPublisher
+from kvevents.engines.plugin import AttestingPublisher
 from kvevents.events import AllBlocksCleared, BlockStored, EventBatch, KVEvent
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.stream import Source, Trust

@@ -22,7 +22,7 @@ from cluster_cases import (  # noqa: F401 - a fixture, used by being here
     cluster_fixture,
     until,
 )
-from kvevents.engines.settings import VARIABLE, EngineSettings, read_settings
+from kvevents.engines.plugin import VARIABLE, EngineSettings, read_settings
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.wire import encode_batch
 from nats_servers import nats_server, needs_nats

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvevents.engines.settings import VARIABLE, EngineSettings, read_settings
+from kvevents.engines.plugin import VARIABLE, EngineSettings, read_settings
 from kvevents.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.config import DnsTable
 from kvevents.service.discovery.source_config import RankEndpoint, Template, parse_table
 from kvevents.settings import convert
-from kvevents.subscriber.load_metrics import LoadError, ReportedLoad, check_load_url
+from kvevents.subscriber.load_readings import LoadError, ReportedLoad, check_load_url
 from kvevents.wire.load import EngineLoad
 
 RECORDED = (Path(__file__).parents[1] / "data" / "vllm_metrics.txt").read_bytes()

@@ -24,9 +24,14 @@ from typing import Any, Final
 
 from kvevents import publisher
 from kvevents.compat import sglang as compat
-from kvevents.engines.attesting_publisher import AttestingPublisher
-from kvevents.engines.registry import engine_logger, log_publisher, log_unused, replace_publisher
-from kvevents.engines.settings import EngineSettings
+from kvevents.engines.plugin import (
+    AttestingPublisher,
+    EngineSettings,
+    engine_logger,
+    log_publisher,
+    log_unused,
+    replace_publisher,
+)
 from kvevents.errors import UnknownDialectError
 from kvevents.wire.attestation import DIGEST_MASK
 from kvevents.wire.dialects import Dialect, dialect_for

@@ -21,9 +21,15 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from kvevents.compat import vllm as compat
-from kvevents.engines.attesting_publisher import AttestingPublisher
-from kvevents.engines.registry import PUBLISHER_NAME, engine_logger, log_publisher, log_unused, replace_publisher
-from kvevents.engines.settings import EngineSettings
+from kvevents.engines.plugin import (
+    PUBLISHER_NAME,
+    AttestingPublisher,
+    EngineSettings,
+    engine_logger,
+    log_publisher,
+    log_unused,
+    replace_publisher,
+)
 from kvevents.errors import UnknownDialectError
 from kvevents.wire.attestation import DIGEST_MASK, group_term
 from kvevents.wire.dialects import Dialect, dialect_for

@@ -27,7 +27,7 @@ from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake_async
-from kvevents.subscriber.load_metrics import is_load_url
+from kvevents.subscriber.load_readings import is_load_url
 
 log = logging.getLogger(__name__)
 

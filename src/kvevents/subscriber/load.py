@@ -21,8 +21,7 @@ import zmq
 
 from kvevents.errors import EndpointError
 from kvevents.security.zap import SocketSecurity, secure_sockets
-from kvevents.subscriber.load_metrics import is_load_url
-from kvevents.subscriber.load_readings import LoadReading, LoadSettings, LoadSource, Readings, Worker
+from kvevents.subscriber.load_readings import LoadReading, LoadSettings, LoadSource, Readings, Worker, is_load_url
 from kvevents.subscriber.zmq_sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
 from kvevents.wire.framing import Malformed, parse_live
 from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load

@@ -18,8 +18,15 @@ from typing import Final
 
 from kvevents.backoff import Backoff, jittered
 from kvevents.http_client import HttpConnections, HttpError, RequestLimits
-from kvevents.subscriber.load_metrics import MAX_METRICS_BYTES, LoadError, ReportedLoad, check_load_url, require_parser
-from kvevents.subscriber.load_readings import LoadSettings, Readings
+from kvevents.subscriber.load_readings import (
+    MAX_METRICS_BYTES,
+    LoadError,
+    LoadSettings,
+    Readings,
+    ReportedLoad,
+    check_load_url,
+    require_parser,
+)
 
 _logger: Final = logging.getLogger(__name__)
 MAX_PAUSE_SECONDS: Final = 10.0

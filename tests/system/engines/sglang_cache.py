@@ -31,7 +31,7 @@ import msgspec
 
 from kvevents import Batch, Source, Subscriber
 from kvevents.engines import sglang as plugin
-from kvevents.engines.settings import VARIABLE
+from kvevents.engines.plugin import VARIABLE
 from kvevents.index import Namespace, PrefixIndex
 
 PAGE: Final = 16

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Final
 
 from kvevents.engines import vllm as plugin
-from kvevents.engines.settings import VARIABLE
+from kvevents.engines.plugin import VARIABLE
 from tests.system.vllm_releases import stand_ins
 from tests.system.vllm_releases.driver import BLOCK_SIZE, Engine
 from tests.system.vllm_releases.sources import source

@@ -23,7 +23,7 @@ import zmq
 
 from kvevents import Source, Subscriber
 from kvevents.engines import vllm as plugin
-from kvevents.engines.settings import VARIABLE
+from kvevents.engines.plugin import VARIABLE
 from kvevents.index import PrefixIndex
 from kvevents.wire.attestation import DIGEST_MASK, block_term
 from tests.system.vllm_releases import stand_ins

@@ -14,7 +14,7 @@ from kvevents.service.registration import DEFAULT_GROUP, Registration
 from kvevents.settings import Range, Settings, convert
 from kvevents.stream.deliveries import check_stores_only
 from kvevents.structs import build_decoder_now
-from kvevents.subscriber.load_metrics import check_load_url, is_load_url
+from kvevents.subscriber.load_readings import check_load_url, is_load_url
 
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines
 """Hosts that mean "all interfaces of this machine". A client cannot connect to them."""
