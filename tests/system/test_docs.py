@@ -71,6 +71,13 @@ def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) 
         exec(block, names)  # noqa: S102 - our own document
 
 
+def test_the_example_of_publishing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both batches are sent."""
+    (block,) = python_blocks(DOCS / "guides" / "publishing.md")
+    exec(block, {})  # noqa: S102 - our own document
+    assert re.match(r"tcp://127\.0\.0\.1:\d+ ShutdownReport\(sent=2, unsent=0, ", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("name", ["simulation", "workloads"])
 def test_the_examples_about_traffic_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = python_blocks(DOCS / "guides" / f"{name}.md")

@@ -12,6 +12,8 @@ from tools import released
 
 DOCUMENT: Final = released.CHECKOUT / "docs" / "developers" / "chaos.md"
 CALM: Final = "nothing"
+REASONS: Final = 4
+"""Reasons that a row names: the most frequent ones."""
 MAKES: Final[Mapping[str, str]] = {
     "ours": "`kvevents.ZmqEventPublisher`, every dialect",
     "tape": "`kvevents.testing.TapePlayer`, every dialect",
@@ -34,7 +36,7 @@ def by_fault(outcomes: Sequence[Outcome]) -> str:
 def by_make(outcomes: Sequence[Outcome]) -> str:
     """A row for each publisher, and one for all."""
     rows = {title: [each for each in outcomes if each.make == make] for make, title in MAKES.items()}
-    heads = ["publisher", "rounds", "batches", "EXACT and right", "not EXACT, and why", "EXACT and wrong"]
+    heads = ["publisher", "rounds", "batches", "EXACT and right", "not EXACT, most frequent reasons", "EXACT and wrong"]
     return _lines(heads, ([name, *_row(found)] for name, found in {**rows, "**all**": outcomes}.items() if found))
 
 
@@ -42,7 +44,7 @@ def _row(outcomes: Sequence[Outcome]) -> list[str]:
     verdicts = [verdict for outcome in outcomes for verdict in outcome.verdicts]
     kinds = Counter(verdict.kind for verdict in verdicts)
     reasons = Counter(reason for verdict in verdicts if verdict.kind == "doubted" for reason in verdict.reasons)
-    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    listed = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(REASONS))
     doubted = f"{kinds['doubted']}: {listed}" if listed else "0"
     batches = sum(outcome.batches for outcome in outcomes)
     return [f"{len(outcomes):,}", f"{batches:,}", f"{kinds['right']:,}", doubted, str(kinds["wrong"])]
