@@ -341,6 +341,12 @@ def table(found: Sequence[Trend]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def summary(found: Sequence[Trend]) -> str:
+    """The rows of memory and of everything that grows, and how many others are flat."""
+    shown = [trend for trend in found if trend.what == "memory" or trend.grows]
+    return f"{table(shown)}\n\n{len(found) - len(shown)} trends of descriptors and threads are flat."
+
+
 def main() -> int:
     """Returns 1 if something grows, or if a consumer is exact and wrong at the end."""
     options = _options()
@@ -356,7 +362,7 @@ def main() -> int:
     print("\n".join(failures) or f"{watched}: nothing grows")
     if options.write:
         before = report.DOCUMENT.read_text(encoding="utf-8")
-        report.DOCUMENT.write_text(report.with_soak(before, f"{watched}.\n\n{table(found)}"), encoding="utf-8")
+        report.DOCUMENT.write_text(report.with_soak(before, f"{watched}.\n\n{summary(found)}"), encoding="utf-8")
     return int(bool(failures))
 
 
