@@ -1,11 +1,16 @@
-"""Which modules the hot paths pass: a published batch to the socket, and a live batch from the socket to the application."""
+"""Which modules the hot paths pass: a published batch, a live batch, and a query."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,6 +20,10 @@ import pytest
 import kvevents
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
+from kvevents.service.config import ServiceConfig
+from kvevents.service.registration import Registration
+from kvevents.service.server import data_plane_settings
+from kvevents.service.service import Service
 from kvevents.stream import Batch, Source, StreamLimits, Trust
 from kvevents.subscriber import Subscriber
 
@@ -22,6 +31,7 @@ ROOT = f"{Path(kvevents.__file__).parent}/"
 LIMITS = StreamLimits(idle_before_probe=1_000.0)
 """No check is due meanwhile."""
 SECONDS = 30.0
+JSON = {"Content-Type": "application/json"}
 
 
 class PassedModules:
@@ -30,10 +40,13 @@ class PassedModules:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.is_recording = False
+        self.thread = ""
+        """Name of the only thread that counts; empty for all of them."""
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
         file = frame.f_code.co_filename
-        if self.is_recording and event == "call" and file.startswith(ROOT):
+        counts = self.is_recording and self.thread in {"", threading.current_thread().name}
+        if counts and event == "call" and file.startswith(ROOT):
             name = file.removeprefix(ROOT)
             if name not in self.names:
                 self.names.append(name)
@@ -48,7 +61,7 @@ class PassedModules:
 
 
 @pytest.fixture
-def in_publisher() -> Iterator[PassedModules]:
+def in_threads() -> Iterator[PassedModules]:
     """What threads pass that the test starts."""
     passed = PassedModules()
     threading.setprofile(passed)
@@ -57,7 +70,7 @@ def in_publisher() -> Iterator[PassedModules]:
 
 
 @pytest.fixture
-def in_subscriber() -> Iterator[PassedModules]:
+def in_test() -> Iterator[PassedModules]:
     """What the test's own thread passes."""
     passed, former = PassedModules(), sys.getprofile()
     sys.setprofile(passed)
@@ -69,7 +82,7 @@ def batch(number: int) -> KVEventBatch:
     return KVEventBatch(1.0, [BlockStored([number], None, [number] * 16, 16)])
 
 
-def test_few_modules_are_between_a_socket_and_an_application(in_publisher: PassedModules, in_subscriber: PassedModules) -> None:
+def test_few_modules_are_between_a_socket_and_an_application(in_threads: PassedModules, in_test: PassedModules) -> None:
     """A developer that follows one batch through the code reads them all."""
     publisher = ZmqEventPublisher(0, endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
     source = Source(publisher.endpoint, publisher.replay_endpoint)
@@ -80,14 +93,15 @@ def test_few_modules_are_between_a_socket_and_an_application(in_publisher: Passe
                 subscriber.receive_many(timeout=SECONDS)
             while subscriber.receive(timeout=0.0) is not None:
                 pass
-            with in_publisher.record():
+            in_threads.thread = "zmq-publisher"
+            with in_threads.record():
                 publisher.publish(batch(1))
-                with in_subscriber.record():
+                with in_test.record():
                     delivery = subscriber.receive(timeout=SECONDS)
     finally:
         publisher.shutdown()
     assert isinstance(delivery, Batch)
-    assert in_subscriber.names == [
+    assert in_test.names == [
         "subscriber/sync.py",
         "subscriber/front_end.py",
         "subscriber/multiplexer.py",
@@ -96,10 +110,45 @@ def test_few_modules_are_between_a_socket_and_an_application(in_publisher: Passe
         "stream/delivery_layer.py",
         "wire/decode.py",
     ]
-    assert set(in_publisher.names) - {"publisher/stats.py"} == {
+    assert set(in_threads.names) - {"publisher/stats.py"} == {
         "publisher/base.py",
         "publisher/zmq_publisher.py",
         "wire/encode.py",
         "publisher/replay_buffer.py",
         "publisher/event_server.py",
     }, "stats are for the log, a few times per second"
+
+
+def test_few_modules_prepare_a_query_and_none_answers_it(in_threads: PassedModules, in_test: PassedModules) -> None:
+    """The native server answers from a table of the fleet, which these modules write when the fleet changes."""
+
+    def ask(port: int) -> int:
+        with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=SECONDS)) as connection:
+            connection.request("POST", "/v1/match", json.dumps({"model": "m", "tokens": list(range(48))}), JSON)
+            return connection.getresponse().status
+
+    async def serve() -> int:
+        service = Service(ServiceConfig())
+        registration = Registration(instance="engine-0", endpoint="tcp://127.0.0.1:1", model="m", block_size=16)
+        service.fleet.register(registration).result()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            service.data_plane.start(listening, socket.socket.close, data_plane_settings(service, answers_queries=True))
+            service.fleet.revision.advance()
+            with in_test.record():
+                service.data_plane.publish()
+            with in_threads.record():
+                status = await asyncio.to_thread(ask, listening.getsockname()[1])
+        await service.data_plane.close()
+        service.fleet.follower.subscriber.close()
+        return status
+
+    assert asyncio.run(serve()) == 200
+    assert in_test.names[:6] == [
+        "service/data_plane.py",
+        "service/registration.py",
+        "service/member.py",
+        "weights.py",
+        "service/fleet.py",
+        "service/service.py",
+    ], "the last one writes the answers of probes"
+    assert in_threads.names == []

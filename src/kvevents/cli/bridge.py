@@ -29,7 +29,7 @@ from kvevents.security import Curve
 from kvevents.service.config import EngineSources
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
-from kvevents.service.registration import Key, Registration, check_same_engine
+from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.settings import Host, Port, Seconds
 from kvevents.stream import Checkpoint, DegradedReason
 
@@ -239,6 +239,8 @@ class BridgeSubscriptions:
         """The name of each stream in the log."""
         self.follow_errors: dict[Key, str] = {}
         """Part of `RegistrationTarget`; a bridge refuses nothing."""
+        self.adapters: frozenset[Scope] = frozenset()
+        """Part of `RegistrationTarget`; only queries need them."""
         self._bridge: Final = bridge
         self._curve: Final = curve
 

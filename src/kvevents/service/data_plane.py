@@ -85,11 +85,6 @@ class ControlPlane(Protocol):
         """The workers."""
         ...
 
-    @property
-    def adapters(self) -> frozenset[Scope]:
-        """LoRA adapters that requests may name as their model."""
-        ...
-
     def health(self) -> HealthAnswer:
         """Return the response of the liveness probes."""
         ...
@@ -138,12 +133,12 @@ class DataPlane:
         with self._lock:
             fleet = self._service.fleet
             # Read the version before the fleet, so that a concurrent change is published by the next call.
-            version = (fleet.revision.number, self._service.adapters, fleet.failure, fleet.index)
+            version = (fleet.revision.number, fleet.adapters, fleet.failure, fleet.index)
             if version == self._published:
                 return
             self._published = version
             if self._answers_queries:
-                native.replace_table(fleet.index, _encode(_table(fleet, self._service.adapters)))
+                native.replace_table(fleet.index, _encode(_table(fleet)))
         self.refresh()
 
     def refresh(self) -> None:
@@ -206,11 +201,11 @@ def _accept_all(upstream: socket.socket, accept: Callable[[socket.socket], None]
 # --- the routing table
 
 
-def _table(fleet: Fleet, adapters: frozenset[Scope]) -> Mapping[str, Any]:
+def _table(fleet: Fleet) -> Mapping[str, Any]:
     members = list(fleet.members.values())
     models = {member.registration.scope[:3] for member in members}
     bases: dict[tuple[str, str, str], set[str]] = {}
-    for scope in {*(member.registration.scope for member in members), *adapters}:
+    for scope in {*(member.registration.scope for member in members), *fleet.adapters}:
         if isinstance(scope.lora, str) and scope[:3] in models:
             bases.setdefault((scope.lora, scope.tenant, scope.group), set()).add(scope.model)
     return {

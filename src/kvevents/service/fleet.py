@@ -19,7 +19,7 @@ from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import EventBus
 from kvevents.service.follower import Follower, IndexSink, Listener, timestamp_of
-from kvevents.service.member import Member, MemberMatch, Revision
+from kvevents.service.member import HTTP, Member, MemberMatch, Revision
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.schemas import BatchesEvent, GapView, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
@@ -29,10 +29,6 @@ from kvevents.subscriber import LoadReading, LoadSettings, LoadSource, LoadSubsc
 from kvevents.wire import Rejected, decode_batch
 
 log = logging.getLogger(__name__)
-
-HTTP: Final = "http"
-"""Origin of the registrations of clients."""
-
 
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
 
@@ -48,6 +44,8 @@ def _no_checkpoint(_: Key) -> Checkpoint | None:
 class Fleet(Listener):
     """The registered members and their index. Any thread may call every method; the follower changes the subscriber."""
 
+    adapters: frozenset[Scope] = frozenset()
+    """LoRA adapters that requests may name as their model, as engines list them."""
     version = 0
     """It changes when a member is added or removed."""
     state_version = 0

@@ -20,6 +20,8 @@ from kvevents.wire.load import EngineLoad
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
 MAX_GAPS: Final = 64
 """Most gaps of one stream that are listed one by one; all are counted."""
+HTTP: Final = "http"
+"""Origin of the registrations of clients."""
 
 
 class Revision:

@@ -21,8 +21,8 @@ from kvevents.errors import KVEventsError
 from kvevents.service.allow_list import AllowList, EndpointRefusedError
 from kvevents.service.config import Probing
 from kvevents.service.discovery.source_config import bracket_host
-from kvevents.service.fleet import HTTP, Fleet
-from kvevents.service.member import Member
+from kvevents.service.fleet import Fleet
+from kvevents.service.member import HTTP, Member
 from kvevents.service.reasons import Reason, SourceFault
 from kvevents.service.registration import Registration
 from kvevents.stream import DegradedReason, Trust

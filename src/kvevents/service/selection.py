@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -37,13 +37,12 @@ class Candidates(NamedTuple):
 class CandidateCache:
     """Finds the candidates of a scope, and caches them until a member is added, removed, or changes its state.
 
-    `adapters` returns the LoRA adapters that engines list as models of their own. Any thread may call every method.
+    Any thread may call every method.
     """
 
-    def __init__(self, fleet: Fleet, shards: ScatterGather | None, adapters: Callable[[], frozenset[Scope]]) -> None:
+    def __init__(self, fleet: Fleet, shards: ScatterGather | None) -> None:
         self._fleet: Final = fleet
         self._shards: Final = shards
-        self._adapters: Final = adapters
         self._view = _View((), (), frozenset())
 
     def of(self, scope: Scope) -> Candidates:
@@ -79,7 +78,7 @@ class CandidateCache:
 
     def _current(self) -> _View:
         """Return the current view; build another one after a change."""
-        adapters = self._adapters()
+        adapters = self._fleet.adapters
         # Read before the members, so that older members are never cached under a newer version.
         version: tuple[Any, ...] = (self._fleet.version, self._fleet.state_version, adapters)
         if self._shards is not None:

@@ -202,7 +202,7 @@ class _Server(uvicorn.Server):
         if self._listening is not None and not self.should_exit:
             self._listening.listen(BACKLOG)
             answers_queries = self._service.shards is None and not self._app.has_spans
-            settings = _data_plane_settings(self._service, answers_queries=answers_queries)
+            settings = data_plane_settings(self._service, answers_queries=answers_queries)
             self._service.data_plane.start(self._listening, self._accept, settings)
             self._listening.close()  # the data plane has a copy
             self._announce(self._url)
@@ -250,7 +250,7 @@ _OPTIONS: Final[dict[str, Any]] = {
 }
 
 
-def _data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
+def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
     """Return the settings of the data plane, as `native/server/src/settings.rs` reads them."""
     config, access = service.config, service.access
     policy = OriginPolicy.of(config, access)

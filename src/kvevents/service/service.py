@@ -24,14 +24,14 @@ from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
-from kvevents.service.fleet import HTTP, Fleet
+from kvevents.service.fleet import Fleet
 from kvevents.service.http.block_listings import BlockListings
 from kvevents.service.http.thread_pools import MATCHING, Run, ThreadPool, ThreadPools
 from kvevents.service.lookups import Lookups
-from kvevents.service.member import Member
+from kvevents.service.member import HTTP, Member
 from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober, check_allowed, check_endpoints
-from kvevents.service.registration import SEPARATOR, Key, Registration, Scope
+from kvevents.service.registration import SEPARATOR, Key, Registration
 from kvevents.service.replica.replica import Replica
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.selection import CandidateCache
@@ -89,7 +89,7 @@ class Service:
         self.shards = _shards(config, self.fleet, self.replica, self.pools[MATCHING])
         """Queries the other replicas; None if this service holds the whole fleet."""
         self.metrics = Metrics()
-        self.candidates = CandidateCache(self.fleet, self.shards, lambda: self.adapters)
+        self.candidates = CandidateCache(self.fleet, self.shards)
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.ties = Ties(Random())  # noqa: S311 - spreads load, keeps no secret
         self.data_plane = DataPlane(self)
@@ -110,11 +110,6 @@ class Service:
         self._began = clock()
         self._is_ready = False
         self._expects_engines = _names_engines(config, watched)
-
-    @property
-    def adapters(self) -> frozenset[Scope]:
-        """LoRA adapters that engines list as models of their own."""
-        return self._discovery.adapters
 
     @property
     def index(self) -> PrefixIndex:

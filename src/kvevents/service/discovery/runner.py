@@ -212,6 +212,9 @@ class ProviderRunner:
 class RegistrationTarget(Protocol):
     """Follows the engines that are found: the service's fleet, or a bridge."""
 
+    adapters: frozenset[Scope]
+    """LoRA adapters that requests name as their model, as engines list them."""
+
     @property
     def follow_errors(self) -> dict[Key, str]:
         """Sentences about registered engines that cannot be followed."""
@@ -253,6 +256,7 @@ class EngineDiscovery:
 
     def _register(self, found: MergedFindings) -> None:
         self._found = found
+        self._target.adapters = found.adapters
         self._refused = self._target.replace_registrations(DISCOVERED, found.registrations.values(), self._resume)
         faults = {fault.sentence for each in found.faults.values() for fault in each}
         for sentence in sorted(faults - self._logged):
@@ -265,11 +269,6 @@ class EngineDiscovery:
     def has_completed(self) -> bool:
         """Whether every provider has yielded a finding."""
         return not self._found.waiting
-
-    @property
-    def adapters(self) -> frozenset[Scope]:
-        """LoRA adapters that requests name as their model, as engines list them."""
-        return self._found.adapters
 
     def faults(self) -> dict[str, list[str]]:
         """Return the sentences of all faults by provider."""
