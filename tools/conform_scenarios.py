@@ -388,7 +388,7 @@ def _jump(seq: int, **settings: Any) -> Play:
 
     def play(script: Script) -> None:
         engine = script.warm(A, 5, **settings)
-        engine.send(live_frames(b"kv-events", seq, encode_batch(EventBatch(1.0, [], 0))))
+        engine.send(live_frames(b"", seq, encode_batch(EventBatch(1.0, [], 0))))
         script.pause(1.0)
         script.ask(B)
         engine.store(A, range(5, 10))
@@ -773,6 +773,7 @@ def _losses() -> Iterator[tuple[Script, Play]]:
         ("slow", "the network delivers nothing for two seconds, then everything", _slow),
         ("reordered", "live messages out of order", _reordered),
         ("duplicates", "live messages twice, also after what undoes them", _duplicates),
+        ("topic", "a topic as llm-d names it, replay works", _gap(topic="kv@pod-1@model")),
         ("skipped-number", "a number without a batch, which the engine could not encode", _skipped),
     )
     yield from ((Script(name, title, "losses"), play) for name, title, play in quick)
@@ -821,12 +822,16 @@ def _hostile_bytes() -> Iterator[tuple[Script, Play]]:
         ("json", "a payload of JSON", _payload(b'{"ts": 1, "events": []}')),
         ("huge-array", "a payload that claims 4 billion events", _payload(b"\x93\xcb" + bytes(8) + b"\xdd\xff\xff\xff\xff")),
         ("nested", "a payload of 3,000 nested arrays", _payload(b"\x91" * 3_000 + b"\x90")),
-        ("two-frames", "a message of two frames", _bytes(lambda engine: engine.send([b"kv-events", bytes(8)]))),
-        ("four-frames", "a message of four frames", _bytes(lambda engine: engine.send([b"kv-events", bytes(8), b"x", b""]))),
+        ("two-frames", "a message of two frames", _bytes(lambda engine: engine.send(live_frames(b"", engine.next, b"")[:2]))),
+        (
+            "four-frames",
+            "a message of four frames",
+            _bytes(lambda engine: engine.send([*live_frames(b"", engine.next, b"x"), b""])),
+        ),
         (
             "short-number",
             "a sequence number of four bytes",
-            _bytes(lambda engine: engine.send([b"kv-events", b"\0\0\0\5", _whole()])),
+            _bytes(lambda engine: engine.send([b"", b"\0\0\0\5", _whole()])),
         ),
         ("jump", "one batch with number 2^40, then on as before", _jump(1 << 40)),
         ("jump-signed", "one batch with number 2^63, then on as before", _jump(1 << 63)),
@@ -878,7 +883,8 @@ def _registrations() -> Iterator[tuple[Script, Play]]:
         ("foreign-replay", "the replay endpoint of another engine; the registered one is idle", _foreign_replay(False)),
         ("foreign-replay-live", "the replay endpoint of another engine; the registered one goes on", _foreign_replay(True)),
     ):
-        yield Script(name, title, "registration", needs=["register"] if name == "no-block-size" else []), play
+        needs = {"no-block-size": ["register"], "foreign-replay": [], "foreign-replay-live": []}.get(name, ["reports"])
+        yield Script(name, title, "registration", needs=needs), play
 
 
 def scenarios() -> Iterator[Scenario]:

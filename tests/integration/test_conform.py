@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree as ET
@@ -10,13 +11,16 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
+import conform_router
 from cli_cases import run
 from conform_cases import Habit, naive_indexer
 from kvevents.cli import main
 from kvevents.conform.drivers import RunningIndexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
+from kvevents.conform.router import command_router
 from kvevents.conform.scenario import Check, Scenario, Settle, shipped_scenarios
 from kvevents.conform.verdict import Verdict
+from kvevents.errors import ConfigError
 
 SCENARIOS: Final = {each.name: each for each in shipped_scenarios()}
 OURS: Final = {
@@ -63,6 +67,29 @@ def test_an_indexer_gets_the_verdict_that_it_deserves(habit: Habit, scenario: st
     with naive_indexer(habit) as url:
         result = play(hurried(SCENARIOS[scenario]), RunningIndexer(url))
     assert result.verdict is verdict, result
+
+
+@pytest.mark.parametrize(
+    ("scenario", "verdict"),
+    [
+        ("middle", Verdict.CORRECT),
+        ("gap-no-replay", Verdict.SILENT),
+        ("restart-idle", Verdict.SILENT),
+        ("tenants", Verdict.NOT_APPLICABLE),
+    ],
+)
+def test_a_router_gets_the_verdict_that_it_deserves(scenario: str, verdict: Verdict) -> None:
+    """It follows live messages alone: it misses what is lost, and believes in blocks of a life that has ended."""
+    program = Path(conform_router.__file__)
+    driver = command_router(f"{sys.executable} {program} {{port}} {{urls}} {{endpoints}}")
+    result = play(hurried(SCENARIOS[scenario]), driver)
+    assert result.verdict is verdict, result
+
+
+@pytest.mark.parametrize("template", ["router '", "router {port} {workers}", ""])
+def test_a_router_command_that_cannot_be_filled_in_is_a_sentence(template: str) -> None:
+    with pytest.raises(ConfigError, match="invalid router command"):
+        command_router(template)
 
 
 def test_an_indexer_that_hangs_is_a_result() -> None:

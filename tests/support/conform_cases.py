@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -88,15 +88,13 @@ class NaiveIndexer:
         self._context.term()
 
 
-@contextmanager
-def naive_indexer(habit: Habit) -> Iterator[str]:
-    """The URL of one that runs."""
-    indexer = NaiveIndexer(habit)
+def serve(answer: Callable[[str, str, Any], tuple[int, Any]], port: int = 0) -> ThreadingHTTPServer:
+    """A server of JSON, which is to be started."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = indexer.answer(self.command, self.path, json.loads(text) if text else None)
+            status, body = answer(self.command, self.path, json.loads(text) if text else None)
             self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
@@ -104,10 +102,18 @@ def naive_indexer(habit: Habit) -> Iterator[str]:
         do_GET = do_POST = _answer  # noqa: N815 - names of the library
 
         def log_message(self, *_: Any) -> None:
-            """Keep quiet."""
+            """Log nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
+    return server
+
+
+@contextmanager
+def naive_indexer(habit: Habit) -> Iterator[str]:
+    """The URL of one that runs."""
+    indexer = NaiveIndexer(habit)
+    server = serve(indexer.answer)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

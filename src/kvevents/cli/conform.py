@@ -1,4 +1,4 @@
-"""`kvevents conform`: play engines with faults against an indexer, and print whether it was right."""
+"""`kvevents conform`: play engines with faults against an indexer or a router, and print whether it was right."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from kvevents.cli.options import positive_int, service_url
 from kvevents.conform.drivers import RunningIndexer, dynamo_indexer, kvevents_indexer
 from kvevents.conform.player import play_all
 from kvevents.conform.report import Run, make_run, to_json, to_junit
+from kvevents.conform.router import command_router, vllm_router
 from kvevents.conform.scenario import GROUPS, Scenario, read_scenario, shipped_scenarios
 from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result, Verdict
 from kvevents.errors import ConfigError
 
 DESCRIPTION: Final = (
-    "Play engines of every release, with all their faults, against an indexer, and print for each scenario whether its answers "
+    "Play engines of every release, with all their faults, against an indexer or a router, and print whether its answers "
     "were correct, whether it reported that they were not, or whether they were silently wrong.\n"
     "Exit code 1: an answer was silently wrong, or missing."
 )
 EXAMPLES: Final = """\
   kvevents conform ours
   kvevents conform dynamo                                NVIDIA Dynamo's indexer, from its released wheel
+  kvevents conform vllm-router                           its policy kv_aware, from the released wheel
   kvevents conform --indexer http://10.0.0.9:8090        an indexer that runs and can reach this machine's 127.0.0.1
   kvevents conform ours --only restart --only gap -o json
   kvevents conform ours --save results.xml               JUnit XML beside the text
@@ -40,6 +42,7 @@ FOLDER_VARIABLE: Final = "KVEVENTS_CONFORM_FOLDER"
 DRIVERS: Final[dict[str, Callable[[Path], Driver]]] = {
     "ours": lambda _: kvevents_indexer(),
     "dynamo": dynamo_indexer,
+    "vllm-router": vllm_router,
 }
 _STYLES: Final[dict[Verdict, Style]] = {
     Verdict.NOT_APPLICABLE: "dim",
@@ -58,6 +61,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "target", metavar="TARGET", nargs="?", choices=(*DRIVERS, None), help=f"a program to start: {', '.join(DRIVERS)}"
     )
     targets.add_argument("--indexer", metavar="URL", type=service_url, help="a running indexer with the API of RFC #1403")
+    targets.add_argument(
+        "--router",
+        metavar="COMMAND",
+        help="a router to start; {port}, {block_size}, {urls}, {endpoints} and {replays} in COMMAND are filled in",
+    )
     parser.add_argument(
         "--only", metavar="TEXT", action="append", default=[], help="only scenarios with TEXT in their name; can be repeated"
     )
@@ -131,8 +139,10 @@ def _choose(args: Namespace) -> list[Scenario]:
 def _driver(args: Namespace) -> Driver:
     if args.indexer is not None:
         return RunningIndexer(args.indexer)
+    if args.router is not None:
+        return command_router(args.router)
     if args.target is None:
-        raise CommandLineError(f"name a target: {', '.join(DRIVERS)}, or --indexer URL")
+        raise CommandLineError(f"name a target: {', '.join(DRIVERS)}, --indexer URL or --router COMMAND")
     return DRIVERS[args.target](Path(args.folder))
 
 

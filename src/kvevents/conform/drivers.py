@@ -84,9 +84,9 @@ class IndexerDriver(Driver):
         return ABILITIES | _KILL
 
     @contextmanager
-    def target(self, scenario: Scenario) -> Iterator[Target]:
+    def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> Iterator[Target]:
         """Yield an indexer without any workers."""
-        del scenario
+        del scenario, registrations
         with Program(self.title, self._command) as program:
             yield self._target(program)
 
@@ -106,8 +106,9 @@ class RunningIndexer(Driver):
         return ABILITIES
 
     @contextmanager
-    def target(self, scenario: Scenario) -> Iterator[Target]:
+    def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> Iterator[Target]:
         """Yield the indexer. Afterwards the workers of the scenario are not registered any more."""
+        del registrations
         first = FIRST_INSTANCE + INSTANCES * next(self._scenarios)
         indexer = Indexer(self._url, f"conform-{scenario.name}", first, self._answer_seconds)
         try:

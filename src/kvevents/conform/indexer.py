@@ -13,7 +13,7 @@ from kvevents.conform.verdict import Difference
 ACCEPTED: Final = frozenset({200, 201})
 EXACT: Final = "EXACT"
 """The value of `trust` by rank in an answer (kvevents) with which the indexer vouches for it."""
-ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "salt", "tenants", "unregister"})
+ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
 
 
 class Indexer(Target):

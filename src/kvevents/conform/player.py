@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import singledispatchmethod
@@ -51,18 +51,14 @@ class Player:
 
     @_do.register
     def _register(self, step: steps.Register) -> None:
-        engine = self._engines[step.engine]
-        other = engine.settings.replay_of
-        address = engine.address(engine.replay_endpoint if other is None else self._engines[other].replay_endpoint)
-        size = self._scenario.block_size if step.block_size is None else step.block_size
-        registration = Registration(address, size, step.tenant)
+        registration = registration_of(step, self._scenario, self._engines)
         try:
             self._target.register(registration)
         except RejectedError as error:
-            self._rejected[address.worker] = f"registration rejected: {error}"
+            self._rejected[registration.address.worker] = f"registration rejected: {error}"
             return
         self._registered[step.engine] = registration
-        if engine.settings.address == "engine":
+        if self._engines[step.engine].settings.address == "engine":
             self._wait_for_subscriber(step.engine)
 
     @_do.register
@@ -88,6 +84,11 @@ class Player:
     def _wait_for_subscriber(self, engine: str) -> None:
         if not self._engines[engine].wait_for_subscriber(SUBSCRIBE_SECONDS):
             self._notes.append(f"no subscription to {engine} within {SUBSCRIBE_SECONDS:g} s")
+
+    @_do.register
+    def _stop(self, step: steps.Stop) -> None:
+        self._engines[step.engine].stop()
+        self._target.engine_stopped(self._scenario.worker(step.engine))
 
     @_do.register
     def _kill(self, _: steps.Kill) -> None:
@@ -125,6 +126,14 @@ class Player:
             time.sleep(POLL_SECONDS)
 
 
+def registration_of(step: steps.Register, scenario: Scenario, engines: Mapping[str, ScriptedEngine]) -> Registration:
+    """Return what a step registers."""
+    engine = engines[step.engine]
+    other = engine.settings.replay_of
+    address = engine.address(engine.replay_endpoint if other is None else engines[other].replay_endpoint)
+    return Registration(address, scenario.block_size if step.block_size is None else step.block_size, step.tenant)
+
+
 def play(scenario: Scenario, driver: Driver) -> Result:
     """Play a scenario against a fresh target of a driver. Whatever the target does is a result."""
     began = time.monotonic()
@@ -140,7 +149,9 @@ def play(scenario: Scenario, driver: Driver) -> Result:
     try:
         with ExitStack() as stack:
             engines = {name: stack.enter_context(ScriptedEngine(name, scenario)) for name in scenario.engines}
-            target = stack.enter_context(driver.target(scenario))
+            registering = [step for step in scenario.steps if isinstance(step, steps.Register)]
+            registrations = [registration_of(step, scenario, engines) for step in registering]
+            target = stack.enter_context(driver.target(scenario, registrations))
             player = Player(scenario, target, engines)
             return result(*player.play(), player.silent_seconds)
     except TargetError as error:

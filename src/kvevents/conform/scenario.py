@@ -22,9 +22,9 @@ VERSION: Final = 1
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexadecimal digits")]
 Name = Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
 Seconds = Annotated[float, Meta(ge=0.0, le=60.0)]
-Ability = Literal["kill", "lora", "ranks", "register", "salt", "tenants", "unregister"]
-"""What a target must be able to do: be killed and started again, match within an adapter, tell ranks of one worker apart,
-accept engines while it runs, match within a cache salt, separate tenants, remove engines while it runs."""
+Ability = Literal["kill", "lora", "ranks", "register", "reports", "salt", "tenants", "unregister"]
+"""What a target must be able to do: be killed and started again, match within an adapter, tell ranks of a worker apart, accept
+engines while it runs, report single workers, match within a cache salt, separate tenants, remove engines while it runs."""
 
 GROUPS: Final = {
     "dialects": "What each engine release sends",
@@ -59,7 +59,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     worker: Name | None = None
     """Name of the worker in answers; the name of the engine by default. Ranks of one worker share it."""
     rank: Annotated[int, Meta(ge=0, le=1023)] = 0
-    topic: str = "kv-events"
+    topic: str = ""
     replay: Literal["answers", "none", "dead", "silent"] = "answers"
     """`none`: the target is given no replay endpoint. `dead`: nothing listens at it. `silent`: it never answers."""
     replay_of: Name | None = None

@@ -49,6 +49,9 @@ class Target(ABC):
     def reports(self) -> dict[str, str | None]:
         """Return for each registered worker what the target says against it; None if it says that all is well, or nothing."""
 
+    def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
+        """Learn that the engine of a worker has ended, so that what the referee plays for it beside its events ends too."""
+
     def unregister(self, registration: Registration) -> None:
         """Stop following an engine."""
         raise NotImplementedError
@@ -69,8 +72,11 @@ class Driver(ABC):
     """Name and version."""
 
     @abstractmethod
-    def target(self, scenario: Scenario) -> AbstractContextManager[Target]:
-        """Return a context in which the target runs. Raise `TargetError` if it does not start."""
+    def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> AbstractContextManager[Target]:
+        """Return a context in which the target runs. `registrations` are those that will come.
+
+        Raise `TargetError` if it does not start.
+        """
 
     @property
     @abstractmethod

@@ -1,0 +1,312 @@
+"""Targets that choose a worker for a prompt: routers with an OpenAI endpoint.
+
+The referee plays the workers, as small OpenAI servers beside the engines' event sockets, and one worker more, the control. The
+control's engine has no faults, and holds one block less of each prompt than the best worker of the scenario, or one block if
+that holds nothing. So a router that misses blocks chooses the control, and one that believes in blocks that are gone does not.
+"""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvevents.conform.http import request
+from kvevents.conform.process import Program, python_with
+from kvevents.conform.scenario import Ability, Query, Scenario
+from kvevents.conform.target import Driver, Registration, Target
+from kvevents.conform.verdict import Difference
+from kvevents.errors import ConfigError
+from kvevents.events import BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.testing.ports import reserve_port
+from kvevents.testing.tape import ANY_LOCAL_PORT
+
+MODEL: Final = "m"
+CONTROL: Final = "control"
+REQUESTS: Final = 3
+"""Requests for each prompt and look. All must reach the same worker, so that a random choice is not taken for a right one."""
+LAST_TOKEN: Final = 0
+CONTROL_SECONDS: Final = 0.1
+"""Time of the router to read what the control announces."""
+VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
+
+
+class Member(NamedTuple):
+    """A worker as a router is told about it."""
+
+    url: str
+    endpoint: str
+    replay_endpoint: str | None
+
+
+class Worker:
+    """An OpenAI server without a model: token ids are the numbers of the prompt, and each answer is the worker's name."""
+
+    def __init__(self, name: str) -> None:
+        worker = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if worker.is_closed:  # the connection was kept open
+                    self.close_connection = True
+                    return
+                found = worker.answer(self.command, self.path, text)
+                body = msgspec.json.encode({"error": "not found"} if found is None else found)
+                self.send_response(404 if found is None else 200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = _answer  # noqa: N815  names of the library
+
+            def log_message(self, *_: object) -> None:
+                """Log nothing."""
+
+        self._name = name
+        self.is_closed = False
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+        self.url: Final = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def answer(self, method: str, path: str, text: bytes) -> Any:
+        """Return the answer to a request; None if there is none."""
+        try:
+            body = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+        except msgspec.MsgspecError:
+            return None
+        route = path.partition("?")[0]
+        if method == "GET":
+            return {
+                "/health": {"status": "ok"},
+                "/v1/models": {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 1 << 20}]},
+                "/server_info": {"model_path": MODEL},
+            }.get(route)
+        if route == "/tokenize":
+            tokens = tokens_of(body.get("prompt", ""))
+            return {"count": len(tokens), "max_model_len": 1 << 20, "tokens": tokens}
+        if route == "/v1/completions/render":
+            return [{"request_id": "r", "token_ids": tokens_of(body.get("prompt", "")), "sampling_params": {}, "model": MODEL}]
+        if route == "/v1/completions":
+            choice = {"index": 0, "text": self._name, "finish_reason": "stop"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            return {"id": "x", "object": "text_completion", "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
+        return None
+
+    def close(self) -> None:
+        """End the server; idempotent."""
+        self.is_closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def tokens_of(prompt: str | list[int]) -> list[int]:
+    """Return the token ids of a prompt of the referee."""
+    return prompt if isinstance(prompt, list) else [int(word) for word in prompt.split() if word.isdecimal()]
+
+
+class Control:
+    """The engine of the control: it holds as many blocks of each prompt as it is told to, and announces every change."""
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._held: dict[tuple[int, str | None], int] = {}
+        self._publisher = ZmqEventPublisher(endpoint=ANY_LOCAL_PORT, replay_endpoint=ANY_LOCAL_PORT, bind=True)
+        self.endpoint: Final = self._publisher.endpoint
+        self.replay_endpoint: Final = self._publisher.replay_endpoint
+
+    def hold(self, tokens: Sequence[int], salt: str | None, blocks: int) -> bool:
+        """Hold `blocks` blocks of a prompt. Return whether that is a change."""
+        key = (tokens[0], salt)
+        before = self._held.get(key, 0)
+        self._held[key] = blocks
+        hashes = [hash((key, place)) % (1 << 63) for place in range(max(before, blocks))]
+        events: list[KVEvent] = [
+            BlockStored(
+                [hashes[place]],
+                hashes[place - 1] if place else None,
+                list(tokens[place * self._size : (place + 1) * self._size]),
+                self._size,
+                medium="GPU",
+                extra_keys=[(salt,)] if salt is not None and not place else None,
+            )
+            for place in range(before, blocks)
+        ]
+        if before > blocks:
+            events.append(BlockRemoved(hashes[blocks:before][::-1], medium="GPU"))
+        if events:
+            self._publisher.publish(KVEventBatch(time.time(), events, 0))
+        return bool(events)
+
+    def close(self) -> None:
+        """End the publisher."""
+        self._publisher.shutdown(1.0)
+
+
+class Router(Target):
+    """A router in a process of the referee."""
+
+    def __init__(self, program: Program, workers: dict[str, Worker], control: Control, block_size: int) -> None:
+        self._program = program
+        self._workers = workers
+        self._control = control
+        self._block_size = block_size
+        self._registered: set[str] = set()
+
+    def register(self, registration: Registration) -> None:
+        if not self._registered:
+            self._start()
+        self._registered.add(registration.address.worker)
+
+    def _start(self) -> None:
+        # The router is ready when it routes: some answer /health before they know their workers.
+        body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 1}
+        self._program.start(lambda: request(f"{self._program.url}/v1/completions", "POST", body, seconds=5.0).status == 200)
+
+    def differences(self, queries: Sequence[Query]) -> list[Difference]:
+        return [each for query in queries if (each := self._compare(query)) is not None]
+
+    def _compare(self, query: Query) -> Difference | None:
+        tokens = query.ids
+        held = {name: tokens for name, tokens in query.held.items() if ":" not in name}
+        best = max(held.values(), default=0)
+        control = best - self._block_size if best else self._block_size
+        if self._control.hold(tokens, query.salt, control // self._block_size):
+            time.sleep(CONTROL_SECONDS)
+        right = {name for name, each in held.items() if each == best} if best else {CONTROL}
+        # One token more: engines compute the last token of a prompt in any case, so that a whole prompt is never found.
+        body: dict[str, Any] = {"model": MODEL, "prompt": " ".join(map(str, [*tokens, LAST_TOKEN])), "max_tokens": 1}
+        if query.salt is not None:
+            body["cache_salt"] = query.salt
+        chosen: Counter[str] = Counter()
+        for _ in range(REQUESTS):
+            answer = request(f"{self._program.url}/v1/completions", "POST", body)
+            if answer.status != 200:
+                return Difference(min(right), f"a request was answered with {answer.text}", "an error")
+            chosen[answer.json["choices"][0]["text"]] += 1
+        if chosen.keys() <= right:
+            return None
+        wrong = max(chosen.keys() - right, key=lambda name: chosen[name])
+        count = "all requests" if chosen[wrong] == REQUESTS else f"{chosen[wrong]} of {REQUESTS} requests"
+        truth = ", ".join(f"{name} {each}" for name, each in sorted({**held, CONTROL: control}.items()))
+        return Difference(wrong, f"{count} sent to {wrong}; tokens held: {truth}")
+
+    def reports(self) -> dict[str, str | None]:
+        return dict.fromkeys(self._registered)
+
+    def engine_stopped(self, worker: str) -> None:
+        self._workers[worker].close()
+
+    def kill(self) -> None:
+        self._program.kill()
+
+    def start(self, registrations: Sequence[Registration]) -> None:
+        del registrations
+        self._start()
+
+
+class Ports(NamedTuple):
+    """Where a router listens: for requests, and for readers of its metrics."""
+
+    requests: int
+    metrics: int
+
+
+Command = Callable[[Ports, int, Sequence[Member]], Sequence[str]]
+"""Returns the command of a router from its ports, the block size, and its workers."""
+
+
+class RouterDriver(Driver):
+    """Starts a router for each scenario, which knows all its workers from its start."""
+
+    def __init__(self, title: str, command: Command) -> None:
+        self.title = title
+        self._command = command
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """To be killed, and the cache salt of a request."""
+        return frozenset({"kill", "salt"})
+
+    @contextmanager
+    def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> Iterator[Target]:
+        """Yield a router that starts with the first registration."""
+        with ExitStack() as stack:
+            control = Control(scenario.block_size)
+            stack.callback(control.close)
+            names = [CONTROL, *(each.address.worker for each in registrations)]
+            workers = {name: Worker(name) for name in names}
+            for worker in workers.values():
+                stack.callback(worker.close)
+            members = [Member(workers[CONTROL].url, control.endpoint, control.replay_endpoint)]
+            members += [Member(workers[each.worker].url, each.endpoint, each.replay_endpoint) for each, *_ in registrations]
+
+            # Held, because routers of several scenarios run at a time.
+            metrics = reserve_port(ANY_LOCAL_PORT)
+            if metrics.holder is not None:
+                stack.enter_context(metrics.holder)
+
+            def command(port: int, _: Path) -> Sequence[str]:
+                ports = Ports(port, int(metrics.endpoint.rpartition(":")[2]))
+                return self._command(ports, scenario.block_size, members)
+
+            program = stack.enter_context(Program(self.title, command))
+            yield Router(program, workers, control, scenario.block_size)
+
+
+def vllm_router(folder: Path) -> Driver:
+    """Return the driver of vllm-router with its policy `kv_aware`, from its wheel in a virtual environment in `folder`."""
+    program = str(Path(python_with(*VLLM_ROUTER, folder)).with_name("vllm-router"))
+
+    def command(ports: Ports, block_size: int, members: Sequence[Member]) -> list[str]:
+        words = [program, "--host", "127.0.0.1", "--port", str(ports.requests), "--prometheus-port", str(ports.metrics)]
+        words += ["--policy", "kv_aware", "--kv-event-block-size", str(block_size), "--kv-event-model", MODEL]
+        for member in members:
+            words += ["--kv-event-source", f"{member.url}={member.endpoint}"]
+            if member.replay_endpoint is not None:
+                words += ["--kv-event-replay-source", f"{member.url}={member.replay_endpoint}"]
+        return [*words, "--worker-urls", *(member.url for member in members)]
+
+    return RouterDriver(" ".join(VLLM_ROUTER), command)
+
+
+def command_router(template: str) -> Driver:
+    """Return the driver of any router, from a command with `{port}`, `{block_size}`, `{urls}`, `{endpoints}` and `{replays}`.
+
+    The last three are lists of the workers with commas; a worker without replay has an empty entry. Raise `ConfigError` for a
+    command that cannot be split or has other fields.
+    """
+
+    def command(ports: Ports, block_size: int, members: Sequence[Member]) -> list[str]:
+        fields = {
+            "port": ports.requests,
+            "metrics_port": ports.metrics,
+            "block_size": block_size,
+            "urls": ",".join(member.url for member in members),
+            "endpoints": ",".join(member.endpoint for member in members),
+            "replays": ",".join(member.replay_endpoint or "" for member in members),
+        }
+        return [word.format(**fields) for word in words]
+
+    try:
+        words = shlex.split(template)
+        title = words[0]
+        command(Ports(1, 2), 16, [])
+    except (ValueError, LookupError) as error:
+        raise ConfigError(f"invalid router command {template!r}: {error}; expected fields as {{port}} and {{urls}}") from error
+    return RouterDriver(title, command)
