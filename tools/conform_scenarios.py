@@ -754,7 +754,7 @@ def _losses() -> Iterator[tuple[Script, Play]]:
         ("replay-hole-stays", "28 batches lost, all replies have a hole", _lossy(replay_holes=[14])),
         (
             "replay-junk",
-            "28 batches lost, replies begin with messages that are none",
+            "28 batches lost, replies begin with invalid messages",
             _lossy(replay_junk=[[""], ["", "78", "79"], ["", "0000000000000000"]]),
         ),
         ("tail", "the last two batches lost, the engine idle, replay works", _tail()),
@@ -888,7 +888,7 @@ def _registrations() -> Iterator[tuple[Script, Play]]:
 
 
 def scenarios() -> Iterator[Scenario]:
-    """Every scenario, recorded anew."""
+    """Every scenario, recorded again."""
     for script, play in _catalogue():
         play(script)
         yield script.scenario()

@@ -203,7 +203,7 @@ class Script:
         return engine
 
     def ask(self, *prompts: Prompt, nothing: bool = False, **fields: Any) -> None:
-        """Ask for prompts from now on. `nothing`: whoever asks like this holds nothing of them."""
+        """Ask for prompts from now on. `nothing`: no worker holds anything of them."""
         self._asked += [(prompt, fields, nothing) for prompt in prompts]
 
     def queries(self) -> list[Query]:

@@ -78,8 +78,8 @@ def command(server: Server, name: str, *, is_share: bool) -> Callable[[int], lis
 
 def held(replica: Running, tokens: Any) -> list[tuple[str, int]]:
     """By engine how much of a prompt it holds; nothing where the answer is not whole."""
-    told = json.loads(replica.send("POST", RAW_PATH, raw(tokens), RAW))
-    return [] if told["missing"] else sorted((each["instance"], each["tokens"]) for each in told["workers"])
+    answer = json.loads(replica.send("POST", RAW_PATH, raw(tokens), RAW))
+    return [] if answer["missing"] else sorted((each["instance"], each["tokens"]) for each in answer["workers"])
 
 
 def blocks_in(replica: Running) -> int:
@@ -187,14 +187,14 @@ def _wait_for(replica: Running, tokens: Any, wanted: list[tuple[str, int]]) -> N
     """Until its answers are whole."""
 
     def is_whole() -> bool:
-        # Before any engine is known nobody serves the model, which is an error.
+        # Before any engine is known no worker serves the model, which is an error.
         return bool(json.loads(replica.ask("GET", "/v1/sources"))["sources"]) and held(replica, tokens) == wanted
 
     # Before any engine is known no worker serves the model, which is an error.
     wait_until(is_whole, "a whole answer", pause=LOOK)
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------------
 
 
 # --- output -----------------------------------------------------------------------------------------------------------------

@@ -304,7 +304,7 @@ def _repair_plain(path: Path) -> str | None:
 
 
 def _last_newline(file: BinaryIO) -> int:
-    """Return the offset of the last newline; -1 if there is none."""
+    """Return the offset of the last newline; -1 without one."""
     block = 1 << 16
     end = file.seek(0, os.SEEK_END)
     while end > 0:

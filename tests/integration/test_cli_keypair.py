@@ -220,7 +220,7 @@ def test_doctor_with_keys_for_an_engine_in_clear(keys: Path) -> None:
     assert "does not use CURVE" in finding["text"]
 
 
-def test_servers_that_refuse_for_good_say_so(keys: Path) -> None:
+def test_a_permanent_refusal_is_reported(keys: Path) -> None:
     """Others than ours answer 400."""
     pair = read_pair(keys / "engine.key_secret")
     stranger = Curve(key_file=str(keys / "stranger.key_secret"), server_key=pair.public)

@@ -186,7 +186,7 @@ async def test_https_verifies_its_peer(certificate: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "h", "ftp://h", "http://", "http://h?q", "http://h#f", "http://u@h", "http://[h", "http://h/ä"]
 )
-def test_a_base_url_that_is_none(text: str) -> None:
+def test_an_invalid_base_url(text: str) -> None:
     """The sentence names the field."""
     with pytest.raises(ConfigError, match=r"base_url|URL"):
         BaseUrl.parse(text)

@@ -120,7 +120,7 @@ def heartbeats(publisher: Any, index: PrefixIndex, until: Callable[[int | None],
                 return
 
 
-def is_none(attestation: int | None) -> bool:
+def is_missing(attestation: int | None) -> bool:
     return attestation is None
 
 
@@ -209,7 +209,7 @@ def test_a_tree_that_announces_too_little_or_too_much_is_not_attested(
     fault(cache)
     cache.store(2)
     emitter.publish_kv_events()
-    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_none)
+    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_missing)
     for block in range(3, 1010):
         cache.store(block)
         emitter.publish_kv_events()
@@ -221,7 +221,7 @@ def test_a_cache_of_another_form_is_not_attested(factory: Any, caplog: pytest.Lo
     cache = types.SimpleNamespace(take_events=lambda: [compat.BlockStored([7], None, [1, 2], 2, None, "GPU")])
     emitter = emitter_of(factory, cache)
     emitter.publish_kv_events()
-    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_none)
+    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_missing)
     emitter.publish_kv_events()
     assert caplog.text.count("attestation is switched off: a hook failed") == 1
 
@@ -238,7 +238,7 @@ def test_a_fault_in_the_digest_does_not_reach_the_engine(
     emitter.publish_kv_events()
     cache.store(3)
     emitter.publish_kv_events()
-    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_none)
+    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_missing)
     assert emitter.kv_event_publisher.stats().accepted == 3
     assert caplog.text.count("attestation is switched off: a hook failed") == 1
 

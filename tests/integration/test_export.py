@@ -296,7 +296,7 @@ def test_what_cannot_be_read_is_counted_by_reason(tmp_path: Path) -> None:
     assert done.counts["rejected"] == 2
 
 
-def test_numbers_that_no_column_holds_are_none(tmp_path: Path) -> None:
+def test_numbers_outside_of_a_column_are_null(tmp_path: Path) -> None:
     event = BlockStored([1], None, tokens_of(1), SIZE, group_idx=(1 << 64) - 1)
     frames = [pub(0, payload([event]))]
     assert column(export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out").folder, "events", "kv_group") == [None]

@@ -283,7 +283,7 @@ def test_lengths_that_do_not_agree_give_no_credit_and_are_counted(
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**63, -(2**63)])
-def test_a_token_that_is_none_gives_no_credit_and_is_counted(index: PrefixIndex, feed: Feed, bad: int) -> None:
+def test_an_invalid_token_gives_no_credit_and_is_counted(index: PrefixIndex, feed: Feed, bad: int) -> None:
     """Never cut to 32 bits, where it would be another token."""
     feed(store([1], [bad, 2], 2), store([5], [9, 9], 2))
     assert [value for _, value, *_ in blocks_of(index, feed.worker)] == [5]
@@ -765,7 +765,7 @@ def test_keys_made_elsewhere_are_matched_as_tokens_are(index: PrefixIndex, feed:
 
 
 @pytest.mark.parametrize("keys", [np.array([1], dtype=">u8"), np.array([-1]), [-1], [2**64], b"12345678", "12", [1.5], None])
-def test_keys_that_are_none_are_refused(index: PrefixIndex, keys: Any) -> None:
+def test_invalid_keys_raise(index: PrefixIndex, keys: Any) -> None:
     with pytest.raises(REFUSED, match="keys"):
         index.match_keys(keys)
 

@@ -200,7 +200,7 @@ async def test_a_login_that_has_expired(tmp_path: Path) -> None:
         assert (await refused(settings_of(server, credentials=str(path)))).fault == "denied"
 
 
-async def test_a_seed_that_is_none(tmp_path: Path, plain: NatsServer) -> None:
+async def test_an_invalid_seed(tmp_path: Path, plain: NatsServer) -> None:
     (tmp_path / "seed").write_text("SU" + "7" * 56)
     with pytest.raises(ConfigError, match="is invalid: nkeys: invalid"):
         await connect(settings_of(plain, nkey=str(tmp_path / "seed")), name="test")

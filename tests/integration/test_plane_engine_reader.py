@@ -30,7 +30,7 @@ class Collector:
         self.room = threading.Event()
         self.room.set()
         self.refused = threading.Event()
-        """Set when the thread has asked for room, and there was none."""
+        """Set when the thread has asked for room, and the queue was full."""
         self.listener = EngineReader("bridge", self.delivered.extend, self._has_room, **options)
 
     def _has_room(self) -> bool:

@@ -252,7 +252,7 @@ def test_objects_that_no_entry_names_are_removed_after_a_while(tmp_path: Path) -
     assert all(name.endswith((".index", ".streams")) and "left" not in name for name in second)
 
 
-def test_a_snapshot_finds_room_where_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_makes_room_in_a_full_bucket(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The older of the two that count gives way, and so do the pages up to the newest. Without any there is a plain error."""
     large, size = tmp_path / "index", 8 << 20
 

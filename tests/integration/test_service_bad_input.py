@@ -271,7 +271,7 @@ def test_registrations_that_cannot_be_are_400(service: Service, more: dict[str, 
         "ipc://@abstract",
     ],
 )
-def test_registrations_open_no_connection_to_where_they_may_not(service: Service, endpoint: str) -> None:
+def test_registrations_open_no_forbidden_connection(service: Service, endpoint: str) -> None:
     for more in ({"endpoint": endpoint}, {"replay_endpoint": endpoint}):
         answer = service.post("/register", {**registration("forged", "tcp://127.0.0.1:5557"), **more})
         assert answer.status == 400
@@ -306,7 +306,7 @@ def confirmed(service: Service, instance: str) -> tuple[str, str]:
     return service.trust(instance)
 
 
-def test_an_engine_that_lies_about_its_block_size_is_degraded(service: Service) -> None:
+def test_an_engine_with_another_block_size_than_registered_is_degraded(service: Service) -> None:
     with engine(seed=20) as made:
         assert service.register("liar", made.publisher, block_size=16).status == 201
         made.store(prompt(20), block_size=32)

@@ -131,7 +131,7 @@ def test_block_sizes_stand_side_by_side(service: Service, fresh: tuple[int, str,
         ({"replay_endpoint": "http://x"}, "bad-endpoint"),
     ],
 )
-def test_endpoints_that_are_none_are_400(service: Service, more: dict[str, Any], reason: str) -> None:
+def test_invalid_endpoints_are_400(service: Service, more: dict[str, Any], reason: str) -> None:
     answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557") | more)
     assert (answer.status, answer.reason) == (400, reason)
 
@@ -433,7 +433,7 @@ def test_an_unknown_model_or_group_is_404(service: Service, fresh: tuple[int, st
         assert (answer.status, answer.reason) == (404, "unknown-model")
 
 
-def test_lora_and_salt_are_part_of_the_scope_and_empty_is_none(service: Service, fresh: tuple[int, str, Engine]) -> None:
+def test_lora_and_salt_are_part_of_the_scope_and_empty_means_absent(service: Service, fresh: tuple[int, str, Engine]) -> None:
     number, model, made = fresh
     base, adapted, salted = prompt(8), prompt(9), prompt(10)
     made.store(base)
@@ -452,7 +452,7 @@ def test_lora_and_salt_are_part_of_the_scope_and_empty_is_none(service: Service,
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**32, 2.0, "1", None, [1]])
-def test_token_ids_that_are_none_are_422(service: Service, wrong: object) -> None:
+def test_invalid_token_ids_are_422(service: Service, wrong: object) -> None:
     answer = service.post("/query", model_name="whichever", token_ids=[1, wrong])
     assert (answer.status, answer.reason) == (422, "bad-shape")
 
@@ -812,7 +812,7 @@ def test_hashes_from_the_middle_or_unknown_find_nothing(service: Service, fresh:
     "wrong",
     [2**64, -(2**63) - 1, 1.5, "xyz", "0x", None, "9" * 5000, "1_0", " 5 ", "0b11", "0o7", "+1", "0x1_0", "01", "\u0661", ""],
 )
-def test_hashes_that_are_none_are_422(service: Service, fresh: tuple[int, str, Engine], wrong: object) -> None:
+def test_invalid_hashes_are_422(service: Service, fresh: tuple[int, str, Engine], wrong: object) -> None:
     answer = service.post("/query_by_hash", model_name=fresh[1], block_hashes=[wrong])
     assert answer.status == 422
     assert len(answer.body) < 1000

@@ -208,7 +208,7 @@ class World:
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b'{"url": 1}', b"[]"])
-def test_what_is_no_announcement_is_none(value: bytes) -> None:
+def test_an_invalid_announcement_decodes_to_none(value: bytes) -> None:
     assert ShardAnnouncement.decode(value) is None
 
 

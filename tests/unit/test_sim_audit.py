@@ -203,7 +203,7 @@ def test_a_lookup_one_batch_too_early_or_too_late_is_noticed(shift: int) -> None
     assert outcome(stream.audited(), deliveries_of(stream.batches)) == (1, 1, 0)
 
 
-def test_an_index_that_lies_is_shown() -> None:
+def test_an_index_with_wrong_answers_is_detected() -> None:
     """Example: where it was, what the engine found, what the index said; no more than ten are kept."""
     stream = small()
     stream.batches[0] = []

@@ -292,7 +292,7 @@ def test_open_requests_are_limited(tape: Tape) -> None:
     assert [request[1:] for request in tape.read(max_open=1)] == [([1, 2], []), ([3, 4], [6]), ([1, 2, 5], [])]
 
 
-def test_a_recording_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_recording(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="cannot read"):
         next(from_recording(tmp_path / "none.jsonl"))
     (tmp_path / "torn.jsonl").write_text('{"socket":"pub"')

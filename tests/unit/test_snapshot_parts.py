@@ -262,7 +262,7 @@ def test_a_fence_does_not_concern_a_worker_that_is_there(index: PrefixIndex) -> 
     assert feed(store([2], [2, 2], 2)).status == "applied"
 
 
-def test_a_label_is_taken_where_there_is_none_and_holds_for_all_ranks(index: PrefixIndex) -> None:
+def test_a_missing_label_is_taken_from_the_file_and_holds_for_all_ranks(index: PrefixIndex) -> None:
     twin = PrefixIndex()
     Feed(twin, "a", 3)(store([1, 2], [1, 1, 0, 0], 2))
     twin.set_model("b", "other")

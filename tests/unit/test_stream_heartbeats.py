@@ -151,7 +151,7 @@ def test_what_could_not_be_read_is_found_too() -> None:
 
 
 def test_an_agreement_heals_what_was_lost(wire: Wire) -> None:
-    """A lost batch may not matter any more; a digest that equals the sender's proves it."""
+    """A lost batch might no longer matter; a digest that equals the sender's proves it."""
     wire.send(plain_batch(0))
     wire.send(plain_batch(1), lost=True)
     wire.first = 2

@@ -315,7 +315,7 @@ class SettingsValues(Generic[T]):
 
 
 def field_docstring(kind: type, name: str) -> str:
-    """Return the docstring below a field of a class or of its bases, on one line; empty if there is none."""
+    """Return the docstring below a field of a class or of its bases, on one line; empty without a docstring."""
     written = next((found for each in kind.__mro__ if (found := _docstrings(each.__module__).get((each.__name__, name)))), "")
     return " ".join(written.split())
 

@@ -43,7 +43,7 @@ _STDIN: Final = 0
 
 
 class Keyboard:
-    """Reads single keys without Enter and without echo while it is open. Without a terminal there are none."""
+    """Reads single keys without Enter and without echo while it is open. Without a terminal it returns no keys."""
 
     def __init__(self) -> None:
         self._previous: list[Any] | None = None

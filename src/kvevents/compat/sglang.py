@@ -424,7 +424,7 @@ def resolve_load_pub_range(
     dp_size: int,
     load_publish_endpoint: str | None = None,
 ) -> tuple[Address | None, str | None]:
-    """Return the address at which rank 0 publishes its load, and the reason if there is none.
+    """Return the address at which rank 0 publishes its load, or the reason why it publishes none.
 
     Rank r publishes r ports higher. `load_publish_endpoint` is `off` or empty (no address and no reason), `auto` (the ports
     after those of the events, or after those of replay if they would overlap), or an address.

@@ -25,7 +25,7 @@ UNRESOLVABLE: Final = "tcp://no-such-engine.invalid:5557"
 
 
 class Address(NamedTuple):
-    """What a target is told about an engine."""
+    """The description of an engine that a target receives."""
 
     worker: str
     rank: int
@@ -110,7 +110,7 @@ class ScriptedEngine:
         return port.endpoint
 
     def address(self, replay_endpoint: str | None) -> Address:
-        """Return what a target is told, with the replay endpoint of this or of another engine."""
+        """Return the description for a target, with the replay endpoint of this or of another engine."""
         return Address(self.settings.worker or self._name, self.settings.rank, self.endpoint, replay_endpoint)
 
     def publish(self, times: int, *, lost: bool) -> None:

@@ -23,7 +23,7 @@ Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexa
 Name = Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
 Seconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 Ability = Literal["kill", "lora", "ranks", "register", "reports", "salt", "tenants", "unregister"]
-"""What a target must be able to do: be killed and started again, match within an adapter, tell ranks of a worker apart, accept
+"""What a target must be able to do: be killed and started again, match within an adapter, distinguish ranks of a worker, accept
 engines while it runs, report single workers, match within a cache salt, separate tenants, remove engines while it runs."""
 
 GROUPS: Final = {

@@ -68,7 +68,7 @@ class StoredKeys(NamedTuple):
     """The keys of the blocks of one store."""
 
     keys: list[int]
-    """Of all blocks; empty if there are none."""
+    """Of all blocks; empty if `unkeyed` has a reason."""
     salt: int | None
     """Added to the seed of local hashes by the cache salt: 0 for a root without one, None if the parent's applies."""
     unkeyed: str | None

@@ -101,7 +101,7 @@ class BridgeStatus(NamedTuple):
     failure: str
     """The error that ended the thread that follows the engines."""
     name_conflict: str = ""
-    """Another process that writes under the same name; empty if there is none."""
+    """Another process that writes under the same name; empty without one."""
 
 
 class Bridge:

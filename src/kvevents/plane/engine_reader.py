@@ -45,7 +45,7 @@ RECEIVE_SECONDS: Final = 0.02
 TRUST_SECONDS: Final = 0.1
 """Seconds between two checks of changed trust while nothing is delivered."""
 PAUSE_SECONDS: Final = 0.02
-"""Seconds between two checks for room in the queue while there is none."""
+"""Seconds between two checks for room while the queue is full."""
 MAX_REASON: Final = 500
 """Characters of a reason; an engine can send one of any length."""
 MAX_HISTORY_REQUESTS: Final = 2

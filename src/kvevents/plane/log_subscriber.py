@@ -414,7 +414,7 @@ class LogSubscriber:
         return Trust.REPLAYING.with_reason("no bridge has reported its trust in the stream yet")
 
     def _best_report(self, partition: int, stream: StreamState) -> TrustReport | None:
-        """Return the best report of the bridges that are alive; None if there is none."""
+        """Return the best report of the bridges that are alive; None without a report."""
         reports = [
             self._current_report(partition, bridge, report)
             for bridge, report in stream.trust_reports.items()

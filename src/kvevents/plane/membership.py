@@ -158,7 +158,7 @@ class BridgePeers:
         return any(self.is_alive(bridge, now) for bridge in self._heartbeats() if bridge != self._own)
 
     def name_conflict(self, now: float) -> str:
-        """Return where another bridge of the same name runs; empty if there is none.
+        """Return where another bridge of the same name runs; empty without one.
 
         A bridge of that name that was there before counts only if it writes after this one.
         """

@@ -102,7 +102,7 @@ class PartitionReader:
     _void = 0
     """Position of a page that is known to be void because of a dispute."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what it reads, from where, and for whom
+    def __init__(  # noqa: PLR0913, PLR0917 - a partition, its position, and its sink
         self,
         client: Client,
         layout: Layout,

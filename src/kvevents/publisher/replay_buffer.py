@@ -378,7 +378,7 @@ class ReplayBuffer:
             self._snapshot = built
 
     def _build_snapshot(self, source: _SnapshotInput, events: list[EventTuple]) -> _Snapshot | str:
-        """Return the snapshot, or the reason why there is none."""
+        """Return the snapshot, or the reason why it cannot be built."""
         batch = decode_batch(source.last_payload).batch
         rank = self._rank if batch.data_parallel_rank is None else batch.data_parallel_rank
         encode = self._encode

@@ -180,7 +180,7 @@ class SnapshotServer(StreamingRouter):
             )
 
     def _build(self, number: int) -> list[Message] | str:
-        """Return the messages of the snapshot after the barrier with this number, or the reason why there is none."""
+        """Return the messages of the snapshot after the barrier with this number, or the reason why it cannot be built."""
         source = self._buffer.history_up_to(number)
         compactor = Compactor.create()
         if source is None or compactor is None:

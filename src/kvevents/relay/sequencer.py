@@ -237,7 +237,7 @@ class HeartbeatSchedule:
             self.send(trust)
 
     def send_if_lower(self, trust: Trust, now: float) -> None:
-        """Send a heartbeat if trust is below that of the last one, or below EXACT if there was none."""
+        """Send a heartbeat if trust is below that of the last one, or below EXACT before the first one."""
         if trust_order(trust.name) < trust_order("EXACT" if self._sent is None else self._sent.name):
             self.send_if_due(trust, now)
 

@@ -42,7 +42,7 @@ class Caller:
 
     role: Role
     name: str
-    """Name of the token for logs, or a note that there was none."""
+    """Name of the token for logs, or a note that the request had no token."""
 
 
 class TokenConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -155,7 +155,7 @@ class AllowList:
     def check_addresses(self, endpoint: str, addresses: Iterable[str | Address], *, bind: bool = False) -> None:
         """Check an endpoint and every address of its host.
 
-        Raises `EndpointRefusedError` if one address is not allowed, or if there is none. `addresses` is ignored unless the
+        Raises `EndpointRefusedError` if one address is not allowed, or without any address. `addresses` is ignored unless the
         endpoint is tcp.
         """
         self.check(endpoint, bind=bind)

@@ -181,7 +181,7 @@ class Member:
 
     @property
     def engine_load(self) -> EngineLoad | None:
-        """The newest load that the rank has reported; None if it is too old, or there is none."""
+        """The newest load that the rank has reported; None if it is too old, or the rank has reported no load."""
         reading = self.load()
         return None if reading is None else reading.load
 

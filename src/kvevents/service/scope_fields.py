@@ -97,7 +97,7 @@ _LIKE: Final = 0.8
 """Similarity by `difflib` from which a name is considered a misspelling of another one."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
 """Words without another meaning here: a field whose name contains one of them must not be ignored."""
-_SPELLED: Final = (*TENANT, *GROUP, *LORA, *SALT)
+_ALIASES: Final = (*TENANT, *GROUP, *LORA, *SALT)
 _OPTIONAL: Final = (LORA, SALT)
 _OTHERS: Final = re.compile(r"[^a-z0-9]")
 MAX_UNKNOWN: Final = 64
@@ -151,7 +151,7 @@ def check_unknown(names: Collection[str]) -> None:
         raise RefusedError(
             f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}", "too-many-fields", "leave them out; see /openapi.json"
         )
-    matchers = [SequenceMatcher(None, "", field.replace("_", "")) for field in _SPELLED]
+    matchers = [SequenceMatcher(None, "", field.replace("_", "")) for field in _ALIASES]
     for name in names:
         meant = _meant_by(name, matchers)
         if meant is not None:
@@ -159,7 +159,7 @@ def check_unknown(names: Collection[str]) -> None:
 
 
 def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None:
-    """Return the scope field that an unknown name is similar to; None if there is none."""
+    """Return the scope field that an unknown name is similar to; None if none is similar."""
     plain = _OTHERS.sub("", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():
         if word in plain:
@@ -167,7 +167,7 @@ def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None
     if len(name) > MAX_COMPARED:
         return None
     ordered = sorted(plain)
-    for field, matcher in zip(_SPELLED, matchers, strict=True):
+    for field, matcher in zip(_ALIASES, matchers, strict=True):
         if ordered == sorted(field.replace("_", "")):
             return field
         matcher.set_seq1(plain)
@@ -180,7 +180,7 @@ def scope_parameters(parameters: Mapping[str, str], known: Iterable[str], *, bes
     """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
     `known` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one,
-    since ignoring a tenant would return the blocks of other tenants. `beside` is the reason in the hint if there are none.
+    since ignoring a tenant would return the blocks of other tenants. `beside` is the hint for an endpoint without scope fields.
     """
     accepted = {_CANONICAL.get(name, name) for name in known}
     found: dict[str, str] = {}

@@ -171,7 +171,7 @@ class Service:
         try:
             self._checkpoints = self.state_store.restore(self.index)
         except SnapshotError as error:
-            self._tell_lost(f"{error}; started from the streams alone")
+            self._report_lost(f"{error}; started from the streams alone")
         # A stream without a checkpoint is followed from its beginning.
         for info in self.index.workers():
             if (info.source, info.rank) not in self._checkpoints:
@@ -185,7 +185,7 @@ class Service:
         try:
             remembered = self.state_store.load_registrations()
         except SnapshotError as error:
-            self._tell_lost(str(error))
+            self._report_lost(str(error))
             return
         self._expects_engines = self._expects_engines or bool(remembered)
         for registration in remembered:
@@ -194,7 +194,7 @@ class Service:
                 check_endpoints(self.allowed, registration)
                 self.fleet.register(registration, HTTP, resume=self._resume)
             except ServiceError as error:
-                self._tell_lost(f"{registration.label} is not followed again: {error}")
+                self._report_lost(f"{registration.label} is not followed again: {error}")
 
     def _resume(self, key: Key) -> Checkpoint | None:
         return self._checkpoints.pop(key, None)
@@ -221,7 +221,7 @@ class Service:
         try:
             self.state_store.save(self.index, self._standing)
         except (SnapshotError, TimeoutError) as error:
-            self._tell_fault(str(error) or "where the streams stand could not be asked in time")
+            self._report_fault(str(error) or "the positions of the streams could not be read in time")
         else:
             self.snapshot_at, self.snapshot_fault = time.time(), None
 
@@ -230,12 +230,12 @@ class Service:
         followed = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
         return [*followed, *self._checkpoints.values()]
 
-    def _tell_lost(self, sentence: str) -> None:
+    def _report_lost(self, sentence: str) -> None:
         """Log a failure to restore, and keep it as a warning: a client must register the missing engines again."""
         self.lost.append(sentence)
         log.error("%s", sentence)
 
-    def _tell_fault(self, sentence: str) -> None:
+    def _report_fault(self, sentence: str) -> None:
         if sentence != self.snapshot_fault:
             log.error("%s", sentence)
         self.snapshot_fault = sentence
@@ -276,7 +276,7 @@ class Service:
                 await asyncio.to_thread(self.state_store.save_registrations, self._registered)
             except SnapshotError as error:
                 self._is_remembered = False  # the next snapshot tries again
-                self._tell_fault(str(error))
+                self._report_fault(str(error))
             else:
                 self._is_remembered = True
             self._remembered = written

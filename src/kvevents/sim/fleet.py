@@ -48,7 +48,7 @@ class Timeline:
 
     @property
     def next(self) -> float | None:
-        """Time of the next action; None if there is none."""
+        """Time of the next action; None if no action is planned."""
         return self._planned[0][0] if self._planned else None
 
     def step(self) -> None:

@@ -316,7 +316,7 @@ class Readings:
         self.fault = fault
 
     def load(self, now: float, max_age: float) -> EngineLoad | None:
-        """Return the newest load; None if there is none, or it is older than `max_age` seconds."""
+        """Return the newest load; None before the first one, or if it is older than `max_age` seconds."""
         newest = self._newest
         return None if newest is None or now - newest[1] > max_age else newest[0]
 

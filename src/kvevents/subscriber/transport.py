@@ -61,7 +61,7 @@ class Transport(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a connection is; -1 if there is none and `wait` must be called."""
+        """Return a descriptor that is readable when a connection is; -1 without a descriptor: then call `wait`."""
         ...
 
     def wake(self) -> None:

@@ -239,7 +239,7 @@ class FakeTransport:
         return engine
 
     def open(self, source: Source) -> FakeConnection:
-        """Connect to an engine of this transport. Raise `EndpointError` if there is none at this endpoint."""
+        """Connect to an engine of this transport. Raise `EndpointError` if no engine has this endpoint."""
         engine = self._engines.get(source.endpoint)
         if engine is None:
             raise EndpointError(
@@ -255,7 +255,7 @@ class FakeTransport:
         self._connections.remove(connection)
 
     def wait(self, timeout: float | None) -> list[FakeConnection]:
-        """Return readable connections. If there are none, advance the clock by `timeout` seconds.
+        """Return readable connections. If no connection is readable, advance the clock by `timeout` seconds.
 
         Raise `EndpointError` if there is no timeout either: a real subscriber would wait for ever.
         """

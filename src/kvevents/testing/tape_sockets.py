@@ -67,7 +67,7 @@ class TapeCounts:
 
 
 class _ReplyQueue:
-    """Replies to one consumer, sent one after the other. `head` is the next message; None if there is none."""
+    """Replies to one consumer, sent one after the other. `head` is the next message; None if the queue is empty."""
 
     def __init__(self) -> None:
         self._replies: deque[Reply] = deque()

@@ -121,7 +121,7 @@ class ZmtpSplitter:
         return raw
 
     def _next_frame(self) -> tuple[int, bytes] | None:
-        """Return flags and body of the next complete frame; None if there is none."""
+        """Return flags and body of the next complete frame; None if no frame is complete."""
         buffer, at = self._buffer, self._scanned
         if len(buffer) < at + 2:
             return None

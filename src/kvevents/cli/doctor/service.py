@@ -396,7 +396,7 @@ def _lost(sources: Sequence[SourceView]) -> str:
 
 
 def check_rejected(sources: Sequence[SourceView]) -> Finding | None:
-    """Check for events that could not be decoded or applied; None if there are none."""
+    """Check for events that could not be decoded or applied; None without such events."""
     rejecting = [source for source in sources if source.rejected]
     if not rejecting:
         return None

@@ -119,7 +119,7 @@ class DecodedContents:
 
     @property
     def dialects(self) -> Counter[str]:
-        """The oldest release that can have written all batches; if there is none, the releases of the single batches."""
+        """The oldest release that can have written all batches; if no release can, the releases of the single batches."""
         if self.rejects or len(self._dialects) < 2:
             return self._dialects
         merged = _merged(self._compared)
@@ -299,7 +299,7 @@ def check_decoding(contents: DecodedContents, where: str) -> Finding | None:
 
 
 def check_ranks(ranks: set[int], neighbours: int) -> Finding | None:
-    """Check the data-parallel ranks here and on the next ports; None if there are none."""
+    """Check the data-parallel ranks here and on the next ports; None without further ranks."""
     here = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
         text = f"ranks {here} share this endpoint, so their sequence numbers cannot be distinguished"

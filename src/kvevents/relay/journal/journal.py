@@ -480,7 +480,7 @@ class Journal:
 
 
 def _newest_generation(names: Iterable[str]) -> int:
-    """Return the highest generation of the complete files; 0 if there is none."""
+    """Return the highest generation of the complete files; 0 without complete files."""
     return max((generation_of(name) or 0 for name in names if not name.endswith(TEMPORARY)), default=0)
 
 

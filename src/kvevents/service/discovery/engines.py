@@ -296,7 +296,7 @@ class EngineHttpClient:
     """Name that the certificate must have; by default the URL's host."""
 
     async def get(self, url: BaseUrl) -> Answer:
-        """Return the answer after redirects on the same host. Raises `EngineQueryError` if there is none."""
+        """Return the answer after redirects on the same host. Raises `EngineQueryError` without an answer."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
             if answer.status not in _REDIRECTS or not answer.location:

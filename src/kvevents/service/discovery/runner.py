@@ -50,7 +50,7 @@ class MergedFindings:
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX_SOURCES) -> MergedFindings:
-    """Merge findings in order of decreasing precedence, each with its provider's name; None if there is none yet.
+    """Merge findings in order of decreasing precedence, each with its provider's name. A finding can be None.
 
     If two findings name the same rank differently, the first one takes effect and the provider of the other gets a fault.
     """

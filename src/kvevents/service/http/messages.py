@@ -43,7 +43,7 @@ class Headers:
         self.authorization: Final = fields.get(b"authorization")
         self.accept: Final = fields.get(b"accept")
         self.kind: Final = fields.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        """Media type of the body in lower case, without parameters; empty if there is none."""
+        """Media type of the body in lower case, without parameters; empty if not given."""
         self.host: Final = fields.get(b"host")
         self.origin: Final = fields.get(b"origin")
         self.fetch_site: Final = fields.get(b"sec-fetch-site")
