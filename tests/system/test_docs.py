@@ -21,6 +21,7 @@ import pytest
 
 import paths
 from cli_cases import Program
+from doc_blocks import documents
 from kvevents import KVEventBatch, RawBatch, Source, Subscriber
 from kvevents.cli.program import make_parser
 from kvevents.compat import sglang, vllm
@@ -200,25 +201,6 @@ def test_nothing_is_misspelt() -> None:
     command = [sys.executable, "-m", "codespell_lib", *read]
     done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
-
-
-def documents() -> list[Path]:
-    """The documents for readers, without the changelog, which names what existed before."""
-    root = DOCS.parent
-    return [
-        *(
-            root / name
-            for name in (
-                "README.md",
-                "CONTRIBUTING.md",
-                "benchmarks/README.md",
-                "deploy/README.md",
-                "tests/README.md",
-                "native/index/README.md",
-            )
-        ),
-        *sorted(DOCS.rglob("*.md")),
-    ]
 
 
 every_document = pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(DOCS.parent)))

@@ -1,0 +1,196 @@
+"""Blocks of code in documents: finds them, and runs the commands in them as a reader would, on this machine's own ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import paths
+from cli_cases import SECONDS, Program
+from service_cases import Client, until
+
+SHELLS = ("sh", "console", "")
+"""Languages of blocks with commands; in the last two a command begins with `$ `, and other lines are what it prints."""
+UNTIL_STOPPED = {
+    ("serve",): r"listening at (\S+)",
+    ("bridge",): r"writes to the",
+    ("relay",): r"relaying to",
+    ("tail",): r".",
+    ("play",): r".",
+    ("sim", "run"): r"engine-0/0 publishes",
+}
+"""Commands that run until they are stopped, and what they print when they are ready."""
+FINITE = ("--check", "--list", "--count", "--help")
+"""Options with which they end by themselves."""
+
+
+class Block(NamedTuple):
+    """One fenced block."""
+
+    language: str
+    text: str
+    line: int
+
+
+class ShellCommand(NamedTuple):
+    """One command of a block, on one line, and what the block shows as its output."""
+
+    text: str
+    output: str
+
+    @property
+    def program(self) -> str:
+        """The name of the program; of Python's, with `-m` and the module."""
+        words = shlex.split(self.text, comments=True)
+        words = [word for number, word in enumerate(words) if number or "=" not in word]
+        return " ".join(words[:3]) if words[0] == "python" else words[0]
+
+
+def blocks_of(path: Path) -> list[Block]:
+    """Return the fenced blocks of a document, those in lists as well."""
+    text = path.read_text(encoding="utf-8")
+    found = re.finditer(r"^ *```([\w-]*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    return [Block(each[1], each[2], text.count("\n", 0, each.start()) + 1) for each in found]
+
+
+def commands_of(block: Block) -> Iterator[ShellCommand]:
+    """Yield the commands of a block, each on one line. An argument in quotes may have several lines."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    command, output = "", [""]
+    for line in [*lines, ""]:
+        if _is_open(command):
+            command += "\n" + line
+            continue
+        starts = line.startswith("$ ") if block.language != "sh" else bool(line.strip())
+        if command and (starts or block.language == "sh"):
+            yield ShellCommand(command, "")
+            command = ""
+        if starts:
+            command, output = line.removeprefix("$ "), []
+        else:
+            output.append(line)
+    if command:
+        yield ShellCommand(command, "\n".join(output))
+
+
+def _is_open(command: str) -> bool:
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:
+        return True
+    return False
+
+
+class Reader:
+    """Runs the commands of one document in a folder, one after the other; those that run until they are stopped stay.
+
+    `places` has what stands for an address or a file of the document.
+    """
+
+    def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._places = dict(places)
+        relay, replay = (places.get(f"127.0.0.1:{port}", f"127.0.0.1:{port}") for port in (6557, 6558))
+        self._environment = {"KVEVENTS_RELAY_ENDPOINT": f"tcp://{relay}", "KVEVENTS_RELAY_REPLAY_ENDPOINT": f"tcp://{replay}"}
+        """What moves the endpoints that relays have without options."""
+        self._stack = ExitStack()
+        self._running: list[Program] = []
+        folder.mkdir(exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, command: ShellCommand) -> str:
+        """Run a command to its end, or until it is ready, and return what it printed on stdout."""
+        text = command.text
+        for old, new in self._places.items():
+            text = text.replace(old, new)
+        words = shlex.split(text, comments=True)
+        ready = next((line for name, line in UNTIL_STOPPED.items() if tuple(words[1 : 1 + len(name)]) == name), None)
+        if words[0] == "kvevents" and ready and not set(FINITE) & set(words):
+            return self._start(words[1:], ready)
+        if words[:3] == ["kvevents", "plane", "status"]:  # a fault, until the bridge and the replica have introduced themselves
+            until("a plane without faults", lambda: self._run(text).returncode == 0)
+        done = self._run(text)
+        assert done.returncode == 0, (text, done.stdout, done.stderr)
+        return done.stdout
+
+    def _run(self, text: str) -> subprocess.CompletedProcess[str]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        script = text.replace("curl -s ", "curl -sS --fail-with-body ")
+        return subprocess.run(
+            ["sh", "-euc", script],  # noqa: S607 - our own documents
+            cwd=self._folder,
+            env=os.environ | {"PATH": path, "KVEVENTS_SERVICE": self._places["http://127.0.0.1:8090"]},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS * 3,
+        )
+
+    def _start(self, words: Sequence[str], ready: str) -> str:
+        words = [word for word in words if word != "&"]
+        more = ["--port", "0"] if words[0] == "serve" else []
+        if "--port" in words:
+            words[words.index("--port") + 1], more = "0", []
+        if words[0] == "relay":  # relays of a document are alternatives, at the same endpoints
+            self.stop()
+        before = Path.cwd()
+        os.chdir(self._folder)
+        try:
+            program = self._stack.enter_context(Program(*words, *more, **self._environment))
+        finally:
+            os.chdir(before)
+        self._running.append(program)
+        lines = program.out if words[0] == "tail" else program.err
+        found = re.search(ready, lines.wait(ready))
+        if words[0] == "serve" and found:
+            self._places["http://127.0.0.1:8090"] = self._places["http://HOST:8090"] = found[1]
+            if "--worker" in words or "--nats" in words:  # its engines are there
+                with closing(Client(found[1])) as client:
+                    until("the service to be ready", lambda: client.get("/readyz").status == 200)
+        return ""
+
+    def stop(self) -> None:
+        """Interrupt what runs, as Ctrl-C does. Each of these programs ends without an error."""
+        for program in reversed(self._running):
+            program.process.send_signal(signal.SIGINT)
+        for program in reversed(self._running):
+            ended = program.end()
+            assert ended.code in {0, 130}, (program.process.args, ended)
+            assert "Traceback" not in ended.err
+        self._running.clear()
+
+
+def same_shape(shown: str, printed: str) -> bool:
+    """Whether a document shows what a command printed, except for sizes and times. `...` stands for any further lines."""
+    expected, found = (
+        [re.sub(r"\d[\d,.]*", "N", line).split() for line in text.strip().splitlines()] for text in (shown, printed)
+    )
+    if ["..."] in expected:
+        expected = expected[: expected.index(["..."])]
+        found = found[: len(expected)]
+    return expected == found
+
+
+def documents() -> list[Path]:
+    """Return all documents for readers, except the changelog and the decisions."""
+    root = paths.ROOT
+    names = (
+        "README.md",
+        "CONTRIBUTING.md",
+        *(f"{each}/README.md" for each in ("benchmarks", "deploy", "examples", "tests", "native/index")),
+    )
+    pages = [path for path in sorted((root / "docs").rglob("*.md")) if "adr" not in path.parts]
+    return [*(root / name for name in names), *pages]

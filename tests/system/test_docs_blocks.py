@@ -1,0 +1,281 @@
+"""Every block of code in a document is executed, or a reason says why it is not.
+
+Commands run in the order of their document, in a folder with the files that they name; an engine and a service are at
+the addresses that they name. Python is executed by the tests in `PYTHON`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import threading
+import tomllib
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import jsonschema  # type: ignore[import-untyped]  # it has no types
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import paths
+from cli_cases import RECORDING, run
+from doc_blocks import SHELLS, Block, Reader, ShellCommand, blocks_of, commands_of, documents, same_shape
+from kvevents.sim.workloads import SAMPLE
+from nats_logins import Operator
+from nats_servers import nats_server
+from ports import quiet_port
+from service_cases import Engine, engine, prompt, serving
+
+DOCS = paths.ROOT / "docs"
+
+NOT_EXECUTED = {
+    "mermaid": "a picture",
+    "text": "what a command or a snippet prints",
+    "rust": "the crate compiles them: cargo test --doc",
+    "dockerfile": "needs the image of an engine; tests/system/test_deploy_runs.py has our own",
+}
+"""Why blocks of these languages are not executed here."""
+
+ELSEWHERE = {
+    "make": "test_docs.py looks the target up; what it does takes minutes",
+    "pip": "make wheels-check installs the wheels",
+    "docker": "there is no container engine; the pipeline builds the image",
+    "kubectl": "there is no cluster; test_helm_chart.py validates the manifests",
+    "helm": "there is no cluster; test_helm_chart.py renders the chart with this command",
+    "printf": "a step of the same walk: test_helm_chart.py",
+    "vllm": "test_docs.py: the options are those of the release's configuration",
+    "python -m sglang.launch_server": "as for vllm",
+    "echo": "changes an installed SGLang",
+    "nats-server": "a fixture runs the server",
+    "nats": "the command line of NATS is another project's",
+}
+"""Why these programs do not run here."""
+
+NOT_RUN = {
+    "kvevents top": "needs a terminal: test_cli_service.py",
+    "kvevents sim compare\n": "test_sim_defaults.py compares each word of what it prints",
+    "kvevents serve --nats nats://n1.example:4222": "three hosts: test_service_shards_processes.py runs such replicas",
+    "kvevents conform": "minutes, and downloads: test_conform.py plays a scenario",
+    "kvevents plane status --nats nats://HOST:4222 --plane NAME": "the same command runs in guides/plane.md",
+    "curl -s http://REPLICA:8090/readyz": "the same command runs in operations/runbook.md",
+    "make": "see ELSEWHERE",
+}
+"""Why these commands do not run here, by how they begin."""
+
+PYTHON = {
+    "README.md": "test_the_snippet_of_the_readme_prints_what_stands_below_it",
+    "docs/quickstart/routers.md": "test_the_snippets_for_routers_work_with_each_other",
+    "docs/concepts/prefix-match.md": "test_the_examples_of_the_index_run",
+    "docs/concepts/stream.md": "test_the_examples_of_streams_run",
+    "docs/concepts/replay.md": "test_the_examples_of_streams_run",
+    "docs/developers/testing.md": "test_the_examples_of_the_testing_guide_run",
+    "docs/guides/publishing.md": "test_the_example_of_publishing_runs",
+    "docs/guides/routing.md": "test_the_examples_of_the_guide_run",
+    "docs/guides/service.md": "test_the_client_of_grpc_in_the_guide_works",
+    "docs/guides/simulation.md": "test_the_examples_about_traffic_run",
+    "docs/guides/workloads.md": "test_the_examples_about_traffic_run",
+}
+"""The test that executes the Python of a document."""
+
+TOML = {
+    "docs/guides/service.md": "test_the_files_can_be_read",
+    "docs/guides/kubernetes.md": "test_the_settings_in_the_guide_to_kubernetes_are_accepted",
+    "docs/guides/plane.md": "test_the_settings_in_the_guide_to_planes_are_accepted",
+}
+JSON = {
+    "docs/guides/service.md": "test_the_requests_work",
+    "docs/guides/workloads.md": "test_the_guide_is_true",
+    "docs/reference/conformance.md": "test_the_scenario_in_the_reference_is_valid",
+}
+
+RUN_BY_OTHER_TESTS = {"docs/guides/service.md": ("curl", "test_the_requests_work")}
+"""Programs in documents whose commands another test runs, and that test."""
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(paths.ROOT))
+
+
+def has_reason(path: Path, command: ShellCommand) -> bool:
+    by_other, _ = RUN_BY_OTHER_TESTS.get(name(path), ("", ""))
+    return command.program in {*ELSEWHERE, by_other} or any(
+        f"{command.text.split('#')[0].strip()}\n".startswith(each) for each in NOT_RUN
+    )
+
+
+def shell_commands(path: Path) -> list[ShellCommand]:
+    return [command for block in blocks_of(path) if block.language in SHELLS for command in commands_of(block)]
+
+
+def is_executed(path: Path, block: Block) -> bool:
+    tests = {"python": PYTHON, "toml": TOML, "json": JSON}
+    if block.language in tests:
+        return name(path) in tests[block.language]
+    if block.language not in SHELLS:
+        return block.language in NOT_EXECUTED
+    runnable = {"kvevents", "curl", "python -m tools.plane_sizing"}
+    return all(command.program in runnable or has_reason(path, command) for command in commands_of(block))
+
+
+def test_every_block_is_executed_or_has_a_reason() -> None:
+    missing = [
+        f"{name(path)}:{block.line} {block.language}"
+        for path in documents()
+        for block in blocks_of(path)
+        if not is_executed(path, block)
+    ]
+    assert missing == []
+
+
+def test_no_reason_is_out_of_date() -> None:
+    """Tests that are named exist, and so do the documents and commands that have a reason."""
+    tests = "\n".join(each.read_text(encoding="utf-8") for each in paths.TESTS.rglob("test_*.py"))
+    for table in (PYTHON, TOML, JSON):
+        for document, test in table.items():
+            assert (paths.ROOT / document).is_file()
+            assert f"def {test}(" in tests, test
+    assert {test for _, test in RUN_BY_OTHER_TESTS.values()} <= set(JSON.values())
+    used = {command.program for path in documents() for command in shell_commands(path)}
+    assert set(ELSEWHERE) <= used
+    texts = [f"{command.text.split('#')[0].strip()}\n" for path in documents() for command in shell_commands(path)]
+    assert [each for each in NOT_RUN if not any(text.startswith(each) for text in texts)] == []
+
+
+# --- commands
+
+
+class Places(NamedTuple):
+    """What stands for the addresses of documents."""
+
+    engine: Engine
+    service: str
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[Places]:
+    """An engine that publishes a block every 20 ms, and a service that follows it."""
+    with engine(heartbeat=0.2) as made, serving("--port", "0") as service:
+        ended = threading.Event()
+
+        def publish() -> None:
+            for number in count(1):
+                if ended.wait(0.02):
+                    return
+                made.store(prompt(number))
+
+        made.store(list(range(1, 33)))
+        service.register(7, made.publisher, model_name="llama")
+        thread = threading.Thread(target=publish)
+        thread.start()
+        try:
+            service.exact(7)
+            yield Places(made, service.url)
+        finally:
+            ended.set()
+            thread.join()
+
+
+def substitutes(places: Places, folder: Path) -> dict[str, str]:
+    live, replay = places.engine.endpoint, places.engine.replay_endpoint or ""
+    found = {"--worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558": f"--worker engine-0={live},{replay}"}
+    for host in ("127.0.0.1", "10.0.0.7"):
+        found |= {f"tcp://{host}:5557": live, f"tcp://{host}:5558": replay}
+        found |= {f"{host}:5557": live.removeprefix("tcp://"), f"{host}:5558": replay.removeprefix("tcp://")}
+    return found | {
+        "http://127.0.0.1:8090": places.service,
+        "http://HOST:8090": places.service,
+        "http://10.0.0.7:8000": "http://127.0.0.1:9",
+        "engines.default.svc": "localhost",
+        "/var/lib/kvevents": str(folder / "state"),
+    }
+
+
+def write_files(folder: Path, places: Places) -> None:
+    """The files that commands of documents read."""
+    for each in ("vllm", "run", "pod-0", "pod-1"):
+        shutil.copy(RECORDING, folder / f"{each}.jsonl.gz")
+    (folder / "fleet.toml").write_text(f'[[sources]]\ninstance = "e"\nmodel = "llama"\nendpoint = "{places.engine.endpoint}"\n')
+    rows = [f"prefill,{n},1,{n / 10_000 + (n / 50_000) ** 2}" for n in (1000, 4000, 8000, 16000)]
+    rows += [f"decode,{n},{m},{0.01 + n * m / 10_000_000}" for n in (1000, 4000) for m in (1, 8, 32)]
+    (folder / "measured.csv").write_text("\n".join(["kind,tokens,sequences,seconds", *rows, ""]))
+    with gzip.open(SAMPLE) as sample:
+        (folder / "your-trace.jsonl").write_bytes(b"".join(sample.readlines()[:20]))
+    tokenizer = Tokenizer(models.WordLevel({"Once": 1, "upon": 2, "a": 3, "time": 4, "?": 0}, unk_token="?"))  # noqa: S106 - a word, no password
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def pages_with_commands() -> list[Path]:
+    return [path for path in documents() if any(not has_reason(path, command) for command in shell_commands(path))]
+
+
+def walk(path: Path, reader: Reader) -> None:
+    """Run the commands of a document, and compare what they print with what it shows."""
+    for command in shell_commands(path):
+        if has_reason(path, command):
+            continue
+        printed = reader.run(command)
+        if printed and command.output.strip():
+            assert same_shape(command.output, printed), (command.text, printed)
+    reader.stop()
+
+
+@pytest.mark.parametrize("path", [path for path in pages_with_commands() if name(path) != "docs/guides/plane.md"], ids=name)
+def test_the_commands_of_a_document_work(path: Path, places: Places, tmp_path: Path) -> None:
+    write_files(tmp_path, places)
+    ours = substitutes(places, tmp_path)
+    ours |= {f"127.0.0.1:{port}": f"127.0.0.1:{quiet_port()}" for port in (6557, 6558, 5657, 5658, 5567)}
+    if name(path) == "docs/guides/recordings.md":
+        (tmp_path / "run.jsonl.gz").unlink()
+    if name(path) == "docs/operations/sizing.md":
+        ours["python -m tools.plane_sizing"] = f"cd {paths.ROOT} && python -m tools.plane_sizing"
+    with Reader(tmp_path, ours) as reader:
+        walk(path, reader)
+
+
+def test_the_commands_for_a_plane_work(places: Places, tmp_path: Path) -> None:
+    path = DOCS / "guides" / "plane.md"
+    with (
+        nats_server(tmp_path / "nats") as server,
+        Reader(tmp_path, substitutes(places, tmp_path) | {"nats://127.0.0.1:4222": server.url}) as reader,
+    ):
+        walk(path, reader)
+
+
+# --- other languages
+
+
+def test_the_client_of_grpc_in_the_guide_works(places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the contract of the checkout; it imports modules that are generated from it."""
+    monkeypatch.syspath_prepend(str(paths.ROOT / "src/kvevents/service/proto/kvevents/v1"))
+    [block] = [each for each in blocks_of(DOCS / "guides" / "service.md") if each.language == "python"]
+    names: dict[str, Any] = {"grpc": grpc}
+    exec(block.text.replace("127.0.0.1:8090", places.service.removeprefix("http://")), names)  # noqa: S102 - our own document
+    assert [worker.instance for worker in names["answer"].workers] == ["7"]
+
+
+def accepted(command: str, folder: Path, text: str, *more: object) -> None:
+    tomllib.loads(text)
+    (folder / "settings.toml").write_text(text)
+    ended = run(command, "--config", folder / "settings.toml", *more, "--check")
+    assert (ended.code, ended.err.strip()) == (0, "these settings can be used")
+
+
+def test_the_settings_in_the_guide_to_kubernetes_are_accepted(tmp_path: Path) -> None:
+    [block] = [each for each in blocks_of(DOCS / "guides" / "kubernetes.md") if each.language == "toml"]
+    accepted("serve", tmp_path, block.text, "--port", 0)
+
+
+def test_the_settings_in_the_guide_to_planes_are_accepted(tmp_path: Path) -> None:
+    [block] = [each for each in blocks_of(DOCS / "guides" / "plane.md") if each.language == "toml"]
+    Operator().credentials(tmp_path / "bridge.creds")
+    accepted("bridge", tmp_path, block.text.replace("/etc/kvevents/", f"{tmp_path}/"))
+
+
+def test_the_scenario_in_the_reference_is_valid() -> None:
+    [block] = [each for each in blocks_of(DOCS / "reference" / "conformance.md") if each.language == "json"]
+    jsonschema.validate(json.loads(block.text), json.loads((paths.ROOT / "src/kvevents/conform/schema.json").read_text()))
