@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree as ET
@@ -11,22 +12,26 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
+import conform_publisher
 import conform_router
 from cli_cases import run
 from conform_cases import Habit, naive_indexer
 from kvevents.cli import main
 from kvevents.conform.drivers import RunningIndexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
+from kvevents.conform.publisher import kvevents_publisher, publisher_driver
 from kvevents.conform.router import command_router
-from kvevents.conform.scenario import Check, Scenario, Settle, shipped_scenarios
+from kvevents.conform.scenario import Check, CheckWatched, PublisherScenario, Scenario, Settle, shipped_scenarios
 from kvevents.conform.verdict import Verdict
 from kvevents.errors import ConfigError
+from kvevents.events import EventBatch
+from kvevents.testing import Faults, TapePlayer
+from kvevents.wire import encode_batch
 
-SCENARIOS: Final = {each.name: each for each in shipped_scenarios()}
+SCENARIOS: Final = {each.name: each for each in shipped_scenarios() if isinstance(each, Scenario)}
+PUBLISHING: Final = {each.name: each for each in shipped_scenarios() if isinstance(each, PublisherScenario)}
 OURS: Final = {
-    "cut-then-live": Verdict.CORRECT,
     "dialect-sglang-0.4.6.post5": Verdict.CORRECT,
-    "gap-no-replay": Verdict.REPORTED,
     "killed": Verdict.CORRECT,
     "reannounced": Verdict.REPORTED,
     "restart": Verdict.CORRECT,
@@ -37,7 +42,7 @@ OURS: Final = {
 """Scenarios of every group, and what comes of them with `kvevents serve`."""
 
 
-def hurried(scenario: Scenario, seconds: float = 1.0) -> Scenario:
+def hurried(scenario: Scenario, seconds: float = 0.5) -> Scenario:
     """The same with shorter waits for a right answer, for targets that never give one."""
     steps = [
         msgspec.structs.replace(step, within=min(step.within, seconds)) if isinstance(step, Check | Settle) else step
@@ -49,7 +54,7 @@ def hurried(scenario: Scenario, seconds: float = 1.0) -> Scenario:
 def test_our_service_is_never_silently_wrong() -> None:
     """Each in a process of its own, which one scenario kills."""
     scenarios = [hurried(SCENARIOS[name]) if verdict is Verdict.REPORTED else SCENARIOS[name] for name, verdict in OURS.items()]
-    results = {result.name: result for result in play_all(scenarios, kvevents_indexer(), 4)}
+    results = {result.name: result for result in play_all([partial(play, each, kvevents_indexer()) for each in scenarios], 4)}
     assert {name: result.verdict for name, result in results.items()} == OURS, results
 
 
@@ -86,6 +91,53 @@ def test_a_router_gets_the_verdict_that_it_deserves(scenario: str, verdict: Verd
     assert result.verdict is verdict, result
 
 
+def test_our_publisher_is_correct() -> None:
+    """Also where a consumer asks for more than the replay buffer has, since what is older is compacted."""
+    names = ["replay-beyond-buffer", "hostile-requests", "restarted", "ended"]
+    driver = kvevents_publisher()
+    plays = [partial(driver.play, PUBLISHING[f"publisher-{name}"]) for name in names]
+    assert [(each.verdict, each.detail) for each in play_all(plays, 4)] == [(Verdict.CORRECT, "")] * len(names)
+
+
+@pytest.mark.parametrize(
+    ("habit", "scenario", "verdict"),
+    [
+        ("none", "publisher-replay", Verdict.CORRECT),
+        ("forgets", "publisher-replay", Verdict.SILENT),
+        ("truncates", "publisher-replay", Verdict.REPORTED),
+        ("stutters", "publisher-live", Verdict.SILENT),
+        ("exits", "publisher-hostile-requests", Verdict.UNANSWERED),
+    ],
+)
+def test_a_publisher_gets_the_verdict_that_it_deserves(habit: str, scenario: str, verdict: Verdict) -> None:
+    program = Path(conform_publisher.__file__)
+    driver = publisher_driver(f"{sys.executable} {program} {habit} {{endpoint}} {{replay_endpoint}}")
+    result = driver.play(PUBLISHING[scenario])
+    assert result.verdict is verdict, result
+
+
+def test_a_publisher_that_runs_is_watched() -> None:
+    """Its replay is compared with its live batches. What needs batches of the referee is not applicable."""
+    with TapePlayer([(b"", seq, encode_batch(EventBatch(float(seq), [], 0))) for seq in range(1_000)]) as tape:
+        playing = tape.start_playing(rate=100)
+        driver = publisher_driver(f"{tape.endpoint},{tape.replay_endpoint}")
+        watched = msgspec.structs.replace(PUBLISHING["publisher-watched"], steps=[CheckWatched(0.5)])
+        result = driver.play(watched)
+        assert driver.play(PUBLISHING["publisher-live"]).verdict is Verdict.NOT_APPLICABLE
+        tape.faults = Faults(replay_holes=1.0)
+        lossy = driver.play(watched)
+        tape.stop()
+        assert playing.result() > 0
+    assert (result.verdict, result.detail) == (Verdict.CORRECT, "")
+    assert (lossy.verdict, "are not replayed" in lossy.detail) == (Verdict.REPORTED, True), lossy
+
+
+@pytest.mark.parametrize("target", ["publisher '", "publisher {port}", "tcp://127.0.0.1:1"])
+def test_a_publisher_that_cannot_be_found_is_a_sentence(target: str) -> None:
+    with pytest.raises(ConfigError, match="invalid publisher"):
+        publisher_driver(target)
+
+
 @pytest.mark.parametrize("template", ["router '", "router {port} {workers}", ""])
 def test_a_router_command_that_cannot_be_filled_in_is_a_sentence(template: str) -> None:
     with pytest.raises(ConfigError, match="invalid router command"):
@@ -101,17 +153,18 @@ def test_an_indexer_that_hangs_is_a_result() -> None:
     assert (gone.verdict, "refused" in gone.detail) == (Verdict.UNANSWERED, True), gone
 
 
-def test_the_command_fails_on_silent_errors(tmp_path: Path) -> None:
+def test_the_command_fails_on_silent_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With 1, as test tools do, and not with --exit-zero. A file of one's own takes the place of the scenarios."""
     mine = tmp_path / "mine.json"
     mine.write_bytes(msgspec.json.encode(hurried(SCENARIOS["gap-no-replay"])))
     saved = tmp_path / "results.xml"
     with naive_indexer("ignores") as url:
-        failed = run("conform", "--indexer", url, "--scenarios", mine, "--save", saved)
-        passed = run("conform", "--indexer", url, "--scenarios", mine, "-o", "json", "--exit-zero")
-    assert failed.code == 1, failed
-    assert "silently wrong  gap-no-replay: one batch lost, no replay endpoint" in failed.out
-    assert "1 silently wrong" in failed.out.splitlines()[-1]
+        words = ["conform", "--indexer", url, "--scenarios", str(mine)]
+        assert main([*words, "--save", str(saved)]) == 1
+        text = capsys.readouterr().out
+        passed = run(*words, "-o", "json", "--exit-zero")
+    assert "silently wrong  gap-no-replay: one batch lost, no replay endpoint" in text
+    assert "1 silently wrong" in text.splitlines()[-1]
     assert ET.parse(saved).getroot()[0].get("failures") == "1"  # noqa: S314 - our own
     assert passed.code == 0, passed
     assert json.loads(passed.out)["results"][0]["verdict"] == "silently wrong"

@@ -13,8 +13,19 @@ import msgspec
 import pytest
 
 import paths
+from kvevents.conform.publisher import Stream, judge_stream
 from kvevents.conform.report import make_run, to_json, to_junit
-from kvevents.conform.scenario import GROUPS, Check, Publish, Scenario, expand, json_schema, read_scenario, shipped_scenarios
+from kvevents.conform.scenario import (
+    GROUPS,
+    Check,
+    Publish,
+    PublisherScenario,
+    Scenario,
+    expand,
+    json_schema,
+    read_scenario,
+    shipped_scenarios,
+)
 from kvevents.conform.verdict import Difference, Outcome, Result, Verdict, judge, worst
 from kvevents.errors import ConfigError
 from kvevents.wire import decode_batch, dialects
@@ -23,8 +34,10 @@ sys.path.append(str(paths.ROOT))  # `python -m pytest` knows the checkout, `pyte
 from tools.conform_scenarios import files as written_files
 
 FOLDER: Final = files("kvevents.conform")
-SCENARIOS: Final = list(shipped_scenarios())
+SCENARIOS: Final = [each for each in shipped_scenarios() if isinstance(each, Scenario)]
+PUBLISHING: Final = [each for each in shipped_scenarios() if isinstance(each, PublisherScenario)]
 MINIMAL: Final[dict[str, Any]] = {
+    "target": "reader",
     "version": 1,
     "name": "x",
     "title": "t",
@@ -58,10 +71,11 @@ def test_scenarios_have_the_published_schema() -> None:
 
 
 def test_every_group_and_every_dialect_has_scenarios() -> None:
-    assert {each.group for each in SCENARIOS} == set(GROUPS) - {"publishing"}
-    names = {each.name for each in SCENARIOS}
+    everything = list(shipped_scenarios())
+    assert {each.group for each in everything} == set(GROUPS)
+    names = {each.name for each in everything}
     assert {f"dialect-{each.name.replace('@', '-')}" for each in dialects()} <= names
-    assert len(names) == len(SCENARIOS) >= 100
+    assert len(names) == len(everything) >= 100
 
 
 def test_every_scenario_ends_with_a_check_of_something() -> None:
@@ -133,6 +147,42 @@ def test_the_worst_check_decides() -> None:
     reported, silent = Outcome(Verdict.REPORTED, "r"), Outcome(Verdict.SILENT, "s")
     assert worst([]).verdict is Verdict.CORRECT
     assert worst([reported, silent, reported]) == silent
+
+
+def _batch(number: int, *events: dict[str, Any]) -> tuple[int, bytes]:
+    return number, msgspec.msgpack.encode([0.5, list(events), 0])
+
+
+def _stored(*hashes: int) -> dict[str, Any]:
+    tokens = list(range(16 * len(hashes)))
+    fields = {"parent_block_hash": None, "token_ids": tokens, "block_size": 16, "lora_id": None, "medium": "GPU"}
+    return {"type": "BlockStored", "block_hashes": list(hashes), **fields}
+
+
+THREE: Final = [_batch(number, _stored(number)) for number in range(3)]
+CLEARED: Final = {"type": "AllBlocksCleared"}
+
+
+@pytest.mark.parametrize(
+    ("stream", "verdict"),
+    [
+        (Stream(THREE), Verdict.CORRECT),
+        (Stream(THREE, "the reply has no end marker"), Verdict.REPORTED),
+        (Stream(THREE[:2]), Verdict.SILENT),
+        (Stream(THREE[1:]), Verdict.REPORTED),
+        (Stream([THREE[0], THREE[2]]), Verdict.REPORTED),
+        (Stream([*THREE, THREE[2]]), Verdict.SILENT),
+        (Stream([THREE[1], THREE[0], THREE[2]]), Verdict.SILENT),
+        (Stream([_batch(2, CLEARED, _stored(0, 1, 2))]), Verdict.CORRECT),
+        (Stream([_batch(2, CLEARED, _stored(0, 2))]), Verdict.SILENT),
+        (Stream([*THREE, _batch(3, _stored(99))]), Verdict.SILENT),
+        (Stream([*THREE[:2], (2, b"garbage")]), Verdict.SILENT),
+        (Stream([]), Verdict.SILENT),
+    ],
+)
+def test_numbers_report_what_a_consumer_can_see(stream: Stream, verdict: Verdict) -> None:
+    """A hole and a late beginning are visible; batches missing at the end, or a compacted history without a block, are not."""
+    assert judge_stream(stream, 0, {0, 1, 2}, {0, 1, 2}).verdict is verdict
 
 
 # --- reports

@@ -1,4 +1,4 @@
-"""`kvevents conform`: play engines with faults against an indexer or a router, and print whether it was right."""
+"""`kvevents conform`: play scenarios against an indexer, a router or a publisher, and print whether it was right."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import positive_int, service_url
 from kvevents.conform.drivers import RunningIndexer, dynamo_indexer, kvevents_indexer
-from kvevents.conform.player import play_all
+from kvevents.conform.player import play, play_all
+from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
 from kvevents.conform.report import Run, make_run, to_json, to_junit
 from kvevents.conform.router import command_router, vllm_router
-from kvevents.conform.scenario import GROUPS, Scenario, read_scenario, shipped_scenarios
+from kvevents.conform.scenario import GROUPS, AnyScenario, PublisherScenario, Scenario, read_scenario, shipped_scenarios
 from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result, Verdict
 from kvevents.errors import ConfigError
 
 DESCRIPTION: Final = (
-    "Play engines of every release, with all their faults, against an indexer or a router, and print whether its answers "
-    "were correct, whether it reported that they were not, or whether they were silently wrong.\n"
+    "Play engines of every release, with all their faults, against an indexer or a router, or consumers against a publisher. "
+    "Print whether answers were correct, whether it was reported that they were not, or whether they were silently wrong.\n"
     "Exit code 1: an answer was silently wrong, or missing."
 )
 EXAMPLES: Final = """\
   kvevents conform ours
   kvevents conform dynamo                                NVIDIA Dynamo's indexer, from its released wheel
   kvevents conform vllm-router                           its policy kv_aware, from the released wheel
+  kvevents conform ours-publisher
   kvevents conform --indexer http://10.0.0.9:8090        an indexer that runs and can reach this machine's 127.0.0.1
   kvevents conform ours --only restart --only gap -o json
   kvevents conform ours --save results.xml               JUnit XML beside the text
@@ -39,8 +42,10 @@ EXAMPLES: Final = """\
 JOBS: Final = 4
 """Scenarios that play at a time: nearly all of their time is waiting."""
 FOLDER_VARIABLE: Final = "KVEVENTS_CONFORM_FOLDER"
-DRIVERS: Final[dict[str, Callable[[Path], Driver]]] = {
+AnyDriver: TypeAlias = Driver | PublisherDriver
+DRIVERS: Final[dict[str, Callable[[Path], AnyDriver]]] = {
     "ours": lambda _: kvevents_indexer(),
+    "ours-publisher": lambda _: kvevents_publisher(),
     "dynamo": dynamo_indexer,
     "vllm-router": vllm_router,
 }
@@ -66,12 +71,18 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="COMMAND",
         help="a router to start; {port}, {block_size}, {urls}, {endpoints} and {replays} in COMMAND are filled in",
     )
+    targets.add_argument(
+        "--publisher",
+        metavar="TARGET",
+        help="a publisher: ENDPOINT,REPLAY of one that runs, or a command with {endpoint}, {replay_endpoint}, {buffer_steps}",
+    )
     parser.add_argument(
         "--only", metavar="TEXT", action="append", default=[], help="only scenarios with TEXT in their name; can be repeated"
     )
     parser.add_argument(
         "--scenarios", metavar="PATH", type=Path, help="a scenario file or a folder of them (default: those of this package)"
     )
+    parser.add_argument("--title", metavar="TEXT", help="name of the target in results (default: its name and version)")
     parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
     parser.add_argument("--jobs", metavar="N", type=positive_int, default=JOBS, help=f"scenarios at a time (default: {JOBS})")
     parser.add_argument(
@@ -102,19 +113,22 @@ def run(args: Namespace) -> int:
             console.line(Span(f"{scenario.name:<34}", "name"), f" {scenario.title}")
         return OK
     driver = _driver(args)
+    plays = _plays(scenarios, driver)
+    if not plays:
+        raise ConfigError(f"none of these scenarios is for {driver.title}; --list prints those that there are")
     done = 0
 
     def count(_: Result) -> None:
         nonlocal done
         done += 1
-        console.progress(f"{done} of {len(scenarios)} scenarios played; Ctrl-C ends it")
+        console.progress(f"{done} of {len(plays)} scenarios played; Ctrl-C ends it")
 
     began, results = time.monotonic(), list[Result]()
-    for result in play_all(scenarios, driver, args.jobs, count):
+    for result in play_all(plays, args.jobs, count):
         results.append(result)
         if args.output == "text":
             _print(console, result, is_first=len(results) == 1 or results[-2].group != result.group)
-    found = make_run(driver.title, ["kvevents", *sys.argv[1:]], time.monotonic() - began, results)
+    found = make_run(args.title or driver.title, ["kvevents", *sys.argv[1:]], time.monotonic() - began, results)
     for path in args.save:
         path.write_bytes(_formatted(found, "junit" if path.suffix == ".xml" else "json"))
     if args.output == "text":
@@ -124,7 +138,14 @@ def run(args: Namespace) -> int:
     return FAILED if found.has_failed and not args.exit_zero else OK
 
 
-def _choose(args: Namespace) -> list[Scenario]:
+def _plays(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
+    """Return what plays those scenarios that are for the driver's kind of target."""
+    if isinstance(driver, PublisherDriver):
+        return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, PublisherScenario)]
+    return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, Scenario)]
+
+
+def _choose(args: Namespace) -> list[AnyScenario]:
     if args.scenarios is None:
         known = list(shipped_scenarios())
     else:
@@ -136,13 +157,15 @@ def _choose(args: Namespace) -> list[Scenario]:
     return chosen
 
 
-def _driver(args: Namespace) -> Driver:
+def _driver(args: Namespace) -> AnyDriver:
     if args.indexer is not None:
         return RunningIndexer(args.indexer)
+    if args.publisher is not None:
+        return publisher_driver(args.publisher)
     if args.router is not None:
         return command_router(args.router)
     if args.target is None:
-        raise CommandLineError(f"name a target: {', '.join(DRIVERS)}, --indexer URL or --router COMMAND")
+        raise CommandLineError(f"name a target: {', '.join(DRIVERS)}, --indexer URL, --router COMMAND or --publisher TARGET")
     return DRIVERS[args.target](Path(args.folder))
 
 

@@ -159,11 +159,11 @@ def play(scenario: Scenario, driver: Driver) -> Result:
 
 
 def play_all(
-    scenarios: Iterable[Scenario], driver: Driver, jobs: int, on_result: Callable[[Result], None] = lambda _: None
+    plays: Iterable[Callable[[], Result]], jobs: int, on_result: Callable[[Result], None] = lambda _: None
 ) -> Iterator[Result]:
-    """Play scenarios, `jobs` at a time, and yield the results in the order of the scenarios."""
+    """Play scenarios, `jobs` at a time, and yield the results in their order."""
     with ThreadPoolExecutor(jobs, "kvevents-conform") as pool:
-        played = [pool.submit(play, scenario, driver) for scenario in scenarios]
+        played = [pool.submit(each) for each in plays]
         for future in played:
             future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else on_result(done.result()))
         try:

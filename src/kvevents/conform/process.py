@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Self
+from typing import IO, Final, NamedTuple, Self
 
 from kvevents.conform.engine import POLL_SECONDS
 from kvevents.conform.target import TargetError
@@ -27,11 +28,20 @@ LOG_LINES: Final = 3
 """Last lines of the log that an error quotes."""
 
 
+class _Fed(NamedTuple):
+    """A process, and what it reads."""
+
+    process: subprocess.Popen[bytes]
+    stdin: IO[bytes]
+
+
 class Program:
     """A program in a process group of its own, with a reserved port, a folder for its state, and a log."""
 
-    def __init__(self, title: str, command: Callable[[int, Path], Sequence[str]]) -> None:
+    def __init__(self, title: str, command: Callable[[int, Path], Sequence[str]], *, is_fed: bool = False) -> None:
+        """Create the program. `command` returns its command from the port and the folder; `is_fed`: it reads its stdin."""
         self.title: Final = title
+        self._is_fed = is_fed
         self._folder = tempfile.TemporaryDirectory(prefix="kvevents-conform-")
         # Held, because programs of several scenarios run at a time.
         self._held = reserve_port(ANY_LOCAL_PORT)
@@ -46,17 +56,17 @@ class Program:
 
     def start(self, is_ready: Callable[[], bool]) -> None:
         """Start it, and wait until it is ready. Raise `TargetError` if it ends instead, or takes too long."""
+        stdin = subprocess.PIPE if self._is_fed else subprocess.DEVNULL
         with Path(self._folder.name, "log").open("ab") as log:
             try:
                 self._process = subprocess.Popen(  # noqa: S603  the program that is tested
-                    self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    self._command, stdin=stdin, stdout=log, stderr=log, start_new_session=True
                 )
             except OSError as error:
                 raise TargetError(f"{self.title} did not start: {error}") from error
         deadline = time.monotonic() + START_SECONDS
         while True:
-            if self._process.poll() is not None:
-                raise TargetError(f"{self.title} ended with {self._process.returncode}: {self._last_lines()}")
+            self.check()
             with suppress(TargetError):
                 if is_ready():
                     return
@@ -64,12 +74,46 @@ class Program:
                 raise TargetError(f"{self.title} was not ready within {START_SECONDS:g} s: {self._last_lines()}")
             time.sleep(5 * POLL_SECONDS)
 
+    def check(self) -> None:
+        """Raise `TargetError` if it has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise TargetError(f"{self.title} ended with {self._process.returncode}: {self._last_lines()}")
+
     def kill(self) -> None:
         """End its process group with SIGKILL."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    @property
+    def _running(self) -> _Fed:
+        if self._process is None or self._process.stdin is None:
+            raise TargetError(f"{self.title} is not started, or takes no input")
+        return _Fed(self._process, self._process.stdin)
+
+    def feed(self, data: bytes, seconds: float) -> None:
+        """Write to its stdin. Raise `TargetError` if it ends, or does not read within `seconds`."""
+        descriptor, rest, deadline = self._running.stdin.fileno(), memoryview(data), time.monotonic() + seconds
+        os.set_blocking(descriptor, False)
+        while rest:
+            if not select.select([], [descriptor], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise TargetError(f"{self.title} did not read its input within {seconds:g} s")
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except OSError as error:
+                raise TargetError(f"{self.title} ended: {self._last_lines()}") from error
+
+    def end(self, seconds: float) -> None:
+        """Close its stdin, and wait until it ends. Raise `TargetError` if it does not, within `seconds`."""
+        running = self._running
+        running.stdin.close()
+        try:
+            running.process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise TargetError(f"{self.title} did not end within {seconds:g} s after the end of its input") from error
 
     def _last_lines(self) -> str:
         lines = Path(self._folder.name, "log").read_text(errors="replace").splitlines()

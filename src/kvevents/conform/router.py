@@ -41,7 +41,7 @@ VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
 
 
 class Member(NamedTuple):
-    """A worker as a router is told about it."""
+    """The description of a worker that a router receives."""
 
     url: str
     endpoint: str
@@ -84,7 +84,7 @@ class Worker:
         self.url: Final = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def answer(self, method: str, path: str, text: bytes) -> Any:
-        """Return the answer to a request; None if there is none."""
+        """Return the answer to a request; None for an unknown path."""
         try:
             body = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
         except msgspec.MsgspecError:
@@ -121,7 +121,7 @@ def tokens_of(prompt: str | list[int]) -> list[int]:
 
 
 class Control:
-    """The engine of the control: it holds as many blocks of each prompt as it is told to, and announces every change."""
+    """The engine of the control: it holds as many blocks of each prompt as the referee wants, and announces every change."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size

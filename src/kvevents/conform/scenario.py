@@ -235,8 +235,8 @@ Step = (
 )
 
 
-class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Engines, what happens to them, and the right answers."""
+class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="target", tag="reader"):
+    """Engines, what happens to them, and the right answers of a program that reads their events."""
 
     version: Literal[1]
     """Version of this format."""
@@ -254,6 +254,84 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         return self.engines[engine].worker or engine
 
 
+class Feed(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="feed"):
+    """Give the publisher batches. Each stores one block: batch n of a life stores block n behind block n - 1."""
+
+    batches: Annotated[int, Meta(ge=1, le=100_000)]
+
+
+class Subscribe(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="subscribe"):
+    """Connect a SUB socket, and wait until its connection is open."""
+
+    reader: Name
+    stalls: bool = False
+    """Whether it reads nothing, with little room, as a consumer that hangs."""
+
+
+class SendRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="send-request"):
+    """Send a message of any frames from a DEALER socket to the replay endpoint. No reply is awaited."""
+
+    frames: list[Hex]
+
+
+class RestartPublisher(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="restart-publisher"):
+    """Kill the publisher's process, and start another at the same endpoints."""
+
+
+class EndPublisher(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="end-publisher"):
+    """Let the publisher end in order: it has sent what it was given."""
+
+
+class CheckLive(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check-live"):
+    """Read until a reader has received these numbers, each once and in order, with what was given for them."""
+
+    reader: Name
+    first: int
+    last: int
+    within: Seconds = 8.0
+
+
+class CheckReplay(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check-replay"):
+    """Request everything from a number on. A consumer that applies the reply holds what was given from there on, or all."""
+
+    start: int
+    consumers: Annotated[int, Meta(ge=1, le=100)] = 1
+    """Requests at the same time, each of another socket."""
+    delay: Seconds = 0.0
+    """Time until the consumers begin to read."""
+    within: Seconds = 8.0
+
+
+class CheckWatched(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="check-watched"):
+    """Read live batches for some seconds, after 10 batches if the publisher can be fed, and compare them with their replay."""
+
+    seconds: Seconds
+
+
+PublisherStep = (
+    Feed | Subscribe | SendRequest | RestartPublisher | EndPublisher | Pause | CheckLive | CheckReplay | CheckWatched
+)
+
+
+class PublisherScenario(
+    Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="target", tag="publisher"
+):
+    """What a publisher is given, and what its consumers must receive."""
+
+    version: Literal[1]
+    name: Name
+    title: str
+    steps: Annotated[list[PublisherStep], Meta(min_length=1)]
+    group: Literal["publishing"] = "publishing"
+    buffer_steps: Annotated[int, Meta(ge=1)] = 10_000
+    """Batches in the replay buffer."""
+    needs: list[Literal["feed"]] = []
+    """Whether the publisher must take batches from the referee."""
+
+
+AnyScenario = Scenario | PublisherScenario
+
+
 def expand(value: Any) -> Any:
     """Return a batch's JSON value with `{"$tokens": [first, count]}` and `{"$hex": digits}` replaced by what they mean."""
     if isinstance(value, list):
@@ -268,19 +346,21 @@ def expand(value: Any) -> Any:
     return {key: expand(item) for key, item in value.items()}
 
 
-def read_scenario(text: bytes | str, place: str = "scenario") -> Scenario:
+def read_scenario(text: bytes | str, place: str = "scenario") -> AnyScenario:
     """Return the scenario of a JSON text. Raise `ConfigError`, which names `place`, if it does not have the format."""
     try:
-        scenario = msgspec.json.decode(text, type=Scenario)
+        scenario: AnyScenario = msgspec.json.decode(text, type=AnyScenario)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"invalid {place}: {error}; the format is version {VERSION} of `kvevents.conform`") from error
+    if isinstance(scenario, PublisherScenario):
+        return scenario
     unknown = {name for step in scenario.steps if (name := getattr(step, "engine", None)) and name not in scenario.engines}
     if unknown:
         raise ConfigError(f"invalid {place}: steps name engines that it does not have: {', '.join(sorted(unknown))}")
     return scenario
 
 
-def shipped_scenarios() -> Iterator[Scenario]:
+def shipped_scenarios() -> Iterator[AnyScenario]:
     """Yield the scenarios of this package, in the order of `GROUPS` and then by name."""
     folder = files(__package__) / "scenarios"
     found = [read_scenario(each.read_bytes(), each.name) for each in folder.iterdir() if each.name.endswith(".json")]
@@ -290,7 +370,7 @@ def shipped_scenarios() -> Iterator[Scenario]:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a scenario."""
-    schema = msgspec.json.schema(Scenario)
+    schema = msgspec.json.schema(AnyScenario)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:kvevents:conform:scenario:{VERSION}",

@@ -1,0 +1,378 @@
+"""Targets that publish: the referee gives a publisher batches, reads its stream and its replay, and compares.
+
+Numbers are what a publisher reports with: a consumer sees a missing number between two others, and that a reply begins after
+the number that was requested. It does not see that the last batches are missing, so that is silently wrong.
+"""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import singledispatchmethod
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import zmq
+
+from kvevents.conform import scenario as steps
+from kvevents.conform.process import Program
+from kvevents.conform.scenario import PublisherScenario
+from kvevents.conform.target import TargetError
+from kvevents.conform.verdict import Outcome, Result, Verdict, worst
+from kvevents.errors import ConfigError
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvevents.testing.ports import reserve_port
+from kvevents.testing.tape import ANY_LOCAL_PORT
+from kvevents.version import version
+from kvevents.wire import (
+    Malformed,
+    ReplayEnd,
+    decode_batch,
+    parse_live,
+    parse_replay_reply,
+    replay_request_frames,
+)
+
+BLOCK_SIZE: Final = 16
+FEED_SECONDS: Final = 30.0
+"""Time of a publisher to read what it is given."""
+END_SECONDS: Final = 15.0
+"""Time of a publisher to end."""
+CONNECT_SECONDS: Final = 15.0
+CONNECT_POLL_MS: Final = 100
+JOIN_SECONDS: Final = 0.3
+"""Time of a subscription to reach the publisher, once its connection is open."""
+SILENCE_SECONDS: Final = 3.0
+"""A reply that brings nothing for this long has ended without its marker."""
+WATCHED_BATCHES: Final = 10
+LIFE_HASHES: Final = 1_000_000
+
+
+class Stream(NamedTuple):
+    """What was received of a stream, and how it ended."""
+
+    batches: list[tuple[int, bytes]]
+    fault: str | None = None
+    """Invalid frames, or the lack of an end marker."""
+
+
+def block_hash(life: int, number: int) -> int:
+    """Return the hash of the block that batch `number` of a life stores."""
+    return LIFE_HASHES * (life + 1) + number
+
+
+def batch_line(life: int, number: int) -> bytes:
+    """Return a batch as a publisher is given it: one line of JSON."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [block_hash(life, number)],
+        "parent_block_hash": block_hash(life, number - 1) if number else None,
+        "token_ids": list(range(number * BLOCK_SIZE, (number + 1) * BLOCK_SIZE)),
+        "block_size": BLOCK_SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+    }
+    return msgspec.json.encode({"events": [event]}) + b"\n"
+
+
+def apply(held: set[int], payload: bytes) -> str | None:
+    """Apply a batch to the blocks that a consumer holds. Return what cannot be read of it."""
+    decoded = decode_batch(payload)
+    for event in decoded.batch.events:
+        if isinstance(event, AllBlocksCleared):
+            held.clear()
+        elif isinstance(event, BlockStored):
+            held.update(hash_ for hash_ in event.block_hashes if isinstance(hash_, int))
+        elif isinstance(event, BlockRemoved):
+            held.difference_update(event.block_hashes)
+    return decoded.rejected[0].detail if decoded.rejected else None
+
+
+def is_snapshot(payload: bytes) -> bool:
+    """Return whether a batch begins with a clear, so that it needs nothing before it."""
+    events = decode_batch(payload).batch.events
+    return bool(events) and isinstance(events[0], AllBlocksCleared)
+
+
+def judge_stream(stream: Stream, start: int, wanted: set[int], possible: set[int]) -> Outcome:
+    """Return the verdict about batches from number `start` on, of which a consumer must hold `wanted` afterwards."""
+    held, last, gaps = set[int](), start - 1, list[str]()
+    for number, payload in stream.batches:
+        if number <= last and not (held == set() and is_snapshot(payload)):
+            return Outcome(Verdict.SILENT, f"number {number} came after {last}")
+        if number != last + 1 and not is_snapshot(payload):
+            gaps.append(f"numbers {last + 1} to {number - 1} are missing")
+        last = number
+        if (fault := apply(held, payload)) is not None:
+            return Outcome(Verdict.SILENT, f"number {number} cannot be read: {fault}")
+    missing, foreign = len(wanted - held), len(held - possible)
+    if foreign:
+        return Outcome(Verdict.SILENT, f"{foreign} blocks that were not given")
+    if not missing:
+        return Outcome(Verdict.CORRECT if stream.fault is None else Verdict.REPORTED, stream.fault or "")
+    said = [*gaps[:3], stream.fault] if stream.fault else gaps[:3]
+    detail = f"{missing} of {len(wanted)} blocks are missing"
+    return Outcome(Verdict.REPORTED if said else Verdict.SILENT, "; ".join([detail, *said]))
+
+
+class Publisher:
+    """A publisher at two endpoints: in a process of the referee, or one that runs already."""
+
+    def __init__(self, endpoint: str, replay_endpoint: str, program: Program | None) -> None:
+        self.endpoint: Final = endpoint
+        self.replay_endpoint: Final = replay_endpoint
+        self.program: Final = program
+
+    def start(self) -> None:
+        """Start the process, and wait until both endpoints accept connections."""
+        if self.program is not None:
+            self.program.start(lambda: all(map(_is_open, (self.endpoint, self.replay_endpoint))))
+
+
+def _is_open(endpoint: str) -> bool:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+class PublisherPlayer:
+    """One scenario with one publisher."""
+
+    def __init__(self, publisher: Publisher, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.outcomes: Final[list[Outcome]] = []
+        self._publisher = publisher
+        self._context = context
+        self._readers: dict[str, zmq.Socket[bytes]] = {}
+        self._life = 0
+        self._given = 0
+
+    @singledispatchmethod
+    def do(self, step: Any) -> None:
+        """Do a step."""
+        raise NotImplementedError(step)
+
+    @property
+    def _program(self) -> Program:
+        if self._publisher.program is None:
+            raise TargetError("a publisher that runs already takes no batches of the referee")
+        return self._publisher.program
+
+    @do.register
+    def _feed(self, step: steps.Feed) -> None:
+        lines = b"".join(batch_line(self._life, self._given + place) for place in range(step.batches))
+        self._given += step.batches
+        self._program.feed(lines, FEED_SECONDS)
+
+    @do.register
+    def _restart(self, _: steps.RestartPublisher) -> None:
+        self._program.kill()
+        self._life, self._given = self._life + 1, 0
+        self._publisher.start()
+
+    @do.register
+    def _end(self, _: steps.EndPublisher) -> None:
+        self._program.end(END_SECONDS)
+
+    @do.register
+    def _pause(self, step: steps.Pause) -> None:
+        time.sleep(step.seconds)
+
+    @do.register
+    def _subscribe(self, step: steps.Subscribe) -> None:
+        reader = self._readers[step.reader] = self._context.socket(zmq.SUB)
+        reader.set(zmq.RCVHWM, 1 if step.stalls else 0)
+        if step.stalls:
+            reader.set(zmq.RCVBUF, 4096)
+        reader.subscribe(b"")
+        self._connect(reader, self._publisher.endpoint)
+        time.sleep(JOIN_SECONDS)
+
+    def _connect(self, own: zmq.Socket[bytes], endpoint: str) -> None:
+        """Connect, and wait until the connection is open. Raise `TargetError`."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        with own.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            own.connect(endpoint)
+            while not monitor.poll(CONNECT_POLL_MS):
+                if self._publisher.program is not None:
+                    self._publisher.program.check()
+                if time.monotonic() > deadline:
+                    raise TargetError(f"no connection to {endpoint} within {CONNECT_SECONDS:g} s")
+            own.disable_monitor()
+
+    @do.register
+    def _send_request(self, step: steps.SendRequest) -> None:
+        with self._context.socket(zmq.DEALER) as dealer:
+            dealer.set(zmq.LINGER, 1_000)
+            self._connect(dealer, self._publisher.replay_endpoint)
+            dealer.send_multipart([bytes.fromhex(frame) for frame in step.frames])
+
+    # --- checks
+
+    @do.register
+    def _check_live(self, step: steps.CheckLive) -> None:
+        numbers = range(step.first, step.last + 1)
+        stream = self._read_live(step.reader, len(numbers), step.within)
+        wanted = {block_hash(self._life, number) for number in numbers}
+        self.outcomes.append(judge_stream(stream, step.first, wanted, wanted))
+
+    def _read_live(self, reader: str, count: int, seconds: float) -> Stream:
+        """Read until `count` batches have come, or time is up."""
+        own, deadline, batches = self._readers[reader], time.monotonic() + seconds, list[tuple[int, bytes]]()
+        while len(batches) < count and own.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+            message = parse_live(own.recv_multipart())
+            if isinstance(message, Malformed):
+                return Stream(batches, f"an invalid live message: {message.reason}")
+            batches.append((message.seq, message.payload))
+        return Stream(batches)
+
+    @do.register
+    def _check_replay(self, step: steps.CheckReplay) -> None:
+        with ExitStack() as stack:
+            dealers = [stack.enter_context(self._context.socket(zmq.DEALER)) for _ in range(step.consumers)]
+            for dealer in dealers:
+                self._connect(dealer, self._publisher.replay_endpoint)
+                dealer.send_multipart(replay_request_frames(step.start))
+            time.sleep(step.delay)
+            possible = {block_hash(self._life, number) for number in range(self._given)}
+            wanted = {block_hash(self._life, number) for number in range(step.start, self._given)}
+            for dealer in dealers:
+                self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, wanted, possible))
+
+    def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> Stream:
+        """Read a reply until its end marker, a silence, or until time is up."""
+        deadline, batches = time.monotonic() + seconds, list[tuple[int, bytes]]()
+        while time.monotonic() < deadline:
+            if not dealer.poll(int(SILENCE_SECONDS * 1000)):
+                return Stream(batches, "the reply has no end marker")
+            message = parse_replay_reply(dealer.recv_multipart())
+            if isinstance(message, ReplayEnd):
+                return Stream(batches)
+            if isinstance(message, Malformed):
+                return Stream(batches, f"an invalid message in the reply: {message.reason}")
+            batches.append((message.seq, message.payload))
+        return Stream(batches, f"the reply did not end within {seconds:g} s")
+
+    @do.register
+    def _check_watched(self, step: steps.CheckWatched) -> None:
+        self._subscribe(steps.Subscribe("watcher"))
+        if self._publisher.program is not None:
+            self._feed(steps.Feed(WATCHED_BATCHES))
+        live = self._read_live("watcher", sys.maxsize, step.seconds)
+        self.outcomes.append(self._compare_with_replay(live, step.seconds))
+
+    def _compare_with_replay(self, live: Stream, seconds: float) -> Outcome:
+        if live.fault is not None or not live.batches:
+            return Outcome(Verdict.SILENT if live.fault else Verdict.NOT_APPLICABLE, live.fault or "nothing was published")
+        unreadable = [number for number, payload in live.batches if decode_batch(payload).rejected]
+        first, last = live.batches[0][0], live.batches[-1][0]
+        with self._context.socket(zmq.DEALER) as dealer:
+            self._connect(dealer, self._publisher.replay_endpoint)
+            dealer.send_multipart(replay_request_frames(first))
+            reply = self._read_reply(dealer, seconds)
+        replayed = dict(reply.batches)
+        different = [number for number, payload in live.batches if replayed.get(number, payload) != payload]
+        missing = [number for number in range(first, last + 1) if number not in replayed]
+        twice = [number for number, count in Counter(number for number, _ in live.batches).items() if count > 1]
+        for numbers, fault in ((unreadable, "cannot be read"), (different, "differ from their replay"), (twice, "came twice")):
+            if numbers:
+                return Outcome(Verdict.SILENT, f"live numbers {numbers[:5]} {fault}")
+        faults = [f"numbers {missing[:5]} are not replayed"] if missing else []
+        faults += [reply.fault] if reply.fault else []
+        return Outcome(Verdict.REPORTED if faults else Verdict.CORRECT, "; ".join(faults))
+
+
+PublisherCommand = Callable[[str, str, int], Sequence[str]]
+"""Returns the command of a publisher from its endpoint, its replay endpoint, and the size of its replay buffer in batches."""
+
+
+class RunningPublisher(NamedTuple):
+    """The endpoints of a publisher that runs already."""
+
+    endpoint: str
+    replay_endpoint: str
+
+
+class PublisherDriver:
+    """Starts a publisher for each scenario, or plays with one that runs."""
+
+    def __init__(self, title: str, source: PublisherCommand | RunningPublisher) -> None:
+        self.title: Final = title
+        self._source = source
+
+    def play(self, scenario: PublisherScenario) -> Result:
+        """Play a scenario. Whatever the publisher does is a result."""
+        began = time.monotonic()
+        outcome = self._outcome(scenario)
+        seconds = round(time.monotonic() - began, 1)
+        return Result(scenario.name, scenario.group, scenario.title, outcome.verdict, outcome.detail, seconds, 0.0)
+
+    def _outcome(self, scenario: PublisherScenario) -> Outcome:
+        if scenario.needs and isinstance(self._source, RunningPublisher):
+            return Outcome(Verdict.NOT_APPLICABLE, "a publisher that runs already takes no batches of the referee")
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            with ExitStack() as stack:
+                stack.callback(context.destroy, linger=0)
+                publisher = self._publisher(scenario, stack)
+                publisher.start()
+                player = PublisherPlayer(publisher, context)
+                for step in scenario.steps:
+                    player.do(step)
+                return worst(player.outcomes)
+        except TargetError as error:
+            return Outcome(Verdict.UNANSWERED, str(error))
+
+    def _publisher(self, scenario: PublisherScenario, stack: ExitStack) -> Publisher:
+        if isinstance(self._source, RunningPublisher):
+            return Publisher(*self._source, None)
+        ports = [reserve_port(ANY_LOCAL_PORT) for _ in range(2)]
+        for port in ports:
+            if port.holder is not None:
+                stack.enter_context(port.holder)
+        endpoint, replay_endpoint = (port.endpoint for port in ports)
+        words = self._source(endpoint, replay_endpoint, scenario.buffer_steps)
+        program = stack.enter_context(Program(self.title, lambda _port, _folder: words, is_fed=True))
+        return Publisher(endpoint, replay_endpoint, program)
+
+
+def kvevents_publisher() -> PublisherDriver:
+    """Return the driver of this package's publisher, with its defaults."""
+
+    def command(endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
+        return [sys.executable, "-m", "kvevents.conform.line_publisher", endpoint, replay_endpoint, str(buffer_steps)]
+
+    return PublisherDriver(f"kvevents {version()} publisher", command)
+
+
+def publisher_driver(target: str) -> PublisherDriver:
+    """Return the driver of any publisher: `ENDPOINT,REPLAY` of one that runs, or the command of one that is fed.
+
+    A command has the fields `{endpoint}`, `{replay_endpoint}` and `{buffer_steps}`. It publishes each line of its stdin, a JSON
+    object with `events`, as one batch, and ends in order at the end of its input. Raise `ConfigError`.
+    """
+    if target.startswith("tcp://"):
+        endpoint, _, replay_endpoint = target.partition(",")
+        if not replay_endpoint:
+            raise ConfigError(f"invalid publisher {target!r}: expected tcp://HOST:PORT,tcp://HOST:REPLAY_PORT or a command")
+        return PublisherDriver(target, RunningPublisher(endpoint, replay_endpoint))
+
+    def command(endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
+        fields = {"endpoint": endpoint, "replay_endpoint": replay_endpoint, "buffer_steps": buffer_steps}
+        return [word.format(**fields) for word in words]
+
+    try:
+        words = shlex.split(target)
+        title = Path(words[0]).name
+        command("", "", 1)
+    except (ValueError, LookupError) as error:
+        raise ConfigError(f"invalid publisher command {target!r}: {error}; expected fields as {{endpoint}}") from error
+    return PublisherDriver(title, command)
