@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools import docs_reference
+from tools.docs_docstrings import without_markers
 from tools.docs_site import links_to_repository, separate_blocks, with_generated
 
 
@@ -57,3 +58,9 @@ def test_the_reference_names_every_setting_and_every_endpoint() -> None:
     assert "### POST /v1/match\n" in endpoints
     assert "\n### MatchAnswer\n" in endpoints
     assert "### kvevents sim compare\n\n```text\nusage: kvevents sim compare" in docs_reference.commands()
+
+
+def test_literal_blocks_of_docstrings_become_those_of_markdown() -> None:
+    assert without_markers("What it is.\n\n::\n\n    a = 1\n\nCall it:: or so, as in::\n\n    b\n") == (
+        "What it is.\n\n    a = 1\n\nCall it:: or so, as in:\n\n    b\n"
+    )
