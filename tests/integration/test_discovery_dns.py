@@ -21,8 +21,7 @@ from discovery_cases import Steps, soon, within
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.service.discovery.dns import DnsProvider, DnsResolver, ResolveError, Resolver
 from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.provider import Finding
-from kvevents.service.discovery.source_config import Template
+from kvevents.service.discovery.provider import Finding, Template
 
 MODEL = Template(model="m")
 

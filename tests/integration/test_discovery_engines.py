@@ -15,8 +15,7 @@ from kvevents.compat.sglang import KVEventsConfig as SGLangConfig
 from kvevents.compat.vllm import KVEventsConfig as VLLMConfig
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineHttpClient, EngineProvider
-from kvevents.service.discovery.provider import Finding
-from kvevents.service.discovery.source_config import SourceTable, Template
+from kvevents.service.discovery.provider import Finding, SourceTable, Template
 from kvevents.service.registration import Scope
 
 

@@ -18,7 +18,7 @@ from discovery_cases import DEADLINE, within
 from discovery_fetch_cases import Engine
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineHttpClient
-from kvevents.service.discovery.source_config import BaseUrl, EngineQueryError
+from kvevents.service.discovery.provider import BaseUrl, EngineQueryError
 from ports import quiet_port
 
 

@@ -16,9 +16,8 @@ from discovery_cases import Steps, within
 from discovery_fetch_cases import Engine
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider
-from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider
+from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider, SourceTable
 from kvevents.service.discovery.runner import MergedFindings, ProviderRunner, merge_findings
-from kvevents.service.discovery.source_config import SourceTable
 from kvevents.service.registration import Registration
 
 

@@ -13,7 +13,7 @@ import paths
 from certificate_cases import make_certificates
 from cli_cases import run
 from kvevents.service.config import DnsTable
-from kvevents.service.discovery.source_config import SourceTable
+from kvevents.service.discovery.provider import SourceTable
 from service_cases import engine, serving
 
 GUIDE = paths.ROOT / "docs" / "guides" / "service.md"

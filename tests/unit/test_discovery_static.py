@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import StaticProvider
-from kvevents.service.discovery.source_config import SourceTable
+from kvevents.service.discovery.provider import SourceTable
 
 
 async def test_it_finds_once_what_it_was_given() -> None:

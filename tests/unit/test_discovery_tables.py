@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.source_config import MAX_RANKS, SourceTable, Template, parse_table
+from kvevents.service.discovery.provider import MAX_RANKS, SourceTable, Template, parse_table
 from kvevents.stream import Source
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.service.config import DnsTable
-from kvevents.service.discovery.source_config import RankEndpoint, Template, parse_table
+from kvevents.service.discovery.provider import RankEndpoint, Template, parse_table
 from kvevents.settings import convert
 from kvevents.subscriber.load_readings import LoadError, ReportedLoad, check_load_url
 from kvevents.wire.load import EngineLoad

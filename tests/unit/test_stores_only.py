@@ -10,7 +10,7 @@ from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU
 from kvevents.index import PrefixIndex
 from kvevents.service.config import DnsTable
-from kvevents.service.discovery.source_config import parse_table
+from kvevents.service.discovery.provider import parse_table
 from kvevents.service.member import Member
 from kvevents.settings import convert
 from kvevents.stream import RawBatch

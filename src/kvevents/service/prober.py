@@ -20,7 +20,7 @@ from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
 from kvevents.service.allow_list import AllowList, EndpointRefusedError
 from kvevents.service.config import Probing
-from kvevents.service.discovery.source_config import bracket_host
+from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.fleet import Fleet
 from kvevents.service.member import HTTP, Member
 from kvevents.service.reasons import Reason, SourceFault

@@ -18,8 +18,7 @@ from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
-from kvevents.service.discovery.provider import DiscoveryFault, Finding
-from kvevents.service.discovery.source_config import DEFAULT_TEMPLATE, Template, bracket_host
+from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, DiscoveryFault, Finding, Template, bracket_host
 
 if TYPE_CHECKING:
     import dns.resolver

@@ -36,12 +36,13 @@ from kvevents.config import KVEventsConfig
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
 from kvevents.http_client import Answer, HttpConnections, HttpError, RequestLimits
-from kvevents.service.discovery.provider import DiscoveryFault, Finding
-from kvevents.service.discovery.source_config import (
+from kvevents.service.discovery.provider import (
     DEFAULT_TEMPLATE,
     MAX_RANKS,
     BaseUrl,
+    DiscoveryFault,
     EngineQueryError,
+    Finding,
     RankEndpoint,
     Template,
     bracket_host,

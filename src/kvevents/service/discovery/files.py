@@ -12,8 +12,7 @@ from typing import Any, Final, TypeAlias
 from kvevents.backoff import SYSTEM_CLOCK, Clock, jittered
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.provider import DiscoveryFault, Finding
-from kvevents.service.discovery.source_config import SourceTable, parse_table
+from kvevents.service.discovery.provider import DiscoveryFault, Finding, SourceTable, parse_table
 
 CHECK_SECONDS: Final = 1.0
 """Pause between two checks of a file for changes. A check is one `stat`. Unlike inotify it also works over NFS and through the

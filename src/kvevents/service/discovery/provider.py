@@ -1,17 +1,28 @@
-"""The interface of discovery providers. A provider is one way to find engines.
+"""What discovery providers have in common: their interface, and the settings of the engines that they find.
 
-A new provider, such as one for Kubernetes EndpointSlices, is one more module with one class. The class has a name and a
-`watch()` that yields findings. A finding contains registrations (`Template.registrations` makes those of all ranks of an
-engine). It can also contain further providers, such as an `EngineProvider` for each address; `ProviderRunner` runs those too.
+A provider is one way to find engines. A new provider, such as one for Kubernetes EndpointSlices, is one more module with one
+class. The class has a name and a `watch()` that yields findings. A finding contains registrations (`Template.registrations`
+makes those of all ranks of an engine). It can also contain further providers, such as an `EngineProvider` for each address;
+`ProviderRunner` runs those too.
+
+The settings are `[[sources]]` tables, the template for engines found by one name, and addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Protocol, Self
+from urllib.parse import SplitResult, urljoin, urlsplit
 
-from kvevents.service.registration import Registration, Scope
+from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp
+from kvevents.errors import ConfigError, ExternalError
+from kvevents.security import Curve
+from kvevents.service.registration import DEFAULT_GROUP, Registration, Scope
+from kvevents.settings import Range, Settings, convert
+from kvevents.stream.deliveries import check_stores_only
+from kvevents.structs import build_decoder_now
+from kvevents.subscriber.load_readings import check_load_url, is_load_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +62,280 @@ class Provider(Protocol):
         the provider knew before. If the generator ends, its last finding stays valid.
         """
         ...
+
+
+WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines
+"""Hosts that mean "all interfaces of this machine". A client cannot connect to them."""
+MAX_RANKS: Final = 1_024
+"""Most data-parallel ranks of one engine. The largest known deployments have a few hundred."""
+NO_LOAD: Final = "none"
+"""Value of the setting `load` of an engine whose load is not to be read."""
+_ANY_HOST: Final = "tcp://0:1"
+_TRANSPORTS: Final = ("tcp", "ipc")
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+# --- endpoints of ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RankEndpoint:
+    """The endpoints of one rank, and what the engine says about its events."""
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    block_size: int | None = None
+    load: str | None = None
+
+
+def bracket_host(host: str) -> str:
+    """Return a host as it is written before `:port`: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def replace_wildcard_host(endpoint: str, host: str) -> str:
+    """Return a TCP endpoint with `host` in place of a wildcard host; return any other endpoint unchanged."""
+    found = split_tcp(endpoint)
+    if found is None or found[0] not in WILDCARDS:
+        return endpoint
+    return f"tcp://{bracket_host(host)}:{found[1]}"
+
+
+def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
+    """Raise `ConfigError`, which names `field`, for an endpoint that cannot be connected to, or bound with `bind`."""
+    transport, separator, address = endpoint.partition("://")
+    if not separator or not address or transport not in _TRANSPORTS:
+        raise ConfigError(f"invalid {field} {endpoint!r}: expected tcp://HOST:PORT or ipc://PATH")
+    if transport != "tcp":
+        return
+    found = split_tcp(endpoint)
+    if found is None or not 0 < found[1] <= MAX_PORT:
+        raise ConfigError(f"invalid {field} {endpoint!r}: it needs a port from 1 to {MAX_PORT}")
+    if found[0] in WILDCARDS and not bind:
+        raise ConfigError(
+            f"invalid {field} {endpoint!r}: a wildcard host cannot be connected to; write the engine's host, or set bind = true"
+        )
+
+
+def check_load(load: str) -> None:
+    """Raise `ConfigError` for a setting `load` that is neither an endpoint nor a URL to poll."""
+    if is_load_url(load):
+        check_load_url(load)
+        if urlsplit(load).hostname in WILDCARDS:
+            raise ConfigError(f"invalid load {load!r}: a wildcard host cannot be connected to; write the engine's host")
+    else:
+        check_endpoint("load", load)
+
+
+# --- URLs of engines
+
+
+class EngineQueryError(ExternalError):
+    """An engine did not answer a query, or its answer cannot be used. The message is a sentence for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseUrl:
+    """The URL of an engine's HTTP server."""
+
+    scheme: str
+    host: str
+    """Without brackets."""
+    port: int
+    path: str = ""
+    """Prefix of every path, without a slash at its end."""
+    query: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse the setting `base_url`. Raises `ConfigError`."""
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"invalid base_url {text!r}: {error}") from error
+        if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.query or parts.fragment:
+            raise ConfigError(f"invalid base_url {text!r}: expected http://HOST:PORT or https://HOST:PORT")
+        return cls._of(parts, port)
+
+    @classmethod
+    def _of(cls, parts: SplitResult, port: int | None) -> Self:
+        path = parts.path.rstrip("/") if not parts.query else parts.path
+        if not (path + parts.query).isascii() or " " in path + parts.query or not (parts.hostname or "").isascii():
+            raise ConfigError(f"invalid URL {parts.geturl()!r}: some of its characters must be escaped")
+        return cls(parts.scheme, parts.hostname or "", port or _PORTS.get(parts.scheme, 0), path, parts.query)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.address}{self.path}" + (f"?{self.query}" if self.query else "")
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"{bracket_host(self.host)}:{self.port}"
+
+    def join(self, path: str) -> Self:
+        """Return the URL of `path` below this one."""
+        return replace(self, path=self.path + path)
+
+    def redirected(self, location: str) -> Self:
+        """Return the target of a redirect. Raises `EngineQueryError` if it is another host, or no longer encrypted."""
+        try:
+            parts = urlsplit(urljoin(str(self), location))
+            found = self._of(parts, parts.port)
+        except ValueError as error:
+            raise EngineQueryError(f"{self} redirects to {location!r}, which is not a valid URL") from error
+        if found.host != self.host or found.scheme not in {self.scheme, "https"}:
+            raise EngineQueryError(f"{self} redirects to {location!r}, which is another server: name that one as base_url")
+        return found
+
+
+# --- tables
+
+
+class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of an engine except its address. All addresses of one DNS name share one template."""
+
+    model: str | None = None
+    """Name of the model; required unless the engine is queried for it."""
+    ranks: Annotated[int, Range(1, MAX_RANKS)] = 1
+    """Number of data-parallel ranks; their ports count up from that of the first. A queried engine must have at least these."""
+    rank: Annotated[int, Range()] = 0
+    """Number of the first rank."""
+    replay_endpoint: str | None = None
+    """Replay endpoint of the first rank. A wildcard host, as in `tcp://*:5558`, means the engine's own host."""
+    block_size: int | None = None
+    """Tokens of a block. If the engine sends blocks of another size, it is DEGRADED."""
+    tenant: str = DEFAULT_GROUP
+    """Tenant of the engine: prompts of other tenants do not match its blocks."""
+    group: str = DEFAULT_GROUP
+    """Routing group of the engine, which separates fleets of one model."""
+    topic: str = ""
+    """Prefix of the topics to receive; the default receives all."""
+    bind: bool = False
+    """Whether to listen at the endpoint, for an engine that connects."""
+    curve: Curve | None = None
+    """CURVE keys for this engine, instead of those of all engines."""
+    lora_name: str | None = None
+    """LoRA of events that do not name one."""
+    salt: str | None = None
+    """Cache salt that a query must contain to match this engine."""
+    load: str | None = None
+    """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
+    `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
+    engine's own host. A queried engine names it; `none` does not read it."""
+    stores_only: tuple[str, ...] = ()
+    """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
+    is not EXACT."""
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        check_stores_only(self.stores_only)
+        if self.load not in {None, NO_LOAD}:
+            check_load(self._load_of(0, _ANY_HOST) or "")
+
+    def registrations(self, instance: str, endpoint: str) -> tuple[Registration, ...]:
+        """Return the registrations of all ranks of an engine whose first rank publishes at `endpoint`.
+
+        Raises `ConfigError`, which names the field.
+        """
+        if self.model is None:
+            raise ConfigError("model is missing; routers ask for the engines of a model")
+        collision = port_collision(endpoint, self.replay_endpoint, self.ranks - 1)
+        if collision is not None:
+            raise ConfigError(collision)
+        return tuple(self.registration(instance, self.model, each) for each in self._rank_endpoints(endpoint))
+
+    def registration(self, instance: str, model: str, found: RankEndpoint) -> Registration:
+        """Return the registration of one rank. A setting of this template takes precedence over what `found` says."""
+        replay = found.replay_endpoint
+        check_endpoint("endpoint", found.endpoint, bind=self.bind)
+        if replay is not None:
+            check_endpoint("replay_endpoint", replay)
+        load = self._load_of(found.rank - self.rank, found.endpoint) or found.load
+        if load == NO_LOAD:
+            load = None
+        if load is not None:
+            check_load(load)
+        return Registration(
+            instance=instance,
+            endpoint=found.endpoint,
+            model=model,
+            rank=found.rank,
+            replay_endpoint=replay,
+            topic=self.topic or found.topic,
+            block_size=found.block_size if self.block_size is None else self.block_size,
+            tenant=self.tenant,
+            group=self.group,
+            lora_name=self.lora_name,
+            salt=self.salt,
+            bind=self.bind,
+            curve=self.curve,
+            stores_only=self.stores_only,
+            load=load,
+        )
+
+    def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
+        """Return the replay endpoint of the rank `index` after the first, which publishes at `endpoint`."""
+        replay = offset_endpoint_port(self.replay_endpoint, index)
+        found = split_tcp(endpoint)
+        return replay if replay is None or found is None else replace_wildcard_host(replay, found[0])
+
+    def _load_of(self, index: int, endpoint: str) -> str | None:
+        """Return where the load of the rank `index` after the first is read, which publishes at `endpoint`."""
+        found = split_tcp(endpoint)
+        if self.load is None or self.load == NO_LOAD:
+            return self.load
+        if not is_load_url(self.load):
+            load = offset_endpoint_port(self.load, index) or self.load
+            return load if found is None else replace_wildcard_host(load, found[0])
+        scheme, _, rest = self.load.partition("://")
+        if found is not None and rest.startswith("*"):
+            return f"{scheme}://{bracket_host(found[0])}{rest.removeprefix('*')}"
+        return self.load
+
+    def _rank_endpoints(self, endpoint: str) -> Iterator[RankEndpoint]:
+        for index in range(self.ranks):
+            own = offset_endpoint_port(endpoint, index) or endpoint
+            yield RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own))
+
+
+DEFAULT_TEMPLATE: Final = Template()
+"""The template of an engine about which nothing but the address is known."""
+
+
+@build_decoder_now
+class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: its endpoint, or the URL of its HTTP server, which is queried for the endpoints.
+
+    Raises `ConfigError` if it has both or neither, or if a field is invalid.
+    """
+
+    instance: str | None = None
+    """Name of the engine for routers; its address if it is not given."""
+    endpoint: str | None = None
+    """Endpoint at which the first rank publishes: `tcp://HOST:PORT`."""
+    base_url: str | None = None
+    """URL of the HTTP server, such as `http://HOST:PORT`: vLLM answers `/kv_event_sources` there, SGLang `/server_info`."""
+
+    def __post_init__(self) -> None:
+        Template.__post_init__(self)
+        if (self.endpoint is None) == (self.base_url is None):
+            raise ConfigError("it needs either endpoint or base_url" + (", not both" if self.endpoint else ""))
+        if self.base_url is not None:
+            BaseUrl.parse(self.base_url)
+        self.static_registrations()
+
+    def static_registrations(self) -> tuple[Registration, ...]:
+        """Return the registrations of all ranks; none for an engine that is queried."""
+        if self.endpoint is None:
+            return ()
+        return self.registrations(self.instance or self.endpoint.removeprefix("tcp://"), self.endpoint)
+
+
+def parse_table(number: int, fields: Any) -> SourceTable:
+    """Convert the `number`th `[[sources]]` table of a file. Raises `ConfigError`, which names the table and the field."""
+    name = fields.get("instance") if isinstance(fields, dict) else None
+    label = f"[[sources]] {number}" + (f" ({name})" if isinstance(name, str) and name else "")
+    return convert(fields, SourceTable, label)

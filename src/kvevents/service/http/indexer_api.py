@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.source_config import check_load
+from kvevents.service.discovery.provider import check_load
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.messages import Body, Request, Response, answer
 from kvevents.service.lookups import Found
