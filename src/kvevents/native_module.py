@@ -56,6 +56,8 @@ def _problem() -> str | None:
     return None
 
 
+# --- messages of a libzmq socket
+
 FRAMES: Final = 3
 """Frames of a message: topic, number, payload."""
 

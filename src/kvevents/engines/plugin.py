@@ -94,6 +94,9 @@ def _reject_unknown_limits(found: Any, kind: Any, place: str) -> None:
             _reject_unknown_limits(value, known[name], f"{place}.{name}")
 
 
+# --- the publisher inside an engine
+
+
 class AttestingPublisher(ZmqEventPublisher):
     """A publisher inside an engine. Its heartbeats carry the digest of the engine's cache when no batch is on its way.
 
@@ -138,6 +141,8 @@ class AttestingPublisher(ZmqEventPublisher):
         accepted, digest = state
         return digest if accepted == self._count_taken() else None
 
+
+# --- the entry of the registry
 
 PUBLISHER_NAME: Final = "zmq"
 

@@ -189,6 +189,8 @@ class ShardAssignment:
         )
 
 
+# --- digests of indexes
+
 DIGEST_PREFIX: Final = "digest."
 """Prefix of the keys of `ReplicaDigests` in the lease bucket; the replica's name follows."""
 DIGEST_BYTES: Final = 16

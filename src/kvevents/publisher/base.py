@@ -36,6 +36,8 @@ from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.settings import NapSettings
 from kvevents.publisher.stats import PublisherStats
 
+logger = logging.getLogger(__name__)
+
 
 class EventPublisher(ABC):
     """Publishes the batches of one data-parallel rank, in order.
@@ -82,6 +84,8 @@ class NullEventPublisher(EventPublisher):
         return f"<{type(self).__name__}>"
 
 
+# --- the end of the process, and forks
+
 _registered: WeakSet[EventPublisher] = WeakSet()
 
 
@@ -110,7 +114,7 @@ atexit.register(_shut_down_all)
 os.register_at_fork(after_in_child=_disable_all)
 
 
-logger = logging.getLogger(__name__)
+# --- the queue of the publisher thread
 
 _MEAN_WEIGHT: Final = 1 / 8
 _DEVIATION_WEIGHT: Final = 1 / 4

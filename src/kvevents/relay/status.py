@@ -58,6 +58,8 @@ class RelayStatus:
     upstreams: tuple[StreamStatus, ...]
 
 
+# --- metrics
+
 _TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
 _JOURNALS: Final = ("none", "new", "disk", "memory", "closed")
 

@@ -76,6 +76,8 @@ def break_tie(ties: Ties, equal: Sequence[Candidate], how: str = "rotate") -> Ca
     return chosen
 
 
+# --- policies that ignore caches
+
 DECODING_WEIGHT: Final = 256.0
 """Prompt tokens that one request after its first token counts as.
 
@@ -165,6 +167,8 @@ class LeastLoaded:
         return Choice(break_tie(self._ties, equal), reason, len(equal), scored)
 
 
+# --- session-affinity
+
 _MASK: Final = (1 << 64) - 1
 _CACHED_WORKERS: Final = 16_384
 """Workers whose hashes are cached: four times as many as a service follows by default."""
@@ -239,6 +243,8 @@ def _mix(number: int) -> int:
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
     return number ^ (number >> 31)
 
+
+# --- prefix-aware
 
 _BEST: Final = "the best of {candidates}"
 _TIE_REASONS: Final = {
@@ -333,6 +339,9 @@ class PrefixAware:
             + self.settings.decoding_weight * load.decoding
             + self.settings.context_weight * load.decoding_tokens
         )
+
+
+# --- names
 
 
 def _factory(kind: Callable[[int | None, Any], Policy], name: str, settings: type[Any]) -> Callable[..., Policy]:

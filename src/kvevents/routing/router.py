@@ -108,6 +108,9 @@ class InFlightRequests:
         )
 
 
+# --- the router
+
+
 class NoWorkerError(UsageError):
     """The router has no worker to choose."""
 

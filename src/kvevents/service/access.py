@@ -168,6 +168,8 @@ def _checked(token: bytes, label: str) -> bytes:
     return token
 
 
+# --- the audit log
+
 log = logging.getLogger("kvevents.service.audit")
 
 REFUSALS_PER_SECOND: Final = 10

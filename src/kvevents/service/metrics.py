@@ -95,6 +95,9 @@ class Metrics:
                 self.match_ratio.observe(longest / tokens)
 
 
+# --- the text format
+
+
 class MetricsPage:
     """Text of metric families.
 

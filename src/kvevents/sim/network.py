@@ -164,6 +164,8 @@ class Sockets:
         return f"tcp://{self._host}:{port}", f"tcp://{self._host}:{port + 1}"
 
 
+# --- faults
+
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 

@@ -172,6 +172,9 @@ class LiveResult(Struct, frozen=True, kw_only=True):
     """Largest delay of the fleet behind real time, in seconds."""
 
 
+# --- what results are made from
+
+
 class SimulatedWorker:
     """A worker through all of its incarnations."""
 

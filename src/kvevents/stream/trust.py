@@ -273,6 +273,8 @@ class TrustLedger:
                 del self._marks[reason]
 
 
+# --- what the publisher says of itself
+
 _STATES: Final = frozenset({"CONNECTING", "REPLAYING", "DEGRADED", "STALE"})
 
 

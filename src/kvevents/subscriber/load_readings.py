@@ -220,6 +220,8 @@ def check_load_url(text: str) -> str:
     return parts._replace(path=METRICS_PATH).geturl() if parts.path in {"", "/"} else text
 
 
+# --- settings, sources and readings
+
 Worker: TypeAlias = tuple[str, int]
 """Source and rank."""
 MAX_AGE_SECONDS: Final = 3_600.0

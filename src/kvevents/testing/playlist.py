@@ -122,6 +122,8 @@ def restamp(payload: bytes, seconds: float) -> bytes:
     return payload[:2] + struct.pack(">d", ts + seconds) + payload[10:]
 
 
+# --- faults
+
 ENGINE_BUFFER_STEPS: Final = 10_000
 """Default size in batches of the replay buffer of vLLM and SGLang (`buffer_steps`)."""
 

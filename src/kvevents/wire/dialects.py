@@ -225,6 +225,8 @@ def dialect_for(engine: str, release: str = "latest") -> Dialect:
     return found
 
 
+# --- detection
+
 _HASH_FIELDS: Final = ("block_hashes", "parent_block_hash")
 _decode_hashes: Final = msgspec.msgpack.Decoder(int | bytes | list[int | bytes] | None).decode
 

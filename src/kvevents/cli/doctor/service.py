@@ -168,6 +168,8 @@ def check_snapshot(stats: StatsAnswer, now: float) -> Finding:
     return ok("snapshot", text)
 
 
+# --- checks of the fleet
+
 MAX_LISTED: Final = 10
 """Sources that one check lists, the worst first; the rest is counted."""
 PATIENCE_SECONDS: Final = 10.0

@@ -217,6 +217,8 @@ class Sample:
             self.malformed[live.reason] += 1
 
 
+# --- checks of the sample
+
 _TOPICS_SHOWN: Final = 5
 
 

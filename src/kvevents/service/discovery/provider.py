@@ -64,6 +64,8 @@ class Provider(Protocol):
         ...
 
 
+# --- settings
+
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines
 """Hosts that mean "all interfaces of this machine". A client cannot connect to them."""
 MAX_RANKS: Final = 1_024
