@@ -54,7 +54,8 @@ pub struct Announcements {
     last: usize,
 }
 
-fn placement_of(location: &Location<'_>) -> Placement {
+/// The placement of copies at a location.
+pub fn placement_of(location: &Location<'_>) -> Placement {
     let text = |bytes: &Text<'_>| bytes.as_ref().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
     Placement {
         tier: tier(&text(&location.medium).unwrap_or_default()),
@@ -112,6 +113,12 @@ impl Announcements {
     fn select(&self, is_meant: impl Fn(&Announcement) -> bool) -> u64 {
         let numbers = (0..self.all.len()).filter(|&number| is_meant(&self.all[number]));
         numbers.fold(0, |bits, number| bits | 1 << number)
+    }
+
+    /// The announcements on the placement of this one, as bits.
+    pub fn on_placement_of(&self, number: u8) -> u64 {
+        let placement = &self.get(number).placement;
+        self.select(|known| known.placement == *placement)
     }
 
     /// Announcements with tokens or keys, as bits.

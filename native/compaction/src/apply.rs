@@ -12,9 +12,10 @@ use kvevents_index::placements::Rule;
 use kvevents_index::scan::{Event, Kind};
 
 use super::announcements::{Announcements, is_dense, window_of};
-use super::blocks::{Blocks, NewBlock, ROOT, Stored};
+use super::blocks::{Blocks, NewBlock, ROOT, Stored, bits};
 use super::event::{Location, Namespace, Store, location_of, split_extra_keys, store_of};
 use super::group_rules::{GroupRules, rule_of};
+use super::unkept::Unkept;
 
 /// Most blocks with copies: about 2 GB at 16 tokens per block.
 pub const MAX_LIVE: usize = 1 << 24;
@@ -29,10 +30,15 @@ pub const MAX_TEXT_BYTES: usize = 64 << 20;
 /// Most different numbers of tokens per block, each of which has its own memory.
 pub const MAX_WIDTHS: usize = 64;
 
+/// Most copies of blocks of groups of unknown kinds.
+pub const MAX_UNKEPT: usize = 1 << 22;
+
 /// Blocks that partial clears can examine, per stored block and at the beginning. As in the index: engines clear far less often than
 /// they store.
 const LOOKS_PER_BLOCK: usize = 16;
 const FIRST_LOOKS: usize = 1 << 20;
+/// Blocks of one payload whose room is kept for the next.
+const MAX_KEPT: usize = 1 << 14;
 
 /// Why a state is invalid: which limit was exceeded, or which events could not be read.
 pub type Reason = &'static str;
@@ -71,6 +77,14 @@ pub struct State {
     pub group_rules: GroupRules,
     /// Copies of blocks whose parents, or tokens, are unknown. Their placements are numbers of announcements.
     pub waiting: Queue<Content<'static>>,
+    /// Copies of blocks of groups of unknown kinds.
+    pub unkept: Unkept,
+    /// What the event at hand says of where its blocks come from.
+    origin: Origin,
+    /// Hashes that the payload at hand has announced again; listed for hybrid models only.
+    repeated: Vec<u64>,
+    /// Copies without tokens that the payload at hand has made resident, as hashes and announcements.
+    fresh: Vec<(u64, u8)>,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
     /// Whether a part of the stream was not received.
@@ -85,20 +99,13 @@ pub struct State {
 impl State {
     /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
-        self.blocks.bytes() + self.announcements.bytes() + self.group_rules.bytes() + self.waiting.bytes()
+        self.blocks.bytes() + self.announcements.bytes() + self.group_rules.bytes() + self.waiting.bytes() + self.unkept.bytes()
     }
 
     /// Applies one event of a payload.
     pub fn apply(&mut self, read: &Read<'_>, event: &Event) {
+        self.origin = event.origin;
         let outcome = match event.kind {
-            Kind::Stored if event.origin == Origin::Reused && self.holds(read, event) => {
-                event
-                    .hashes
-                    .slice(&read.scratch.hashes)
-                    .iter()
-                    .for_each(|&hash| self.blocks.assure(hash));
-                Ok(())
-            }
             Kind::Stored => self.store(&store_of(read, event)),
             Kind::Removed if event.keyed && event.keys.length == event.hashes.length => self.remove_to(read, event),
             Kind::Removed => self.remove(event.hashes.slice(&read.scratch.hashes), &location_of(read, event)),
@@ -110,26 +117,44 @@ impl State {
         }
     }
 
-    /// Whether it has all blocks of an event.
-    fn holds(&self, read: &Read<'_>, event: &Event) -> bool {
-        let hashes = event.hashes.slice(&read.scratch.hashes);
-        hashes.iter().all(|&hash| self.blocks.find(hash).is_some())
+    /// Ends a payload. As in the index, a copy without tokens that it has made resident might not exist if it has announced the block again too:
+    /// so vLLM reports the hit of a request, with blocks that its groups with sliding windows do not hold. `has_reports` is whether the payload
+    /// can have such reports.
+    pub fn end_payload(&mut self, has_reports: bool) {
+        if has_reports && !self.fresh.is_empty() && !self.repeated.is_empty() {
+            self.repeated.sort_unstable();
+            for &(hash, announcement) in &self.fresh {
+                if self.repeated.binary_search(&hash).is_ok() {
+                    self.blocks.doubt(hash, self.announcements.on_placement_of(announcement));
+                }
+            }
+        }
+        if self.fresh.capacity().max(self.repeated.capacity()) > MAX_KEPT {
+            (self.fresh, self.repeated) = (Vec::new(), Vec::new());
+        }
+        self.fresh.clear();
+        self.repeated.clear();
     }
 
     /// A removal that says how many copies are left.
     fn remove_to(&mut self, read: &Read<'_>, event: &Event) -> Result<(), Reason> {
         let location = location_of(read, event);
+        if self.group_rules.unknown_kind(location.group.unwrap_or(0)).is_some() {
+            return self.remove(event.hashes.slice(&read.scratch.hashes), &location);
+        }
+        if self.invalid.is_some() {
+            return Ok(());
+        }
+        let removable = self.announcements.removable(&location);
         let left = event.keys.slice(&read.scratch.hashes);
         for (&hash, &left) in event.hashes.slice(&read.scratch.hashes).iter().zip(left) {
-            self.remove(&[hash], &location)?;
-            let placement = self.announcements.removable(&location).placement;
-            let surplus = u64::from(self.blocks.count_all(hash, placement)).saturating_sub(left);
-            for _ in 0..surplus {
-                self.remove(&[hash], &location)?;
+            let left = u32::try_from(left).unwrap_or(u32::MAX);
+            if !self.blocks.set_count(hash, removable, left) {
+                let is_meant = |announcement| removable.placement >> announcement & 1 != 0;
+                while self.waiting.remove_where(hash, is_meant) && left == 0 {}
             }
-            self.blocks.assure(hash);
         }
-        Ok(())
+        self.check_limits()
     }
 
     /// Drops everything until a clear of everything, except for the matching rules of groups.
@@ -151,6 +176,7 @@ impl State {
             (self.blocks.extra_copies(), live + MAX_EXTRA, "copies"),
             (self.blocks.text_bytes(), MAX_TEXT_BYTES, "bytes of names and extra keys"),
             (self.blocks.widths(), MAX_WIDTHS, "block sizes"),
+            (self.unkept.len(), MAX_UNKEPT, "copies of unknown kinds"),
         ];
         let above = limits.iter().find(|(found, limit, _)| found > limit);
         above.map_or(Ok(()), |(_, _, what)| Err(*what))
@@ -170,7 +196,12 @@ impl State {
         self.stored += store.hashes.len();
         let window = window_of(store.kind.as_deref(), store.window);
         if window.is_none() && !is_dense(store.kind.as_deref()) {
-            return self.learn(store, Rule::Unknown);
+            self.learn(store, Rule::Unknown)?;
+            if self.invalid.is_some() {
+                return Ok(());
+            }
+            self.unkept.store(store).ok_or("placements of unknown kinds")?;
+            return self.check_limits();
         }
         if window.is_some() || (store.tokens.is_empty() && store.keys.is_none()) {
             if let Some(rule) = rule_of(store) {
@@ -205,17 +236,47 @@ impl State {
         }
         let announcement = self.announcements.number_of(store, Some(store.block_size));
         let announcement = announcement.ok_or("announcements")?;
+        let alike = self.announcements.on_placement_of(announcement);
         for &hash in store.hashes.iter() {
             match self.blocks.find(hash) {
-                Some(number) => self.blocks.add_copy(number, announcement),
+                // A group that does not hold a block reports it where the window of a hit does not reach.
+                Some(number) if self.origin == Origin::Reused => self.blocks.assure(number, alike),
+                None if self.origin == Origin::Reused => {}
+                Some(number) => {
+                    if self.origin == Origin::Unstated && !self.blocks.is_certain(number, alike) {
+                        self.fresh.push((hash, announcement));
+                    }
+                    self.blocks.add_copy(number, announcement);
+                    self.note_repeated(hash, number, announcement);
+                }
                 None => self.wait(hash, announcement, hash, None),
             }
         }
         self.check_limits()
     }
 
+    /// Announcements of which a copy is not counted again, since the event at hand says that its blocks were resident before.
+    fn reused_on(&self, announcement: u8) -> u64 {
+        if self.origin == Origin::Reused {
+            self.announcements.on_placement_of(announcement)
+        } else {
+            0
+        }
+    }
+
+    /// Notes a block that has just got one more copy if it had one on the same placement, which might be the same one.
+    fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
+        if self.group_rules.len() > 1 && self.origin == Origin::Unstated {
+            let alike = self.announcements.on_placement_of(announcement);
+            if self.blocks.count_on(number, alike) > 1 {
+                self.repeated.push(hash);
+            }
+        }
+    }
+
     /// A store of keys. A key identifies the namespace and all blocks before a block.
     fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
+        let reused_on = self.reused_on(announcement);
         for (&hash, &key) in hashes.iter().zip(keys) {
             let stored = self.blocks.store(&NewBlock {
                 hash,
@@ -225,11 +286,12 @@ impl State {
                 namespace: &Namespace::default(),
                 tokens: &[],
                 announcement,
+                reused_on,
             });
             self.check_looks()?;
             match stored {
                 Stored::New(number) => self.link(hash, number)?,
-                Stored::Known(_) => {}
+                Stored::Known(number) => self.note_repeated(hash, number, announcement),
                 Stored::Refused => break,
                 Stored::Full => return Err("blocks"),
             }
@@ -270,6 +332,11 @@ impl State {
             // While no parent is known, each block is looked up by its hash; from then on each is the parent of the next.
             let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
             let Some(above) = known else {
+                let reused_on = self.reused_on(announcement);
+                if bits(reused_on).any(|alike| self.waiting.has(hash, alike.into())) {
+                    awaited = Some(hash);
+                    continue;
+                }
                 self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
                 awaited = Some(hash);
                 continue;
@@ -277,7 +344,10 @@ impl State {
             let stored = self.store_behind(above, hash, announcement, &mut content);
             self.check_looks()?;
             parent = match stored {
-                Stored::Known(number) => Some(number),
+                Stored::Known(number) => {
+                    self.note_repeated(hash, number, announcement);
+                    Some(number)
+                }
                 Stored::New(number) => {
                     self.link(hash, number)?;
                     Some(number)
@@ -307,6 +377,7 @@ impl State {
             namespace: &content.namespace,
             tokens: &content.tokens,
             announcement,
+            reused_on: self.reused_on(announcement),
         })
     }
 
@@ -325,32 +396,42 @@ impl State {
         if self.waiting.is_empty() {
             return Ok(());
         }
+        // What waited came in other events, of which that is not known any more.
+        let origin = std::mem::take(&mut self.origin);
         let mut linked = VecDeque::from([(hash, number)]);
         while let Some((hash, number)) = linked.pop_front() {
             for item in self.waiting.take_awaiting(hash) {
                 let announcement = item.placement as u8;
                 let Some(mut content) = item.content else {
                     self.blocks.add_copy(number, announcement);
+                    self.note_repeated(hash, number, announcement);
                     continue;
                 };
                 let stored = self.store_behind(number, item.hash, announcement, &mut content);
                 self.check_looks()?;
                 match stored {
                     Stored::New(number) => linked.push_back((item.hash, number)),
-                    Stored::Known(_) | Stored::Refused => {}
+                    Stored::Known(number) => self.note_repeated(item.hash, number, announcement),
+                    Stored::Refused => {}
                     Stored::Full => return Err("blocks"),
                 }
             }
         }
+        self.origin = origin;
         Ok(())
     }
 
     // --- removals
 
-    /// Applies a removal. A removal of an unknown group removes nothing.
+    /// Applies a removal. One of a group of an unknown kind removes no block that prompts match.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>) -> Result<(), Reason> {
-        if self.invalid.is_some() || self.group_rules.get(location.group.unwrap_or(0)) == Some(Rule::Unknown) {
+        if self.invalid.is_some() {
             return Ok(());
+        }
+        if let Some(kind) = self.group_rules.unknown_kind(location.group.unwrap_or(0)) {
+            let removed = self.unkept.remove(hashes, location, kind);
+            removed.ok_or("placements of unknown kinds")?;
+            return self.check_limits();
         }
         let removable = self.announcements.removable(location);
         for &hash in hashes {
@@ -374,6 +455,7 @@ impl State {
             };
             return Ok(());
         }
+        self.unkept.clear(medium, group);
         let announcements = self.announcements.clearable(medium, group);
         if announcements == 0 {
             return Ok(());

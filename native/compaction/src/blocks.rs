@@ -35,6 +35,8 @@ pub struct NewBlock<'a> {
     pub tokens: &'a [u32],
     /// Number of its announcement.
     pub announcement: u8,
+    /// Announcements of which a copy is the one that is stored, so it is not another one.
+    pub reused_on: u64,
 }
 
 /// The outcome of storing a block.
@@ -69,7 +71,8 @@ pub struct Blocks {
     /// Copies beyond the first, by block and announcement.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
-    /// Blocks and announcements of which a copy was removed and others are left: as an index has it, these might not exist.
+    /// Blocks and announcements whose copies might not exist, as an index has it: a copy was removed and others are left, or
+    /// `State::end_payload` has found out.
     doubts: HashSet<(u32, u8)>,
     secret: Secret,
 }
@@ -173,18 +176,31 @@ impl Blocks {
         !self.doubts.is_empty()
     }
 
-    /// Copies of the block that `hash` means, in all of these announcements.
-    pub fn count_all(&self, hash: u64, announcements: u64) -> u32 {
-        self.find(hash).map_or(0, |number| {
-            let copies = self.attributes(number).copies & announcements;
-            bits(copies).map(|announcement| self.count(number, announcement)).sum()
-        })
+    /// Copies of a block in all of these announcements.
+    pub fn count_on(&self, number: u32, announcements: u64) -> u32 {
+        let copies = self.attributes(number).copies & announcements;
+        bits(copies).map(|announcement| self.count(number, announcement)).sum()
     }
 
-    /// Notes that the copies of the block that `hash` means certainly exist.
-    pub fn assure(&mut self, hash: u64) {
-        if let Some(number) = self.find(hash).filter(|_| self.has_doubts()) {
-            for announcement in bits(self.attributes(number).copies) {
+    /// Whether a block certainly has a copy in one of these announcements.
+    pub fn is_certain(&self, number: u32, announcements: u64) -> bool {
+        let copies = self.attributes(number).copies & announcements;
+        copies != 0 && !bits(copies).any(|announcement| self.is_doubtful(number, announcement))
+    }
+
+    /// Notes that the copies of the block that `hash` means might not exist in these announcements.
+    pub fn doubt(&mut self, hash: u64, announcements: u64) {
+        if let Some(number) = self.find(hash)
+            && let Some(announcement) = bits(self.attributes(number).copies & announcements).next()
+        {
+            self.doubts.insert((number, announcement));
+        }
+    }
+
+    /// Notes that a block certainly has a copy in these announcements, if it has one there.
+    pub fn assure(&mut self, number: u32, announcements: u64) {
+        if self.has_doubts() {
+            for announcement in bits(self.attributes(number).copies & announcements) {
                 self.doubts.remove(&(number, announcement));
             }
         }
@@ -249,7 +265,11 @@ impl Blocks {
             }
         }
         if let Some(number) = found {
-            self.add_copy(number, block.announcement);
+            if self.attributes(number).copies & block.reused_on == 0 {
+                self.add_copy(number, block.announcement);
+            } else {
+                self.assure(number, block.reused_on);
+            }
             self.make_latest(block.hash, number);
             return Stored::Known(number);
         }
@@ -383,6 +403,32 @@ impl Blocks {
                 self.doubts.insert((number, left.trailing_zeros() as u8));
             }
         }
+        true
+    }
+
+    /// Gives the block that `hash` means exactly so many copies on the placement, all of which certainly exist. Returns whether it had one there.
+    pub fn set_count(&mut self, hash: u64, removable: Removable, count: u32) -> bool {
+        let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
+        let Some(number) = self.find(hash).filter(has_copy) else {
+            return false;
+        };
+        let copies = self.attributes(number).copies;
+        let candidates = match copies & removable.exact {
+            0 => copies & removable.placement,
+            exact => exact,
+        };
+        let kept = candidates.trailing_zeros() as u8;
+        for announcement in bits(copies & removable.placement) {
+            self.extra_count -= self.extra_copies.remove(&(number, announcement)).unwrap_or(0) as usize;
+            self.doubts.remove(&(number, announcement));
+        }
+        if count > 1 {
+            self.extra_copies.insert((number, kept), count - 1);
+            self.extra_count += count as usize - 1;
+        } else {
+            self.shrink_extra_copies();
+        }
+        self.keep_copies(number, copies & !removable.placement | u64::from(count > 0) << kept);
         true
     }
 

@@ -61,6 +61,7 @@ impl<'a> Exporter<'a> {
     }
 
     fn run(mut self, twins: &Twins) {
+        self.export_unkept();
         for run in Runs::new(&self.state.blocks, twins) {
             self.export_run(&run, twins.contain(self.state.blocks.get(run[0]).hash));
         }
@@ -92,7 +93,8 @@ impl<'a> Exporter<'a> {
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| attributes.copies >> number & 1 != 0) {
             // One copy more, which the last events remove again, leaves a consumer as uncertain as those were that saw the removal.
-            let is_doubtful = !is_twin && blocks.is_doubtful(run[0], announcement);
+            // Of several blocks that share a hash only the oldest can be doubtful, and that is the one that the removal takes it from.
+            let is_doubtful = blocks.is_doubtful(run[0], announcement);
             if is_doubtful {
                 let hashes = run.iter().rev().map(|&number| blocks.get(number).hash);
                 self.surplus.extend(hashes.map(|hash| (hash, announcement)));
@@ -164,6 +166,25 @@ impl<'a> Exporter<'a> {
             let hashes = copies.iter().map(|(hash, _)| *hash).collect();
             let location = self.state.announcements.get(copies[0].1).location.clone();
             (self.emit)(ExportedEvent::Removed(hashes, location));
+        }
+    }
+
+    /// Exports blocks of groups of unknown kinds. It comes first, since the last store of a group says its rule.
+    fn export_unkept(&mut self) {
+        for placement in self.state.unkept.export() {
+            let mut stored = placement.stored;
+            if stored.is_empty() {
+                stored.push(Vec::new()); // it names the kind of the group
+            }
+            for hashes in stored {
+                self.export_store(Store {
+                    hashes: hashes.into(),
+                    ..placement.example.clone()
+                });
+            }
+            for hashes in placement.removed {
+                (self.emit)(ExportedEvent::Removed(hashes, placement.example.location.clone()));
+            }
         }
     }
 

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use kvevents_index::placements::Rule;
 
 use super::announcements::{is_dense, window_of};
-use super::event::Store;
+use super::event::{Store, Text};
 
 /// Most groups with a known rule. Engines have one or a few.
 pub const MAX_GROUPS: usize = 64;
@@ -45,6 +45,20 @@ impl GroupRules {
     pub fn get(&self, group: i64) -> Option<Rule> {
         let known = self.0.iter().find(|known| known.group == group);
         known.map(|known| known.rule)
+    }
+
+    /// How many groups have a rule.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The kind of a group whose rule is not known; None for any other group.
+    pub fn unknown_kind(&self, group: i64) -> Option<&Text<'static>> {
+        let known = self
+            .0
+            .iter()
+            .find(|known| known.group == group && known.rule == Rule::Unknown);
+        known.map(|known| &known.example.kind)
     }
 
     /// Records the rule that a store announces. None if there are too many groups.

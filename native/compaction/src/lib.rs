@@ -12,6 +12,7 @@ mod group_rules;
 mod hash_table;
 #[cfg(test)]
 mod tests;
+mod unkept;
 
 use kvevents_index::apply::Read;
 use kvevents_index::decode::{Rejected, normalise};
@@ -22,7 +23,7 @@ use apply::{Reason, State};
 use encode::PayloadWriter;
 
 pub use announcements::MAX_ANNOUNCEMENTS;
-pub use apply::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_WAITING, MAX_WIDTHS};
+pub use apply::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_UNKEPT, MAX_WAITING, MAX_WIDTHS};
 pub use event::{ExportedEvent, Location, Namespace, Store};
 pub use group_rules::MAX_GROUPS;
 
@@ -43,6 +44,7 @@ fn ahead<'a>(payloads: &'a [&'a [u8]]) -> impl Iterator<Item = &'a [u8]> {
 pub struct Compactor {
     state: State,
     scratch: Scratch,
+    is_restoring: bool,
 }
 
 impl Compactor {
@@ -54,6 +56,13 @@ impl Compactor {
             self.apply_decoded(payload, schema);
         }
         self.scratch.shrink();
+    }
+
+    /// Applies a payload that `payloads` has returned. What it stores repeatedly has several copies, and is not announced again.
+    pub fn restore(&mut self, payload: &[u8], schema: &Schema) {
+        self.is_restoring = true;
+        self.apply(payload, schema);
+        self.is_restoring = false;
     }
 
     /// Applies a payload in a form that the scanner does not read, as an index does.
@@ -76,7 +85,7 @@ impl Compactor {
     pub fn apply_quick(&mut self, payload: &[u8], schema: &Schema) -> bool {
         let is_clear = |event: &Event| event.kind == Kind::Cleared;
         let is_quick = scan(payload, schema, &mut self.scratch).is_some()
-            && !(self.nodes() > FEW && self.scratch.events.iter().any(is_clear));
+            && !(self.nodes() + self.state.unkept.len() > FEW && self.scratch.events.iter().any(is_clear));
         if is_quick {
             self.apply_scanned(payload);
         }
@@ -95,6 +104,7 @@ impl Compactor {
             scratch: &self.scratch,
         };
         self.scratch.events.iter().for_each(|event| self.state.apply(&read, event));
+        self.state.end_payload(!self.is_restoring);
     }
 
     /// Applies payloads.

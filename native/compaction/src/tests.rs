@@ -162,7 +162,7 @@ fn refolded(events: &[ExportedEvent], limit: usize) -> Compactor {
     let (mut compactor, schema, mut writer) = (Compactor::default(), read_all(), PayloadWriter::new(limit, 1.5));
     events.iter().for_each(|event| writer.add(event));
     for payload in writer.finish() {
-        compactor.apply(&payload, &schema);
+        compactor.restore(&payload, &schema);
         assert_eq!(compactor.invalid_reason(), None, "{payload:02x?}");
         let single = scan(&payload, &schema, &mut compactor.scratch).is_some() && compactor.scratch.events.len() == 1;
         assert!(payload.len() <= limit || (single && compactor.scratch.events[0].hashes.length <= 1));

@@ -62,8 +62,8 @@ class Compactor:
     """Takes the payloads of one stream, oldest first, and keeps only what is still live.
 
     `events` returns its state as a clear followed by stores that rebuild every chain: a consumer that applies them knows the
-    same as one that saw every batch. Blocks that cannot be keyed by tokens are left out: blocks of groups of an unknown kind,
-    and stores whose lengths disagree.
+    same as one that saw every batch, and is at least as uncertain of copies that might not exist. Blocks of groups of unknown
+    kinds are stored without tokens. Stores whose lengths disagree are left out.
     """
 
     def __init__(self, native: _NativeCompactor) -> None:

@@ -81,12 +81,15 @@ impl Compactor {
         })
     }
 
-    /// Applies one payload.
+    /// Applies one payload, or restores it if it is one that `payloads` has returned.
     #[pyo3(signature = (payload, own=false))]
     fn fold(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
-        let schema = if own { &self.ours } else { &self.peers };
-        let quick = |shared: &mut SharedState| (payload.len() < BRIEF && shared.apply_quick(payload, schema)).then_some(());
-        self.with(py, quick, |shared| shared.apply(payload, schema))
+        if own {
+            return self.work(py, |shared| shared.restore(payload, &self.ours));
+        }
+        let quick =
+            |shared: &mut SharedState| (payload.len() < BRIEF && shared.apply_quick(payload, &self.peers)).then_some(());
+        self.with(py, quick, |shared| shared.apply(payload, &self.peers))
     }
 
     /// Applies the payloads of numbered batches, with the GIL released if that takes long.

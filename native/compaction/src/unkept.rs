@@ -1,0 +1,148 @@
+//! Copies of blocks of groups of unknown kinds. No prompt matches them, but an engine's attestation counts them, so a consumer must know their
+//! hashes.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use kvevents_index::placements::{Placement, tier};
+
+use super::announcements::placement_of;
+use super::event::{Location, Store, Text};
+
+/// Most different placements of such blocks.
+const MAX_PLACEMENTS: usize = 64;
+/// Hashes in one exported event.
+const MAX_HASHES: usize = 4096;
+
+/// Copies on one placement.
+#[derive(Debug)]
+struct Group {
+    placement: Placement,
+    /// A store without blocks that names the placement and the kind of its group.
+    example: Store<'static>,
+    /// By hash, how many more copies were stored than removed; never 0. An index subtracts a removal of a block that was not stored too.
+    copies: HashMap<u64, i32>,
+    /// How many those are, without their signs.
+    total: usize,
+}
+
+/// The copies of one stream.
+#[derive(Debug, Default)]
+pub struct Unkept {
+    groups: Vec<Group>,
+}
+
+/// The blocks of one placement, as exported.
+#[derive(Debug)]
+pub struct Exported<'a> {
+    /// A store without blocks.
+    pub example: &'a Store<'static>,
+    /// Hashes that are stored, in parts, each hash once for each copy.
+    pub stored: Vec<Vec<u64>>,
+    /// Hashes that are removed though they were not stored.
+    pub removed: Vec<Vec<u64>>,
+}
+
+impl Unkept {
+    /// Adds the copies of a store. None if there are too many placements.
+    pub fn store(&mut self, store: &Store<'_>) -> Option<()> {
+        self.change(&store.hashes, &store.location, &store.kind, store.block_size, 1)
+    }
+
+    /// Removes copies of a group of this kind. None if there are too many placements.
+    pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>, kind: &Text<'_>) -> Option<()> {
+        self.change(hashes, location, kind, 0, -1)
+    }
+
+    fn change(&mut self, hashes: &[u64], location: &Location<'_>, kind: &Text<'_>, block_size: u64, by: i32) -> Option<()> {
+        if hashes.is_empty() {
+            return Some(());
+        }
+        let placement = placement_of(location);
+        let found = self.groups.iter().position(|group| group.placement == placement);
+        let at = match found {
+            Some(at) => at,
+            None if self.groups.len() >= MAX_PLACEMENTS => return None,
+            None => {
+                let example = Store {
+                    location: location.to_static(),
+                    kind: kind.as_ref().map(|kind| Cow::Owned(kind.to_vec())),
+                    block_size,
+                    ..Store::default()
+                };
+                self.groups.push(Group {
+                    placement,
+                    example,
+                    copies: HashMap::new(),
+                    total: 0,
+                });
+                self.groups.len() - 1
+            }
+        };
+        let Group { copies, total, .. } = &mut self.groups[at];
+        for &hash in hashes {
+            let count = copies.entry(hash).or_default();
+            *total -= count.unsigned_abs() as usize;
+            *count = count.saturating_add(by);
+            *total += count.unsigned_abs() as usize;
+            if *count == 0 {
+                copies.remove(&hash);
+            }
+        }
+        if copies.is_empty() {
+            self.groups.swap_remove(at);
+        } else if copies.capacity() > 64 && copies.len() * 4 < copies.capacity() {
+            copies.shrink_to(copies.len() * 2);
+        }
+        Some(())
+    }
+
+    /// Forgets the copies on a tier or of a group.
+    pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) {
+        let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
+        self.groups.retain(|Group { placement, .. }| {
+            tier.as_ref().is_some_and(|tier| *tier != placement.tier) || group.is_some_and(|group| group != placement.group)
+        });
+    }
+
+    /// How many hashes are exported.
+    pub fn len(&self) -> usize {
+        self.groups.iter().map(|group| group.total).sum()
+    }
+
+    /// Approximate heap bytes.
+    pub fn bytes(&self) -> usize {
+        let table =
+            |group: &Group| group.copies.capacity() * (size_of::<(u64, i32)>() + 1) + 2 * group.example.location.bytes();
+        self.groups.iter().map(table).sum::<usize>() + self.groups.capacity() * size_of::<Group>()
+    }
+
+    /// The copies by placement, in an order that does not depend on how they came about.
+    pub fn export(&self) -> Vec<Exported<'_>> {
+        let mut groups: Vec<&Group> = self.groups.iter().collect();
+        groups.sort_by(|one, other| {
+            let rank = |group: &Group| (group.placement.level(), group.placement.group);
+            (rank(one), &one.example.location).cmp(&(rank(other), &other.example.location))
+        });
+        groups.into_iter().map(Group::export).collect()
+    }
+}
+
+impl Group {
+    fn export(&self) -> Exported<'_> {
+        let mut copies: Vec<(u64, i32)> = self.copies.iter().map(|(&hash, &count)| (hash, count)).collect();
+        copies.sort_unstable();
+        let parts = |sign: i32| {
+            let hashes = copies
+                .iter()
+                .flat_map(|&(hash, count)| std::iter::repeat_n(hash, (count.saturating_mul(sign)).max(0) as usize));
+            let hashes: Vec<u64> = hashes.collect();
+            hashes.chunks(MAX_HASHES).map(<[u64]>::to_vec).collect()
+        };
+        Exported {
+            example: &self.example,
+            stored: parts(1),
+            removed: parts(-1),
+        }
+    }
+}

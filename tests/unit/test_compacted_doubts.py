@@ -1,0 +1,202 @@
+"""Compacted history against full history: what late consumers hold, how certain of it they are, and whether they agree with
+an attestation.
+
+Streams are arbitrary: stores and removals in a group with full attention, one with a sliding window and one of a kind that
+the index does not know, on two tiers, with and without an origin, with twins (blocks that share a hash) and clears.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import Any, Final
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.index import PrefixIndex
+from kvevents.publisher.compaction import Compactor, encode_snapshot
+from kvevents.stream import RawBatch
+from kvevents.wire import encode_batch
+from kvevents.wire.attestation import DIGEST_MASK, block_term
+
+WORKER: Final = ("engine", 0)
+SIZE: Final = 4
+FULL: Final[dict[str, Any]] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+WINDOW: Final[dict[str, Any]] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
+STATE: Final[dict[str, Any]] = {"group_idx": 2, "kv_cache_spec_kind": "mamba"}
+GROUPS: Final = (FULL, FULL, WINDOW, WINDOW, STATE)
+LENGTH: Final = 5
+"""Blocks of a prompt."""
+
+Bounds = dict[tuple[int, int, str, int], tuple[int, int]]
+
+
+def stored(
+    first: int, count: int, group: dict[str, Any], medium: str = "GPU", origin: str | None = None, prompt: int = 0
+) -> BlockStored:
+    """Blocks `first` and the following of a prompt. The hash of block n is n + 1 in all prompts, so prompts have twins."""
+    tokens = [1_000 * prompt + token for token in range(first * SIZE, (first + count) * SIZE)]
+    hashes = list(range(first + 1, first + count + 1))
+    return BlockStored(hashes, first or None, tokens, SIZE, medium=medium, origin=origin, **group)
+
+
+def removed(first: int, count: int, group: int, medium: str = "GPU", left: list[int] | None = None) -> BlockRemoved:
+    counts = None if left is None else left[:count]
+    return BlockRemoved(list(range(first + 1, first + count + 1)), medium, group, remaining_copy_counts=counts)
+
+
+def ranges() -> st.SearchStrategy[tuple[int, int]]:
+    return st.integers(0, LENGTH - 1).flatmap(lambda first: st.tuples(st.just(first), st.integers(1, LENGTH - first)))
+
+
+def stores(prompts: int) -> st.SearchStrategy[KVEvent]:
+    media, origins = st.sampled_from(("GPU", "GPU", "GPU", "CPU")), st.sampled_from((None, None, "REUSED", "NEW"))
+    return st.builds(
+        lambda blocks, group, medium, origin, prompt: stored(blocks[0], blocks[1], group, medium, origin, prompt),
+        ranges(),
+        st.sampled_from(GROUPS),
+        media,
+        origins,
+        st.integers(0, prompts - 1),
+    )
+
+
+def events(prompts: int) -> st.SearchStrategy[KVEvent]:
+    media = st.sampled_from(("GPU", "GPU", "GPU", "CPU"))
+    left = st.one_of(st.none(), st.none(), st.none(), st.lists(st.integers(0, 3), min_size=LENGTH, max_size=LENGTH))
+    removals = st.builds(
+        lambda blocks, group, medium, left: removed(blocks[0], blocks[1], group, medium, left),
+        ranges(),
+        st.integers(0, 2),
+        media,
+        left,
+    )
+    scopes = st.sampled_from(({"medium": "GPU"}, {"medium": "CPU"}, {"group_idx": 1}, {"group_idx": 2}, None))
+    clears = st.builds(AllBlocksCleared, unrecognised=scopes)
+    return st.one_of(stores(prompts), stores(prompts), stores(prompts), removals, removals, removals, clears)
+
+
+class Consumer:
+    """An index that is fed one stream."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.seq = -1
+
+    def send(self, batch: list[KVEvent]) -> Any:
+        self.seq += 1
+        return self.index.apply(RawBatch(*WORKER, 0, self.seq, False, encode_batch(KVEventBatch(1.0, batch)))).report
+
+    @property
+    def bounds(self) -> Bounds:
+        """The fewest and the most copies of each block, by key, hash, tier and group."""
+        return {
+            (block.key, block.hash, block.tier, block.group): (block.certain_copies, block.copies)
+            for block in self.index.blocks(WORKER)
+        }
+
+    def attests(self, attestation: int) -> bool:
+        """Whether it holds what an engine attests. The state is a copy, so that nothing becomes certain by it."""
+        other, file = PrefixIndex(), io.BytesIO()
+        self.index.snapshot(file)
+        file.seek(0)
+        other.restore(file)
+        heartbeat = Heartbeat("f" * 32, 5.0, attestation=attestation)
+        payload = encode_batch(KVEventBatch(1.0, [BlockRemoved([], heartbeat=heartbeat)]))
+        report = other.apply(RawBatch(*WORKER, 0, self.seq + 1, False, payload)).report
+        assert report is not None
+        assert report.attestation_matches is not None
+        return report.attestation_matches
+
+
+class States:
+    """Copies of blocks of the group of an unknown kind, on the device: no index shows them."""
+
+    def __init__(self) -> None:
+        self.copies: Counter[int] = Counter()
+        self.is_known = False
+        """Whether a store has said of which kind the group is."""
+
+    def apply(self, event: KVEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            scope = event.unrecognised or {}
+            if scope.get("medium", "GPU") == "GPU" and scope.get("group_idx", 2) == 2:
+                self.copies.clear()
+            return
+        if event.group_idx != 2 or not isinstance(event, BlockStored | BlockRemoved):
+            return
+        is_store = isinstance(event, BlockStored)
+        self.is_known |= is_store
+        if event.medium == "GPU" and self.is_known:
+            (self.copies.update if is_store else self.copies.subtract)(event.block_hashes)
+
+    @property
+    def digest(self) -> int:
+        return sum(count * block_term(each, 2) for each, count in self.copies.items())
+
+
+def late_consumer(compactor: Compactor) -> Consumer | None:
+    """A consumer that receives the compacted history; None if no order of events can express it."""
+    late, history = Consumer(), compactor.events()
+    if history is None:
+        assert compactor.unavailable_reason is None
+        return None
+
+    def send(batch: KVEventBatch) -> bytes:
+        late.send(batch.events)
+        return b""
+
+    encode_snapshot(history, 1.0, 0, send, 1 << 62)
+    return late
+
+
+def check(batches: list[list[KVEvent]], cut: int) -> None:
+    """A late consumer that receives the history before `cut` compacted is at no time more certain than one that saw all."""
+    full, states, compactor, late = Consumer(), States(), Compactor.create(), None
+    assert compactor is not None
+    for at, batch in enumerate([*batches, []]):
+        if at == cut:
+            late = late_consumer(compactor)
+            if late is None:
+                return
+        full.send(batch)
+        for event in batch:
+            states.apply(event)
+        compactor.append(encode_batch(KVEventBatch(1.0, batch)))
+        if late is None:
+            continue
+        late.send(batch)
+        known, seen = full.bounds, late.bounds
+        assert {block: most for block, (_, most) in seen.items()} == {block: most for block, (_, most) in known.items()}
+        assert {block: least for block, (least, _) in seen.items() if least > known[block][0]} == {}
+        assert late.index.digest(WORKER) == full.index.digest(WORKER)
+        assert late.index.worker(WORKER).uncertain >= full.index.worker(WORKER).uncertain
+        if not full.index.worker(WORKER).orphans:
+            held = sum(most * block_term(hash_, group) for (_, hash_, tier, group), (_, most) in known.items() if tier == "gpu")
+            attestation = (held + states.digest) & DIGEST_MASK
+            assert full.attests(attestation)
+            assert late.attests(attestation)
+
+
+def histories(prompts: int) -> st.SearchStrategy[list[list[KVEvent]]]:
+    return st.lists(st.lists(events(prompts), min_size=1, max_size=4), min_size=1, max_size=14)
+
+
+REPORT: Final[list[KVEvent]] = [stored(0, 4, FULL), stored(0, 4, WINDOW)]
+"""What vLLM announces of a hit, of blocks too that the window does not hold."""
+
+
+@given(histories(1), st.integers(0, 14))
+@example([[*REPORT], [removed(0, 2, 1)], REPORT], 3)
+@example([[stored(0, 2, STATE)], [removed(0, 3, 2)], [AllBlocksCleared({"medium": "CPU"})]], 2)
+def test_a_late_consumer_is_never_more_certain(batches: list[list[KVEvent]], cut: int) -> None:
+    """Of one prompt: copies, reports of hits, and windows that a report announces and the engine does not hold."""
+    check(batches, min(cut, len(batches)))
+
+
+@given(histories(3), st.integers(0, 14))
+def test_a_late_consumer_of_twins_is_never_more_certain(batches: list[list[KVEvent]], cut: int) -> None:
+    """Of several prompts whose blocks share their hashes."""
+    check(batches, min(cut, len(batches)))
