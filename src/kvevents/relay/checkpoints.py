@@ -19,10 +19,9 @@ import msgspec
 from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.index import Applied
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
-from kvevents.relay.encoding import DialectEncoder, encode_parts
 from kvevents.relay.journal import ForwardedBatch, Journal, Origin, Recovered
 from kvevents.relay.ownership import UpstreamBlocks
-from kvevents.relay.sequencer import OWN_UPSTREAM, RETRACTION_OFFSET, IndexedStream, Sequencer
+from kvevents.relay.sequencer import OWN_UPSTREAM, RETRACTION_OFFSET, DialectEncoder, IndexedStream, Sequencer, encode_parts
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, Upstreams, resume_point

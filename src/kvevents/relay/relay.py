@@ -45,9 +45,15 @@ from kvevents.publisher.compaction import Compactor
 from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.checkpoints import CheckpointWriter, restore
-from kvevents.relay.encoding import DialectEncoder, encode_parts
 from kvevents.relay.journal import Disk, Journal, JournalStats
-from kvevents.relay.sequencer import RETRACTION_OFFSET, HeartbeatSchedule, IndexedStream, Sequencer
+from kvevents.relay.sequencer import (
+    RETRACTION_OFFSET,
+    DialectEncoder,
+    HeartbeatSchedule,
+    IndexedStream,
+    Sequencer,
+    encode_parts,
+)
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
 from kvevents.relay.transform import PassThrough, Transform, received_streams

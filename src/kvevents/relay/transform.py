@@ -15,9 +15,8 @@ import msgspec
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex, tier_of
-from kvevents.relay.encoding import encode_parts, last_heartbeat, loses_events, without_heartbeats
 from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
-from kvevents.relay.sequencer import IndexedStream, Sequencer
+from kvevents.relay.sequencer import IndexedStream, Sequencer, encode_parts, last_heartbeat, loses_events, without_heartbeats
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.stream import BatchReport, RawBatch
 from kvevents.weights import TIERS
