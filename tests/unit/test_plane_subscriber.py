@@ -336,3 +336,19 @@ def test_no_bridge_is_believed_to_be_alive_for_longer_than_beats_may_be_apart() 
     assert found.trust("engine") == Trust.EXACT
     now += 1
     assert found.trust("engine") == Trust.STALE
+
+
+@pytest.mark.parametrize(("digest_matches", "diverged"), [(True, 0), (None, 1)])
+def test_an_attestation_is_about_the_index_only_if_no_digest_says_otherwise(digest_matches: bool | None, diverged: int) -> None:
+    """An index with the engine's digest is what the log says, so building it again would not help."""
+    found = followed()
+    found.put(0, [pushed(2, batched(1, b"x"), batched(2, b"y"), batched(3, b"z"))])
+    first, second, third = found.receive_many(timeout=0.0)
+    found.report(first, BatchReport(digest_matches=True, attestation_matches=True))
+    assert (found.trust("engine"), found.trust("engine").attested) == (Trust.EXACT, True)
+    found.report(second, BatchReport(digest_matches=digest_matches, attestation_matches=False))
+    assert found.status("engine").degraded_reasons == {DegradedReason.UNATTESTED}
+    assert found.trust("engine").reason == "the engine's own cache differs from the log"
+    found.report(third, BatchReport(attestation_matches=True))
+    assert found.trust("engine").attested
+    assert found.diverged == diverged

@@ -54,6 +54,7 @@ _REASONS: Final[Mapping[DegradedReason, str]] = {
     DegradedReason.LOST: "the log lacks batches",
     DegradedReason.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
     DegradedReason.DIVERGED: "the engine's digest differs from the log",
+    DegradedReason.UNATTESTED: "the engine's own cache differs from the log",
     DegradedReason.SENDER: "the engine does not trust its own events, or its snapshot is incomplete",
 }
 
@@ -94,9 +95,10 @@ class _Observed:
     """Number of the batch with the newest heartbeat."""
 
     def add_report(self, seq: int, report: BatchReport) -> bool:
-        """Add the report about batch `seq`. Return whether the engine's digest differs for no known reason.
+        """Add the report about batch `seq`. Return whether the index differs from the engine for no known reason.
 
-        As in `kvevents.stream`, a clear or an equal digest ends only older doubts, whenever it is reported.
+        As in `kvevents.stream`, a clear, an equal digest or an attestation that agrees ends only older doubts, whenever it is
+        reported. An index with the engine's digest is what the log says, so an attestation that differs is not about the index.
         """
         doubts = self.doubts
         if report.cleared:
@@ -115,10 +117,12 @@ class _Observed:
             self.snapshot_end = -1
         if report.digest_matches:
             doubts.match_digest(seq)
-        if report.digest_matches is not False:
-            return False
-        explained = doubts.explains(seq)
-        return doubts.record_digest_mismatch(seq) and not explained
+        if report.attestation_matches:
+            doubts.match_attestation(seq)
+        is_explained = report.digest_matches is True or doubts.explains(seq)
+        is_unattested = report.attestation_matches is False and doubts.mismatch_attestation(seq)
+        is_diverged = report.digest_matches is False and doubts.record_digest_mismatch(seq)
+        return (is_diverged or is_unattested) and not is_explained
 
 
 class LogSubscriber:
@@ -141,7 +145,7 @@ class LogSubscriber:
         self.registrations: Mapping[StreamKey, bytes] = {}
         """Registrations of the joined streams; replaced as a whole."""
         self.diverged = 0
-        """Number of engines' heartbeats whose digest differed for no known reason."""
+        """Number of engines' heartbeats from which the index differed for no known reason."""
         self.digests: dict[int, tuple[PartitionDigest, ...]] = {}
         """By partition, the newest digest for each of `ReaderLimits.digest_intervals`, without repetitions."""
         self._digests_by_interval: dict[int, dict[int, PartitionDigest]] = {}
@@ -376,7 +380,10 @@ class LogSubscriber:
             return
         key = (delivery.source, delivery.rank)
         if report.heartbeat is not None:
-            self._counters.setdefault(key, StreamCounters()).heartbeats += 1
+            counters = self._counters.setdefault(key, StreamCounters())
+            counters.heartbeats += 1
+            counters.attestations_matched += report.attestation_matches is True
+            counters.attestations_mismatched += report.attestation_matches is False
         observed = self._observed.get(key)
         if observed is not None and observed.incarnation == delivery.incarnation:
             # A difference with a known reason is not counted: another index of the same log would differ too.
@@ -403,7 +410,7 @@ class LogSubscriber:
             return Trust.REPLAYING.with_reason("a snapshot of the engine is being read")
         if observed.doubts:
             return Trust.DEGRADED.with_reason("; ".join(sorted(_REASONS[doubt] for doubt in observed.doubts)))
-        return reported
+        return Trust.ATTESTED if observed.doubts.is_attested else reported
 
     def _reported(self, partition: int, stream: StreamState) -> Trust:
         """Return the best report of the bridges that are alive."""

@@ -280,7 +280,7 @@ class Replica:
         ):
             await self._register(build, *self._registrations(build))
         if build.subscriber.diverged and time.monotonic() - self._built_at > self.plane.replicas.rebuild_seconds:
-            build.rebuild_reason = "the digest of an engine differs from this index"
+            build.rebuild_reason = "the digest or the attestation of an engine differs from this index"
         self._set_fault(build.fault)
 
 

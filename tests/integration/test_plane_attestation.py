@@ -1,0 +1,102 @@
+"""Attestations of an engine behind a plane: replicas of a real service, built from the log of a real NATS server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import msgspec
+import pytest
+
+from attestation_cases import AttestingEngine
+from kvevents.events import AllBlocksCleared, BlockRemoved
+from kvevents.plane.bridge import Watch
+from kvevents.service.registration import Registration
+from nats_servers import NatsServer, nats_server, needs_nats
+from plane_cases import bridging, plane_at
+from relay_cases import block
+from service_cases import Service, serving, until
+
+pytestmark = needs_nats
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
+@pytest.fixture
+def engine() -> Iterator[AttestingEngine]:
+    with closing(AttestingEngine(buffer_steps=50)) as made:
+        yield made
+
+
+def watch_of(engine: AttestingEngine) -> Watch:
+    found = Registration(
+        instance="one", endpoint=engine.publisher.endpoint, replay_endpoint=engine.publisher.replay_endpoint, model="m"
+    )
+    return Watch(found.source(), msgspec.json.encode(found))
+
+
+def fill(engine: AttestingEngine, first: int, count: int = 60) -> None:
+    """Store blocks in two groups and tiers, some twice, and remove some. One group is of a kind unknown to the index."""
+    for number in range(first, first + count):
+        engine.publish(block(number), block(number, medium="CPU"), block(number, group_idx=1, kv_cache_spec_kind="mamba"))
+        if number % 3 == 0:
+            engine.publish(block(number))
+        if number % 4 == 0:
+            engine.publish(BlockRemoved([number], "GPU"), BlockRemoved([number], "CPU"))
+
+
+def until_attested(service: Service, engine: AttestingEngine) -> dict[str, Any]:
+    """Wait until a replica has all blocks of the engine and says that its engine attests them."""
+    blocks = len({hash_ for hash_, group in engine.cache if group == 0} | set(engine.elsewhere))
+
+    def look() -> dict[str, Any] | None:
+        found = service.sources().get(("one", 0))
+        return found if found and found["blocks"] == blocks and found["trust"]["attested"] else None
+
+    return until(f"{blocks} attested blocks", look)
+
+
+def test_replicas_are_attested_through_a_failover_and_a_late_start(server: NatsServer, engine: AttestingEngine) -> None:
+    """A second bridge takes over from the log's end. A replica that starts then has a snapshot, and pages after it."""
+    plane = plane_at(server.url, name="attested", partitions=1)
+    flags = ("--nats", server.url, "--plane", "attested", "--snapshot-seconds", "0.3")
+    with ExitStack() as first, serving(*flags, "--replica-name", "a") as early:
+        first.enter_context(bridging(plane, watch_of(engine), name="first"))
+        fill(engine, 0)
+        until_attested(early, engine)
+        with bridging(plane, watch_of(engine), name="second"):
+            first.close()
+            fill(engine, 100)
+            until_attested(early, engine)
+            engine.publish(AllBlocksCleared())
+            fill(engine, 200)
+            until_attested(early, engine)
+            with serving(*flags, "--replica-name", "b") as late:
+                found = until_attested(late, engine)
+            assert found["trust"]["state"] == "EXACT"
+
+
+def test_a_replica_says_that_the_engine_has_other_blocks(server: NatsServer, engine: AttestingEngine) -> None:
+    """It is DEGRADED while the engine attests what it has not announced. Its index is what the log says, so it is kept."""
+    plane = plane_at(server.url, name="unattested", partitions=1)
+    with bridging(plane, watch_of(engine)), serving("--nats", server.url, "--plane", "unattested") as service:
+        fill(engine, 0)
+        until_attested(service, engine)
+        engine.keep_a_secret(77)
+
+        def reasons() -> list[str]:
+            found: list[str] = service.source("one")["trust"]["reason_codes"]
+            return found
+
+        until("the difference", lambda: "unattested" in reasons())
+        assert service.trust("one")[0] == "DEGRADED"
+        assert "own cache" in service.trust("one")[1]
+        assert service.source("one")["blocks"] > 0
+        engine.keep_a_secret(0)
+        until_attested(service, engine)
+        assert "unattested" not in reasons()
