@@ -23,14 +23,16 @@ from cli_cases import RECORDING, RUN, Program, run
 from kvevents.cli import main
 from kvevents.cli.sim import compare as compare_module
 from kvevents.cli.sim import compare as parallel
-from kvevents.cli.sim.compare import WorkerError, progress_bars, run_policies
-from kvevents.cli.sim.workload_options import (
+from kvevents.cli.sim.compare import (
     DEFAULT_REQUESTS,
+    WorkerError,
     WorkloadOptions,
     add_fleet,
     add_workload,
+    progress_bars,
     read_fleet,
     read_workload,
+    run_policies,
 )
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES

@@ -18,8 +18,16 @@ from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span, duration, percentage, plural
 from kvevents.cli.options import add_output, add_wait_for_subscriber, no_subscriber, positive_int, positive_seconds
 from kvevents.cli.process import Stop
-from kvevents.cli.sim.compare import print_comparison, report_disagreements
-from kvevents.cli.sim.workload_options import WorkloadOptions, add_fleet, add_workload, positive, read_fleet, read_workload
+from kvevents.cli.sim.compare import (
+    WorkloadOptions,
+    add_fleet,
+    add_workload,
+    positive,
+    print_comparison,
+    read_fleet,
+    read_workload,
+    report_disagreements,
+)
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.live import LiveFleet, WorkerView
