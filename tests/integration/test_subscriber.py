@@ -1003,7 +1003,7 @@ def test_repaired_gaps_leave_no_timers() -> None:
     ticks = 0
     limits = replace(LIMITS, replay_timeout=0.4, reply_idle_timeout=0.2)
     with Subscriber(source, transport=transport, clock=transport.clock, limits=limits) as subscriber:
-        stream = subscriber._multiplexer._entry("e", 0).stream
+        stream = subscriber._multiplexer.entry("e", 0).stream
         tick = stream.tick
 
         def counted(now: float) -> None:

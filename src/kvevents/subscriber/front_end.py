@@ -153,7 +153,7 @@ class FrontEnd(Generic[BatchT]):
         Any thread may call this, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.
         """
         with self._lock:
-            return self._multiplexer.trust(name, rank)
+            return self._multiplexer.entry(name, rank).trust
 
     def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
         """Return (source, rank) and trust of each stream whose trust or reason has changed since the last call.
@@ -166,7 +166,7 @@ class FrontEnd(Generic[BatchT]):
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
         """Return trust, sequence numbers and counters of one stream. Raise `UnknownSourceError`."""
         with self._lock:
-            return self._multiplexer.status(name, rank)
+            return self._multiplexer.entry(name, rank).status()
 
     def statuses(self) -> list[StreamStatus]:
         """Return trust, sequence numbers and counters of every stream."""

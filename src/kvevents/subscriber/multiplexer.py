@@ -58,7 +58,7 @@ class StreamStatus:
     """Why there is no connection or no replay request, if that is known; "" otherwise. The subscriber retries."""
 
 
-class _StreamEntry:
+class StreamEntry:
     """A stream with its connection, its timer, and what it delivered since the application last took everything."""
 
     __slots__ = (
@@ -165,20 +165,20 @@ class Multiplexer(Generic[BatchT]):
         self._decode = decode_batch if decode else None
         self._messages_per_read = MESSAGES_PER_READ if decode else RAW_MESSAGES_PER_READ
         self._max_replays = max_concurrent_replays
-        self._entries: dict[tuple[str, int], _StreamEntry] = {}
-        self._by_connection: dict[Connection, _StreamEntry] = {}
-        self._unconsumed: set[_StreamEntry] = set()
+        self._entries: dict[tuple[str, int], StreamEntry] = {}
+        self._by_connection: dict[Connection, StreamEntry] = {}
+        self._unconsumed: set[StreamEntry] = set()
         """Streams with deliveries since `ready` was last empty."""
-        self._readable: dict[_StreamEntry, None] = {}
+        self._readable: dict[StreamEntry, None] = {}
         """Streams to read: a set that keeps its order, so that equal inputs give equal runs."""
-        self._changed: dict[_StreamEntry, None] = {}
+        self._changed: dict[StreamEntry, None] = {}
         """Streams whose trust may have changed since `trust_changes`."""
-        self._timers: list[tuple[float, int, _StreamEntry]] = []
+        self._timers: list[tuple[float, int, StreamEntry]] = []
         self._timer_count = 0
         self._next_incarnation = 0
         """No source that was removed has had this incarnation or a later one."""
-        self._replaying: set[_StreamEntry] = set()
-        self._replay_queue: deque[_StreamEntry] = deque()
+        self._replaying: set[StreamEntry] = set()
+        self._replay_queue: deque[StreamEntry] = deque()
 
     # --- sources
 
@@ -192,12 +192,12 @@ class Multiplexer(Generic[BatchT]):
         if resume is not None:
             stream.restore(resume)
         connection = self.transport.open(source)
-        self._entries[key] = self._by_connection[connection] = entry = _StreamEntry(stream, connection, first)
+        self._entries[key] = self._by_connection[connection] = entry = StreamEntry(stream, connection, first)
         self._readable[entry] = self._changed[entry] = None
 
     def remove(self, name: str, rank: int) -> None:
         """Stop following a source. Raise `UnknownSourceError`."""
-        entry = self._entry(name, rank)
+        entry = self.entry(name, rank)
         del self._entries[name, rank]
         self._next_incarnation = max(self._next_incarnation, entry.stream.incarnation + 1)
         self._readable.pop(entry, None)
@@ -207,7 +207,8 @@ class Multiplexer(Generic[BatchT]):
             self._replay_queue.remove(entry)
         self._close_connection(entry)
 
-    def _entry(self, name: str | None, rank: int) -> _StreamEntry:
+    def entry(self, name: str | None, rank: int) -> StreamEntry:
+        """Return a stream that is followed; `name` can be None if there is only one. Raise `UnknownSourceError`."""
         if name is None and len(self._entries) == 1:
             return next(iter(self._entries.values()))
         entry = self._entries.get((name or "", rank))
@@ -216,26 +217,18 @@ class Multiplexer(Generic[BatchT]):
             raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {known}")
         return entry
 
-    def status(self, name: str | None, rank: int) -> StreamStatus:
-        """Return the state of one stream."""
-        return self._entry(name, rank).status()
-
     def statuses(self) -> list[StreamStatus]:
         """Return the state of all streams, in the order in which they were added."""
         return [entry.status() for entry in self._entries.values()]
 
     def checkpoint(self, name: str | None, rank: int) -> Checkpoint:
         """Return a checkpoint of one stream."""
-        return self._entry(name, rank).checkpoint({id(delivery) for delivery in self.ready})
+        return self.entry(name, rank).checkpoint({id(delivery) for delivery in self.ready})
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return checkpoints of all streams, in the order in which they were added."""
         ready = {id(delivery) for delivery in self.ready}
         return [entry.checkpoint(ready) for entry in self._entries.values()]
-
-    def trust(self, name: str | None, rank: int) -> Trust:
-        """Return the trust of one stream."""
-        return self._entry(name, rank).trust
 
     def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
         """Return source, rank and trust of each stream whose trust or reason has changed since the last call."""
@@ -311,7 +304,7 @@ class Multiplexer(Generic[BatchT]):
         ready.clear()
         return taken
 
-    def _collect(self, entry: _StreamEntry, now: float) -> None:
+    def _collect(self, entry: StreamEntry, now: float) -> None:
         """Take deliveries, the replay request and the deadline from a stream after it was fed."""
         deliveries = entry.stream.deliveries()
         if deliveries:
@@ -327,7 +320,7 @@ class Multiplexer(Generic[BatchT]):
                 entry.error = ""
         self._schedule(entry)
 
-    def _request_replay(self, entry: _StreamEntry, now: float) -> None:
+    def _request_replay(self, entry: StreamEntry, now: float) -> None:
         if entry not in self._replaying:
             if len(self._replaying) >= self._max_replays:
                 if not entry.is_queued:
@@ -355,7 +348,7 @@ class Multiplexer(Generic[BatchT]):
                 self._request_replay(entry, now)
                 self._schedule(entry)
 
-    def _schedule(self, entry: _StreamEntry) -> None:
+    def _schedule(self, entry: StreamEntry) -> None:
         due = entry.deadline()
         if due is not None and (entry.timer is None or due < entry.timer):
             entry.timer = due
@@ -364,7 +357,7 @@ class Multiplexer(Generic[BatchT]):
 
     # --- connections and their failures
 
-    def _read(self, entry: _StreamEntry, now: float) -> None:
+    def _read(self, entry: StreamEntry, now: float) -> None:
         if entry.connection is None:
             return
         try:
@@ -377,14 +370,14 @@ class Multiplexer(Generic[BatchT]):
             entry.stream.disconnected()
             self._schedule_reopen(entry, error, now)
 
-    def _run_connection_timer(self, entry: _StreamEntry, now: float) -> None:
+    def _run_connection_timer(self, entry: StreamEntry, now: float) -> None:
         if entry.connection is None:
             if entry.reopen_at <= now:
                 self._reopen(entry, now)
         elif (due := entry.connection.deadline()) is not None and due <= now:
             self._read(entry, now)
 
-    def _reopen(self, entry: _StreamEntry, now: float) -> None:
+    def _reopen(self, entry: StreamEntry, now: float) -> None:
         try:
             connection = self.transport.open(entry.stream.source)
         except EndpointError as error:
@@ -395,17 +388,17 @@ class Multiplexer(Generic[BatchT]):
         self._by_connection[connection] = entry
         self._readable[entry] = None
 
-    def _schedule_reopen(self, entry: _StreamEntry, error: EndpointError, now: float) -> None:
+    def _schedule_reopen(self, entry: StreamEntry, error: EndpointError, now: float) -> None:
         entry.reopen_at = now + entry.backoff.next_delay()
         self._set_error(entry, f"no connection: {error}")
 
-    def _set_error(self, entry: _StreamEntry, error: str) -> None:
+    def _set_error(self, entry: StreamEntry, error: str) -> None:
         """Store an error, and log it if it is not the one that was logged before."""
         if entry.error != error:
             entry.error = error
             log.warning("%s: %s; retrying", entry.label, error)
 
-    def _close_connection(self, entry: _StreamEntry) -> None:
+    def _close_connection(self, entry: StreamEntry) -> None:
         self._replaying.discard(entry)
         if entry.connection is not None:
             del self._by_connection[entry.connection]
