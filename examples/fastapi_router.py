@@ -32,7 +32,7 @@ def application(urls: Sequence[str], sources: Sequence[Source]) -> FastAPI:
     router = Router(
         policy("prefix-aware"),
         index,
-        trust=lambda worker: subscriber.trust(*worker).name,
+        trust=lambda worker: subscriber.trust(*worker),
         overlay_seconds=2.0,  # a burst of like prompts follows the first of them before events confirm it
     )
     url_of = {source.label: url for source, url in zip(sources, urls, strict=True)}

@@ -30,7 +30,7 @@ def route_prompts(sources: Sequence[Source]) -> None:
     """Choose an engine for each prompt of the input."""
     index = PrefixIndex()
     with Subscriber(sources, decode=False, sink=index) as subscriber:
-        router = Router(policy("prefix-aware"), index, trust=lambda worker: subscriber.trust(*worker).name)
+        router = Router(policy("prefix-aware"), index, trust=lambda worker: subscriber.trust(*worker))
         for source in sources:
             router.add((source.label, 0))
         threading.Thread(target=follow, args=(subscriber,), daemon=True).start()

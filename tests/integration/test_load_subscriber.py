@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
@@ -20,6 +19,7 @@ from kvevents.service.registration import Registration
 from kvevents.subscriber import LoadSettings, LoadSource, LoadSubscriber
 from kvevents.subscriber.load_readings import MAX_METRICS_BYTES
 from kvevents.wire.load import EngineLoad
+from load_cases import RECORDED, LoadServer
 from ports import quiet_port
 
 WORKER = ("a", 0)
@@ -191,55 +191,17 @@ def test_discovery_reads_the_load_endpoint_of_sglang(port: int | None, expected:
 # --- polled servers
 
 
-class Server:
-    """An HTTP server of an engine, whose answers a test sets."""
-
-    def __init__(self) -> None:
-        self.status, self.body = 200, RECORDED
-        self.release = threading.Event()
-        self.release.set()
-        self.requests: list[str] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                outer.requests.append(self.path)
-                outer.release.wait(DEADLINE)
-                self.send_response(outer.status)
-                self.send_header("Content-Length", str(len(outer.body)))
-                self.end_headers()
-                self.wfile.write(outer.body)
-
-            def log_message(self, *_: object) -> None:
-                """Nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self.release.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 @pytest.fixture(name="server")
-def running_server() -> Iterator[Server]:
-    found = Server()
+def running_server() -> Iterator[LoadServer]:
+    found = LoadServer()
     yield found
     found.close()
 
 
-RECORDED = (Path(__file__).parents[1] / "data" / "vllm_metrics.txt").read_bytes()
 QUICK = LoadSettings(max_age_seconds=0.5, poll_seconds=0.05, request_seconds=0.3)
 
 
-def test_a_server_is_polled_once_for_all_its_ranks(server: Server) -> None:
+def test_a_server_is_polled_once_for_all_its_ranks(server: LoadServer) -> None:
     """One request brings the load of both; what changes is read again; a rank that is removed is not read."""
     sources = [LoadSource(server.url, "a", rank) for rank in range(2)]
     with LoadSubscriber(sources, settings=LoadSettings(poll_seconds=0.05)) as loads:
@@ -257,7 +219,7 @@ def test_a_server_is_polled_once_for_all_its_ranks(server: Server) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvevents-load")]
 
 
-def test_a_server_that_fails_is_unknown_with_a_reason_and_comes_back(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_fails_is_unknown_and_comes_back(server: LoadServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvevents.subscriber.load_polling")
     with LoadSubscriber([LoadSource(server.url, "a")], settings=QUICK) as loads:
         until(lambda: loads.load(WORKER) is not None)
@@ -282,7 +244,7 @@ def test_a_server_that_fails_is_unknown_with_a_reason_and_comes_back(server: Ser
     ], "once when it begins, and once when it ends"
 
 
-def test_an_answer_that_is_too_large_and_a_server_that_is_not_there_are_unknown(server: Server) -> None:
+def test_an_answer_that_is_too_large_and_a_server_that_is_not_there_are_unknown(server: LoadServer) -> None:
     server.body = b"#" * (MAX_METRICS_BYTES + 1)
     sources = [LoadSource(server.url, "a"), LoadSource(f"http://127.0.0.1:{quiet_port()}", "b")]
     with LoadSubscriber(sources, settings=QUICK) as loads:
@@ -291,8 +253,8 @@ def test_an_answer_that_is_too_large_and_a_server_that_is_not_there_are_unknown(
         assert loads.load(WORKER) is loads.load(("b", 0)) is None
 
 
-def test_a_server_that_hangs_delays_neither_others_nor_the_end(server: Server) -> None:
-    other = Server()
+def test_a_server_that_hangs_delays_neither_others_nor_the_end(server: LoadServer) -> None:
+    other = LoadServer()
     try:
         server.release.clear()
         settings = LoadSettings(poll_seconds=0.05, request_seconds=DEADLINE)

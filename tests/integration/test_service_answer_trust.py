@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from kvevents.events import BlockStored
+from load_cases import load_server
 from nats_servers import NATS_SERVER, nats_server
 from plane_cases import bridging, plane_at
 from service_cases import BLOCK, COMMAND, DEADLINE, MODEL, Client, engines, prompt, serving, until
@@ -70,12 +71,17 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         pytest.skip("no NATS server")
     with ExitStack() as stack:
         made = stack.enter_context(engines(3))
-        settings: dict[str, dict[str, Any]] = {"twice": {}, "once": {}, "lmcache": {"stores_only": ["cpu"]}}
+        twice, once = (stack.enter_context(load_server(*load)) for load in ((900, 100), (1, 1)))
+        settings: dict[str, dict[str, Any]] = {
+            "twice": {"load": twice.url},
+            "once": {"load": once.url},
+            "lmcache": {"stores_only": ["cpu"]},
+        }
         found: list[Client] = []
         if request.param == "shards":
             server = stack.enter_context(nats_server(tmp_path_factory.mktemp("nats")))
             watches = [
-                watch_of(name, each, **{key: tuple(value) for key, value in more.items()})
+                watch_of(name, each, **{key: value if key == "load" else tuple(value) for key, value in more.items()})
                 for (name, more), each in zip(settings.items(), made, strict=True)
             ]
             stack.enter_context(bridging(plane_at(server.url, name="trust", partitions=16), *watches))
@@ -93,6 +99,7 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         made[2].store(PROMPT[BLOCK:], parent=made[2].store(PROMPT[:BLOCK]), medium="CPU")
         for client in found:
             until("all sources to be EXACT", lambda: are_exact(client))  # noqa: B023
+            until("loads", lambda: reported(client) == {"twice": 1000, "once": 2, "lmcache": None})  # noqa: B023
             until("all batches", lambda: certain_tokens(client) == {"twice": 48, "once": 32, "lmcache": 64})  # noqa: B023
         yield found
 
@@ -100,6 +107,11 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def are_exact(client: Client) -> bool:
     client.confirm()
     return [each["trust"]["state"] for each in client.get("/v1/sources").json["sources"]] == ["EXACT"] * 3
+
+
+def reported(client: Client) -> dict[str, int | None]:
+    loads = {each["instance"]: each["load"] for each in client.get("/v1/sources").json["sources"]}
+    return {name: None if load is None else load["running"] + load["waiting"] for name, load in loads.items()}
 
 
 def certain_tokens(client: Client) -> dict[str, int]:
@@ -154,15 +166,35 @@ def test_only_a_prompt_with_such_blocks_is_uncertain(ways: list[Ask]) -> None:
 
 
 def test_a_selection_believes_such_blocks_less(ways: list[Ask]) -> None:
-    """Of two that hold all of the prompt, the one whose blocks might be gone has half the credit."""
+    """What might be gone, and what is on a tier without removals, has half the credit of what is exact."""
     for ask in ways:
-        asked = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "tiers": {"cpu": 1.0}}
-        chosen = ask("select", asked)
-        assert chosen["instance"] == "lmcache"
-        uncached = {row["instance"]: row["uncached"] for row in chosen["considered"]}
-        assert uncached == {"lmcache": 0.0, "once": 0.5, "twice": 0.5}
-        twice = next(row for row in chosen["considered"] if row["instance"] == "twice")
-        assert twice["trust"]["reason_codes"] == ["uncertain-copies"]
+        asked = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "load_weight": 0.0}
+        considered = {row["instance"]: row for row in ask("select", asked)["considered"]}
+        uncached = {name: row["uncached"] for name, row in considered.items()}
+        host = 3 * BLOCK * 0.8 * 0.5
+        assert uncached == pytest.approx({"lmcache": 1 - (BLOCK + host) / len(PROMPT), "once": 0.5, "twice": 0.5})
+        assert considered["twice"]["trust"]["reason_codes"] == ["uncertain-copies"]
+        assert {name: row["inexact_tiers"] for name, row in considered.items()} == {
+            "twice": [],
+            "once": [],
+            "lmcache": ["cpu"],
+        }
+
+
+def test_a_selection_counts_the_requests_of_engines(ways: list[Ask]) -> None:
+    """Two engines report their load; what a third one has is unknown, so it counts as their mean."""
+    for ask in ways:
+        asked = {"model": MODEL, "tokens": [1], "explain": True}
+        answer = ask("select", asked)
+        assert answer["load_from"] == "engines"
+        rows = {row["instance"]: row for row in answer["considered"]}
+        assert rows["lmcache"].get("requests") is None
+        # Selections of this suite since the newest report count too, so there may be more than reported.
+        assert rows["twice"]["requests"] > rows["once"]["requests"] >= 2
+        assert rows["lmcache"]["load"] == pytest.approx(0.1)
+        assert rows["once"]["load"] < 0.1 < rows["twice"]["load"]
+        given = ask("select", {**asked, "candidates": [{"instance": "twice", "load": 0.0}, {"instance": "once", "load": 5.0}]})
+        assert (given["instance"], given["load_from"]) == ("twice", "request")
 
 
 def test_sources_show_tiers_without_removals_and_blocks_that_might_be_gone(clients: list[Client]) -> None:

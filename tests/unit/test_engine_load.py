@@ -69,3 +69,13 @@ def test_the_router_counts_the_requests_that_other_routers_sent() -> None:
     assert router.route("next", [1, 2, 3]).worker == ("a", 0), "a reading that is gone costs its signal only"
     reports["b", 0] = EngineLoad(0, 0, 0, 0)
     assert router.route("last", [1, 2, 3]).worker == ("a", 0), "requests that the engine has not reported yet count"
+
+
+def test_waiting_requests_of_an_engine_that_reports_no_tokens_count() -> None:
+    """vLLM reports how many requests wait, and not how long they are."""
+    router = Router(LeastLoaded(), engine_load={("a", 0): EngineLoad(0, 3, 0, 0), ("b", 0): EngineLoad(2, 0, 0, 0)}.get)
+    for worker in (("a", 0), ("b", 0)):
+        router.add(worker)
+    decision = router.route("r", [1, 2, 3])
+    assert decision.worker == ("b", 0)
+    assert {one.worker: one.load for one in decision.scored} == {("a", 0): 3 * 256.0, ("b", 0): 2 * 256.0}

@@ -19,6 +19,7 @@ from kvevents.service.reasons import Reason
 from kvevents.service.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.selection import SelectError, Standing, select
 from kvevents.weights import DISTANCE_LOST, State
+from kvevents_native._native import EngineLoads
 
 PROMPT = list(range(100))
 STATES: list[State] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
@@ -42,14 +43,18 @@ def choose(
     held: dict[int, WorkerMatch],
     states: dict[int, State] | None = None,
     ties: Ties | None = None,
+    loads: EngineLoads | None = None,
+    stores_only: tuple[str, ...] = (),
     **changes: Any,
 ) -> Selection:
-    """`held` and `states` are keyed by the number of the worker; a worker without a state is EXACT."""
+    """`held` and `states` are keyed by the number of the worker; a worker without a state is EXACT. All are followed."""
     request = SelectRequest(model="m", **{"tokens": PROMPT, "explain": True, "tie": "first", **changes})
-    standings = {(one.instance, one.rank): EXACT for one in candidates}
-    standings |= {(f"w{place}", 0): Standing.of(TrustStatus(state)) for place, state in (states or {}).items()}
+    standings = {(one.instance, one.rank): EXACT._replace(source=one.instance, stores_only=stores_only) for one in candidates}
+    for place, state in (states or {}).items():
+        known = standings[f"w{place}", 0]
+        standings[f"w{place}", 0] = Standing.of(TrustStatus(state))._replace(source=known.source, stores_only=stores_only)
     hits = {(f"w{place}", 0): hit for place, hit in held.items()}
-    return select(request, candidates, hits, standings, ties or Ties(Random(1)))
+    return select(request, candidates, hits, standings, ties or Ties(Random(1)), loads or EngineLoads(60.0))
 
 
 def scores(selected: Selection) -> dict[Worker, ScoredCandidate]:
@@ -131,7 +136,7 @@ def test_trust_that_the_request_weighs() -> None:
 def test_a_worker_without_a_subscriber_gets_no_credit() -> None:
     """Its trust says so too."""
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
-    found = select(request, candidates_of(0), {("w0", 0): held_of(gpu=100)}, {}, Ties(Random()))
+    found = select(request, candidates_of(0), {("w0", 0): held_of(gpu=100)}, {}, Ties(Random()), EngineLoads(60.0))
     assert score(found, 0).uncached == 1.0
     assert score(found, 0).trust == TrustStatus("STALE", "this service does not follow it", (Reason.NOT_FOLLOWED,))
 
@@ -153,7 +158,7 @@ def test_ranks_are_workers_of_their_own() -> None:
     """The same instance with another rank holds something else."""
     candidates = [Candidate(instance="w", rank=rank) for rank in (0, 1)]
     request = SelectRequest(model="m", tokens=PROMPT)
-    found = select(request, candidates, {("w", 1): held_of(gpu=50)}, {("w", 1): EXACT}, Ties(Random()))
+    found = select(request, candidates, {("w", 1): held_of(gpu=50)}, {("w", 1): EXACT}, Ties(Random()), EngineLoads(60.0))
     assert (found.instance, found.rank, found.considered) == ("w", 1, None)
 
 
@@ -305,9 +310,9 @@ def test_a_worker_that_cannot_be_reached_is_lost_before_its_first_event() -> Non
     refused = Standing(TrustStatus("CONNECTING", "nothing listens at tcp://127.0.0.1:1"), DISTANCE_LOST)
     request = SelectRequest(model="m", tokens=PROMPT, explain=True)
     fleet = candidates_of(0, 9, 9)
-    found = select(request, fleet[:2], {}, {("w0", 0): refused}, Ties(Random()))
+    found = select(request, fleet[:2], {}, {("w0", 0): refused}, Ties(Random()), EngineLoads(60.0))
     assert (found.instance, found.trust.reason) == ("w1", "this service does not follow it")
-    found = select(request, fleet, {}, {("w0", 0): refused, ("w2", 0): EXACT}, Ties(Random()))
+    found = select(request, fleet, {}, {("w0", 0): refused, ("w2", 0): EXACT}, Ties(Random()), EngineLoads(60.0))
     assert found.instance == "w2"
     assert found.why.endswith("the best of 1; 2 without a connection were left out.")
 
@@ -396,7 +401,7 @@ def test_why_is_a_sentence() -> None:
     )
     request = SelectRequest(model="m", tokens=PROMPT, tie="rotate")
     lost = Standing.of(TrustStatus("STALE", "connection lost"))
-    why = select(request, candidates_of(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1))).why
+    why = select(request, candidates_of(0, 0), {}, {("w0", 0): lost, ("w1", 0): lost}, Ties(Random(1)), EngineLoads(60.0)).why
     assert why.endswith("score 1.000, one of 2 equally good candidates, chosen in turn; no candidate is connected.")
     assert "is STALE (connection lost), holds 0 of 100 tokens, must compute 100%" in why
 
@@ -417,3 +422,101 @@ def test_candidates_that_cannot_be_chosen_from(candidates: list[Candidate], reas
     assert isinstance(caught.value, UsageError)
     assert (caught.value.reason, str(caught.value)) == (reason, sentence)
     assert caught.value.hint
+
+
+# --- tiers without removals and loads of engines ------------------------------------------------------------------------------
+
+
+def test_what_an_exact_worker_holds_on_a_tier_without_removals_counts_as_degraded() -> None:
+    """40 tokens on the GPU are believed, and 60 more in host memory half, times what that tier is worth."""
+    held = {0: held_of(gpu=40, cpu=100)}
+    found = score(choose(candidates_of(0), held, stores_only=("cpu",)), 0)
+    assert found.uncached == pytest.approx(1 - (40 * 1.0 + 60 * 0.8 * 0.5) / 100)
+    assert found.inexact_tiers == ["cpu"]
+    assert found.trust.state == "EXACT"
+    believing = choose(candidates_of(0), held, stores_only=("cpu",), trust={"DEGRADED": 1.0})
+    assert score(believing, 0).uncached == pytest.approx(1 - (40 * 1.0 + 60 * 0.8) / 100)
+
+
+def test_tokens_stay_with_their_tier_though_a_slower_one_would_count_more() -> None:
+    """The prefix of the disk includes that of host memory, so it does not say that the disk has these tokens too."""
+    found = score(choose(candidates_of(0), {0: held_of(cpu=50, disk=70)}, stores_only=("cpu",)), 0)
+    assert found.uncached == pytest.approx(1 - (50 * 0.8 * 0.5 + 20 * 0.5) / 100)
+
+
+def test_another_medium_without_removals_counts_as_degraded() -> None:
+    for stores_only, believed in (((), 1.0), (("NVME",), 0.5)):
+        found = score(choose(candidates_of(0), {0: held_of(gpu=20, NVME=60)}, stores_only=stores_only), 0)
+        assert found.uncached == pytest.approx(1 - (20 * 1.0 + 40 * 0.5 * believed) / 100)
+
+
+@pytest.mark.parametrize("state", ["REPLAYING", "DEGRADED", "STALE"])
+def test_nothing_of_a_worker_that_is_not_exact_is_believed_less_again(state: State) -> None:
+    held = {0: held_of(gpu=40, cpu=100)}
+    found = choose(candidates_of(0), held, {0: state}, stores_only=("cpu",))
+    assert score(found, 0).uncached == score(choose(candidates_of(0), held, {0: state}), 0).uncached
+    assert score(found, 0).inexact_tiers == []
+
+
+def fleet_of(count: int) -> list[Candidate]:
+    return [Candidate(instance=f"w{place}") for place in range(count)]
+
+
+def test_the_loads_of_engines_count_if_the_request_gives_none() -> None:
+    """Requests and 4 more, over their mean. A worker without a report has the mean of the others."""
+    loads = EngineLoads(60.0)
+    loads.report("w0", 0, 6.0)
+    loads.report("w1", 0, 2.0)
+    found = choose(fleet_of(3), {}, loads=loads, load_weight=1.0)
+    assert (found.instance, found.load_from) == ("w1", "engines")
+    assert [score(found, place).load for place in range(3)] == pytest.approx([10 / 8, 6 / 8, 8 / 8])
+    assert [score(found, place).requests for place in range(3)] == [6.0, 2.0, None]
+    assert "and its load (2 requests) counts 0.75" in found.why
+    loads.report("w1", 0, 20.0)
+    loads.report("w0", 0, 20.0)
+    found = choose(fleet_of(3), {2: held_of(gpu=1)}, loads=loads)
+    assert "and its load (unknown, so the mean of the others) counts 0.10" in found.why
+
+
+def test_one_request_in_an_idle_fleet_does_not_outweigh_a_cached_prefix() -> None:
+    loads = EngineLoads(60.0)
+    loads.report("w0", 0, 1.0)
+    for place in range(1, 8):
+        loads.report(f"w{place}", 0, 0.0)
+    found = choose(fleet_of(8), {0: held_of(gpu=5)}, loads=loads)
+    assert found.instance == "w0", "its load is 1.2 times the mean, and not 8 times"
+
+
+def test_the_loads_of_a_request_count_alone() -> None:
+    loads = EngineLoads(60.0)
+    loads.report("w0", 0, 100.0)
+    found = choose([*candidates_of(0.0), Candidate(instance="w1")], {}, loads=loads)
+    assert (found.load_from, found.instance) == ("request", "w0")
+    assert [one.requests for one in scores(found).values()] == [None, None]
+    assert choose(fleet_of(2), {}).load_from == "none"
+
+
+def test_selections_since_a_report_count_as_requests() -> None:
+    """Otherwise every prompt until the next report would go to the worker that was the least loaded at the last one."""
+    loads, ties = EngineLoads(60.0), Ties(Random(1))
+    for place in range(3):
+        loads.report(f"w{place}", 0, 0.0)
+    chosen = Counter(choose(fleet_of(3), {}, loads=loads, ties=ties, tie="rotate").instance for _ in range(30))
+    assert chosen == {"w0": 10, "w1": 10, "w2": 10}
+    assert [loads.requests(f"w{place}", 0) for place in range(3)] == [10.0] * 3
+    loads.report("w0", 0, 4.0)
+    assert loads.requests("w0", 0) == 4.0, "the report has the requests of those selections"
+    loads.remove("w0", 0)
+    assert loads.requests("w0", 0) is None
+
+
+def test_a_report_that_is_too_old_does_not_count() -> None:
+    loads = EngineLoads(5.0)
+    loads.report("w0", 0, 50.0, age=6.0)
+    assert choose(fleet_of(2), {}, loads=loads).load_from == "none"
+    loads.report("w0", 0, 50.0, age=1.0)
+    loads.report("w0", 0, 1.0, age=2.0)
+    assert loads.requests("w0", 0) == 50.0, "the newest report counts, not the one that came last"
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="Duration"):
+            loads.report("w0", 0, 1.0, age=wrong)

@@ -9,6 +9,7 @@ from kvevents import BlockStored, Source, Subscriber, Trust
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU
 from kvevents.index import PrefixIndex
+from kvevents.routing import Router, policy
 from kvevents.service.config import DnsTable
 from kvevents.service.discovery.provider import parse_table
 from kvevents.service.member import Member
@@ -88,3 +89,24 @@ def test_stores_without_removals_stay_within_the_memory_limit() -> None:
         index.apply(RawBatch("a", 0, 0, seq, False, payload))
     assert index.stats().bytes <= limit
     assert index.worker("a").evicted > 0
+
+
+def test_a_router_believes_such_a_tier_less() -> None:
+    """Half of the prompt is in GPU memory, and half in host memory, from where one of two engines announces no removals."""
+    index = PrefixIndex()
+    for name in ("a", "b"):
+        index.apply(RawBatch(name, 0, 0, 0, False, batch_of(stored(block_hashes=[1], token_ids=[1, 2], block_size=2))))
+        more = stored(block_hashes=[2], parent_block_hash=1, token_ids=[3, 4], block_size=2, medium="CPU")
+        index.apply(RawBatch(name, 0, 0, 1, False, batch_of(more)))
+    trusts = {("a", 0): Trust("EXACT", inexact_tiers=("cpu",)), ("b", 0): Trust.EXACT}
+    router = Router(policy("prefix-aware"), index, trust=trusts.__getitem__, whole_prompt=True)
+    for worker in trusts:
+        router.add(worker)
+    decision = router.route("r", [1, 2, 3, 4])
+    assert decision.worker == ("b", 0)
+    assert {one.worker: one.uncached for one in decision.scored} == {
+        ("a", 0): pytest.approx(1 - (0.5 + 0.5 * 0.8 * 0.5)),
+        ("b", 0): pytest.approx(1 - (0.5 + 0.5 * 0.8)),
+    }
+    trusts["a", 0] = Trust("DEGRADED", inexact_tiers=("cpu",))
+    assert router.route("s", [1, 2, 3, 4]).scored[1].uncached == pytest.approx(1 - 0.5 * (0.5 + 0.5 * 0.8)), "not twice"

@@ -160,7 +160,7 @@ class Compactor:
 class DataPlane:
     """The native HTTP server: see `kvevents.service.data_plane`."""
 
-    def __new__(cls, settings: bytes, listening: int, upstream: int) -> Self: ...
+    def __new__(cls, settings: bytes, listening: int, upstream: int, loads: EngineLoads) -> Self: ...
     def replace_table(self, index: NativeIndex, table: bytes) -> None: ...
     def replace_probes(self, live: tuple[int, bytes], ready: tuple[int, bytes]) -> None: ...
     def metrics(self) -> bytes: ...
@@ -189,11 +189,12 @@ class Scorer:
         believed: list[float],
         work: list[float],
         requests: list[int],
+        inexact: Mapping[int, tuple[Sequence[str], float]] = ...,
     ) -> tuple[list[tuple[float, float, float, bool]], list[int]]:
         """Of workers `(score, uncached share, load, whether it is hot)`, and the places of those that are best and equal.
 
         Of each worker `tokens` are held on whatever tiers; `tiers` has how far the prefix reaches on each, with faster ones;
-        `believed` is from 0 to 1.
+        `believed` is from 0 to 1. `inexact` has, by place, tiers whose tokens are believed otherwise, and how far.
         """
 
 class Ties:
@@ -212,8 +213,22 @@ class Ties:
     def took(self, worker: Any) -> None:
         """Note that a worker was chosen, whatever for: of equal ones it is the last to come next."""
 
+class EngineLoads:
+    """The requests that engines report, and the selections since. Any thread may call it.
+
+    Reports that are older than `max_age` seconds do not count.
+    """
+
+    def __new__(cls, max_age: float) -> Self: ...
+    def report(self, source: str, rank: int, requests: float, age: float = 0.0) -> None:
+        """Store what an engine reported `age` seconds ago; ignored if a newer report is known."""
+    def remove(self, source: str, rank: int) -> None:
+        """Forget a worker."""
+    def requests(self, source: str, rank: int) -> float | None:
+        """The newest report plus the selections since; None without a recent one."""
+
 def nearest(distances: list[int]) -> list[int]: ...
-def select(question: bytes, ties: Ties) -> bytes: ...
+def select(question: bytes, ties: Ties, loads: EngineLoads) -> bytes: ...
 def hashes(tokens: Any, block_size: int, namespace: Namespace | None, eagle: bool, chained: bool) -> list[int]: ...
 def chained(hashes: list[int]) -> list[int]: ...
 def stored_keys(payload: bytes, parent: tuple[int, int] | None) -> tuple[list[int], int | None, str | None]: ...

@@ -27,7 +27,7 @@ use arguments::{keys_of, scheme_of, scope_of, tokens_of};
 use compactor::Compactor;
 use index::{Listing, NativeIndex};
 use libzmq::Libzmq;
-use routing::{Scorer, Ties};
+use routing::{EngineLoads, Scorer, Ties};
 use server::DataPlane;
 use turns::Turns;
 
@@ -114,6 +114,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Match>()?;
     module.add_class::<Scorer>()?;
     module.add_class::<Ties>()?;
+    module.add_class::<EngineLoads>()?;
     module.add_class::<WorkerMatch>()?;
     module.add_function(wrap_pyfunction!(hashes, module)?)?;
     module.add_function(wrap_pyfunction!(chained, module)?)?;

@@ -201,6 +201,18 @@ pub(crate) struct MatchManyAnswer<'a> {
     pub(crate) missing: &'static str,
 }
 
+/// Where the loads of a choice come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum LoadFrom {
+    /// There are none.
+    None,
+    /// The request gives them.
+    Request,
+    /// Engines have reported them.
+    Engines,
+}
+
 /// Why a candidate has its score.
 #[derive(serde::Serialize)]
 pub(crate) struct Considered<'a> {
@@ -212,6 +224,8 @@ pub(crate) struct Considered<'a> {
     pub(crate) tokens: u32,
     pub(crate) tiers: Tiers,
     pub(crate) trust: &'a Trust,
+    pub(crate) inexact_tiers: &'a [String],
+    pub(crate) requests: Option<f64>,
 }
 
 /// `/v1/select`.
@@ -222,6 +236,7 @@ pub(crate) struct Selected<'a> {
     pub(crate) score: f64,
     pub(crate) trust: &'a Trust,
     pub(crate) why: String,
+    pub(crate) load_from: LoadFrom,
     pub(crate) considered: Option<Vec<Considered<'a>>>,
     pub(crate) unreachable: Option<Vec<WorkerTrust<'a>>>,
     pub(crate) missing: &'static str,

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde::de::{Deserialize, DeserializeOwned};
 
 use crate::answers::{self, MatchAnswer, MatchManyAnswer, PromptMatch, Row, WorkerTrust};
+use crate::loads::EngineLoads;
 use crate::messages::{MatchManyRequest, MatchRequest, SelectRequest};
 use crate::metrics::Metrics;
 use crate::requests::{self, Candidate, HashQuery, Match, MatchMany, Media, Names, Object, Query, Select};
@@ -88,17 +89,19 @@ pub(crate) struct Endpoints {
     limits: Limits,
     pub(crate) metrics: Metrics,
     ties: Ties,
+    loads: Arc<EngineLoads>,
     terms: Terms,
     unfollowed: (Trust, u8),
 }
 
 impl Endpoints {
-    pub(crate) fn new(limits: Limits, terms: Terms, metrics: Metrics) -> Self {
+    pub(crate) fn new(limits: Limits, terms: Terms, metrics: Metrics, loads: Arc<EngineLoads>) -> Self {
         Self {
             table: RwLock::default(),
             limits,
             metrics,
             ties: Ties::by_chance(),
+            loads,
             terms,
             unfollowed: select::unfollowed(),
         }
@@ -416,7 +419,7 @@ impl Endpoints {
             &candidates,
             &rows,
             tokens.len(),
-            (&self.unfollowed, &self.terms, &self.ties),
+            (&self.unfollowed, &self.terms, &self.ties, &self.loads),
         )?;
         if asked.expect_seconds > 0.0
             && let Some(place) = place

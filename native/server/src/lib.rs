@@ -17,6 +17,7 @@ mod connections;
 mod endpoints;
 mod forward;
 mod grpc;
+mod loads;
 mod messages;
 mod metrics;
 mod policy;
@@ -34,6 +35,7 @@ mod ties;
 mod tls;
 mod tokens;
 
+pub use loads::EngineLoads;
 pub use metrics::PromptSample;
 pub use select::select_among;
 pub use server::{Failure, Server};

@@ -107,8 +107,9 @@ pub(crate) struct Candidate {
     instance: String,
     #[prost(uint32, tag = "2")]
     rank: u32,
-    #[prost(double, tag = "3")]
-    load: f64,
+    #[prost(double, optional, tag = "3")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    load: Option<f64>,
 }
 
 fn tie<S: Serializer>(tie: &i32, to: S) -> Result<S::Ok, S::Error> {
@@ -217,6 +218,10 @@ pub(crate) struct Considered {
     tiers: HashMap<String, u32>,
     #[prost(message, optional, tag = "8")]
     trust: Option<Trust>,
+    #[prost(string, repeated, tag = "9")]
+    inexact_tiers: Vec<String>,
+    #[prost(double, optional, tag = "10")]
+    requests: Option<f64>,
 }
 
 #[derive(Clone, PartialEq, prost::Message, Deserialize)]
@@ -239,6 +244,8 @@ pub(crate) struct SelectResponse {
     unreachable: Vec<WorkerTrust>,
     #[prost(string, tag = "8")]
     missing: String,
+    #[prost(string, tag = "9")]
+    load_from: String,
 }
 
 /// `grpc.health.v1.HealthCheckRequest`.

@@ -308,7 +308,7 @@ impl Select {
             && (0.0..=60.0).contains(&self.expect_seconds)
             && candidates
                 .iter()
-                .all(|Object(one)| is_name(&one.instance) && one.load >= 0.0 && one.load.is_finite())
+                .all(|Object(one)| is_name(&one.instance) && one.load.is_none_or(|load| load >= 0.0 && load.is_finite()))
     }
 }
 
@@ -319,8 +319,9 @@ pub(crate) struct Candidate {
     pub(crate) instance: String,
     #[serde(default)]
     rank: u32,
+    /// None if the load that its engine reports is to count.
     #[serde(default)]
-    pub(crate) load: f64,
+    pub(crate) load: Option<f64>,
 }
 
 impl Candidate {
@@ -328,7 +329,7 @@ impl Candidate {
         Self {
             instance: instance.to_owned(),
             rank: rank as u32,
-            load: 0.0,
+            load: None,
         }
     }
 

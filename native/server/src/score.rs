@@ -23,6 +23,19 @@ impl TierWeights {
         Self { best_first, lowest }
     }
 
+    /// Returns these weights, each multiplied by the factor of its position; the weight of tiers without one by `other`.
+    ///
+    /// The order of tiers stays that of the weights before: the prefix of a slower tier includes that of faster ones, so a token of a
+    /// faster tier must not count with the weight of the slower one.
+    pub fn multiplied(&self, factor: impl Fn(usize) -> f64, other: f64) -> Self {
+        Self {
+            best_first: (self.best_first.iter())
+                .map(|&(at, weight)| (at, weight * factor(at)))
+                .collect(),
+            lowest: self.lowest * other,
+        }
+    }
+
     /// Returns the weighted share of cached tokens in a prompt of `whole` tokens, 0 to 1; 0 for an empty prompt.
     ///
     /// `tokens` is the prefix over all tiers. `reach` returns the length of the prefix on the tier of a weight, including faster tiers,
@@ -213,6 +226,13 @@ mod tests {
         assert_eq!(saved(weights, 100, 100, [50, 100, 100]), 0.5 + 0.8 * 0.5);
         assert_eq!(saved(weights, 100, 100, [0, 0, 0]), 0.5);
         assert_eq!(saved([0.0, 0.8, 1.0], 100, 100, [50, 50, 100]), 1.0);
+    }
+
+    #[test]
+    fn tokens_stay_with_their_tier_however_far_it_is_believed() {
+        let weights = TierWeights::new([1.0, 0.8, 0.5]).multiplied(|at| if at == 1 { 0.5 } else { 1.0 }, 1.0);
+        assert_eq!(weights.saved(100, 100, |at| [50, 100, 100][at]), 0.5 + 0.4 * 0.5);
+        assert_eq!(weights.saved(100, 100, |at| [50, 50, 100][at]), 0.5 + 0.5 * 0.5);
     }
 
     #[test]

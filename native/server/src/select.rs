@@ -6,13 +6,19 @@
 //! of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of equal scores the one that
 //! computes less is taken, since avoided work helps all requests. Candidates that are equal in that too are chosen in rotation; each process
 //! begins at a random place, so that many routers do not send to one worker at once.
+//!
+//! *Loads* are those of the request if it gives any. Otherwise they are the requests that engines report of themselves and the selections
+//! since (`loads`), plus `BASE_REQUESTS`; a candidate without a recent report has the mean of the others, so that it neither draws nor loses prompts.
+//!
+//! *Tiers without removals*: what an EXACT worker holds on them is believed as if it were DEGRADED, and the rest of its prefix as EXACT.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 
 use serde::Deserialize;
 
-use crate::answers::{Considered, Row, Selected, Tiers, WorkerTrust};
+use crate::answers::{Considered, LoadFrom, Row, Selected, Tiers, WorkerTrust};
+use crate::loads::EngineLoads;
 use crate::requests::{Candidate, Select, Weights};
 use crate::score::{self, LoadWeights, TierWeights};
 use crate::table::{Candidates, State, Table, Trust};
@@ -55,6 +61,9 @@ pub(crate) fn unfollowed() -> (Trust, u8) {
     (trust, NOT_CONNECTED)
 }
 
+/// Requests that are added to those of each engine. Otherwise one request in an idle fleet would be many times the mean, and outweigh
+/// a long cached prefix; docs/adr/0008-prefix-aware-score.md has figures.
+const BASE_REQUESTS: f64 = 4.0;
 /// The distance of a worker that has had no connection yet.
 const NOT_CONNECTED: u8 = 1;
 
@@ -62,12 +71,64 @@ const NOT_CONNECTED: u8 = 1;
 struct Contender<'a> {
     instance: &'a str,
     rank: i64,
-    load: f64,
+    /// Its source name; None for a worker that is not followed.
+    source: Option<&'a str>,
+    /// The load that the request gives.
+    load: Option<f64>,
+    /// Tiers from which its engine announces no removals.
+    stores_only: &'a [String],
     trust: &'a Trust,
     distance: u8,
     /// Its match of the prompt, over all tiers and by tier.
     tokens: u32,
     tiers: Tiers,
+}
+
+impl<'a> Contender<'a> {
+    /// Tiers that its trust is not about.
+    fn inexact_tiers(&self) -> &'a [String] {
+        match self.trust.state {
+            State::Exact => self.stores_only,
+            _ => &[], // nothing of it is exact
+        }
+    }
+}
+
+/// The loads of candidates, in their order.
+struct Loads {
+    from: LoadFrom,
+    work: Vec<f64>,
+    /// The requests of each engine; None if they are unknown or do not count.
+    requests: Vec<Option<f64>>,
+}
+
+impl Loads {
+    fn of(contenders: &[&Contender<'_>], engines: &EngineLoads) -> Self {
+        let unknown = vec![None; contenders.len()];
+        if contenders.iter().any(|one| one.load.is_some()) {
+            return Self {
+                from: LoadFrom::Request,
+                work: contenders.iter().map(|one| one.load.unwrap_or(0.0)).collect(),
+                requests: unknown,
+            };
+        }
+        let reported = |one: &&Contender<'_>| one.source.and_then(|source| engines.requests(source, one.rank));
+        let requests: Vec<Option<f64>> = contenders.iter().map(reported).collect();
+        let known: Vec<f64> = requests.iter().flatten().copied().collect();
+        if known.is_empty() {
+            return Self {
+                from: LoadFrom::None,
+                work: vec![0.0; contenders.len()],
+                requests: unknown,
+            };
+        }
+        let mean = known.iter().sum::<f64>() / known.len() as f64;
+        Self {
+            from: LoadFrom::Engines,
+            work: (requests.iter().map(|requests| BASE_REQUESTS + requests.unwrap_or(mean))).collect(),
+            requests,
+        }
+    }
 }
 
 /// The inputs of a choice besides the candidates.
@@ -90,7 +151,7 @@ pub(crate) fn select<'a>(
     named: &'a [Candidate],
     rows: &[Row],
     whole: usize,
-    (unfollowed, terms, ties): (&'a (Trust, u8), &Terms, &Ties),
+    (unfollowed, terms, ties, loads): (&'a (Trust, u8), &Terms, &Ties, &EngineLoads),
 ) -> Option<Choice<'a>> {
     let worker = |place: u32| (table.worker(place).instance.as_str(), table.worker(place).rank);
     let places: HashMap<(&str, i64), u32> = found.workers.iter().map(|&place| (worker(place), place)).collect();
@@ -100,14 +161,16 @@ pub(crate) fn select<'a>(
         let place = places.get(&(one.instance.as_str(), one.rank())).copied();
         let row = place.and_then(|place| held.get(&place).copied());
         let is_certain = row.is_none_or(|row| row.is_certain);
-        let (trust, distance) = place.map_or((&unfollowed.0, unfollowed.1), |place| {
-            let worker = table.worker(place);
+        let worker = place.map(|place| table.worker(place));
+        let (trust, distance) = worker.map_or((&unfollowed.0, unfollowed.1), |worker| {
             (worker.trust_in(is_certain), worker.distance)
         });
         Contender {
             instance: &one.instance,
             rank: one.rank(),
+            source: worker.map(|worker| worker.source.as_str()),
             load: one.load,
+            stores_only: worker.map_or(&[], |worker| &worker.stores_only),
             trust,
             distance,
             tokens: row.map_or(0, |row| row.tokens),
@@ -124,7 +187,7 @@ pub(crate) fn select<'a>(
         tie: asked.tie,
         explain: asked.explain,
     };
-    let selected = choose(&contenders, &question, &terms.of(asked), ties)?;
+    let selected = choose(&contenders, &question, &terms.of(asked), (ties, loads))?;
     let place = places.get(&(selected.instance, selected.rank)).copied();
     Some((selected, place))
 }
@@ -133,12 +196,14 @@ pub(crate) fn select<'a>(
 ///
 /// # Errors
 /// If the question has another shape, or no candidates.
-pub fn select_among(question: &[u8], ties: &Ties) -> Result<Vec<u8>, String> {
+pub fn select_among(question: &[u8], ties: &Ties, loads: &EngineLoads) -> Result<Vec<u8>, String> {
     #[derive(Deserialize)]
     struct Given {
         instance: String,
         rank: i64,
-        load: f64,
+        source: Option<String>,
+        load: Option<f64>,
+        stores_only: Vec<String>,
         trust: Trust,
         distance: u8,
         tokens: u32,
@@ -150,7 +215,9 @@ pub fn select_among(question: &[u8], ties: &Ties) -> Result<Vec<u8>, String> {
             Contender {
                 instance: &self.instance,
                 rank: self.rank,
+                source: self.source.as_deref(),
                 load: self.load,
+                stores_only: &self.stores_only,
                 trust: &self.trust,
                 distance: self.distance,
                 tokens: self.tokens,
@@ -177,35 +244,53 @@ pub fn select_among(question: &[u8], ties: &Ties) -> Result<Vec<u8>, String> {
         tie: asked.tie,
         explain: asked.explain,
     };
-    let selected = choose(&contenders, &question, &asked.terms, ties).ok_or("there are no candidates")?;
+    let selected = choose(&contenders, &question, &asked.terms, (ties, loads)).ok_or("there are no candidates")?;
     rmp_serde::to_vec_named(&selected).map_err(|error| error.to_string())
 }
 
 /// Returns the candidate with the smallest score, and the reason. None without candidates.
-fn choose<'a>(contenders: &[Contender<'a>], question: &Question<'_>, terms: &Terms, ties: &Ties) -> Option<Selected<'a>> {
+fn choose<'a>(
+    contenders: &[Contender<'a>],
+    question: &Question<'_>,
+    terms: &Terms,
+    (ties, engines): (&Ties, &EngineLoads),
+) -> Option<Selected<'a>> {
     let distances: Vec<u8> = contenders.iter().map(|one| one.distance).collect();
     let reachable: Vec<&Contender<'a>> = score::nearest(&distances).into_iter().map(|at| &contenders[at]).collect();
     let weights = TierWeights::new(terms.tiers.0.iter().map(|(_, weight)| *weight));
     let tiers: Vec<Option<usize>> = (terms.tiers.0.iter())
         .map(|(name, _)| TIERS.iter().position(|tier| tier == name))
         .collect();
-    let candidate = |one: &&Contender<'a>| {
+    let loads = Loads::of(&reachable, engines);
+    let candidate = |(one, work): (&&Contender<'a>, &f64)| {
         let held = one.tiers.0.unwrap_or_default();
         let reach = |at: usize| tiers[at].map_or(0, |tier| held[tier].into());
+        let (tokens, whole) = (one.tokens.into(), question.prompt_tokens as u64);
+        let believed = terms.believed(one.trust.state);
+        let inexact = one.inexact_tiers();
+        let credit = if inexact.is_empty() {
+            believed * weights.saved(tokens, whole, reach)
+        } else {
+            let less = terms.believed(State::Degraded);
+            let is_inexact = |at: usize| tiers[at].is_some_and(|tier| inexact.iter().any(|name| name == TIERS[tier]));
+            let has_other = inexact.iter().any(|name| !TIERS.contains(&name.as_str()));
+            let factor = |at: usize| if is_inexact(at) { less } else { believed };
+            (weights.multiplied(factor, if has_other { less } else { believed })).saved(tokens, whole, reach)
+        };
         score::Candidate {
-            credit: terms.believed(one.trust.state) * weights.saved(one.tokens.into(), question.prompt_tokens as u64, reach),
-            work: one.load,
+            credit,
+            work: *work,
             requests: 0.0,
         }
     };
-    let candidates: Vec<score::Candidate> = reachable.iter().map(candidate).collect();
-    let loads = LoadWeights {
+    let candidates: Vec<score::Candidate> = reachable.iter().zip(&loads.work).map(candidate).collect();
+    let load_weights = LoadWeights {
         wait: 0.0,
         mean: terms.load_weight,
         guard: f64::INFINITY,
         guard_requests: 0.0,
     };
-    let scores = score::weigh(&candidates, question.prompt_tokens as u64, &loads);
+    let scores = score::weigh(&candidates, question.prompt_tokens as u64, &load_weights);
     let equal = score::best_of(&scores);
     let names = equal
         .iter()
@@ -214,8 +299,11 @@ fn choose<'a>(contenders: &[Contender<'a>], question: &Question<'_>, terms: &Ter
     let picked = ties.pick(question.tie, &keys);
     ties.took(*keys.get(picked)?);
     let at = equal[picked];
-    let mut considered: Vec<Considered<'a>> = (reachable.iter().zip(&scores))
-        .map(|(one, score)| Considered {
+    if let Some(source) = reachable[at].source {
+        engines.count_selection(source, reachable[at].rank);
+    }
+    let mut considered: Vec<Considered<'a>> = (reachable.iter().zip(&scores).zip(&loads.requests))
+        .map(|((one, score), requests)| Considered {
             instance: one.instance,
             rank: one.rank,
             score: score.score,
@@ -224,10 +312,12 @@ fn choose<'a>(contenders: &[Contender<'a>], question: &Question<'_>, terms: &Ter
             tokens: one.tokens,
             tiers: one.tiers,
             trust: one.trust,
+            inexact_tiers: one.inexact_tiers(),
+            requests: *requests,
         })
         .collect();
     let counts = (reachable.len(), equal.len(), contenders.len() - reachable.len());
-    let why = why(question, &considered[at], reachable[at].distance > 0, counts);
+    let why = why(question, &considered[at], loads.from, reachable[at].distance > 0, counts);
     let chosen = considered.remove(at);
     Some(Selected {
         instance: chosen.instance,
@@ -235,6 +325,7 @@ fn choose<'a>(contenders: &[Contender<'a>], question: &Question<'_>, terms: &Ter
         score: chosen.score,
         trust: chosen.trust,
         why,
+        load_from: loads.from,
         unreachable: question.explain.then(|| {
             let left = contenders.iter().filter(|one| one.distance != reachable[at].distance);
             left.map(|one| WorkerTrust {
@@ -280,6 +371,7 @@ fn reachable_by_scope<'a>(
 fn why(
     question: &Question<'_>,
     chosen: &Considered<'_>,
+    from: LoadFrom,
     is_unconnected: bool,
     (candidates, equal, left_out): (usize, usize, usize),
 ) -> String {
@@ -314,8 +406,13 @@ fn why(
     } else if is_unconnected {
         among.push_str("; no candidate is connected");
     }
+    let load = match (from, chosen.requests) {
+        (LoadFrom::Engines, Some(requests)) => format!(" ({requests:.0} requests)"),
+        (LoadFrom::Engines, None) => " (unknown, so the mean of the others)".to_owned(),
+        _ => String::new(),
+    };
     format!(
-        "{} rank {} is {}{reason}, holds {} of {} tokens{tiers}, must compute {:.0}%, and its load counts {:.2}: score {:.3}, \
+        "{} rank {} is {}{reason}, holds {} of {} tokens{tiers}, must compute {:.0}%, and its load{load} counts {:.2}: score {:.3}, \
          {among}.",
         chosen.instance,
         chosen.rank,

@@ -28,6 +28,7 @@ use crate::connections::{Admission, Connection, Connections, Order, SWEEP, count
 use crate::endpoints::{Endpoints, Format, Head, Question};
 use crate::forward::{Sent, Upstream, end_to_end};
 use crate::grpc;
+use crate::loads::EngineLoads;
 use crate::metrics::{Metrics, PromptSample};
 use crate::policy::Policy;
 use crate::problems::{CLOSE, JSON, Problem};
@@ -65,11 +66,16 @@ pub struct Server {
 
 impl Server {
     /// Serves at a listening socket, with settings as JSON. Requests are forwarded over connections whose other descriptors are sent to
-    /// `upstream` as numbers in native byte order; its reader owns them.
+    /// `upstream` as numbers in native byte order; its reader owns them. Selections use `loads`.
     ///
     /// # Errors
     /// For settings of another shape, certificates that cannot be used, and if the system refuses threads.
-    pub fn start(settings: &[u8], listener: TcpListener, upstream: UnixDatagram) -> Result<Self, Failure> {
+    pub fn start(
+        settings: &[u8],
+        listener: TcpListener,
+        upstream: UnixDatagram,
+        loads: Arc<EngineLoads>,
+    ) -> Result<Self, Failure> {
         let settings: Settings = serde_json::from_slice(settings)?;
         listener.set_nonblocking(true)?;
         let runtime = Builder::new_multi_thread()
@@ -83,7 +89,12 @@ impl Server {
         };
         let shared = Arc::new(Shared {
             connections: Arc::new(Connections::new(settings.limits.clone())),
-            endpoints: Endpoints::new(settings.limits.clone(), settings.select.clone(), Metrics::new(&settings)),
+            endpoints: Endpoints::new(
+                settings.limits.clone(),
+                settings.select.clone(),
+                Metrics::new(&settings),
+                loads,
+            ),
             policy: Policy::new(&settings),
             upstream,
             probes: RwLock::default(),

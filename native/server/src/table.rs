@@ -94,7 +94,7 @@ pub(crate) struct Trust {
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
     /// Its source name in the index.
-    source: String,
+    pub(crate) source: String,
     pub(crate) rank: i64,
     pub(crate) instance: String,
     pub(crate) scope: Scope,
@@ -106,6 +106,9 @@ pub(crate) struct Worker {
     pub(crate) distance: u8,
     /// Tokens per block that it was registered with.
     pub(crate) block_size: Option<u64>,
+    /// Tiers from which its engine announces no removals.
+    #[serde(default)]
+    pub(crate) stores_only: Vec<String>,
     /// The trust in an answer that has blocks of it which might be gone.
     #[serde(skip)]
     pub(crate) trust_if_uncertain: Option<Trust>,

@@ -320,6 +320,11 @@ class PrefixAware:
             [self._trust.get(one.trust, 0.0) for one in sampled],
             [self._work(load) for load in loads],
             [load.requests for load in loads],
+            {
+                place: (one.inexact_tiers, self._trust["DEGRADED"])
+                for place, one in enumerate(sampled)
+                if one.inexact_tiers and one.trust == "EXACT"
+            },
         )
         scored = [ScoredCandidate(one, *score) for one, score in zip(sampled, scores, strict=True)]
         chosen = break_tie(self._ties, [sampled[place] for place in best], self.settings.tie)

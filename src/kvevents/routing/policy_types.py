@@ -21,7 +21,7 @@ Worker: TypeAlias = tuple[str, int]
 class Load(Struct, frozen=True, gc=False):
     """The work of a worker as the router knows it: requests that it sent and that have not finished.
 
-    What the engine reports counts instead if that is more.
+    What the engine reports counts instead if that is more (`Router`).
     """
 
     requests: int = 0
@@ -48,6 +48,8 @@ class Candidate(Struct, frozen=True, gc=False):
     """The same by tier, cumulative: `cpu` counts a prefix that starts on the GPU and continues in host memory."""
     trust: str = "EXACT"
     """State of its stream, as `kvevents.Trust` names it."""
+    inexact_tiers: tuple[str, ...] = ()
+    """Tiers that the state is not about, as in `Trust.inexact_tiers`; what an EXACT worker holds there counts as DEGRADED."""
 
 
 class Prompt(Struct, frozen=True, gc=False):

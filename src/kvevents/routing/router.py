@@ -10,8 +10,9 @@ from msgspec import Struct
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.index import Namespace, PrefixIndex
-from kvevents.routing.policies import nearest
+from kvevents.routing.policies import DECODING_WEIGHT, nearest
 from kvevents.routing.policy_types import IDLE, Candidate, Choice, Load, Policy, Prompt, ScoredCandidate, Worker, check_range
+from kvevents.stream import Trust
 from kvevents.weights import describe_tiers, distance_of
 from kvevents.wire.load import EngineLoad
 
@@ -199,12 +200,13 @@ class Router:
     `engine_load`, from what the engine reports of itself.
 
     - `index` is needed by policies that use it. The caller keeps it up to date.
-    - `trust` returns the state of a worker's stream (`lambda worker: subscriber.trust(*worker).name`); without it, EXACT.
-      It must not call the router. With any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one
-      only if none has a connection.
+    - `trust` returns the trust in a worker's stream, or the name of its state (`lambda worker: subscriber.trust(*worker)`);
+      without it, EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
+      any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one only if none has a connection.
     - `engine_load` returns the newest load of a worker, or None if that is unknown or too old (`LoadSubscriber.load`). It must
       not call the router. Of each part of a load the larger value counts: the engine knows the requests of other routers, and
-      this router those that the engine has not reported yet.
+      this router those that the engine has not reported yet. An engine that does not report how many tokens wait, as vLLM,
+      counts with `DECODING_WEIGHT` tokens for each waiting request.
     - With `overlay_seconds` above 0 a prompt counts as cached where it was sent, for this time or until events confirm it, if
       the policy uses the index.
     - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished.
@@ -218,7 +220,7 @@ class Router:
         policy: Policy,
         index: PrefixIndex | None = None,
         *,
-        trust: Callable[[Worker], str] | None = None,
+        trust: Callable[[Worker], str | Trust] | None = None,
         engine_load: Callable[[Worker], EngineLoad | None] | None = None,
         overlay_seconds: float = 0.0,
         max_in_flight: int = MAX_IN_FLIGHT,
@@ -346,10 +348,11 @@ class Router:
             reported = None if engine_load is None else engine_load(worker)
             load = own if reported is None else _larger(own, reported)
             tokens, tiers, is_certain = held.get(worker, _NOTHING)
-            state = "EXACT" if trust is None else trust(worker)
+            found = "EXACT" if trust is None else trust(worker)
+            state, inexact = (found, ()) if isinstance(found, str) else (found.name, found.inexact_tiers)
             if state == "EXACT" and not is_certain:
                 state = "DEGRADED"  # the answer, not the stream: some of these blocks might be gone
-            candidates.append(Candidate(worker, load, tokens, tiers, state))
+            candidates.append(Candidate(worker, load, tokens, tiers, state, inexact))
         return candidates
 
 
@@ -358,9 +361,10 @@ _NOTHING: Final[tuple[int, Mapping[str, int], bool]] = (0, {}, True)
 
 def _larger(own: Load, engine: EngineLoad) -> Load:
     """Return of each part of a load the larger of what the router knows and what the engine reports."""
+    waiting = engine.waiting_uncached_tokens
     return Load(
         max(own.requests, engine.requests),
-        max(own.waiting_tokens, engine.waiting_uncached_tokens or 0),
+        max(own.waiting_tokens, int(DECODING_WEIGHT) * engine.waiting if waiting is None else waiting),
         max(own.decoding, engine.running),
         max(own.decoding_tokens, engine.used_tokens),
     )

@@ -115,7 +115,7 @@ class DataPlane:
         upstream, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         upstream.setblocking(False)
         with sender:
-            native = _native.DataPlane(_encode(settings), listening.fileno(), sender.fileno())
+            native = _native.DataPlane(_encode(settings), listening.fileno(), sender.fileno(), self._service.fleet.engine_loads)
         self._native = native
         self._upstream = upstream
         asyncio.get_running_loop().add_reader(upstream, _accept_all, upstream, accept)
@@ -230,4 +230,5 @@ def _worker(member: Member) -> Mapping[str, Any]:
         "is_hidden": member.is_hidden,
         "distance": member.distance,
         "block_size": registration.block_size,
+        "stores_only": registration.stores_only,
     }

@@ -27,6 +27,8 @@ from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import LoadReading, LoadSettings, LoadSource, LoadSubscriber, Subscriber
 from kvevents.wire import Rejected, decode_batch
+from kvevents.wire.load import EngineLoad
+from kvevents_native import _native
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,8 @@ class Fleet(Listener):
         """How many of them the next refresh takes."""
         self._refresh_due = 0.0
         self._trust_due = 0.0
+        self.engine_loads: Final = _native.EngineLoads(load.max_age_seconds)
+        """The requests that engines report, and the selections since, by source name and rank."""
         self._load_settings = load
         self._loads: LoadSubscriber | None = None
         """The load of engines that report it; opened with the first of them. The follower's thread writes it."""
@@ -171,7 +175,7 @@ class Fleet(Listener):
             return
         name, rank = registration.key
         try:
-            loads = self._loads or LoadSubscriber(settings=self._load_settings)
+            loads = self._loads or LoadSubscriber(settings=self._load_settings, on_load=self._on_load)
             self._loads = loads
             loads.add(LoadSource(registration.load, name, rank, curve=registration.curve or self.curve))
         except KVEventsError as error:
@@ -180,6 +184,9 @@ class Fleet(Listener):
             member.load = lambda: LoadReading(None, None, 0, 0, fault)
             return
         member.load = lambda: loads.reading((name, rank))
+
+    def _on_load(self, worker: Key, load: EngineLoad) -> None:
+        self.engine_loads.report(*worker, load.requests)
 
     def close_loads(self) -> None:
         """Stop receiving load."""
@@ -219,6 +226,7 @@ class Fleet(Listener):
         self.follower.subscriber.remove(name, rank)
         if self._loads is not None:
             self._loads.remove((name, rank))
+            self.engine_loads.remove(name, rank)
         if self._is_followed(name, rank):  # a stream of a log that joined again meanwhile
             return 0
         blocks = self.index.remove_worker((name, rank))

@@ -187,8 +187,9 @@ class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     instance: Name
     rank: Rank = 0
-    load: Annotated[float, Meta(ge=0)] = 0.0
-    """A number that grows with its work: queued tokens, running requests. Only ratios between candidates count."""
+    load: Annotated[float, Meta(ge=0)] | None = None
+    """A number that grows with its work: queued tokens, running requests. Only ratios between candidates count. If a candidate
+    has one, those without have 0; if none has one, the loads that engines report count."""
 
 
 class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -224,6 +225,11 @@ class ScoredCandidate(Struct, frozen=True, kw_only=True):
     tokens: int
     tiers: dict[str, int]
     trust: TrustStatus
+    inexact_tiers: list[str]
+    """Tiers from which the engine announces no removals: what an EXACT worker holds there had the weight of DEGRADED."""
+    requests: float | None
+    """Requests that counted as its load: those that its engine has reported recently, and the selections since. null if the
+    load is the request's, or unknown: then the mean of the others counted."""
 
 
 class Selection(Struct, frozen=True, kw_only=True):
@@ -236,6 +242,8 @@ class Selection(Struct, frozen=True, kw_only=True):
     """Trust in the worker; CONNECTING or STALE only if no candidate has a connection."""
     why: str
     """Reason for the selection, as a sentence."""
+    load_from: Literal["none", "request", "engines"]
+    """Where the loads come from: there are none, the request gives them, or engines have reported them."""
     considered: list[ScoredCandidate] | None = None
     """Scored candidates, best first, if the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None

@@ -115,6 +115,16 @@ class Standing(NamedTuple):
     trust: TrustStatus
     distance: int
     """How unlikely it is to accept a request, as `kvevents.weights` defines it."""
+    source: str | None = None
+    """Name of its stream, by which the load of its engine is known; None if it is not followed."""
+    stores_only: tuple[str, ...] = ()
+    """Tiers from which its engine announces no removals."""
+
+    @classmethod
+    def of_member(cls, member: Member) -> Standing:
+        """Build it for a followed worker."""
+        registration = member.registration
+        return cls(member.trust_status, member.distance, registration.key[0], registration.stores_only)
 
     @classmethod
     def of(cls, trust: TrustStatus) -> Standing:
@@ -141,12 +151,14 @@ def select(
     held: Mapping[Worker, WorkerMatch],
     standings: Mapping[Worker, Standing],
     ties: Ties,
+    loads: _native.EngineLoads,
 ) -> Selection:
     """Return the candidate with the smallest score, and the terms of the score.
 
     `candidates` are those of the request, or all workers of its model. `held` is the result of the index for the prompt.
     `standings` has every worker that is followed; others are believed nothing. Tiers and states that the request does not
-    weigh have the weights that they have by default, and unknown tiers the lowest of all. Raises `SelectError` without
+    weigh have the weights that they have by default, and unknown tiers the lowest of all. `loads` count if the request gives
+    none. Raises `SelectError` without
     candidates, for one that is named twice, and for a load that is not finite.
     """
     _check(request, candidates)
@@ -158,7 +170,7 @@ def select(
         "terms": terms_of(request),
         "candidates": [_candidate(one, held, standings) for one in candidates],
     }
-    return _decode(_native.select(_encode(question), ties))
+    return _decode(_native.select(_encode(question), ties, loads))
 
 
 def terms_of(request: SelectRequest = _DEFAULT) -> Mapping[str, Any]:
@@ -176,7 +188,9 @@ def _candidate(one: Candidate, held: Mapping[Worker, WorkerMatch], standings: Ma
     return {
         "instance": one.instance,
         "rank": one.rank,
+        "source": standing.source,
         "load": one.load,
+        "stores_only": standing.stores_only,
         "trust": standing.trust,
         "distance": standing.distance,
         "tokens": 0 if hit is None else hit.tokens,
@@ -192,7 +206,7 @@ def _check(request: SelectRequest, candidates: Sequence[Candidate]) -> None:
     for one in candidates:
         if (one.instance, one.rank) in seen:
             raise SelectError(f"{_label(one)} is named twice", "duplicate-candidate", "name each worker once")
-        if not math.isfinite(one.load):
+        if one.load is not None and not math.isfinite(one.load):
             raise SelectError(f"the load of {_label(one)} is {one.load}", "bad-load", "send a finite number")
         seen.add((one.instance, one.rank))
 

@@ -21,7 +21,15 @@ import zmq
 
 from kvevents.errors import EndpointError
 from kvevents.security.zap import SocketSecurity, secure_sockets
-from kvevents.subscriber.load_readings import LoadReading, LoadSettings, LoadSource, Readings, Worker, is_load_url
+from kvevents.subscriber.load_readings import (
+    LoadReading,
+    LoadSettings,
+    LoadSource,
+    OnLoad,
+    Readings,
+    Worker,
+    is_load_url,
+)
 from kvevents.subscriber.zmq_sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
 from kvevents.wire.framing import Malformed, parse_live
 from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
@@ -39,8 +47,10 @@ _DEFAULT_SETTINGS: Final = LoadSettings()
 class _Stream(Readings):
     """One load stream. The thread of the subscriber writes it."""
 
-    def __init__(self, source: LoadSource, socket: zmq.Socket[bytes], security: SocketSecurity | None) -> None:
-        super().__init__(source)
+    def __init__(
+        self, source: LoadSource, socket: zmq.Socket[bytes], security: SocketSecurity | None, on_load: OnLoad | None
+    ) -> None:
+        super().__init__(source, on_load)
         self.socket: Final = socket
         self._security = security
 
@@ -68,12 +78,19 @@ class _Stream(Readings):
 class LoadSubscriber:
     """Receives the load that engines report, and polls those that publish none. Any thread may call every method.
 
-    `load(worker)` fits `Router(engine_load=...)`. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` for a
-    source to poll without the extra `service`.
+    `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load that arrives, in another thread. Raises
+    `ConfigError` and `EndpointError`, and `MissingDependencyError` for a source to poll without the extra `service`.
     """
 
-    def __init__(self, sources: Iterable[LoadSource] = (), *, settings: LoadSettings = _DEFAULT_SETTINGS) -> None:
+    def __init__(
+        self,
+        sources: Iterable[LoadSource] = (),
+        *,
+        settings: LoadSettings = _DEFAULT_SETTINGS,
+        on_load: OnLoad | None = None,
+    ) -> None:
         self._settings: Final = settings
+        self._on_load: Final = on_load
         with endpoint_errors("load", "cannot open a context for load streams"):
             self._context: Final = private_context()
         self._readings: dict[Worker, Readings] = {}
@@ -97,7 +114,7 @@ class LoadSubscriber:
     def add(self, source: LoadSource) -> None:
         """Follow the load of a worker, in place of the source that it had. Raises `EndpointError`."""
         is_polled = is_load_url(source.endpoint)
-        readings = Readings(source) if is_polled else self._connect(source)
+        readings = Readings(source, self._on_load) if is_polled else self._connect(source)
         with self._lock:
             poller = self._polling() if is_polled else None
             former = self._readings.pop(source.worker, None)
@@ -118,7 +135,7 @@ class LoadSubscriber:
             if security is not None:
                 security.close()
             raise
-        stream = _Stream(source, connected, security)
+        stream = _Stream(source, connected, security, self._on_load)
         try:
             connected.set(zmq.RCVHWM, _OPTIONS.receive_hwm)
             connected.set(zmq.SUBSCRIBE, source.topic.encode())

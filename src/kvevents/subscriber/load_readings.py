@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -224,6 +224,8 @@ def check_load_url(text: str) -> str:
 
 Worker: TypeAlias = tuple[str, int]
 """Source and rank."""
+OnLoad: TypeAlias = Callable[[Worker, EngineLoad], None]
+"""Called with each load that arrives, in the thread that received it. It must not wait."""
 MAX_AGE_SECONDS: Final = 3_600.0
 
 
@@ -298,8 +300,9 @@ class LoadReading:
 class Readings:
     """The newest load of one rank. One thread writes it and any thread reads it: each field is replaced as a whole."""
 
-    def __init__(self, source: LoadSource) -> None:
+    def __init__(self, source: LoadSource, on_load: OnLoad | None = None) -> None:
         self.source: Final = source
+        self._on_load: Final = on_load
         self.received = 0
         self.rejected = 0
         self.fault = ""
@@ -311,6 +314,8 @@ class Readings:
         self.received += 1
         self._newest = load, now
         self.fault = ""
+        if self._on_load is not None:
+            self._on_load(self.source.worker, load)
 
     def reject(self, fault: str = "") -> None:
         """Count a message that is no load, or a request without one."""

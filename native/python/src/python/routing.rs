@@ -1,5 +1,9 @@
 //! The scores by which `kvevents.routing` and `/v1/select` choose.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString};
@@ -41,7 +45,10 @@ impl Scorer {
     /// Returns the scores of workers for a prompt of `length` tokens, and the positions of the equally best ones.
     ///
     /// For each worker `tokens` is the prefix over all tiers, and `tiers` the prefix on each tier including faster ones. `believed` is
-    /// from 0 to 1.
+    /// from 0 to 1; `inexact` are the tiers of a worker, by its position, on which its tokens are believed as much as beside them.
+    #[pyo3(signature = (length, tokens, tiers, believed, work, requests, inexact=HashMap::new()))]
+    // One list for each part of a candidate is what Python builds fastest.
+    #[allow(clippy::too_many_arguments)]
     fn weigh(
         &self,
         length: u64,
@@ -50,6 +57,7 @@ impl Scorer {
         believed: Vec<f64>,
         work: Vec<f64>,
         requests: Vec<f64>,
+        inexact: HashMap<usize, (Vec<String>, f64)>,
     ) -> PyResult<(Vec<Plain>, Vec<usize>)> {
         let count = tokens.len();
         if [tiers.len(), believed.len(), work.len(), requests.len()] != [count; 4] {
@@ -57,14 +65,21 @@ impl Scorer {
         }
         let mut candidates = Vec::with_capacity(count);
         for at in 0..count {
-            let saved = if tokens[at] == 0 {
+            let credit = if tokens[at] == 0 {
                 0.0
             } else {
                 let reached = self.reached(&tiers.get_item(at)?)?;
-                self.weights.saved(tokens[at], length, |tier| reached[tier])
+                let reach = |tier: usize| reached[tier];
+                match inexact.get(&at) {
+                    None => believed[at] * self.weights.saved(tokens[at], length, reach),
+                    Some((names, less)) => {
+                        let weights = self.believed_by_tier(tiers.py(), believed[at], names, *less)?;
+                        weights.saved(tokens[at], length, reach)
+                    }
+                }
             };
             candidates.push(Candidate {
-                credit: believed[at] * saved,
+                credit,
                 work: work[at],
                 requests: requests[at],
             });
@@ -77,6 +92,14 @@ impl Scorer {
 }
 
 impl Scorer {
+    /// Returns the weights of tiers, multiplied by `less` for those in `names`, and by `believed` for the others.
+    fn believed_by_tier(&self, py: Python<'_>, believed: f64, names: &[String], less: f64) -> PyResult<TierWeights> {
+        let known: Vec<String> = self.tiers.iter().map(|name| name.extract(py)).collect::<PyResult<_>>()?;
+        let factor = |at: usize| if names.contains(&known[at]) { less } else { believed };
+        let has_other = names.iter().any(|name| !known.contains(name));
+        Ok(self.weights.multiplied(factor, if has_other { less } else { believed }))
+    }
+
     /// Returns the length of the prefix on each tier that has a weight.
     fn reached(&self, tiers: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
         let py = tiers.py();
@@ -147,9 +170,52 @@ fn key(worker: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(worker.hash()? as u64)
 }
 
+/// The load that engines report, and the selections since. Any thread can call it.
+#[pyclass(frozen, module = "kvevents_native._native")]
+pub(super) struct EngineLoads {
+    pub(super) loads: Arc<kvevents_server::EngineLoads>,
+}
+
+#[pymethods]
+impl EngineLoads {
+    /// Readings that are older than `max_age` seconds do not count.
+    #[new]
+    fn new(max_age: f64) -> PyResult<Self> {
+        let loads = kvevents_server::EngineLoads::new(seconds(max_age)?);
+        Ok(Self { loads: Arc::new(loads) })
+    }
+
+    /// Stores the requests of a worker, which its engine has reported `age` seconds ago.
+    #[pyo3(signature = (source, rank, requests, age=0.0))]
+    fn report(&self, source: &str, rank: i64, requests: f64, age: f64) -> PyResult<()> {
+        self.loads.report(source, rank, requests, seconds(age)?);
+        Ok(())
+    }
+
+    /// Forgets a worker.
+    fn remove(&self, source: &str, rank: i64) {
+        self.loads.remove(source, rank);
+    }
+
+    /// The requests of a worker and the selections since they were reported; None without a recent report.
+    fn requests(&self, source: &str, rank: i64) -> Option<f64> {
+        self.loads.requests(source, rank)
+    }
+}
+
+fn seconds(number: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(number).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
 /// The choice of `/v1/select` among candidates that Python has found; question and answer are msgpack.
 #[pyfunction]
-pub(super) fn select<'py>(py: Python<'py>, question: &[u8], ties: &Bound<'py, Ties>) -> PyResult<Bound<'py, PyBytes>> {
-    let selected = kvevents_server::select_among(question, &ties.get().ties).map_err(PyValueError::new_err)?;
+pub(super) fn select<'py>(
+    py: Python<'py>,
+    question: &[u8],
+    ties: &Bound<'py, Ties>,
+    loads: &Bound<'py, EngineLoads>,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let selected = kvevents_server::select_among(question, &ties.get().ties, &loads.get().loads);
+    let selected = selected.map_err(PyValueError::new_err)?;
     Ok(PyBytes::new(py, &selected))
 }

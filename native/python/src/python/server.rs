@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::index::NativeIndex;
+use super::routing::EngineLoads;
 use kvevents_index::keys::bytes_of;
 use kvevents_server::Server;
 use kvevents_server::table::Table;
@@ -39,10 +40,17 @@ pub(super) struct DataPlane {
 impl DataPlane {
     /// Serves at a listening socket, and sends descriptors of connections to a datagram socket. It duplicates both descriptors.
     #[new]
-    fn new(py: Python<'_>, settings: &[u8], listening: RawFd, upstream: RawFd) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        settings: &[u8],
+        listening: RawFd,
+        upstream: RawFd,
+        loads: &Bound<'_, EngineLoads>,
+    ) -> PyResult<Self> {
         let listener = TcpListener::from(copied(listening)?);
         let upstream = UnixDatagram::from(copied(upstream)?);
-        let server = py.detach(|| Server::start(settings, listener, upstream));
+        let loads = loads.get().loads.clone();
+        let server = py.detach(|| Server::start(settings, listener, upstream, loads));
         let server = server.map_err(|failure| PyValueError::new_err(failure.to_string()))?;
         Ok(Self { server })
     }

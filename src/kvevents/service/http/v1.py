@@ -172,9 +172,7 @@ async def select(service: Service, request: Request) -> Response:
 
 
 def _selected(service: Service, scope: Scope, query: SelectRequest, found: list[MemberMatch], missing: str) -> Selection:
-    standings = {
-        member.worker: Standing(member.trust_status, member.distance) for member in service.candidates.of(scope).members
-    }
+    standings = {member.worker: Standing.of_member(member) for member in service.candidates.of(scope).members}
     candidates = query.candidates
     if candidates is None:
         candidates = [Candidate(instance=instance, rank=rank) for instance, rank in standings]
@@ -194,7 +192,7 @@ def _selected(service: Service, scope: Scope, query: SelectRequest, found: list[
     for row in found:
         if not row.is_certain and (standing := standings.get(row.member.worker)) is not None:
             standings[row.member.worker] = standing._replace(trust=row.trust_status)
-    chosen = select_worker(query, candidates, held, standings, service.ties)
+    chosen = select_worker(query, candidates, held, standings, service.ties, service.fleet.engine_loads)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
 
