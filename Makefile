@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native bench-native-program figures docs engines faults chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
+.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native bench-native-program figures docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,8 +85,8 @@ engines: $(NATIVE)  ## Real vLLM servers and SGLang's radix trees on CPUs: each 
 	$(BIN)/python -m tests.system.engines $(ENGINES)
 	$(BIN)/python -m tests.system.engines.sglang_runs $(SGLANG)
 
-faults: $(NATIVE)  ## Each fault done to our service and to Dynamo's indexer (75 MB once), which writes docs/reference/faults.md
-	$(BIN)/python -m tests.system.faults
+conform: $(NATIVE)  ## `kvevents conform` for ours and released rivals (100 MB once, and 400 MB of engines), which writes its page
+	$(BIN)/python -m tools.conform.results $(CONFORM)
 
 chaos: $(NATIVE)  ## Minutes of faults done to engines, relays and consumers; ends with an error when one says EXACT and is wrong
 	$(BIN)/python -m tests.system.chaos $(CHAOS)

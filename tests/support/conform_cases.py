@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
-Habit = Literal["ignores", "reports", "hangs"]
-"""Of lost batches: says nothing, or that some are lost. `hangs`: answers no query."""
+Habit = Literal["ignores", "reports", "hangs", "babbles"]
+"""Of lost batches: says nothing, or that some are lost. `hangs`: answers no query; `babbles`: answers with something else."""
 
 
 class NaiveIndexer:
@@ -41,6 +41,8 @@ class NaiveIndexer:
             return 200, {"status": "ok"}
         if route == ("GET", "/workers"):
             return 200, [self._listed(number, worker) for number, worker in self._workers.items()]
+        if self._habit == "babbles":
+            return 200, {"instances": {"1": "all of it"}}
         if self._habit == "hangs":
             self._stop.wait()
         held = {number: self._match(worker, body["token_ids"]) for number, worker in self._workers.items()}

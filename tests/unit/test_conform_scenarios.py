@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 import paths
+from kvevents.conform.engine import payload_of
 from kvevents.conform.publisher import Stream, judge_stream
+from kvevents.conform.redialect import in_dialect
 from kvevents.conform.report import make_run, to_json, to_junit
 from kvevents.conform.scenario import (
     GROUPS,
@@ -28,10 +30,11 @@ from kvevents.conform.scenario import (
 )
 from kvevents.conform.verdict import Difference, Outcome, Result, Verdict, judge, worst
 from kvevents.errors import ConfigError
-from kvevents.wire import decode_batch, dialects
+from kvevents.wire import decode_batch, dialect_for, dialects
 
 sys.path.append(str(paths.ROOT))  # `python -m pytest` knows the checkout, `pytest` does not
-from tools.conform_scenarios import files as written_files
+from tools.conform import results
+from tools.conform.__main__ import files as written_files
 
 FOLDER: Final = files("kvevents.conform")
 SCENARIOS: Final = [each for each in shipped_scenarios() if isinstance(each, Scenario)]
@@ -51,7 +54,7 @@ MINIMAL: Final[dict[str, Any]] = {
 
 
 def test_files_are_what_the_recorder_writes() -> None:
-    """`python -m tools.conform_scenarios` writes scenarios and schema; nothing is changed by hand or left over."""
+    """`python -m tools.conform` writes scenarios and schema; nothing is changed by hand or left over."""
     written = {path.name: text for path, text in written_files().items()}
     shipped = {each.name: each.read_text() for each in (FOLDER / "scenarios").iterdir() if each.name.endswith(".json")}
     # By value: `typing` gives one object for equal types, so a limit is 0 or 0.0 as in the module that was imported first.
@@ -117,6 +120,39 @@ def test_what_json_has_no_value_for() -> None:
         {"a": [7, 8, 9], "b": [b"\0\xff"]},
         None,
     ]
+
+
+@pytest.mark.parametrize("release", ["vllm-0.9.0", "vllm-0.24.0", "sglang-0.4.6.post5", "sglang-0.5.22"])
+def test_a_scenario_in_another_dialect_says_the_same(release: str) -> None:
+    """Each batch is one of that release, and has the same events; a release without adapters cannot send them."""
+    dialect = dialect_for(*release.split("-", 1))
+    known = {each.name: each for each in SCENARIOS}
+    found = in_dialect(known["middle"], dialect)
+    assert found is not None
+    for step, original in zip(found.steps, known["middle"].steps, strict=True):
+        if isinstance(step, Publish) and isinstance(original, Publish):
+            decoded = decode_batch(payload_of(step))
+            hashes = [getattr(event, "block_hashes", None) for event in decoded.batch.events]
+            assert hashes == [event.get("block_hashes") for event in expand(original.batch)[1]]
+            assert decoded.dialect is not None
+            assert (decoded.dialect.event_form, decoded.dialect.has_rank) == (dialect.event_form, dialect.has_rank)
+    assert {engine.reply_shape for engine in found.engines.values()} == {"topic" if dialect.has_replay_topic else "no-topic"}
+    assert (in_dialect(known["lora"], dialect) is None) == ("lora_name" not in dialect.stored_fields)
+    assert in_dialect(known["garbage"], dialect) is not None
+
+
+# --- the results page
+
+
+def test_the_page_has_the_results_of_its_file() -> None:
+    """Tables are those of `conformance.json`, and results are those of the scenarios that there are."""
+    runs = results.read()
+    text = results.PAGE.read_text()
+    assert results.page(text, runs) == text, "python -m tools.conform.results --tables"
+    names = {name: {each.name for each in runs[name].results} for name in results.TARGETS}
+    readers, publishing = {each.name for each in SCENARIOS}, {each.name for each in PUBLISHING}
+    assert names == {name: publishing if "publisher" in name else readers for name in results.TARGETS}
+    assert all(run.date and run.machine and run.seconds < 600 for run in runs.values())
 
 
 # --- verdicts

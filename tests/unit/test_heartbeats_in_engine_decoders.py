@@ -1,6 +1,6 @@
 """Decoders of released engines read a heartbeat as a removal of no blocks, and the events next to it are unaffected.
 
-`python -m tests.system.faults.heartbeats` does the same with the released decoders themselves and with Dynamo's indexer.
+`python -m tools.heartbeats` does the same with the released decoders themselves.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,18 @@ from typing import Final, TypeAlias
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import positive_int, service_url
+from kvevents.config import resolve_dialect
 from kvevents.conform.drivers import RunningIndexer, dynamo_indexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
+from kvevents.conform.redialect import in_dialect
 from kvevents.conform.report import Run, make_run, to_json, to_junit
 from kvevents.conform.router import command_router, vllm_router
 from kvevents.conform.scenario import GROUPS, AnyScenario, PublisherScenario, Scenario, read_scenario, shipped_scenarios
 from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result, Verdict
-from kvevents.errors import ConfigError
+from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.wire import Dialect
 
 DESCRIPTION: Final = (
     "Play engines of every release, with all their faults, against an indexer or a router, or consumers against a publisher. "
@@ -36,6 +39,7 @@ EXAMPLES: Final = """\
   kvevents conform ours-publisher
   kvevents conform --indexer http://10.0.0.9:8090        an indexer that runs and can reach this machine's 127.0.0.1
   kvevents conform ours --only restart --only gap -o json
+  kvevents conform ours --dialect sglang-0.5.9           every fault with engines of that release
   kvevents conform ours --save results.xml               JUnit XML beside the text
 """
 
@@ -81,6 +85,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--scenarios", metavar="PATH", type=Path, help="a scenario file or a folder of them (default: those of this package)"
+    )
+    parser.add_argument(
+        "--dialect",
+        metavar="RELEASE",
+        type=_dialect,
+        help="let all engines send as RELEASE does, such as sglang-0.5.9; scenarios that it cannot express are left out",
     )
     parser.add_argument("--title", metavar="TEXT", help="name of the target in results (default: its name and version)")
     parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
@@ -152,9 +162,22 @@ def _choose(args: Namespace) -> list[AnyScenario]:
         paths = sorted(args.scenarios.glob("*.json")) if args.scenarios.is_dir() else [args.scenarios]
         known = [read_scenario(path.read_bytes(), str(path)) for path in paths]
     chosen = [each for each in known if not args.only or any(text in each.name for text in args.only)]
+    if args.dialect is not None:
+        readers = [each for each in chosen if isinstance(each, Scenario) and each.group != "dialects"]
+        chosen = [found for each in readers if (found := in_dialect(each, args.dialect)) is not None]
     if not chosen:
         raise ConfigError("no scenario has such a name; --list prints those that there are")
     return chosen
+
+
+def _dialect(text: str) -> Dialect:
+    try:
+        found = resolve_dialect(text)
+    except (UnknownDialectError, ConfigError) as error:
+        raise ArgumentTypeError(str(error)) from error
+    if found is None:
+        raise ArgumentTypeError("expected a release, such as sglang-0.5.9")
+    return found
 
 
 def _driver(args: Namespace) -> AnyDriver:

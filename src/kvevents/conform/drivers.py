@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +17,10 @@ from kvevents.conform.indexer import ABILITIES, Indexer
 from kvevents.conform.process import Program, python_with
 from kvevents.conform.scenario import Ability, Scenario
 from kvevents.conform.target import Driver, Registration, Target, TargetError
+from kvevents.errors import MissingDependencyError
 from kvevents.version import version
 
+SERVICE_PACKAGES: Final = ("kvevents_native", "aiohttp", "uvicorn")
 DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
 """Between two snapshots of `kvevents serve`, so that a scenario that kills it need not wait for one."""
@@ -84,6 +87,13 @@ class IndexerDriver(Driver):
         return ABILITIES | _KILL
 
     @contextmanager
+    def running(self) -> Iterator[str]:
+        """Yield the URL of one indexer that several scenarios can share."""
+        with Program(self.title, self._command) as program:
+            self._target(program)
+            yield program.url
+
+    @contextmanager
     def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> Iterator[Target]:
         """Yield an indexer without any workers."""
         del scenario, registrations
@@ -117,8 +127,11 @@ class RunningIndexer(Driver):
             indexer.close()
 
 
-def kvevents_indexer() -> Driver:
-    """Return the driver of `kvevents serve`, with a folder for its state."""
+def kvevents_indexer() -> IndexerDriver:
+    """Return the driver of `kvevents serve`, with a folder for its state. Raise `MissingDependencyError`."""
+    missing = [name for name in SERVICE_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(f"`kvevents serve` needs {', '.join(missing)}: pip install 'kvevents[service]'")
 
     def command(port: int, folder: Path) -> list[str]:
         options = ("--host", "127.0.0.1", "--port", str(port), "--state-dir", str(folder / "state"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,6 +14,7 @@ from kvevents.errors import ExternalError
 
 ANSWER_SECONDS: Final = 10.0
 """Time of a target to answer one request."""
+T = TypeVar("T")
 MAX_BYTES: Final = 64 << 20
 """Size of one answer."""
 
@@ -29,8 +30,15 @@ class Answer(NamedTuple):
         """The body as JSON; None if it is something else."""
         try:
             return msgspec.json.decode(self.body)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return None
+
+    def decode(self, kind: type[T]) -> T:
+        """Return the body as a value of a type. Raise `TargetError` if it is something else."""
+        try:
+            return msgspec.json.decode(self.body, type=kind)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise TargetError(f"an answer that cannot be read ({error}): {self.text[:200]}") from error
 
     @property
     def text(self) -> str:

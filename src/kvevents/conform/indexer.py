@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
+
 from kvevents.conform.http import ANSWER_SECONDS, Answer, request
 from kvevents.conform.scenario import Ability, Query
 from kvevents.conform.target import Registration, RejectedError, Target, TargetError
@@ -14,6 +16,34 @@ ACCEPTED: Final = frozenset({200, 201})
 EXACT: Final = "EXACT"
 """The value of `trust` by rank in an answer (kvevents) with which the indexer vouches for it."""
 ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
+
+
+class _Match(msgspec.Struct):
+    """What an instance holds of a prompt."""
+
+    longest_matched: int
+    dp: dict[str, int] = {}
+    trust: dict[str, str] = {}
+
+
+class _Matches(msgspec.Struct):
+    """The answer to a query."""
+
+    instances: dict[str, _Match]
+
+
+class _Listener(msgspec.Struct):
+    """What an indexer says of one rank."""
+
+    last_error: str | None = None
+
+
+class _Worker(msgspec.Struct):
+    """What an indexer says of an instance."""
+
+    instance_id: int | str
+    status: str
+    listeners: dict[str, _Listener] = {}
 
 
 class Indexer(Target):
@@ -86,23 +116,22 @@ class Indexer(Target):
         answer = self.ask("POST", "/query", body)
         if answer.status == 404:  # a model without workers
             return {}, {}
-        found = answer.json
-        if answer.status != 200 or not isinstance(found, dict) or not isinstance(found.get("instances"), dict):
+        if answer.status != 200:
             raise TargetError(f"{self._url}/query answered {answer.text}")
         names = {str(instance): name for name, instance in self._instances.items()}
         held: dict[str, int] = {}
         said: dict[str, str] = {}
-        for instance, each in found["instances"].items():
+        for instance, each in answer.decode(_Matches).instances.items():
             name = names.get(instance, f"instance-{instance}")
-            held[name] = each["longest_matched"]
-            held |= {f"{name}:{rank}": tokens for rank, tokens in each.get("dp", {}).items()}
-            if doubts := sorted({state for state in each.get("trust", {}).values() if state != EXACT}):
+            held[name] = each.longest_matched
+            held |= {f"{name}:{rank}": tokens for rank, tokens in each.dp.items()}
+            if doubts := sorted({state for state in each.trust.values() if state != EXACT}):
                 said[name] = f"the answer is {', '.join(doubts)}"
         return held, said
 
     def reports(self) -> dict[str, str | None]:
-        listed = self.ask("GET", f"/workers?model_name={self._model}").json or []
-        workers = {str(each.get("instance_id")): each for each in listed}
+        listed = self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker])
+        workers = {str(each.instance_id): each for each in listed}
         return {name: _report(workers.get(str(instance))) for name, instance in self._instances.items()}
 
     def ask(self, method: str, path: str, body: Any = None) -> Answer:
@@ -110,10 +139,10 @@ class Indexer(Target):
         return request(self._url + path, method, body, seconds=self._answer_seconds)
 
 
-def _report(worker: dict[str, Any] | None) -> str | None:
+def _report(worker: _Worker | None) -> str | None:
     """Return what `/workers` says against a worker: its status, if that is not `active`, and the last errors."""
     if worker is None:
         return "not listed"
-    said = [] if worker.get("status") == "active" else [f"status {worker.get('status')}"]
-    said += [error for each in worker.get("listeners", {}).values() if (error := each.get("last_error"))]
+    said = [] if worker.status == "active" else [f"status {worker.status}"]
+    said += [each.last_error for each in worker.listeners.values() if each.last_error]
     return "; ".join(dict.fromkeys(said)) or None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -158,6 +158,18 @@ class Control:
         self._publisher.shutdown(1.0)
 
 
+class _Choice(msgspec.Struct):
+    """The text of a worker of the referee: its name."""
+
+    text: str
+
+
+class _Completion(msgspec.Struct):
+    """What a router hands on."""
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
 class Router(Target):
     """A router in a process of the referee."""
 
@@ -198,7 +210,7 @@ class Router(Target):
             answer = request(f"{self._program.url}/v1/completions", "POST", body)
             if answer.status != 200:
                 return Difference(min(right), f"a request was answered with {answer.text}", "an error")
-            chosen[answer.json["choices"][0]["text"]] += 1
+            chosen[answer.decode(_Completion).choices[0].text] += 1
         if chosen.keys() <= right:
             return None
         wrong = max(chosen.keys() - right, key=lambda name: chosen[name])

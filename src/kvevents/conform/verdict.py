@@ -67,7 +67,8 @@ def judge(differences: Sequence[Difference], reports: Mapping[str, str | None], 
     workers that the target must report. A difference is reported only if the target reports the worker that it is about,
     in the answer or elsewhere.
     """
-    reports = {**reports, **{each.worker: each.report for each in differences if each.report is not None}}
+    answers = {each.worker: each.report for each in differences if each.report is not None}
+    reports = {**reports, **answers, **{name: text for name, text in reports.items() if text is not None}}
     said = "; ".join(dict.fromkeys(f"{name}: {text}" for name, text in sorted(reports.items()) if text is not None))
     unreported = [name for name in required if reports.get(name) is None]
     concerned = {each.worker for each in differences}

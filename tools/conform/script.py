@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
@@ -51,6 +51,12 @@ class Prompt:
         """The question for this prompt, in its namespace unless `fields` say otherwise."""
         asked = {"lora": self.lora, "salt": self.salt, **fields}
         return Query(Tokens((self.first, self.blocks * self.block_size)), held, **asked)
+
+
+A: Final = Prompt(1, 10)
+B: Final = Prompt(2, 10)
+C: Final = Prompt(3, 5)
+D: Final = Prompt(4, 5)
 
 
 def to_json(value: Any) -> Any:
@@ -237,3 +243,7 @@ class Script:
 def unsalted(prompt: Prompt) -> Prompt:
     """The same tokens without salt or adapter."""
     return replace(prompt, salt=None, lora=None)
+
+
+Play = Callable[[Script], None]
+"""Records what happens in a scenario."""

@@ -1,6 +1,6 @@
 """Publishers of released engines for `kvevents conform --publisher`, which gives them batches as lines of JSON.
 
-`kvevents conform --publisher 'python -m tools.conform_publisher vllm {endpoint} {replay_endpoint} {buffer_steps}'`
+`kvevents conform --publisher 'python -m tools.conform.publisher vllm {endpoint} {replay_endpoint} {buffer_steps}'`
 """
 
 from __future__ import annotations

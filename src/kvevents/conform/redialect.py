@@ -1,0 +1,50 @@
+"""Scenarios of the newest vLLM in the dialect of another release, so that every fault can be played with every release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvevents.conform.engine import payload_of
+from kvevents.conform.scenario import Publish, Scenario
+from kvevents.wire import Dialect, decode_batch, encode_batch
+
+DEFAULT_MEDIUM = "GPU"
+"""What events without a medium are about."""
+
+
+def in_dialect(scenario: Scenario, dialect: Dialect) -> Scenario | None:
+    """Return the scenario with the batches and replies of a release. Return None if the release cannot send what it is about.
+
+    Payloads that are no batches stay as they are.
+    """
+    steps = [_step(step, dialect) if isinstance(step, Publish) else step for step in scenario.steps]
+    if None in steps:
+        return None
+    shape = "topic" if dialect.has_replay_topic else "no-topic"
+    engines = {
+        name: msgspec.structs.replace(engine, reply_shape=shape if engine.reply_shape == "topic" else engine.reply_shape)
+        for name, engine in scenario.engines.items()
+    }
+    return msgspec.structs.replace(scenario, name=f"{scenario.name}.{dialect}", steps=steps, engines=engines)
+
+
+def _step(step: Publish, dialect: Dialect) -> Publish | None:
+    if step.batch is None:
+        return step
+    original = decode_batch(payload_of(step))
+    if original.rejected:
+        return None
+    payload = encode_batch(original.batch, dialect)
+    if _facts(payload) != _facts(payload_of(step)):
+        return None
+    return msgspec.structs.replace(step, batch=None, payload=payload.hex())
+
+
+def _facts(payload: bytes) -> list[dict[str, Any]]:
+    """Return what the events of a batch say, whatever the dialect."""
+    events = [msgspec.to_builtins(event) for event in decode_batch(payload).batch.events]
+    for event in events:
+        event["medium"] = event.get("medium") or DEFAULT_MEDIUM
+    return events
