@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 from tools import docs_reference
@@ -58,6 +60,14 @@ def test_the_reference_names_every_setting_and_every_endpoint() -> None:
     assert "### POST /v1/match\n" in endpoints
     assert "\n### MatchAnswer\n" in endpoints
     assert "### kvevents sim compare\n\n```text\nusage: kvevents sim compare" in docs_reference.commands()
+
+
+def test_the_public_modules_exist_and_say_what_they_are() -> None:
+    """Those without `__all__` consist of types alone, which are all public."""
+    for module in docs_reference.API:
+        found = import_module(module)
+        assert found.__doc__
+        assert hasattr(found, "__all__") or module in {"kvevents.errors", "kvevents.events", "kvevents.recording"}
 
 
 def test_literal_blocks_of_docstrings_become_those_of_markdown() -> None:
