@@ -13,7 +13,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.config import DnsTable
 from kvevents.service.discovery.provider import RankEndpoint, Template, parse_table
 from kvevents.settings import convert
-from kvevents.subscriber.load_readings import LoadError, ReportedLoad, check_load_url
+from kvevents.subscriber.load_readings import MAX_LINE_BYTES, LoadError, LoadSettings, ReportedLoad, check_load_url
 from kvevents.wire.load import EngineLoad
 
 RECORDED = (Path(__file__).parents[1] / "data" / "vllm_metrics.txt").read_bytes()
@@ -142,3 +142,18 @@ def test_a_template_says_where_the_load_of_each_rank_is_read(load: str | None, f
     """Ranks publish at consecutive ports, and have one HTTP server. A wildcard is the engine's own host."""
     template = Template(model="m", load=load)
     assert template.registration("e", "m", RankEndpoint(1, "tcp://10.0.0.7:5558", load=found)).load == expected
+
+
+def test_the_interval_grows_with_the_number_of_servers() -> None:
+    """A large fleet costs a bounded part of a CPU, as long as that does not make its loads too old."""
+    settings = LoadSettings(poll_seconds=1.0, max_age_seconds=5.0, polls_per_second=100)
+    assert [settings.interval(servers) for servers in (1, 100, 250, 10_000)] == [1.0, 1.0, 2.5, 4.0]
+    assert LoadSettings(poll_seconds=4.5, max_age_seconds=5.0).interval(1) == 4.5
+
+
+def test_a_line_of_another_length_or_end_is_read() -> None:
+    for text in (RECORDED, RECORDED.rstrip(b"\n"), RECORDED.replace(b"\n", b"\r\n")):
+        assert ReportedLoad.read(text).of_rank(1).max_tokens == 8_192
+    long = b'vllm:cache_config_info{a="%b",num_gpu_blocks="1",block_size="1"} 1\n' % (b"x" * MAX_LINE_BYTES)
+    body = b"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n" + long
+    assert ReportedLoad.read(body).of_rank(0).max_tokens == 0, "a capacity that is not read is unknown"

@@ -138,8 +138,8 @@ class LoadPoller:
                 target.task.cancel()
 
     async def _poll(self, target: _Target) -> None:
-        interval = self._settings.poll_seconds
-        backoff = Backoff(initial=interval, maximum=max(interval, MAX_PAUSE_SECONDS))
+        pause = self._settings.poll_seconds
+        backoff = Backoff(initial=pause, maximum=max(pause, MAX_PAUSE_SECONDS))
         while True:
             fault = await self._request(target)
             if fault and not target.fault:
@@ -147,6 +147,7 @@ class LoadPoller:
             elif target.fault and not fault:
                 _logger.info("the load of an engine is known again: %s", target.url)
             target.fault = fault
+            interval = self._settings.interval(len(self._targets))
             if fault:
                 await asyncio.sleep(max(interval, backoff.next_delay()))
             else:
