@@ -29,6 +29,7 @@ from kvevents.service.http.routes import ROUTES
 from kvevents.stream import Batch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import encode_batch
+from load_cases import load_server
 from ports import quiet_port
 from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, needs_prometheus, scraped
 from publisher_cases import ANY
@@ -127,9 +128,11 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             "odd": TapePlayer(odd_tape()),
             "diverging": TapePlayer(diverging_tape()),
         }
+        load = stack.enter_context(load_server(3, 2)).url
         for name, tape in tapes.items():
             stack.enter_context(tape)
-            register(service, name, tape.endpoint, tape.replay_endpoint)
+            more = {"load": load} if name == "healing" else {}
+            register(service, name, tape.endpoint, tape.replay_endpoint, **more)
         register(service, "killed", *publishing_at(fleet.killed), load=f"http://127.0.0.1:{quiet_port()}")
         for name, tape in tapes.items():
             until(f"{name} to be followed", lambda name=name: unproven(service, name))  # type: ignore[misc]
@@ -137,6 +140,7 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             tape.play(LENGTHS.get(name, 10))
         until("all that was played", lambda: service.source("restarting")["last_seq"] == 9)
         tapes["restarting"].restart(unseen_until=2)
+        until("a load", lambda: service.source("healing")["load"])
         until("a hit", lambda: service.query(TOKENS, model_name=MODEL)["instances"])
         assert service.post("/v1/match", model=MODEL, tokens=TOKENS).status == 200
         assert service.post("/v1/select", model=MODEL, tokens=TOKENS).status == 200
@@ -192,6 +196,9 @@ def test_each_fault_has_its_metric(fleet: Fleet) -> None:
     assert fleet.value("kvevents_lookup_match_ratio_count") >= 3
     assert fleet.value("kvevents_lookup_hits_total") >= 3
     assert fleet.value("kvevents_index_limit_bytes") == 1 << 30
+    assert fleet.value("kvevents_source_engine_requests", engine="healing") == 5
+    assert fleet.value("kvevents_source_engine_load_known", engine="healing") == 1
+    assert fleet.value("kvevents_source_engine_load_known", engine="killed") == 0
     assert 0 <= time() - fleet.value("kvevents_source_last_batch_timestamp_seconds", engine="healing") < SECONDS
 
 
