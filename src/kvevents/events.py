@@ -123,7 +123,7 @@ class BlockStored(KVCacheEvent):
     block_digests: list[bytes] | None = None
     """Full digests if a peer sent byte hashes; `block_hashes` then has their last 8 bytes, big-endian."""
     parent_block_digest: bytes | None = None
-    unrecognised: UnknownFields | None = None
+    unknown_fields: UnknownFields | None = None
     """Fields that this version of kvevents does not know, by name, or by position (`"12"`) in array events."""
 
     def __hash__(self) -> int:
@@ -155,7 +155,7 @@ class BlockRemoved(KVCacheEvent):
     """vllm#48933: per block how many physical copies are left of it."""
     heartbeat: Heartbeat | None = None
     block_digests: list[bytes] | None = None
-    unrecognised: UnknownFields | None = None
+    unknown_fields: UnknownFields | None = None
 
     def __hash__(self) -> int:
         return hash((tuple(self.block_hashes), self.medium, self.group_idx, self.locality, self.ownership))
@@ -164,7 +164,7 @@ class BlockRemoved(KVCacheEvent):
 class AllBlocksCleared(KVCacheEvent):
     """The whole prefix cache of the stream was reset."""
 
-    unrecognised: UnknownFields | None = None
+    unknown_fields: UnknownFields | None = None
 
     def __hash__(self) -> int:
         return hash(AllBlocksCleared)
@@ -180,7 +180,7 @@ class BlockInactive(KVCacheEvent):
     medium: str | None = msgspec.field(default_factory=_always_sent)
     group_idx: int | None = None
     block_digests: list[bytes] | None = None
-    unrecognised: UnknownFields | None = None
+    unknown_fields: UnknownFields | None = None
 
     def __hash__(self) -> int:
         return hash((BlockInactive, tuple(self.block_hashes), self.medium, self.group_idx))

@@ -124,7 +124,7 @@ def test_a_move_to_another_tier_is_the_same_block(tmp_path: Path) -> None:
 
 
 def test_a_clear_of_one_tier_leaves_the_others(tmp_path: Path) -> None:
-    clear = AllBlocksCleared(unrecognised={"medium": "CPU"})
+    clear = AllBlocksCleared(unknown_fields={"medium": "CPU"})
     folder = one(tmp_path, [stored([1], [1]), stored([1], [1], medium="CPU"), clear])
     assert column(folder, "lifetimes", "tier", "ended") == [("cpu", "cleared"), ("gpu", "end")]
 

@@ -1145,7 +1145,7 @@ def test_the_layouts_in_rust_are_those_of_the_dialects() -> None:
     }
     rows = re.findall(r'\("?(\w+)"?, (\w+), (\w+)\)', source)
     maps = {
-        kind: [name for name in kind.__struct_fields__ if name != "unrecognised"]
+        kind: [name for name in kind.__struct_fields__ if name != "unknown_fields"]
         for kind in (BlockStored, BlockRemoved, BlockInactive)
     }
     assert [(tag, lists[fields], lists[names]) for tag, fields, names in rows] == [

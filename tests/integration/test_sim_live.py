@@ -14,7 +14,7 @@ import zmq
 
 from kvevents import Subscriber
 from kvevents.errors import ConfigError, EndpointError
-from kvevents.index import Applied
+from kvevents.index import ApplyResult
 from kvevents.routing import Choice, Policy, Prompt, Worker, policy
 from kvevents.routing.policy_types import Candidate
 from kvevents.sim import live
@@ -220,7 +220,7 @@ def dying(fleet: LiveFleet, when: Callable[[], object], monkeypatch: pytest.Monk
     """Have the consumer fail at its next delivery after `when` holds."""
     apply = fleet.follower.audit.apply
 
-    def failing(*given: Any) -> Applied:
+    def failing(*given: Any) -> ApplyResult:
         if when():
             raise DiedError("no room left")
         return apply(*given)

@@ -20,7 +20,7 @@ import zmq
 
 from kvevents.errors import ClosedError, ConfigError, EndpointError, UnknownSourceError
 from kvevents.events import BlockRemoved, BlockStored, EventBatch, Heartbeat, KVEvent
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.security import Curve
 from kvevents.stream import (
@@ -535,7 +535,7 @@ class Counting:
         self.given: list[Batch | RawBatch | Reset | Gap] = []
         self.fails = False
 
-    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[ApplyResult]:
         if self.fails:
             raise RuntimeError("injected")
         self.given += deliveries

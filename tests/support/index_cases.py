@@ -119,7 +119,7 @@ def workers_of(index: PrefixIndex) -> set[Worker]:
 def carries(row: Dialect, event: KVEvent) -> bool:
     """Whether `row` can encode everything that `event` holds."""
     if isinstance(event, AllBlocksCleared):
-        return event.unrecognised is None or row.event_form == "map"
+        return event.unknown_fields is None or row.event_form == "map"
     names = (row.stored_fields if isinstance(event, BlockStored) else row.removed_fields) + (
         "block_digests",
         "parent_block_digest",

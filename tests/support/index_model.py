@@ -68,7 +68,7 @@ class Stream:
         if isinstance(event, BlockStored):
             self.store(event)
         elif isinstance(event, AllBlocksCleared):
-            self.clear(**event.unrecognised or {})
+            self.clear(**event.unknown_fields or {})
         elif isinstance(event, BlockRemoved) and self.rules.get(event.group_idx or 0) != "unknown":
             for value in event.block_hashes:
                 self.remove(value, plane_of(event))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
@@ -106,7 +106,7 @@ class Upstream:
 
     def _take(self, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
-            scope = event.unrecognised or {}
+            scope = event.unknown_fields or {}
             for each in [each for each in self.held if scope.get("medium", each[1]) == each[1]]:
                 del self.held[each]
             return
@@ -166,7 +166,7 @@ class Consumer:
     def __init__(self, station: RelayEndpoint, transport: FakeTransport, *, reads_heartbeats: bool = True) -> None:
         self.index = PrefixIndex()
         self.seen: list[Batch | RawBatch | Reset | Gap] = []
-        self.applied: list[Applied] = []
+        self.applied: list[ApplyResult] = []
         self.reads_heartbeats = reads_heartbeats
         source = Source(station.endpoint, station.replay_endpoint, name="relay")
         self._subscriber = Subscriber(source, transport=transport, clock=transport.clock, decode=False)

@@ -74,7 +74,7 @@ def events(prompts: int) -> st.SearchStrategy[KVEvent]:
         left,
     )
     scopes = st.sampled_from(({"medium": "GPU"}, {"medium": "CPU"}, {"group_idx": 1}, {"group_idx": 2}, None))
-    clears = st.builds(AllBlocksCleared, unrecognised=scopes)
+    clears = st.builds(AllBlocksCleared, unknown_fields=scopes)
     return st.one_of(stores(prompts), stores(prompts), stores(prompts), removals, removals, removals, clears)
 
 
@@ -121,7 +121,7 @@ class States:
 
     def apply(self, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
-            scope = event.unrecognised or {}
+            scope = event.unknown_fields or {}
             if scope.get("medium", "GPU") == "GPU" and scope.get("group_idx", 2) == 2:
                 self.copies.clear()
             return

@@ -181,7 +181,7 @@ def test_native_payloads_have_the_same_state(data: bytes, drawn: st.DataObject) 
     again = history()
     for payload in written:
         assert len(payload) <= limit or alone(payload)
-        native(again).fold(payload, own=True)
+        native(again).apply(payload, own=True)
     assert (again.live, again.unavailable_reason) == (kept.live, kept.unavailable_reason)
     if hashing == "opaque" and not stream.keyed:
         assert again.events() == kept.events()
@@ -216,14 +216,14 @@ def test_a_gap_is_noted_until_everything_is_cleared() -> None:
     """The known state is still returned; a clear of one tier, or an invalid history, does not end the note."""
     kept = compactor_of([payload_of(store([1], [1, 2], 2))])
     assert not native(kept).partial
-    native(kept).miss()
+    native(kept).mark_partial()
     kept.append(payload_of(store([2], [3, 4], 2, 1), cleared(medium="CPU")))
     assert (native(kept).partial, kept.live, len(native(kept).events())) == (True, 2, 1)
     kept.invalidate("payloads")
     assert native(kept).partial
     kept.append(payload_of(AllBlocksCleared(), store([3], [3, 4], 2)))
     assert (native(kept).partial, kept.live) == (False, 1)
-    native(kept).miss()
+    native(kept).mark_partial()
     kept.clear()
     assert not native(kept).partial
 
@@ -252,7 +252,7 @@ def test_extend_is_append_for_each(data: bytes) -> None:
 def with_unknown_fields(batch: Batch) -> bytes:
     """Return the batch with an unknown field in each event, which only Python can decode."""
     events = [
-        msgspec.structs.replace(event, unrecognised={**(event.unrecognised or {}), "tomorrow": 1}) for event in batch.events
+        msgspec.structs.replace(event, unknown_fields={**(event.unknown_fields or {}), "tomorrow": 1}) for event in batch.events
     ]
     return encode_batch(KVEventBatch(batch.ts, events, batch.rank), dialects()[12])
 

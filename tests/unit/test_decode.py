@@ -198,16 +198,16 @@ def test_a_truncated_or_corrupt_payload_is_rejected_as_a_whole(payload: bytes) -
 
 def test_unknown_map_fields_are_kept_by_name() -> None:
     event = one(batch_of(stored(tier="L5", detail={"a": [1, "x", b"\1"], "b": None})))
-    assert event.unrecognised == {"tier": "L5", "detail": {"a": [1, "x", b"\1"], "b": None}}
-    event.unrecognised = None
+    assert event.unknown_fields == {"tier": "L5", "detail": {"a": [1, "x", b"\1"], "b": None}}
+    event.unknown_fields = None
     assert event == GOOD
 
 
 def test_unknown_array_elements_are_kept_by_position() -> None:
     known = [[11], None, [1, 2], 2, None, "GPU", None, None, 0, "full_attention", None]
-    assert one(batch_of(["BlockStored", *known, "new", [5]])).unrecognised == {"12": "new", "13": [5]}
-    assert one(batch_of(["BlockRemoved", [11], "GPU", 0, None, "LOCAL"])).unrecognised == {"5": "LOCAL"}
-    assert one(batch_of(["AllBlocksCleared", 1])).unrecognised == {"1": 1}
+    assert one(batch_of(["BlockStored", *known, "new", [5]])).unknown_fields == {"12": "new", "13": [5]}
+    assert one(batch_of(["BlockRemoved", [11], "GPU", 0, None, "LOCAL"])).unknown_fields == {"5": "LOCAL"}
+    assert one(batch_of(["AllBlocksCleared", 1])).unknown_fields == {"1": 1}
 
 
 HEARTBEAT = Heartbeat("0123456789abcdef" * 2, 5.0, "STALE", "engine-0: disconnected", 7)
@@ -227,7 +227,7 @@ def test_a_heartbeat_is_decoded_in_every_dialect(dialect: Dialect | None) -> Non
 )
 def test_an_invalid_heartbeat_is_an_unknown_field(damaged: object) -> None:
     event = one(batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": damaged}))
-    assert (event.block_hashes, event.heartbeat, event.unrecognised) == ([1], None, {"heartbeat": damaged})
+    assert (event.block_hashes, event.heartbeat, event.unknown_fields) == ([1], None, {"heartbeat": damaged})
 
 
 def test_a_heartbeat_with_more_elements_is_a_heartbeat() -> None:
@@ -249,10 +249,10 @@ def test_unknown_fields_are_encoded_again_in_map_events() -> None:
 
 
 def test_a_peer_cannot_set_fields_of_the_decoder() -> None:
-    event = one(batch_of(stored(unrecognised={"a": 1}, block_digests=[b"x" * 32], parent_block_digest=b"y" * 32)))
+    event = one(batch_of(stored(unknown_fields={"a": 1}, block_digests=[b"x" * 32], parent_block_digest=b"y" * 32)))
     assert event.block_digests is event.parent_block_digest is None
-    assert event.unrecognised == {
-        "unrecognised": {"a": 1},
+    assert event.unknown_fields == {
+        "unknown_fields": {"a": 1},
         "block_digests": [b"x" * 32],
         "parent_block_digest": b"y" * 32,
     }
@@ -320,7 +320,7 @@ def test_token_pairs_of_sglang_with_eagle() -> None:
 def test_token_ids_of_tensorrt_llm_as_strings() -> None:
     event = one(batch_of(stored(token_ids=["100", 7, "0"], mm_keys=[{"type": "mm_key", "hash": "ab", "start_offset": 3}])))
     assert event.token_ids == [100, 7, 0]
-    assert event.unrecognised == {"mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 3}]}
+    assert event.unknown_fields == {"mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 3}]}
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ MOONCAKE_STORED = BlockStored(
     64,
     medium="cpu",
     cache_salt="tenant",
-    unrecognised={"event_id": 7, "model_name": "m", "object_key": "0xff"},
+    unknown_fields={"event_id": 7, "model_name": "m", "object_key": "0xff"},
 )
 
 
@@ -390,7 +390,7 @@ def test_a_mooncake_clear(more: dict[str, Any]) -> None:
 
 def test_a_field_called_event_type_is_not_always_mooncakes() -> None:
     event = one(batch_of(stored(event_type="prefill")))
-    assert event.unrecognised == {"event_type": "prefill"}
+    assert event.unknown_fields == {"event_type": "prefill"}
 
 
 # --- bad neighbours --------------------------------------------------------------------------------------------------------
@@ -548,7 +548,7 @@ def test_the_colliding_keys_have_one_hash() -> None:
 HOSTILE = {
     "unknown field": lambda bomb: pack(stored(new=0))[:-1] + bomb,
     "extra keys": lambda bomb: pack(stored(extra_keys=0))[:-1] + b"\x91\x91" + bomb,
-    "our own name": lambda bomb: pack(stored(unrecognised=0))[:-1] + bomb,
+    "our own name": lambda bomb: pack(stored(unknown_fields=0))[:-1] + bomb,
     "event": lambda bomb: bomb,
     "tag": lambda bomb: b"\x91" + bomb,
 }
@@ -626,7 +626,7 @@ def test_arbitrary_bytes_never_raise(payload: bytes) -> None:
 
 
 @given(msgpack_values)
-@example({"ts": 1.0, "events": [{"type": "AllBlocksCleared", "unrecognised": {"a": 1}}]})
+@example({"ts": 1.0, "events": [{"type": "AllBlocksCleared", "unknown_fields": {"a": 1}}]})
 def test_arbitrary_msgpack_never_raises(value: Any) -> None:
     for payload in (
         pack(value),
@@ -657,7 +657,7 @@ def test_damaged_goldens_never_raise(golden: Golden, data: st.DataObject) -> Non
 
 good_events = st.sampled_from(ROWS).flatmap(lambda row: st.tuples(st.just(row), events_of(row)))
 FIELD_NAMES = st.sampled_from(
-    [*dialect_for("vllm").stored_fields, "cache_salt", "unrecognised", "block_digests", "type", "event_type", "seq_hashes"]
+    [*dialect_for("vllm").stored_fields, "cache_salt", "unknown_fields", "block_digests", "type", "event_type", "seq_hashes"]
 )
 
 

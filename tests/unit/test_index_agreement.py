@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
-from kvevents.index import Applied, IndexLimits, PrefixIndex
+from kvevents.index import ApplyResult, IndexLimits, PrefixIndex
 from kvevents.stream import Batch, BatchReport, RawBatch, RawDelivery, Reset
 from kvevents.wire import Rejected, dialect_for, encode_batch
 from kvevents.wire.dialects import Dialect
@@ -38,7 +38,7 @@ class Sides:
         self.seq = 0
         self.incarnation = 0
 
-    def send(self, *events: KVEvent, lost: bool = False) -> Applied | None:
+    def send(self, *events: KVEvent, lost: bool = False) -> ApplyResult | None:
         """One batch, to the sender's index and to the consumer's."""
         applied = self.apply(self.sender, events)
         if not lost:
@@ -46,7 +46,7 @@ class Sides:
         self.seq += 1
         return None if lost else applied
 
-    def apply(self, index: PrefixIndex, events: Sequence[KVEvent]) -> Applied:
+    def apply(self, index: PrefixIndex, events: Sequence[KVEvent]) -> ApplyResult:
         payload = encode_batch(KVEventBatch(1.0, list(events)))
         raw = RawBatch(*WORKER, self.incarnation, self.seq, False, payload)
         return index.apply(raw if self.raw else raw.decode())
@@ -63,7 +63,7 @@ class Sides:
 @pytest.mark.parametrize("raw", [True, False])
 def test_events_that_are_sent_and_applied_agree(raw: bool) -> None:
     sides = Sides(raw=raw)
-    assert sides.send(stored(0, 8)) == Applied("applied")
+    assert sides.send(stored(0, 8)) == ApplyResult("applied")
     assert sides.beats() is True
     sides.send(BlockRemoved([3], "GPU"))
     assert sides.beats() is True
@@ -123,10 +123,10 @@ def test_the_report_of_a_batch_that_is_not_applied_has_only_the_heartbeat() -> N
     events = [beat(WRONG)]
     sides.apply(sides.consumer, events)
     again = sides.apply(sides.consumer, events)
-    assert again == Applied("duplicate", BatchReport(heartbeat=events[0].heartbeat))
+    assert again == ApplyResult("duplicate", BatchReport(heartbeat=events[0].heartbeat))
     sides.consumer.apply(Reset(*WORKER, 1, "another life"))
-    assert sides.apply(sides.consumer, events) == Applied("void", BatchReport(heartbeat=events[0].heartbeat))
-    assert sides.apply(sides.consumer, [stored(1)]) == Applied("void")
+    assert sides.apply(sides.consumer, events) == ApplyResult("void", BatchReport(heartbeat=events[0].heartbeat))
+    assert sides.apply(sides.consumer, [stored(1)]) == ApplyResult("void")
 
 
 def test_a_worker_that_was_removed_has_nothing_to_compare() -> None:

@@ -329,7 +329,7 @@ HISTORY_BLOCKS = 200_000
 def history_of_many_blocks() -> Compactor:
     history = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
     for at in range(HISTORY_BLOCKS // 4_000):
-        history.fold(payload_of([chain(10_000 * at + 1, 4_000)]))
+        history.apply(payload_of([chain(10_000 * at + 1, 4_000)]))
     return history
 
 
@@ -371,9 +371,9 @@ def test_many_workers_are_listed_a_part_at_a_time() -> None:
     "call",
     [
         lambda history: history.live,
-        lambda history: history.miss(),
-        lambda history: history.fold(payload_of([chain(1, 2)])),
-        lambda history: history.fold_many([(0, payload_of([chain(1, 2)]))]),
+        lambda history: history.mark_partial(),
+        lambda history: history.apply(payload_of([chain(1, 2)])),
+        lambda history: history.apply_many([(0, payload_of([chain(1, 2)]))]),
         lambda history: history.clear(),
     ],
 )
@@ -433,10 +433,10 @@ def test_an_index_that_a_panic_left_changed_by_half_says_so_until_it_is_restored
 
 def test_a_history_that_a_panic_left_changed_by_half_says_nothing_more() -> None:
     history = Compactor(astuple(DEFAULT_WIRE_LIMITS)[:6])
-    history.fold(payload_of([chain(1, 2)]))
+    history.apply(payload_of([chain(1, 2)]))
     with pytest.raises(BaseException, match="as a test"):
         history._break()
-    for call in (history.events, lambda: history.payloads(1, 1.0), lambda: history.fold(b""), lambda: history.live):
+    for call in (history.events, lambda: history.payloads(1, 1.0), lambda: history.apply(b""), lambda: history.live):
         with pytest.raises(RuntimeError, match="left this history inconsistent"):
             call()
 

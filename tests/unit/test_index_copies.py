@@ -100,7 +100,7 @@ def test_two_true_copies_keep_their_credit(consumer: Consumer) -> None:
     assert consumer.match(tokens_of(2)) == (8, 8)
 
 
-@pytest.mark.parametrize("end", [AllBlocksCleared(), AllBlocksCleared(unrecognised={"medium": "GPU"})])
+@pytest.mark.parametrize("end", [AllBlocksCleared(), AllBlocksCleared(unknown_fields={"medium": "GPU"})])
 def test_a_clear_ends_uncertainty(consumer: Consumer, end: KVEvent) -> None:
     consumer.send(stored(2), stored(2), removed(1))
     consumer.send(end, stored(2))

@@ -39,7 +39,7 @@ from index_cases import (
 from index_keys import Scope, Worker
 from index_model import Oracle
 from kvevents.events import KVEvent, KVEventBatch
-from kvevents.index import Applied, IndexLimits, Match, PrefixIndex
+from kvevents.index import ApplyResult, IndexLimits, Match, PrefixIndex
 from kvevents.stream import Batch, Gap, RawBatch, Reset
 from kvevents.wire import encode_batch
 from wire_cases import batch_of, stored
@@ -82,7 +82,7 @@ class Trio:
             else:
                 assert self.by_payload.apply(step).status == status
 
-    def _by_payload(self, batch: Batch, payload: bytes, *, raw: bool) -> Applied:
+    def _by_payload(self, batch: Batch, payload: bytes, *, raw: bool) -> ApplyResult:
         """As a subscriber that does not decode delivers it, or by hand."""
         if raw:
             return self.by_payload.apply(RawBatch(batch.source, batch.rank, batch.incarnation, batch.seq, False, payload))
@@ -294,7 +294,7 @@ def test_a_run_of_payloads_returns_the_outcomes_that_are_not_plain_applied() -> 
     each, many = PrefixIndex(), PrefixIndex()
     outcomes = [each.apply(RawBatch("a", 3, 0, 100 + at, False, payload)) for at, payload in enumerate(payloads)]
     found = many.apply_payloads(("a", 3), 0, 100, payloads)
-    assert found == {at: outcome for at, outcome in enumerate(outcomes) if outcome != Applied("applied")}
+    assert found == {at: outcome for at, outcome in enumerate(outcomes) if outcome != ApplyResult("applied")}
     assert list(found) == [5, 256, 300]
     assert same_state(each, many)
     assert [outcome.status for outcome in many.apply_payloads(("a", 3), 0, 699, payloads[:2]).values()] == ["duplicate"]

@@ -50,8 +50,8 @@ def fields_of(event: KVEvent) -> dict[str, Any]:
         fields["extra_keys"] = plain(event.extra_keys)
     if isinstance(event, BlockRemoved) and event.heartbeat is not None:
         fields["heartbeat"] = msgspec.structs.astuple(event.heartbeat)
-    rest = event.unrecognised
-    return fields | {"type": type(event).__name__, "unrecognised": plain(rest)}
+    rest = event.unknown_fields
+    return fields | {"type": type(event).__name__, "unknown_fields": plain(rest)}
 
 
 def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> None:

@@ -31,8 +31,8 @@ FORMS: dict[str, tuple[Any, BlockInactive]] = {
         AS_MAP | {"block_hashes": [b"x" * 24 + bytes(7) + b"\5"]},
         BlockInactive([5], "GPU", block_digests=[b"x" * 24 + bytes(7) + b"\5"]),
     ),
-    "a new field": (AS_MAP | {"age": 3}, BlockInactive([1, 2**64 - 1], "GPU", unrecognised={"age": 3})),
-    "a new element": (["BlockInactive", [1], "GPU", None, 7], BlockInactive([1], "GPU", unrecognised={"4": 7})),
+    "a new field": (AS_MAP | {"age": 3}, BlockInactive([1, 2**64 - 1], "GPU", unknown_fields={"age": 3})),
+    "a new element": (["BlockInactive", [1], "GPU", None, 7], BlockInactive([1], "GPU", unknown_fields={"4": 7})),
 }
 
 
@@ -86,7 +86,7 @@ def test_a_stream_with_neutral_events_stays_exact_and_an_unknown_event_degrades_
 
 def test_the_table_has_the_fields_of_the_types() -> None:
     """Neutral kinds are known to the table, to the types and to the native scanner alike."""
-    own = {"block_digests", "unrecognised"}
+    own = {"block_digests", "unknown_fields"}
     assert {"BlockInactive": tuple(name for name in BlockInactive.__struct_fields__ if name not in own)} == NEUTRAL_FIELDS
     for tag, names in NEUTRAL_FIELDS.items():
         values = {"block_hashes": [1], "medium": None, "group_idx": None}
@@ -107,7 +107,7 @@ events = st.builds(
 @given(st.lists(events, max_size=3))
 def test_what_is_encoded_is_decoded(found: list[BlockInactive]) -> None:
     assert decode_batch(encode_batch(KVEventBatch(1.0, list(found)))).batch.events == found
-    relayed = [msgspec.structs.replace(event, unrecognised={"age": 1}) for event in found]
+    relayed = [msgspec.structs.replace(event, unknown_fields={"age": 1}) for event in found]
     assert decode_batch(encode_batch(KVEventBatch(1.0, list(relayed)))).batch.events == relayed
 
 

@@ -849,8 +849,8 @@ def test_a_prompt_with_a_salt_never_matches_a_plain_one(two: World, dialect: str
     two.upstream.say(BlockStored([1], None, prompt(1), SIZE, medium="GPU"))
     strange = [SECRET + 99] * SIZE
     salted = [
-        BlockStored([2], None, strange, SIZE, medium="GPU", unrecognised={"note": 1, "cache_salt": "tenant"}),
-        BlockStored([3], None, strange, SIZE, medium="GPU", extra_keys=[("tenant",)], unrecognised={"note": 1}),
+        BlockStored([2], None, strange, SIZE, medium="GPU", unknown_fields={"note": 1, "cache_salt": "tenant"}),
+        BlockStored([3], None, strange, SIZE, medium="GPU", extra_keys=[("tenant",)], unknown_fields={"note": 1}),
     ]
     two.upstream.say(*salted)
     two.settle()
@@ -885,7 +885,7 @@ def test_redacted_streams_contain_no_tokens_and_match_by_key(tmp_path: Path, tok
             tail = prompt()[SIZE:]
             each.say(
                 BlockStored([1], None, prompt()[:SIZE], SIZE, medium="GPU", session_id="secret-session"),
-                BlockStored([2, 3], 1, tail, SIZE, medium="GPU", unrecognised={"note": "secret-note"}),
+                BlockStored([2, 3], 1, tail, SIZE, medium="GPU", unknown_fields={"note": "secret-note"}),
             )
             # Its own encoder has no room for a salt beside fields that it does not know.
             each.say(

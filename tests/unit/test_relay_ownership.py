@@ -19,7 +19,7 @@ STORES = st.builds(
 )
 REMOVALS = st.builds(BlockRemoved, HASHES, MEDIA, GROUPS)
 CLEARS = st.sampled_from([None, {"medium": "GPU"}, {"group_idx": 1}, {"medium": "CPU", "group_idx": 0}]).map(
-    lambda scope: AllBlocksCleared(unrecognised=scope)
+    lambda scope: AllBlocksCleared(unknown_fields=scope)
 )
 EVENTS = st.lists(st.one_of(STORES, REMOVALS, CLEARS), max_size=40)
 
@@ -29,7 +29,7 @@ def held(events: list[KVEvent]) -> Counter[tuple[object, ...]]:
     copies: Counter[tuple[object, ...]] = Counter()
     for event in events:
         if isinstance(event, AllBlocksCleared):
-            scope = event.unrecognised or {}
+            scope = event.unknown_fields or {}
             for place in list(copies):
                 if scope.get("medium", place[1]) == place[1] and scope.get("group_idx", place[2]) == place[2]:
                     del copies[place]

@@ -26,7 +26,7 @@ STORE = BlockStored(
     block_digests=[b"\x01" * 32],
     parent_block_digest=b"\x02" * 32,
     origin="NEW",
-    unrecognised={"note": "text"},
+    unknown_fields={"note": "text"},
 )
 KEPT = {
     "block_hashes",

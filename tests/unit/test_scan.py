@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from index_cases import blocks_of, scanned
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.stream import RawBatch
 from kvevents.wire import decode_batch, dialects, encode_batch
 from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS
@@ -61,7 +61,7 @@ def decoded(event: KVEvent) -> dict[str, Any]:
     """Return an event that Python decoded in the form of `events_of`."""
     kind = type(event).__name__
     if isinstance(event, AllBlocksCleared):
-        return {"type": kind} | {name: (event.unrecognised or {}).get(name) for name in CLEARED}
+        return {"type": kind} | {name: (event.unknown_fields or {}).get(name) for name in CLEARED}
     fields = {name: getattr(event, name, None) for name in NAMES[kind]}
     if isinstance(event, BlockStored):
         tokens = [token if isinstance(token, tuple) else (token,) for token in event.token_ids]
@@ -103,7 +103,7 @@ def agree(*payloads: bytes) -> None:
         found, expected = by_payload.apply(raw), by_event.apply(raw.decode())
         if found.report is not None and expected.report is not None:
             rejected = worded_as(found.report.rejected, expected.report.rejected)
-            expected = Applied(expected.status, replace(expected.report, rejected=rejected))
+            expected = ApplyResult(expected.status, replace(expected.report, rejected=rejected))
         assert found == expected
     assert by_payload.digest("a") == by_event.digest("a")
     assert blocks_of(by_payload, ("a", 0)) == blocks_of(by_event, ("a", 0))
@@ -152,7 +152,7 @@ def test_any_msgpack_is_read_as_python_reads_it_or_left_to_it(value: Any) -> Non
 
 @given(
     st.sampled_from(
-        [*stored(), "group_idx", "extra_keys", "cache_salt", "locality", "block_keys", "heartbeat", "unrecognised", "tomorrow"]
+        [*stored(), "group_idx", "extra_keys", "cache_salt", "locality", "block_keys", "heartbeat", "unknown_fields", "later"]
     ),
     msgpack_values,
 )

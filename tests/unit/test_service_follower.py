@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from kvevents.events import BlockRemoved
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.plane.log_subscriber import LogSubscriber
 from kvevents.service.fleet import Fleet
 from kvevents.service.follower import Follower, IndexSink
@@ -51,7 +51,7 @@ def test_trust_is_lowered_before_the_index_has_the_batch_that_lowers_it() -> Non
     class Watched:
         """The index. It records the trust that answers would give when deliveries arrive."""
 
-        def apply_many(self, deliveries: Sequence[RawDelivery]) -> list[Applied]:
+        def apply_many(self, deliveries: Sequence[RawDelivery]) -> list[ApplyResult]:
             states.append(fleet.members[registration.key].trust_status.state)
             return index.apply_many(deliveries)
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvevents.errors import UsageError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.sim.audit import MAX_EXAMPLES, Audit, Expected, Mark
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.engine import Batching
@@ -305,13 +305,13 @@ def test_parts_of_a_batch_are_reported_as_one() -> None:
     """Status, rejected events, and whether anything was cleared, in whichever part that was."""
     stream = recorded(CacheSize(20, 2), [([1] * 5, 1), ([1] * 5, 1)], side_by_side=2)
     audit = stream.audited()
-    assert audit.apply(*deliveries_of(stream.batches)[0]) == Applied("applied")
+    assert audit.apply(*deliveries_of(stream.batches)[0]) == ApplyResult("applied")
     assert audit.index.stats().blocks == 2
     audit = Audit(PrefixIndex())
     audit.add(WORKER)
     for position in (1, 2):
         audit.expect(WORKER, Expected(Mark(0, 0, position), stream.lookups[0].sequence, 5, 4 * (position - 1)))
-    assert audit.apply(raw(0, [AllBlocksCleared(), *stream.batches[0]])) == Applied("applied", BatchReport(cleared=True))
+    assert audit.apply(raw(0, [AllBlocksCleared(), *stream.batches[0]])) == ApplyResult("applied", BatchReport(cleared=True))
     assert outcome(audit, []) == (2, 0, 0)
 
 
@@ -328,7 +328,7 @@ def test_a_heartbeat_in_a_batch_that_is_looked_into_is_of_its_end(place: int) ->
         audit = Audit(PrefixIndex())
         audit.add(WORKER)
         audit.expect(WORKER, Expected(Mark(0, 0, 1), stream.lookups[0].sequence, 5, 0))
-        assert audit.apply(raw(0, events)) == Applied("applied", BatchReport(heartbeat=beat, digest_matches=agrees))
+        assert audit.apply(raw(0, events)) == ApplyResult("applied", BatchReport(heartbeat=beat, digest_matches=agrees))
 
 
 def test_a_decoded_batch_is_taken_as_well() -> None:

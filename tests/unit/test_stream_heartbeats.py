@@ -129,7 +129,7 @@ def wire(request: pytest.FixtureRequest) -> Wire:
         ([], None),
         ([BlockStored([1], None, [1], 1), BlockRemoved([1])], None),
         ([AllBlocksCleared()], BatchReport(cleared=True)),
-        ([AllBlocksCleared(unrecognised={"medium": "GPU"})], None),
+        ([AllBlocksCleared(unknown_fields={"medium": "GPU"})], None),
         ([BlockRemoved([], heartbeat=heartbeat()), BlockRemoved([1])], BatchReport(heartbeat=heartbeat())),
         ([BlockRemoved([1], heartbeat=heartbeat()), AllBlocksCleared()], BatchReport(cleared=True, heartbeat=heartbeat())),
         (

@@ -314,14 +314,14 @@ fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
         writer.add(&ExportedEvent::Stored(alone));
     }
     let (payload, schema) = (&writer.finish()[0], read_all());
-    let (mut compactor, heard, late) = (Compactor::default(), index(), index());
+    let (mut compactor, direct, late) = (Compactor::default(), index(), index());
     compactor.apply(payload, &schema);
     assert_eq!(compactor.live(), BLOCKS_PER_HASH);
-    heard.batch("a", 0, 0, 0, payload);
-    let told = compactor.payloads(usize::MAX, 1.5).expect("they can be told in some order");
-    late.batch("a", 0, 0, 0, &told[0]);
+    direct.batch("a", 0, 0, 0, payload);
+    let payloads = compactor.payloads(usize::MAX, 1.5).expect("they have an order of events");
+    late.batch("a", 0, 0, 0, &payloads[0]);
     let digest = |index: &Index| index.stream("a", 0).map(|stream| stream.lock().digest);
-    assert_eq!(digest(&heard), digest(&late));
+    assert_eq!(digest(&direct), digest(&late));
 }
 
 fn index() -> Index {

@@ -715,7 +715,7 @@ impl Stream {
 /// Keys of the blocks of one stored event.
 #[derive(Debug, Default)]
 pub struct StoredKeys {
-    /// Keys of all blocks; empty if there are none.
+    /// Keys of all blocks; empty if they have no keys.
     pub keys: Vec<u64>,
     /// The event's own salt's part of the seed; 0 for a root without one, None if the parent's salt applies.
     pub salt: Option<u64>,

@@ -248,7 +248,7 @@ impl Contexts {
         self.lookup.len()
     }
 
-    /// Whether there are none.
+    /// Whether it has no contexts.
     pub fn is_empty(&self) -> bool {
         self.lookup.is_empty()
     }

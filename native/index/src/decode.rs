@@ -155,7 +155,7 @@ pub struct BlockStored {
     pub origin: Option<String>,
     pub block_keys: Option<Vec<u64>>,
     /// Fields that this release does not know, by name, or by position in array events.
-    pub unrecognised: Vec<(String, Value)>,
+    pub unknown_fields: Vec<(String, Value)>,
 }
 
 /// Blocks that were removed; fields as in `kvevents.events.BlockRemoved`.
@@ -171,7 +171,7 @@ pub struct BlockRemoved {
     pub remaining_copy_counts: Option<Vec<i128>>,
     pub heartbeat: Option<Heartbeat>,
     /// As in `BlockStored`.
-    pub unrecognised: Vec<(String, Value)>,
+    pub unknown_fields: Vec<(String, Value)>,
 }
 
 /// Blocks that no request uses; fields as in `kvevents.events.BlockInactive`.
@@ -183,7 +183,7 @@ pub struct BlockInactive {
     pub medium: Option<String>,
     pub group_idx: Option<i128>,
     /// As in `BlockStored`.
-    pub unrecognised: Vec<(String, Value)>,
+    pub unknown_fields: Vec<(String, Value)>,
 }
 
 /// An event.

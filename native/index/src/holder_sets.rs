@@ -173,7 +173,7 @@ impl Sets {
             self.change(set, last.to.0);
             return last.to.0;
         }
-        self.moved_anew(set, placement, stream, last)
+        self.searched_move(set, placement, stream, last)
     }
 
     /// Whether a move is the one that is remembered.
@@ -188,7 +188,7 @@ impl Sets {
 
     /// The same by a search.
     #[cold]
-    fn moved_anew(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
+    fn searched_move(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
         let target = self.toggled(set, placement, stream);
         let created = |number: u32| (number, self.entries[number as usize].created);
         *last = Move {

@@ -24,7 +24,7 @@ use crate::shared::SharedState;
 use crate::stream::Counters;
 use crate::yielding_lock::YieldingRwLock;
 
-pub use deliveries::{Applied, Findings, Outcome};
+pub use deliveries::{ApplyResult, BatchReport, Outcome};
 pub use importing::{ImportedStream, Part};
 pub use lookups::{Matches, Scope};
 pub use reports::{Held, Info, Speculated};

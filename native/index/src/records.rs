@@ -391,7 +391,7 @@ impl Records {
         self.used
     }
 
-    /// Whether there are none.
+    /// Whether it has no records.
     pub fn is_empty(&self) -> bool {
         self.used == 0
     }

@@ -34,7 +34,7 @@ impl<T> ShardedTable<T> {
         self.length
     }
 
-    /// Whether there are none.
+    /// Whether it has no entries.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }

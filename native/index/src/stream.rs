@@ -343,11 +343,11 @@ impl Stream {
     /// Records the block size of an incarnation; false if it has used too many.
     #[inline]
     pub fn cut_by(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
-        self.schemes.contains(&scheme) || self.cut_anew(shared, scheme)
+        self.schemes.contains(&scheme) || self.add_scheme(shared, scheme)
     }
 
     #[cold]
-    fn cut_anew(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
+    fn add_scheme(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
         if self.schemes.len() >= shared.limits.block_sizes {
             return false;
         }

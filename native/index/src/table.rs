@@ -190,7 +190,7 @@ impl Table {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether it has no entries.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -413,7 +413,7 @@ fn write<const N: usize>(places: &mut [MaybeUninit<u32>], tokens: [u32; N]) {
     }
 }
 
-/// The token that ends 4 bytes after `end`. The minimum only tells the compiler that nothing is out of bounds.
+/// The token that ends 4 bytes after `end`. The minimum only shows the compiler that nothing is out of bounds.
 #[inline]
 fn token<const N: usize>(near: &[u8; N], end: usize, length: usize) -> u32 {
     let end = end.min(N - 4);

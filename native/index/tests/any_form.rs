@@ -31,7 +31,7 @@ fn what_the_scanner_leaves_is_applied() {
     let payload = [&[0x92, 1, 0x93][..], &texts, &tomorrow, &wrapped].concat();
     let applied = index.batch("a", 0, 0, 0, &payload);
     assert_eq!(applied.outcome, Outcome::Applied(false));
-    let rejected = applied.findings.expect("something was set aside").rejected;
+    let rejected = applied.report.expect("something was set aside").rejected;
     assert_eq!(
         (rejected.len(), rejected[0].reason, rejected[0].index),
         (1, Reason::UnknownTag, Some(1))
@@ -45,7 +45,7 @@ fn what_the_scanner_leaves_is_applied() {
     assert_eq!(index.batch("a", 0, 0, 0, &payload).outcome, Outcome::Duplicate);
     let applied = index.batch("a", 0, 0, 1, b"\xC1");
     assert_eq!(applied.outcome, Outcome::Applied(false));
-    let rejected = applied.findings.expect("something was set aside").rejected;
+    let rejected = applied.report.expect("something was set aside").rejected;
     assert_eq!(rejected[0].reason, Reason::NotABatch);
 }
 
@@ -60,15 +60,15 @@ fn heartbeats_are_compared() {
     let digests = [b"00000000000000000000000000000000", b"0000000000000000000000000000000f"];
     for (seq, (digest, agrees)) in digests.into_iter().zip([true, false]).enumerate() {
         let applied = index.batch("a", 0, 0, seq as i64, &beat(digest));
-        let findings = applied.findings.expect("there is a heartbeat");
-        assert_eq!(findings.agrees, Some(agrees));
+        let report = applied.report.expect("there is a heartbeat");
+        assert_eq!(report.agrees, Some(agrees));
         assert_eq!(
-            findings.heartbeat.expect("there is one").digest.as_deref().map(str::as_bytes),
+            report.heartbeat.expect("there is one").digest.as_deref().map(str::as_bytes),
             Some(&digest[..])
         );
         let again = index.batch("a", 0, 0, seq as i64, &beat(digest));
         assert_eq!(
-            (again.outcome, again.findings.expect("as before").agrees),
+            (again.outcome, again.report.expect("as before").agrees),
             (Outcome::Duplicate, None)
         );
     }
@@ -79,9 +79,9 @@ fn heartbeats_are_compared() {
 fn heartbeats_without_a_digest_are_not_compared() {
     let index = index();
     let payload = b"\x92\x01\x91\x95\xACBlockRemoved\x90\xC0\xC0\x83\xA6digest\xC0\xA5every\x05\xABincarnation\x07";
-    let findings = index.batch("a", 0, 0, 0, payload).findings.expect("there is a heartbeat");
-    assert_eq!((findings.agrees, findings.attested), (None, None));
-    let heartbeat = findings.heartbeat.expect("there is one");
+    let report = index.batch("a", 0, 0, 0, payload).report.expect("there is a heartbeat");
+    assert_eq!((report.agrees, report.attested), (None, None));
+    let heartbeat = report.heartbeat.expect("there is one");
     assert_eq!((heartbeat.digest, heartbeat.incarnation), (None, 7));
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
-from kvevents.index.data_types import Applied
+from kvevents.index.data_types import ApplyResult
 from kvevents.index.namespace import Namespace
 from kvevents.stream import RawBatch
 
@@ -66,9 +66,9 @@ class NativeIndex:
         wire_limits: tuple[int, int, int, int, int, int],
         memory_limit: int | None,
         limits: dict[str, int],
-        outcomes: tuple[Applied, Applied, Applied, Applied],
+        outcomes: tuple[ApplyResult, ApplyResult, ApplyResult, ApplyResult],
     ) -> Self: ...
-    def apply_payload(self, stream: tuple[str, int] | str, incarnation: int, seq: int, payload: bytes) -> Applied:
+    def apply_payload(self, stream: tuple[str, int] | str, incarnation: int, seq: int, payload: bytes) -> ApplyResult:
         """Apply the payload of one batch as the engine sent it."""
     def match(self, tokens: Any, namespace: Namespace | None = None, *, overlay: bool = False) -> Match:
         """How long a prefix of `tokens` each worker holds."""
@@ -76,16 +76,16 @@ class NativeIndex:
         """`match` for each of several prompts of one namespace."""
     def match_keys(self, keys: Any, block_size: int | None = None, namespace: Namespace | None = None) -> Match:
         """The same for rolling keys that the caller has, from the root on."""
-    def _apply(self, source: str, rank: int, incarnation: int, seq: int, payload: bytes) -> Applied | None: ...
-    def _apply_many(self, batches: list[RawBatch]) -> list[Applied]: ...
+    def _apply(self, source: str, rank: int, incarnation: int, seq: int, payload: bytes) -> ApplyResult | None: ...
+    def _apply_many(self, batches: list[RawBatch]) -> list[ApplyResult]: ...
     def _apply_run(
         self, source: str, rank: int, incarnation: int, first: int, payloads: Sequence[bytes]
-    ) -> dict[int, Applied]: ...
+    ) -> dict[int, ApplyResult]: ...
     def _compare(
         self, source: str, rank: int, digest: str | None, attestation: int | None
     ) -> tuple[bool | None, bool | None]: ...
-    def _gap(self, source: str, rank: int, incarnation: int, last: int) -> Applied: ...
-    def _reset(self, source: str, rank: int, incarnation: int) -> Applied: ...
+    def _gap(self, source: str, rank: int, incarnation: int, last: int) -> ApplyResult: ...
+    def _reset(self, source: str, rank: int, incarnation: int) -> ApplyResult: ...
     def _label(self, source: str, model: str | None) -> None: ...
     def _remove(self, source: str, rank: int | None) -> int: ...
     def _admit(self, source: str, rank: int) -> None: ...
@@ -103,43 +103,43 @@ class NativeIndex:
         """Panic in the middle of a change. Only builds for tests have it."""
 
 class Compactor:
-    """Folds the payloads of one stream into what is still live. Calls of several threads wait for each other."""
+    """Compacts the payloads of one stream to its live blocks. Calls of several threads wait for each other."""
 
     def __new__(cls, wire_limits: tuple[int, int, int, int, int, int]) -> Self: ...
-    def fold(self, payload: bytes, own: bool = False) -> None:
-        """Take in the next payload; `lost` if events of it cannot be read.
+    def apply(self, payload: bytes, own: bool = False) -> None:
+        """Apply the next payload. `lost` is set if its events cannot be decoded.
 
-        `own` is for what `payloads` returned, which may be larger than what peers may send.
+        `own` is for payloads that `payloads` returned, which can be larger than those of peers.
         """
-    def fold_many(self, batches: list[tuple[int, bytes]]) -> None:
-        """Take in the payloads of several batches, whatever their numbers. Other threads run if that takes long."""
+    def apply_many(self, batches: list[tuple[int, bytes]]) -> None:
+        """Apply the payloads of several batches, whatever their numbers. Other threads run if that takes long."""
     def events(self) -> list[tuple[Any, ...]] | None:
-        """What rebuilds the state after a clear; None when `lost`, or when no order of events can say it.
+        """Return events that rebuild the state after a clear; None if `lost`, or if no order of events can express it.
 
         `("stored", hashes, parent, tokens, pairs, block_size, lora_id, medium, lora_name, extra_keys, group_idx, kind, window,
         locality, ownership, cache_salt, block_keys)`: blocks, each the parent of the next. `tokens` are 32-bit numbers,
         little-endian; when `pairs`, two for each token id, which is EAGLE's `[t, next]`. `extra_keys` is msgpack, an entry per
-        block as it came. Without tokens, copies of known blocks; with `block_keys`, a key per block, blocks that were told by
+        block as it came. Without tokens, copies of known blocks; with `block_keys`, a key per block, blocks that were stored by
         their keys and have no parent.
 
         `("removed", hashes, medium, group_idx, locality, ownership)`: blocks that only held a place in a chain.
         """
     def payloads(self, limit: int, ts: float) -> list[bytes] | None:
-        """The events of `events` as payloads for `fold(payload, own=True)`, in order. Other threads run meanwhile.
+        """The events of `events` as payloads for `apply(payload, own=True)`, in order. Other threads run meanwhile.
 
-        Each has at most `limit` bytes, but for a single block that takes more; `ts` is their time, in seconds. The first one
-        begins with a clear of everything, so a compactor that folds them is not `partial`. Raises `ValueError` for a limit or a
-        time that is none.
+        Each has at most `limit` bytes, except for a single block that takes more; `ts` is their time, in seconds. The first one
+        begins with a clear of everything, so a compactor that applies them is not `partial`. Raises `ValueError` for an
+        invalid limit or time.
         """
-    def miss(self) -> None:
-        """Note that some of the stream was never seen. What is known stays known; see `partial`."""
-    def lose(self, reason: str) -> None:
-        """Give up until the stream clears everything. `reason` is `batches`, `payloads` or `digests`."""
+    def mark_partial(self) -> None:
+        """Record that a part of the stream was not received. The known blocks stay; see `partial`."""
+    def invalidate(self, reason: str) -> None:
+        """Drop the state, and ignore events until everything is cleared. `reason` is `batches`, `payloads` or `digests`."""
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
     @property
     def partial(self) -> bool:
-        """Whether something was missed since the stream cleared everything last, or `clear`."""
+        """Whether a part of the stream was not received since everything was cleared last."""
     @property
     def live(self) -> int:
         """Blocks with at least one copy."""
@@ -148,10 +148,10 @@ class Compactor:
         """Blocks kept: live ones, dead ancestors, and orphans."""
     @property
     def bytes(self) -> int:
-        """Heap memory, about."""
+        """Approximate heap memory."""
     @property
     def lost(self) -> str | None:
-        """What there was too much of, or what `lose` was told; nothing is kept until the stream clears everything."""
+        """The exceeded limit, or the reason given to `invalidate`. No block is kept until everything is cleared."""
     def _locked(self, call: Callable[[], object]) -> None:
         """Call something while it is locked. Only builds for tests have it."""
     def _break(self) -> None:

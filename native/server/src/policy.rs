@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_told_apart() {
+    fn tokens_are_distinguished() {
         let strict = policy(|_| {});
         assert!(!strict.admits(&headers(&[])));
         assert!(strict.admits(&headers(&[("authorization", "bearer  0123456789abcdef")])));

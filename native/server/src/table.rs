@@ -151,7 +151,7 @@ impl Worker {
 }
 
 #[derive(Deserialize)]
-struct Told {
+struct TableMessage {
     has_failed: bool,
     workers: Vec<Worker>,
     /// Tokens per block, the smallest first, by fleet.
@@ -194,10 +194,10 @@ impl Table {
     /// # Errors
     /// If the JSON has another shape.
     pub fn read(json: &[u8], index: Arc<Index>) -> Result<Self, serde_json::Error> {
-        let mut told: Told = serde_json::from_slice(json)?;
+        let mut message: TableMessage = serde_json::from_slice(json)?;
         let mut numbers = HashMap::new();
         let (mut places, mut labels) = (HashMap::new(), HashMap::new());
-        for (place, worker) in told.workers.iter_mut().enumerate() {
+        for (place, worker) in message.workers.iter_mut().enumerate() {
             worker.trust_if_uncertain = Some(worker.trust.if_uncertain());
             worker.json_name = serde_json::to_string(&worker.instance)?;
             let next = numbers.len() as u32;
@@ -212,13 +212,13 @@ impl Table {
         let by_fleet = |(model, tenant, group, of)| ((model, tenant, group), of);
         Ok(Self {
             index,
-            has_failed: told.has_failed,
-            fleets: told.workers.iter().map(|worker| worker.scope.fleet()).collect(),
-            workers: told.workers,
+            has_failed: message.has_failed,
+            fleets: message.workers.iter().map(|worker| worker.scope.fleet()).collect(),
+            workers: message.workers,
             places,
             labels,
-            block_sizes: told.block_sizes.into_iter().map(by_fleet).collect(),
-            bases: told
+            block_sizes: message.block_sizes.into_iter().map(by_fleet).collect(),
+            bases: message
                 .bases
                 .into_iter()
                 .map(|(adapter, tenant, group, of)| ((adapter, tenant, group), of))

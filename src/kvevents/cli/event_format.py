@@ -153,8 +153,8 @@ def _details(event: KVEvent) -> list[tuple[str, object]]:
     found = [(name, getattr(event, name, None)) for name in names]
     if isinstance(event, BlockStored):
         found.append(("block_size", event.block_size))
-    if event.unrecognised:
-        found.append(("unrecognised", " ".join(event.unrecognised)))
+    if event.unknown_fields:
+        found.append(("unknown_fields", " ".join(event.unknown_fields)))
     return [(name, value) for name, value in found if value is not None]
 
 

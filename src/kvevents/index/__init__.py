@@ -14,7 +14,7 @@ from kvevents.native_module import require_native
 
 require_native("kvevents.index")
 
-from kvevents.index.data_types import Applied, Block, IndexLimits, IndexStats, WorkerInfo
+from kvevents.index.data_types import ApplyResult, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.namespace import (
     MultiModal,
     Namespace,
@@ -31,7 +31,7 @@ from kvevents_native._native import Match, WorkerMatch
 
 __all__ = [
     "MAX_PAYLOAD_EXPANSION",
-    "Applied",
+    "ApplyResult",
     "Block",
     "IndexLimits",
     "IndexStats",

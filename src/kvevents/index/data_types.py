@@ -39,7 +39,7 @@ class IndexLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class ApplyResult:
     """The outcome of a delivery."""
 
     status: Literal["applied", "duplicate", "void"]

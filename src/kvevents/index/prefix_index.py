@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Final, Self, TypeAlias
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.events import Heartbeat
-from kvevents.index.data_types import Applied, Block, IndexLimits, IndexStats, WorkerInfo
+from kvevents.index.data_types import ApplyResult, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.namespace import Namespace
 from kvevents.index.snapshot_file import merge_snapshot, read_snapshot, write_snapshot
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset, inspect_events
@@ -27,10 +27,10 @@ MAX_PAYLOAD_EXPANSION: Final = 100
 """Most bytes of memory that one byte of a payload can need, while it is decoded or as blocks, orphans and names that stay.
 Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
 
-_APPLIED: Final = Applied("applied")
-_CLEARED: Final = Applied("applied", BatchReport(cleared=True))
-_DUPLICATE: Final = Applied("duplicate")
-_VOID: Final = Applied("void")
+_APPLIED: Final = ApplyResult("applied")
+_CLEARED: Final = ApplyResult("applied", BatchReport(cleared=True))
+_DUPLICATE: Final = ApplyResult("duplicate")
+_VOID: Final = ApplyResult("void")
 _BLOCKS_PER_PAGE: Final = 1_000
 """Blocks converted to Python objects before other threads can run: about 0.2 ms."""
 
@@ -80,7 +80,7 @@ class PrefixIndex(_native.NativeIndex):
 
     # --- deliveries
 
-    def apply(self, delivery: Batch | RawBatch | Reset | Gap) -> Applied:
+    def apply(self, delivery: Batch | RawBatch | Reset | Gap) -> ApplyResult:
         """Apply a delivery of a subscriber.
 
         A gap removes nothing: the lost batches can have been removals, so its stream is not exact any more. A compacted gap
@@ -100,9 +100,9 @@ class PrefixIndex(_native.NativeIndex):
             return self._gap(delivery.source, delivery.rank, delivery.incarnation, delivery.last)
         return self._reset(delivery.source, delivery.rank, delivery.incarnation)
 
-    def apply_many(self, deliveries: Iterable[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
+    def apply_many(self, deliveries: Iterable[Batch | RawBatch | Reset | Gap]) -> list[ApplyResult]:
         """Apply several deliveries in order. Consecutive raw batches are applied without the interpreter lock."""
-        found: list[Applied] = []
+        found: list[ApplyResult] = []
         raw: list[RawBatch] = []
         for delivery in deliveries:
             if isinstance(delivery, RawBatch):
@@ -114,14 +114,14 @@ class PrefixIndex(_native.NativeIndex):
         found += self._apply_many(raw)
         return found
 
-    def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, Applied]:
+    def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Apply payloads as raw batches numbered from `first` on, without the interpreter lock.
 
         Returns the outcome of each that was not simply applied, by its position.
         """
         return self._apply_run(*_parts(stream), incarnation, first, payloads)
 
-    def _apply_events(self, batch: Batch) -> Applied:
+    def _apply_events(self, batch: Batch) -> ApplyResult:
         try:
             payload = encode_canonical(batch.events)
         except (TypeError, ValueError, OverflowError) as error:
@@ -139,31 +139,31 @@ class PrefixIndex(_native.NativeIndex):
 
     def _found(
         self,
-        applied: Applied,
+        applied: ApplyResult,
         rejected: list[tuple[str, str, int | None, bytes, int]],
         heartbeat: tuple[str | None, float, str, str, int, int | None] | None,
         agrees: bool | None,
         attested: bool | None,
-    ) -> Applied:
+    ) -> ApplyResult:
         """Called by the native decoder, with findings in the order of the fields of `Rejected` and `Heartbeat`."""
         sent = None if heartbeat is None else Heartbeat(*heartbeat)
         return self._with_report(applied, tuple(Rejected(*one) for one in rejected), sent, agrees, attested)
 
     def _with_report(
         self,
-        applied: Applied,
+        applied: ApplyResult,
         rejected: tuple[Rejected, ...],
         heartbeat: Heartbeat | None,
         agrees: bool | None,
         attested: bool | None,
-    ) -> Applied:
+    ) -> ApplyResult:
         """Add a report. The heartbeat of a batch that is not applied is reported too, since it describes the sender."""
         if applied.status != "applied":
-            return applied if heartbeat is None else Applied(applied.status, BatchReport(heartbeat=heartbeat))
+            return applied if heartbeat is None else ApplyResult(applied.status, BatchReport(heartbeat=heartbeat))
         with self._counting:
             for one in rejected:
                 self._wire_rejected[one.reason] += one.count
-        return Applied(applied.status, BatchReport(rejected, applied is _CLEARED, heartbeat, agrees, attested))
+        return ApplyResult(applied.status, BatchReport(rejected, applied is _CLEARED, heartbeat, agrees, attested))
 
     # --- workers
 

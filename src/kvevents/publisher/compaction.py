@@ -41,12 +41,12 @@ _NATIVE_LIMITS: Final = astuple(DEFAULT_WIRE_LIMITS)[:6]
 class _NativeCompactor(Protocol):
     """`_native.Compactor`. It is loaded at run time only, so that publishers work without the native module."""
 
-    def fold(self, payload: bytes, own: bool = False) -> None: ...
-    def fold_many(self, batches: list[SequencedPayload]) -> None: ...
+    def apply(self, payload: bytes, own: bool = False) -> None: ...
+    def apply_many(self, batches: list[SequencedPayload]) -> None: ...
     def events(self) -> list[EventTuple] | None: ...
     def payloads(self, limit: int, ts: float) -> list[bytes] | None: ...
-    def miss(self) -> None: ...
-    def lose(self, reason: str) -> None: ...
+    def mark_partial(self) -> None: ...
+    def invalidate(self, reason: str) -> None: ...
     def clear(self) -> None: ...
     @property
     def live(self) -> int: ...
@@ -77,16 +77,16 @@ class Compactor:
 
     def append(self, payload: bytes) -> None:
         """Apply the next payload, as it was sent."""
-        self._native.fold(payload)
+        self._native.apply(payload)
 
     def extend(self, batches: list[SequencedPayload]) -> None:
         """Apply the payloads of consecutive batches. Releases the interpreter lock if that takes long."""
-        self._native.fold_many(batches)
+        self._native.apply_many(batches)
 
     def restore(self, payloads: Sequence[bytes], *, partial: bool = False) -> None:
         """Load what `payloads` returned in another process. Other input makes the history unavailable."""
         for payload in payloads:
-            self._native.fold(payload, own=True)
+            self._native.apply(payload, own=True)
         if partial:
             self.mark_gap()
 
@@ -106,11 +106,11 @@ class Compactor:
 
     def mark_gap(self) -> None:
         """Note that a batch at this position was never sent; `partial` is True until the stream is cleared."""
-        self._native.miss()
+        self._native.mark_partial()
 
     def invalidate(self, reason: InvalidReason) -> None:
         """Make the history unavailable until the stream is cleared."""
-        self._native.lose(reason)
+        self._native.invalidate(reason)
 
     def clear(self) -> None:
         """Drop everything."""

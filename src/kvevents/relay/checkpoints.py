@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvevents.events import AllBlocksCleared, KVEventBatch
-from kvevents.index import Applied
+from kvevents.index import ApplyResult
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
 from kvevents.relay.journal import ForwardedBatch, Journal, Origin, Recovered
 from kvevents.relay.ownership import UpstreamBlocks
@@ -357,7 +357,7 @@ def _fill(
     return blocks
 
 
-def _wait_for(applying: list[Future[dict[int, Applied]]]) -> None:
+def _wait_for(applying: list[Future[dict[int, ApplyResult]]]) -> None:
     for each in applying:
         each.result()
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvevents.errors import UnknownSourceError
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch, Heartbeat, KVEvent, KVEventBatch
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
@@ -170,7 +170,7 @@ class IndexedStream:
         self._incarnation = 0
         self._seq = 0
 
-    def apply(self, payloads: Sequence[bytes]) -> dict[int, Applied]:
+    def apply(self, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Apply the next payloads. Return the outcome of each that was not simply applied, by its position."""
         first = self._seq
         self._seq += len(payloads)
@@ -234,7 +234,7 @@ class Sequencer:
         self._is_newest_unseen = next_number > 0
         """Whether consumers might not have seen the newest number."""
 
-    def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, Applied]:
+    def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Send `payloads`, made from batches of one upstream. Return the outcome of each that was not simply applied.
 
         Before a payload with events that cannot be decoded, a number is skipped. A payload that cannot be decoded at all is

@@ -227,7 +227,7 @@ class BatchTransform:
         batch, rejected = found.batch, list(found.rejected)
         heartbeat = last_heartbeat(batch.events)
         events = without_heartbeats(batch.events)
-        cleared = any(type(event) is AllBlocksCleared and event.unrecognised is None for event in events)
+        cleared = any(type(event) is AllBlocksCleared and event.unknown_fields is None for event in events)
         self.omits_blocks = (self.omits_blocks and not cleared) or any(map(self._is_misplaced, events))
         events = [self._expressible_clear(event, rejected) for event in events]
         if self.blocks is not None or (self._dialect is not None and self._dialect.event_form == "array"):
@@ -334,11 +334,11 @@ def _without_copy_fields(event: KVEvent) -> KVEvent:
 
 
 def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:
-    """Move a salt into the unrecognised fields: the layout that has room for these has no field for a salt."""
+    """Move a salt into the unknown fields: the layout that has room for these has no field for a salt."""
     if not isinstance(event, BlockStored) or event.cache_salt is None:
         return event
-    fields = {**(event.unrecognised or {}), "cache_salt": event.cache_salt}
-    return msgspec.structs.replace(event, cache_salt=None, unrecognised=fields)
+    fields = {**(event.unknown_fields or {}), "cache_salt": event.cache_salt}
+    return msgspec.structs.replace(event, cache_salt=None, unknown_fields=fields)
 
 
 # --- redaction
@@ -434,8 +434,8 @@ def _is_salted(event: BlockStored) -> bool:
 
 
 def _without_details(event: KVEvent) -> KVEvent:
-    if event.unrecognised is None:
+    if event.unknown_fields is None:
         return event
-    # The scope of a clear is among the unrecognised fields. Without it consumers would clear more.
+    # The scope of a clear is among the unknown fields. Without it consumers would clear more.
     scope = scope_of(event) if isinstance(event, AllBlocksCleared) else {}
-    return msgspec.structs.replace(event, unrecognised=scope or None)
+    return msgspec.structs.replace(event, unknown_fields=scope or None)

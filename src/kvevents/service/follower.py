@@ -14,7 +14,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 
 from kvevents.errors import KVEventsError
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import Rejected
@@ -62,7 +62,7 @@ class IndexSink:
         self.listener = listener or Listener()
         """It may be replaced at any time."""
 
-    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> list[Applied]:
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> list[ApplyResult]:
         """Apply the deliveries in this order and return one outcome for each."""
         self.listener.on_received({(delivery.source, delivery.rank) for delivery in deliveries})
         outcomes = self._index.apply_many(deliveries)

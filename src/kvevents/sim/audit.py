@@ -17,7 +17,7 @@ import msgspec
 
 from kvevents.errors import UsageError
 from kvevents.events import BlockRemoved, KVEvent, KVEventBatch
-from kvevents.index import Applied, Namespace, PrefixIndex
+from kvevents.index import ApplyResult, Namespace, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.requests import Sequence
 from kvevents.sim.results import Difference
@@ -113,7 +113,7 @@ class Audit:
             pending.popleft()
             self.counts.unproven += 1
 
-    def apply(self, delivery: Batch | RawBatch | Reset | Gap, incarnation: int | None = None) -> Applied:
+    def apply(self, delivery: Batch | RawBatch | Reset | Gap, incarnation: int | None = None) -> ApplyResult:
         """Apply the next delivery of a stream to the index.
 
         `incarnation` is the engine's incarnation, needed for batches; None for a reset whose next incarnation is not known yet.
@@ -147,7 +147,7 @@ class Audit:
 
     # --- streams
 
-    def _batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, incarnation: int) -> Applied:
+    def _batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, incarnation: int) -> ApplyResult:
         if (incarnation, batch.seq) != (stream.incarnation, stream.next):
             self._move(worker, stream, Mark(incarnation, batch.seq, 0))
         self.settle(worker)
@@ -170,7 +170,7 @@ class Audit:
                 self.counts.unproven += 1
         stream.incarnation, stream.next = mark.incarnation, mark.seq
 
-    def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> Applied:
+    def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> ApplyResult:
         report, start = inspect_events(batch.events, batch.rejected), 0
         for split in splits:
             self._give(stream, _part(batch, batch.events[start:split]))
@@ -181,9 +181,9 @@ class Audit:
         last = [] if heartbeat is None else [BlockRemoved([], heartbeat=heartbeat)]
         applied = self._give(stream, _part(batch, [*batch.events[start:], *last]))
         agrees = applied.report.digest_matches if applied.report is not None else None
-        return Applied(applied.status, report and replace(report, digest_matches=agrees))
+        return ApplyResult(applied.status, report and replace(report, digest_matches=agrees))
 
-    def _give(self, stream: _Stream, batch: Batch | RawBatch) -> Applied:
+    def _give(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:
         number = stream.numbered
         stream.numbered += 1
         return self.index.apply_payload((batch.source, batch.rank), batch.incarnation, number, batch.payload)

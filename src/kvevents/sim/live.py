@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from kvevents.errors import ConfigError, ExternalError
-from kvevents.index import Applied, PrefixIndex
+from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import Router, Worker, policy
 from kvevents.sim.audit import Audit
 from kvevents.sim.fleet import Fleet, Timeline
@@ -102,7 +102,7 @@ class Follower:
         except BaseException as error:  # noqa: BLE001 - raised by `check` in the thread that runs the fleet
             self._failure = error
 
-    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[Applied]:
+    def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap]) -> list[ApplyResult]:
         """Audit deliveries and apply them to the index. The subscriber calls this sink."""
         return [self.audit.apply(each, self._incarnation(each) if isinstance(each, RawBatch) else None) for each in deliveries]
 

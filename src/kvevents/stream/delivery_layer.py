@@ -100,7 +100,7 @@ def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = (
         if type(event) is BlockRemoved:
             heartbeat = event.heartbeat or heartbeat
         elif type(event) is AllBlocksCleared:
-            cleared = cleared or event.unrecognised is None
+            cleared = cleared or event.unknown_fields is None
     return BatchReport(rejected, cleared, heartbeat) if rejected or cleared or heartbeat is not None else None
 
 

@@ -31,7 +31,7 @@ def scope_of(event: AllBlocksCleared) -> dict[str, Any]:
     No engine declares these fields for clears, so they are decoded as unknown fields. Invalid values are ignored: to clear too
     much never makes the index report blocks that a worker does not hold.
     """
-    fields = event.unrecognised or {}
+    fields = event.unknown_fields or {}
     medium, group = fields.get("medium"), fields.get("group_idx")
     scope: dict[str, Any] = {"medium": medium} if isinstance(medium, str) else {}
     return scope | ({"group_idx": _signed(group)} if type(group) is int else {})
@@ -40,7 +40,7 @@ def scope_of(event: AllBlocksCleared) -> dict[str, Any]:
 def _canonical_event(event: KVEvent) -> Any:
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared"} | scope_of(event)
-    changes: dict[str, Any] = {"group_idx": _signed(event.group_idx), "block_digests": None, "unrecognised": None}
+    changes: dict[str, Any] = {"group_idx": _signed(event.group_idx), "block_digests": None, "unknown_fields": None}
     if isinstance(event, BlockRemoved):
         changes |= _removed_changes(event)
     elif not isinstance(event, BlockInactive):
@@ -86,7 +86,7 @@ def _extra_keys(event: BlockStored) -> list[Any] | None:
         return None  # no block key is computed without tokens
     given = (event.extra_keys or ())[: len(event.block_hashes)]  # further entries belong to no block
     keys: list[Any] = [None if block is None else [_extra(key) for key in block] for block in given]
-    items = (event.unrecognised or {}).get("mm_keys")
+    items = (event.unknown_fields or {}).get("mm_keys")
     if items:
         more = _multimodal_keys(items, len(event.block_hashes))
         keys = [(*(block or ()), *added) for block, added in zip_longest(keys, more, fillvalue=())]

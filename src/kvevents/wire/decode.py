@@ -55,7 +55,7 @@ def begins_with_clear(payload: bytes) -> bool:
     event = head[first:end]
     # Decode a batch of this event alone, because the decoder knows how each dialect writes it.
     decoded = decode_batch(b"\x92\xcb" + bytes(8) + b"\x91" + event).batch.events
-    return len(decoded) == 1 and type(decoded[0]) is AllBlocksCleared and decoded[0].unrecognised is None
+    return len(decoded) == 1 and type(decoded[0]) is AllBlocksCleared and decoded[0].unknown_fields is None
 
 
 def ends_with_digest(payload: bytes) -> bool:
@@ -215,7 +215,7 @@ def _normalize(event: Any, limits: WireLimits) -> bool:
     """Make hashes unsigned in place. Return False if the tolerant decoder must read the event."""
     kind = type(event)
     # Fields that only a decoder sets do not exist on the wire. If a peer sends them, the tolerant decoder handles them.
-    if event.unrecognised is not None:
+    if event.unknown_fields is not None:
         return False
     if kind is AllBlocksCleared:
         return True

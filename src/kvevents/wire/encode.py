@@ -74,8 +74,8 @@ def _is_relayed(event: object) -> bool:
     """Return whether an event has fields that only a decoder sets and that are never sent unchanged."""
     kind = type(event)
     if kind is BlockStored or kind is BlockRemoved or kind is BlockInactive:
-        return event.unrecognised is not None or event.block_digests is not None  # type: ignore[attr-defined]
-    return kind is AllBlocksCleared and event.unrecognised is not None  # type: ignore[attr-defined]
+        return event.unknown_fields is not None or event.block_digests is not None  # type: ignore[attr-defined]
+    return kind is AllBlocksCleared and event.unknown_fields is not None  # type: ignore[attr-defined]
 
 
 def _convert_batch(batch: EventBatch, dialect: Dialect) -> Any:
@@ -149,7 +149,7 @@ def _add_extra_fields(converted: msgspec.Struct, event: Any, dialect: Dialect) -
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
         return _extend_array(converted, extra, dialect) if extra else converted
-    extra |= getattr(event, "unrecognised", None) or {}
+    extra |= getattr(event, "unknown_fields", None) or {}
     if not extra:
         return converted
     fields: dict[str, Any] = msgspec.to_builtins(converted, builtin_types=(bytes,))

@@ -44,7 +44,7 @@ MAX_SECONDS: Final = 1e11
 
 _MASK: Final = (1 << 64) - 1
 _MIN_DIGEST_BYTES: Final = 8
-_INTERNAL_FIELDS: Final = ("unrecognised", "block_digests", "parent_block_digest")
+_INTERNAL_FIELDS: Final = ("unknown_fields", "block_digests", "parent_block_digest")
 """Fields of `kvevents.events` that no engine sends."""
 
 _Decoder = msgspec.msgpack.Decoder
@@ -252,7 +252,7 @@ def _build_stored(fields: FieldReader) -> BlockStored:
         block_keys=fields.keys(),
         block_digests=digests,
         parent_block_digest=parent_digest,
-        unrecognised=fields.unknown_fields(),
+        unknown_fields=fields.unknown_fields(),
     )
 
 
@@ -267,12 +267,12 @@ def _build_removed(fields: FieldReader) -> BlockRemoved:
         remaining_copy_counts=fields.copy_counts(),
         heartbeat=fields.heartbeat(),
         block_digests=digests,
-        unrecognised=fields.unknown_fields(),
+        unknown_fields=fields.unknown_fields(),
     )
 
 
 def _build_cleared(fields: FieldReader) -> AllBlocksCleared:
-    return AllBlocksCleared(unrecognised=fields.unknown_fields())
+    return AllBlocksCleared(unknown_fields=fields.unknown_fields())
 
 
 def _build_inactive(fields: FieldReader) -> BlockInactive:
@@ -282,7 +282,7 @@ def _build_inactive(fields: FieldReader) -> BlockInactive:
         medium=fields.text("medium"),
         group_idx=fields.integer("group_idx"),
         block_digests=digests,
-        unrecognised=fields.unknown_fields(),
+        unknown_fields=fields.unknown_fields(),
     )
 
 

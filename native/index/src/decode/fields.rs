@@ -118,7 +118,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             cache_salt: self.text("cache_salt")?,
             origin: self.text("origin")?,
             block_keys: self.keys()?,
-            unrecognised: self.rest()?,
+            unknown_fields: self.rest()?,
         })
     }
 
@@ -131,7 +131,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             ownership: self.text("ownership")?,
             remaining_copy_counts: self.copy_counts()?,
             heartbeat: self.heartbeat(),
-            unrecognised: self.rest()?,
+            unknown_fields: self.rest()?,
         })
     }
 
@@ -140,7 +140,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             block_hashes: self.hashes()?,
             medium: self.text("medium")?,
             group_idx: self.integer("group_idx")?,
-            unrecognised: self.rest()?,
+            unknown_fields: self.rest()?,
         })
     }
 
@@ -314,7 +314,7 @@ impl<'f, 'a> Fields<'f, 'a> {
     /// Returns the fields that no method has taken, within the limits.
     fn rest(mut self) -> Result<Vec<(String, Value)>, Refusal<'a>> {
         // Names of Python's own events: nil says nothing.
-        for name in ["unrecognised", "block_digests", "parent_block_digest"] {
+        for name in ["unknown_fields", "block_digests", "parent_block_digest"] {
             if self.get(name).is_none() {
                 self.take(name);
             }

@@ -129,9 +129,9 @@ fn write_inactive(event: &BlockInactive, out: &mut Vec<u8>) {
 }
 
 /// The tier and the group that a clear is about. A field that makes no sense says nothing: to clear too much gives no false credit.
-fn write_cleared(unrecognised: &[(String, Value)], out: &mut Vec<u8>) {
+fn write_cleared(unknown_fields: &[(String, Value)], out: &mut Vec<u8>) {
     let mut fields = FieldWriter::new("AllBlocksCleared", out);
-    for (name, value) in unrecognised {
+    for (name, value) in unknown_fields {
         match (name.as_str(), value) {
             ("medium", Value::Text(medium)) => fields.text(name, Some(medium)),
             ("group_idx", Value::Int(group)) => fields.integer(name, Some(signed(*group))),
@@ -169,7 +169,7 @@ fn write_stored(event: &BlockStored, out: &mut Vec<u8>) {
     fields.finish();
 }
 
-/// As they are; of tokens and pairs mixed, which are of no block, as many that are none.
+/// Writes tokens as they are. Mixed tokens and pairs, which belong to no block, become as many invalid values.
 fn write_tokens(tokens: &[Token], out: &mut Vec<u8>) {
     let singles = tokens.iter().filter(|token| matches!(token, Token::Single(_))).count();
     let is_mixed = singles > 0 && singles < tokens.len();
@@ -197,7 +197,7 @@ fn write_extra_keys(event: &BlockStored, fields: &mut FieldWriter<'_>) {
     let blocks = event.block_hashes.values.len();
     let given = event.extra_keys.as_deref().unwrap_or_default();
     let given = &given[..given.len().min(blocks)];
-    let mut items = event.unrecognised.iter().filter(|(name, _)| name == "mm_keys");
+    let mut items = event.unknown_fields.iter().filter(|(name, _)| name == "mm_keys");
     let items = items.next().map(|(_, items)| items).filter(|items| is_something(items));
     let items = items.map(|items| Items::of(items, blocks));
     let length = if items.is_some() { blocks } else { given.len() };

@@ -19,7 +19,7 @@ const PER_HOLD: usize = 250_000;
 
 /// An event, and how often it comes.
 #[derive(Clone, Debug)]
-struct Told {
+struct RepeatedEvent {
     kind: u8,
     times: u16,
     /// The first hash, how many there are, and whether they are all the same.
@@ -32,7 +32,7 @@ struct Told {
     group: u8,
 }
 
-fn events() -> impl Strategy<Value = Vec<Told>> {
+fn events() -> impl Strategy<Value = Vec<RepeatedEvent>> {
     let times = prop_oneof![Just(1_u16), 1..40_u16, Just(2_000)];
     let count = prop_oneof![1..4_u16, 1..200_u16, Just(1_000), Just(60_000)];
     let hash = prop_oneof![Just(7_u8), 0..100_u8];
@@ -40,17 +40,19 @@ fn events() -> impl Strategy<Value = Vec<Told>> {
         (0..5_u8, times, hash.clone(), count, any::<bool>()),
         (prop::option::of(hash), 0..100_u8, prop::option::of(0..3_u8), 0..2_u8),
     );
-    let event = event.prop_map(|((kind, times, first, count, alike), (parent, token, place, group))| Told {
-        kind,
-        times,
-        first,
-        count,
-        alike,
-        parent,
-        token,
-        place,
-        group,
-    });
+    let event = event.prop_map(
+        |((kind, times, first, count, alike), (parent, token, place, group))| RepeatedEvent {
+            kind,
+            times,
+            first,
+            count,
+            alike,
+            parent,
+            token,
+            place,
+            group,
+        },
+    );
     prop::collection::vec(event, 1..6)
 }
 
@@ -61,9 +63,9 @@ fn array(items: impl ExactSizeIterator<Item = u8>) -> Vec<u8> {
     out
 }
 
-impl Told {
+impl RepeatedEvent {
     /// In the fewest bytes: fields after the last one that is set are left out.
-    fn spelled(&self) -> Vec<u8> {
+    fn encoded(&self) -> Vec<u8> {
         let count = usize::from(self.count);
         let number = |at: usize| {
             if self.alike {
@@ -116,15 +118,15 @@ impl Told {
 }
 
 /// The events one after the other, again and again, as many as fit.
-fn payload_of(events: &[Told], most: usize) -> Vec<u8> {
+fn payload_of(events: &[RepeatedEvent], most: usize) -> Vec<u8> {
     let (mut body, mut count) = (Vec::new(), 0_u32);
     'full: for event in events.iter().cycle().take(200) {
-        let spelled = event.spelled();
+        let encoded = event.encoded();
         for _ in 0..event.times {
-            if body.len() + spelled.len() > most {
+            if body.len() + encoded.len() > most {
                 break 'full;
             }
-            body.extend(&spelled);
+            body.extend(&encoded);
             count += 1;
         }
     }
@@ -151,7 +153,7 @@ fn apply(index: &Index, source: &str, seq: i64, payload: &[u8]) {
     assert!(longest <= PER_HOLD, "others wait for {longest} steps, {before} blocks before");
 }
 
-fn check(payloads: &[Vec<Told>], most: usize) {
+fn check(payloads: &[Vec<RepeatedEvent>], most: usize) {
     let index = index();
     for (seq, events) in payloads.iter().enumerate() {
         apply(&index, "bad", seq as i64, &payload_of(events, most));
@@ -175,8 +177,8 @@ proptest! {
     }
 }
 
-fn told(kind: u8, times: u16, count: u16, place: Option<u8>) -> Told {
-    Told {
+fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEvent {
+    RepeatedEvent {
         kind,
         times,
         first: 7,
@@ -192,18 +194,21 @@ fn told(kind: u8, times: u16, count: u16, place: Option<u8>) -> Told {
 /// Blocks of one hash that come again, of which all are looked at to find each.
 #[test]
 fn blocks_of_one_hash_that_are_stored_again() {
-    check(&[vec![told(0, 1, 1_000, None)], vec![told(0, 2_000, 1_000, None)]], 1 << 20);
+    check(
+        &[vec![repeated(0, 1, 1_000, None)], vec![repeated(0, 2_000, 1_000, None)]],
+        1 << 20,
+    );
 }
 
 /// Copies of the newest of many blocks of one hash, which is looked for from the oldest on.
 #[test]
 fn copies_of_the_newest_of_many_blocks_of_one_hash() {
-    let copies = told(2, 1, 60_000, Some(1));
+    let copies = repeated(2, 1, 60_000, Some(1));
     check(
         &[
-            vec![told(0, 1, 1_000, None)],
+            vec![repeated(0, 1, 1_000, None)],
             vec![copies],
-            vec![told(3, 20, 60_000, Some(1))],
+            vec![repeated(3, 20, 60_000, Some(1))],
         ],
         1 << 20,
     );
@@ -212,7 +217,7 @@ fn copies_of_the_newest_of_many_blocks_of_one_hash() {
 /// Blocks of one hash that come and go.
 #[test]
 fn blocks_of_one_hash_that_come_and_go() {
-    check(&[vec![told(0, 1, 1_000, None), told(3, 1, 1_000, None)]], 1 << 20);
+    check(&[vec![repeated(0, 1, 1_000, None), repeated(3, 1, 1_000, None)]], 1 << 20);
 }
 
 // --- what grows with a stream, or with all of them

@@ -14,20 +14,20 @@ use crate::shared::SharedState;
 use crate::stream::Stream;
 use crate::yielding_lock::Writer;
 
-/// The outcome of a batch, and its findings.
+/// The outcome of a batch, and its report if it has one.
 #[derive(Debug, PartialEq)]
 #[non_exhaustive]
-pub struct Applied {
+pub struct ApplyResult {
     /// Its outcome.
     pub outcome: Outcome,
-    /// Findings of the tolerant decoder; None, as nearly always, without any.
-    pub findings: Option<Box<Findings>>,
+    /// What the tolerant decoder found; None, as nearly always, if it found nothing.
+    pub report: Option<Box<BatchReport>>,
 }
 
 /// Information in a batch besides blocks.
 #[derive(Debug, Default, PartialEq)]
 #[non_exhaustive]
-pub struct Findings {
+pub struct BatchReport {
     /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
     /// The last heartbeat: its digest is of everything up to the end of the batch.
@@ -55,10 +55,10 @@ pub enum Outcome {
     Damaged,
 }
 
-impl From<Outcome> for Applied {
-    /// The result of a batch without findings.
+impl From<Outcome> for ApplyResult {
+    /// The result of a batch without a report.
     fn from(outcome: Outcome) -> Self {
-        Self { outcome, findings: None }
+        Self { outcome, report: None }
     }
 }
 
@@ -78,7 +78,7 @@ const QUICK_BLOCKS: usize = 256;
 
 impl Index {
     /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
-    pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Applied {
+    pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         let stream = (source, rank);
         match self.scanned(&self.schema, stream, incarnation, seq, payload, &mut |_, _| {}) {
             Some(outcome) => outcome.into(),
@@ -86,12 +86,12 @@ impl Index {
         }
     }
 
-    /// The same for `decode::normalised` events, which may be more than a peer can send. None for what are none.
+    /// The same for `decode::normalised` events, which may be more than a peer can send. None for other payloads.
     pub fn normalised(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
         self.scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {})
     }
 
-    /// Compares a stream with the digest and the attestation of a heartbeat: `Findings::agrees` and `Findings::attested`, which are None as well
+    /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are None as well
     /// if the stream is unknown, or if the heartbeat has no such value.
     pub fn compare(
         &self,
@@ -111,7 +111,7 @@ impl Index {
     }
 
     #[cold]
-    fn decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> Applied {
+    fn decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         let read = normalise(payload, self.schema.limits());
         let is_limited = self.limits.memory.is_some();
         let (mut agrees, mut attested) = (None, None);
@@ -123,15 +123,15 @@ impl Index {
                 .and_then(|attestation| stream.attest(shared, attestation, is_limited));
         };
         let outcome = self.scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
-        let found = Findings {
+        let found = BatchReport {
             heartbeat: read.heartbeat,
             rejected: read.rejected,
             agrees,
             attested,
         };
-        Applied {
+        ApplyResult {
             outcome: outcome.expect("normalised events are what the scanner reads"),
-            findings: (found != Findings::default()).then(|| Box::new(found)),
+            report: (found != BatchReport::default()).then(|| Box::new(found)),
         }
     }
 

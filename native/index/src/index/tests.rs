@@ -80,7 +80,7 @@ fn a_batch_is_applied_at_once_or_not_at_all() {
     assert_eq!(
         index.try_batch("a", 0, 0, 3, b"\xC1"),
         None,
-        "what is set aside is to be told"
+        "rejected events must be reported"
     );
     assert_eq!(index.try_batch("a", 0, 0, 3, &batch(&[map("AllBlocksCleared", &[])])), None);
     let reader = index.shared_lock.read();
@@ -142,7 +142,7 @@ fn what_a_lookup_finds_was_true_at_one_moment() {
 }
 
 #[test]
-fn nobody_waits_for_a_stream_that_is_busy_while_its_worker_is_removed() {
+fn no_thread_waits_for_a_busy_stream_while_its_worker_is_removed() {
     let (index, stored) = (index(), payload("BlockStored"));
     index.batch("busy", 0, 0, 0, &stored);
     let busy = index.stream("busy", 0).unwrap();
@@ -175,7 +175,7 @@ fn nobody_waits_for_a_stream_that_is_busy_while_its_worker_is_removed() {
 }
 
 #[test]
-fn a_panic_is_told_until_a_snapshot_is_restored() {
+fn a_panic_is_reported_until_a_snapshot_is_restored() {
     let (index, stored) = (index(), payload("BlockStored"));
     index.batch("a", 0, 0, 0, &stored);
     let saved = index.save(Vec::new(), None).unwrap();

@@ -88,7 +88,7 @@ pub(super) fn field(name: &str) -> Result<Field, String> {
         "block_keys" => Field::BlockKeys,
         "origin" => Field::Origin,
         "remaining_copy_counts" => Field::CopyCounts,
-        "block_digests" | "heartbeat" | "parent_block_digest" | "unrecognised" => Field::IgnoredNil,
+        "block_digests" | "heartbeat" | "parent_block_digest" | "unknown_fields" => Field::IgnoredNil,
         _ => return Err(format!("unknown field {name}")),
     })
 }

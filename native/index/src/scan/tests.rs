@@ -229,7 +229,7 @@ fn keys_in_the_place_of_tokens() {
     assert_eq!(scan(&payload, &schema(), &mut scratch), Some(()));
     assert!(
         scratch.digests && scratch.events[0].size_of_keyed().is_none(),
-        "digests stay told, and tokens are in the way"
+        "digests stay known, and tokens are in the way"
     );
 }
 

@@ -243,7 +243,7 @@ pub(super) fn scope_of(namespace: Option<&Bound<'_, PyAny>>) -> PyResult<Scope> 
         // Without its values, since a salt can be a secret of a tenant.
         PyTypeError::new_err(format!(
             "namespace is a Namespace with text for model and salt, a name or a number of 64 bits for lora, MultiModal items for mm; \
-             this {} is none: {}",
+             this {} is not: {}",
             kind_of(given),
             cause.value(py)
         ))

@@ -83,7 +83,7 @@ impl Compactor {
 
     /// Applies one payload, or restores it if it is one that `payloads` has returned.
     #[pyo3(signature = (payload, own=false))]
-    fn fold(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
+    fn apply(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
         if own {
             return self.work(py, |shared| shared.restore(payload, &self.ours));
         }
@@ -93,7 +93,7 @@ impl Compactor {
     }
 
     /// Applies the payloads of numbered batches, with the GIL released if that takes long.
-    fn fold_many(&self, py: Python<'_>, batches: &Bound<'_, PyList>) -> PyResult<()> {
+    fn apply_many(&self, py: Python<'_>, batches: &Bound<'_, PyList>) -> PyResult<()> {
         let payloads = payloads_of(batches)?;
         // Another thread could remove them from the list meanwhile.
         let held: Vec<Bound<'_, PyAny>> = batches.iter().collect();
@@ -121,7 +121,7 @@ impl Compactor {
         events.map(|events| events.iter().map(plain).collect()).transpose()
     }
 
-    /// The same, encoded as payloads for `fold`. Other threads run meanwhile.
+    /// The same, encoded as payloads for `apply`. Other threads run meanwhile.
     fn payloads<'py>(&self, py: Python<'py>, limit: usize, ts: f64) -> PyResult<Option<Vec<Bound<'py, PyBytes>>>> {
         if limit == 0 {
             return Err(PyValueError::new_err("invalid limit: expected a number of bytes above 0"));
@@ -131,16 +131,16 @@ impl Compactor {
                 "invalid ts {ts}: expected seconds since the epoch"
             )));
         }
-        let (spelled, mut turns) = (self.work(py, |shared| shared.payloads(limit, ts))?, Turns::new(py));
+        let (encoded, mut turns) = (self.work(py, |shared| shared.payloads(limit, ts))?, Turns::new(py));
         let bytes = |payload: &Vec<u8>| {
             turns.spend(payload.len() / COPIES_PER_NUMBER)?;
             Ok(PyBytes::new(py, payload))
         };
-        spelled.map(|all| all.iter().map(bytes).collect()).transpose()
+        encoded.map(|all| all.iter().map(bytes).collect()).transpose()
     }
 
     /// Records that a part of the stream was not received.
-    fn miss(&self, py: Python<'_>) -> PyResult<()> {
+    fn mark_partial(&self, py: Python<'_>) -> PyResult<()> {
         self.look(py, SharedState::mark_partial)
     }
 
@@ -150,7 +150,7 @@ impl Compactor {
     }
 
     /// Drops the state, and ignores events until the stream is cleared.
-    fn lose(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+    fn invalidate(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
         let reason = known.ok_or_else(|| PyValueError::new_err("invalid reason: expected batches, payloads or digests"))?;
         self.work(py, |shared| shared.invalidate(reason))

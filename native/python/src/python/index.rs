@@ -18,7 +18,7 @@ use super::refusals::{damaged, of_parent};
 use super::turns::{Signals, Turns};
 use kvevents_index::decode::Heartbeat;
 use kvevents_index::fork::ProcessOwned;
-use kvevents_index::index::{Applied, Held, Index, Info, Matches, Outcome, Scope};
+use kvevents_index::index::{ApplyResult, Held, Index, Info, Matches, Outcome, Scope};
 use kvevents_index::limits::Limits;
 use kvevents_index::members::Worker;
 use kvevents_index::placements::Placement;
@@ -156,7 +156,7 @@ impl NativeIndex {
     }
 
     /// Applies a payload. It waits for no lock with the GIL held.
-    fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> PyResult<Applied> {
+    fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> PyResult<ApplyResult> {
         let ((source, rank), index) = (stream, self.index(py)?);
         caught(index, || {
             if payload.len() < MANY_BYTES
@@ -168,7 +168,7 @@ impl NativeIndex {
         })
     }
 
-    fn told(&self, py: Python<'_>, outcome: Outcome) -> PyResult<Py<PyAny>> {
+    fn outcome_object(&self, py: Python<'_>, outcome: Outcome) -> PyResult<Py<PyAny>> {
         match outcome {
             Outcome::Applied(false) => Ok(self.applied.clone_ref(py)),
             Outcome::Applied(true) => Ok(self.cleared.clone_ref(py)),
@@ -181,24 +181,24 @@ impl NativeIndex {
         }
     }
 
-    /// Returns the outcome together with the findings, from which Python creates its objects.
-    fn found(slf: &Bound<'_, Self>, applied: Applied) -> PyResult<Py<PyAny>> {
+    /// Returns the outcome together with the report, from which Python creates its objects.
+    fn found(slf: &Bound<'_, Self>, applied: ApplyResult) -> PyResult<Py<PyAny>> {
         let py = slf.py();
-        let told = slf.get().told(py, applied.outcome)?;
-        let Some(findings) = applied.findings else { return Ok(told) };
-        let rejected = findings.rejected.iter();
+        let outcome = slf.get().outcome_object(py, applied.outcome)?;
+        let Some(report) = applied.report else { return Ok(outcome) };
+        let rejected = report.rejected.iter();
         let rejected = rejected.map(|one| {
             let raw = PyBytes::new(py, &one.raw);
             (one.reason.as_str(), &one.detail, one.index, raw, one.count)
         });
         let rejected: Vec<_> = rejected.collect();
-        let heartbeat = findings.heartbeat.as_ref();
+        let heartbeat = report.heartbeat.as_ref();
         let found = (
-            told,
+            outcome,
             rejected,
             heartbeat.map(plain_heartbeat),
-            findings.agrees,
-            findings.attested,
+            report.agrees,
+            report.attested,
         );
         Ok(slf.call_method1(pyo3::intern!(py, "_found"), found)?.unbind())
     }
@@ -218,8 +218,8 @@ pub(super) fn plain_heartbeat(beat: &Heartbeat) -> (Option<&str>, f64, &str, &st
 }
 
 /// Work, in the unit of `Turns`, of creating the Python objects of a batch's result.
-fn work_of(applied: &Applied) -> usize {
-    let rejected = applied.findings.as_ref().map_or(0, |findings| findings.rejected.len());
+fn work_of(applied: &ApplyResult) -> usize {
+    let rejected = applied.report.as_ref().map_or(0, |report| report.rejected.len());
     1 + WORK_PER_REJECTED * rejected
 }
 
@@ -283,7 +283,7 @@ impl NativeIndex {
         let index = self.index(py)?;
         let apply = || py.detach(|| index.normalised(source, rank, incarnation, seq, payload));
         let outcome = caught(index, apply)?;
-        outcome.map(|outcome| self.told(py, outcome)).transpose()
+        outcome.map(|outcome| self.outcome_object(py, outcome)).transpose()
     }
 
     /// Applies raw batches, with the GIL released.
@@ -303,7 +303,7 @@ impl NativeIndex {
         for (source, rank, incarnation, seq, payload) in &found {
             borrowed.push((source.to_str()?, *rank, *incarnation, *seq, payload.as_bytes()));
         }
-        let apply = || -> PyResult<Vec<Applied>> {
+        let apply = || -> PyResult<Vec<ApplyResult>> {
             let (mut applied, mut signals) = (Vec::with_capacity(borrowed.len()), Signals::new());
             for &(source, rank, incarnation, seq, payload) in &borrowed {
                 applied.push(index.batch(source, rank, incarnation, seq, payload));
@@ -312,15 +312,15 @@ impl NativeIndex {
             Ok(applied)
         };
         let applied = caught(index, || py.detach(apply))??;
-        let told = |applied| {
+        let object = |applied| {
             turns.spend(work_of(&applied))?;
             Self::found(slf, applied)
         };
-        applied.into_iter().map(told).collect()
+        applied.into_iter().map(object).collect()
     }
 
     /// Applies payloads of one stream, numbered from `first` on, with the GIL released. Returns the position and the result of each
-    /// payload that was not applied without findings.
+    /// payload that was not applied, or that has a report.
     fn _apply_run(
         slf: &Bound<'_, Self>,
         source: &str,
@@ -336,7 +336,7 @@ impl NativeIndex {
             let (mut odd, mut signals) = (Vec::new(), Signals::new());
             for (at, (seq, payload)) in (first..).zip(&borrowed).enumerate() {
                 let applied = index.batch(source, rank, incarnation, seq, payload);
-                if applied.outcome != Outcome::Applied(false) || applied.findings.is_some() {
+                if applied.outcome != Outcome::Applied(false) || applied.report.is_some() {
                     odd.push((at, applied));
                 }
                 signals.check()?;
@@ -344,11 +344,11 @@ impl NativeIndex {
             Ok(odd)
         };
         let (odd, mut turns) = (caught(index, || py.detach(apply))??, Turns::new(py));
-        let told = |(at, applied)| {
+        let object = |(at, applied)| {
             turns.spend(work_of(&applied))?;
             Ok((at, Self::found(slf, applied)?))
         };
-        odd.into_iter().map(told).collect()
+        odd.into_iter().map(object).collect()
     }
 
     /// Compares a stream with the digest and the attestation of a heartbeat. Each result is None if it or the stream is unknown.
@@ -367,13 +367,13 @@ impl NativeIndex {
     fn _gap(&self, py: Python<'_>, source: &str, rank: i64, incarnation: i64, last: i64) -> PyResult<Py<PyAny>> {
         let index = self.index(py)?;
         let outcome = py.detach(|| index.gap(source, rank, incarnation, last));
-        self.told(py, outcome)
+        self.outcome_object(py, outcome)
     }
 
     fn _reset(&self, py: Python<'_>, source: &str, rank: i64, incarnation: i64) -> PyResult<Py<PyAny>> {
         let index = self.index(py)?;
         let outcome = caught(index, || py.detach(|| index.reset(source, rank, incarnation)))?;
-        self.told(py, outcome)
+        self.outcome_object(py, outcome)
     }
 
     /// Returns the length of the prefix of `tokens` that each worker holds.

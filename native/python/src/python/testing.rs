@@ -143,16 +143,16 @@ fn event_of<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>>
     match event {
         Event::Stored(stored) => stored_of(&plain, stored)?,
         Event::Removed(removed) => removed_of(&plain, removed)?,
-        Event::Cleared(unrecognised) => {
+        Event::Cleared(unknown_fields) => {
             plain.set_item("type", "AllBlocksCleared")?;
-            rest_of(&plain, unrecognised)?;
+            rest_of(&plain, unknown_fields)?;
         }
         Event::Inactive(inactive) => {
             plain.set_item("type", "BlockInactive")?;
             hashes_of(&plain, &inactive.block_hashes)?;
             plain.set_item("medium", &inactive.medium)?;
             plain.set_item("group_idx", inactive.group_idx)?;
-            rest_of(&plain, &inactive.unrecognised)?;
+            rest_of(&plain, &inactive.unknown_fields)?;
         }
     }
     Ok(plain)
@@ -195,7 +195,7 @@ fn stored_of(plain: &Bound<'_, PyDict>, event: &BlockStored) -> PyResult<()> {
     plain.set_item("cache_salt", &event.cache_salt)?;
     plain.set_item("origin", &event.origin)?;
     plain.set_item("block_keys", &event.block_keys)?;
-    rest_of(plain, &event.unrecognised)
+    rest_of(plain, &event.unknown_fields)
 }
 
 fn removed_of(plain: &Bound<'_, PyDict>, event: &BlockRemoved) -> PyResult<()> {
@@ -208,7 +208,7 @@ fn removed_of(plain: &Bound<'_, PyDict>, event: &BlockRemoved) -> PyResult<()> {
     plain.set_item("remaining_copy_counts", &event.remaining_copy_counts)?;
     let heartbeat = event.heartbeat.as_ref().map(plain_heartbeat);
     plain.set_item("heartbeat", heartbeat)?;
-    rest_of(plain, &event.unrecognised)
+    rest_of(plain, &event.unknown_fields)
 }
 
 fn hashes_of(plain: &Bound<'_, PyDict>, hashes: &Hashes) -> PyResult<()> {
@@ -219,12 +219,12 @@ fn hashes_of(plain: &Bound<'_, PyDict>, hashes: &Hashes) -> PyResult<()> {
     plain.set_item("block_digests", digests)
 }
 
-fn rest_of(plain: &Bound<'_, PyDict>, unrecognised: &[(String, Value)]) -> PyResult<()> {
+fn rest_of(plain: &Bound<'_, PyDict>, unknown_fields: &[(String, Value)]) -> PyResult<()> {
     let rest = PyDict::new(plain.py());
-    for (name, value) in unrecognised {
+    for (name, value) in unknown_fields {
         rest.set_item(name, value_of(plain.py(), value)?)?;
     }
-    plain.set_item("unrecognised", (!rest.is_empty()).then_some(rest))
+    plain.set_item("unknown_fields", (!rest.is_empty()).then_some(rest))
 }
 
 fn value_of<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
