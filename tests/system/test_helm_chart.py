@@ -305,6 +305,7 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
         ("plane.servers={nats://user:secret@nats:4222}", "servers"),
         ("replica.replicsa=2", "replicsa"),
         ("replica.memoryLimit=lots", "memoryLimit"),
+        ("engines.storesOnly={cpuu}", "storesOnly"),
         ("engines.model=", "engines.model: what model the engines serve"),
         ("bridge.login.secretName=x", "name the key in it as well"),
         ("relay.tokenPolicy=burn", "tokenPolicy"),
