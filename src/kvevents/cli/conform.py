@@ -164,7 +164,7 @@ def _choose(args: Namespace) -> list[AnyScenario]:
     chosen = [each for each in known if not args.only or any(text in each.name for text in args.only)]
     if args.dialect is not None:
         readers = [each for each in chosen if isinstance(each, Scenario) and each.group != "dialects"]
-        chosen = [found for each in readers if (found := in_dialect(each, args.dialect)) is not None]
+        chosen = list[AnyScenario](found for each in readers if (found := in_dialect(each, args.dialect)) is not None)
     if not chosen:
         raise ConfigError("no scenario has such a name; --list prints those that there are")
     return chosen

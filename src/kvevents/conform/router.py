@@ -72,7 +72,7 @@ class Worker:
 
             do_GET = do_POST = _answer  # noqa: N815  names of the library
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  as the library has it
                 """Log nothing."""
 
         self._name = name

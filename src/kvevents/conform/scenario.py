@@ -362,7 +362,7 @@ def read_scenario(text: bytes | str, place: str = "scenario") -> AnyScenario:
 
 def shipped_scenarios() -> Iterator[AnyScenario]:
     """Yield the scenarios of this package, in the order of `GROUPS` and then by name."""
-    folder = files(__package__) / "scenarios"
+    folder = files("kvevents.conform") / "scenarios"
     found = [read_scenario(each.read_bytes(), each.name) for each in folder.iterdir() if each.name.endswith(".json")]
     order = list(GROUPS)
     yield from sorted(found, key=lambda each: (order.index(each.group), each.name))
