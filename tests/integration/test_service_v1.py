@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from cli_cases import refusing
 from discovery_fetch_cases import Engine as Web
-from kvevents.service.event_bus import MAX_QUEUED, EventBus
-from kvevents.service.schemas import LossEvent
+from kvevents.service.event_bus import MAX_QUEUED, EventBus, LossEvent
 from service_cases import BLOCK, Engine, Service, Stream, engine, engines, hex_keys, prompt, serving, until, write
 
 NUMBERS = count(1)

@@ -459,17 +459,9 @@ class LogSubscriber:
         counters = self._counters.setdefault(key, StreamCounters())
         best, observed = self._best_report(partition, stream), self._observed.get(key)
         reported = () if best is None else (DegradedReason[name] for name in best.doubts if name in DegradedReason.__members__)
-        return StreamStatus(
-            key[0],
-            key[1],
-            f"partition {partition}",
-            self._trust(key),
-            frozenset((*(() if observed is None else observed.doubts), *reported)),
-            stream.incarnation,
-            stream.last_seq,
-            0,
-            counters.copy(),
-        )
+        doubts = frozenset((*(() if observed is None else observed.doubts), *reported))
+        trust, position = self._trust(key), (stream.incarnation, stream.last_seq)
+        return StreamStatus(*key, f"partition {partition}", trust, doubts, *position, waiting=0, counters=counters.copy())
 
     def statuses(self) -> list[StreamStatus]:
         """Return the status of every stream."""

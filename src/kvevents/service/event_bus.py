@@ -6,12 +6,72 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
-from kvevents.service.schemas import StreamEvent
+from msgspec import Struct
+
+from kvevents.service.schemas import TrustStatus
+from kvevents.weights import State
 
 MAX_QUEUED: Final = 1_024
 """Most events that wait for one slow client. The client receives the number of the events beyond that."""
+
+
+class SourceEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="state"):
+    """Event of `/v1/events`: the trust state of a source changed."""
+
+    at: float
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    trust: TrustStatus
+    was: State
+
+
+class BatchesEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="batches"):
+    """Event of `/v1/events`: batches of a source since the previous event of this type."""
+
+    at: float
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    batches: int
+    last_seq: int
+    blocks: int
+    """Blocks that the source holds now."""
+
+
+class SnapshotEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="snapshot"):
+    """Event of `/v1/events`: a snapshot of the publisher replaced older batches; nothing is lost."""
+
+    at: float
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    first: int
+    last: int
+
+
+class LossEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="loss"):
+    """Event of `/v1/events`: a gap, or a reset because the publisher restarted."""
+
+    at: float
+    instance: str
+    rank: int
+    model: str
+    tenant: str
+    group: str
+    what: Literal["gap", "reset"]
+    sentence: str
+
+
+StreamEvent: TypeAlias = SourceEvent | BatchesEvent | SnapshotEvent | LossEvent
 
 
 class EventBus:

@@ -17,12 +17,12 @@ from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_
 from kvevents.security import Curve
 from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
-from kvevents.service.event_bus import EventBus
+from kvevents.service.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
 from kvevents.service.follower import Follower, IndexSink, Listener, timestamp_of
 from kvevents.service.member import HTTP, Member, MemberMatch, Revision
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
-from kvevents.service.schemas import BatchesEvent, GapView, LossEvent, Media, SnapshotEvent, SourceEvent, StreamEvent
+from kvevents.service.schemas import GapView, Media
 from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber import LoadReading, LoadSettings, LoadSource, LoadSubscriber, Subscriber

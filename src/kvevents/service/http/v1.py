@@ -10,6 +10,7 @@ import msgspec
 
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
+from kvevents.service.event_bus import StreamEvent
 from kvevents.service.http.messages import RAW, Body, Request, Response, StreamingResponse, answer, encoded
 from kvevents.service.lookups import Found, FoundMany, HottestPrefixes
 from kvevents.service.member import Member, MemberMatch
@@ -27,7 +28,6 @@ from kvevents.service.schemas import (
     SelectRequest,
     SourcesAnswer,
     SourceView,
-    StreamEvent,
     WorkerMatch,
     WorkerTrust,
 )
