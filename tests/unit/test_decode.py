@@ -697,3 +697,57 @@ def test_the_tolerant_decoder_agrees_with_the_fast_one(fields: dict[str, Any]) -
 def test_the_repr_of_a_result_is_one_line() -> None:
     assert repr(decode_batch(batch_of(stored(), None))) == "<Decoded 1 events, 1 rejected, dialect None>"
     assert repr(decode_batch(batch_of(stored()))) == "<Decoded 1 events, 0 rejected, dialect vllm-0.24.0>"
+
+
+SKIPPED: dict[str, Any] = {
+    "skipped_parent_block_hash": 2**64 - 3,
+    "skipped_token_ids": [5, 6, 7, 8],
+    "skipped_extra_keys": [["adapter", ["image", 3]], None],
+}
+"""The fields of a store in a group that does not hold the blocks before, as vllm#44488 proposes them."""
+
+
+@pytest.mark.parametrize("more", [{}, {"unknown": 1}], ids=["fast", "tolerant"])
+def test_skipped_blocks_are_delivered(more: dict[str, Any]) -> None:
+    """Also the hash as a signed number or a digest, and any number of them; they are encoded again as they came."""
+    for parent in (2**64 - 3, -3, b"\x01" * 24 + (2**64 - 3).to_bytes(8, "big")):
+        decoded = decode_batch(batch_of(stored(**SKIPPED | {"skipped_parent_block_hash": parent}, **more)))
+        assert decoded.rejected == ()
+        (event,) = decoded.batch.events
+        assert isinstance(event, BlockStored)
+        assert event.skipped_parent_block_hash == 2**64 - 3
+        assert event.skipped_token_ids == [5, 6, 7, 8]
+        assert event.skipped_extra_keys == [("adapter", ["image", 3]), None]
+        assert event.unknown_fields == (more or None)
+        assert decode_batch(encode_batch(decoded.batch)).batch.events == [event]
+    many = decode_batch(batch_of(stored(skipped_token_ids=list(range(200_000)), **more)))
+    (event,) = many.batch.events
+    assert isinstance(event, BlockStored)
+    assert (event.skipped_token_ids, many.rejected) == (list(range(200_000)), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("skipped_parent_block_hash", "hash"),
+        ("skipped_parent_block_hash", b"short"),
+        ("skipped_token_ids", [[5, 6], [7, 8]]),
+        ("skipped_token_ids", 5),
+        ("skipped_extra_keys", "salt"),
+        ("skipped_extra_keys", [[{"new": 1}]]),
+    ],
+    ids=repr,
+)
+def test_skipped_blocks_of_another_shape_are_unknown_fields(name: str, value: Any) -> None:
+    """The shape is a proposal. What a release makes of it must not cost events that can be read."""
+    decoded = decode_batch(batch_of(stored(**SKIPPED | {name: value})))
+    (event,) = decoded.batch.events
+    assert isinstance(event, BlockStored)
+    assert (event.unknown_fields, getattr(event, name), decoded.rejected) == ({name: value}, None, ())
+    assert decode_batch(encode_batch(decoded.batch)).batch.events == [event]
+
+
+def test_skipped_blocks_are_left_out_of_array_events() -> None:
+    decoded = decode_batch(batch_of(stored(**SKIPPED)))
+    array = decode_batch(encode_batch(decoded.batch, dialect_for("vllm", "0.22")))
+    assert array.batch.events == [GOOD]

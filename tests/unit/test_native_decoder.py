@@ -47,7 +47,7 @@ def plain(value: Any) -> Any:
 def fields_of(event: KVEvent) -> dict[str, Any]:
     fields = {name: getattr(event, name) for name in event.__struct_fields__}
     if isinstance(event, BlockStored):
-        fields["extra_keys"] = plain(event.extra_keys)
+        fields |= {name: plain(fields[name]) for name in ("extra_keys", "skipped_extra_keys")}
     if isinstance(event, BlockRemoved) and event.heartbeat is not None:
         fields["heartbeat"] = msgspec.structs.astuple(event.heartbeat)
     rest = event.unknown_fields
@@ -283,6 +283,7 @@ def test_numbers_of_every_width_are_read_alike(number: int) -> None:
     check(batch_of(stored(token_ids=[number, str(number)]), stored(token_ids=[[number, 1], [1, number]])))
     check(batch_of(stored(kv_cache_spec_sliding_window=number, block_keys=[number], tomorrow=number)))
     check(batch_of(stored(extra_keys=[[number, ["a", number], [number, number, number]]])))
+    check(batch_of(stored(skipped_parent_block_hash=number, skipped_token_ids=[number], skipped_extra_keys=[[number]])))
     check(pack([number, [stored()], number]))
 
 
@@ -306,5 +307,10 @@ def test_limits_apply_alike(changes: dict[str, int]) -> None:
     check(batch_of(stored(block_hashes=[1, 2, 3])), limits)
     check(batch_of(stored(extra_keys=[None, None, None]), stored(block_keys=[1, 2, 3])), limits)
     check(batch_of(stored(lookahead_token_ids=[[], [], []], tomorrow=1)), limits)
+    check(
+        batch_of(stored(skipped_extra_keys=[None, None, None]), stored(skipped_extra_keys=[["a" * 9], ["b" * 5]], new=1)),
+        limits,
+    )
+    check(batch_of(stored(skipped_token_ids=[1, 2, 3, 4], skipped_extra_keys=[[[["a"]]]])), limits)
     check(batch_of(stored(one=1), stored(one=1, two=2), ["BlockRemoved", [1], *range(8)]), limits)
     check(batch_of(stored(one=[[[[1]]]], two="0123456789"), stored(one="0123456789"), stored(extra_keys=[["a" * 9]])), limits)

@@ -153,6 +153,9 @@ pub struct BlockStored {
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
     pub origin: Option<String>,
+    pub skipped_parent_block_hash: Option<u64>,
+    pub skipped_token_ids: Option<Vec<i128>>,
+    pub skipped_extra_keys: Option<Vec<Option<Vec<Value>>>>,
     pub block_keys: Option<Vec<u64>>,
     /// Fields that this release does not know, by name, or by position in array events.
     pub unknown_fields: Vec<(String, Value)>,

@@ -48,8 +48,14 @@ pub enum Field {
     CopyCounts,
     /// Nothing, but it must be text or nil.
     IgnoredText,
+    /// Nothing, but it must be an integer or nil.
+    IgnoredInt,
+    /// Nothing, but it must be a list of integers or nil.
+    IgnoredInts,
     /// Nothing, but it must be a list of lists of integers or nil.
     IgnoredIntLists,
+    /// Nothing, but it must be extra keys or nil.
+    IgnoredExtraKeys,
     /// Nothing: a name of Python's own events, and another value than nil is a field from elsewhere.
     IgnoredNil,
 }
@@ -426,7 +432,10 @@ impl<'a> Scanner<'a> {
             Field::CopyCounts => self.copy_counts(event)?,
             Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
             Field::IgnoredText => drop(self.text()?),
+            Field::IgnoredInt => (self.reader.nil() || self.reader.int().is_some()).then_some(())?,
+            Field::IgnoredInts => self.ints()?,
             Field::IgnoredIntLists => self.int_lists()?,
+            Field::IgnoredExtraKeys => drop(self.extra_keys()?),
             Field::IgnoredNil => self.reader.nil().then_some(())?,
         }
         if event.kind == Kind::Cleared {
@@ -594,6 +603,15 @@ impl<'a> Scanner<'a> {
         extra::walk(&mut self.reader, self.schema.limits.max_hashes, |_, _| ())?;
         self.free(self.reader.at - start)?;
         Some(Some(Span::new(start, self.reader.at)?))
+    }
+
+    fn ints(&mut self) -> Option<()> {
+        if !self.reader.nil() {
+            for _ in 0..self.reader.array()? {
+                self.reader.int()?;
+            }
+        }
+        Some(())
     }
 
     fn int_lists(&mut self) -> Option<()> {

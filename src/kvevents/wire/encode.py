@@ -27,6 +27,8 @@ _DECLARED: Final = replace(
 """All fields of `kvevents.events`, in the order of the newest vLLM."""
 _OWN_FIELDS: Final = ("heartbeat", "block_keys", "origin", "remaining_copy_counts")
 """Fields that no engine release has yet and that kvevents sends in every dialect with events as maps."""
+_SKIPPED_FIELDS: Final = ("skipped_parent_block_hash", "skipped_token_ids", "skipped_extra_keys")
+"""The same; array events leave them out, since no consumer needs them."""
 
 _ENCODING_ERRORS: Final = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 
@@ -149,6 +151,7 @@ def _add_extra_fields(converted: msgspec.Struct, event: Any, dialect: Dialect) -
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
         return _extend_array(converted, extra, dialect) if extra else converted
+    extra |= {name: value for name in _SKIPPED_FIELDS if (value := getattr(event, name, None)) is not None}
     extra |= getattr(event, "unknown_fields", None) or {}
     if not extra:
         return converted

@@ -76,12 +76,35 @@ fn list(raw: &[u8]) -> Result<impl Iterator<Item = &[u8]>, Reason> {
     Ok(items(raw))
 }
 
+/// Levels of containers in extra keys as engines send them: of blocks, of keys, and of the parts of a key.
+const MAX_USUAL_DEPTH: usize = 3;
+
 /// Whether extra keys are as engines send them: of each block texts, numbers, and lists of these.
 fn is_usual(raw: &[u8]) -> bool {
     let is_plain = |raw: &[u8]| integer(raw).is_some() || text(raw).is_ok_and(|text| text.is_some());
     let is_key = |raw: &[u8]| is_plain(raw) || list(raw).is_ok_and(|mut parts| parts.all(is_plain));
     let is_block = |raw: &[u8]| head_of(raw) == 0xC0 || list(raw).is_ok_and(|mut keys| keys.all(is_key));
     list(raw).is_ok_and(|mut blocks| blocks.all(is_block))
+}
+
+/// Extra keys as engines send them, by block.
+fn usual_keys(raw: &[u8]) -> Option<Vec<Option<Vec<Value>>>> {
+    if !is_usual(raw) {
+        return None;
+    }
+    let block = |block| match block {
+        Value::List(keys) => Some(keys),
+        _ => None,
+    };
+    let mut free = usize::MAX;
+    match value(raw, MAX_USUAL_DEPTH, &mut free).ok()? {
+        Value::List(blocks) => Some(blocks.into_iter().map(block).collect()),
+        _ => None,
+    }
+}
+
+fn skipped_parent(raw: &[u8]) -> Option<u64> {
+    Hash::read(raw).ok()?.canonical("skipped_parent_block_hash").ok()
 }
 
 fn integers(raw: &[u8]) -> Result<Vec<i128>, Reason> {
@@ -117,6 +140,9 @@ impl<'f, 'a> Fields<'f, 'a> {
             lookahead_token_ids: self.lookahead()?,
             cache_salt: self.text("cache_salt")?,
             origin: self.text("origin")?,
+            skipped_parent_block_hash: self.read_or_leave("skipped_parent_block_hash", skipped_parent),
+            skipped_token_ids: self.read_or_leave("skipped_token_ids", |raw| integers(raw).ok()),
+            skipped_extra_keys: self.skipped_extra_keys()?,
             block_keys: self.keys()?,
             unknown_fields: self.rest()?,
         })
@@ -288,6 +314,27 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of lists of integers", read)
     }
 
+    /// The extra keys of each skipped block; any other value stays in the event as an unknown field.
+    fn skipped_extra_keys(&mut self) -> Result<Option<Vec<Option<Vec<Value>>>>, Refusal<'a>> {
+        let name = "skipped_extra_keys";
+        let limit = self.limits.max_hashes;
+        let raw = self.get(name);
+        let Some(keys) = self.read_or_leave(name, |raw| if declared(raw) > limit { None } else { usual_keys(raw) }) else {
+            return Ok(None);
+        };
+        self.free.take(&name.into(), raw.unwrap_or_default())?;
+        Ok(Some(keys))
+    }
+
+    /// The field, read by `read`; one that it cannot read stays in the event as an unknown field.
+    fn read_or_leave<T>(&mut self, name: &str, read: impl FnOnce(&'a [u8]) -> Option<T>) -> Option<T> {
+        let found = self.get(name).map(read);
+        if let None | Some(Some(_)) = found {
+            self.take(name);
+        }
+        found.flatten()
+    }
+
     fn keys(&mut self) -> Result<Option<Vec<u64>>, Refusal<'a>> {
         let name = "block_keys";
         self.check_length(name)?;
@@ -304,11 +351,7 @@ impl<'f, 'a> Fields<'f, 'a> {
 
     /// A heartbeat of kvevents; any other value stays in the event as an unknown field.
     fn heartbeat(&mut self) -> Option<Heartbeat> {
-        let found = self.get("heartbeat").map(heartbeat);
-        if let None | Some(Some(_)) = found {
-            self.take("heartbeat");
-        }
-        found.flatten()
+        self.read_or_leave("heartbeat", heartbeat)
     }
 
     /// Returns the fields that no method has taken, within the limits.

@@ -194,6 +194,11 @@ fn stored_of(plain: &Bound<'_, PyDict>, event: &BlockStored) -> PyResult<()> {
     plain.set_item("lookahead_token_ids", &event.lookahead_token_ids)?;
     plain.set_item("cache_salt", &event.cache_salt)?;
     plain.set_item("origin", &event.origin)?;
+    plain.set_item("skipped_parent_block_hash", event.skipped_parent_block_hash)?;
+    plain.set_item("skipped_token_ids", &event.skipped_token_ids)?;
+    let skipped = event.skipped_extra_keys.as_ref();
+    let skipped = skipped.map(|blocks| blocks.iter().map(block).collect::<PyResult<Vec<_>>>());
+    plain.set_item("skipped_extra_keys", skipped.transpose()?)?;
     plain.set_item("block_keys", &event.block_keys)?;
     rest_of(plain, &event.unknown_fields)
 }
