@@ -39,13 +39,18 @@ def _requests(engine: Engine) -> float:
     return engine.running + engine.waiting
 
 
-def _tokens(engine: Engine) -> float:
-    """SGLang's `waiting_uncached_tokens`, and for each running request what `DECODING_WEIGHT` says."""
+def waiting_tokens(engine: Engine) -> int:
+    """Return SGLang's `waiting_uncached_tokens`."""
     waiting = 0
     for job in engine._waiting:  # noqa: SLF001 - what an engine reports of itself
         sequence = job.sequence or engine._sequence(job.request)  # noqa: SLF001 - as above
         waiting += sequence.known - engine.cache.find(sequence).tokens
-    return waiting + DECODING_WEIGHT * engine.running
+    return waiting
+
+
+def _tokens(engine: Engine) -> float:
+    """The tokens that wait, and for each running request what `DECODING_WEIGHT` says."""
+    return waiting_tokens(engine) + DECODING_WEIGHT * engine.running
 
 
 MEASURES: Final[dict[str, Callable[[Engine], float]]] = {"requests": _requests, "tokens": _tokens}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.routing import LeastLoaded, Router
+from kvevents.routing import LeastLoaded, LeastLoadedSettings, Router
 from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
 from wire_cases import msgpack_values, pack
 
@@ -79,3 +79,17 @@ def test_waiting_requests_of_an_engine_that_reports_no_tokens_count() -> None:
     decision = router.route("r", [1, 2, 3])
     assert decision.worker == ("b", 0)
     assert {one.worker: one.load for one in decision.scored} == {("a", 0): 3 * 256.0, ("b", 0): 2 * 256.0}
+
+
+def test_requests_that_were_sent_since_a_reading_are_added_to_it() -> None:
+    """Otherwise all prompts until the next reading would go to the worker that was the least loaded at the last one."""
+    reports = {("a", 0): EngineLoad(4, 0, 0, 0), ("b", 0): EngineLoad(6, 0, 0, 0)}
+    router = Router(LeastLoaded(settings=LeastLoadedSettings(by="requests")), engine_load=reports.get)
+    for worker in reports:
+        router.add(worker)
+    decisions = [router.route(number, [1, 2, 3]) for number in range(6)]
+    assert [decision.load.requests for decision in decisions] == [4, 5, 6, 6, 7, 7]
+    assert [decision.worker for decision in decisions].count(("a", 0)) == 4
+    for worker in reports:
+        reports[worker] = EngineLoad(8, 0, 0, 0)
+    assert router.route("next", [1, 2, 3]).load.requests == 8, "a new reading has those that were sent before"

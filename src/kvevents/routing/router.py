@@ -23,10 +23,41 @@ MAX_IN_FLIGHT: Final = 65_536
 class _WorkerLoad:
     """The load of a worker. Requests of a removed worker keep its object, and a new worker of the same name gets another."""
 
-    __slots__ = ("load",)
+    __slots__ = ("_reading", "_sent", "_sent_tokens", "load")
 
     def __init__(self) -> None:
         self.load = IDLE
+        self._reading: EngineLoad | None = None
+        """The newest load that the engine has reported."""
+        self._sent = 0
+        """Requests that were sent since."""
+        self._sent_tokens = 0
+        """Tokens of their prompts that the worker must compute."""
+
+    def add(self, waiting: int) -> None:
+        """Add a request of `waiting` tokens to compute."""
+        load = self.load
+        self.load = Load(load.requests + 1, load.waiting_tokens + waiting, load.decoding, load.decoding_tokens)
+        self._sent += 1
+        self._sent_tokens += waiting
+
+    def combined(self, reading: EngineLoad | None) -> Load:
+        """Return of each part of the load the larger of what the router knows and what the engine reports.
+
+        A reading does not have the requests that were sent since, so these are added to it.
+        """
+        if reading is None:
+            return self.load
+        if reading is not self._reading:
+            self._reading, self._sent, self._sent_tokens = reading, 0, 0
+        own, waiting = self.load, reading.waiting_uncached_tokens
+        tokens = int(DECODING_WEIGHT) * reading.waiting if waiting is None else waiting
+        return Load(
+            max(own.requests, reading.requests + self._sent),
+            max(own.waiting_tokens, tokens + self._sent_tokens),
+            max(own.decoding, reading.running),
+            max(own.decoding_tokens, reading.used_tokens),
+        )
 
 
 class _Request:
@@ -66,9 +97,9 @@ class InFlightRequests:
         """Remove a worker with its load; nothing if it does not exist."""
         self._workers.pop(worker, None)
 
-    def loads(self) -> list[tuple[Worker, Load]]:
+    def loads(self) -> list[tuple[Worker, _WorkerLoad]]:
         """Return the load of every worker."""
-        return [(worker, each.load) for worker, each in self._workers.items()]
+        return list(self._workers.items())
 
     def load(self, worker: Worker) -> Load | None:
         """Return the load of a worker; None if it does not exist."""
@@ -79,8 +110,7 @@ class InFlightRequests:
         """Add a request of `length` prompt tokens, of which the worker must compute `waiting`. Replaces an equal key."""
         self.finish(key)
         found = self._workers[worker]
-        load = found.load
-        found.load = Load(load.requests + 1, load.waiting_tokens + waiting, load.decoding, load.decoding_tokens)
+        found.add(waiting)
         self._requests[key] = _Request(found, length, waiting)
         if len(self._requests) > self._max_in_flight:
             self.evicted += 1
@@ -204,8 +234,9 @@ class Router:
       without it, EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
       any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one only if none has a connection.
     - `engine_load` returns the newest load of a worker, or None if that is unknown or too old (`LoadSubscriber.load`). It must
-      not call the router. Of each part of a load the larger value counts: the engine knows the requests of other routers, and
-      this router those that the engine has not reported yet. An engine that does not report how many tokens wait, as vLLM,
+      not call the router, and return the same object until the engine reports again. Of each part of a load the larger value
+      counts: what this router knows, or what the engine has reported, which includes the requests of other routers, with what
+      this router has sent since. An engine that does not report how many tokens wait, as vLLM,
       counts with `DECODING_WEIGHT` tokens for each waiting request.
     - With `overlay_seconds` above 0 a prompt counts as cached where it was sent, for this time or until events confirm it, if
       the policy uses the index.
@@ -345,8 +376,7 @@ class Router:
         for worker, own in self._requests.loads():
             if worker in without:
                 continue
-            reported = None if engine_load is None else engine_load(worker)
-            load = own if reported is None else _larger(own, reported)
+            load = own.load if engine_load is None else own.combined(engine_load(worker))
             tokens, tiers, is_certain = held.get(worker, _NOTHING)
             found = "EXACT" if trust is None else trust(worker)
             state, inexact = (found, ()) if isinstance(found, str) else (found.name, found.inexact_tiers)
@@ -357,14 +387,3 @@ class Router:
 
 
 _NOTHING: Final[tuple[int, Mapping[str, int], bool]] = (0, {}, True)
-
-
-def _larger(own: Load, engine: EngineLoad) -> Load:
-    """Return of each part of a load the larger of what the router knows and what the engine reports."""
-    waiting = engine.waiting_uncached_tokens
-    return Load(
-        max(own.requests, engine.requests),
-        max(own.waiting_tokens, int(DECODING_WEIGHT) * engine.waiting if waiting is None else waiting),
-        max(own.decoding, engine.running),
-        max(own.decoding_tokens, engine.used_tokens),
-    )
