@@ -71,7 +71,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """How far the sender trusts its own stream: the name of a `Trust` state."""
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] = ""
     incarnation: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """A number that differs in each life of the sender."""
+    """A number that differs in each incarnation of the sender."""
     attestation: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Digest of the engine's own prefix cache on the GPU tier, 64 bits, after all batches with smaller numbers: the sum modulo
     2**64, over every cached copy of a block, of `hash XOR (group * 0x9E3779B97F4A7C15 mod 2**64)`. `hash` is the low 64 bits of

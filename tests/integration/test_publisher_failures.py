@@ -13,9 +13,9 @@ import zmq
 from kvevents import Source, Subscriber
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.publisher.base import NapPlanner
+from kvevents.publisher.base import PollPlanner
 from kvevents.publisher.replay_buffer import ReplayBuffer
-from kvevents.publisher.settings import NapSettings, ReplayServerSettings
+from kvevents.publisher.settings import PollSettings, ReplayServerSettings
 from kvevents.wire import encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
@@ -34,7 +34,7 @@ from publisher_cases import (  # noqa: F401 - fixtures, used by being here
 )
 
 Context = zmq.Context[Socket]
-NAPS = NapSettings()
+POLLING = PollSettings()
 SETTINGS = replace(QUICK, error_delay=0.001, replay=ReplayServerSettings(error_delay=0.001))
 """Short delays after exceptions."""
 
@@ -231,29 +231,29 @@ def test_a_buffer_without_steps_sends_a_snapshot() -> None:
 
 def test_steady_batches_are_predicted() -> None:
     """The first look is shortly before the next batch, and the looks continue until it must have arrived."""
-    planner = NapPlanner(NAPS)
+    planner = PollPlanner(POLLING)
     for number in range(100):
         planner.record_arrival(number * 0.002)
-    naps = planner.plan(99 * 0.002)
-    assert 0.002 - 3 * NAPS.min_look_interval < naps[0] < 0.002
-    assert sum(naps) > 0.002
+    pauses = planner.plan(99 * 0.002)
+    assert 0.002 - 3 * POLLING.min_poll_interval < pauses[0] < 0.002
+    assert sum(pauses) > 0.002
 
 
 def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
     """Without the correction, a timer that is always late would lead to later and later looks."""
-    planner, now, came = NapPlanner(NAPS), 0.0, 0.0
+    planner, now, came = PollPlanner(POLLING), 0.0, 0.0
     waits = []
     for _ in range(1_000):
-        naps = planner.plan(now) or [max(0.0, came - now)]
+        pauses = planner.plan(now) or [max(0.0, came - now)]
         looks = 0
-        for nap in naps:
-            now += nap + 0.00006
+        for pause in pauses:
+            now += pause + 0.00006
             looks += 1
             if now >= came:
                 break
         now = max(now, came)
         waits.append(now - came)
-        planner.record_arrival(now, at_first_look=len(naps) > 1 and looks == 1)
+        planner.record_arrival(now, at_first_poll=len(pauses) > 1 and looks == 1)
         while came <= now:
             came += 0.002
     assert max(waits[100:]) < 0.0006
@@ -264,7 +264,7 @@ def test_naps_do_not_grow_when_the_first_look_finds_batches() -> None:
 )
 def test_unpredictable_batches_have_no_naps(times: list[float]) -> None:
     """The thread sleeps until `publish` wakes it, so that no batch waits for a look."""
-    planner = NapPlanner(NAPS)
+    planner = PollPlanner(POLLING)
     for time in times:
         planner.record_arrival(time)
     assert planner.plan(times[-1]) == []
@@ -272,8 +272,8 @@ def test_unpredictable_batches_have_no_naps(times: list[float]) -> None:
 
 def test_naps_have_a_minimum() -> None:
     """Otherwise looking at the queue would keep a CPU busy."""
-    planner = NapPlanner(NAPS)
+    planner = PollPlanner(POLLING)
     for number in range(100):
         planner.record_arrival(number * 1e-5)
-    assert planner.plan(99e-5)[0] >= NAPS.min_nap
-    assert NAPS.max_interval > NAPS.min_nap
+    assert planner.plan(99e-5)[0] >= POLLING.min_pause
+    assert POLLING.max_interval > POLLING.min_pause

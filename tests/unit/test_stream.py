@@ -672,7 +672,7 @@ def test_history_of_another_life_is_not_joined_to_what_is_live() -> None:
 
 
 def test_a_gap_is_not_filled_from_another_life(wire: Wire) -> None:
-    """The first number that is there twice, live and replayed, shows that replay is of another life."""
+    """The first number that is there twice, live and replayed, shows that replay is of another incarnation."""
     wire.feed(*(live(seq, life=1) for seq in [*range(5), *range(6, 9)]))
     taken = answered_by_the_next_life(wire)
     assert any(isinstance(delivery, Reset) for delivery in taken)
@@ -1229,7 +1229,7 @@ def test_a_run_is_read_ahead_only_while_nothing_is_unsettled() -> None:
 
 
 def test_a_run_that_was_read_before_the_connection_was_lost_waits_for_the_verdict() -> None:
-    """As every live batch does after a disconnect: it may be of another life."""
+    """As every live batch does after a disconnect: it may be of another incarnation."""
     wire = RawWire()
     wire.stream.deliveries()
     wire.stream.disconnected()

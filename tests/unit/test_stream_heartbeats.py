@@ -477,7 +477,7 @@ def test_mixed_incarnations_are_reported_as_a_missed_restart(wire: Wire) -> None
     wire.send(plain_batch(1))
     wire.history[:2] = [plain_batch(100), plain_batch(101)]
     wire.send(beating(incarnation=2))
-    assert wire.resets == ["publisher restarted: it is of another life at number 2 than before"]
+    assert wire.resets == ["publisher restarted: it is of another incarnation at number 2 than before"]
     assert [delivery.seq for delivery in wire.out[-3:]] == [0, 1, 2]
     wire.send(plain_batch(3))
     assert wire.stream.trust == Trust.EXACT

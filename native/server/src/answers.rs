@@ -205,7 +205,7 @@ pub(crate) struct MatchManyAnswer<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum LoadFrom {
-    /// There are none.
+    /// Without any.
     None,
     /// The request gives them.
     Request,

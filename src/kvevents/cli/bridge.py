@@ -47,7 +47,7 @@ EXAMPLES: Final = """\
 POLL_SECONDS: Final = 0.5
 """Between two comparisons of the state with what was logged of it."""
 SHUTDOWN_SECONDS: Final = 12.0
-"""From a signal to the end at most: for queued records, and for closing the connections."""
+"""Longest time from a signal to the end: for queued records, and for closing the connections."""
 SCRAPE_SECONDS: Final = 5.0
 """Time of the event loop to answer a scrape."""
 _NORMAL_TRUST: Final = frozenset({"CONNECTING", "REPLAYING", "EXACT"})

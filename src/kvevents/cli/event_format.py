@@ -22,7 +22,7 @@ MAX_EVENTS_INLINE: Final = 3
 """Events that the line of a batch describes; the rest is summed up."""
 MAX_HASHES_INLINE: Final = 3
 _HASH_DIGITS: Final = 8
-"""Of 16, which are enough to recognise a hash, as in git."""
+"""Shown digits of 16; they are enough to recognise a hash, as in git."""
 _TRUST_STYLES: Final[dict[str, Style]] = {"EXACT": "good", "DEGRADED": "warn", "STALE": "bad"}
 _EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {
     BlockStored: "good",

@@ -37,7 +37,7 @@ _LEASES: Final = {
     "replica.": "the name of replica {}",
     "lease.snapshot.": "snapshots of partition {}",
 }
-"""What a lease is for, by the prefix of its key."""
+"""Purpose of a lease by the prefix of its key."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -48,7 +48,7 @@ def signals_interrupt() -> Iterator[None]:
 
 
 class Stop:
-    """Both signals as a flag, so that a signal cannot interrupt a function that changes sockets.
+    """SIGINT and SIGTERM as a flag, so that a signal cannot interrupt a function that changes sockets.
 
     A second signal raises KeyboardInterrupt at once.
     """

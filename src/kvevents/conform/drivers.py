@@ -83,7 +83,7 @@ class IndexerDriver(Driver):
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """Those of the API, and to be killed."""
+        """The abilities of the API, and being killed."""
         return ABILITIES | _KILL
 
     @contextmanager
@@ -112,7 +112,7 @@ class RunningIndexer(Driver):
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """Those of the API."""
+        """The abilities of the API."""
         return ABILITIES
 
     @contextmanager

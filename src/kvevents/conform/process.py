@@ -51,7 +51,7 @@ class Program:
 
     @property
     def url(self) -> str:
-        """Its address, if it speaks HTTP."""
+        """The address of the process, if it speaks HTTP."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, is_ready: Callable[[], bool]) -> None:

@@ -82,7 +82,7 @@ def batch_line(life: int, number: int) -> bytes:
 
 
 def apply(held: set[int], payload: bytes) -> str | None:
-    """Apply a batch to the blocks that a consumer holds. Return what cannot be read of it."""
+    """Apply a batch to the blocks that a consumer holds. Return the reasons for which its events cannot be decoded."""
     decoded = decode_batch(payload)
     for event in decoded.batch.events:
         if isinstance(event, AllBlocksCleared):

@@ -11,7 +11,7 @@ from kvevents.conform.scenario import Publish, Scenario
 from kvevents.wire import Dialect, decode_batch, encode_batch
 
 DEFAULT_MEDIUM = "GPU"
-"""What events without a medium are about."""
+"""The medium of events that name none."""
 
 
 def in_dialect(scenario: Scenario, dialect: Dialect) -> Scenario | None:

@@ -17,7 +17,7 @@ from kvevents.version import version
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What was run, where, and what came of it."""
+    """A run of scenarios: targets, machine and results."""
 
     target: str
     command: str

@@ -1,4 +1,4 @@
-"""What the referee plays against: the interface of a target, and of the driver that makes one for each scenario.
+"""The interface of a target, and of the driver that creates one for each scenario.
 
 A target turns the referee's questions into its own protocol. An indexer answers with tokens per worker, a router with the
 worker that it chose. Endpoint Pickers of the Gateway API are the next kind: a target whose `differences` sends a request by the

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     name: str
     group: str

@@ -133,7 +133,7 @@ class Bridge:
         self._unread_since: float | None = None
         """When the thread found no room, while it reads nothing."""
         self._paused_since: dict[int, float] = {}
-        """By partition, when its first stream was paused."""
+        """Time by partition at which its first stream was paused."""
         self._lagging: set[int] = set()
         """Partitions whose last heartbeat reported a lag."""
         self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"

@@ -147,9 +147,9 @@ class LogSubscriber:
         self.diverged = 0
         """Number of engines' heartbeats from which the index differed for no known reason."""
         self.digests: dict[int, tuple[PartitionDigest, ...]] = {}
-        """By partition, the newest digest for each of `ReaderLimits.digest_intervals`, without repetitions."""
+        """The newest digest of each partition for each of `ReaderLimits.digest_intervals`, without repetitions."""
         self._digests_by_interval: dict[int, dict[int, PartitionDigest]] = {}
-        """By partition and interval."""
+        """The newest digest by partition and interval."""
         self._digest: Final = digest
         self._due: list[int] = []
         """Partitions whose digest must be computed before anything else is returned."""
@@ -170,7 +170,7 @@ class LogSubscriber:
         """The current incarnation of each stream with a delivery."""
         self._counters: dict[StreamKey, StreamCounters] = {}
         self._heartbeats: dict[tuple[int, str], tuple[int, float]] = {}
-        """By partition and bridge, the position of its last heartbeat, and when it was read."""
+        """Position of the last heartbeat by partition and bridge, and when it was read."""
 
     # --- any thread
 

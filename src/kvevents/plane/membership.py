@@ -129,7 +129,7 @@ class BridgePeers:
         self._own: Final = own
         self._heartbeats: Final = heartbeats
         self._arrivals: dict[str, tuple[int, float]] = {}
-        """By bridge, the position of its last heartbeat and when it arrived."""
+        """Position and arrival of the last heartbeat by bridge."""
         self._first_own: int | None = None
         """Position of the oldest known heartbeat of this bridge."""
 

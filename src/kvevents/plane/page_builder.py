@@ -54,7 +54,7 @@ class _Queued(NamedTuple):
     """When the record can be written at the earliest."""
     record: StreamRecord
     size: int
-    """Its size in a page, at most."""
+    """Largest size of the record in a page."""
 
 
 @dataclass(slots=True, eq=False)

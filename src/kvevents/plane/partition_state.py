@@ -127,7 +127,7 @@ class StreamState(msgspec.Struct, array_like=True):
     digest: bytes | None = None
     """SHA-256 of the newest batch, if its bytes are not kept."""
     trust_reports: dict[str, TrustReport] = {}
-    """By bridge, the latest report last."""
+    """Reports by bridge; the newest one is the last."""
     partial_batch: PartialBatch | None = None
     has_ended: bool = False
     """Whether the incarnation accepts no more records: the stream had left, or an invalid record was written."""
@@ -159,7 +159,7 @@ class PartitionState:
         self.streams: dict[StreamKey, StreamState] = {}
         """Streams in the order in which they joined or left, including remembered ones that have left."""
         self.heartbeats: dict[str, LastHeartbeat] = {}
-        """By bridge."""
+        """The last heartbeat by bridge."""
         self.invalid_records = 0
         self.duplicate_records = 0
         """Records that repeat what is written, or belong to an incarnation that has ended."""

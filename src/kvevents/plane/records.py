@@ -109,7 +109,7 @@ class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False
     """Name of the trust state. Empty: the bridge no longer follows the stream, and its earlier reports are void."""
     reason: str
     doubts: dict[str, _Last]
-    """By name of `DegradedReason`, the last affected batch number; the newest number if checkpoints do not keep the reason."""
+    """The last affected batch number by name of `DegradedReason`; the newest number if checkpoints do not keep the reason."""
 
 
 class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):

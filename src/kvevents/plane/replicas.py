@@ -65,7 +65,7 @@ class ShardAnnouncement(msgspec.Struct, frozen=True):
     url: str
     """URL for the other replicas."""
     holders: int
-    """Its setting for the number of replicas that hold each partition."""
+    """The replica's setting for the number of replicas that hold each partition."""
     held: list[int]
     """Partitions that it can answer for."""
     counter: int = 0

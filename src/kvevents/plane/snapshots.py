@@ -166,7 +166,7 @@ class Snapshots:
         self._timers: Final = timers
         self._swept_at = float("-inf")
         self._newest: dict[int, tuple[str, float]] = {}
-        """By partition, the name of the newest snapshot and when this process found it first."""
+        """Name of the newest snapshot by partition, and when this process found it first."""
         self._unlisted: dict[str, float] = {}
         """Objects that no entry lists, and when this process found them first."""
 
@@ -434,7 +434,7 @@ class Snapshots:
                 await store.delete(name)
 
     async def _sweep(self) -> None:
-        """Delete objects that no entry has listed for so long that no process can be about to list them."""
+        """Delete objects that no entry has listed for longer than a process takes to list a new object."""
         from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
 
         try:

@@ -55,7 +55,7 @@ class ShardView(msgspec.Struct, frozen=True):
     name: str
     url: str
     holders: int
-    """Its setting for the number of replicas that hold each partition."""
+    """The replica's setting for the number of replicas that hold each partition."""
     partitions: list[int]
     """Partitions that it can answer for."""
     silent: float
@@ -131,7 +131,7 @@ class _Entry(NamedTuple):
 
     value: bytes
     created_at: float
-    """By the servers' clock."""
+    """Time of creation by the servers' clock."""
 
 
 async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:

@@ -33,7 +33,7 @@ import zmq.utils.garbage  # noqa: F401 - its exit hook cancels zero-copy sends; 
 
 from kvevents.errors import ClosedError
 from kvevents.publisher.compaction import SequencedPayload
-from kvevents.publisher.settings import NapSettings
+from kvevents.publisher.settings import PollSettings
 from kvevents.publisher.stats import PublisherStats
 
 logger = logging.getLogger(__name__)
@@ -123,28 +123,28 @@ _MAX_RELATIVE_DEVIATION: Final = 1 / 4
 """Largest deviation, relative to the mean interval, at which the next batch is predictable."""
 
 
-class NapPlanner:
+class PollPlanner:
     """Predicts the arrival of the next batch from the intervals between the last ones.
 
-    While batches arrive steadily, the thread naps until shortly before the next one is expected and then looks a few times.
-    `publish` need not wake it, and a batch waits for about `min_look_interval`. When the intervals are irregular the planner
-    returns no naps: the thread sleeps and `publish` wakes it.
+    While batches arrive steadily, the thread sleeps until shortly before the next one is expected and then polls a few times.
+    `publish` need not wake it, and a batch waits for about `min_poll_interval`. When the intervals are irregular the planner
+    returns no pauses: the thread waits and `publish` wakes it.
     """
 
-    def __init__(self, settings: NapSettings) -> None:
+    def __init__(self, settings: PollSettings) -> None:
         self._settings = settings
         self._arrived_at = float("-inf")
         self._mean = float("inf")
         self._deviation = 0.0
 
-    def record_arrival(self, now: float, *, at_first_look: bool = False) -> None:
+    def record_arrival(self, now: float, *, at_first_poll: bool = False) -> None:
         """Note that batches were found at `now` (monotonic seconds).
 
-        `at_first_look` says that the first look after a nap found them.
+        `at_first_poll` says that the first poll found them.
         """
         interval = now - self._arrived_at
-        # The batch came at an unknown time before the first look; without a correction naps would grow longer and longer.
-        interval -= self._settings.min_look_interval if at_first_look else 0.0
+        # The batch came at an unknown time before the first poll; without a correction pauses would grow longer and longer.
+        interval -= self._settings.min_poll_interval if at_first_poll else 0.0
         self._arrived_at = now
         if interval > self._settings.max_interval or self._mean > self._settings.max_interval:
             self._mean, self._deviation = interval, interval / 2
@@ -157,9 +157,9 @@ class NapPlanner:
         """Return the seconds to sleep before each look at the queue, starting at `now`; empty if no batch is predictable."""
         if self._mean > self._settings.max_interval or self._deviation > self._mean * _MAX_RELATIVE_DEVIATION:
             return []
-        step = max(self._settings.min_look_interval, self._deviation / 2)
+        step = max(self._settings.min_poll_interval, self._deviation / 2)
         first = self._arrived_at + self._mean - self._deviation - step - now
-        return [max(first, self._settings.min_nap), *[step] * (3 + int(3 * self._deviation / step))]
+        return [max(first, self._settings.min_pause), *[step] * (3 + int(3 * self._deviation / step))]
 
 
 class _DroppedRange:

@@ -109,9 +109,9 @@ class EventServer:
 
     endpoint, replay_endpoint, snapshot_endpoint: used as they are, without adding a rank. bind: whether the event socket binds.
     replay_topic: whether replies repeat the topic.
-    incarnation: of the sender in this life, as in its heartbeats; random by default.
+    incarnation: of the sender in this incarnation, as in its heartbeats; random by default.
     snapshot_endpoint: if set, the server answers SGLang's draft `snapshot-v1` there. The topic of every batch then ends with
-    the incarnation, by which consumers of the draft distinguish the lives of a sender. `rank` is part of these answers.
+    the incarnation, by which consumers of the draft distinguish the incarnations of a sender. `rank` is part of these answers.
     context: a context to use, which the caller terminates; by default the server creates one, and `close` terminates it.
 
     Raises `EndpointError` when a socket cannot be bound, and what `kvevents.security.zap.secure_sockets` raises. No socket

@@ -142,7 +142,7 @@ class CompactedHistory(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """Batches that stand for everything up to a number."""
+    """Batches that replace everything up to a number."""
 
     last_seq: int
     """Number of the last batch it contains."""

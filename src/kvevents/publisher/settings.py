@@ -9,16 +9,16 @@ from kvevents.wire import DEFAULT_WIRE_LIMITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NapSettings:
-    """When the publisher thread naps instead of sleeping until `publish` wakes it. All fields are in seconds."""
+class PollSettings:
+    """When the publisher thread polls for batches instead of waiting for `publish` to wake it. All fields are in seconds."""
 
     max_interval: float = 0.005
-    """Mean interval between batches up to which the thread naps. Above it, repeated looks at the queue cost more than a
+    """Mean interval between batches up to which the thread polls. Above it, repeated polls of the queue cost more than a
     wake-up."""
-    min_nap: float = 0.00025
-    """Shortest nap before the first look at the queue."""
-    min_look_interval: float = 0.0001
-    """Shortest pause between two looks, once a batch is expected."""
+    min_pause: float = 0.00025
+    """Shortest pause before the first poll of the queue."""
+    min_poll_interval: float = 0.0001
+    """Shortest pause between two polls, once a batch is expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class PublisherSettings:
     """Seconds between two log records about exceptions of the same part."""
     reconnect_delay: float = 5.0
     """Seconds after a disconnect until a connecting event socket connects again where libzmq does not."""
-    naps: NapSettings = NapSettings()
+    polling: PollSettings = PollSettings()
     buffer: ReplayBufferSettings = ReplayBufferSettings()
     replay: ReplayServerSettings = ReplayServerSettings()
     snapshots: SnapshotServerSettings = SnapshotServerSettings()

@@ -5,7 +5,7 @@ A DEALER sends `["", "snapshot-v1"]` to a ROUTER socket and gets messages `["", 
 `[version, epoch, replica_rank, resume_seq, barrier_seq, barrier_id, record_count]`. A publisher with a snapshot endpoint adds
 information to its live stream, on which consumers of the draft rely:
 
-- The topic of every batch ends with `\0sgl-kv-epoch=` and the epoch, which differs in each life of the sender.
+- The topic of every batch ends with `\0sgl-kv-epoch=` and the epoch, which differs in each incarnation of the sender.
 - A request inserts a *barrier* into the live batches: an empty batch with the next number, whose topic continues with
   `\0sgl-kv-snapshot=` and the id of the barrier. The snapshot is the state after it, and `resume_seq` the number after it.
 - The consumer waits for that barrier before it uses the snapshot, and then needs every number from `resume_seq` on.

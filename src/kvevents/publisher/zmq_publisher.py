@@ -1,7 +1,7 @@
 """Publishes batches over ZeroMQ, with replay.
 
 Theory of operation. `publish` puts a batch into a queue (`base`). One thread, `zmq-publisher`, takes bursts out of the queue,
-encodes and sends them (`event_server`). While batches arrive steadily, the thread naps until the next one is expected, since
+encodes and sends them (`event_server`). While batches arrive steadily, the thread sleeps until the next one is expected, since
 waking a sleeping thread is the most expensive thing that `publish` could do; otherwise it sleeps until `publish` wakes it.
 Batches of the thread's own, heartbeats and barriers, get numbers before the queued ones. A thread of its own, `zmq-compaction`,
 compacts what leaves the replay buffer, so that no live batch waits for it.
@@ -28,7 +28,7 @@ from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, KVEventBatch
 from kvevents.native_module import require_native, warn_without_native
 from kvevents.publisher import base
-from kvevents.publisher.base import NapPlanner, QueuedPublisher
+from kvevents.publisher.base import PollPlanner, QueuedPublisher
 from kvevents.publisher.compaction import Compactor, DigestTracker, Encode, SequencedPayload
 from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
@@ -120,7 +120,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._heartbeat_interval = heartbeat or 0.0
         self._compact = compact
         self._buffer = self._replay_buffer(buffer_steps, compact, has_snapshots=snapshot_endpoint is not None)
-        self._naps = NapPlanner(settings.naps)
+        self._poll_planner = PollPlanner(settings.polling)
         self._counts: dict[str, Any] = {"buffer_steps": buffer_steps, "hwm": hwm, "max_queue_size": max_queue_size}
         self._pid = os.getpid()
         self._closing_lock = threading.RLock()
@@ -392,19 +392,19 @@ class ZmqEventPublisher(QueuedPublisher):
         self._update_digest([barrier])
 
     def _wait_for_batch(self, heartbeat_at: float) -> None:
-        """Nap or sleep until a batch arrives, the queue closes, or something else is due."""
-        naps = self._naps
-        for position, nap in enumerate(naps.plan(monotonic())):
-            sleep(nap)
+        """Poll or wait until a batch arrives, the queue closes, or something else is due."""
+        planner = self._poll_planner
+        for position, pause in enumerate(planner.plan(monotonic())):
+            sleep(pause)
             if self._queue or not self._is_running:
-                naps.record_arrival(monotonic(), at_first_look=not position)
+                planner.record_arrival(monotonic(), at_first_poll=not position)
                 return
         seconds = self._settings.max_sleep
         if self._digest_tracker is not None:
             seconds = min(seconds, heartbeat_at - monotonic())
         self._sleep(max(0.0, seconds))
         if self._queue:
-            naps.record_arrival(monotonic())
+            planner.record_arrival(monotonic())
 
     def _poll(self, now: float, encode: Encode) -> None:
         self._queue_full_log.update(self._dropped_full, now)

@@ -31,7 +31,7 @@ from kvevents.subscriber import StreamStatus
 from kvevents.wire import decode_batch
 
 _BATCHES_PER_READ: Final = 1_000
-"""Of a journal, read while the ones before are applied."""
+"""Batches of a journal that are read at a time."""
 _OWNERSHIP_PREFIX: Final = b"\xc1aside"
 """First bytes of a snapshot part that holds an `Ownership`. No payload of a batch starts with these."""
 
@@ -43,7 +43,7 @@ class RelayCheckpoint(msgspec.Struct, frozen=True):
     fingerprint: str
     """`RelaySettings.fingerprint`: another one means another stream."""
     checkpoints: list[Checkpoint]
-    """By ordinal of the upstream."""
+    """Checkpoints by ordinal of the upstream."""
     form: str = ""
     """`DialectEncoder.form`."""
     has_salted_prompts: bool = False
@@ -86,12 +86,12 @@ class CheckpointWriter:
         self._buffer: Final = buffer
         self._limits: Final = limits
         self.checkpoints = list(checkpoints)
-        """By ordinal of the upstream, as written last."""
+        """Checkpoints by ordinal of the upstream, as written last."""
         self._written_number = -1
         """The next number when the upstreams' checkpoints were taken last."""
         self._written_at = self._snapshot_tried_at = -math.inf
         self._doubts: list[frozenset[DegradedReason]] = []
-        """Of the upstreams, at the last checkpoint."""
+        """Degraded reasons of the upstreams at the last checkpoint."""
 
     def request(self) -> None:
         """Have the next `run_due` write a checkpoint, whatever the time."""
@@ -179,7 +179,7 @@ class Restored(NamedTuple):
     incarnation: int
     next_number: int = 0
     checkpoints: tuple[Checkpoint, ...] = ()
-    """Of the upstreams, by ordinal; empty for a new incarnation."""
+    """Checkpoints of the upstreams by ordinal; empty for a new incarnation."""
     forwarded: Mapping[int, Position] = {}
     """The newest batch of each upstream that was sent before."""
     blocks: Mapping[int, UpstreamBlocks] = {}
@@ -248,7 +248,7 @@ class _Usable(NamedTuple):
     recovered: Recovered
     checkpoint: RelayCheckpoint
     parts: list[bytes]
-    """Of the state in the snapshot."""
+    """Parts of the state in the snapshot."""
     ownership: Ownership
 
 

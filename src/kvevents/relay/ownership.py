@@ -1,4 +1,4 @@
-"""Which blocks of a shared stream are whose: several upstreams become one stream, and each clears only its own blocks.
+"""The owners of the blocks of a shared stream: several upstreams become one stream, and each clears only its own blocks.
 
 A clear of one upstream is sent as removals of the blocks that this upstream holds, so that the blocks of the others stay. An
 upstream whose history is not known from its start can remove blocks that are not recorded as its own. Such removals are
@@ -22,7 +22,7 @@ from kvevents.wire.attestation import DIGEST_MASK, group_term
 from kvevents.wire.canonical import scope_of
 
 _BLOCKS_PER_PIECE: Final = 500_000
-"""In one piece of `UpstreamBlocks.dump`, which is a few megabytes then."""
+"""Blocks in one piece of `UpstreamBlocks.dump`: a few megabytes."""
 
 
 class Placement(NamedTuple):

@@ -25,7 +25,7 @@ class Load(Struct, frozen=True, gc=False):
     """
 
     requests: int = 0
-    """In flight."""
+    """Requests in flight."""
     waiting_tokens: int = 0
     """Prompt tokens that the worker is expected to compute, of requests before their first token."""
     decoding: int = 0
@@ -45,7 +45,7 @@ class Candidate(Struct, frozen=True, gc=False):
     tokens: int = 0
     """Tokens of the longest prefix that it holds, on any tiers; 0 if the policy does not use the index."""
     tiers: Mapping[str, int] = {}
-    """The same by tier, cumulative: `cpu` counts a prefix that starts on the GPU and continues in host memory."""
+    """Matched tokens by tier, cumulative: `cpu` counts a prefix that starts on the GPU and continues in host memory."""
     trust: str = "EXACT"
     """State of its stream, as `kvevents.Trust` names it."""
     inexact_tiers: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Prompt(Struct, frozen=True, gc=False):
     """What is to be routed."""
 
     length: int
-    """In tokens."""
+    """Length in tokens."""
     session: str | None = None
     """Identifies the conversation, if known."""
 

@@ -172,7 +172,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def tiers(self) -> Mapping[str, int]:
-        """The same by tier, cumulative."""
+        """Matched tokens by tier, cumulative."""
         return self.choice.chosen.tiers
 
     @property

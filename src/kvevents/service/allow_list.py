@@ -82,7 +82,7 @@ class _Target:
 
     endpoint: str
     host: str
-    """In lower case, without a final dot."""
+    """Host name in lower case, without a final dot."""
     port: int
     address: Address | None
     """The host's address; None if the host is a name."""

@@ -54,7 +54,7 @@ class Listener:
 class IndexSink:
     """Writes a subscriber's deliveries to the index, and calls the listener before and after that.
 
-    It is the `Sink` of the subscriber, which reports the report to its streams.
+    It is the `Sink` of the subscriber, which passes the reports of batches to its streams.
     """
 
     def __init__(self, index: PrefixIndex, listener: Listener | None = None) -> None:

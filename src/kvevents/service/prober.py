@@ -228,7 +228,7 @@ _MEANINGS: Final[dict[HandshakeOutcome, _Meaning]] = {
     "closed": _Meaning(Reason.UNREACHABLE, Reason.REPLAY_UNREACHABLE, "what listens at {endpoint} closes connections at once"),
     "not-zeromq": _Meaning(Reason.NOT_ZEROMQ, Reason.REPLAY_NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
 }
-"""By outcome of handshakes that found no ZeroMQ socket."""
+"""The fault for each outcome of a handshake that found no ZeroMQ socket."""
 
 
 async def fault_of(registration: Registration, seconds: float, *, has_keys: bool) -> SourceFault | None:

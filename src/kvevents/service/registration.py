@@ -29,7 +29,7 @@ Key: TypeAlias = tuple[str, int]
 
 
 class Scope(NamedTuple):
-    """What prompts cannot look past: one model of one tenant and routing group.
+    """The boundary of prefix matches: one model of one tenant and routing group.
 
     An engine whose events have no LoRA or salt, and that was registered with one, has a scope of its own.
     """

@@ -243,7 +243,7 @@ class Selection(Struct, frozen=True, kw_only=True):
     why: str
     """Reason for the selection, as a sentence."""
     load_from: Literal["none", "request", "engines"]
-    """Where the loads come from: there are none, the request gives them, or engines have reported them."""
+    """Source of the loads: none, the request, or the engines."""
     considered: list[ScoredCandidate] | None = None
     """Scored candidates, best first, if the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None

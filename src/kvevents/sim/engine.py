@@ -111,9 +111,9 @@ class Engine:
         """Admitted jobs with known tokens that are not computed yet."""
         self._decoding: Final[dict[Job, None]] = {}
         self._due: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """By number of step: jobs that begin or fill a block in it, with the admission for which that holds."""
+        """Jobs by the step in which they begin or fill a block, with the admission for which that holds."""
         self._ending: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """By number of step: jobs that produce their last token in it."""
+        """Jobs by the step in which they produce their last token."""
         self._number = 0
         """Number of the current step."""
         self._admissions = 0

@@ -65,7 +65,7 @@ class Sequence:
         self.tables: tuple[list[int], ...] = ()
         """Blocks by group; `NULL` for those that a window does not need."""
         self.placed: list[int] = []
-        """By group, how many leading blocks were announced as stored."""
+        """Number of leading blocks by group that were announced as stored."""
 
     @property
     def remaining(self) -> int:
@@ -97,9 +97,9 @@ class Drawn(NamedTuple):
     """A piece of text generated from a number. The same number gives the same token ids; a shorter piece is a prefix."""
 
     number: int
-    """From 0 to 2**64 - 1."""
+    """A number from 0 to 2**64 - 1."""
     length: int
-    """In tokens."""
+    """Length in tokens."""
 
 
 Piece: TypeAlias = "Drawn | tuple[int, int] | array[int]"

@@ -15,7 +15,7 @@ from kvevents.sim.settings import FleetSettings
 
 
 class Distribution(Struct, frozen=True):
-    """Of some figure over all requests, in seconds; percentiles are values that occurred (nearest rank)."""
+    """Distribution of a time over all requests, in seconds; percentiles are values that occurred (nearest rank)."""
 
     mean: float
     p50: float
@@ -41,7 +41,7 @@ class WorkerResult(Struct, frozen=True, kw_only=True):
     requests: int
     prompt_tokens: int
     cached_tokens: int
-    """Of those prompts, found in its cache."""
+    """Tokens of these prompts that were found in the worker's cache."""
     busy: float
     """Share of the time in which it computed, 0 to 1."""
     preemptions: int
@@ -59,11 +59,11 @@ class Sample(Struct, frozen=True):
     blocks: int
     """Blocks that the index knows of, once for each worker."""
     unique: int
-    """The same, once for all workers."""
+    """The same blocks, counted once for all workers."""
     prompt_tokens: int
-    """Of requests admitted since the sample before."""
+    """Tokens of the prompts that were admitted since the previous sample."""
     cached_tokens: int
-    """Of those, found in caches."""
+    """Tokens of these prompts that were found in caches."""
 
 
 class Difference(Struct, frozen=True):
@@ -72,7 +72,7 @@ class Difference(Struct, frozen=True):
     source: str
     rank: int
     incarnation: int
-    """Of the engine, from 0."""
+    """Incarnation of the engine, from 0."""
     seq: int
     """Sequence number of the batch of the step with the lookup."""
     position: int
@@ -96,7 +96,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     retried: int
     """Requests that were routed again because their engine was restarted."""
     seconds: float
-    """From the first arrival to the last answer, in the fleet's time."""
+    """Time from the first arrival to the last answer, in the fleet's time."""
     prompt_tokens: int
     cached_tokens: int
     hit_rate: float

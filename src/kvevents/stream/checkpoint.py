@@ -22,7 +22,7 @@ _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASON
 
 @build_decoder_now
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far the deliveries of a stream were taken, for `Subscriber.add(source, resume=...)` in a later process.
+    """The position of an application in a stream, for `Subscriber.add(source, resume=...)` in a later process.
 
     Store it with the state that was made of these deliveries, both of one moment; see `merge_later` if they are not. It takes
     a few hundred bytes, whatever the batches hold. Write it with `encode`, or inside of something larger with msgspec.
@@ -40,7 +40,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint has ever sent a batch. If it has, and holds none now, it is of another life."""
+    """Whether the replay endpoint has ever sent a batch. If it has, and holds none now, it is of another incarnation."""
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last number that it affects."""
     fingerprints_dropped: bool = False
@@ -116,8 +116,8 @@ class StreamPosition(NamedTuple):
     def after_deliveries(self, taken: Iterable[Batch | RawBatch | Reset | Gap], current: StreamPosition) -> StreamPosition:
         """Return the position after the application has taken some deliveries, of which others still wait.
 
-        `current` is the position after all of them. Fingerprints stay as they were, so that a life in doubt is not verified by
-        its own batches.
+        `current` is the position after all of them. Fingerprints stay as they were, so that an incarnation in doubt is not
+        verified by its own batches.
         """
         incarnation, last_seq, reasons = self.incarnation, self.last_seq, dict(self.degraded_reasons)
         chain = self._whole_chain().up_to(self.last_seq)

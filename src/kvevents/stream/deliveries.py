@@ -83,7 +83,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     source: str
     rank: int
     incarnation: int
-    """The life of the publisher, as this subscriber counts them; 0 for the first."""
+    """The incarnation of the publisher, as this subscriber counts them; 0 for the first."""
     seq: int
     ts: float
     """The publisher's clock, seconds since the epoch."""
@@ -129,13 +129,13 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
 class Reset(msgspec.Struct, frozen=True, gc=False):
     """Drop everything that came from this stream. What its publisher holds is delivered again.
 
-    The publisher has begun a new life, or its identity cannot be verified, or it does not hold what was delivered.
+    The publisher has begun a new incarnation, or its identity cannot be verified, or it does not hold what was delivered.
     """
 
     source: str
     rank: int
     incarnation: int
-    """The life that begins now. Everything of earlier lives is void."""
+    """The incarnation that begins now. Everything of earlier incarnations is void."""
     reason: str
 
 

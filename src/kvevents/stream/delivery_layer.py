@@ -58,7 +58,7 @@ class StreamCounters:
     overflowed: int = 0
     """Live batches for which there was no room to wait. They are replayed later."""
     discarded: int = 0
-    """Waiting batches of a life that ended."""
+    """Waiting batches of an incarnation that ended."""
     heartbeats: int = 0
     """Batches with a heartbeat of the publisher. If the stream does not decode, only reported ones count."""
     digests_matched: int = 0
@@ -105,7 +105,7 @@ def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = (
 
 
 class DeliveryLayer(Generic[BatchT]):
-    """The parts of a stream and the deliveries of one life. `ReplayLayer` reads answers above it, and `Stream` feeds both."""
+    """The parts of a stream and the deliveries of one incarnation. `ReplayLayer` and `Stream` build on it."""
 
     _STEPS: ClassVar[Steps] = {}
     """The transition table with the method of each action. `Stream` defines it."""
@@ -150,7 +150,7 @@ class DeliveryLayer(Generic[BatchT]):
     def _begin_life(self) -> None:
         self._order = Sequencer(self._limits, self._early)
         self._newest: NewestBatch | Fingerprint | None = None
-        """The newest batch delivered in this life."""
+        """The newest batch delivered in this incarnation."""
         self._chain = FingerprintChain()
         self._cross_check = CrossCheck()
         self._has_delivered = False
@@ -211,7 +211,7 @@ class DeliveryLayer(Generic[BatchT]):
 
     @property
     def last_seq(self) -> int:
-        """Number of the newest batch delivered or given up in this life; -1 before the first."""
+        """Number of the newest batch delivered or given up in this incarnation; -1 before the first."""
         return self._order.next_seq - 1
 
     @property
@@ -268,7 +268,7 @@ class DeliveryLayer(Generic[BatchT]):
         if monitor.is_other_life(heartbeat, live=live):
             self._ledger.add(DegradedReason.IDENTITY, seq - 1)
             if monitor.allow_new_life():
-                self._restart_reason = f"publisher restarted: it is of another life at number {seq} than before"
+                self._restart_reason = f"publisher restarted: it is of another incarnation at number {seq} than before"
         if monitor.receive(seq, heartbeat, live=live):
             self._ledger.discard(DegradedReason.SENDER)
             if monitor.trust != Trust.EXACT:
@@ -358,8 +358,8 @@ class DeliveryLayer(Generic[BatchT]):
             self._set_last_live(NewestBatch(first, payloads[0], True))
             if self._cross_check.all_unconfirmed and any(map(begins_with_clear, payloads)):
                 self._cross_check.clear()
-        name, rank, life, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
-        self._deliveries.extend(map(RawBatch, name, rank, life, range(first, first + count), repeat(False), payloads, topic))
+        name, rank, number, topic = repeat(self._name), repeat(self._rank), repeat(self.incarnation), repeat(self.topic)
+        self._deliveries.extend(map(RawBatch, name, rank, number, range(first, first + count), repeat(False), payloads, topic))
         self._order.next_seq = first + count
         self._order.highest_seen = first + count - 1
         newest = self._newest = NewestBatch(first + count - 1, payloads[-1], True)

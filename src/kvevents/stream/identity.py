@@ -1,11 +1,13 @@
 """Whose batches are these: fingerprints, the cross-check of replay with live batches, and quarantine.
 
-A number and its payload together identify a life of a publisher. A life may equal another one up to some number, or between two
-numbers. So after a reconnect, replay must repeat a chain of fingerprints: of each connection since the publisher was last
-verified, the first batch and the newest one (`FingerprintChain`), and each batch in quarantine (`Quarantine`).
+A number and its payload together identify an incarnation of a publisher. An incarnation may equal another one up to some
+number, or between two numbers. So after a reconnect, replay must repeat a chain of fingerprints: of each connection since the
+publisher was last verified, the first batch and the newest one (`FingerprintChain`), and each batch in quarantine
+(`Quarantine`).
 
-A replay endpoint may belong to another engine, for one answer or for all of them. The next life may also answer a request while
-the last frames of the life before still wait. `CrossCheck` records what connects replayed batches with live ones.
+A replay endpoint may belong to another engine, for one answer or for all of them. The next incarnation may also answer a
+request while the last frames of the incarnation before still wait. `CrossCheck` records what connects replayed batches with
+live ones.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def payload_digest(payload: bytes) -> bytes:
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Number and digest of a batch, by which a life is recognised. The payload is not kept: it may be megabytes of prompts."""
+    """Number and digest of a batch, by which an incarnation is recognised. The payload, which can be large, is not kept."""
 
     seq: _Count
     digest: _Digest
@@ -72,13 +74,13 @@ class NewestBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class FingerprintChain:
-    """The fingerprints that replay must repeat before everything delivered is known to be of one life."""
+    """The fingerprints that replay must repeat before everything delivered is known to be of one incarnation."""
 
     __slots__ = ("fingerprints", "is_incomplete", "wants_first_of_connection")
 
     def __init__(self, fingerprints: Sequence[Fingerprint] = (), *, is_incomplete: bool = False) -> None:
         self.fingerprints = list(fingerprints)
-        """In rising order of their numbers."""
+        """Fingerprints in rising order of their numbers."""
         self.is_incomplete = is_incomplete
         """Whether there were more than `MAX_FINGERPRINTS`. Those that are left do not verify everything."""
         self.wants_first_of_connection = False
@@ -102,7 +104,7 @@ class FingerprintChain:
 
     @property
     def first(self) -> Fingerprint | None:
-        """The oldest fingerprint: an answer that repeats it may be of the same life."""
+        """The oldest fingerprint: an answer that repeats it may be of the same incarnation."""
         return self.fingerprints[0] if self.fingerprints else None
 
     @property
@@ -139,7 +141,7 @@ class CrossCheck:
 
     def __init__(self) -> None:
         self.is_incomplete = True
-        """Whether something delivered may be of another publisher, or of another life, than the live batches."""
+        """Whether something delivered may be of another publisher, or of another incarnation, than the live batches."""
         self.first_live: int | None = None
         """Number of the first live batch of this connection."""
         self.has_matched = False
@@ -147,7 +149,7 @@ class CrossCheck:
         self.unconfirmed: Fingerprint | None = None
         """The newest batch that the newest answer has brought or repeated, until it is confirmed."""
         self._earlier: list[Fingerprint] = []
-        """The same of earlier answers with which the newest answer did not begin, in rising order."""
+        """Unconfirmed fingerprints of earlier answers that the newest answer did not repeat, in rising order."""
         self.live_before_replay: Fingerprint | None = None
         """The live batch before the first unconfirmed answer, unless that answer began with a live batch."""
         self.last_live: NewestBatch | None = None

@@ -18,7 +18,7 @@ class StreamLimits:
     """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s if idle, 0.2 s for 10,000
     batches."""
     reply_idle_timeout: float = 0.5
-    """The same once an answer has begun. Engines lose end markers, so an answer that pauses this long has ended."""
+    """The timeout after the first message of an answer. Engines lose end markers, so a pause of this length ends an answer."""
     max_duplicate_replies: int = 200_000
     """Messages of one answer in a row that bring nothing new, after which the request counts as unanswered: an endless answer
     ends here."""
@@ -49,8 +49,8 @@ class StreamLimits:
     the next one late."""
     max_consecutive_resyncs: int = 2
     """Times in a row, with no match between, that a stream starts over for the same kind of cause: a heartbeat's digest, a
-    heartbeat's life, or an unconfirmed batch that replay has evicted. What a second history from 0 does not repair, a third
-    one does not repair either."""
+    heartbeat's incarnation, or an unconfirmed batch that replay has evicted. What a second history from 0 does not repair, a
+    third one does not repair either."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

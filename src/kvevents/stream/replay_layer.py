@@ -87,7 +87,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             self._accept_first(fetch, reply)
         else:
             forgotten = f"replay has evicted number {fingerprint.seq}, which it brought and no live batch has confirmed"
-            self._apply(Input.NEW_LIFE, forgotten)
+            self._apply(Input.NEW_INCARNATION, forgotten)
 
     def _match(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> None:
         """Compare a batch with the fingerprint that the answer must repeat next."""
@@ -96,7 +96,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             and reply.seq > fingerprint.seq
             and (self._newest is None or fingerprint.seq > self._newest.seq)
         ):
-            # The quarantined batch was lost or evicted. The next one in quarantine identifies the life as well.
+            # The quarantined batch was lost or evicted. The next one in quarantine identifies the incarnation as well.
             waiting = self._quarantine.old_after(reply.seq - 1)
             if waiting is not None and waiting.seq == reply.seq:
                 fetch.fingerprint = fingerprint = waiting
@@ -138,7 +138,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
         if not begins_with_clear(reply.payload):
             self._contradict(reason)
         elif fetch.purpose is Purpose.FILL or fetch.verifies_reconnect or fingerprint == self._chain.first:
-            self._apply(Input.NEW_LIFE, reason)
+            self._apply(Input.NEW_INCARNATION, reason)
         else:
             # Replay has compacted the batch, or never had it: that shows nothing.
             self._repeat(fetch)
@@ -225,7 +225,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
         return False
 
     def _agree(self, seq: int, known: bytes, received: bytes, *, live: bool) -> bool:
-        """Whether two messages with one number, of which one came `live` or none did, are equal. If not, a new life begins."""
+        """Whether two messages with one number, of which one came `live` or none did, are equal. If not, reset."""
         if known == received:
             self.counters.duplicates += 1
             if live:
@@ -276,7 +276,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             # An answer that a socket has truncated holds more than its first batch.
             self._answers_behind_live += fetch.start == fetch.highest < fetch.live_before
             if self._answers_behind_live >= self._limits.max_incomplete_answers:
-                # Replay repeats what it has brought, and nothing that came live since: another stream, or another life.
+                # Replay repeats what it has brought, and nothing that came live since: another stream, or another incarnation.
                 ends = f"replay ends at number {fetch.highest}, before live number {fetch.live_before}"
                 self._contradict(f"publisher restarted: {ends}")
                 return
@@ -297,12 +297,12 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             self._fetch = again
         elif not self._has_replayed:
             # A replay endpoint that never held anything (`buffer_steps=0`) shows nothing.
-            self._apply(Input.NOTHING_HELD_OF_LIFE if is_of_chain else Input.NOTHING_HELD)
+            self._apply(Input.NOTHING_HELD_OF_INCARNATION if is_of_chain else Input.NOTHING_HELD)
         elif not fetch.has_more or self._retries_distrusted:
-            # Replay holds nothing as new as the live batch: another life, or another stream.
+            # Replay holds nothing as new as the live batch: another incarnation, or another stream.
             self._contradict(reason)
         elif fetch.purpose is not Purpose.COMPARE and self._newest is not None and self._newest.seq == fingerprint.seq:
-            self._apply(Input.NEW_LIFE, reason)
+            self._apply(Input.NEW_INCARNATION, reason)
         elif self._cross_check.all_unconfirmed:
             self._cannot_confirm(reason)
         else:

@@ -1,4 +1,4 @@
-"""Put the batches of one life in order: the next number, batches that arrive early, and gaps."""
+"""Put the batches of one incarnation in order: the next number, batches that arrive early, and gaps."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class GapEnd(NamedTuple):
 
 
 class Sequencer:
-    """The order of one life. Every number from 0 is delivered once or is part of one gap, in rising order."""
+    """The order of one incarnation. Every number from 0 is delivered once or is part of one gap, in rising order."""
 
     def __init__(self, limits: StreamLimits, early: ReorderBuffer) -> None:
         self.next_seq = 0

@@ -125,7 +125,7 @@ class Stream(ReplayLayer[BatchT]):
         self.incarnation = checkpoint.incarnation
         self._order.highest_seen = self._order.last_live = checkpoint.last_seq
         self._order.next_seq = checkpoint.last_seq + 1
-        # The consumer may hold more than the checkpoint knows of, so another life always begins with a Reset.
+        # The consumer may hold more than the checkpoint knows of, so another incarnation always begins with a Reset.
         self._has_delivered = True
         self._has_replayed = checkpoint.replay_seen
         self._chain = checkpoint.fingerprint_chain()
@@ -239,7 +239,7 @@ class Stream(ReplayLayer[BatchT]):
             self._note_connection_of(live)
         self._apply(Input.LIVE, live)
         if self._cross_check.first_live is None:
-            # It has begun another life, of which it is the first frame.
+            # It has begun another incarnation, of which it is the first frame.
             self._note_connection_of(live)
 
     def _note_connection_of(self, live: Live) -> None:
@@ -253,7 +253,7 @@ class Stream(ReplayLayer[BatchT]):
             if self._newest is not None and seq == self._newest.seq and self._newest.matches(live.payload):
                 self.counters.duplicates += 1
                 return
-            self._apply(Input.NEW_LIFE, f"publisher restarted: number {seq} came after {self._order.last_live}")
+            self._apply(Input.NEW_INCARNATION, f"publisher restarted: number {seq} came after {self._order.last_live}")
             self._sequence(live)
             return
         self._order.last_live = seq
@@ -342,8 +342,8 @@ class Stream(ReplayLayer[BatchT]):
     def _do_nothing(self, *_context: Any) -> None:
         pass
 
-    def _begin_first_life(self, _reason: str) -> None:
-        self._apply(Input.LIFE_WITH_REPLAY if self._can_replay else Input.LIFE_WITHOUT_REPLAY)
+    def _begin_first_incarnation(self, _reason: str) -> None:
+        self._apply(Input.INCARNATION_WITH_REPLAY if self._can_replay else Input.INCARNATION_WITHOUT_REPLAY)
         self._release_quarantine()
 
     def _verify(self, _reason: str) -> None:
@@ -382,7 +382,7 @@ class Stream(ReplayLayer[BatchT]):
         self._end_silence()
 
     def _restart(self, reason: str) -> None:
-        """Begin another life. Frames from before the reconnect are of the old one, frames after it of the new one."""
+        """Begin another incarnation. Frames from before the reconnect are of the old one, frames after it of the new one."""
         old, new = self._quarantine.take_new()
         self.counters.discarded += old + self._early.clear()
         self._fetch = None
@@ -391,7 +391,7 @@ class Stream(ReplayLayer[BatchT]):
             self.counters.resets += 1
             self._deliveries.append(Reset(self._name, self._rank, self.incarnation, reason))
         self._begin_life()
-        self._apply(Input.LIFE_WITH_REPLAY if self._can_replay else Input.LIFE_WITHOUT_REPLAY)
+        self._apply(Input.INCARNATION_WITH_REPLAY if self._can_replay else Input.INCARNATION_WITHOUT_REPLAY)
         for live in new:
             if self._cross_check.first_live is None:
                 self._note_connection_of(live)
@@ -451,14 +451,14 @@ class Stream(ReplayLayer[BatchT]):
 
     def _start_over(self, reason: str) -> None:
         is_sender_degraded = DegradedReason.SENDER in self._ledger
-        self._apply(Input.NEW_LIFE, reason)
+        self._apply(Input.NEW_INCARNATION, reason)
         if is_sender_degraded:
             # The publisher has not taken back what it said of itself.
             self._ledger.add(DegradedReason.SENDER, -1)
 
     _STEPS = bind_actions(
         {
-            Action.BEGIN_LIFE: _begin_first_life,
+            Action.BEGIN_INCARNATION: _begin_first_incarnation,
             Action.FETCH_MISSING: _fetch_missing,
             Action.VERIFY: _verify,
             Action.FOLLOW_UNVERIFIED: _follow_unverified,

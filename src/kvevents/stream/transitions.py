@@ -3,14 +3,14 @@
 Theory of operation
 ===================
 
-A publisher numbers its batches from 0 in each life. Live frames of one connection arrive in order, with holes. Replay replies
-arrive in order too, with holes, from whatever the publisher still holds. Neither identifies an incarnation. So four
+A publisher numbers its batches from 0 in each incarnation. Live frames of one connection arrive in order, with holes. Replay
+replies arrive in order too, with holes, from whatever the publisher still holds. Neither identifies an incarnation. So four
 questions are kept apart, and one module answers each:
 
 - **Order** (`sequencer`). One number may be delivered next. Batches that arrive early wait in a reorder buffer.
-- **Identity** (`identity`). A number and its payload together identify a life: a replay must repeat the fingerprint of the
-  newest delivered batch. A different payload under a known number means another life. After a reconnect, live frames stay in
-  quarantine until replay has repeated the whole fingerprint chain.
+- **Identity** (`identity`). A number and its payload together identify an incarnation: a replay must repeat the fingerprint of
+  the newest delivered batch. A different payload under a known number means another incarnation. After a reconnect, live
+  frames stay in quarantine until replay has repeated the whole fingerprint chain.
 - **Cross-check** (`identity`). Replay may answer for another publisher. The stream is EXACT only if each answer has also
   repeated a live batch of this connection whose number is not below anything that the answer brought, or if another answer
   has done so that began with the newest batch of the first. A live batch below what was replayed is compared with the digest
@@ -27,25 +27,25 @@ reasons; connecting is then a reconnect. All live frames are of the new connecti
 restart.
 
 A publisher that compacts its history answers with a *snapshot*: a clear, and everything that was live, under the number of the
-last batch that it replaces. So one number may have two payloads in one life if the replayed payload begins with a clear. Either
-of them is right; if an earlier batch is missing, only the snapshot is. An answer that begins with a snapshot ends the wait
-for all earlier batches: the first message of an answer is never lost, so the publisher holds nothing before it.
+last batch that it replaces. So one number may have two payloads in one incarnation if the replayed payload begins with a
+clear. Either of them is right; if an earlier batch is missing, only the snapshot is. An answer that begins with a snapshot
+ends the wait for all earlier batches: the first message of an answer is never lost, so the publisher holds nothing before it.
 
-A publisher of kvevents says in heartbeats what it holds after that batch, how far it trusts that, in which life it is, and when
-the next heartbeat comes (`trust`). Only a consumer can say whether its own state is the same (`Stream.report`). A matching
-digest ends all doubt about earlier batches. If the digest or the life differs, the stream starts over: such a publisher
-answers a request from 0 with everything that it holds. A publisher inside the engine also attests what the engine's own cache
-holds. If the consumer's state is not that, the stream starts over too; only an attestation that agrees, a clear or another life
-ends the doubt. After several restarts in a row without an agreement the stream stays DEGRADED. Reports come while other inputs
-are processed, so `Stream.deliveries` starts over.
+A publisher of kvevents says in heartbeats what it holds after that batch, how far it trusts that, in which incarnation it is,
+and when the next heartbeat comes (`trust`). Only a consumer can say whether its own state is the same (`Stream.report`). A
+matching digest ends all doubt about earlier batches. If the digest or the incarnation differs, the stream starts over: such a
+publisher answers a request from 0 with everything that it holds. A publisher inside the engine also attests what the engine's
+own cache holds. If the consumer's state is not that, the stream starts over too; only an attestation that agrees, a clear or
+another incarnation ends the doubt. After several restarts in a row without an agreement the stream stays DEGRADED. Reports
+come while other inputs are processed, so `Stream.deliveries` starts over.
 
 How the table works
 ===================
 
-`Stream` classifies everything that happens as an `Input`. `TRANSITIONS[state][input]` says which state follows and which action
-`Stream` then takes. Classification depends on data (numbers, payloads, counts), never on the state; the state decides only
-here. An action may cause a further input: a new life begins in STARTING, which the next input leaves at once. An input that a
-state does not list cannot happen there; `Stream` raises `AssertionError` if it does.
+`Stream` classifies everything that happens as an `Input`. `TRANSITIONS[state][input]` says which state follows and which
+action `Stream` then takes. Classification depends on data (numbers, payloads, counts), never on the state; the state decides
+only here. An action may cause a further input: a new incarnation begins in STARTING, which the next input leaves at once. An
+input that a state does not list cannot happen there; `Stream` raises `AssertionError` if it does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class State(enum.Enum):
     """What a stream is doing. The value is the reason that an operator reads in its trust."""
 
     CONNECTING = "not connected yet"
-    STARTING = "a life begins"
+    STARTING = "an incarnation begins"
     CATCHING_UP = "batches are missing; replay was asked for"
     VERIFYING = "reconnected; is the publisher still the same?"
     FOLLOWING = "live batches are delivered as they come"
@@ -79,8 +79,8 @@ class Input(enum.Enum):
     UP_WITHOUT_REPLAY = "connected; there is no replay"
     UP_UNIDENTIFIED_WITHOUT_REPLAY = "connected; there is neither a fingerprint nor replay"
     DOWN = "disconnected"
-    LIFE_WITH_REPLAY = "a life begins; replay can bring its history"
-    LIFE_WITHOUT_REPLAY = "a life begins; there is no replay"
+    INCARNATION_WITH_REPLAY = "an incarnation begins; replay can bring its history"
+    INCARNATION_WITHOUT_REPLAY = "an incarnation begins; there is no replay"
     LIVE = "a live frame arrived"
     LIVE_REGRESSED = "the number of a quarantined live frame went back"
     LIVE_DELIVERED = "a live batch was delivered in its turn"
@@ -88,7 +88,7 @@ class Input(enum.Enum):
     GAP_WITHOUT_REPLAY = "a number is missing; there is no replay"
     STILL_MISSING = "the publisher is not verified, and a number is missing; replay can bring it"
     STILL_MISSING_WITHOUT_REPLAY = "the publisher is not verified, and a number is missing; there is no replay"
-    NEW_LIFE = "the publisher restarted, or holds something else"
+    NEW_INCARNATION = "the publisher restarted, or holds something else"
     UNCONFIRMABLE = "replay no longer holds what it has brought, so nothing can confirm that"
     UNCONFIRMABLE_AGAIN = "the same, after several resyncs in a row"
     CONFLICT = "replay contradicts the live stream"
@@ -98,7 +98,7 @@ class Input(enum.Enum):
     NOT_COMPARABLE = "replay has evicted or compacted the live batch"
     FINGERPRINT_EVICTED = "replay has evicted the fingerprint"
     NOTHING_HELD = "replay has never held a batch"
-    NOTHING_HELD_OF_LIFE = "replay has never held a batch, also of this life"
+    NOTHING_HELD_OF_INCARNATION = "replay has never held a batch, also of this incarnation"
     REPLAY_AHEAD = "replay has brought a batch before its turn"
     REACHED_LIVE = "live and replayed batches meet; the answer is read on to confirm it"
     COMPLETE = "nothing is missing"
@@ -111,7 +111,7 @@ class Input(enum.Enum):
 class Action(enum.Enum):
     """What `Stream` does because of an input."""
 
-    BEGIN_LIFE = "begin a life, release the quarantine"
+    BEGIN_INCARNATION = "begin an incarnation, release the quarantine"
     FETCH_MISSING = "fetch what is missing"
     VERIFY = "fetch from the first fingerprint"
     FOLLOW_UNVERIFIED = "release the quarantine; IDENTITY is in doubt if anything was delivered"
@@ -119,12 +119,12 @@ class Action(enum.Enum):
     DISCONNECT = "close the fetch"
     SEQUENCE = "put the frame in order"
     QUARANTINE = "let the frame wait"
-    DISCARD_QUARANTINE = "discard the quarantine; the frame is of a newer life"
-    RESTART_AND_SEQUENCE = "reset; the frame begins the new life"
+    DISCARD_QUARANTINE = "discard the quarantine; the frame is of a newer incarnation"
+    RESTART_AND_SEQUENCE = "reset; the frame begins the new incarnation"
     COMPARE_SOON = "ask replay for the live batch, if due"
     SETTLE = "close the fetch if live frames reach what was replayed"
     GIVE_UP = "declare gaps"
-    RESTART = "reset; begin a life with what was in quarantine"
+    RESTART = "reset; begin an incarnation with what was in quarantine"
     RESTART_UNCONFIRMED = "count the resync; reset"
     RESTART_CONFLICTED = "count the conflict; reset"
     DISTRUST = "close the fetch; distrust replay again"
@@ -148,20 +148,20 @@ class Transition(NamedTuple):
     action: Action
 
 
-_LIFE = (State.STARTING, Action.RESTART)
+_INCARNATION = (State.STARTING, Action.RESTART)
 
 TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
     state: {input_: Transition(*target) for input_, target in row.items()}
     for state, row in {
         State.CONNECTING: {
-            Input.UP_UNIDENTIFIED: (State.STARTING, Action.BEGIN_LIFE),
-            Input.UP_UNIDENTIFIED_WITHOUT_REPLAY: (State.STARTING, Action.BEGIN_LIFE),
+            Input.UP_UNIDENTIFIED: (State.STARTING, Action.BEGIN_INCARNATION),
+            Input.UP_UNIDENTIFIED_WITHOUT_REPLAY: (State.STARTING, Action.BEGIN_INCARNATION),
             Input.LIVE: (State.CONNECTING, Action.QUARANTINE),
             Input.LIVE_REGRESSED: (State.CONNECTING, Action.DISCARD_QUARANTINE),
         },
         State.STARTING: {
-            Input.LIFE_WITH_REPLAY: (State.CATCHING_UP, Action.FETCH_MISSING),
-            Input.LIFE_WITHOUT_REPLAY: (State.FOLLOWING, Action.NOTHING),
+            Input.INCARNATION_WITH_REPLAY: (State.CATCHING_UP, Action.FETCH_MISSING),
+            Input.INCARNATION_WITHOUT_REPLAY: (State.FOLLOWING, Action.NOTHING),
         },
         State.CATCHING_UP: {
             Input.DOWN: (State.DISCONNECTED, Action.DISCONNECT),
@@ -171,7 +171,7 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
             Input.GAP_WITHOUT_REPLAY: (State.CATCHING_UP, Action.NOTHING),
             Input.STILL_MISSING: (State.CATCHING_UP, Action.FETCH_MISSING),
             Input.STILL_MISSING_WITHOUT_REPLAY: (State.FOLLOWING, Action.GIVE_UP),
-            Input.NEW_LIFE: _LIFE,
+            Input.NEW_INCARNATION: _INCARNATION,
             Input.UNCONFIRMABLE: (State.STARTING, Action.RESTART_UNCONFIRMED),
             Input.UNCONFIRMABLE_AGAIN: (State.CATCHING_UP, Action.ABANDON),
             Input.CONFLICT: (State.STARTING, Action.RESTART_CONFLICTED),
@@ -181,7 +181,7 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
             Input.NOT_COMPARABLE: (State.CATCHING_UP, Action.SKIP_COMPARISON),
             Input.FINGERPRINT_EVICTED: (State.CATCHING_UP, Action.ABANDON),
             Input.NOTHING_HELD: (State.CATCHING_UP, Action.DOUBT_IDENTITY),
-            Input.NOTHING_HELD_OF_LIFE: (State.CATCHING_UP, Action.DOUBT_IDENTITY),
+            Input.NOTHING_HELD_OF_INCARNATION: (State.CATCHING_UP, Action.DOUBT_IDENTITY),
             Input.REPLAY_AHEAD: (State.CATCHING_UP, Action.NOTHING),
             Input.REACHED_LIVE: (State.FOLLOWING, Action.CONFIRM_ANSWER),
             Input.COMPLETE: (State.FOLLOWING, Action.CLOSE_FETCH),
@@ -191,17 +191,17 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
             Input.DOWN: (State.DISCONNECTED, Action.DISCONNECT),
             Input.LIVE: (State.VERIFYING, Action.QUARANTINE),
             Input.LIVE_REGRESSED: (State.STARTING, Action.RESTART_AND_SEQUENCE),
-            Input.NEW_LIFE: _LIFE,
-            Input.UNCONFIRMABLE: _LIFE,
-            Input.UNCONFIRMABLE_AGAIN: _LIFE,
-            Input.CONFLICT: _LIFE,
-            Input.CONFLICT_AGAIN: _LIFE,
-            Input.FINGERPRINT_EVICTED: _LIFE,
-            Input.NOT_COMPARABLE: _LIFE,
+            Input.NEW_INCARNATION: _INCARNATION,
+            Input.UNCONFIRMABLE: _INCARNATION,
+            Input.UNCONFIRMABLE_AGAIN: _INCARNATION,
+            Input.CONFLICT: _INCARNATION,
+            Input.CONFLICT_AGAIN: _INCARNATION,
+            Input.FINGERPRINT_EVICTED: _INCARNATION,
+            Input.NOT_COMPARABLE: _INCARNATION,
             Input.VERIFIED: (State.CATCHING_UP, Action.RELEASE_QUARANTINE),
             Input.COMPARED: (State.CATCHING_UP, Action.RELEASE_QUARANTINE),
             Input.NOTHING_HELD: (State.FOLLOWING, Action.CONTINUE_UNVERIFIED),
-            Input.NOTHING_HELD_OF_LIFE: (State.FOLLOWING, Action.CONTINUE_UNVERIFIED),
+            Input.NOTHING_HELD_OF_INCARNATION: (State.FOLLOWING, Action.CONTINUE_UNVERIFIED),
             Input.FETCH_FAILED: (State.FOLLOWING, Action.CONTINUE_UNVERIFIED),
         },
         State.FOLLOWING: {
@@ -212,7 +212,7 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
             Input.GAP_WITHOUT_REPLAY: (State.FOLLOWING, Action.GIVE_UP),
             Input.STILL_MISSING: (State.CATCHING_UP, Action.FETCH_MISSING),
             Input.STILL_MISSING_WITHOUT_REPLAY: (State.FOLLOWING, Action.GIVE_UP),
-            Input.NEW_LIFE: _LIFE,
+            Input.NEW_INCARNATION: _INCARNATION,
             Input.UNCONFIRMABLE: (State.STARTING, Action.RESTART_UNCONFIRMED),
             Input.UNCONFIRMABLE_AGAIN: (State.FOLLOWING, Action.ABANDON),
             Input.CONFLICT: (State.STARTING, Action.RESTART_CONFLICTED),
@@ -222,7 +222,7 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
             Input.NOT_COMPARABLE: (State.FOLLOWING, Action.SKIP_COMPARISON),
             Input.FINGERPRINT_EVICTED: (State.FOLLOWING, Action.ABANDON),
             Input.NOTHING_HELD: (State.FOLLOWING, Action.ABANDON),
-            Input.NOTHING_HELD_OF_LIFE: (State.FOLLOWING, Action.DOUBT_IDENTITY),
+            Input.NOTHING_HELD_OF_INCARNATION: (State.FOLLOWING, Action.DOUBT_IDENTITY),
             Input.REPLAY_AHEAD: (State.CATCHING_UP, Action.NOTHING),
             Input.REACHED_LIVE: (State.FOLLOWING, Action.CONFIRM_ANSWER),
             Input.COMPLETE: (State.FOLLOWING, Action.CLOSE_FETCH),
@@ -230,7 +230,7 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
         },
         State.DISCONNECTED: {
             Input.UP_VERIFIABLE: (State.VERIFYING, Action.VERIFY),
-            Input.UP_UNIDENTIFIED: _LIFE,
+            Input.UP_UNIDENTIFIED: _INCARNATION,
             Input.UP_WITHOUT_REPLAY: (State.FOLLOWING, Action.FOLLOW_UNVERIFIED),
             Input.UP_UNIDENTIFIED_WITHOUT_REPLAY: (State.FOLLOWING, Action.FOLLOW_UNVERIFIED),
             Input.LIVE: (State.DISCONNECTED, Action.QUARANTINE),
@@ -238,9 +238,9 @@ TRANSITIONS: Final[dict[State, dict[Input, Transition]]] = {
         },
         State.RESTORED: {
             Input.UP_VERIFIABLE: (State.VERIFYING, Action.VERIFY),
-            Input.UP_UNIDENTIFIED: _LIFE,
+            Input.UP_UNIDENTIFIED: _INCARNATION,
             Input.UP_WITHOUT_REPLAY: (State.FOLLOWING, Action.FOLLOW_UNVERIFIED),
-            Input.UP_UNIDENTIFIED_WITHOUT_REPLAY: _LIFE,
+            Input.UP_UNIDENTIFIED_WITHOUT_REPLAY: _INCARNATION,
             Input.LIVE: (State.RESTORED, Action.QUARANTINE),
             Input.LIVE_REGRESSED: (State.RESTORED, Action.DISCARD_QUARANTINE),
         },

@@ -39,7 +39,7 @@ REASONS_ENDED_BY_CLEAR: Final = frozenset(
 )
 """Reasons that are about older events. AllBlocksCleared ends them."""
 REASONS_ENDED_BY_DIGEST: Final = REASONS_ENDED_BY_CLEAR - {DegradedReason.UNATTESTED}
-"""Those of them that a matching digest ends. The digest is of the stream, an attestation of the engine: only an attestation
+"""The ones that a matching digest ends. The digest is of the stream, an attestation of the engine: only an attestation
 that agrees ends `UNATTESTED`."""
 PERSISTENT_REASONS: Final = REASONS_ENDED_BY_CLEAR | {DegradedReason.REPLAY_UNCONFIRMED, DegradedReason.SENDER}
 """Reasons that a checkpoint stores: they are about delivered batches or their publisher. The others are about an endpoint and
@@ -133,7 +133,7 @@ class _Marks:
     def __init__(self, max_marks: int) -> None:
         self._max_marks = max_marks
         self._newest: list[int] = []
-        """In rising order. Once there was a mark, it is empty only if all marks have ended."""
+        """Marks in rising order. After the first mark, it is empty only if all marks have ended."""
         self._since: int | None = None
         """The first of the marks that are no longer stored, all of which are below the stored ones."""
 
@@ -249,7 +249,7 @@ class TrustLedger:
 
     @property
     def is_attested(self) -> bool:
-        """Whether the state was that of the engine's own cache at the newest attestation of this life."""
+        """Whether the state was that of the engine's own cache at the newest attestation of this incarnation."""
         return self._attested > self._unattested
 
     def explains(self, seq: int) -> bool:
@@ -261,7 +261,7 @@ class TrustLedger:
         return {reason: self._marks[reason].last for reason in self if reason in PERSISTENT_REASONS}
 
     def begin_life(self) -> None:
-        """Remove the reasons that are about events or heartbeats of the life that has ended."""
+        """Remove the reasons that are about events or heartbeats of the incarnation that has ended."""
         self._cleared = self._matched = self._attested = self._unattested = -1
         self._end_before(REASONS_ENDED_BY_CLEAR, None)
         self.discard(DegradedReason.SENDER)
@@ -311,7 +311,7 @@ class HeartbeatMonitor:
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self._heartbeat: Heartbeat | None = None
-        self._new_lives_in_a_row = 0
+        self._new_incarnations_in_a_row = 0
         self.digests = MismatchCounter(limits.max_consecutive_resyncs)
         """Whether heartbeats' digests are those of the delivered state."""
         self.attestations = MismatchCounter(limits.max_consecutive_resyncs)
@@ -319,7 +319,7 @@ class HeartbeatMonitor:
         self.begin_life()
 
     def begin_life(self) -> None:
-        """Begin another life of the publisher. Its last heartbeat counts until it sends the next one."""
+        """Begin another incarnation of the publisher. Its last heartbeat counts until it sends the next one."""
         self._newest_seq = -1
         self._incarnation: int | None = None
         self.disconnect()
@@ -345,12 +345,12 @@ class HeartbeatMonitor:
     def is_other_life(self, heartbeat: Heartbeat, *, live: bool) -> bool:
         """Record the incarnation of a heartbeat.
 
-        Return whether it differs from the life of the heartbeat before, if there was one.
+        Return whether it differs from the incarnation of the heartbeat before, if there was one.
         """
         known, self._incarnation = self._incarnation, heartbeat.incarnation
         if known is None or known == heartbeat.incarnation:
             if live and known is not None:
-                self._new_lives_in_a_row = 0
+                self._new_incarnations_in_a_row = 0
             return False
         return True
 
@@ -375,6 +375,6 @@ class HeartbeatMonitor:
     # --- starting over
 
     def allow_new_life(self) -> bool:
-        """Count a heartbeat of another life. Return whether to start over once more; False if two lives alternate."""
-        self._new_lives_in_a_row += 1
-        return self._new_lives_in_a_row <= self._limits.max_consecutive_resyncs
+        """Count a heartbeat of another incarnation. Return False if two incarnations alternate, else True."""
+        self._new_incarnations_in_a_row += 1
+        return self._new_incarnations_in_a_row <= self._limits.max_consecutive_resyncs

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_READ: Final = 32
 """Messages read from one stream before the next one is read. More messages at once do not fit in the processor's cache."""
 RAW_MESSAGES_PER_READ: Final = 256
-"""The same without decoding: the objects are far smaller, and the fixed cost of a read is a larger share."""
+"""Raw batches that are read at a time: their objects are smaller, so the fixed cost of a read is a larger share."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Replays at the same time in one process. A full replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
 

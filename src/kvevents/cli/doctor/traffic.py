@@ -156,7 +156,7 @@ class Sample:
         self.messages = 0
         self.bytes = 0
         self.seconds = 0.0
-        """From the start to the last call of `take`."""
+        """Time from the start to the last call of `take`."""
         self._began: Final = time.monotonic()
         self.topics: Counter[bytes] = Counter()
         self.malformed: Counter[str] = Counter()

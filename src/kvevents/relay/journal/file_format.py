@@ -39,7 +39,7 @@ VERSION: Final = 2
 LOG: Final = 0
 SNAPSHOT: Final = 1
 SUFFIXES: Final = {LOG: "log", SNAPSHOT: "snapshot"}
-"""Of file names, by kind."""
+"""Suffixes of file names by kind."""
 OPEN: Final = b"\x55"
 CLOSED: Final = b"\xaa"
 CONTINUED: Final = b"\x33"
@@ -57,7 +57,7 @@ COMMITTED_AT: Final = STATE_AT + 1
 FRAMES_AT: Final = COMMITTED_AT + _COMMITTED.size + _CRC.size
 
 Positions: TypeAlias = dict[int, tuple[int, int]]
-"""By ordinal of an upstream: its incarnation, and the sequence number of its newest batch in it; -1 before the first."""
+"""Incarnation and newest sequence number by ordinal of an upstream; -1 before the first batch."""
 
 
 class ForwardedBatch(NamedTuple):
@@ -67,7 +67,7 @@ class ForwardedBatch(NamedTuple):
     upstream: int
     """Ordinal of the upstream."""
     incarnation: int
-    """Of the upstream."""
+    """Incarnation of the upstream."""
     seq: int
     """The upstream's sequence number."""
     payload: bytes
@@ -96,7 +96,7 @@ class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
     upstreams: list[int]
     """Ordinals."""
     incarnations: list[int]
-    """Of the upstreams."""
+    """Incarnations of the upstreams."""
     seqs: list[int]
     """The upstreams' sequence numbers."""
     payloads: list[bytes]
@@ -181,7 +181,7 @@ class Header(NamedTuple):
     generation: int
     """Number of the file. A snapshot has that of the log which continues it."""
     incarnation: int
-    """Of the relay."""
+    """Incarnation of the relay."""
     first: int
     """Number of the next batch when the file was begun."""
     boot: bytes = UNKNOWN_BOOT

@@ -65,7 +65,7 @@ class JournalLimits:
     max_log_bytes: int = 8192 * MIB
     """Largest size of the logs while no snapshot can be made. Beyond it the journal behaves as if the disk were full."""
     first_retry_delay: float = 1.0
-    """Until a failed disk is tried again; each further delay is twice as long."""
+    """Delay before a failed disk is tried again; each further delay is twice as long."""
     max_retry_delay: float = 60.0
     """Longest delay until a failed disk is tried again."""
     close_timeout: float = 10.0
@@ -103,7 +103,7 @@ class _SnapshotWrite(NamedTuple):
     """A snapshot that is being written."""
 
     result: Future[int]
-    """Its size."""
+    """The size of the snapshot."""
     log: FileWriter
     """The log that continues it."""
 
