@@ -15,6 +15,7 @@ import pytest
 
 import paths
 from kvevents.conform.drivers import RunningIndexer, kvevents_indexer
+from kvevents.conform.indexer import MooncakeIndexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import kvevents_publisher
 from kvevents.conform.scenario import Check, PublisherScenario, Scenario, shipped_scenarios
@@ -59,6 +60,16 @@ def test_our_service_ends_every_scenario_as_documented() -> None:
     wrong = [each for each in results if each.verdict != verdicts[each.name]]
     assert not wrong
     assert len(results) == len(verdicts)
+
+
+def test_our_service_has_both_forms_of_the_indexer_api() -> None:
+    """As Mooncake has it, too: ranks, tenants, salts, what is listed, and the doubt of an answer."""
+    names = {"ranks", "tenants", "salt", "gap-no-replay", "reannounced", "unreachable", "register-again"}
+    verdicts = expected("ours")
+    scenarios = [each for each in shipped_scenarios() if isinstance(each, Scenario) and each.name in names]
+    with kvevents_indexer().running() as url:
+        results = list(played(scenarios, RunningIndexer(url, kind=MooncakeIndexer), verdicts))
+    assert {each.name: each.verdict.value for each in results} == {name: verdicts[name] for name in names}, results
 
 
 def test_our_publisher_ends_every_scenario_as_documented() -> None:

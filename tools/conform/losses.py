@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+import msgspec
+
 from kvevents.conform import scenario as steps
-from kvevents.events import AllBlocksCleared
-from tools.conform.script import A, B, C, D, Engine, Play, Script
+from kvevents.events import AllBlocksCleared, EventBatch
+from kvevents.wire import encode_batch
+from tools.conform.script import A, B, C, D, Engine, Play, Script, to_json
 
 LOST: Final = 4
 """The block of A whose batch is lost."""
@@ -164,6 +167,24 @@ def _stalled(script: Script) -> None:
     script.check(SLOW)
 
 
+def _half_open(script: Script) -> None:
+    """Open connections deliver nothing any more, new ones work."""
+    engine = script.warm(A)
+    script.add(steps.HalfOpen("a"))
+    script.ask(B)
+    engine.store(B)
+    script.check(SLOW)
+
+
+def _clock(script: Script) -> None:
+    """The engine's clock goes back by years, and forth by centuries."""
+    engine = script.warm(A, 4)
+    for place, ts in zip(range(4, 10), (0.0, -1.0, 1e12, 1.0, 1e300, 2.0), strict=True):
+        payload = encode_batch(EventBatch(ts, [engine.stored(A, place)], 0), script.dialect)
+        engine.publish_json(to_json(msgspec.msgpack.decode(payload)), lost=place == 6)
+    script.check()
+
+
 def _slow(script: Script) -> None:
     """The network delivers nothing for two seconds, and then everything."""
     engine = script.warm(A, 2)
@@ -252,6 +273,13 @@ def losses() -> Iterator[tuple[Script, Play]]:
         ("cut-then-live", "connection cut, ten batches meanwhile, back, then one live batch", _cut(play_on=True)),
         ("flapping", "connection cut three times, one batch meanwhile each time", _flapping),
         ("stalled", "the network delivers nothing, connections stay open", _stalled),
+        ("half-open", "open connections deliver nothing any more, new ones work", _half_open),
+        ("clock", "timestamps that go back and forth by centuries", _clock),
+        (
+            "gap-silent-at-first",
+            "one batch lost, the first two requests get no reply",
+            _gap(SLOW, replay="silent", faulty_replies=2),
+        ),
         ("slow", "the network delivers nothing for two seconds, then everything", _slow),
         ("reordered", "live messages out of order", _reordered),
         ("duplicates", "live messages twice, also after what undoes them", _duplicates),

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from kvevents.conform.report import Run
-from kvevents.conform.scenario import GROUPS
+from kvevents.conform.scenario import GROUPS, PublisherScenario, shipped_scenarios
 from kvevents.conform.verdict import Result, Verdict
 from tools.released import CHECKOUT
 
@@ -45,17 +45,30 @@ CELLS: Final = {
 }
 
 
-def play(name: str) -> Run:
-    """The results of one target."""
+def play(name: str, only: Sequence[str] = ()) -> Run:
+    """The results of one target, of all scenarios or of some."""
     words = TARGETS[name]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder, "run.json")
-        command = [sys.executable, "-m", "kvevents", "conform", *words, "--exit-zero", "--save", str(saved)]
+        chosen = [word for each in only for word in ("--only", each)]
+        command = [sys.executable, "-m", "kvevents", "conform", *words, *chosen, "--exit-zero", "--save", str(saved)]
         subprocess.run(command, cwd=CHECKOUT, env=os.environ | {"PATH": path}, check=True)  # noqa: S603 - our own command
         found = msgspec.json.decode(saved.read_bytes(), type=Run)
     shown = " ".join(f"'{word}'" if " " in word else word for word in words)
     return msgspec.structs.replace(found, command=f"kvevents conform {shown}")
+
+
+def complete(name: str, known: Run) -> Run:
+    """The results of one target, with those of scenarios that were added since it was played."""
+    order = [each.name for each in shipped_scenarios() if isinstance(each, PublisherScenario) == ("publisher" in name)]
+    found = {each.name: each for each in known.results}
+    missing = [each for each in order if each not in found]
+    if not missing:
+        return msgspec.structs.replace(known, results=[found[each] for each in order])
+    added = play(name, missing)
+    found |= {each.name: each for each in added.results if each.name in missing}
+    return msgspec.structs.replace(added, results=[found[each] for each in order], seconds=known.seconds + added.seconds)
 
 
 def read() -> dict[str, Run]:
@@ -109,10 +122,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.conform.results", description=__doc__)
     parser.add_argument("--only", action="append", choices=TARGETS, metavar="TARGET")
     parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--missing", action="store_true", help="play only scenarios without a result")
     options = parser.parse_args()
     runs = read()
     if not options.tables:
-        runs |= {name: play(name) for name in options.only or TARGETS}
+        names = options.only or TARGETS
+        runs |= {name: complete(name, runs[name]) if options.missing and name in runs else play(name) for name in names}
         ordered = {name: runs[name] for name in TARGETS if name in runs}
         RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -16,6 +16,7 @@ from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import positive_int, service_url
 from kvevents.config import resolve_dialect
 from kvevents.conform.drivers import RunningIndexer, dynamo_indexer, kvevents_indexer
+from kvevents.conform.indexer import Indexer, MooncakeIndexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
 from kvevents.conform.redialect import in_dialect
@@ -53,6 +54,7 @@ DRIVERS: Final[dict[str, Callable[[Path], AnyDriver]]] = {
     "dynamo": dynamo_indexer,
     "vllm-router": vllm_router,
 }
+APIS: Final[dict[str, type[Indexer]]] = {"dynamo": Indexer, "mooncake": MooncakeIndexer}
 _STYLES: Final[dict[Verdict, Style]] = {
     Verdict.NOT_APPLICABLE: "dim",
     Verdict.CORRECT: "good",
@@ -70,6 +72,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "target", metavar="TARGET", nargs="?", choices=(*DRIVERS, None), help=f"a program to start: {', '.join(DRIVERS)}"
     )
     targets.add_argument("--indexer", metavar="URL", type=service_url, help="a running indexer with the API of RFC #1403")
+    parser.add_argument(
+        "--api", choices=tuple(APIS), default="dynamo", help="whose form of the API the indexer has (default: dynamo)"
+    )
     targets.add_argument(
         "--router",
         metavar="COMMAND",
@@ -155,7 +160,7 @@ def _plays(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable
     return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, Scenario)]
 
 
-def _choose(args: Namespace) -> list[AnyScenario]:
+def _choose(args: Namespace) -> Sequence[AnyScenario]:
     if args.scenarios is None:
         known = list(shipped_scenarios())
     else:
@@ -182,7 +187,7 @@ def _dialect(text: str) -> Dialect:
 
 def _driver(args: Namespace) -> AnyDriver:
     if args.indexer is not None:
-        return RunningIndexer(args.indexer)
+        return RunningIndexer(args.indexer, kind=APIS[args.api])
     if args.publisher is not None:
         return publisher_driver(args.publisher)
     if args.router is not None:

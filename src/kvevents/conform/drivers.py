@@ -104,9 +104,11 @@ class IndexerDriver(Driver):
 class RunningIndexer(Driver):
     """An indexer that runs already, and that all scenarios share: each has a model and instances of its own."""
 
-    def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, kind: type[Indexer] = Indexer) -> None:
+        """Create the driver. `kind` is the form of the API."""
         self.title = url
         self._url = url
+        self._kind = kind
         self._answer_seconds = answer_seconds
         self._scenarios = count()
 
@@ -120,7 +122,7 @@ class RunningIndexer(Driver):
         """Yield the indexer. Afterwards the workers of the scenario are not registered any more."""
         del registrations
         first = FIRST_INSTANCE + INSTANCES * next(self._scenarios)
-        indexer = Indexer(self._url, f"conform-{scenario.name}", first, self._answer_seconds)
+        indexer = self._kind(self._url, f"conform-{scenario.name}", first, self._answer_seconds)
         try:
             yield indexer
         finally:

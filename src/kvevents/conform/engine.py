@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from kvevents.conform.scenario import Cut, Engine, Heal, Publish, Restart, Scenario, Skip, Stall, expand
+from kvevents.conform.scenario import Cut, Engine, HalfOpen, Publish, Restart, Scenario, Skip, Stall, expand
 from kvevents.recording import LiveBatch
 from kvevents.testing import FaultProxy, Faults, TapePlayer
 from kvevents.testing.ports import reserve_port
@@ -87,7 +87,7 @@ class ScriptedEngine:
         self._tape = self._open.enter_context(TapePlayer(self._life, faults=faults, replay_endpoint=replay))
         self._proxies: list[FaultProxy] = []
         ends = [end for end in (self._tape.endpoint, self._tape.replay_endpoint) if end is not None]
-        if any(isinstance(step, Cut | Stall | Heal) and step.engine == name for step in scenario.steps):
+        if any(isinstance(step, Cut | Stall | HalfOpen) and step.engine == name for step in scenario.steps):
             self._proxies = [self._open.enter_context(FaultProxy(end)) for end in ends]
             ends = [proxy.endpoint for proxy in self._proxies]
         self.endpoint: Final = self._advertised(ends[0])
@@ -150,6 +150,11 @@ class ScriptedEngine:
         """Deliver nothing."""
         for proxy in self._proxies:
             proxy.stall()
+
+    def half_open(self) -> None:
+        """Let open connections deliver nothing. New ones work."""
+        for proxy in self._proxies:
+            proxy.half_open()
 
     def heal(self) -> None:
         """End `cut` or `stall`."""

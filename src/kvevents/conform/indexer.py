@@ -18,7 +18,7 @@ EXACT: Final = "EXACT"
 ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
 
 
-class _Match(msgspec.Struct):
+class Match(msgspec.Struct):
     """What an instance holds of a prompt."""
 
     longest_matched: int
@@ -29,7 +29,7 @@ class _Match(msgspec.Struct):
 class _Matches(msgspec.Struct):
     """The answer to a query."""
 
-    instances: dict[str, _Match]
+    instances: dict[str, Match]
 
 
 class _Listener(msgspec.Struct):
@@ -47,7 +47,10 @@ class _Worker(msgspec.Struct):
 
 
 class Indexer(Target):
-    """An indexer at a URL. Workers are instances from `first` on, so that several scenarios can share one indexer."""
+    """An indexer at a URL, with the API as Dynamo has it.
+
+    Workers are instances from `first` on, so that several scenarios can share one indexer.
+    """
 
     def __init__(self, url: str, model: str = "m", first: int = 1, answer_seconds: float = ANSWER_SECONDS) -> None:
         self._url = url.rstrip("/")
@@ -55,39 +58,42 @@ class Indexer(Target):
         self._model = model
         self._first = first
         self._instances: dict[str, int] = {}
+        self._registrations: list[Registration] = []
 
     # --- following
 
     def register(self, registration: Registration) -> None:
-        address = registration.address
-        body = {
-            "instance_id": self._instances.setdefault(address.worker, self._first + len(self._instances)),
-            "model_name": self._model,
-            "block_size": registration.block_size,
-            "endpoint": address.endpoint,
-            "dp_rank": address.rank,
-        }
-        if address.replay_endpoint is not None:
-            body["replay_endpoint"] = address.replay_endpoint
-        if registration.tenant is not None:
-            body["tenant_id"] = registration.tenant
-        answer = self.ask("POST", "/register", body)
+        self._instances.setdefault(registration.address.worker, self._first + len(self._instances))
+        answer = self.ask("POST", "/register", self._registration_body(registration))
         if answer.status not in ACCEPTED:
-            del self._instances[address.worker]
             raise RejectedError(answer.text)
+        self._registrations.append(registration)
 
     def unregister(self, registration: Registration) -> None:
-        body = {"instance_id": self._instances.pop(registration.address.worker), "model_name": self._model}
-        if registration.tenant is not None:
-            body["tenant_id"] = registration.tenant
-        answer = self.ask("POST", "/unregister", body)
+        self._registrations.remove(registration)
+        answer = self.ask("POST", "/unregister", self._identity(registration))
         if answer.status not in ACCEPTED:
             raise TargetError(f"{self._url}/unregister answered {answer.text}")
 
     def close(self) -> None:
         """Unregister everything, so that an indexer that goes on is as it was."""
-        for instance in self._instances.values():
-            self.ask("POST", "/unregister", {"instance_id": instance, "model_name": self._model})
+        for registration in self._registrations:
+            self.ask("POST", "/unregister", self._identity(registration))
+
+    def _identity(self, registration: Registration) -> dict[str, Any]:
+        """Return the fields by which a registration is ended."""
+        body = {"instance_id": self._instances[registration.address.worker], "model_name": self._model}
+        return body if registration.tenant is None else {**body, "tenant_id": registration.tenant}
+
+    def _registration_body(self, registration: Registration) -> dict[str, Any]:
+        address = registration.address
+        body = {
+            **self._identity(registration),
+            "block_size": registration.block_size,
+            "endpoint": address.endpoint,
+            "dp_rank": address.rank,
+        }
+        return body if address.replay_endpoint is None else {**body, "replay_endpoint": address.replay_endpoint}
 
     # --- answers
 
@@ -95,39 +101,37 @@ class Indexer(Target):
         return [difference for query in queries for difference in self._compare(query)]
 
     def _compare(self, query: Query) -> list[Difference]:
-        held, said = self._held(query)
-        names = dict.fromkeys([*query.held, *held])
-        pairs = [(name, query.held.get(name, 0), held.get(name, 0)) for name in names if ":" not in name or name in query.held]
-        return [
-            Difference(worker := name.partition(":")[0], f"{name}: {found} of {true} tokens", said.get(worker))
-            for name, true, found in pairs
-            if found != true
-        ]
+        names = {str(instance): name for name, instance in self._instances.items()}
+        matches = {names.get(instance, f"instance-{instance}"): match for instance, match in self._ask(query).items()}
+        held = {name: match.longest_matched for name, match in matches.items()}
+        held |= {f"{name}:{rank}": tokens for name, match in matches.items() for rank, tokens in match.dp.items()}
+        found = []
+        for name in dict.fromkeys([*query.held, *held]):
+            worker, of_rank, _ = name.partition(":")
+            true, answered = query.held.get(name, 0), held.get(name, 0)
+            if answered != true and (name in query.held or not of_rank):
+                doubts = sorted(
+                    {state for state in matches[worker].trust.values() if state != EXACT} if worker in matches else ()
+                )
+                report = f"the answer is {', '.join(doubts)}" if doubts else None
+                found.append(Difference(worker, f"{name}: {answered} of {true} tokens", report))
+        return found
 
-    def _held(self, query: Query) -> tuple[dict[str, int], dict[str, str]]:
-        """Return the tokens of the longest prefix by worker and by `worker:rank`, and what the answer says against workers."""
-        # kvevents answers what an engine would find, which never includes the last token; Dynamo ignores unknown fields.
-        body: dict[str, Any] = {"token_ids": query.ids, "model_name": self._model, "whole_prompt": True}
-        body |= {
-            field: value
-            for field, value in (("lora_name", query.lora), ("cache_salt", query.salt), ("tenant_id", query.tenant))
-            if value is not None
-        }
-        answer = self.ask("POST", "/query", body)
+    def _ask(self, query: Query) -> dict[str, Match]:
+        """Return what each instance holds of a prompt."""
+        answer = self.ask("POST", "/query", {**_query_fields(query), **self._scope()})
         if answer.status == 404:  # a model without workers
-            return {}, {}
+            return {}
         if answer.status != 200:
             raise TargetError(f"{self._url}/query answered {answer.text}")
-        names = {str(instance): name for name, instance in self._instances.items()}
-        held: dict[str, int] = {}
-        said: dict[str, str] = {}
-        for instance, each in answer.decode(_Matches).instances.items():
-            name = names.get(instance, f"instance-{instance}")
-            held[name] = each.longest_matched
-            held |= {f"{name}:{rank}": tokens for rank, tokens in each.dp.items()}
-            if doubts := sorted({state for state in each.trust.values() if state != EXACT}):
-                said[name] = f"the answer is {', '.join(doubts)}"
-        return held, said
+        return self._matches(answer)
+
+    def _scope(self) -> dict[str, Any]:
+        """Return the fields that say which workers a query is about."""
+        return {"model_name": self._model}
+
+    def _matches(self, answer: Answer) -> dict[str, Match]:
+        return answer.decode(_Matches).instances
 
     def reports(self) -> dict[str, str | None]:
         listed = self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker])
@@ -139,6 +143,14 @@ class Indexer(Target):
         return request(self._url + path, method, body, seconds=self._answer_seconds)
 
 
+def _query_fields(query: Query) -> dict[str, Any]:
+    """Return the fields of a query that both forms of the API have."""
+    # kvevents answers what an engine would find, which never includes the last token; Dynamo ignores unknown fields.
+    names = {"lora_name": query.lora, "cache_salt": query.salt, "tenant_id": query.tenant}
+    given = {name: value for name, value in names.items() if value is not None}
+    return {"token_ids": query.ids, "whole_prompt": True, **given}
+
+
 def _report(worker: _Worker | None) -> str | None:
     """Return what `/workers` says against a worker: its status, if that is not `active`, and the last errors."""
     if worker is None:
@@ -146,3 +158,69 @@ def _report(worker: _Worker | None) -> str | None:
     said = [] if worker.status == "active" else [f"status {worker.status}"]
     said += [each.last_error for each in worker.listeners.values() if each.last_error]
     return "; ".join(dict.fromkeys(said)) or None
+
+
+# --- as Mooncake has it
+
+
+class _MooncakeMatch(msgspec.Struct):
+    """What an instance holds of a prompt."""
+
+    longest_matched: int
+    dp: dict[str, int] = msgspec.field(name="DP", default_factory=dict)
+    trust: dict[str, str] = {}
+
+
+class _Trust(msgspec.Struct):
+    """The trust of a rank (kvevents)."""
+
+    state: str
+    reason: str = ""
+
+
+class _Service(msgspec.Struct):
+    """What an indexer says of one rank."""
+
+    instance_id: str
+    status: str = "active"
+    trust: _Trust = msgspec.field(default_factory=lambda: _Trust(EXACT))
+
+
+class _Services(msgspec.Struct):
+    """The answer of `/services`."""
+
+    services: list[_Service]
+
+
+class MooncakeIndexer(Indexer):
+    """An indexer with the API as RFC #1403 and Mooncake's Conductor have it."""
+
+    def _identity(self, registration: Registration) -> dict[str, Any]:
+        return {
+            "instance_id": str(self._instances[registration.address.worker]),
+            "modelname": self._model,
+            "type": "vLLM",
+            "tenant_id": registration.tenant or "default",
+            "block_size": registration.block_size,
+            "dp_rank": registration.address.rank,
+        }
+
+    def _scope(self) -> dict[str, Any]:
+        sizes = [registration.block_size for registration in self._registrations]
+        return {"model": self._model, "block_size": max(sizes, default=1)}
+
+    def _matches(self, answer: Answer) -> dict[str, Match]:
+        tenants = answer.decode(dict[str, dict[str, _MooncakeMatch]])
+        rows = [row for instances in tenants.values() for row in instances.items()]
+        return {instance: Match(match.longest_matched, match.dp, match.trust) for instance, match in rows}
+
+    def reports(self) -> dict[str, str | None]:
+        listed = self.ask("GET", "/services").decode(_Services).services
+        found: dict[str, str | None] = {}
+        for name, instance in self._instances.items():
+            ranks = [each for each in listed if each.instance_id == str(instance)]
+            said = [] if ranks else ["not listed"]
+            said += [f"status {each.status}" for each in ranks if each.status != "active"]
+            said += [each.trust.reason or each.trust.state for each in ranks if each.trust.state != EXACT]
+            found[name] = "; ".join(dict.fromkeys(said)) or None
+        return found

@@ -86,6 +86,10 @@ class Player:
             self._notes.append(f"no subscription to {engine} within {SUBSCRIBE_SECONDS:g} s")
 
     @_do.register
+    def _half_open(self, step: steps.HalfOpen) -> None:
+        self._engines[step.engine].half_open()
+
+    @_do.register
     def _stop(self, step: steps.Stop) -> None:
         self._engines[step.engine].stop()
         self._target.engine_stopped(self._scenario.worker(step.engine))

@@ -155,6 +155,12 @@ class Stall(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag
     engine: Name
 
 
+class HalfOpen(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="half-open"):
+    """Let the connections that are open now deliver nothing for ever, as if a peer were replaced without closing them."""
+
+    engine: Name
+
+
 class Heal(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="heal"):
     """End `cut` or `stall`."""
 
@@ -225,6 +231,7 @@ Step = (
     | Stop
     | Cut
     | Stall
+    | HalfOpen
     | Heal
     | AwaitSubscriber
     | Kill
