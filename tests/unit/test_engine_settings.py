@@ -21,6 +21,7 @@ def test_without_the_variable_the_defaults_hold() -> None:
 def test_json_sets_fields_at_any_depth() -> None:
     found = settings('{"heartbeat": 1, "attestation": false, "limits": {"burst": 8, "buffer": {"max_bytes": 1000}}}')
     assert (found.heartbeat, found.attestation, found.compact) == (1.0, False, True)
+    assert settings('{"heartbeat": null}').heartbeat is None  # for readers that reject fields that they do not know
     assert (found.limits.burst, found.limits.buffer.max_bytes) == (8, 1000)
     assert found.limits.buffer.group_size == EngineSettings().limits.buffer.group_size
 

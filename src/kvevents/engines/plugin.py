@@ -35,8 +35,8 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
 
     enabled: bool = True
     """Whether the publisher of kvevents replaces the engine's."""
-    heartbeat: Seconds = 5.0
-    """Time between batches that carry the publisher's digest and the attestation."""
+    heartbeat: Seconds | None = 5.0
+    """Time between batches that carry the publisher's digest and the attestation. None sends neither."""
     compact: bool = True
     """Whether consumers that join late get all resident blocks, however old. Needs a replay endpoint."""
     attestation: bool = True
@@ -218,8 +218,8 @@ def log_publisher(
     engine: str, publisher: ZmqEventPublisher, rank: int, settings: EngineSettings, *, attests: bool, ignored: list[str]
 ) -> None:
     """Log what a new publisher does, and the options of the engine that it does not know."""
-    features = [f"heartbeats every {settings.heartbeat:g} s"]
-    features += ["attestation"] if attests else []
+    features = ["no heartbeats"] if settings.heartbeat is None else [f"heartbeats every {settings.heartbeat:g} s"]
+    features += ["attestation"] if attests and settings.heartbeat is not None else []
     features += ["full history"] if publisher.stats().history is not None else []
     features += ["no digests: pip install 'kvevents[native]' adds them and full history"] if find_native() is None else []
     engine_logger(engine).info(
