@@ -24,10 +24,13 @@ DEMO_SECONDS: Final = 60.0
 
 PURE: Final = """
 import importlib.util
+import time
 import kvevents
 assert importlib.util.find_spec("kvevents_native") is None
 publisher = kvevents.ZmqEventPublisher(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", heartbeat=0.05)
 publisher.publish(kvevents.KVEventBatch(0.0, [kvevents.BlockStored([1], None, [1, 2, 3, 4], 4)]))
+while not publisher.stats().published:  # else the batch could come live
+    time.sleep(0.01)
 seen = set()
 with kvevents.Subscriber(kvevents.Source(publisher.endpoint, publisher.replay_endpoint)) as subscriber:
     while seen != {"live", "replayed"} or subscriber.trust().name != "EXACT":

@@ -125,7 +125,7 @@ class BlockStored(KVCacheEvent):
     the proposal, which was not released by vLLM 0.33; a value of another shape is in `unknown_fields`. The index does not use
     them: a block with an unknown parent gives no credit until the parent is stored."""
     skipped_token_ids: list[int] | None = None
-    """The tokens of the blocks between, up to `parent_block_hash`; None if there are none."""
+    """The tokens of the blocks between, up to `parent_block_hash`; None without such blocks."""
     skipped_extra_keys: list[tuple[ExtraKey, ...] | None] | None = None
     """Per block between, of `block_size` tokens each, its extra keys, as `extra_keys`."""
     block_keys: list[int] | None = None

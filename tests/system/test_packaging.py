@@ -35,6 +35,7 @@ PARTS = (
     "service",
     "sim",
     "cli.bridge",
+    "cli.demo",
     "cli.export",
     "cli.plane",
     "cli.relay",
@@ -177,11 +178,13 @@ def test_the_source_distribution_of_the_native_package_is_whole(tmp_path: Path) 
 
 
 PUBLISH_AND_SUBSCRIBE = """
-import importlib.util, sys
+import importlib.util, sys, time
 assert importlib.util.find_spec("kvevents_native") is None
 import kvevents
 publisher = kvevents.ZmqEventPublisher(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
 publisher.publish(kvevents.KVEventBatch(0.0, [kvevents.BlockRemoved([1])]))
+while not publisher.stats().published:  # else the batch could come live
+    time.sleep(0.01)
 source = kvevents.Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
 with kvevents.Subscriber(source) as subscriber:
     batch = subscriber.receive(timeout=20)

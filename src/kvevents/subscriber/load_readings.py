@@ -26,6 +26,7 @@ from kvevents.endpoints import validate_endpoint
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.security import Curve
 from kvevents.settings import Positive, Range, Seconds, Settings, Unit
+from kvevents.structs import build_decoder_now
 from kvevents.wire.load import LOAD_TOPIC, EngineLoad
 
 MAX_METRICS_BYTES: Final = 4 << 20
@@ -95,6 +96,7 @@ class _Series(NamedTuple):
     value: float
 
 
+@build_decoder_now
 class _ServerLoad(msgspec.Struct):
     server_load: int
 
