@@ -17,13 +17,13 @@ import pytest
 from attestation_cases import AttestedConsumer, AttestingEngine
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.relay import Relay, RelaySettings
-from kvevents.stream import DegradedReason, Source
+from kvevents.stream import DegradedReason, Source, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.testing import FaultProxy
 from publisher_cases import ANY, DEADLINE
 from relay_cases import block
 
-PATHS = ("direct", "relay", "relay of a relay", "relay with a journal", "hashed tokens", "another dialect", "shared")
+PATHS = ("direct", "relay", "relay of a relay", "relay with a journal", "hashed tokens", "another dialect")
 FIRST_STATE = 100_000
 SETTINGS: dict[str, dict[str, Any]] = {"hashed tokens": {"tokens": "hash"}, "another dialect": {"dialect": "vllm-0.22"}}
 
@@ -248,12 +248,12 @@ def test_a_relay_that_leaves_blocks_out_attests_nothing_until_a_clear(way: Way) 
 
 
 @pytest.mark.parametrize("way", ["shared"], indirect=True)
-def test_a_shared_stream_is_attested_if_all_engines_attest_what_they_hold_on_the_device(way: Way) -> None:
+def test_a_shared_stream_is_exact_and_never_attested(way: Way) -> None:
+    """The relay compares each engine; what it sends on is no engine's cache alone."""
     consumer = way.consumer()
     fill(way)
-    way.until(lambda: consumer.is_attested)
-    way.engines[1].publisher.stop_attesting()
-    way.engines[1].publish(AllBlocksCleared(), block(5_000, medium="CPU"))
-    count = len(consumer.attested)
-    way.until(lambda: 5_000 in consumer.hashes and len(consumer.attested) > count + 2)
-    assert consumer.is_attested
+    way.until(lambda: consumer.trust == Trust.EXACT and consumer.hashes == way.hashes_on_all_tiers)
+    upstreams = way.relays[0].status().upstreams
+    way.until(lambda: all(each.trust.attested for each in way.relays[0].status().upstreams))
+    assert len(upstreams) == 2
+    assert (consumer.attested, consumer.is_attested) == ([], False)

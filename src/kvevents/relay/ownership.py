@@ -58,11 +58,6 @@ class UpstreamBlocks:
         """What the attestation of the upstream's engine is (`Heartbeat.attestation`) if the engine has these blocks."""
         return self._digest & DIGEST_MASK
 
-    @property
-    def is_off_device(self) -> bool:
-        """Whether none of the blocks is of the tier that attestations are of."""
-        return not any(map(_is_attested, self._placements))
-
     def apply(self, events: Iterable[KVEvent]) -> list[KVEvent]:
         """Record the events of the upstream, and return them for the shared stream: clears become removals."""
         out: list[KVEvent] = []

@@ -12,8 +12,9 @@ receives first.
   of relays. Gaps that arrive together skip a single number: each skipped number makes every consumer request the whole replay
   buffer twice, and one is enough until the stream is cleared.
 - An *attestation* of an engine's own cache is compared with what the relay has sent, and sent on in a heartbeat of the relay at
-  the same place of the stream, so that consumers compare it with what they hold. One that differs makes the relay follow the
-  upstream from its start: consumers receive DEGRADED with the reason, and then the reset.
+  the same place of the stream, so that consumers compare it with what they hold; a stream of several upstreams has none. One
+  that differs makes the relay follow the upstream from its start: consumers receive DEGRADED with the reason, and then the
+  reset.
 - A *heartbeat* says how far the relay is to be trusted. The replay buffer always holds one. So a consumer that starts late,
   and gets older batches as a snapshot, learns the trust in the same answer.
 - The journal records how far each upstream was followed. After a restart the subscriber proves by replay that the upstream is
@@ -399,19 +400,19 @@ class Relay:
         self._divergences += report.digest_matches is False
         self._has_gaps |= bool(report.rejected)
         self._upstreams.subscriber.report(batch, report)
-        if report.attestation_matches and report.heartbeat is not None:
-            self._forward_attestation(batch, report.heartbeat)
+        if report.attestation_matches and not self._is_shared:
+            self._forward_attestation(report.heartbeat)
         if report.cleared:
             self._has_skipped = False
             self._clear_if_empty()
 
-    def _forward_attestation(self, batch: RawBatch, heartbeat: Heartbeat) -> None:
-        """Send an attestation that agrees with what was sent. One that does not makes the upstream start over, with a reset."""
-        if heartbeat.attestation is None:
-            return
-        attestation = self._transform.attestation(self._upstreams.ordinal(batch), heartbeat.attestation)
-        if attestation is not None:
-            self._heartbeats.send_attested(self._current_trust(), attestation, self._clock())
+    def _forward_attestation(self, heartbeat: Heartbeat | None) -> None:
+        """Send an attestation that agrees with what was sent. One that does not makes the upstream start over, with a reset.
+
+        A shared stream has none: an engine attests its own blocks, and consumers hold those of several.
+        """
+        if heartbeat is not None and heartbeat.attestation is not None:
+            self._heartbeats.send_attested(self._current_trust(), heartbeat.attestation, self._clock())
 
     def _clear_if_empty(self) -> None:
         """Clear a shared stream with gaps when no upstream holds a block: no upstream's own clear ends the consumers' doubt."""

@@ -21,7 +21,6 @@ from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.stream import BatchReport, RawBatch
 from kvevents.weights import TIERS
 from kvevents.wire import Rejected, decode_batch
-from kvevents.wire.attestation import DIGEST_MASK
 from kvevents.wire.canonical import scope_of
 from kvevents.wire.dialects import Dialect
 
@@ -44,10 +43,6 @@ class PassThrough:
             for at, outcome in applied.items():
                 if outcome.report is not None:
                     self._report(run[at], outcome.report)
-
-    def attestation(self, ordinal: int, attestation: int) -> int | None:  # noqa: ARG002 - there is one upstream
-        """See `Transform.attestation`."""
-        return attestation
 
     def retract(self, ordinal: int) -> list[KVEvent]:  # noqa: ARG002 - there is one upstream
         """See `Transform.retract`."""
@@ -108,8 +103,6 @@ class Transform:
             )
             for at in range(len(settings.upstreams))
         }
-        self._attested: Final[set[int]] = set()
-        """Upstreams of which the newest attestation agreed."""
 
     def forward(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """Send batches of one upstream, and report what decoding them has shown."""
@@ -121,19 +114,7 @@ class Transform:
         """Forget an upstream's blocks, and return the events that remove them downstream; none if it holds none."""
         if ordinal in self._received:
             self._received[ordinal].reset()
-        self._attested.discard(ordinal)
         return self._transforms[ordinal].retract()
-
-    def attestation(self, ordinal: int, attestation: int) -> int | None:
-        """Return the attestation for consumers after one of an upstream, which agreed with what was sent of it.
-
-        In a shared stream that is the sum of the attestations of all upstreams, each with what its engine announced since. None
-        if one of them has blocks on the device that its engine has not attested.
-        """
-        others = [(at, blocks) for at, blocks in self.blocks().items() if at != ordinal]
-        if any(at not in self._attested and not blocks.is_off_device for at, blocks in others):
-            return None
-        return (attestation + sum(blocks.digest for _, blocks in others)) & DIGEST_MASK
 
     def blocks(self) -> dict[int, UpstreamBlocks]:
         """Return the blocks of each upstream by ordinal, if upstreams share the stream."""
@@ -164,15 +145,10 @@ class Transform:
         if heartbeat is None or heartbeat.attestation is None:
             return None
         transform = self._transforms[ordinal]
-        is_equal = None
-        if not transform.omits_blocks:
-            blocks, attestation = transform.blocks, heartbeat.attestation
-            is_equal = self._sequencer.state.attests(attestation) if blocks is None else blocks.digest == attestation
-        if is_equal:
-            self._attested.add(ordinal)
-        else:
-            self._attested.discard(ordinal)
-        return is_equal
+        if transform.omits_blocks:
+            return None
+        blocks, attestation = transform.blocks, heartbeat.attestation
+        return self._sequencer.state.attests(attestation) if blocks is None else blocks.digest == attestation
 
 
 _NO_FINDINGS: Final = BatchReport()
