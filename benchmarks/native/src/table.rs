@@ -87,14 +87,20 @@ pub fn short(value: f64) -> String {
 /// The same as an object of JSON. What is quoted is plain ASCII, so that Rust's quotes are those of JSON.
 pub fn json(title: &str, rows: &[Row]) -> String {
     let cell = |row: &Row| {
-        let (measured, met) = (row.measured.map_or("null".to_owned(), short), row.met.map_or("null".to_owned(), |met| met.to_string()));
+        let (measured, met) = (
+            row.measured.map_or("null".to_owned(), short),
+            row.met.map_or("null".to_owned(), |met| met.to_string()),
+        );
         format!(
             "{{\"what\": {:?}, \"cells\": {:?}, \"measured\": {measured}, \"reach\": {:?}, \"met\": {met}}}",
             row.what, row.cells, row.reach
         )
     };
     let rows: Vec<_> = rows.iter().map(cell).collect();
-    format!("{{\"title\": {title:?}, \"sides\": {SIDES:?}, \"rows\": [{}]}}", rows.join(", "))
+    format!(
+        "{{\"title\": {title:?}, \"sides\": {SIDES:?}, \"rows\": [{}]}}",
+        rows.join(", ")
+    )
 }
 
 /// A table in Markdown.
