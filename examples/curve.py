@@ -5,6 +5,7 @@ writes keys to files, and each secret key stays on its machine.
 """
 
 import time
+from contextlib import suppress
 
 import zmq
 
@@ -46,4 +47,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(KeyboardInterrupt):
+        main()

@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 
-from kvevents import AsyncSubscriber, Source
+from kvevents import AsyncSubscriber, KVEventsError, Source
 from kvevents.index import PrefixIndex
 from kvevents.routing import Router, policy
 
@@ -109,7 +109,10 @@ def main() -> None:
     parts = [engine.split(",") for engine in given.engines]
     if any(len(part) != 3 for part in parts):
         parser.error("each engine is URL,ENDPOINT,REPLAY_ENDPOINT")
-    sources = [Source(live, replay, name=f"engine-{at}") for at, (_, live, replay) in enumerate(parts)]
+    try:
+        sources = [Source(live, replay, name=f"engine-{at}") for at, (_, live, replay) in enumerate(parts)]
+    except KVEventsError as error:
+        parser.error(str(error))
     uvicorn.run(application([url for url, _, _ in parts], sources), port=given.port, log_level="warning")
 
 

@@ -23,16 +23,23 @@ def select(session: requests.Session, service: str, model: str, tokens: Sequence
     return f"{selection['instance']}: {selection['why']}"
 
 
+def token_ids(text: str) -> list[int]:
+    """Token ids, with commas between them."""
+    return [int(token) for token in text.split(",")]
+
+
 def main() -> None:
     """Read the arguments, then ask."""
     parser = argparse.ArgumentParser(description="Ask a service which engine should take a prompt.")
     parser.add_argument("model")
-    parser.add_argument("tokens", type=lambda text: [int(token) for token in text.split(",")], help="such as 1,2,3")
+    parser.add_argument("tokens", type=token_ids, help="such as 1,2,3")
     parser.add_argument("--service", default="http://127.0.0.1:8090", metavar="URL")
     given = parser.parse_args()
     with requests.Session() as session:  # keeps its connection; a router has one for all requests
         try:
             print(select(session, given.service, given.model, given.tokens))
+        except requests.ConnectionError:
+            sys.exit(f"query_service.py: no service answers at {given.service}; start one: kvevents serve")
         except requests.RequestException as error:
             sys.exit(f"query_service.py: {error}")
 

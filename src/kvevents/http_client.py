@@ -63,7 +63,7 @@ class HttpConnections:
     """A pool of connections with these limits, and a context manager that closes it. It belongs to one event loop.
 
     An idle connection is reused for `idle_seconds`. At most `max_connections` to one host are open at a time, and further
-    requests wait; 0 is no limit. `tls` is for `https` URLs; by default the system's certificate authorities are trusted.
+    requests wait; 0 is without a limit. `tls` is for `https` URLs; by default the system's certificate authorities are trusted.
     """
 
     def __init__(

@@ -36,7 +36,8 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
 
 
 def test_a_wrong_option_is_one_sentence() -> None:
-    with Program("demo", "--requests", 0) as demo:
-        ended = demo.end()
-    assert ended.code == 2
-    assert "expected a whole number above 0" in ended.err
+    for option, expected in (("--requests", "a whole number above 0"), ("--time-scale", "a factor above 0")):
+        with Program("demo", option, 0) as demo:
+            ended = demo.end()
+        assert ended.code == 2
+        assert ended.err.splitlines()[-1].endswith(f"argument {option}: invalid value '0': expected {expected}")

@@ -148,12 +148,18 @@ def test_the_command_fails_on_silent_errors(tmp_path: Path, capsys: pytest.Captu
 def test_wrong_uses_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{}")
+    empty = tmp_path / "empty"
+    empty.mkdir()
     for words, message in (
         ([], "name a target"),
         (["ours", "--only", "nothing-like-this"], "no scenario has such a name"),
         (["ours", "--scenarios", str(wrong)], f"invalid {wrong}"),
+        (["ours", "--scenarios", str(empty)], f"{empty} holds no scenario"),
     ):
         assert main(["conform", *words]) != 0
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["conform", "our"])
+    assert "unknown target 'our'; did you mean 'ours'? expected one of ours, " in capsys.readouterr().err
     assert main(["conform", "--list", "--only", "gap"]) == 0
     assert "gap-no-replay" in capsys.readouterr().out

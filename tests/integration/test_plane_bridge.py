@@ -451,7 +451,7 @@ def test_a_message_that_is_not_a_page_is_skipped(plane: PlaneSettings, caplog: p
         engine.say(10)
         settled(log, engine)
         until("all of them", lambda: bridge.status().partitions[partition].foreign_messages == 6, SECONDS)
-    assert sum("is no page" in record.message for record in caplog.records) == 1
+    assert sum("is not a page" in record.message for record in caplog.records) == 1
 
 
 def test_an_engine_that_cannot_be_followed_is_no_reason_to_follow_none(plane: PlaneSettings) -> None:

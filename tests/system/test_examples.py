@@ -111,8 +111,8 @@ def test_a_service_names_the_engine_for_a_prompt() -> None:
         assert unknown.code == 1
         assert re.search(r"^query_service.py: http://.* answered 404: .*other", unknown.err)
     gone = asked("m", "1", "http://127.0.0.1:9")
-    assert gone.code == 1
-    assert "Traceback" not in gone.err
+    assert (gone.code, gone.err[:68]) == (1, "query_service.py: no service answers at http://127.0.0.1:9; start one"[:68])
+    assert "argument tokens: invalid token_ids value: '1,x'" in asked("m", "1,x", "http://127.0.0.1:9").err
 
 
 def asked(model: str, prompt: str, url: str) -> Ended:
@@ -168,6 +168,13 @@ def test_the_openai_endpoint_sends_a_prompt_to_the_engine_that_has_it_cached() -
         assert completed(port, 1)[0] == 502
         ended = router.interrupt()
     assert "Traceback" not in ended.err, ended.err
+
+
+def test_the_openai_endpoint_says_what_is_wrong_with_an_engine() -> None:
+    with example("fastapi_router.py", "http://127.0.0.1:9,tcp://bad,tcp://127.0.0.1:5558") as router:
+        ended = router.end()
+    assert ended.code == 2
+    assert ended.err.splitlines()[-1].startswith("fastapi_router.py: error: invalid endpoint 'tcp://bad'")
 
 
 def completed(port: int, first: int) -> tuple[int, str | None, str | None]:

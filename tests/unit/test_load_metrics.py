@@ -119,7 +119,8 @@ def test_the_url_of_a_server_is_that_of_its_metrics() -> None:
 def test_another_url_is_a_readable_error(load: str) -> None:
     with pytest.raises(ConfigError, match=f"invalid load {re.escape(repr(load))}"):
         check_load_url(load)
-    with pytest.raises(ConfigError, match="load"):
+    expected = "expected the URL of an HTTP server, tcp://HOST:PORT or ipc://PATH" if load.startswith("ftp") else "load"
+    with pytest.raises(ConfigError, match=expected):
         parse_table(1, {"endpoint": "tcp://e:1", "model": "m", "load": load})
     with pytest.raises(ConfigError, match="load"):
         convert({"target": "http://engines:8000", "load": load}, DnsTable, "dns")

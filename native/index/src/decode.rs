@@ -348,7 +348,7 @@ fn bounded_elements<'a>(
 /// The values of a map by their names.
 fn bounded_pairs<'a>(raw: &'a [u8], what: &'static str, limit: usize) -> Result<Vec<(&'a str, &'a [u8])>, Refusal<'a>> {
     check_length(raw, what, limit, Reason::TooManyFields)?;
-    pairs(raw).map_err(|reason| Refusal::of(reason, what, "has a key that is no string"))
+    pairs(raw).map_err(|reason| Refusal::of(reason, what, "has a key that is not a string"))
 }
 
 fn check_length<'a>(raw: &[u8], what: &'static str, limit: usize, too_many: Reason) -> Result<(), Refusal<'a>> {

@@ -26,6 +26,7 @@ from kvevents.conform.scenario import GROUPS, AnyScenario, PublisherScenario, Sc
 from kvevents.conform.target import Driver
 from kvevents.conform.verdict import Result, Verdict
 from kvevents.errors import ConfigError, UnknownDialectError
+from kvevents.settings import suggestion
 from kvevents.wire import Dialect
 
 DESCRIPTION: Final = (
@@ -69,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     targets = parser.add_mutually_exclusive_group()
     targets.add_argument(
-        "target", metavar="TARGET", nargs="?", choices=(*DRIVERS, None), help=f"a program to start: {', '.join(DRIVERS)}"
+        "target", metavar="TARGET", nargs="?", type=_target_name, help=f"a program to start: {', '.join(DRIVERS)}"
     )
     targets.add_argument("--indexer", metavar="URL", type=service_url, help="a running indexer with the API of RFC #1403")
     parser.add_argument(
@@ -107,6 +108,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=os.environ.get(FOLDER_VARIABLE) or Path("~/.cache/kvevents/conform").expanduser(),
         help=f"virtual environments of programs from wheels (default: ${FOLDER_VARIABLE} or ~/.cache/kvevents/conform)",
     )
+    _add_output(parser)
+
+
+def _add_output(parser: ArgumentParser) -> None:
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 whatever the verdicts are")
     parser.add_argument("-o", "--output", choices=("text", "json", "junit"), default="text", help="format (default: text)")
     parser.add_argument(
@@ -165,6 +170,8 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
         known = list(shipped_scenarios())
     else:
         paths = sorted(args.scenarios.glob("*.json")) if args.scenarios.is_dir() else [args.scenarios]
+        if not paths:
+            raise ConfigError(f"{args.scenarios} holds no scenario: expected files *.json")
         known = [read_scenario(path.read_bytes(), str(path)) for path in paths]
     chosen = [each for each in known if not args.only or any(text in each.name for text in args.only)]
     if args.dialect is not None:
@@ -173,6 +180,12 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
     if not chosen:
         raise ConfigError("no scenario has such a name; --list prints those that there are")
     return chosen
+
+
+def _target_name(text: str) -> str:
+    if text not in DRIVERS:
+        raise ArgumentTypeError(f"unknown target {text!r}{suggestion(text, DRIVERS)} expected one of {', '.join(DRIVERS)}")
+    return text
 
 
 def _dialect(text: str) -> Dialect:

@@ -17,7 +17,7 @@ DEFAULT_MEDIUM = "GPU"
 def in_dialect(scenario: Scenario, dialect: Dialect) -> Scenario | None:
     """Return the scenario with the batches and replies of a release. Return None if the release cannot send what it is about.
 
-    Payloads that are no batches stay as they are.
+    Payloads that are not batches stay as they are.
     """
     steps = [_step(step, dialect) if isinstance(step, Publish) else step for step in scenario.steps]
     if None in steps:

@@ -30,7 +30,7 @@ GROUPS: Final = {
     "dialects": "What each engine release sends",
     "losses": "Batches are lost",
     "lives": "Processes end and come back",
-    "bytes": "Bytes that are no batches",
+    "bytes": "Bytes that are not batches",
     "blocks": "What events mean",
     "registration": "What is registered",
     "publishing": "What a publisher sends",
@@ -77,7 +77,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     replay_holes: list[int] = []
     """Sequence numbers that are missing in replies."""
     replay_junk: list[list[Hex]] = []
-    """Messages that are no replies, sent before each reply."""
+    """Messages that are not replies, sent before each reply."""
     has_end_marker: bool = True
     is_endless: bool = False
     """Whether a reply repeats its batches and never ends."""

@@ -299,7 +299,7 @@ class LogSubscriber:
         if page is None:
             if not state.foreign_messages:
                 log.error(
-                    "message %d of partition %d is no page of kvevents: another application writes to its subject",
+                    "message %d of partition %d is not a page of kvevents: another application writes to its subject",
                     message.position,
                     partition,
                 )

@@ -76,7 +76,7 @@ class PartitionStatus(NamedTuple):
     fault: str
     """Why nothing is read or written at the moment; empty if it is."""
     foreign_messages: int = 0
-    """Messages that are no pages, which another application wrote."""
+    """Messages that are not pages, which another application wrote."""
     paused: int = 0
     """Streams that are not followed until the queued records are written."""
 
@@ -335,7 +335,7 @@ class PartitionWriter:
             if (page := message.page()) is None:
                 if not state.foreign_messages + self._foreign_messages:
                     log.error(
-                        "message %d of partition %d is no page of kvevents: another application writes to its subject",
+                        "message %d of partition %d is not a page of kvevents: another application writes to its subject",
                         position,
                         self.partition,
                     )

@@ -214,7 +214,7 @@ def _server_load(body: bytes) -> int:
     try:
         found = msgspec.json.decode(body, type=_ServerLoad).server_load
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise LoadError(f"is no answer of vLLM's /load: {error}") from error
+        raise LoadError(f"is not an answer of vLLM's /load: {error}") from error
     return _count(found)
 
 
@@ -317,7 +317,7 @@ class LoadReading:
     received: int
     """Loads so far."""
     rejected: int
-    """Messages that are no load, and requests without one."""
+    """Messages that are not a load, and requests without one."""
     fault: str
     """Why the newest load is unknown; empty if it is known."""
 
@@ -343,7 +343,7 @@ class Readings:
             self._on_load(self.source.worker, load)
 
     def reject(self, fault: str = "") -> None:
-        """Count a message that is no load, or a request without one."""
+        """Count a message that is not a load, or a request without one."""
         self.rejected += 1
         self.fault = fault
 

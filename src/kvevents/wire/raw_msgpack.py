@@ -125,7 +125,7 @@ def _check_length(view: memoryview, what: str, limit: int, reason: str) -> None:
 def _name(raw: msgspec.Raw, what: str) -> str:
     name = scalar(raw, what)
     if not isinstance(name, str):
-        raise DecodeRejectedError("bad-field", f"{what} has a key that is no string")
+        raise DecodeRejectedError("bad-field", f"{what} has a key that is not a string")
     return name
 
 

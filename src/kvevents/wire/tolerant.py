@@ -510,4 +510,4 @@ def _token(value: int | str | tuple[int, int]) -> int | tuple[int, int]:
     # The length is limited because converting a long string of digits takes quadratic time, or raises.
     if value.isascii() and value.isdigit() and len(value) <= 20 and int(value) <= _MASK:
         return int(value)
-    raise DecodeRejectedError("bad-field", "token_ids holds a string that is no token id")
+    raise DecodeRejectedError("bad-field", "token_ids holds a string that is not a token id")

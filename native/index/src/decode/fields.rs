@@ -279,7 +279,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         };
         let found = self.read(name, expected, |raw| list(raw)?.map(&mut token).collect::<Result<_, _>>())?;
         if is_bad {
-            return Err(Refusal::of(Reason::BadField, name, "holds a string that is no token id"));
+            return Err(Refusal::of(Reason::BadField, name, "holds a string that is not a token id"));
         }
         found.ok_or(Refusal::of(Reason::BadField, name, expected))
     }

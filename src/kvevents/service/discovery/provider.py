@@ -127,6 +127,8 @@ def check_load(load: str) -> None:
         check_load_url(load)
         if urlsplit(load).hostname in WILDCARDS:
             raise ConfigError(f"invalid load {load!r}: a wildcard host cannot be connected to; write the engine's host")
+    elif load.partition("://")[0] not in _TRANSPORTS:
+        raise ConfigError(f"invalid load {load!r}: expected the URL of an HTTP server, tcp://HOST:PORT or ipc://PATH")
     else:
         check_endpoint("load", load)
 
