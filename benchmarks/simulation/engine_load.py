@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from benchmarks.simulation.cases import Generated, Traced, run_all, to_stderr
 from kvevents.index import PrefixIndex
-from kvevents.routing import TIER_WEIGHTS, Router, Ties
+from kvevents.routing import TIER_WEIGHTS, TRUST_WEIGHTS, Router, Ties
 from kvevents.routing.policies import DECODING_WEIGHT, break_tie
 from kvevents.routing.policy_types import Candidate, Choice, Prompt
 from kvevents.sim.audit import Audit
@@ -92,7 +92,7 @@ class Selector:
         self._timeline = timeline
         self._ties = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
         self._random = Random(seed)  # noqa: S311 - as above
-        self._scorer = Scorer(dict(TIER_WEIGHTS), 0.0, LOAD_WEIGHT, math.inf, 0)
+        self._scorer = Scorer(dict(TIER_WEIGHTS), 0.0, LOAD_WEIGHT, math.inf, 0, TRUST_WEIGHTS["DEGRADED"])
         self._read_at = -math.inf
         self._readings: dict[Any, float] = {}
         self._selections: dict[tuple[int, Any], int] = {}
@@ -103,6 +103,7 @@ class Selector:
         _, best = self._scorer.weigh(
             prompt.length,
             [one.tokens for one in candidates],
+            [one.tokens - one.uncertain for one in candidates],
             [one.tiers for one in candidates],
             [1.0] * len(candidates),
             loads,

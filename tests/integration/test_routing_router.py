@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import paths
-from index_cases import Feed, store
+from index_cases import Feed, removal, store
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import POLICIES, Decision, Load, NoWorkerError, Router, Worker, policy
@@ -225,6 +225,18 @@ def test_the_longest_holder_is_chosen_and_only_the_rest_waits() -> None:
     assert router.load(B) == Load(requests=1, waiting_tokens=2)
     assert {entry.worker: entry.uncached for entry in decision.scored} == pytest.approx({A: 0.75, B: 0.25, C: 1.0})
     assert decision.scored[0].worker == B
+
+
+def test_a_block_that_might_be_gone_does_not_cost_the_credit_of_those_before_it() -> None:
+    """The worker with three blocks, the last of them doubtful, is chosen before the one with two certain ones."""
+    index = PrefixIndex()
+    hold(index, A, 2)
+    feed, blocks = Feed(index, *B), store(range(1, 4), PROMPT[:6], 2)
+    feed(blocks, blocks, removal(3))
+    decision = router_of(A, B, index=index).route("r", PROMPT)
+    assert (decision.worker, decision.tokens, decision.choice.chosen.uncertain, decision.trust) == (B, 6, 2, "EXACT")
+    assert {entry.worker: entry.uncached for entry in decision.scored} == pytest.approx({A: 0.5, B: 1 - (4 + 0.5 * 2) / 8})
+    assert "is EXACT, holds 6 of 8 tokens (6 on gpu), of which 2 might be gone, has 0 in flight" in decision.explain()
 
 
 def test_a_policy_that_does_not_use_the_index_gets_no_tokens() -> None:

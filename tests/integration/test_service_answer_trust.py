@@ -166,13 +166,13 @@ def test_only_a_prompt_with_such_blocks_is_uncertain(ways: list[Ask]) -> None:
 
 
 def test_a_selection_believes_such_blocks_less(ways: list[Ask]) -> None:
-    """What might be gone, and what is on a tier without removals, has half the credit of what is exact."""
+    """A block that might be gone, and blocks on a tier without removals, have half the credit of exact ones."""
     for ask in ways:
         asked = {"model": MODEL, "tokens": PROMPT, "whole_prompt": True, "explain": True, "load_weight": 0.0}
         considered = {row["instance"]: row for row in ask("select", asked)["considered"]}
         uncached = {name: row["uncached"] for name, row in considered.items()}
         host = 3 * BLOCK * 0.8 * 0.5
-        assert uncached == pytest.approx({"lmcache": 1 - (BLOCK + host) / len(PROMPT), "once": 0.5, "twice": 0.5})
+        assert uncached == pytest.approx({"lmcache": 1 - (BLOCK + host) / len(PROMPT), "once": 0.5, "twice": 0.125})
         assert considered["twice"]["trust"]["reason_codes"] == ["uncertain-copies"]
         assert {name: row["inexact_tiers"] for name, row in considered.items()} == {
             "twice": [],

@@ -34,8 +34,8 @@ from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS
 PROMPT = Prompt(1000)
 
 
-def candidate(place: int, load: Load | None = None, trust: str = "EXACT", **tiers: int) -> Candidate:
-    return Candidate((f"w{place}", 0), load or Load(), max(tiers.values(), default=0), tiers, trust)
+def candidate(place: int, load: Load | None = None, trust: str = "EXACT", uncertain: int = 0, **tiers: int) -> Candidate:
+    return Candidate((f"w{place}", 0), load or Load(), max(tiers.values(), default=0), tiers, trust, (), uncertain)
 
 
 def waiting(tokens: int, requests: int = 1) -> Load:
@@ -341,8 +341,8 @@ def test_each_token_counts_with_the_best_tier_that_holds_it(tiers: dict[str, int
     worth = 0.0
     for place in range(min(tokens, whole)):
         worth += max([weights.get(tier, 0) for tier, reached in tiers.items() if place < reached] + [min(weights.values())])
-    scorer = Scorer(weights, 0.0, 0.0, math.inf, 0)
-    ((score, uncached, load, hot),), best = scorer.weigh(whole, [tokens], [tiers], [1.0], [0.0], [0])
+    scorer = Scorer(weights, 0.0, 0.0, math.inf, 0, 0.0)
+    ((score, uncached, load, hot),), best = scorer.weigh(whole, [tokens], [tokens], [tiers], [1.0], [0.0], [0])
     assert 1 - uncached == pytest.approx(worth / max(whole, 1))
     assert (score, load, hot, best) == (uncached, 0.0, False, [0])
 
@@ -353,6 +353,29 @@ def test_each_token_counts_with_the_best_tier_that_holds_it(tiers: dict[str, int
 def test_trust_scales_what_a_worker_holds(trust: str, worker: str) -> None:
     """800 tokens of a doubtful worker against 500 of an exact one; an unknown state counts nothing."""
     assert chosen(policy("prefix-aware", 1), candidate(0, trust=trust, gpu=800), candidate(1, gpu=500)) == worker
+
+
+@pytest.mark.parametrize(
+    ("trust", "uncertain", "saved"),
+    [
+        ("EXACT", 0, 800.0),
+        ("EXACT", 100, 700 + 0.5 * 100),
+        ("EXACT", 800, 0.5 * 800),
+        ("REPLAYING", 100, 0.8 * 700 + 0.5 * 100),
+        ("DEGRADED", 100, 0.5 * 800),
+        ("STALE", 100, 0.0),
+    ],
+)
+def test_tokens_that_might_be_gone_cost_only_their_own_credit(trust: str, uncertain: int, saved: float) -> None:
+    """They count as those of a DEGRADED worker; the certain ones keep the weight of the stream."""
+    one = candidate(0, trust=trust, uncertain=uncertain, gpu=800)
+    assert policy("prefix-aware", 1).choose(PROMPT, [one]).scored[0].uncached == pytest.approx(1 - saved / 1000)
+
+
+def test_the_weight_of_tokens_that_might_be_gone_is_that_of_degraded_streams() -> None:
+    one = candidate(0, uncertain=100, gpu=800)
+    scored = policy("prefix-aware", 1, trust={"DEGRADED": 0.9}).choose(PROMPT, [one]).scored
+    assert scored[0].uncached == pytest.approx(1 - (700 + 0.9 * 100) / 1000)
 
 
 def test_weights_of_trust_are_settings() -> None:

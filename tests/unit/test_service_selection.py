@@ -108,6 +108,23 @@ def test_tokens_that_no_tier_names_count_as_the_lowest() -> None:
     assert score(choose(candidates_of(0), {0: hit}), 0).uncached == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize(
+    ("state", "saved"), [("EXACT", 60 + 0.5 * 20), ("REPLAYING", 0.8 * 60 + 0.5 * 20), ("DEGRADED", 0.5 * 80), ("STALE", 0.0)]
+)
+def test_tokens_that_might_be_gone_cost_only_their_own_credit(state: State, saved: float) -> None:
+    """They count as those of a DEGRADED worker, and the answer's trust does not lower the credit of the others."""
+    doubted = TrustStatus("DEGRADED" if state == "EXACT" else state, "might be gone", (Reason.UNCERTAIN_COPIES,))
+    hit = WorkerMatch(instance="", rank=0, tokens=80, certain=60, tiers={"gpu": 80}, trust=doubted)
+    standing = Standing.of(TrustStatus(state))._replace(match_trust=doubted)
+    request = SelectRequest(model="m", tokens=PROMPT, explain=True)
+    found = select(request, candidates_of(0), {("w0", 0): hit}, {("w0", 0): standing}, Ties(Random(1)), EngineLoads(60.0))
+    assert score(found, 0).uncached == pytest.approx(1 - saved / 100)
+    assert found.trust == doubted
+    of_router = routing.Candidate(("w0", 0), tokens=80, tiers={"gpu": 80}, trust=state, uncertain=20)
+    choice = policy("prefix-aware", 1).choose(routing.Prompt(100), [of_router])
+    assert choice.scored[0].uncached == score(found, 0).uncached
+
+
 def test_an_exact_worker_with_everything_and_mean_load_wins() -> None:
     """Even against an idle one without anything, whose score is the same: saved computation helps all requests."""
     found = choose(candidates_of(0, 1, 2), {1: held_of(gpu=100)}, load_weight=1.0)

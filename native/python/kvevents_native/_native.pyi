@@ -180,21 +180,25 @@ class Libzmq:
 class Scorer:
     """The score of workers, by what tiers and loads are worth."""
 
-    def __new__(cls, tiers: dict[str, float], wait: float, mean: float, guard: float, guard_requests: float) -> Self: ...
+    def __new__(
+        cls, tiers: dict[str, float], wait: float, mean: float, guard: float, guard_requests: float, doubtful: float
+    ) -> Self: ...
     def weigh(
         self,
         length: int,
         tokens: list[int],
+        certain: list[int],
         tiers: list[Mapping[str, int]],
         believed: list[float],
         work: list[float],
         requests: list[int],
-        inexact: Mapping[int, tuple[Sequence[str], float]] = ...,
+        inexact: Mapping[int, Sequence[str]] = ...,
     ) -> tuple[list[tuple[float, float, float, bool]], list[int]]:
         """Of workers `(score, uncached share, load, whether it is hot)`, and the places of those that are best and equal.
 
-        Of each worker `tokens` are held on whatever tiers; `tiers` has how far the prefix reaches on each, with faster ones;
-        `believed` is from 0 to 1. `inexact` has, by place, tiers whose tokens are believed otherwise, and how far.
+        Of each worker `tokens` are held on whatever tiers, `certain` of them certainly; `tiers` has how far the prefix reaches
+        on each, with faster ones; `believed` is from 0 to 1. `inexact` has, by place, tiers whose tokens might all be gone.
+        Tokens that might be gone are believed as `doubtful`.
         """
 
 class Ties:

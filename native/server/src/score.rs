@@ -64,6 +64,18 @@ impl TierWeights {
     }
 }
 
+/// Returns the trust in a prefix of `tokens` tokens, of which `certain` are certainly held: the mean of the weights of its tokens.
+///
+/// A token that is certainly held has the weight `own` of the worker's stream. One that might be gone has the weight `doubtful`, but
+/// at most `own`. So a doubtful block costs the credit for that block and those after it, not for the whole prefix.
+pub fn trust_weight(tokens: u64, certain: u64, own: f64, doubtful: f64) -> f64 {
+    if certain >= tokens {
+        return own;
+    }
+    let share = certain as f64 / tokens as f64;
+    own * share + own.min(doubtful) * (1.0 - share)
+}
+
 /// Weights of loads, and the load from which on a worker is hot.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadWeights {
@@ -233,6 +245,15 @@ mod tests {
         let weights = TierWeights::new([1.0, 0.8, 0.5]).multiplied(|at| if at == 1 { 0.5 } else { 1.0 }, 1.0);
         assert_eq!(weights.saved(100, 100, |at| [50, 100, 100][at]), 0.5 + 0.4 * 0.5);
         assert_eq!(weights.saved(100, 100, |at| [50, 50, 100][at]), 0.5 + 0.5 * 0.5);
+    }
+
+    #[test]
+    fn doubtful_tokens_cost_only_their_own_credit() {
+        assert_eq!(trust_weight(100, 100, 0.8, 0.5), 0.8);
+        assert_eq!(trust_weight(0, 0, 1.0, 0.5), 1.0);
+        assert_eq!(trust_weight(100, 75, 1.0, 0.5), 0.875);
+        assert_eq!(trust_weight(100, 0, 1.0, 0.5), 0.5);
+        assert_eq!(trust_weight(100, 75, 0.25, 0.5), 0.25);
     }
 
     #[test]

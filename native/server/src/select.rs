@@ -77,17 +77,22 @@ struct Contender<'a> {
     load: Option<f64>,
     /// Tiers from which its engine announces no removals.
     stores_only: &'a [String],
+    /// The trust in what it holds of the prompt, for the answer.
     trust: &'a Trust,
+    /// The state of its stream, whether or not some of these blocks might be gone.
+    state: State,
     distance: u8,
     /// Its match of the prompt, over all tiers and by tier.
     tokens: u32,
+    /// Tokens of it that are certainly there.
+    certain: u32,
     tiers: Tiers,
 }
 
 impl<'a> Contender<'a> {
-    /// Tiers that its trust is not about.
+    /// Tiers that the state of its stream is not about.
     fn inexact_tiers(&self) -> &'a [String] {
-        match self.trust.state {
+        match self.state {
             State::Exact => self.stores_only,
             _ => &[], // nothing of it is exact
         }
@@ -162,8 +167,8 @@ pub(crate) fn select<'a>(
         let row = place.and_then(|place| held.get(&place).copied());
         let is_certain = row.is_none_or(|row| row.is_certain);
         let worker = place.map(|place| table.worker(place));
-        let (trust, distance) = worker.map_or((&unfollowed.0, unfollowed.1), |worker| {
-            (worker.trust_in(is_certain), worker.distance)
+        let (trust, state, distance) = worker.map_or((&unfollowed.0, unfollowed.0.state, unfollowed.1), |worker| {
+            (worker.trust_in(is_certain), worker.trust.state, worker.distance)
         });
         Contender {
             instance: &one.instance,
@@ -172,8 +177,10 @@ pub(crate) fn select<'a>(
             load: one.load,
             stores_only: worker.map_or(&[], |worker| &worker.stores_only),
             trust,
+            state,
             distance,
             tokens: row.map_or(0, |row| row.tokens),
+            certain: row.map_or(0, |row| row.certain),
             tiers: row.map_or(Tiers(None), Row::tiers),
         }
     };
@@ -205,8 +212,10 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &EngineLoads) -> Result
         load: Option<f64>,
         stores_only: Vec<String>,
         trust: Trust,
+        state: State,
         distance: u8,
         tokens: u32,
+        certain: u32,
         tiers: Option<[u32; TIERS.len()]>,
     }
 
@@ -219,8 +228,10 @@ pub fn select_among(question: &[u8], ties: &Ties, loads: &EngineLoads) -> Result
                 load: self.load,
                 stores_only: &self.stores_only,
                 trust: &self.trust,
+                state: self.state,
                 distance: self.distance,
                 tokens: self.tokens,
+                certain: self.certain,
                 tiers: Tiers(self.tiers),
             }
         }
@@ -266,16 +277,16 @@ fn choose<'a>(
         let held = one.tiers.0.unwrap_or_default();
         let reach = |at: usize| tiers[at].map_or(0, |tier| held[tier].into());
         let (tokens, whole) = (one.tokens.into(), question.prompt_tokens as u64);
-        let believed = terms.believed(one.trust.state);
+        let doubtful = terms.believed(State::Degraded);
+        let believed = score::trust_weight(tokens, one.certain.into(), terms.believed(one.state), doubtful);
         let inexact = one.inexact_tiers();
         let credit = if inexact.is_empty() {
             believed * weights.saved(tokens, whole, reach)
         } else {
-            let less = terms.believed(State::Degraded);
             let is_inexact = |at: usize| tiers[at].is_some_and(|tier| inexact.iter().any(|name| name == TIERS[tier]));
             let has_other = inexact.iter().any(|name| !TIERS.contains(&name.as_str()));
-            let factor = |at: usize| if is_inexact(at) { less } else { believed };
-            (weights.multiplied(factor, if has_other { less } else { believed })).saved(tokens, whole, reach)
+            let factor = |at: usize| if is_inexact(at) { doubtful } else { believed };
+            (weights.multiplied(factor, if has_other { doubtful } else { believed })).saved(tokens, whole, reach)
         };
         score::Candidate {
             credit,

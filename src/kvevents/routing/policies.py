@@ -272,7 +272,8 @@ class PrefixAwareSettings:
     """Value of a token that a tier holds against computing it, 0 to 1. Missing tiers keep their weight of `TIER_WEIGHTS`;
     unknown tiers have the lowest of all."""
     trust: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TRUST_WEIGHTS.items()))
-    """Factor for what a worker holds, by the state of its stream, 0 to 1. Missing states keep that of `TRUST_WEIGHTS`."""
+    """Factor for what a worker holds, by the state of its stream, 0 to 1. Missing states keep that of `TRUST_WEIGHTS`.
+    Tokens that might be gone (`Candidate.uncertain`) have the factor of DEGRADED, or that of the stream if it is lower."""
     guard: float = 2.0
     """A worker gets no credit for its cache if it has more than this many times the mean requests in flight of the others; at
     least 1. Infinity disables this."""
@@ -306,8 +307,10 @@ class PrefixAware:
         self._random = Random(seed)  # noqa: S311 - spreads load, keeps no secret
         self._ties = Ties(self._random)
         tiers = {**TIER_WEIGHTS, **settings.tiers}
-        self._scorer = Scorer(tiers, settings.wait_weight, settings.load_weight, settings.guard, settings.guard_requests)
         self._trust = dict[str, float](TRUST_WEIGHTS.items()) | dict(settings.trust)
+        self._scorer = Scorer(
+            tiers, settings.wait_weight, settings.load_weight, settings.guard, settings.guard_requests, self._trust["DEGRADED"]
+        )
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
         """Choose the lowest score; of equal ones the one that computes less, since that saves work; then by `tie`."""
@@ -316,15 +319,12 @@ class PrefixAware:
         scores, best = self._scorer.weigh(
             prompt.length,
             [one.tokens for one in sampled],
+            [one.tokens - one.uncertain for one in sampled],
             [one.tiers for one in sampled],
             [self._trust.get(one.trust, 0.0) for one in sampled],
             [self._work(load) for load in loads],
             [load.requests for load in loads],
-            {
-                place: (one.inexact_tiers, self._trust["DEGRADED"])
-                for place, one in enumerate(sampled)
-                if one.inexact_tiers and one.trust == "EXACT"
-            },
+            {place: one.inexact_tiers for place, one in enumerate(sampled) if one.inexact_tiers and one.trust == "EXACT"},
         )
         scored = [ScoredCandidate(one, *score) for one, score in zip(sampled, scores, strict=True)]
         chosen = break_tie(self._ties, [sampled[place] for place in best], self.settings.tie)

@@ -50,6 +50,8 @@ class Candidate(Struct, frozen=True, gc=False):
     """State of its stream, as `kvevents.Trust` names it."""
     inexact_tiers: tuple[str, ...] = ()
     """Tiers that the state is not about, as in `Trust.inexact_tiers`; what an EXACT worker holds there counts as DEGRADED."""
+    uncertain: int = 0
+    """How many of `tokens`, from the end, might be gone (`WorkerMatch.certain` of the index has the others)."""
 
 
 class Prompt(Struct, frozen=True, gc=False):

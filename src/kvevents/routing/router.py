@@ -207,6 +207,8 @@ class Decision(Struct, frozen=True):
     def _explain_cache(self, chosen: Candidate) -> str:
         tiers = describe_tiers(chosen.tiers)
         held = f"{chosen.tokens:,} of {self.prompt.length:,} tokens{f' ({tiers})' if tiers else ''}"
+        if chosen.uncertain:
+            held += f", of which {chosen.uncertain:,} might be gone"
         return f"is {chosen.trust}, holds {held}, "
 
     def _explain_score(self) -> str:
@@ -357,19 +359,19 @@ class Router:
     def __repr__(self) -> str:
         return f"<Router {self.policy.name}, {len(self.workers)} workers, {self.in_flight} requests in flight>"
 
-    def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int], bool]]:
-        """Return what each worker holds of the prompt: tokens on any tiers, tokens by tier, and whether that is certain."""
+    def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int], int]]:
+        """Return what each worker holds of the prompt: tokens on any tiers, tokens by tier, and how many might be gone."""
         if self._index is None:
             return {}
         usable = tokens if self._whole_prompt or not length else tokens[: length - 1]
         match = self._index.match(usable, namespace, overlay=self._overlay_seconds > 0)
         return {
-            (source, rank): (held, {"gpu": gpu, "cpu": cpu, "disk": disk}, is_certain)
-            for source, rank, gpu, cpu, disk, held, _, is_certain in match.rows()
+            (source, rank): (held, {"gpu": gpu, "cpu": cpu, "disk": disk}, held - certain)
+            for source, rank, gpu, cpu, disk, held, certain, _ in match.rows()
         }
 
     def _candidates(
-        self, held: Mapping[Worker, tuple[int, Mapping[str, int], bool]], without: Collection[Worker]
+        self, held: Mapping[Worker, tuple[int, Mapping[str, int], int]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
         trust, engine_load = self._trust, self._engine_load
         candidates: list[Candidate] = []
@@ -377,13 +379,11 @@ class Router:
             if worker in without:
                 continue
             load = own.load if engine_load is None else own.combined(engine_load(worker))
-            tokens, tiers, is_certain = held.get(worker, _NOTHING)
+            tokens, tiers, uncertain = held.get(worker, _NOTHING)
             found = "EXACT" if trust is None else trust(worker)
             state, inexact = (found, ()) if isinstance(found, str) else (found.name, found.inexact_tiers)
-            if state == "EXACT" and not is_certain:
-                state = "DEGRADED"  # the answer, not the stream: some of these blocks might be gone
-            candidates.append(Candidate(worker, load, tokens, tiers, state, inexact))
+            candidates.append(Candidate(worker, load, tokens, tiers, state, inexact, uncertain))
         return candidates
 
 
-_NOTHING: Final[tuple[int, Mapping[str, int], bool]] = (0, {}, True)
+_NOTHING: Final[tuple[int, Mapping[str, int], int]] = (0, {}, 0)

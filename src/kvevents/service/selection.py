@@ -113,12 +113,15 @@ class Standing(NamedTuple):
     """The state of a worker that the choice considers beside its blocks."""
 
     trust: TrustStatus
+    """The trust in its stream."""
     distance: int
     """How unlikely it is to accept a request, as `kvevents.weights` defines it."""
     source: str | None = None
     """Name of its stream, by which the load of its engine is known; None if it is not followed."""
     stores_only: tuple[str, ...] = ()
     """Tiers from which its engine announces no removals."""
+    match_trust: TrustStatus | None = None
+    """The trust in what it holds of the prompt; None if that is `trust`."""
 
     @classmethod
     def of_member(cls, member: Member) -> Standing:
@@ -191,9 +194,11 @@ def _candidate(one: Candidate, held: Mapping[Worker, WorkerMatch], standings: Ma
         "source": standing.source,
         "load": one.load,
         "stores_only": standing.stores_only,
-        "trust": standing.trust,
+        "trust": standing.match_trust or standing.trust,
+        "state": standing.trust.state,
         "distance": standing.distance,
         "tokens": 0 if hit is None else hit.tokens,
+        "certain": 0 if hit is None else hit.certain,
         "tiers": None if hit is None else [hit.tiers.get(tier, 0) for tier in TIERS],
     }
 

@@ -17,6 +17,8 @@ pub(super) struct Scorer {
     tiers: Vec<Py<PyString>>,
     weights: TierWeights,
     loads: LoadWeights,
+    /// Weight of tokens that might be gone.
+    doubtful: f64,
 }
 
 /// Score, uncached share, load, and whether it is hot.
@@ -25,7 +27,7 @@ type Plain = (f64, f64, f64, bool);
 #[pymethods]
 impl Scorer {
     #[new]
-    fn new(tiers: &Bound<'_, PyDict>, wait: f64, mean: f64, guard: f64, guard_requests: f64) -> PyResult<Self> {
+    fn new(tiers: &Bound<'_, PyDict>, wait: f64, mean: f64, guard: f64, guard_requests: f64, doubtful: f64) -> PyResult<Self> {
         let named = tiers
             .iter()
             .map(|(name, weight)| Ok((name.cast_into::<PyString>()?.unbind(), weight.extract::<f64>()?)));
@@ -39,28 +41,31 @@ impl Scorer {
                 guard,
                 guard_requests,
             },
+            doubtful,
         })
     }
 
     /// Returns the scores of workers for a prompt of `length` tokens, and the positions of the equally best ones.
     ///
-    /// For each worker `tokens` is the prefix over all tiers, and `tiers` the prefix on each tier including faster ones. `believed` is
-    /// from 0 to 1; `inexact` are the tiers of a worker, by its position, on which its tokens are believed as much as beside them.
-    #[pyo3(signature = (length, tokens, tiers, believed, work, requests, inexact=HashMap::new()))]
+    /// For each worker `tokens` is the prefix over all tiers, `certain` the part of it that is certainly held, and `tiers` the prefix on
+    /// each tier including faster ones. `believed` is from 0 to 1; `inexact` are the tiers of a worker, by its position, whose tokens
+    /// might all be gone.
+    #[pyo3(signature = (length, tokens, certain, tiers, believed, work, requests, inexact=HashMap::new()))]
     // One list for each part of a candidate is what Python builds fastest.
     #[allow(clippy::too_many_arguments)]
     fn weigh(
         &self,
         length: u64,
         tokens: Vec<u64>,
+        certain: Vec<u64>,
         tiers: &Bound<'_, PyList>,
         believed: Vec<f64>,
         work: Vec<f64>,
         requests: Vec<f64>,
-        inexact: HashMap<usize, (Vec<String>, f64)>,
+        inexact: HashMap<usize, Vec<String>>,
     ) -> PyResult<(Vec<Plain>, Vec<usize>)> {
         let count = tokens.len();
-        if [tiers.len(), believed.len(), work.len(), requests.len()] != [count; 4] {
+        if [certain.len(), tiers.len(), believed.len(), work.len(), requests.len()] != [count; 5] {
             return Err(PyValueError::new_err("the lists differ in length"));
         }
         let mut candidates = Vec::with_capacity(count);
@@ -70,10 +75,11 @@ impl Scorer {
             } else {
                 let reached = self.reached(&tiers.get_item(at)?)?;
                 let reach = |tier: usize| reached[tier];
+                let believed = score::trust_weight(tokens[at], certain[at], believed[at], self.doubtful);
                 match inexact.get(&at) {
-                    None => believed[at] * self.weights.saved(tokens[at], length, reach),
-                    Some((names, less)) => {
-                        let weights = self.believed_by_tier(tiers.py(), believed[at], names, *less)?;
+                    None => believed * self.weights.saved(tokens[at], length, reach),
+                    Some(names) => {
+                        let weights = self.believed_by_tier(tiers.py(), believed, names)?;
                         weights.saved(tokens[at], length, reach)
                     }
                 }
@@ -92,12 +98,14 @@ impl Scorer {
 }
 
 impl Scorer {
-    /// Returns the weights of tiers, multiplied by `less` for those in `names`, and by `believed` for the others.
-    fn believed_by_tier(&self, py: Python<'_>, believed: f64, names: &[String], less: f64) -> PyResult<TierWeights> {
+    /// Returns the weights of tiers, multiplied by `doubtful` for those in `names`, and by `believed` for the others.
+    fn believed_by_tier(&self, py: Python<'_>, believed: f64, names: &[String]) -> PyResult<TierWeights> {
         let known: Vec<String> = self.tiers.iter().map(|name| name.extract(py)).collect::<PyResult<_>>()?;
-        let factor = |at: usize| if names.contains(&known[at]) { less } else { believed };
+        let factor = |at: usize| if names.contains(&known[at]) { self.doubtful } else { believed };
         let has_other = names.iter().any(|name| !known.contains(name));
-        Ok(self.weights.multiplied(factor, if has_other { less } else { believed }))
+        Ok(self
+            .weights
+            .multiplied(factor, if has_other { self.doubtful } else { believed }))
     }
 
     /// Returns the length of the prefix on each tier that has a weight.

@@ -191,7 +191,7 @@ def _selected(service: Service, scope: Scope, query: SelectRequest, found: list[
     held = {(each.instance, each.rank): each for each in _held(found)}
     for row in found:
         if not row.is_certain and (standing := standings.get(row.member.worker)) is not None:
-            standings[row.member.worker] = standing._replace(trust=row.trust_status)
+            standings[row.member.worker] = standing._replace(match_trust=row.trust_status)
     chosen = select_worker(query, candidates, held, standings, service.ties, service.fleet.engine_loads)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
