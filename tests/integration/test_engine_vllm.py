@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -309,3 +310,20 @@ def test_terms_are_those_of_the_test_vectors() -> None:
         blocks = [(bytes.fromhex(each) if isinstance(each, str) else each, group) for each, group in case["blocks"]]
         total = sum(attestation.block_term(each, group) for each, group in blocks) & attestation.DIGEST_MASK
         assert total == case["digest"], case
+
+
+def test_lines_of_the_publisher_appear_in_the_engines_log(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM configures its own logger only: a process without other handlers passes the lines of kvevents to it, once each."""
+    own = logging.getLogger("kvevents")
+    monkeypatch.setattr(own, "propagate", False)
+    monkeypatch.setattr(own, "handlers", [])
+    monkeypatch.setattr(own, "level", logging.NOTSET)
+    caplog.set_level("INFO", logger="vllm")
+    vllm.register()
+    start()
+    start()
+    logging.getLogger("kvevents.publisher.zmq_publisher").warning("the queue is full")
+    assert [each.getMessage() for each in caplog.records].count("the queue is full") == 1
+    assert any("publishing KV events of rank 0" in each.getMessage() for each in caplog.records)

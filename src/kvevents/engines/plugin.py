@@ -174,6 +174,7 @@ class PublisherConstructor:
             given[self._rank_option], *_ = arguments
         rank = given.pop(self._rank_option, 0)
         try:
+            show_in_engine_log(self._engine)
             return self._create(self._settings, rank, given)
         except Exception as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
             log_unused(self._engine, error)
@@ -230,6 +231,31 @@ def log_publisher(
         ", ".join(features),
         f"; it ignores the options {', '.join(ignored)}" if ignored else "",
     )
+
+
+class _EngineLogHandler(logging.Handler):
+    """Passes records of the loggers of kvevents to a logger of the engine, whose handlers write them."""
+
+    def __init__(self, target: logging.Logger) -> None:
+        super().__init__()
+        self._target = target
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._target.handle(record)
+
+
+def show_in_engine_log(engine: str) -> None:
+    """Have the lines of the publisher itself, such as a queue that is full, appear in the engine's log.
+
+    vLLM configures its own logger only, so lines of other loggers would be lost, or have no time. Does nothing if the process
+    has handlers for them already.
+    """
+    own, target = logging.getLogger("kvevents"), engine_logger(engine)
+    if own.hasHandlers():
+        return
+    own.addHandler(_EngineLogHandler(target))
+    if own.level == logging.NOTSET:
+        own.setLevel(target.getEffectiveLevel())
 
 
 def engine_logger(engine: str) -> logging.Logger:
