@@ -261,11 +261,12 @@ def test_every_dense_group_must_hold_the_prefix(index: PrefixIndex, feed: Feed) 
 
 
 def test_kinds_without_a_known_rule_give_no_credit_and_are_counted(index: PrefixIndex, feed: Feed) -> None:
-    """A recurrent group is set aside with its removals; the dense group of the same model stays as it is."""
-    applied = feed(chain(1, 2, **DENSE), chain(1, 2, 3, group_idx=1, kv_cache_spec_kind="mamba"))
+    """Events do not have the length of chunks: a group of these is set aside with its removals, and matches are estimates."""
+    applied = feed(chain(1, 2, **DENSE), chain(1, 2, 3, group_idx=1, kv_cache_spec_kind="chunked_local_attention"))
     assert applied.status == "applied"
     assert tokens_of(index, PROMPT) == 4
     assert refused_of(index) == 1
+    assert index.worker(feed.worker).estimate == "unknown-kind"
     feed(removal(1, 2, group_idx=1))
     assert tokens_of(index, PROMPT) == 4
 

@@ -136,15 +136,29 @@ def test_each_fault_of_a_member_has_a_code(service: Service) -> None:
     assert sorted(member.trust_status.reason_codes) == ["block-size", "evicted", "orphans-dropped", "set-aside"]
 
 
-def test_matches_of_blocks_of_several_sizes_are_estimates(service: Service) -> None:
-    """As hybrid models announce them: no rule of the index is that of the engine."""
-    member = register(service, replay_endpoint="tcp://127.0.0.1:2")
+@pytest.mark.parametrize(
+    ("estimate", "block_sizes", "codes"),
+    [
+        (None, [BLOCK, 4 * BLOCK], ()),
+        ("unknown-kind", [BLOCK], ("estimated-matches",)),
+        ("unknown-hashing", [BLOCK, 4 * BLOCK], ("estimated-matches",)),
+        ("several-block-sizes", [BLOCK, 4 * BLOCK], ("estimated-matches",)),
+        (None, [4 * BLOCK], ("block-size",)),
+    ],
+)
+def test_matches_that_the_index_estimates_are_not_exact(
+    service: Service, estimate: str | None, block_sizes: list[int], codes: tuple[str, ...]
+) -> None:
+    """Blocks of several sizes alone are no fault: hybrid models have groups of several block sizes."""
+    member = register(service, block_size=BLOCK, replay_endpoint="tcp://127.0.0.1:2")
     store(service, member, "GPU")
     assert member.info
     assert member.status
-    member.refresh(member.status, replace(member.info, block_sizes=[BLOCK, 4 * BLOCK]), hidden_before=0.0)
+    info = replace(member.info, block_sizes=block_sizes, estimate=estimate)
+    member.refresh(member.status, info, hidden_before=0.0)
     member.update_trust(Trust.EXACT, 0.0)
-    assert (member.trust_status.state, member.trust_status.reason_codes) == ("DEGRADED", ("mixed-block-sizes",))
+    assert member.trust_status.state == ("DEGRADED" if codes else "EXACT")
+    assert member.trust_status.reason_codes == codes
 
 
 def test_each_doubt_has_a_word(service: Service) -> None:

@@ -444,7 +444,7 @@ class Adversary:
         """A kind without a known rule, in a group of its own, or lengths that do not agree."""
         value = self.choices.of(stream.hashes)
         if stream.style == "groups" and self.choices.chance(50):
-            return store([value], [1] * stream.size, stream.size, group_idx=2, kv_cache_spec_kind="mamba")
+            return store([value], [1] * stream.size, stream.size, group_idx=2, kv_cache_spec_kind="chunked_local_attention")
         if stream.keyed and self.choices.chance(50):
             tokens, size, keys = self.choices.of(
                 (([], 0, [1]), ([], stream.size, [1, 2]), ([1] * stream.size, stream.size, [1]))

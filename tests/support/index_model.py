@@ -81,7 +81,7 @@ class Stream:
             self.counts["unknown-kind"] += 1
         elif window or not (event.token_ids or event.block_keys is not None):
             if window and size > 0:
-                self.rules[group] = -(-(window - 1) // size)
+                self.rules[group] = max(1, -(-(window - 1) // size))  # vLLM looks for one block at least
             for value in event.block_hashes:
                 self.put(Waiting(value, plane, value))
         elif event.block_keys is not None:

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use kvevents_index::groups::GroupKind;
 use kvevents_index::placements::{Placement, tier};
 
 use super::event::{Location, Store, Text};
@@ -17,9 +18,14 @@ pub fn is_dense(kind: Option<&[u8]>) -> bool {
     )
 }
 
-/// The window of a sliding-window group.
+/// The window of a group that needs some blocks of a prefix alone. A state (Mamba) is the last block, as of a window of two tokens.
 pub fn window_of(kind: Option<&[u8]>, window: Option<i64>) -> Option<i64> {
-    window.filter(|&window| window > 0 && kind == Some(b"sliding_window"))
+    let kind = std::str::from_utf8(kind?).ok()?;
+    match GroupKind::of(Some(kind), window)? {
+        GroupKind::Window(tokens) => Some(tokens.into()),
+        GroupKind::State => Some(2),
+        GroupKind::Full(_) | GroupKind::Unknown => None,
+    }
 }
 
 /// The common part of stores whose copies are counted together.

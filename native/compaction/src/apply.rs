@@ -8,13 +8,12 @@ use kvevents_index::contexts::Context;
 use kvevents_index::copies::Origin;
 use kvevents_index::keys::{self, Scheme};
 use kvevents_index::pending::{Queue, Waiting, Weight};
-use kvevents_index::placements::Rule;
 use kvevents_index::scan::{Event, Kind};
 
 use super::announcements::{Announcements, is_dense, window_of};
 use super::blocks::{Blocks, NewBlock, ROOT, Stored, bits};
 use super::event::{Location, Namespace, Store, location_of, split_extra_keys, store_of};
-use super::group_rules::{GroupRules, rule_of};
+use super::group_rules::{GroupRules, Rule, rule_of};
 use super::unkept::Unkept;
 
 /// Most blocks with copies: about 2 GB at 16 tokens per block.
@@ -85,6 +84,8 @@ pub struct State {
     repeated: Vec<u64>,
     /// Copies without tokens that the payload at hand has made resident, as hashes and announcements.
     fresh: Vec<(u64, u8)>,
+    /// Tokens behind each block that its hash covers.
+    pub lookahead: usize,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
     /// Whether a part of the stream was not received.
@@ -161,6 +162,7 @@ impl State {
     pub fn invalidate(&mut self, reason: Reason) {
         *self = Self {
             group_rules: std::mem::take(&mut self.group_rules),
+            lookahead: self.lookahead,
             invalid: Some(reason),
             is_partial: self.is_partial,
             ..Self::default()
@@ -194,6 +196,7 @@ impl State {
     /// Applies a store.
     pub fn store(&mut self, store: &Store<'_>) -> Result<(), Reason> {
         self.stored += store.hashes.len();
+        self.lookahead = self.lookahead.max(store.lookahead);
         let window = window_of(store.kind.as_deref(), store.window);
         if window.is_none() && !is_dense(store.kind.as_deref()) {
             self.learn(store, Rule::Unknown)?;
@@ -449,6 +452,7 @@ impl State {
         if medium.is_none() && group.is_none() {
             *self = Self {
                 group_rules: std::mem::take(&mut self.group_rules),
+                lookahead: self.lookahead,
                 // An excess of groups is kept, although their blocks are removed.
                 invalid: self.invalid.filter(|&reason| reason == "groups"),
                 ..Self::default()

@@ -137,11 +137,22 @@ impl<'a> StoreWriter<'a> {
         &self.store.tokens[first * self.width..end * self.width]
     }
 
+    /// Tokens behind a block that its hash covers: the first ones of the next block. Of the last block before `end` these are not known.
+    fn lookahead(&self, at: usize, end: usize) -> &'a [u32] {
+        let behind = (at + 1) * self.width;
+        let count = if at + 1 < end.min(self.store.hashes.len()) {
+            self.store.lookahead
+        } else {
+            0
+        };
+        self.store.tokens.get(behind..behind + count).unwrap_or_default()
+    }
+
     /// Bytes of an event of no blocks, at most.
     fn overhead(&self) -> usize {
         let mut out = Vec::new();
         self.write(0, 0, &mut out);
-        out.len() + 4 * ARRAY + NUMBER + "extra_keys ".len()
+        out.len() + 5 * ARRAY + NUMBER + "extra_keys ".len()
     }
 
     /// Bytes of one block.
@@ -150,7 +161,12 @@ impl<'a> StoreWriter<'a> {
         let pairs = if self.store.pairs { self.width / 2 } else { 0 };
         let extra_keys = self.extra_keys.get(at).map_or(0, |keys| keys.map_or(1, <[u8]>::len));
         let key = self.store.keys.as_ref().map_or(0, |keys| number_bytes(keys[at]));
-        number_bytes(self.store.hashes[at]) + tokens + pairs + key + extra_keys
+        let lookahead: usize = self
+            .lookahead(at, at + 2)
+            .iter()
+            .map(|&token| number_bytes(token.into()))
+            .sum();
+        number_bytes(self.store.hashes[at]) + tokens + pairs + key + extra_keys + ARRAY + lookahead
     }
 
     /// Writes an event of the blocks from `first` to before `end`.
@@ -185,6 +201,11 @@ impl<'a> StoreWriter<'a> {
         fields.text("cache_salt", store.namespace.cache_salt.as_deref());
         if let Some(keys) = &store.keys {
             fields.hashes("block_keys", &keys[first..end]);
+        }
+        if store.lookahead > 0 {
+            fields.name("lookahead_token_ids");
+            array(fields.out, end - first);
+            (first..end).for_each(|at| tokens(fields.out, self.lookahead(at, end), false));
         }
         fields.close();
     }

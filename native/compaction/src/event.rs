@@ -3,8 +3,9 @@
 use std::borrow::Cow;
 
 use kvevents_index::apply::Read;
+use kvevents_index::engine_hash::MAX_LOOKAHEAD;
 use kvevents_index::msgpack::Reader;
-use kvevents_index::scan::Event;
+use kvevents_index::scan::{Event, first_ints};
 
 /// Levels of containers in the extra keys of one block.
 const EXTRA_NESTING: usize = 4;
@@ -109,6 +110,8 @@ pub struct Store<'a> {
     pub namespace: Namespace<'a>,
     /// Msgpack: per block a list or nil.
     pub extra_keys: Text<'a>,
+    /// Tokens behind each block that its hash covers; 0 if the store has no such field.
+    pub lookahead: usize,
 }
 
 /// One event of a snapshot.
@@ -153,7 +156,14 @@ pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
             extra_keys: None,
         },
         extra_keys: text(event.extra_keys),
+        lookahead: lookahead_of(read.bytes(event.lookahead)),
     }
+}
+
+fn lookahead_of(raw: Option<&[u8]>) -> usize {
+    let mut first = Vec::new();
+    raw.into_iter().for_each(|raw| first_ints(raw, &mut first));
+    first.len().min(MAX_LOOKAHEAD)
 }
 
 /// The extra keys of each block; none for nil. None if `raw` is nested too deeply.

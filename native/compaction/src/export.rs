@@ -14,12 +14,11 @@ use std::collections::HashMap;
 
 use kvevents_index::contexts::Context;
 use kvevents_index::pending::Waiting;
-use kvevents_index::placements::Rule;
 
 use super::apply::{Content, State};
 use super::blocks::{Blocks, ROOT, bits};
 use super::event::{ExportedEvent, Namespace, Store, join_extra_keys};
-use super::group_rules::{GroupRules, rule_of};
+use super::group_rules::{GroupRules, Rule, rule_of};
 
 use order::{Runs, Twins};
 
@@ -134,6 +133,7 @@ impl<'a> Exporter<'a> {
             block_size: scheme.size.into(),
             namespace: attributes.namespace.without_extra_keys().to_static(),
             extra_keys: join_extra_keys(run.iter().map(extra_keys)).map(Cow::Owned),
+            lookahead: self.state.lookahead,
             ..Store::default()
         };
         self.announced(announcement, store)
@@ -211,6 +211,7 @@ impl<'a> Exporter<'a> {
                 block_size: head.scheme.size.into(),
                 namespace: head.namespace.without_extra_keys().to_static(),
                 extra_keys: join_extra_keys(extra_keys.into_iter()).map(Cow::Owned),
+                lookahead: self.state.lookahead,
                 ..Store::default()
             };
             self.export_store(self.announced(announcement, store));

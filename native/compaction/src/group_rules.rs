@@ -2,13 +2,22 @@
 
 use std::borrow::Cow;
 
-use kvevents_index::placements::Rule;
-
 use super::announcements::{is_dense, window_of};
 use super::event::{Store, Text};
 
 /// Most groups with a known rule. Engines have one or a few.
 pub const MAX_GROUPS: usize = 64;
+
+/// The blocks of a group that a compacted stream keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// All, with their tokens.
+    Dense,
+    /// All, without tokens; lookups need this many blocks before the end of a prefix.
+    Window(u32),
+    /// None: how they are looked up is unknown.
+    Unknown,
+}
 
 /// The rule of one group.
 #[derive(Clone, Debug)]

@@ -7,12 +7,14 @@ use std::sync::LazyLock;
 
 use crate::contexts::Context;
 use crate::copies::Origin;
+use crate::engine_hash::Sample;
+use crate::groups::GroupKind;
 use crate::keys::{self, Scheme};
 use crate::page_pool;
 use crate::pending::{Content, Waiting};
-use crate::placements::{Placement, Rule, TIERS, tier};
+use crate::placements::{Placement, TIERS, tier};
 use crate::records::{Records, Row};
-use crate::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, Span, extra_keys, scan};
+use crate::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, Span, extra_keys, first_ints, scan};
 use crate::shared::SharedState;
 use crate::step_counter;
 use crate::stream::{Leaving, Place, Stream};
@@ -168,6 +170,9 @@ impl Stream {
             Kind::Cleared => return self.was_cleared(writer, read, event),
             Kind::Inactive => self.counters.neutral += 1,
         }
+        if self.group_cache.is_some() {
+            self.note_changed_copies(read, event);
+        }
         false
     }
 
@@ -189,9 +194,9 @@ impl Stream {
         work: &mut Work,
     ) -> Result<(), &'static str> {
         let (kind, group) = (read.text(event.spec_kind), event.group.unwrap_or(0));
-        let window = event.window.filter(|&window| window > 0 && kind == Some("sliding_window"));
-        if !is_dense(kind) && window.is_none() {
-            self.learn(writer, group, Rule::Unknown)?;
+        let known = GroupKind::of(kind, event.window).unwrap_or(GroupKind::Unknown);
+        if known == GroupKind::Unknown {
+            self.learn(writer, group, known, 0)?;
             self.count_unkept(
                 group,
                 is_on_device(read, event),
@@ -202,13 +207,11 @@ impl Stream {
         }
         self.origin = event.origin;
         let hashes = event.hashes.slice(&read.scratch.hashes);
-        let size = event.block_size;
-        if window.is_some() || (event.tokens.length == 0 && !event.keyed) {
-            if let Some(window) = window
-                && size > 0
-            {
-                let blocks = (window as u64 - 1).div_ceil(size);
-                self.learn(writer, group, Rule::Window(u32::try_from(blocks).unwrap_or(u32::MAX)))?;
+        let size = u32::try_from(event.block_size).unwrap_or(0);
+        if !known.is_full() || (event.tokens.length == 0 && !event.keyed) {
+            if !known.is_full() && size > 0 {
+                self.learn(writer, group, known, size)?;
+                self.learn_hashing(read, event);
             }
             let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
             for &hash in hashes {
@@ -221,7 +224,10 @@ impl Stream {
             return self.keyed(writer, read, event, work);
         }
         let store = Dense::read(read, event)?;
-        self.learn(writer, group, Rule::Dense)?;
+        self.learn(writer, group, known, size)?;
+        if kind.is_some() {
+            self.learn_hashing(read, event);
+        }
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         let salt = salt_of(read, event, &mut work.extras);
         self.dense(
@@ -245,7 +251,8 @@ impl Stream {
         work: &mut Work,
     ) -> Result<(), &'static str> {
         let size = event.size_of_keyed().ok_or("length-mismatch")?;
-        self.learn(writer, event.group.unwrap_or(0), Rule::Dense)?;
+        let kind = GroupKind::of(read.text(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
+        self.learn(writer, event.group.unwrap_or(0), kind, size)?;
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         if event.hashes.length == 0 {
             return Ok(());
@@ -605,17 +612,89 @@ impl Stream {
         }
     }
 
-    fn learn(&mut self, shared: &mut SharedState, group: i64, rule: Rule) -> Result<(), &'static str> {
-        let known = self.rules.get(group);
-        if known == Some(rule) {
-            return Ok(());
-        }
-        if known.is_none() && self.rules.0.len() >= shared.limits.groups {
+    // --- groups
+
+    /// Learns a group of the engine.
+    #[inline]
+    fn learn(&mut self, shared: &SharedState, group: i64, kind: GroupKind, size: u32) -> Result<(), &'static str> {
+        if self.groups.kind(group).is_none() && self.groups.all().len() >= shared.limits.groups {
             return Err("too-many-groups");
         }
-        self.rules.learn(group, rule);
-        shared.rule(self.number, self.rules.hybrid());
+        self.has_new_groups |= self.groups.learn(group, kind, size);
         Ok(())
+    }
+
+    /// Learns from the first blocks of a prompt how the engine hashes prompts, and which salts they have.
+    #[inline]
+    fn learn_hashing(&mut self, read: &Read<'_>, event: &Event) {
+        if event.lookahead.is_some() && !self.groups.has_lookahead {
+            (self.groups.has_lookahead, self.has_new_groups) = (true, true);
+        }
+        if !self.groups.has_unknown_inputs && has_unknown_inputs(read, event) {
+            (self.groups.has_unknown_inputs, self.has_new_groups) = (true, true);
+        }
+        let is_plain = event.lora_name.is_none() && event.lora_id.is_none() && !event.pairs && !event.unkeyable;
+        let is_wanted =
+            event.extra_keys.is_some() || (self.groups.hashing.is_none() && self.sample.is_none() && self.samples_left > 0);
+        if is_wanted && is_plain && event.parent.is_none() {
+            self.learn_from_root(read, event);
+        }
+    }
+
+    #[cold]
+    fn learn_from_root(&mut self, read: &Read<'_>, event: &Event) {
+        let (mut salt, mut is_plain) = (None, true);
+        if let Some(raw) = read.bytes(event.extra_keys) {
+            extra_keys(raw, |block, extra| match extra {
+                Extra::Text(text) if block == 0 && salt.is_none() => salt = Some(text),
+                _ => is_plain &= block > 0,
+            });
+        }
+        let (hashes, tokens) = (
+            event.hashes.slice(&read.scratch.hashes),
+            event.tokens.slice(&read.scratch.tokens),
+        );
+        let size = usize::try_from(event.block_size).unwrap_or(usize::MAX);
+        let is_whole = size.checked_mul(hashes.len()) == Some(tokens.len());
+        let mut lookahead = Vec::new();
+        if let Some(raw) = read.bytes(event.lookahead) {
+            first_ints(raw, &mut lookahead);
+        }
+        let is_known = is_plain && is_whole && event.lookahead.is_some() != lookahead.is_empty();
+        let sample = || Sample::of(tokens.get(..size).filter(|_| is_known)?, &lookahead, *hashes.first()?);
+        match salt {
+            None if self.groups.hashing.is_none() && self.sample.is_none() => {
+                self.sample = sample();
+                self.has_new_groups |= self.groups.needs_hashing();
+            }
+            None => {}
+            Some(salt) => {
+                let may_need = self.group_cache.is_some() || self.groups.all().len() > 1 || self.last < 0;
+                let sample = if may_need && self.salted.len() < MAX_SALTED {
+                    sample()
+                } else {
+                    None
+                };
+                match sample {
+                    Some(sample) => self.salted.push((salt.to_owned(), sample)),
+                    None => self.misses_salts |= is_whole && is_plain,
+                }
+            }
+        }
+    }
+
+    /// Notes which copies a store or a removal has changed.
+    fn note_changed_copies(&mut self, read: &Read<'_>, event: &Event) {
+        let group = event.group.unwrap_or(0);
+        let placement = Placement {
+            tier: tier(read.text(event.medium).unwrap_or("")),
+            locality: read.text(event.locality).map(str::to_owned),
+            ownership: None,
+            group,
+        };
+        let level = placement.level() as u8;
+        let hashes = event.hashes.slice(&read.scratch.hashes);
+        self.changed_copies.extend(hashes.iter().map(|&hash| (hash, group, level)));
     }
 
     // --- removals
@@ -624,7 +703,7 @@ impl Stream {
         writer.spend(1);
         let hashes = event.hashes.slice(&read.scratch.hashes);
         let group = event.group.unwrap_or(0);
-        if self.rules.get(group) == Some(Rule::Unknown) {
+        if self.groups.kind(group) == Some(GroupKind::Unknown) {
             return self.count_unkept(group, is_on_device(read, event), hashes, false);
         }
         let Some(placement) = self.placement(writer, read, event) else {
@@ -669,6 +748,8 @@ impl Stream {
         if !self.clear(writer, |placement| placements.contains(&placement)) {
             self.counters.reject("none", "too-many-clears");
         }
+        self.changed_copies.clear();
+        self.rebuild_group_cache(writer);
         false
     }
 
@@ -753,7 +834,7 @@ fn keys_behind(
     parent: Option<(u64, u64)>,
     work: &mut Work,
 ) -> Result<Vec<u64>, &'static str> {
-    if !is_dense(read.text(event.spec_kind)) {
+    if !GroupKind::of(read.text(event.spec_kind), None).is_some_and(GroupKind::is_full) {
         return Err("other-group");
     }
     if event.keyed {
@@ -775,9 +856,18 @@ fn is_on_device(read: &Read<'_>, event: &Event) -> bool {
     tier(read.text(event.medium).unwrap_or("")) == TIERS[0] && read.text(event.locality) != Some("REMOTE")
 }
 
-/// Whether the stores of a group carry the tokens of every block, by the kind of its attention.
-fn is_dense(kind: Option<&str>) -> bool {
-    matches!(kind, None | Some("full_attention" | "mla_attention" | "sink_full_attention"))
+/// Prompts with salts of one batch whose salts are learned.
+const MAX_SALTED: usize = 1_024;
+
+/// Whether the hashes of a store cover a LoRA or multimodal items.
+fn has_unknown_inputs(read: &Read<'_>, event: &Event) -> bool {
+    let mut others = event.lora_name.is_some() || event.lora_id.is_some();
+    if let Some(raw) = read.bytes(event.extra_keys) {
+        extra_keys(raw, |block, extra| {
+            others |= block > 0 || event.parent.is_some() || !matches!(extra, Extra::Text(_));
+        });
+    }
+    others
 }
 
 /// What the salt that an event says adds to the seed; 0 for a root without one. Leaves its other extra keys in `extras`.

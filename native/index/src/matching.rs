@@ -5,9 +5,12 @@
 
 use std::collections::BTreeSet;
 
+use crate::group_cache::{GroupLookup, by_level};
+use crate::group_search;
+use crate::groups::Method;
 use crate::holder_sets::{EMPTY, Word};
 use crate::keys::{self, Scheme};
-use crate::placements::{LEVELS, Rule};
+use crate::placements::LEVELS;
 use crate::read_view::View;
 use crate::records::{Memory, Records, chunk_of};
 use crate::shared::set_bit;
@@ -19,6 +22,15 @@ pub struct Hit {
     pub stream: u32,
     /// Tokens held by level, each with the levels before it.
     pub tokens: [u32; LEVELS],
+}
+
+/// Tokens of a prompt.
+#[derive(Clone, Copy, Debug)]
+pub struct PromptLength {
+    /// All.
+    pub tokens: usize,
+    /// Those of the longest prefix that is an answer: engines compute the last token of a prompt in any case.
+    pub longest: usize,
 }
 
 /// Holders of one block after another: either a number in `Sets`, or several of them together.
@@ -271,20 +283,26 @@ impl Walk {
     }
 
     /// Appends the matches of the last lookup, for the streams of a model.
-    pub fn hits(&mut self, view: &View, scheme: Scheme, streams: &[u64], out: &mut Vec<Hit>) {
+    pub fn hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, streams: &[u64], out: &mut Vec<Hit>) {
         if self.steps.is_empty() {
             return;
         }
-        let words = streams.len().min(view.visible.len());
+        let (words, before) = (streams.len().min(view.visible.len()), out.len());
         self.simple(view, &streams[..words], scheme.size, out);
+        if prompt.longest < prompt.tokens {
+            shorten(out, before, tokens_of(scheme.blocks(prompt.longest) as u64, scheme.size));
+        }
         for (at, &streams) in streams[..words].iter().enumerate() {
             let mut bits = view.hybrid[at] & streams & view.visible[at];
             while bits != 0 {
                 let stream = (at << 6) as u32 + bits.trailing_zeros();
                 bits &= bits - 1;
-                let blocks: [u64; LEVELS] = std::array::from_fn(|level| self.hybrid(view, stream, level));
-                if blocks[LEVELS - 1] > 0 {
-                    let tokens = blocks.map(|count| tokens_of(count, scheme.size));
+                let member = view.members[stream as usize].as_ref();
+                let Some(lookup) = member.and_then(|member| member.lookup.as_deref()) else {
+                    continue;
+                };
+                let tokens = self.search_groups(view, stream, lookup, scheme, prompt);
+                if tokens[LEVELS - 1] > 0 {
                     out.push(Hit { stream, tokens });
                 }
             }
@@ -292,11 +310,11 @@ impl Walk {
     }
 
     /// Of each of these hits of a stream that has blocks which might be gone, what it certainly holds of what was read last.
-    pub fn certain_hits(&mut self, view: &View, scheme: Scheme, hits: &[Hit], out: &mut Vec<Hit>) {
+    pub fn certain_hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hits: &[Hit], out: &mut Vec<Hit>) {
         for hit in hits {
             let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
             if view.doubtful.get(word).is_some_and(|bits| bits >> bit & 1 == 1) {
-                let tokens = self.certain_tokens(view, scheme, hit);
+                let tokens = self.certain_tokens(view, scheme, prompt, hit);
                 out.push(Hit { tokens, ..*hit });
             }
         }
@@ -304,10 +322,13 @@ impl Walk {
 
     /// What one of them certainly holds: the same lookup without the copies that might be gone.
     #[cold]
-    fn certain_tokens(&mut self, view: &View, scheme: Scheme, hit: &Hit) -> [u32; LEVELS] {
-        let blocks = (hit.tokens[LEVELS - 1] / scheme.size) as usize;
+    fn certain_tokens(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hit: &Hit) -> [u32; LEVELS] {
         let Some(member) = view.members[hit.stream as usize].as_ref() else {
             return hit.tokens;
+        };
+        let blocks = match member.lookup {
+            None => (hit.tokens[LEVELS - 1] / scheme.size) as usize,
+            Some(_) => self.steps.last().map_or(0, |step| step.end),
         };
         let mut places = BTreeSet::new();
         for row in self.rows.iter().filter(|row| row.start < blocks) {
@@ -324,7 +345,7 @@ impl Walk {
         let mut only = vec![0; view.visible.len()];
         set_bit(&mut only, hit.stream, true);
         let mut found = Vec::new();
-        self.hits(view, scheme, &only, &mut found);
+        self.hits(view, scheme, prompt, &only, &mut found);
         self.steps = known.0;
         self.together.truncate(known.1);
         found.first().map_or([0; LEVELS], |found| found.tokens)
@@ -478,40 +499,76 @@ impl Walk {
         });
     }
 
-    /// Blocks of a stream with several groups.
-    fn hybrid(&self, view: &View, stream: u32, level: usize) -> u64 {
-        let Some(rules) = view.members[stream as usize]
-            .as_ref()
-            .and_then(|member| member.hybrid.as_ref())
-        else {
-            return 0;
+    /// Tokens of a stream whose groups are searched, by level. Of one that is looked up by hashes these are an estimate: the blocks of its groups
+    /// with full attention.
+    fn search_groups(
+        &self,
+        view: &View,
+        stream: u32,
+        lookup: &GroupLookup,
+        scheme: Scheme,
+        prompt: PromptLength,
+    ) -> [u32; LEVELS] {
+        let (groups, size) = (&lookup.groups, scheme.size as usize);
+        let numbers: Vec<i64> = groups.known().map(|group| group.number).collect();
+        let levels = self.levels_of_groups(view, stream, &numbers);
+        let is_held = |group: usize, position: usize, level: usize| {
+            let at = levels.partition_point(|step| step.end * size < position);
+            levels.get(at).is_some_and(|step| usize::from(step.lowest[group]) <= level) && position.is_multiple_of(size)
         };
-        let mut held = vec![0; rules.len()];
-        let (mut start, mut best) = (0, 0);
-        for &Step { end, holders } in &self.steps {
-            for ((group, rule), run) in rules.iter().zip(&mut held) {
-                let here = Self::words(view, &self.together, holders).iter().any(|word| {
-                    word.word() == stream as usize >> 6
-                        && word.bits >> (stream & 63) & 1 == 1
-                        && usize::from(view.placements.levels()[word.placement()]) <= level
-                        && view.placements.get(word.placement() as u16).group == *group
-                });
-                *run = if here { *run + end - start } else { 0 };
-                if *rule == Rule::Dense && !here {
-                    return best as u64;
+        let end = scheme.blocks(prompt.tokens) * size;
+        if groups.full_size() != Some(scheme.size) {
+            return [0; LEVELS];
+        }
+        if groups.method() == Method::Records {
+            return by_level(|level| {
+                group_search::find(groups, end, prompt.longest, |group, position| is_held(group, position, level))
+            });
+        }
+        let needed: Vec<usize> = (groups.known().enumerate())
+            .filter(|(_, group)| group.kind.is_full())
+            .map(|(at, _)| at)
+            .collect();
+        by_level(|level| {
+            let is_whole = |block: &usize| needed.iter().all(|&group| is_held(group, block * size, level));
+            (1..=scheme.blocks(prompt.longest)).take_while(is_whole).count() * size
+        })
+    }
+
+    /// The lowest level on which each of these groups of a stream holds the blocks of a step.
+    fn levels_of_groups(&self, view: &View, stream: u32, groups: &[i64]) -> Vec<GroupStep> {
+        let (at, bit) = (stream as usize >> 6, stream & 63);
+        let step = |step: &Step| {
+            let mut lowest = vec![u8::MAX; groups.len()];
+            for word in Self::words(view, &self.together, step.holders) {
+                if word.word() == at && word.bits >> bit & 1 == 1 {
+                    let group = view.placements.get(word.placement() as u16).group;
+                    if let Some(found) = groups.iter().position(|&known| known == group) {
+                        lowest[found] = lowest[found].min(view.placements.levels()[word.placement()]);
+                    }
                 }
             }
-            // Where a window is too short at the end of a run, it is so everywhere in the run.
-            let enough = |((_, rule), run): (&(i64, Rule), &usize)| match rule {
-                Rule::Window(need) => *run >= end.min(*need as usize),
-                _ => true,
-            };
-            if rules.iter().zip(&held).all(enough) {
-                best = end;
-            }
-            start = end;
-        }
-        best as u64
+            GroupStep { end: step.end, lowest }
+        };
+        self.steps.iter().map(step).collect()
+    }
+}
+
+/// Blocks in a row, and where groups hold them.
+struct GroupStep {
+    /// One more than the place of the last one.
+    end: usize,
+    /// The lowest level of each group; above all levels if it does not hold them.
+    lowest: Vec<u8>,
+}
+
+/// Shortens the hits from `first` on to so many tokens.
+fn shorten(hits: &mut Vec<Hit>, first: usize, most: u32) {
+    for hit in &mut hits[first..] {
+        hit.tokens = hit.tokens.map(|tokens| tokens.min(most));
+    }
+    if most == 0 {
+        hits.truncate(first);
     }
 }
 

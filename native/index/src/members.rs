@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
+use crate::group_cache::GroupLookup;
 use crate::keys::Scheme;
-use crate::placements::Rule;
 
 /// The engine and the rank that a stream is of.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -26,8 +26,8 @@ pub struct Member {
     pub worker: Arc<Worker>,
     /// The model that it was labelled with.
     pub model: Option<String>,
-    /// Rules by group when there are several.
-    pub hybrid: Option<Vec<(i64, Rule)>>,
+    /// How its groups are searched, if bitmaps are not enough.
+    pub lookup: Option<Arc<GroupLookup>>,
     /// Block sizes and seeds by which its present incarnation divides prompts.
     pub schemes: Vec<Scheme>,
     /// Its blocks, as of its last batch.

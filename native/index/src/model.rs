@@ -45,7 +45,7 @@ impl State {
             let member = Member {
                 worker,
                 model: None,
-                hybrid: None,
+                lookup: None,
                 schemes: Vec::new(),
                 blocks: AtomicUsize::new(0),
                 doubts: BTreeSet::new(),

@@ -167,39 +167,3 @@ impl Placements {
         self.depth = levels.max().unwrap_or(0);
     }
 }
-
-/// How blocks of a KV cache group count towards a prefix.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rule {
-    /// All blocks are needed.
-    Dense,
-    /// This many blocks before the end of the prefix are needed.
-    Window(u32),
-    /// Unknown; its blocks give no credit.
-    Unknown,
-}
-
-/// Rules of the groups of one stream.
-#[derive(Clone, Debug, Default)]
-pub struct Rules(pub Vec<(i64, Rule)>);
-
-impl Rules {
-    /// The rule of a group.
-    pub fn get(&self, group: i64) -> Option<Rule> {
-        self.0.iter().find(|(known, _)| *known == group).map(|(_, rule)| *rule)
-    }
-
-    /// Learns a rule.
-    pub fn learn(&mut self, group: i64, rule: Rule) {
-        match self.0.iter_mut().find(|(known, _)| *known == group) {
-            Some((_, known)) => *known = rule,
-            None => self.0.push((group, rule)),
-        }
-    }
-
-    /// Groups whose rules are known, when there are several.
-    pub fn hybrid(&self) -> Option<Vec<(i64, Rule)>> {
-        let known: Vec<_> = self.0.iter().copied().filter(|(_, rule)| *rule != Rule::Unknown).collect();
-        (known.len() > 1).then_some(known)
-    }
-}

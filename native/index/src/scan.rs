@@ -46,14 +46,13 @@ pub enum Field {
     BlockKeys,
     Origin,
     CopyCounts,
+    Lookahead,
     /// Nothing, but it must be text or nil.
     IgnoredText,
     /// Nothing, but it must be an integer or nil.
     IgnoredInt,
     /// Nothing, but it must be a list of integers or nil.
     IgnoredInts,
-    /// Nothing, but it must be a list of lists of integers or nil.
-    IgnoredIntLists,
     /// Nothing, but it must be extra keys or nil.
     IgnoredExtraKeys,
     /// Nothing: a name of Python's own events, and another value than nil is a field from elsewhere.
@@ -154,6 +153,8 @@ pub struct Event {
     pub cache_salt: Option<Span>,
     /// Msgpack, to be read with `extra_keys`.
     pub extra_keys: Option<Span>,
+    /// Msgpack, to be read with `first_ints`: of each block the tokens behind it that its hash covers.
+    pub lookahead: Option<Span>,
 }
 
 impl Event {
@@ -186,6 +187,7 @@ impl Event {
             spec_kind: None,
             cache_salt: None,
             extra_keys: None,
+            lookahead: None,
         }
     }
 }
@@ -260,6 +262,14 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
         hashes_at: 0,
     };
     scanner.batch().filter(|()| scanner.reader.left() == 0)
+}
+
+/// The integers of the first of some lists that were scanned, as far as they have 32 bits.
+pub fn first_ints(raw: &[u8], found: &mut Vec<u32>) {
+    let mut reader = Reader::new(raw, 0);
+    let count = reader.array().filter(|&lists| lists > 0).and_then(|_| reader.array());
+    let int = |_| Some(reader.int()?.bits as u32);
+    found.extend((0..count.unwrap_or(0)).map_while(int));
 }
 
 struct Scanner<'a> {
@@ -434,8 +444,8 @@ impl<'a> Scanner<'a> {
             Field::IgnoredText => drop(self.text()?),
             Field::IgnoredInt => (self.reader.nil() || self.reader.int().is_some()).then_some(())?,
             Field::IgnoredInts => self.ints()?,
-            Field::IgnoredIntLists => self.int_lists()?,
             Field::IgnoredExtraKeys => drop(self.extra_keys()?),
+            Field::Lookahead => event.lookahead = self.int_lists()?,
             Field::IgnoredNil => self.reader.nil().then_some(())?,
         }
         if event.kind == Kind::Cleared {
@@ -614,11 +624,11 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    fn int_lists(&mut self) -> Option<()> {
+    fn int_lists(&mut self) -> Option<Option<Span>> {
         if self.reader.nil() {
-            return Some(());
+            return Some(None);
         }
-        let lists = self.reader.array()?;
+        let (start, lists) = (self.reader.at, self.reader.array()?);
         if lists > self.schema.limits.max_hashes {
             return None;
         }
@@ -627,6 +637,6 @@ impl<'a> Scanner<'a> {
                 self.reader.int()?;
             }
         }
-        Some(())
+        Some(Some(Span::new(start, self.reader.at)?))
     }
 }

@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::contexts::Contexts;
+use crate::group_cache::GroupLookup;
 use crate::hasher::Secret;
 use crate::holder_sets::{EMPTY, MAX_STREAMS, Move, Sets};
 use crate::keys::Scheme;
 use crate::limits::Limits;
 use crate::members::{Member, Model};
-use crate::placements::Rule;
 use crate::read_view::{Owner, View};
 use crate::records::{Records, Row};
 use crate::step_counter;
@@ -401,9 +401,10 @@ impl SharedState {
         set_bit(&mut self.view.change().visible, stream, visible);
     }
 
-    /// Matches a stream by these rules from now on.
-    pub fn rule(&mut self, stream: u32, rules: Option<Vec<(i64, Rule)>>) {
-        self.view.change().rule(stream, rules);
+    /// Searches the groups of a stream so from now on.
+    pub fn use_lookup(&mut self, stream: u32, lookup: Option<Arc<GroupLookup>>) {
+        let former = self.view.change().use_lookup(stream, lookup);
+        drop(former); // readers do not wait for that
     }
 
     /// Notes that a block of a stream on a placement might be gone, or is not.
@@ -527,11 +528,10 @@ impl View {
         }
     }
 
-    fn rule(&mut self, stream: u32, rules: Option<Vec<(i64, Rule)>>) {
-        set_bit(&mut self.hybrid, stream, rules.is_some());
-        if let Some(member) = self.members[stream as usize].as_mut() {
-            member.hybrid = rules;
-        }
+    fn use_lookup(&mut self, stream: u32, lookup: Option<Arc<GroupLookup>>) -> Option<Arc<GroupLookup>> {
+        set_bit(&mut self.hybrid, stream, lookup.is_some());
+        let member = self.members[stream as usize].as_mut()?;
+        std::mem::replace(&mut member.lookup, lookup)
     }
 
     fn doubt(&mut self, stream: u32, block: (u32, u16), is_doubtful: bool) {
@@ -560,7 +560,7 @@ impl View {
     }
 
     fn leave(&mut self, stream: u32) {
-        self.rule(stream, None);
+        self.use_lookup(stream, None);
         self.mark_doubtful(stream, false);
         set_bit(&mut self.visible, stream, false);
         if let Some(member) = self.members[stream as usize].take() {

@@ -5,13 +5,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use hashbrown::HashTable;
+use parking_lot::RwLock;
 
 use crate::copies::{Change, Copies, CopyTable, Origin};
+use crate::engine_hash::Sample;
+use crate::group_cache::{GroupCache, GroupLookup};
+use crate::groups::{Groups, Method};
 use crate::hasher::Secret;
 use crate::holder_sets::{EMPTY, Move};
-use crate::keys::Scheme;
+use crate::keys::{self, Scheme};
 use crate::pending::{Queue, Waiting};
-use crate::placements::{AttestedGroup, Placement, Rules};
+use crate::placements::{AttestedGroup, Placement};
 use crate::records::{Records, Row};
 use crate::shared::{Block, ByHash, SharedState};
 use crate::step_counter;
@@ -96,6 +100,8 @@ const ALIKE_PER_BYTE: usize = 16;
 const ALIKE_KEPT: usize = 1 << 20;
 /// Blocks of one hash that are looked at although none may be left.
 const FEW_ALIKE: usize = 8;
+/// Stores in which the hashing of an engine is looked for.
+const SAMPLES: u8 = 4;
 /// Entries of a table from which on it does not move while others wait.
 const LARGE: usize = 1 << 14;
 /// Looks that it takes to roll the key of a block whose parent is not known.
@@ -122,8 +128,22 @@ pub struct Stream {
     unkept: Vec<(i64, u64)>,
     /// Whether it held what the engine does at the last attestation of this life; None before the first.
     pub attested: Option<bool>,
-    /// How its groups count.
-    pub rules: Rules,
+    /// The groups of its engine.
+    pub groups: Groups,
+    /// Its blocks by the engine's own hashes, if lookups need that.
+    pub group_cache: Option<Arc<RwLock<GroupCache>>>,
+    /// Copies that the batch at hand has changed, by hash, group and level; kept with `group_cache` only.
+    pub changed_copies: Vec<(u64, i64, u8)>,
+    /// Whether `groups` has changed since lookups were shown it.
+    pub has_new_groups: bool,
+    /// A store that shows how its engine hashes prompts, as long as that is not needed.
+    pub sample: Option<Sample>,
+    /// Stores in which the hashing of its engine is still looked for.
+    pub samples_left: u8,
+    /// First blocks of prompts with salts in the batch at hand.
+    pub salted: Vec<(String, Sample)>,
+    /// Whether prompts have salts that are not kept.
+    pub misses_salts: bool,
     /// Entries that cannot be placed yet.
     pub waiting: Queue,
     /// Counters of errors.
@@ -212,7 +232,14 @@ impl Stream {
             attestation: 0,
             unkept: Vec::new(),
             attested: None,
-            rules: Rules::default(),
+            groups: Groups::default(),
+            group_cache: None,
+            changed_copies: Vec::new(),
+            has_new_groups: false,
+            sample: None,
+            samples_left: SAMPLES,
+            salted: Vec::new(),
+            misses_salts: false,
             waiting: Queue::default(),
             counters: Counters::default(),
             gone: false,
@@ -257,6 +284,7 @@ impl Stream {
         if is_equal && !self.copies.is_empty() {
             self.copies.certify();
             shared.end_doubts(self.number);
+            self.rebuild_group_cache(shared);
         }
         let is_whole = self.counters.evicted == self.evicted_when_whole;
         self.attested = (is_equal || !is_limited || is_whole).then_some(is_equal);
@@ -312,6 +340,8 @@ impl Stream {
             + self.several_len * 8
             + self.copies.bytes()
             + self.waiting.bytes()
+            + self.group_cache.as_ref().map_or(0, |cache| cache.read().bytes())
+            + self.sample.as_ref().map_or(0, Sample::bytes)
     }
 
     /// Copies beyond the first of each block and placement, at most.
@@ -381,13 +411,15 @@ impl Stream {
     pub fn begin(&mut self, writer: &mut Writer<'_, SharedState>, incarnation: i64) {
         self.forget(writer);
         self.leave_placements(writer);
-        self.rules = Rules::default();
+        self.groups.forget();
+        (self.group_cache, self.sample, self.samples_left) = (None, None, SAMPLES);
+        (self.misses_salts, self.has_new_groups) = (false, false);
         (self.attested, self.has_attested) = (None, false);
         self.schemes.clear();
         self.looks = FIRST_LOOKS;
         self.evicted_when_whole = self.counters.evicted;
         writer.drop_schemes(self.number);
-        writer.rule(self.number, None);
+        writer.use_lookup(self.number, None);
         (self.incarnation, self.last) = (incarnation, -1);
         self.life.store(incarnation, Ordering::Relaxed);
     }
@@ -615,7 +647,7 @@ impl Stream {
             let is_certain = self.has_attested || self.origin == Origin::New;
             let change = self.copies.store(number, placement, is_certain);
             self.note(shared, number, placement, change);
-            if !is_certain && self.rules.0.len() > 1 {
+            if !is_certain && self.groups.all().len() > 1 {
                 self.repeated.push(number);
             }
             let key = shared.records.key(number);
@@ -963,6 +995,131 @@ impl Stream {
         self.copies.is_empty()
     }
 
+    // --- groups
+
+    /// Searches prompts by the groups that are known now.
+    pub fn use_groups(&mut self, shared: &mut SharedState) {
+        self.has_new_groups = false;
+        if self.groups.needs_hashing()
+            && self.samples_left > 0
+            && let Some(sample) = self.sample.take()
+        {
+            self.groups.hashing = sample.scheme();
+            self.samples_left -= 1;
+        }
+        let method = self.groups.method();
+        match (method, &self.group_cache) {
+            (Method::Hashes, None) => self.rebuild_group_cache(shared),
+            (Method::Hashes, Some(_)) => {}
+            _ => self.group_cache = None,
+        }
+        let lookup = || GroupLookup {
+            groups: self.groups.clone(),
+            cache: self.group_cache.clone(),
+        };
+        let lookup = (method != Method::Bitmaps).then(|| Arc::new(lookup()));
+        shared.use_lookup(self.number, lookup);
+    }
+
+    /// Collects all blocks by their hashes, where lookups need that.
+    pub fn rebuild_group_cache(&mut self, shared: &SharedState) {
+        if self.groups.method() != Method::Hashes {
+            return;
+        }
+        let mut cache = GroupCache::default();
+        if self.misses_salts {
+            cache.miss_salts();
+        }
+        let own: Vec<(u16, i64, usize)> = (self.own.iter())
+            .map(|own| (own.placement, shared.view.placements.get(own.placement)))
+            .map(|(number, placement)| (number, placement.group, placement.level()))
+            .collect();
+        let blocks = self.own_numbers().map(|number| (number, shared.records.hash(number)));
+        let placed = blocks.chain(self.foreign()).flat_map(|(number, hash)| {
+            let placements = shared.sets.placements(shared.records.set(number), self.number);
+            placements.map(move |placement| (hash, placement))
+        });
+        let waiting = self.waiting.iter().map(|waiting| (waiting.hash, waiting.placement));
+        for (hash, placement) in placed.chain(waiting) {
+            if let Some(&(_, group, level)) = own.iter().find(|(known, ..)| *known == placement) {
+                let (is_held, is_certain) = self.holds(shared, hash, group, level);
+                cache.put(group, hash, level, is_held, is_certain);
+            }
+        }
+        step_counter::count(self.blocks + self.waiting.len());
+        match &self.group_cache {
+            Some(known) => {
+                let mut known = known.write();
+                let salts = known.salts().map(|(part, salt)| (part, salt.to_owned())).collect::<Vec<_>>();
+                cache.resume(salts);
+                *known = cache;
+            }
+            None => self.group_cache = Some(Arc::new(RwLock::new(cache))),
+        }
+    }
+
+    /// Ends a batch: lookups search what it has changed.
+    pub fn publish_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
+        let changed = std::mem::take(&mut self.changed_copies);
+        for some in changed.chunks(WORK_PER_HOLD) {
+            if let Some(cache) = &self.group_cache {
+                let mut cache = cache.write();
+                for &(hash, group, level) in some {
+                    let (is_held, is_certain) = self.holds(writer, hash, group, level.into());
+                    cache.put(group, hash, level.into(), is_held, is_certain);
+                }
+            }
+            self.spend(writer, some.len());
+        }
+        if self.has_new_groups {
+            self.use_groups(writer);
+        }
+        self.learn_salts();
+    }
+
+    /// Keeps the salts of the batch, if lookups need those.
+    fn learn_salts(&mut self) {
+        let salted = std::mem::take(&mut self.salted);
+        match (&self.group_cache, &self.groups.hashing) {
+            _ if salted.is_empty() => {}
+            (Some(cache), Some(hashing)) => {
+                let mut cache = cache.write();
+                for (salt, sample) in salted {
+                    self.misses_salts |= !cache.learn_salt(keys::salt(salt.as_bytes()), &salt, hashing, &sample);
+                }
+            }
+            _ => self.misses_salts = true,
+        }
+        if self.misses_salts
+            && let Some(cache) = self.group_cache.as_ref().filter(|cache| !cache.read().misses_salts())
+        {
+            cache.write().miss_salts();
+        }
+    }
+
+    /// Whether a group holds a copy of a hash on a level, also one that waits; and whether it certainly does.
+    fn holds(&self, shared: &SharedState, hash: u64, group: i64, level: usize) -> (bool, bool) {
+        let is_meant = |number: u16| {
+            let placement = shared.view.placements.get(number);
+            placement.group == group && placement.level() == level
+        };
+        let (mut is_held, mut is_certain) = (false, false);
+        let mut look = |number: u32| {
+            let placements = shared.sets.placements(shared.records.set(number), self.number);
+            for placement in placements.filter(|&placement| is_meant(placement)) {
+                is_held = true;
+                is_certain |= !self.copies.get(number, placement).is_doubtful();
+            }
+        };
+        match self.several.get(&hash) {
+            Some(list) => list.iter().for_each(|&number| look(number)),
+            None => self.newest(shared, hash).into_iter().for_each(look),
+        }
+        let waits = |own: &ProcessOwned| self.waiting.has(hash, own.placement) && is_meant(own.placement);
+        let is_waiting = !self.waiting.is_empty() && self.own.iter().any(waits);
+        (is_held || is_waiting, is_certain || is_waiting)
+    }
+
     // --- blocks that share a hash
 
     /// Allows for the looks of one payload.
@@ -1217,6 +1374,10 @@ impl Stream {
     pub fn forget(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
         self.unkept.clear();
+        self.changed_copies.clear();
+        if let Some(cache) = &self.group_cache {
+            cache.write().clear();
+        }
         if self.blocks == 0 && self.waiting.is_empty() {
             return;
         }

@@ -225,7 +225,7 @@ impl Endpoints {
                     disk,
                     tokens,
                     certain: certain[LEVELS - 1],
-                    is_certain: certain == hit.tokens,
+                    is_certain: matches.is_certain(hit),
                 });
             }
         }
@@ -247,7 +247,7 @@ impl Endpoints {
                 ..scope.clone()
             });
             let scope = with_items.as_ref().unwrap_or(scope);
-            let mut matches = table.index.matched(usable, scope);
+            let mut matches = table.index.matched_within(tokens, usable.len(), scope);
             if options.expected {
                 table.index.believed(usable, scope, monotonic(), &mut matches);
             }

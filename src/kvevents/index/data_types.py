@@ -109,7 +109,14 @@ class WorkerInfo(Counters):
     last_seq: int
     """Sequence number of the newest batch; -1 before the first."""
     block_sizes: list[int]
-    """Tokens per block in its current incarnation; several if the engine contradicts itself."""
+    """Tokens per block in its current incarnation; several if its KV cache groups differ in that, or cache blocks in part."""
+    estimate: str | None
+    """Why matches of this worker can differ from what its engine finds, even if the index has all of its events; None if they
+    cannot.
+
+    `unknown-kind`: it has KV cache groups whose lookup is unknown. `unknown-hashing`: its groups need the engine's hashes of
+    a prompt, which no known scheme has reproduced. `several-block-sizes`: its blocks differ in size, and its events state no
+    groups."""
     attested: bool | None
     """Whether the worker held exactly what its engine's own cache does at the last attestation of the current incarnation; None
     before the first. Only a publisher inside the engine sends attestations."""

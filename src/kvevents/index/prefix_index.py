@@ -171,6 +171,14 @@ class PrefixIndex(_native.NativeIndex):
         """Set the model of all present and future ranks of `source`. Prompts match them with `Namespace(model=...)` only."""
         self._label(source, model)
 
+    def set_drafts(self, source: str, groups: Iterable[int] | None) -> None:
+        """Set the KV cache groups of the draft model (EAGLE, MTP) of all present and future ranks of `source`.
+
+        An empty iterable means all groups, None no draft model, which is the default. vLLM computes the last block of a hit in
+        such groups again, and no event says so. Snapshots do not contain this setting.
+        """
+        self._set_drafts(source, None if groups is None else list(groups))
+
     def remove_worker(self, source: Worker, rank: int | None = None) -> int:
         """Remove a worker, or all ranks of a source if no rank is given. Returns the number of blocks that it held.
 

@@ -363,8 +363,8 @@ class Router:
         """Return what each worker holds of the prompt: tokens on any tiers, tokens by tier, and how many might be gone."""
         if self._index is None:
             return {}
-        usable = tokens if self._whole_prompt or not length else tokens[: length - 1]
-        match = self._index.match(usable, namespace, overlay=self._overlay_seconds > 0)
+        longest = length if self._whole_prompt else max(length - 1, 0)
+        match = self._index.match(tokens, namespace, overlay=self._overlay_seconds > 0, max_tokens=longest)
         return {
             (source, rank): (held, {"gpu": gpu, "cpu": cpu, "disk": disk}, held - certain)
             for source, rank, gpu, cpu, disk, held, certain, _ in match.rows()

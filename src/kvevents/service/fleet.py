@@ -110,7 +110,9 @@ class Fleet(Listener):
         """
         before = self.follower
         for member in list(self.members.values()):
-            index.set_model(member.registration.key[0], member.registration.scope.name)
+            registration = member.registration
+            index.set_model(registration.key[0], registration.scope.name)
+            index.set_drafts(registration.key[0], registration.drafts)
         before.sink.listener = Listener()
         self.index, self.follower = index, follower
         follower.sink.listener = self
@@ -166,6 +168,7 @@ class Fleet(Listener):
         self.follower.subscriber.add(source, resume)
         self._follow_load(member)
         self.index.set_model(name, registration.scope.name)
+        self.index.set_drafts(name, registration.drafts)
         log.info("%s: following %s", registration.label, registration.endpoint)
 
     def _follow_load(self, member: Member) -> None:
@@ -232,6 +235,7 @@ class Fleet(Listener):
         blocks = self.index.remove_worker((name, rank))
         if not any(key[0] == name for key in list(self.members)):
             self.index.set_model(name, None)
+            self.index.set_drafts(name, None)
         log.info("%s: no longer followed; it held %d blocks", member.registration.label, blocks)
         return blocks
 
@@ -261,13 +265,27 @@ class Fleet(Listener):
 
     # --- answers
 
-    def match(self, scope: Scope, tokens: Any, *, mm: Sequence[Media] = (), expected: bool = False) -> list[MemberMatch]:
-        """Return the matches of a prompt in a scope. Raises `NotFoundError` for a model without workers."""
+    def match(
+        self,
+        scope: Scope,
+        tokens: Any,
+        *,
+        mm: Sequence[Media] = (),
+        expected: bool = False,
+        whole_prompt: bool = False,
+    ) -> list[MemberMatch]:
+        """Return the matches of a prompt in a scope. Raises `NotFoundError` for a model without workers.
+
+        Unless `whole_prompt`, the last token does not count. An engine recomputes it and its block, so at most (n - 1) // block
+        size blocks of n tokens are useful: vLLM 0.33 `v1/core/kv_cache_manager.py` (`get_computed_blocks`), SGLang 0.5.23
+        `managers/schedule_batch.py` (`max_prefix_len`).
+        """
         found: list[MemberMatch] = []
+        longest = len(tokens) if whole_prompt else max(len(tokens) - 1, 0)
         media = tuple(MultiModal(id=each.id, start=each.start, length=each.length) for each in mm) if mm else ()
         for namespace in self.namespaces(scope):
             within = replace(namespace, mm=media) if media else namespace
-            found += self._rows(self.index.match(tokens, within, overlay=expected))
+            found += self._rows(self.index.match(tokens, within, overlay=expected, max_tokens=longest))
         return found
 
     def match_keys(self, scope: Scope, keys: list[int], *, local: bool = False) -> list[MemberMatch]:

@@ -98,8 +98,8 @@ class Lookups:
         if self._shards is None:
             return FoundMany(await run(self._match, scope, prompts, mm, expected, whole_prompt), "")
         self._check_ingest()
-        looked_up = prompts if whole_prompt else [usable(tokens) for tokens in prompts]
-        found, missing = await self._shards.find(ShardQuery(**fields_of(scope), mm=list(mm), expected=expected), looked_up)
+        query = ShardQuery(**fields_of(scope), mm=list(mm), expected=expected, whole_prompt=whole_prompt)
+        found, missing = await self._shards.find(query, prompts)
         for tokens, rows in zip(prompts, found, strict=True):
             self._record(scope, tokens, rows)
         return FoundMany(found, missing)
@@ -109,7 +109,7 @@ class Lookups:
     ) -> list[list[MemberMatch]]:
         found = []
         for tokens in prompts:
-            found.append(self._fleet.match(scope, tokens if whole_prompt else usable(tokens), mm=mm, expected=expected))
+            found.append(self._fleet.match(scope, tokens, mm=mm, expected=expected, whole_prompt=whole_prompt))
             self._record(scope, tokens, found[-1])
         return found
 
@@ -178,15 +178,6 @@ class Lookups:
     def _hottest(self, scope: Scope, limit: int) -> tuple[list[HotNode], int]:
         self.count()
         return self.hot.top(scope, limit), self.hot.sampled(scope)
-
-
-def usable(tokens: Any) -> Any:
-    """Return the tokens of a prompt whose blocks an engine can reuse: all but the last one.
-
-    An engine recomputes the last token and its block, so at most (n - 1) // block size blocks of n tokens are useful: vLLM
-    0.33 `v1/core/kv_cache_manager.py` (`get_computed_blocks`), SGLang 0.5.23 `managers/schedule_batch.py` (`max_prefix_len`).
-    """
-    return tokens[: len(tokens) - 1] if len(tokens) else tokens
 
 
 def _prefixes(nodes: list[HotNode], found: list[list[MemberMatch]]) -> list[HotPrefix]:

@@ -160,14 +160,13 @@ class Member:
             return ()
         found: list[SourceFault] = []
         declared, seen = self.registration.block_size, self.block_sizes
-        if declared is not None and any(size != declared for size in seen):
+        if declared is not None and seen and declared not in seen:
             sizes = ", ".join(map(str, seen))
             found.append(
                 SourceFault(Reason.BLOCK_SIZE, f"it is registered with blocks of {declared} tokens and sends blocks of {sizes}")
             )
-        elif len(seen) > 1:
-            sizes = ", ".join(map(str, seen))
-            found.append(SourceFault(Reason.MIXED_BLOCK_SIZES, f"it sends blocks of {sizes} tokens, so matches are estimates"))
+        if self.info.estimate is not None:
+            found.append(SourceFault(Reason.ESTIMATED, f"its matches are estimates, since {_ESTIMATES[self.info.estimate]}"))
         if self.info.evicted > self.evicted:
             found.append(SourceFault(Reason.EVICTED, "the index refused some of its blocks at the memory limit"))
         if self.info.orphans_dropped:
@@ -274,6 +273,14 @@ def _load_view(reading: LoadReading | None) -> LoadView | None:
         max_tokens=load.max_tokens,
         age_seconds=reading.age,
     )
+
+
+_ESTIMATES: Final = {
+    "unknown-kind": "it has KV cache groups of a kind whose lookup is unknown",
+    "unknown-hashing": "its KV cache groups need the engine's own hashes of a prompt, which no known scheme has reproduced",
+    "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",
+}
+"""What each value of `WorkerInfo.estimate` means."""
 
 
 class MemberMatch(NamedTuple):

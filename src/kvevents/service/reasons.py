@@ -35,8 +35,8 @@ class Reason(enum.StrEnum):
     EVICTED = "evicted"
     ORPHANS_DROPPED = "orphans-dropped"
     SET_ASIDE = "set-aside"
-    MIXED_BLOCK_SIZES = "mixed-block-sizes"
-    """It announces blocks of several sizes, as some hybrid models do, so matches are estimates."""
+    ESTIMATED = "estimated-matches"
+    """The index cannot match its KV cache groups as the engine does (`WorkerInfo.estimate`)."""
     STORES_ONLY = "stores-only"
     """Its engine announces no removals from some tiers: the state, which is EXACT, is about the others."""
 

@@ -89,6 +89,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     curve: Curve | None = None
     stores_only: tuple[str, ...] = ()
     """Tiers whose stores the engine announces and whose removals it does not."""
+    drafts: tuple[int, ...] | None = None
+    """KV cache groups of its draft model (EAGLE, MTP), of which the engine computes the last block of a hit again; an empty
+    list means all groups. None, the default, means no draft model: events do not say whether there is one."""
     load: str | None = None
     """Where the load of the rank is read, as in `LoadSource.endpoint`; None if it is not read."""
 
@@ -164,4 +167,10 @@ def check_same_engine(registration: Registration, other: Registration) -> None:
             f"{label} has blocks of {registration.block_size} tokens, and {other.label} of {other.block_size}",
             "other-block-size",
             "ranks of one instance have blocks of one size",
+        )
+    if other.drafts != registration.drafts:
+        raise ConflictError(
+            f"{label} has the draft groups {registration.drafts}, and {other.label} {other.drafts}",
+            "other-drafts",
+            "ranks of one instance have one draft model",
         )

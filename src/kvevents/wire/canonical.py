@@ -62,7 +62,6 @@ def _stored_changes(event: BlockStored) -> dict[str, Any]:
         "extra_keys": _extra_keys(event),
         "kv_cache_spec_sliding_window": None if window is None else min(window, _I64 - 1),
         "parent_block_digest": None,
-        "lookahead_token_ids": None,
         "skipped_parent_block_hash": None,
         "skipped_token_ids": None,
         "skipped_extra_keys": None,

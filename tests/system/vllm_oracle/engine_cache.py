@@ -23,7 +23,6 @@ WINDOWS: Final = ("sliding_window", "sliding_window_mla")
 STATE: Final = "mamba"
 SEED: Final = "vllm-none-hash"
 """vLLM's seed of sha256 hashes when `PYTHONHASHSEED` is not set."""
-MAX_LOOKAHEAD: Final = 4
 
 
 def engine_hashes(tokens: Sequence[int], unit: int, lookahead: int, salt: str | None = None) -> list[int]:
@@ -111,10 +110,11 @@ class EngineCache:
 
 def _hashing_of(tokens: Sequence[int], event: BlockStored) -> tuple[int, int] | None:
     size = event.block_size
-    for lookahead in range(min(MAX_LOOKAHEAD, len(tokens) - size) + 1):
-        for unit in (unit for unit in range(size, 0, -1) if size % unit == 0):
-            if engine_hashes(tokens[: size + lookahead], unit, lookahead)[-1:] == [event.block_hashes[0]]:
-                return unit, lookahead
+    lookahead = (event.lookahead_token_ids or [[]])[0]
+    prompt = [*tokens[:size], *lookahead]
+    for unit in (unit for unit in range(size, 0, -1) if size % unit == 0):
+        if engine_hashes(prompt, unit, len(lookahead))[-1:] == [event.block_hashes[0]]:
+            return unit, len(lookahead)
     return None
 
 

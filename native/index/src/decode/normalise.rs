@@ -166,6 +166,14 @@ fn write_stored(event: &BlockStored, out: &mut Vec<u8>) {
     if let Some(keys) = &event.block_keys {
         fields.hashes("block_keys", keys);
     }
+    if let Some(blocks) = &event.lookahead_token_ids {
+        let out = fields.name("lookahead_token_ids");
+        write_array(blocks.len(), out);
+        for tokens in blocks {
+            write_array(tokens.len(), out);
+            tokens.iter().for_each(|&token| write_integer(token, out));
+        }
+    }
     fields.finish();
 }
 

@@ -282,6 +282,7 @@ impl Room {
             cleared |= stream.event(writer, &read, event, work);
         }
         stream.doubt_fresh(writer);
+        stream.publish_groups(writer);
         stream.last = seq;
         Outcome::Applied(cleared)
     }

@@ -29,9 +29,16 @@ pub struct ImportedStream {
 
 impl ImportedStream {
     /// One that has joined, without blocks.
-    pub fn join(shared: &mut SharedState, number: u32, worker: Worker, incarnation: i64, model: Option<String>) -> Self {
+    pub fn join(
+        shared: &mut SharedState,
+        number: u32,
+        worker: Worker,
+        incarnation: i64,
+        model: Option<String>,
+        drafts: Option<Arc<[i64]>>,
+    ) -> Self {
         let worker = Arc::new(worker);
-        let stream = register(shared, number, worker.clone(), incarnation, model);
+        let stream = register(shared, number, worker.clone(), incarnation, model, drafts);
         shared.show(number, false);
         Self { worker, number, stream }
     }
@@ -83,7 +90,11 @@ impl Index {
         let mut fresh = Registry::new(Secret::new());
         part.streams.iter().for_each(|imported| fresh.enter(imported));
         part.show(&mut shared_lock.write(), &by_source(&part.labels));
-        let Part { labels, fences, .. } = part;
+        let Part {
+            labels,
+            fences,
+            streams: part_streams,
+        } = part;
         fresh.labels.extend(labels);
         for (worker, incarnation) in fences {
             self.fence(&mut fresh, worker, incarnation);
@@ -99,6 +110,14 @@ impl Index {
             ended.push(std::mem::replace(&mut *stream, empty));
         }
         let mut old = shared_lock.write();
+        for imported in &part_streams {
+            if let Some(drafts) = registry.drafts.get(&imported.worker.source) {
+                let mut stream = imported.stream.lock();
+                stream.groups.drafts = Some(drafts.clone());
+                stream.use_groups(&mut old);
+            }
+        }
+        fresh.drafts = std::mem::replace(&mut registry.drafts, hashbrown::HashMap::with_hasher(Secret::new()));
         let mut shared = self.shared_lock.write();
         std::mem::swap(&mut *shared, &mut *old);
         // Lookups keep the owner that they know: what it owns changes.
@@ -144,7 +163,8 @@ impl Index {
                 "the index would have more than {MAX_STREAMS} streams; remove workers that are gone"
             ))
         })?;
-        Ok(ImportedStream::join(&mut shared, number, worker, incarnation, model))
+        let drafts = registry.drafts.get(&worker.source).cloned();
+        Ok(ImportedStream::join(&mut shared, number, worker, incarnation, model, drafts))
     }
 
     /// Takes a stream out that was let join and not taken in.

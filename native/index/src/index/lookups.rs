@@ -8,8 +8,11 @@ use parking_lot::{MutexGuard, RwLockReadGuard};
 
 use super::Index;
 use crate::contexts::Context;
+use crate::engine_hash::EngineHash;
+use crate::group_cache::{Found, GroupLookup};
+use crate::groups::Method;
 use crate::keys::{self, Item, Scheme};
-use crate::matching::{Hit, Walk, merge};
+use crate::matching::{Hit, PromptLength, Walk, merge};
 use crate::members::{Member, Model, Names, Worker};
 use crate::overlay::Overlay;
 use crate::placements::LEVELS;
@@ -64,6 +67,8 @@ pub struct Matches {
     pub hits: Vec<Hit>,
     /// Of workers with blocks that might be gone what they certainly hold, where that is less.
     uncertain: Vec<Hit>,
+    /// Streams of which it cannot be known what they hold, not even at most.
+    unknown: Vec<u32>,
     names: Arc<Names>,
 }
 
@@ -78,6 +83,11 @@ impl Matches {
     pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
         let found = self.uncertain.iter().find(|certain| certain.stream == hit.stream);
         found.map_or(hit.tokens, |certain| certain.tokens)
+    }
+
+    /// Whether the worker of a hit certainly holds all of it, on each level, and not more.
+    pub fn is_certain(&self, hit: &Hit) -> bool {
+        self.certain(hit) == hit.tokens && !self.unknown.contains(&hit.stream)
     }
 
     /// Keeps of what workers certainly hold that which is less than what they may hold.
@@ -120,6 +130,16 @@ struct Room {
     /// By scheme. The next prompt probably has the same schemes.
     cuts: Vec<Cut>,
     schemes: Vec<(Scheme, Option<u32>, Option<u32>)>,
+    /// Hashes of the prompt as engines make them.
+    hashed: Vec<HashedPrompt>,
+}
+
+/// A prompt as engines hash it: replicas of one engine have the same hashes.
+#[derive(Debug)]
+struct HashedPrompt {
+    hashing: EngineHash,
+    salt: Option<String>,
+    hashes: Vec<u64>,
 }
 
 thread_local! {
@@ -167,27 +187,44 @@ impl Index {
     /// Hashes are made without the lock, first a few of them, since many prompts are unknown from the start. What the answer says was all
     /// true at one moment: the last look is at every block, of every scheme, and counts if no writer has changed one of them meanwhile.
     pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Matches {
+        self.matched_within(tokens, tokens.len(), scope)
+    }
+
+    /// The same for prefixes of at most `longest` tokens: engines compute the last token of a prompt in any case, though its hashes cover it.
+    pub fn matched_within(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
         let locks = (|| Some(self.view.read()), || Some(self.shared_lock.read()));
-        self.matched_by(tokens, scope, locks).unwrap_or_default()
+        self.matched_by(tokens, longest, scope, locks).unwrap_or_default()
     }
 
     /// The same if no lock has to be waited for.
     pub fn try_matched(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
-        self.matched_by(tokens, scope, (|| self.view.try_read(), || self.shared_lock.try_read()))
+        self.try_matched_within(tokens, tokens.len(), scope)
+    }
+
+    /// `matched_within` if no lock has to be waited for.
+    pub fn try_matched_within(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Option<Matches> {
+        let locks = (|| self.view.try_read(), || self.shared_lock.try_read());
+        self.matched_by(tokens, longest, scope, locks)
     }
 
     fn matched_by<'a>(
         &'a self,
         tokens: &[u32],
+        longest: usize,
         scope: &Scope,
         (view, alone): (
             impl Fn() -> Option<Reading<'a, View>>,
             impl Fn() -> Option<RwLockReadGuard<'a, SharedState>>,
         ),
     ) -> Option<Matches> {
+        let length = PromptLength {
+            tokens: tokens.len(),
+            longest: longest.min(tokens.len()),
+        };
         ROOM.with_borrow_mut(|room| {
             room.cuts.iter_mut().for_each(|cut| cut.begin(cut.scheme));
-            let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
+            room.hashed.clear();
+            let (mut hits, mut certain, mut unknown, mut tries) = (Vec::new(), Vec::new(), Vec::new(), 0);
             loop {
                 for cut in &mut room.cuts {
                     scope.extend(tokens, cut.scheme, cut.wanted, &mut cut.locals);
@@ -214,9 +251,10 @@ impl Index {
                     }
                     if !goes_on {
                         let before = hits.len();
-                        room.walk.hits(&view, cut.scheme, streams, &mut hits);
+                        room.walk.hits(&view, cut.scheme, length, streams, &mut hits);
                         if view.has_doubts {
-                            room.walk.certain_hits(&view, cut.scheme, &hits[before..], &mut certain);
+                            room.walk
+                                .certain_hits(&view, cut.scheme, length, &hits[before..], &mut certain);
                         }
                     }
                 }
@@ -232,6 +270,18 @@ impl Index {
                 if room.cuts.len() > 1 {
                     merge(&mut hits);
                 }
+                let answer = Answer {
+                    hits: &mut hits,
+                    certain: &mut certain,
+                    unknown: &mut unknown,
+                };
+                if let Some(missing) = find_by_hashes(&view, &room.hashed, length.longest, scope, streams, answer) {
+                    drop(view);
+                    let mut hashes = Vec::new();
+                    missing.hashing.hash(tokens, missing.salt.as_deref(), &mut hashes);
+                    room.hashed.push(HashedPrompt { hashes, ..missing });
+                    continue;
+                }
                 let names = view.names.clone();
                 drop(view);
                 for cut in &mut room.cuts {
@@ -241,6 +291,7 @@ impl Index {
                 let mut matches = Matches {
                     hits,
                     uncertain: Vec::new(),
+                    unknown,
                     names,
                 };
                 matches.compare(certain);
@@ -275,9 +326,11 @@ impl Index {
                     room.walk.read_keys(&view, keys, meant, view.contexts.keyed(scheme));
                     if room.walk.is_sound(&view) {
                         let before = hits.len();
-                        room.walk.hits(&view, scheme, streams, &mut hits);
+                        let tokens = keys.len() * scheme.size as usize;
+                        let length = PromptLength { tokens, longest: tokens };
+                        room.walk.hits(&view, scheme, length, streams, &mut hits);
                         if view.has_doubts {
-                            room.walk.certain_hits(&view, scheme, &hits[before..], &mut certain);
+                            room.walk.certain_hits(&view, scheme, length, &hits[before..], &mut certain);
                         }
                     }
                 }
@@ -290,9 +343,15 @@ impl Index {
                 if schemes.len() > 1 {
                     merge(&mut hits);
                 }
+                // Keys are not the hashes that some engines find blocks by.
+                let is_estimate = |hit: &&Hit| lookup_by_hashes(&view, hit.stream).is_some();
+                let doubted: Vec<Hit> = hits.iter().filter(is_estimate).map(|&hit| uncertain(hit)).collect();
+                certain.retain(|hit| lookup_by_hashes(&view, hit.stream).is_none());
+                certain.extend(doubted);
                 let mut matches = Matches {
                     hits,
                     uncertain: Vec::new(),
+                    unknown: Vec::new(),
                     names: view.names.clone(),
                 };
                 matches.compare(certain);
@@ -391,4 +450,100 @@ impl Index {
         };
         schemes.into_iter().map(keys).collect()
     }
+}
+
+/// How a stream is searched, if that is by the hashes of its engine.
+fn lookup_by_hashes(view: &View, stream: u32) -> Option<&GroupLookup> {
+    let lookup = view.members[stream as usize].as_ref()?.lookup.as_deref()?;
+    (lookup.groups.method() == Method::Hashes).then_some(lookup)
+}
+
+/// A hit of which nothing is certain.
+fn uncertain(hit: Hit) -> Hit {
+    Hit {
+        tokens: [0; LEVELS],
+        ..hit
+    }
+}
+
+/// What a lookup has found.
+struct Answer<'a> {
+    hits: &'a mut Vec<Hit>,
+    certain: &'a mut Vec<Hit>,
+    unknown: &'a mut Vec<u32>,
+}
+
+/// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be made, the hit is what
+/// the engine finds at most, of which nothing is certain. Returns how a prompt is to be hashed first, if it has not been.
+fn find_by_hashes(
+    view: &View,
+    hashed: &[HashedPrompt],
+    longest: usize,
+    scope: &Scope,
+    streams: &[u64],
+    answer: Answer<'_>,
+) -> Option<HashedPrompt> {
+    let Answer { hits, certain, unknown } = answer;
+    unknown.clear();
+    for (at, ((&streams, &hybrid), &visible)) in streams.iter().zip(&view.hybrid).zip(&view.visible).enumerate() {
+        let mut bits = streams & hybrid & visible;
+        while bits != 0 {
+            let stream = (at << 6) as u32 + bits.trailing_zeros();
+            bits &= bits - 1;
+            let Some(lookup) = lookup_by_hashes(view, stream) else {
+                continue;
+            };
+            let Some(cache) = &lookup.cache else { continue };
+            // A writer has it for some blocks at a time, without the interpreter lock.
+            let cache = cache.read();
+            let salt = match scope.salt {
+                0 => Some(None),
+                part => cache.salt(part).map(Some),
+            };
+            let has_full = lookup.groups.has_full();
+            let is_plain = scope.lora == 0 && scope.items.is_empty();
+            let found = match (lookup.groups.hashing.as_ref().filter(|_| is_plain), salt) {
+                (Some(hashing), Some(salt)) => {
+                    let same = |known: &&HashedPrompt| known.hashing == *hashing && known.salt.as_deref() == salt;
+                    let Some(prompt) = hashed.iter().find(same) else {
+                        return Some(HashedPrompt {
+                            hashing: hashing.clone(),
+                            salt: salt.map(str::to_owned),
+                            hashes: Vec::new(),
+                        });
+                    };
+                    Some(cache.find(&lookup.groups, &prompt.hashes, longest))
+                }
+                // The engine has announced no prompt with this salt, or none with a LoRA or an item. Without full attention it need not announce the
+                // first blocks of a prompt.
+                (Some(_), None) if has_full && !cache.misses_salts() => Some(Found::default()),
+                _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
+                _ => None,
+            };
+            certain.retain(|hit| hit.stream != stream);
+            let known = hits.iter().position(|hit| hit.stream == stream);
+            let (known, is_known) = (known.map(|at| hits.swap_remove(at).tokens), found.is_some());
+            let found = found.unwrap_or_else(|| {
+                let partial = lookup
+                    .groups
+                    .full_size()
+                    .map_or(0, |_| lookup.groups.partial_tokens() as usize);
+                let most = |tokens: u32| (tokens as usize + partial).min(longest) as u32;
+                Found {
+                    tokens: known.unwrap_or_default().map(most),
+                    certain: [0; LEVELS],
+                }
+            });
+            if !is_known && lookup.groups.full_size().is_none() && lookup.groups.hashing.is_some() {
+                unknown.push(stream);
+            }
+            if found.tokens[LEVELS - 1] > 0 || unknown.last() == Some(&stream) {
+                let tokens = found.tokens;
+                hits.push(Hit { stream, tokens });
+                let tokens = found.certain;
+                certain.push(Hit { stream, tokens });
+            }
+        }
+    }
+    None
 }

@@ -45,12 +45,15 @@ pub(super) fn register(
     worker: Arc<Worker>,
     incarnation: i64,
     model: Option<String>,
+    drafts: Option<Arc<[i64]>>,
 ) -> Arc<Mutex<Stream>> {
-    let stream = Arc::new(Mutex::new(Stream::new(number, incarnation)));
+    let mut stream = Stream::new(number, incarnation);
+    stream.groups.drafts = drafts;
+    let stream = Arc::new(Mutex::new(stream));
     let member = Member {
         worker,
         model,
-        hybrid: None,
+        lookup: None,
         schemes: Vec::new(),
         blocks: AtomicUsize::new(0),
         doubts: BTreeSet::new(),
@@ -67,6 +70,8 @@ pub(super) struct Registry {
     fenced: VecDeque<Worker>,
     /// Models by source.
     pub(super) labels: HashMap<String, String, Secret>,
+    /// Groups of draft models by source.
+    pub(super) drafts: HashMap<String, Arc<[i64]>, Secret>,
 }
 
 impl Registry {
@@ -76,6 +81,7 @@ impl Registry {
             fences: HashMap::with_hasher(secret),
             fenced: VecDeque::new(),
             labels: HashMap::with_hasher(secret),
+            drafts: HashMap::with_hasher(secret),
         }
     }
 
@@ -117,7 +123,8 @@ impl Index {
         let mut writer = self.shared_lock.write();
         let number = writer.vacancy().ok_or(Outcome::Full)?;
         let model = registry.labels.get(source).cloned();
-        let stream = register(&mut writer, number, worker, incarnation, model);
+        let drafts = registry.drafts.get(source).cloned();
+        let stream = register(&mut writer, number, worker, incarnation, model, drafts);
         drop(writer);
         registry
             .streams
@@ -137,6 +144,33 @@ impl Index {
         // Streams are not locked here, since they might be busy while the registry is locked.
         let model_of = |other: &str| (other == source).then(|| model.map(str::to_owned));
         self.shared_lock.write().relabel(model_of);
+    }
+
+    /// Sets the groups of a source's engine that belong to a draft model (EAGLE, MTP): of a hit in these the engine computes the last block again.
+    /// An empty list stands for all groups, None for an engine without a draft model. Holds for all ranks, also those that come later.
+    pub fn set_drafts(&self, source: &str, groups: Option<Vec<i64>>) {
+        let groups: Option<Arc<[i64]>> = groups.map(Into::into);
+        let mut registry = self.registry.write();
+        match &groups {
+            Some(groups) => registry.drafts.insert(source.into(), groups.clone()),
+            None => registry.drafts.remove(source),
+        };
+        let streams: Vec<_> = registry
+            .streams
+            .get(source)
+            .into_iter()
+            .flatten()
+            .map(|rank| rank.stream.clone())
+            .collect();
+        drop(registry);
+        for stream in streams {
+            let mut stream = stream.lock();
+            if stream.gone {
+                continue;
+            }
+            stream.groups.drafts = groups.clone();
+            stream.use_groups(&mut self.shared_lock.write());
+        }
     }
 
     /// All labels.

@@ -38,6 +38,8 @@ pub struct Info {
     pub attested: Option<bool>,
     /// Tokens per block, as its present incarnation has announced them.
     pub sizes: Vec<u32>,
+    /// Why answers for its prompts are estimates; None if they are not.
+    pub estimate: Option<&'static str>,
     /// Blocks by tier; a block counts on each that holds it.
     pub tiers: BTreeMap<String, usize>,
     /// Counters of errors.
@@ -100,6 +102,7 @@ impl Index {
             uncertain: stream.uncertain(),
             attested: stream.attested,
             sizes: stream.sizes(),
+            estimate: stream.groups.estimate(stream.sizes().len()),
             tiers: self.tiers(&stream),
             counters: stream.counters.clone(),
         })

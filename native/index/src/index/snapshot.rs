@@ -15,7 +15,7 @@
 //!
 //! ```text
 //! PLANE    tier, locality?, ownership?, group          placements are numbered as they come
-//! STREAM   source, rank, incarnation, last number, whether it attests, sums of groups of unknown kinds, rules; then, up to DONE, what belongs to it:
+//! STREAM   source, rank, incarnation, last number, whether it attests, sums of groups of unknown kinds, whether there are salts that it misses, groups, hashing?, lookahead, salts; then, up to DONE, what belongs to it:
 //!   CONTEXT  block size, eagle, lora, salt             numbered as they come, from 0 again after 2^16
 //!   RUN      how many, u16; which kind; context; its placements, each with the least and the most copies; then hash and word of every block
 //!   SEVERAL  hash, key, context                        of hashes with several blocks all, the oldest first
@@ -58,6 +58,7 @@ const REST: u8 = 2;
 /// Contexts that a stream's part of a file can refer to at one moment.
 const MAX_CONTEXTS: usize = 1 << 16;
 
-const DENSE: u8 = 0;
-const WINDOW: u8 = 1;
-const UNKNOWN: u8 = 2;
+/// Kinds of groups; smaller numbers are those of full attention.
+const UNKNOWN_GROUP: u8 = 253;
+const WINDOW_GROUP: u8 = 254;
+const STATE_GROUP: u8 = 255;

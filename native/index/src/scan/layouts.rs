@@ -87,7 +87,7 @@ pub(super) fn field(name: &str) -> Result<Field, String> {
         "ownership" => Field::Ownership,
         "cache_salt" => Field::CacheSalt,
         "session_id" => Field::IgnoredText,
-        "lookahead_token_ids" => Field::IgnoredIntLists,
+        "lookahead_token_ids" => Field::Lookahead,
         "block_keys" => Field::BlockKeys,
         "origin" => Field::Origin,
         "skipped_parent_block_hash" => Field::IgnoredInt,

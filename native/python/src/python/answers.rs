@@ -15,6 +15,7 @@ pub(super) struct WorkerMatch {
     worker: Worker,
     tokens: [u32; LEVELS],
     certain: [u32; LEVELS],
+    is_certain: bool,
 }
 
 impl WorkerMatch {
@@ -23,6 +24,7 @@ impl WorkerMatch {
             worker: found.worker(hit).clone(),
             tokens: hit.tokens,
             certain: found.certain(hit),
+            is_certain: found.is_certain(hit),
         }
     }
 }
@@ -56,9 +58,12 @@ impl WorkerMatch {
     }
 
     /// Whether it certainly holds all that this says, on each tier.
+    ///
+    /// If not, `tokens` are the most that it can hold, or 0 where not even that is known: for models without full attention, or with full attention of
+    /// several block sizes, whose hashes of the prompt are not known.
     #[getter]
     fn is_certain(&self) -> bool {
-        self.certain == self.tokens
+        self.is_certain
     }
 
     /// Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and goes on in host memory.
@@ -131,7 +136,7 @@ impl Match {
         for hit in &self.found.hits {
             let ([gpu, cpu, disk, all], worker) = (hit.tokens, self.found.worker(hit));
             let certain = self.found.certain(hit);
-            let is_certain = certain == hit.tokens;
+            let is_certain = self.found.is_certain(hit);
             rows.append((
                 &worker.source,
                 worker.rank,

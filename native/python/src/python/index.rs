@@ -144,15 +144,15 @@ impl NativeIndex {
     }
 
     /// Matches one prompt. It waits for no lock with the GIL held, and copies memory that other threads could change without it.
-    fn matched(&self, py: Python<'_>, tokens: &Tokens, scope: &Scope) -> PyResult<Matches> {
+    fn matched(&self, py: Python<'_>, tokens: &Tokens, longest: usize, scope: &Scope) -> PyResult<Matches> {
         let index = self.whole(py)?;
         if tokens.len() < MANY_TOKENS
-            && let Some(found) = index.try_matched(tokens.slice(), scope)
+            && let Some(found) = index.try_matched_within(tokens.slice(), longest, scope)
         {
             return Ok(found);
         }
         let copy = tokens.copied(&mut Turns::new(py))?;
-        Ok(py.detach(|| index.matched(&copy, scope)))
+        Ok(py.detach(|| index.matched_within(&copy, longest, scope)))
     }
 
     /// Applies a payload. It waits for no lock with the GIL held.
@@ -383,21 +383,24 @@ impl NativeIndex {
     /// With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or `OverflowError` for
     /// invalid token ids.
     ///
-    /// vLLM always recomputes the last token of a prompt: `match(tokens[:-1])` returns what it will find cached.
-    #[pyo3(name = "match", signature = (tokens, namespace=None, *, overlay=false))]
+    /// vLLM always recomputes the last token of a prompt: `match(tokens, max_tokens=len(tokens) - 1)` returns what it will find cached. No answer is
+    /// longer than `max_tokens`, but the tokens behind can decide it if an engine looks ahead (EAGLE, MTP).
+    #[pyo3(name = "match", signature = (tokens, namespace=None, *, overlay=false, max_tokens=None))]
     fn match_(
         slf: &Bound<'_, Self>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&Bound<'_, PyAny>>,
         overlay: bool,
+        max_tokens: Option<usize>,
     ) -> PyResult<Match> {
         let (py, this) = (slf.py(), slf.get());
         let given = tokens_of(tokens, &mut Turns::new(py))?;
         let scope = scope_of(namespace)?;
-        let mut found = this.matched(py, &given, &scope)?;
+        let longest = max_tokens.unwrap_or(usize::MAX).min(given.len());
+        let mut found = this.matched(py, &given, longest, &scope)?;
         if overlay {
             let (index, now, tokens) = (this.index(py)?, Self::now(slf)?, given.copied(&mut Turns::new(py))?);
-            py.detach(|| index.believed(&tokens, &scope, now, &mut found));
+            py.detach(|| index.believed(&tokens[..longest], &scope, now, &mut found));
         }
         Ok(Match { found })
     }
@@ -457,6 +460,11 @@ impl NativeIndex {
         let index = self.index(py)?;
         py.detach(|| index.label(source, model));
         Ok(())
+    }
+
+    fn _set_drafts(&self, py: Python<'_>, source: &str, groups: Option<Vec<i64>>) -> PyResult<()> {
+        let index = self.index(py)?;
+        caught(index, || py.detach(|| index.set_drafts(source, groups)))
     }
 
     fn _remove(&self, py: Python<'_>, source: &str, rank: Option<i64>) -> PyResult<usize> {
@@ -596,6 +604,7 @@ fn plain(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
     plain.set_item("uncertain", info.uncertain)?;
     plain.set_item("attested", info.attested)?;
     plain.set_item("block_sizes", info.sizes)?;
+    plain.set_item("estimate", info.estimate)?;
     plain.set_item("tiers", info.tiers)?;
     Ok(plain)
 }

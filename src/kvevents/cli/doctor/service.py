@@ -225,7 +225,7 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.BLOCK_SIZE: "register it with its block size, or without one",
     Reason.ORPHANS_DROPPED: _INDEX,
     Reason.SET_ASIDE: _INDEX,
-    Reason.MIXED_BLOCK_SIZES: "none is needed: the index estimates matches of this model (docs/concepts/prefix-match.md)",
+    Reason.ESTIMATED: "none is needed: the index estimates matches of this model (docs/concepts/prefix-match.md)",
     Reason.FAILED: "restart the service, and report the traceback in its log",
     Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
     Reason.NO_REPLICA: (
@@ -329,7 +329,7 @@ def check_block_sizes(sources: Sequence[SourceView]) -> Finding | None:
     if not sizes:
         return None
     declared = [source for source in sources if source.block_sizes and source.declared_block_size is not None]
-    wrong = [source for source in declared if set(source.block_sizes) != {source.declared_block_size}]
+    wrong = [source for source in declared if source.declared_block_size not in source.block_sizes]
     if not wrong:
         text = "as registered" if declared else "none is registered"
         return ok("blocks", f"blocks of {' and '.join(map(str, sizes))} tokens, {text}")

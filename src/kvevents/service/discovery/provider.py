@@ -232,6 +232,9 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
     is not EXACT."""
+    drafts: tuple[int, ...] | None = None
+    """KV cache groups of its draft model (EAGLE, MTP), of which the engine computes the last block of a hit again; an empty
+    list means all groups. None, the default, means no draft model: events do not say whether there is one."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -277,6 +280,7 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
             bind=self.bind,
             curve=self.curve,
             stores_only=self.stores_only,
+            drafts=self.drafts,
             load=load,
         )
 

@@ -84,6 +84,8 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     type: str | None = None
     stores_only: Annotated[list[str], Meta(max_length=MAX_TIERS)] = []
     """Tiers from which the engine announces no removals, such as `cpu`; no field of the original APIs."""
+    drafts: Annotated[list[int], Meta(max_length=MAX_TIERS)] | None = None
+    """KV cache groups of its draft model (EAGLE, MTP), `[]` for all; no field of the original APIs."""
     load: str | None = None
     """Where the load is read: `tcp://HOST:PORT` of SGLang's load stream, or `http://HOST:PORT` of a server with metrics; no
     field of the original APIs."""
@@ -205,6 +207,7 @@ def _registration(body: RegisterRequest) -> Registration:
             lora_name=scope.lora,
             salt=scope.salt,
             stores_only=tuple(body.stores_only),
+            drafts=None if body.drafts is None else tuple(body.drafts),
             load=body.load or None,
         )
     except ConfigError as error:

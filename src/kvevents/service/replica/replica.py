@@ -232,6 +232,7 @@ class Replica:
                 continue
             if registration.key == key:
                 build.index.set_model(key[0], registration.scope.name)
+                build.index.set_drafts(key[0], registration.drafts)
                 found.append(registration)
         return found, served
 

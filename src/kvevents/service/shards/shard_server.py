@@ -37,6 +37,8 @@ class ShardQuery(ScopedRequest, frozen=True, kw_only=True):
     keys: Annotated[list[list[BlockKey]], Meta(max_length=1024)] = field(default_factory=list)
     local: bool = False
     """Whether each key is the hash of its block alone; otherwise keys are rolling."""
+    whole_prompt: bool = False
+    """Whether the last token of a prompt counts, which engines recompute."""
 
 
 class ShardMatch(Struct, frozen=True, array_like=True):
@@ -151,7 +153,10 @@ class ShardServer:
     def rows(self, question: ShardQuery, partitions: Collection[int], prompts: list[Any]) -> Rows:
         """Return the matches in some partitions. Raises `NotFoundError` for a model that no engine of this replica serves."""
         scope = scope_of(question)
-        found = [self.fleet.match(scope, tokens, mm=question.mm, expected=question.expected) for tokens in prompts]
+        found = [
+            self.fleet.match(scope, tokens, mm=question.mm, expected=question.expected, whole_prompt=question.whole_prompt)
+            for tokens in prompts
+        ]
         found += [self.fleet.match_keys(scope, keys, local=question.local) for keys in question.keys]
         return [[row for row in rows if self.partition_of(row.member) in partitions] for rows in found]
 

@@ -11,6 +11,9 @@ use parking_lot::MutexGuard;
 
 use crate::contexts::Context;
 use crate::copies::Copies;
+use crate::engine_hash::EngineHash;
+use crate::group_cache::MAX_SALTS;
+use crate::groups::{FULL_KINDS, GroupKind};
 use crate::holder_sets::MAX_STREAMS;
 use crate::index::{ImportedStream, Index, Part};
 use crate::keys::{self, Scheme};
@@ -18,7 +21,7 @@ use crate::limits::Limits;
 use crate::members::Worker;
 use crate::page_pool;
 use crate::pending::{Content, Waiting};
-use crate::placements::{MAX_PLACEMENTS, Placement, Rule};
+use crate::placements::{MAX_PLACEMENTS, Placement};
 use crate::shared::{Block, SharedState};
 use crate::stream::Stream;
 use crate::table::Stage;
@@ -26,7 +29,8 @@ use crate::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 use super::frames::{Failure, FrameReader, bad};
 use super::{
-    CHAIN, CONTEXT, DENSE, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW,
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STATE_GROUP, STREAM, UNKNOWN_GROUP,
+    WAITING, WINDOW_GROUP,
 };
 
 /// Blocks that are read, and then placed while the shared part is locked: about a tenth of a millisecond, in which readers are let in.
@@ -166,15 +170,15 @@ impl<'a, R: Read> Restoring<'a, R> {
         stream.put_attested(has_attested, unkept);
         self.placements.iter_mut().for_each(|(_, number)| *number = None);
         self.room = RunRoom::default();
-        for _ in 0..self.from.count()? {
-            let rule = self.rule()?;
-            stream.rules.0.push(rule);
-        }
+        let salts = self.groups(&mut stream)?;
         let blocks = self.blocks(&mut stream);
         self.release_contexts();
         blocks?;
         let mut shared = self.shared_lock.write();
-        shared.rule(imported.number, stream.rules.hybrid());
+        stream.use_groups(&mut shared);
+        if let Some(cache) = &stream.group_cache {
+            cache.write().resume(salts);
+        }
         if let Some(member) = &shared.view.members[imported.number as usize] {
             member.blocks.store(stream.blocks, Ordering::Relaxed);
         }
@@ -190,18 +194,47 @@ impl<'a, R: Read> Restoring<'a, R> {
         if number >= MAX_STREAMS {
             return Err(bad(format!("it has more than {MAX_STREAMS} streams")));
         }
-        Ok(ImportedStream::join(&mut shared, number as u32, worker, incarnation, None))
+        Ok(ImportedStream::join(
+            &mut shared,
+            number as u32,
+            worker,
+            incarnation,
+            None,
+            None,
+        ))
     }
 
-    fn rule(&mut self) -> Result<(i64, Rule), Failure> {
-        let group = self.from.signed()?;
-        let rule = match self.from.byte()? {
-            DENSE => Rule::Dense,
-            WINDOW => Rule::Window(self.from.below(1 << 32, "window of")? as u32),
-            UNKNOWN => Rule::Unknown,
-            other => return Err(bad(format!("unknown matching rule {other}"))),
+    /// The groups of a stream's engine, and how it hashes prompts. Returns its salts.
+    fn groups(&mut self, stream: &mut Stream) -> Result<Vec<(u64, String)>, Failure> {
+        stream.misses_salts = self.from.byte()? != 0;
+        for _ in 0..self.from.below(self.limits.groups as u64 + 1, "number of groups")? {
+            let group = self.from.signed()?;
+            let kind = match self.from.byte()? {
+                UNKNOWN_GROUP => GroupKind::Unknown,
+                STATE_GROUP => GroupKind::State,
+                WINDOW_GROUP => GroupKind::Window(self.from.below(1 << 32, "window of")? as u32),
+                full if full < FULL_KINDS => GroupKind::Full(full),
+                other => return Err(bad(format!("unknown kind of group {other}"))),
+            };
+            let size = self.from.below(1 << 32, "block of")? as u32;
+            if (size == 0 && kind != GroupKind::Unknown) || kind == GroupKind::Window(0) {
+                return Err(bad("a group has blocks or a window of no tokens"));
+            }
+            stream.groups.learn(group, kind, size);
+        }
+        let parts = self
+            .from
+            .option(|from| Ok([from.count()?, from.count()?, from.count()?, from.count()?]))?;
+        stream.groups.hashing = match parts {
+            Some(parts) => Some(EngineHash::of_parts(parts).ok_or_else(|| bad("an engine hashes prompts in no known way"))?),
+            None => None,
         };
-        Ok((group, rule))
+        stream.groups.has_lookahead = self.from.byte()? != 0;
+        let mut salts = Vec::new();
+        for _ in 0..self.from.below(MAX_SALTS as u64 + 1, "number of salts")? {
+            salts.push((self.from.fixed()?, self.from.text()?));
+        }
+        Ok(salts)
     }
 
     /// Restores the items of a stream.

@@ -8,16 +8,19 @@ use std::io::{self, Write};
 use std::iter::Peekable;
 
 use crate::copies::Copies;
+use crate::engine_hash::EngineHash;
+use crate::groups::GroupKind;
 use crate::index::Index;
 use crate::members::Worker;
 use crate::pending::Waiting;
-use crate::placements::{Placement, Rule};
+use crate::placements::Placement;
 use crate::shared::SharedState;
 use crate::stream::Stream;
 
 use super::frames::FrameWriter;
 use super::{
-    CHAIN, CONTEXT, DENSE, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STREAM, UNKNOWN, WAITING, WINDOW,
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, PLANE, REST, RUN, SEVERAL, STATE_GROUP, STREAM, UNKNOWN_GROUP,
+    WAITING, WINDOW_GROUP,
 };
 
 /// Bytes for which the shared part is locked at once: some 4,000 blocks.
@@ -118,18 +121,7 @@ impl<W: Write> Saving<'_, W> {
             self.out.signed(group);
             self.out.fixed(sum);
         }
-        self.out.count(stream.rules.0.len() as u64);
-        for &(group, rule) in &stream.rules.0 {
-            self.out.signed(group);
-            match rule {
-                Rule::Dense => self.out.byte(DENSE),
-                Rule::Unknown => self.out.byte(UNKNOWN),
-                Rule::Window(blocks) => {
-                    self.out.byte(WINDOW);
-                    self.out.count(blocks.into());
-                }
-            }
-        }
+        self.groups(stream);
         self.blocks(stream)?;
         self.several(stream)?;
         for waiting in stream.waiting.iter() {
@@ -140,6 +132,36 @@ impl<W: Write> Saving<'_, W> {
         self.out.fixed(stream.digest as u64);
         self.out.fixed((stream.digest >> 64) as u64);
         self.out.drain()
+    }
+
+    /// The groups of a stream's engine, and how it hashes prompts.
+    fn groups(&mut self, stream: &Stream) {
+        let (groups, cache) = (&stream.groups, stream.group_cache.as_ref().map(|cache| cache.read()));
+        self.out.byte(stream.misses_salts.into());
+        self.out.count(groups.all().len() as u64);
+        for group in groups.all() {
+            self.out.signed(group.number);
+            match group.kind {
+                GroupKind::Full(number) => self.out.byte(number),
+                GroupKind::Unknown => self.out.byte(UNKNOWN_GROUP),
+                GroupKind::State => self.out.byte(STATE_GROUP),
+                GroupKind::Window(tokens) => {
+                    self.out.byte(WINDOW_GROUP);
+                    self.out.count(tokens.into());
+                }
+            }
+            self.out.count(group.size.into());
+        }
+        self.out.option(groups.hashing.as_ref().map(EngineHash::parts), |out, parts| {
+            parts.into_iter().for_each(|part| out.count(part));
+        });
+        self.out.byte(groups.has_lookahead.into());
+        let salts: Vec<_> = cache.iter().flat_map(|cache| cache.salts()).collect();
+        self.out.count(salts.len() as u64);
+        for (part, salt) in salts {
+            self.out.fixed(part);
+            self.out.text(salt);
+        }
     }
 
     /// Puts placements of a stream into the file that are not in it yet.

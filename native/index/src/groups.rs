@@ -1,0 +1,223 @@
+//! KV cache groups of an engine: how each of them counts towards a prefix, and how the index looks prompts up for such an engine.
+
+use std::sync::Arc;
+
+use crate::engine_hash::EngineHash;
+
+/// The blocks of a prefix that a group needs. vLLM 0.33.0: the finders of `v1/core/single_type_kv_cache_manager.py`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupKind {
+    /// All: full attention, MLA, and full attention with a sink, told apart by a number.
+    Full(u8),
+    /// Those that cover the last so many tokens, less one.
+    Window(u32),
+    /// The last one, which holds the state behind its last token (Mamba).
+    State,
+    /// Unknown; its blocks give no credit. vLLM's chunked local attention is one: its events do not have the length of a chunk.
+    Unknown,
+}
+
+/// Numbers of the kinds of full attention.
+pub const FULL_KINDS: u8 = 3;
+
+impl GroupKind {
+    /// The kind that a store states (`kv_cache_spec_kind`), with the window that it states. None without a valid window where one is needed.
+    pub fn of(kind: Option<&str>, window: Option<i64>) -> Option<Self> {
+        Some(match kind {
+            None | Some("full_attention") => Self::Full(0),
+            Some("mla_attention") => Self::Full(1),
+            Some("sink_full_attention") => Self::Full(2),
+            Some("sliding_window" | "sliding_window_mla") => {
+                let window = window.and_then(|window| u32::try_from(window).ok());
+                Self::Window(window.filter(|&window| window > 0)?)
+            }
+            Some("mamba") => Self::State,
+            Some(_) => Self::Unknown,
+        })
+    }
+
+    /// Whether every block of a prefix is needed.
+    pub fn is_full(self) -> bool {
+        matches!(self, Self::Full(_))
+    }
+}
+
+/// One KV cache group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// Its number in events.
+    pub number: i64,
+    /// The blocks that it needs.
+    pub kind: GroupKind,
+    /// Tokens of a block; 0 if its kind is unknown.
+    pub size: u32,
+}
+
+/// How prompts are looked up for an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// It has one group, which needs every block of a prefix: many engines at once, by bitmaps.
+    Bitmaps,
+    /// Every group has its blocks at ends of blocks of full attention, so the records of these have all that is needed.
+    Records,
+    /// By the engine's own hashes of the prompt (`crate::group_cache`).
+    Hashes,
+}
+
+/// The groups of one engine, by number, and what else decides how it looks prompts up.
+#[derive(Clone, Debug, Default)]
+pub struct Groups {
+    groups: Vec<Group>,
+    /// How it hashes prompts, once that is known.
+    pub hashing: Option<EngineHash>,
+    /// Whether its hashes cover tokens behind their blocks.
+    pub has_lookahead: bool,
+    /// Whether it has stored blocks whose hashes cover what no event says: a LoRA's path, or where multimodal items begin.
+    pub has_unknown_inputs: bool,
+    /// Groups of its draft model (EAGLE, MTP), of which it computes the last block of a hit again; none of them stands for all groups. None
+    /// without a draft model.
+    pub drafts: Option<Arc<[i64]>>,
+}
+
+impl Groups {
+    /// All groups, in the order of their numbers.
+    pub fn all(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// The kind of a group.
+    pub fn kind(&self, number: i64) -> Option<GroupKind> {
+        let found = self.groups.iter().find(|group| group.number == number);
+        found.map(|group| group.kind)
+    }
+
+    /// Learns a group from a store. Returns whether anything is new.
+    #[inline]
+    pub fn learn(&mut self, number: i64, kind: GroupKind, size: u32) -> bool {
+        match self.groups.iter_mut().find(|group| group.number == number) {
+            // Entries inside a block (`cache_partial_block`) have the size of their last hash unit.
+            Some(group) if group.kind == kind && group.size >= size => return false,
+            Some(group) => (group.kind, group.size) = (kind, size.max(group.size)),
+            None => {
+                self.groups.push(Group { number, kind, size });
+                self.groups.sort_by_key(|group| group.number);
+            }
+        }
+        true
+    }
+
+    /// Forgets what stores have shown.
+    pub fn forget(&mut self) {
+        *self = Self {
+            drafts: self.drafts.take(),
+            ..Self::default()
+        };
+    }
+
+    /// Whether the last block of a hit of a group is computed again. Hashes that cover the tokens behind leave nothing to compute again.
+    pub fn is_draft(&self, number: i64) -> bool {
+        let drafts = self.drafts.as_deref().filter(|_| !self.has_lookahead);
+        drafts.is_some_and(|drafts| drafts.is_empty() || drafts.contains(&number))
+    }
+
+    /// Groups that lookups search.
+    pub fn known(&self) -> impl Iterator<Item = &Group> {
+        self.groups.iter().filter(|group| group.kind != GroupKind::Unknown)
+    }
+
+    /// Tokens of a block of full attention; None if there are no such groups, or their sizes differ.
+    pub fn full_size(&self) -> Option<u32> {
+        match self.full_sizes()[..] {
+            [size] => Some(size),
+            _ => None,
+        }
+    }
+
+    /// The sizes of blocks of full attention.
+    pub fn full_sizes(&self) -> Vec<u32> {
+        let mut sizes: Vec<u32> = self
+            .known()
+            .filter(|group| group.kind.is_full())
+            .map(|group| group.size)
+            .collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        sizes
+    }
+
+    /// Tokens from one hash to the next. Without a known hashing the size of a block of full attention stands for it.
+    pub fn unit(&self) -> u32 {
+        let sizes = || self.known().map(|group| group.size).min();
+        let known = self.hashing.as_ref().map(|hashing| hashing.unit);
+        known.or_else(|| self.full_size()).or_else(sizes).unwrap_or(1)
+    }
+
+    /// Whether a group needs every block of a prefix. Only stores of these have all blocks with their tokens.
+    pub fn has_full(&self) -> bool {
+        self.known().any(|group| group.kind.is_full())
+    }
+
+    /// Whether a hit can end inside of a block, at any hash unit.
+    pub fn are_fine(&self) -> bool {
+        let unit = self.unit();
+        let is_fine = |group: &Group| !matches!(group.kind, GroupKind::Window(_)) || group.size == unit;
+        self.known().any(|group| group.kind == GroupKind::State && group.size > unit) && self.known().all(is_fine)
+    }
+
+    /// Tokens that a hit can have beyond the blocks of full attention that are held.
+    pub fn partial_tokens(&self) -> u32 {
+        let sizes = self.known().filter(|group| group.kind.is_full()).map(|group| group.size);
+        let largest = sizes.max().filter(|_| self.are_fine());
+        largest.map_or(0, |size| size.saturating_sub(self.unit()))
+    }
+
+    /// Whether lookups need blocks of windows that end behind all blocks of full attention that are held: a draft model's window is searched one block
+    /// further than the hit.
+    fn looks_ahead(&self) -> bool {
+        let has_draft =
+            |is_full: bool| (self.known()).any(|group| group.kind.is_full() == is_full && self.is_draft(group.number));
+        has_draft(false) && !has_draft(true)
+    }
+
+    fn has_states(&self) -> bool {
+        self.known().any(|group| group.kind == GroupKind::State)
+    }
+
+    /// How its prompts are looked up.
+    pub fn method(&self) -> Method {
+        let mut known = self.known();
+        let (first, second) = (known.next(), known.next());
+        match (first, second) {
+            (None, _) => return Method::Bitmaps,
+            _ if self.has_lookahead => return Method::Hashes,
+            (Some(group), None) if group.kind.is_full() && self.drafts.is_none() => return Method::Bitmaps,
+            _ => {}
+        }
+        // A hit can end at every hash unit only if there are states.
+        let is_multiple = |size: u32| self.known().all(|group| group.size.is_multiple_of(size));
+        match self.full_size() {
+            Some(size) if is_multiple(size) && !(self.has_states() && self.unit() < size) && !self.looks_ahead() => {
+                Method::Records
+            }
+            _ => Method::Hashes,
+        }
+    }
+
+    /// Whether how the engine hashes prompts has to be found out.
+    pub fn needs_hashing(&self) -> bool {
+        self.hashing.is_none() && (self.has_states() || self.method() == Method::Hashes)
+    }
+
+    /// Why answers for its prompts are estimates; None if they are not. `sizes` are the block sizes of stores with tokens.
+    pub fn estimate(&self, sizes: usize) -> Option<&'static str> {
+        if self.groups.iter().any(|group| group.kind == GroupKind::Unknown) {
+            Some("unknown-kind")
+        } else if self.needs_hashing() {
+            Some("unknown-hashing")
+        } else if sizes > 1 && self.method() != Method::Hashes {
+            Some("several-block-sizes")
+        } else {
+            None
+        }
+    }
+}
