@@ -1,8 +1,9 @@
 """Compacted history against full history: what late consumers hold, how certain of it they are, and whether they agree with
 an attestation.
 
-Streams are arbitrary: stores and removals in a group with full attention, one with a sliding window and one of a kind that
-the index does not know, on two tiers, with and without an origin, with twins (blocks that share a hash) and clears.
+Streams are arbitrary: stores and removals in a group with full attention, one with a sliding window, one of states (Mamba) and
+one of a kind that the index does not know, on two tiers, with and without an origin, with twins (blocks that share a hash)
+and clears.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ WORKER: Final = ("engine", 0)
 SIZE: Final = 4
 FULL: Final[dict[str, Any]] = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 WINDOW: Final[dict[str, Any]] = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
-STATE: Final[dict[str, Any]] = {"group_idx": 2, "kv_cache_spec_kind": "mamba"}
-GROUPS: Final = (FULL, FULL, WINDOW, WINDOW, STATE)
+UNKNOWN: Final[dict[str, Any]] = {"group_idx": 2, "kv_cache_spec_kind": "chunked_local_attention"}
+STATE: Final[dict[str, Any]] = {"group_idx": 3, "kv_cache_spec_kind": "mamba"}
+GROUPS: Final = (FULL, FULL, WINDOW, WINDOW, STATE, UNKNOWN)
 LENGTH: Final = 5
 """Blocks of a prompt."""
 
@@ -69,11 +71,11 @@ def events(prompts: int) -> st.SearchStrategy[KVEvent]:
     removals = st.builds(
         lambda blocks, group, medium, left: removed(blocks[0], blocks[1], group, medium, left),
         ranges(),
-        st.integers(0, 2),
+        st.integers(0, 3),
         media,
         left,
     )
-    scopes = st.sampled_from(({"medium": "GPU"}, {"medium": "CPU"}, {"group_idx": 1}, {"group_idx": 2}, None))
+    scopes = st.sampled_from(({"medium": "GPU"}, {"medium": "CPU"}, {"group_idx": 1}, {"group_idx": 2}, {"group_idx": 3}, None))
     clears = st.builds(AllBlocksCleared, unknown_fields=scopes)
     return st.one_of(stores(prompts), stores(prompts), stores(prompts), removals, removals, removals, clears)
 
@@ -111,7 +113,7 @@ class Consumer:
         return report.attestation_matches
 
 
-class States:
+class UnknownGroup:
     """Copies of blocks of the group of an unknown kind, on the device: no index shows them."""
 
     def __init__(self) -> None:
@@ -154,7 +156,7 @@ def late_consumer(compactor: Compactor) -> Consumer | None:
 
 def check(batches: list[list[KVEvent]], cut: int) -> None:
     """A late consumer that receives the history before `cut` compacted is at no time more certain than one that saw all."""
-    full, states, compactor, late = Consumer(), States(), Compactor.create(), None
+    full, others, compactor, late = Consumer(), UnknownGroup(), Compactor.create(), None
     assert compactor is not None
     for at, batch in enumerate([*batches, []]):
         if at == cut:
@@ -163,7 +165,7 @@ def check(batches: list[list[KVEvent]], cut: int) -> None:
                 return
         full.send(batch)
         for event in batch:
-            states.apply(event)
+            others.apply(event)
         compactor.append(encode_batch(KVEventBatch(1.0, batch)))
         if late is None:
             continue
@@ -175,7 +177,7 @@ def check(batches: list[list[KVEvent]], cut: int) -> None:
         assert late.index.worker(WORKER).uncertain >= full.index.worker(WORKER).uncertain
         if not full.index.worker(WORKER).orphans:
             held = sum(most * block_term(hash_, group) for (_, hash_, tier, group), (_, most) in known.items() if tier == "gpu")
-            attestation = (held + states.digest) & DIGEST_MASK
+            attestation = (held + others.digest) & DIGEST_MASK
             assert full.attests(attestation)
             assert late.attests(attestation)
 
@@ -190,7 +192,7 @@ REPORT: Final[list[KVEvent]] = [stored(0, 4, FULL), stored(0, 4, WINDOW)]
 
 @given(histories(1), st.integers(0, 14))
 @example([[*REPORT], [removed(0, 2, 1)], REPORT], 3)
-@example([[stored(0, 2, STATE)], [removed(0, 3, 2)], [AllBlocksCleared({"medium": "CPU"})]], 2)
+@example([[stored(0, 2, UNKNOWN)], [removed(0, 3, 2)], [AllBlocksCleared({"medium": "CPU"})]], 2)
 def test_a_late_consumer_is_never_more_certain(batches: list[list[KVEvent]], cut: int) -> None:
     """Of one prompt: copies, reports of hits, and windows that a report announces and the engine does not hold."""
     check(batches, min(cut, len(batches)))
