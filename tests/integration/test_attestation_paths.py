@@ -24,7 +24,7 @@ from publisher_cases import ANY, DEADLINE
 from relay_cases import block
 
 PATHS = ("direct", "relay", "relay of a relay", "relay with a journal", "hashed tokens", "another dialect")
-FIRST_STATE = 100_000
+FIRST_UNKNOWN = 100_000
 SETTINGS: dict[str, dict[str, Any]] = {"hashed tokens": {"tokens": "hash"}, "another dialect": {"dialect": "vllm-0.22"}}
 
 
@@ -75,7 +75,7 @@ class Way:
     @property
     def hashes_in_the_index(self) -> set[int]:
         """Without blocks of a kind that the index does not know; see `states`."""
-        return {each for each in self.hashes_on_all_tiers if not FIRST_STATE <= each < 2 * FIRST_STATE}
+        return {each for each in self.hashes_on_all_tiers if not FIRST_UNKNOWN <= each < 2 * FIRST_UNKNOWN}
 
     def consumer(self) -> AttestedConsumer:
         made = self.stack.enter_context(closing(AttestedConsumer(self.source)))
@@ -111,9 +111,9 @@ def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Way]:
         yield Way(request.param, tmp_path, stack)
 
 
-def state(number: int) -> BlockStored:
+def unknown(number: int) -> BlockStored:
     """A block of a group of a kind that the index does not know."""
-    return block(FIRST_STATE + number, group_idx=1, kv_cache_spec_kind="mamba")
+    return block(FIRST_UNKNOWN + number, group_idx=1, kv_cache_spec_kind="chunked_local_attention")
 
 
 def fill(way: Way, first: int = 0, count: int = 30) -> None:
@@ -201,9 +201,9 @@ def test_blocks_that_only_the_attestation_counts_are_in_compacted_history(way: W
     """Blocks of a group of an unknown kind match no prompt, and a late consumer must know of them to agree with the engine."""
     for engine in way.engines:
         for number in range(40):
-            engine.publish(block(number), state(number))
+            engine.publish(block(number), unknown(number))
             if number % 2:
-                engine.publish(BlockRemoved([FIRST_STATE + number], "GPU", group_idx=1))
+                engine.publish(BlockRemoved([FIRST_UNKNOWN + number], "GPU", group_idx=1))
     early = way.consumer()
     fill(way, first=100)
     way.until(lambda: early.is_attested and early.hashes == way.hashes_in_the_index)
@@ -217,7 +217,7 @@ def test_a_relay_that_restarts_goes_on_with_attestations(way: Way) -> None:
     """Its consumers notice nothing; batches that the engine sent meanwhile are in what it attests."""
     consumer = way.consumer()
     for number in range(40):
-        way.engine.publish(block(number), state(number))
+        way.engine.publish(block(number), unknown(number))
     fill(way, first=100)
     way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_in_the_index)
     way.restart_relay(lambda: fill(way, first=200, count=5))

@@ -240,6 +240,7 @@ def test_the_commands_of_a_document_work(path: Path, places: Places, seen: set[s
     ours |= {f"127.0.0.1:{port}": f"127.0.0.1:{quiet_port()}" for port in (6557, 6558, 5657, 5658, 5567)}
     if name(path) == "docs/guides/recordings.md":
         (tmp_path / "run.jsonl.gz").unlink()
+        ours["--wait-for-subscriber"] = "--wait-for-subscriber --endpoint tcp://127.0.0.1:* --replay-endpoint tcp://127.0.0.1:*"
     if name(path) == "docs/operations/sizing.md":
         ours["python -m tools.plane_sizing"] = f"cd {paths.ROOT} && python -m tools.plane_sizing"
     with Reader(tmp_path, ours) as reader:

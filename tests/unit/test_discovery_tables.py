@@ -28,7 +28,7 @@ def test_every_field_arrives_in_the_registration() -> None:
         "instance": "a", "endpoint": "tcp://*:1", "model": "m", "rank": 2, "replay_endpoint": "tcp://h:2", "block_size": 16,
         "tenant": "t", "group": "g", "topic": "kv", "bind": True, "lora_name": "l", "salt": "s",
         "curve": {"public_key": "p" * 40, "secret_key": "s" * 40, "server_key": "k" * 40},
-        "stores_only": ("cpu", "disk"), "load": "tcp://h:3",
+        "stores_only": ("cpu", "disk"), "drafts": (3,), "load": "tcp://h:3",
     }  # fmt: skip
     (found,) = parse_table(1, fields).static_registrations()
     assert msgspec.to_builtins(found) == fields

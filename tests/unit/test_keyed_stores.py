@@ -287,8 +287,8 @@ def test_keys_that_do_not_fit_are_set_aside_and_counted(index: PrefixIndex, feed
 
 
 def test_a_group_of_an_unknown_kind_gives_no_credit_for_keys_either(index: PrefixIndex, feed: Feed) -> None:
-    feed(keyed([1], [KEY], kv_cache_spec_kind="mamba", group_idx=2))
-    assert (index.stats().blocks, index.stats().rejected) == (0, {("mamba", "unknown-kind"): 1})
+    feed(keyed([1], [KEY], kv_cache_spec_kind="chunked_local_attention", group_idx=2))
+    assert (index.stats().blocks, index.stats().rejected) == (0, {("chunked_local_attention", "unknown-kind"): 1})
 
 
 def test_numbers_that_mean_nothing_match_nothing_but_are_counted(index: PrefixIndex, feed: Feed) -> None:

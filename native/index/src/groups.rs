@@ -7,7 +7,7 @@ use crate::engine_hash::EngineHash;
 /// The blocks of a prefix that a group needs. vLLM 0.33.0: the finders of `v1/core/single_type_kv_cache_manager.py`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupKind {
-    /// All: full attention, MLA, and full attention with a sink, told apart by a number.
+    /// All: full attention, MLA, and full attention with a sink, each with a number of its own.
     Full(u8),
     /// Those that cover the last so many tokens, less one.
     Window(u32),
