@@ -17,7 +17,8 @@ ROOT = Path(kvevents.__file__).parent
 # Each part may import those before it; parts in one row know nothing of each other. `__init__`, which re-exports, and
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "version", "backoff", "prometheus", "http_client", "structs", "weights", "settings"),
+    ("events", "endpoints", "version", "documentation", "backoff", "prometheus"),
+    ("http_client", "structs", "weights", "settings"),
     ("native_module",),
     ("wire", "security"),
     ("config",),

@@ -1,6 +1,6 @@
 """Deliveries as lines for people and as JSON objects, one per line.
 
-`docs/reference/cli.md` documents the keys of the objects; programs rely on them.
+The page `reference/cli.md` of the documentation has the keys of the objects; programs rely on them.
 """
 
 from __future__ import annotations

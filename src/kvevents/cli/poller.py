@@ -32,7 +32,7 @@ class Sources(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one poll. `docs/reference/cli.md` documents the keys; programs rely on them."""
+    """The result of one poll. The page `reference/cli.md` of the documentation has the keys; programs rely on them."""
 
     at: float
     """Seconds since the epoch."""

@@ -2,7 +2,7 @@
 
 A scenario has engines, the steps that happen to them, and checks, which have the right answer. Everything that an engine
 sends is in the file: batches as JSON values, which the player encodes as msgpack one to one, or as bytes.
-`docs/reference/conformance.md` explains the format, `schema.json` beside this module is its JSON Schema.
+The page `reference/conformance.md` of the documentation explains the format; `schema.json` beside this module is its schema.
 """
 
 from __future__ import annotations

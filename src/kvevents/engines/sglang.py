@@ -10,7 +10,7 @@ tokens on the GPU (evictable and protected) equals the count of the blocks in th
 not announce, or announced twice, makes them differ. Reading both takes constant time.
 
 Everything fails open. A fault while the publisher is made leaves SGLang with its own; a fault in a hook ends the attestation.
-Each is logged once. `docs/guides/sglang.md` lists the releases of SGLang with which this module was run.
+Each is logged once. The page `guides/sglang.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations

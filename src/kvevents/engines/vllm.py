@@ -5,7 +5,7 @@ scheduler. `register` replaces the entry `zmq` of `EventPublisherFactory`, since
 hooks into the block pool are installed when vLLM creates a publisher, so other processes have none.
 
 Everything fails open. A fault while the publisher is made leaves vLLM with its own; a fault in a hook ends the attestation.
-Each is logged once. `docs/guides/vllm.md` lists the releases of vLLM with which this module was run.
+Each is logged once. The page `guides/vllm.md` of the documentation lists the releases of vLLM with which this module was run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a bridge; docs/guides/plane.md lists them."""
+"""Prometheus metrics of a bridge."""
 
 from __future__ import annotations
 

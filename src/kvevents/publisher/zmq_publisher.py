@@ -8,7 +8,7 @@ compacts what leaves the replay buffer, so that no live batch waits for it.
 
 The publisher fails open. The thread logs and counts every exception and continues with the next batch; the number of a batch
 that could not be sent stays a gap. Compaction and heartbeats are switched off by their first exception. Only `shutdown` and a
-terminated ZeroMQ context end the thread. `docs/adr/0002-publisher-thread.md` has the measurements.
+terminated ZeroMQ context end the thread. The decision record 0002 has the measurements.
 """
 
 from __future__ import annotations
@@ -424,7 +424,7 @@ class ZmqEventPublisher(QueuedPublisher):
             logger.info("%s: older history can be compacted again", self.endpoint)
         else:
             logger.warning(
-                "%s: no snapshot of older history: %s; late consumers get the replay buffer (docs/concepts/compaction.md)",
+                "%s: no snapshot of older history: %s; late consumers get the replay buffer alone",
                 self.endpoint,
                 history.unavailable_reason,
             )

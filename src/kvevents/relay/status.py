@@ -1,4 +1,4 @@
-"""The status of a relay, for operators, and its Prometheus metrics; docs/guides/relay.md lists them."""
+"""The status of a relay, for operators, and its Prometheus metrics."""
 
 from __future__ import annotations
 

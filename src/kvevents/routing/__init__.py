@@ -7,8 +7,8 @@
     decision = router.route("request-1", token_ids)
     print(decision.worker, decision.explain())
 
-The guide is `docs/guides/routing.md`. Like `kvevents.index` it needs the compiled module, and raises `MissingDependencyError`
-without it.
+The guide is the page `guides/routing.md` of the documentation. Like `kvevents.index` it needs the compiled module, and raises
+`MissingDependencyError` without it.
 """
 
 from kvevents.routing.policies import (

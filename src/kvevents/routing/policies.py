@@ -83,7 +83,7 @@ DECODING_WEIGHT: Final = 256.0
 
 A step that makes one token for it takes as long as about ten prompt tokens, since it reads the keys and values of all tokens
 before. Answers take some hundred steps, and a new prompt waits only for its own share of them. 64 and 1,024 are worse, each
-for other traffic (docs/adr/0008-prefix-aware-score.md).
+for other traffic (decision record 0008).
 """
 
 

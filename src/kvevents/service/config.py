@@ -195,7 +195,7 @@ class ServiceConfig(EngineSources, frozen=True, kw_only=True, forbid_unknown_fie
     access: AccessConfig = AccessConfig()
     tls: Tls | None = None
     allow: list[str] = field(default_factory=list)
-    """Pattern of endpoints that registrations over HTTP can name; see docs/guides/service.md."""
+    """Pattern of endpoints that registrations over HTTP can name, such as `tcp://10.1.0.0/16:5557-5700`."""
     plane: PlaneSettings | None = None
     """Build the index from the log of this plane instead of following engines."""
     replica: Name | None = None

@@ -1,4 +1,4 @@
-"""Writes the service's metrics in Prometheus' text format; docs/reference/metrics.md lists them.
+"""Writes the service's metrics in Prometheus' text format.
 
 Every label has a bounded set of values, and none of them comes from a peer:
 

@@ -27,7 +27,7 @@ TICK_SECONDS: Final = 0.02
 MIN_TURN_SECONDS: Final = 0.001
 """Shortest time from the start of a turn that received something to the next turn. With hundreds of engines a turn then
 receives the batches of a dozen of them, which saves about a quarter of the CPU. An event that arrives alone is received at
-once (ADR 0015)."""
+once (decision record 0015)."""
 RATE_SECONDS: Final = 10
 """Period over which the rate of batches is averaged."""
 

@@ -1,7 +1,7 @@
 """Codes for the reasons why a source is not EXACT. The sentences beside them are for people and can change in any release.
 
 The codes are in each answer's `trust`, in `/v1/events`, in the label `reason` of `kvevents_source_reason`, and in
-docs/operations/runbook.md, which says what to do about each.
+the runbook, which says what to do about each.
 """
 
 from __future__ import annotations

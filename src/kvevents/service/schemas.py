@@ -64,7 +64,7 @@ class TrustStatus(Struct, frozen=True):
     reason: str = ""
     """Why the state is not EXACT, as a sentence."""
     reason_codes: tuple[Reason, ...] = ()
-    """Codes of the reasons; docs/operations/runbook.md lists them."""
+    """Codes of the reasons; the runbook lists them."""
     attested: bool = False
     """Whether the state is EXACT, and the engine's own cache was the same at the newest attestation."""
 
@@ -201,7 +201,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     tiers: dict[str, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
     """Value of a token on each tier; 1 is the cost of computing it."""
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.1
-    """Cost of the mean load; 1 is the cost of computing the whole prompt. docs/adr/0008 explains the default."""
+    """Cost of the mean load; 1 is the cost of computing the whole prompt. The decision record 0008 explains the default."""
     trust: dict[State, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
     """Factor on a worker's match in each trust state."""
     tie: Literal["rotate", "random", "first"] = "rotate"

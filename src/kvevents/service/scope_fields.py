@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from msgspec import UNSET
 
+from kvevents.documentation import documented
 from kvevents.index import Namespace
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError
 from kvevents.service.registration import DEFAULT_GROUP, Scope
@@ -111,7 +112,10 @@ def model_of(asked: Any) -> str:
     model = pick(asked, MODEL)
     if not model:
         raise ServiceError(
-            "model_name (or model) is missing", "missing-model", "see docs/guides/service.md for both spellings", status=422
+            "model_name (or model) is missing",
+            "missing-model",
+            f"for its names see {documented('guides/service.md#scope-and-namespace')}",
+            status=422,
         )
     return model
 

@@ -5,7 +5,8 @@
     result = simulate(FleetSettings(engines=4), "prefix-aware", workload("chat", requests=200))
     print(result.hit_rate, result.ttft)
 
-`docs/guides/simulation.md` says what is modelled and how that was checked. Needs the compiled module, as `kvevents.index` does.
+The page `guides/simulation.md` of the documentation says what is modelled and how that was checked. Needs the compiled
+module, as `kvevents.index` does.
 """
 
 from kvevents.sim.costs import PRESETS, CostModel, cost_model

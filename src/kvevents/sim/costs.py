@@ -7,7 +7,7 @@ and the cached keys and values of what it attends to. The slower of the two deci
 work of the host is added.
 
 Real kernels reach a share of the data sheet's figures: `COMPUTE_SHARE` and `BANDWIDTH_SHARE`. These two are assumptions, not
-measurements; docs/guides/simulation.md says how to replace a preset by figures of your own.
+measurements; the guide to simulation says how to replace a preset by figures of your own.
 """
 
 from __future__ import annotations

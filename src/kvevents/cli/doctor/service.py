@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from kvevents.cli.console import duration, first_names, percentage, plural, size
 from kvevents.cli.doctor.findings import Finding, Verdict, fail, ok, warn
 from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceError, source_issues, worker_name
+from kvevents.documentation import documented
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer
 from kvevents.subscriber.handshake import perform_handshake
@@ -215,9 +216,13 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.IDENTITY: f"{_EXACT_AGAIN}; a larger buffer_steps of the engine lets the service verify the stream",
     Reason.LOST: f"{_EXACT_AGAIN}; a larger buffer_steps of the engine avoids it",
     Reason.REJECTED: f"{_EXACT_AGAIN}; check whether the engine's release is newer than kvevents; {_CHECK_ENGINE}",
-    Reason.DIVERGED: f"{_EXACT_AGAIN}, or after a matching digest; see KveventsSourceDiverged in docs/operations/runbook.md",
+    Reason.DIVERGED: (
+        f"{_EXACT_AGAIN}, or after a matching digest; see {documented('operations/runbook.md#kveventssourcediverged')}"
+    ),
     Reason.UNATTESTED: "report it with a recording (`kvevents record`); it ends when the engine's digest matches again",
-    Reason.UNCERTAIN_COPIES: "install kvevents in the engine: its plugin omits repeated announcements (docs/guides/engines.md)",
+    Reason.UNCERTAIN_COPIES: (
+        f"install kvevents in the engine: its plugin omits repeated announcements; see {documented('guides/engines.md')}"
+    ),
     Reason.STORES_ONLY: "none is needed: the configuration says that removals of a tier are not announced",
     Reason.SENDER: "check the relay: its own upstream is not exact",
     Reason.SILENT: f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}",
@@ -225,7 +230,9 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.BLOCK_SIZE: "register it with its block size, or without one",
     Reason.ORPHANS_DROPPED: _INDEX,
     Reason.SET_ASIDE: _INDEX,
-    Reason.ESTIMATED: "none is needed: the index estimates matches of this model (docs/concepts/prefix-match.md)",
+    Reason.ESTIMATED: (
+        f"none is needed: the index estimates matches of this model; see {documented('concepts/prefix-match.md#hybrid-models')}"
+    ),
     Reason.FAILED: "restart the service, and report the traceback in its log",
     Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",
     Reason.NO_REPLICA: (

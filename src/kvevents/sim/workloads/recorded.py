@@ -109,7 +109,7 @@ def from_recording(path: StrPath, run: str | None = None, endpoint: str | None =
     """Reconstruct the requests of a recording, for one run and endpoint or for all.
 
     Times are seconds from the first batch. If the clock goes back, for example between runs, times continue from the last one.
-    Prompts and answers consist of whole blocks; docs/guides/workloads.md lists what events do not show. Sessions are inferred
+    Prompts and answers consist of whole blocks; the guide to workloads lists what events do not show. Sessions are inferred
     as for traces. Iterating raises `RecordingError` as `read_recording` does.
     """
     return RecordedRequests(path, run, endpoint)

@@ -1,0 +1,69 @@
+"""Messages name pages of the documentation by addresses that a reader without a checkout can open."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import paths
+from kvevents.documentation import documentation, documented
+
+SOURCE = paths.ROOT / "src"
+
+
+def strings(path: Path) -> Iterator[tuple[int, str]]:
+    """Every string of a module, docstrings included, with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+@pytest.fixture
+def built_by_a_release(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    metadata = Message()
+    metadata["Project-URL"] = "Source, https://forge.example/kv"
+    metadata["Project-URL"] = "Documentation, https://forge.example/kv/blob/v1.0.0/docs"
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda _: metadata)
+    documentation.cache_clear()
+    yield
+    documentation.cache_clear()
+
+
+@pytest.mark.usefixtures("built_by_a_release")
+def test_a_page_has_the_address_in_the_metadata_of_the_release() -> None:
+    assert documented("faq.md") == "https://forge.example/kv/blob/v1.0.0/docs/faq.md"
+
+
+def test_a_page_without_an_address_is_named_as_one_of_the_documentation() -> None:
+    assert documentation() is None
+    assert documented("faq.md") == "faq.md in the documentation of kvevents"
+
+
+def test_no_text_of_the_package_names_a_file_of_the_checkout() -> None:
+    """Installed packages have no folder `docs`."""
+    found = [
+        f"{path.relative_to(paths.ROOT)}:{line}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, text in strings(path)
+        if re.search(r"\bdocs/\w", text)
+    ]
+    assert found == []
+
+
+def test_the_pages_that_messages_name_exist() -> None:
+    """With their headings, as GitHub makes anchors of them."""
+    named = {
+        place for path in SOURCE.rglob("*.py") for place in re.findall(r"documented\(['\"]([^'\"]+)['\"]\)", path.read_text())
+    }
+    assert named
+    for place in named:
+        page, _, anchor = place.partition("#")
+        titles = re.findall(r"^#+ (.*)$", (paths.ROOT / "docs" / page).read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert not anchor or anchor in anchors, place
