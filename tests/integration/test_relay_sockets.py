@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -15,7 +14,6 @@ import msgspec
 import pytest
 import zmq
 
-import paths
 from certificate_pairs import make_pair
 from kvevents.errors import EndpointError, JournalError
 from kvevents.events import AllBlocksCleared, BlockRemoved, EventBatch
@@ -24,6 +22,7 @@ from kvevents.relay.status import serve_metrics
 from kvevents.security import Curve
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
+from metrics_reference import exported, listed
 from publisher_cases import ANY, DEADLINE, publishing
 from relay_cases import block
 from relay_socket_cases import Listener, Truth
@@ -153,9 +152,7 @@ def test_all_metrics_are_exported_and_documented(tmp_path: Path) -> None:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
             page = answer.read().decode()
         end()
-    document = (paths.ROOT / "docs" / "guides" / "relay.md").read_text()
-    exported = set(re.findall(r"^# TYPE (kvevents_\w+) ", page, re.MULTILINE))
-    assert set(re.findall(r"`(kvevents_relay_\w+)", document)) == exported
+    assert exported(page) == listed("Relay")
     for line in (
         'kvevents_relay_upstream_state{state="EXACT"} 1.0',
         'kvevents_relay_journal_state{state="disk"} 1.0',

@@ -30,6 +30,7 @@ from kvevents.stream import Batch
 from kvevents.testing import Faults, TapePlayer
 from kvevents.wire import encode_batch
 from load_cases import load_server
+from metrics_reference import exported, listed
 from ports import quiet_port
 from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, needs_prometheus, scraped
 from publisher_cases import ANY
@@ -41,7 +42,6 @@ RULES, RULES_TEST = KIT / "prometheus-rules.yaml", KIT / "prometheus-rules-test.
 DASHBOARD: dict[str, Any] = json.loads((KIT / "grafana-dashboard.json").read_text())
 ALERTS: list[dict[str, Any]] = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 RUNBOOK = (ROOT / "docs" / "operations" / "runbook.md").read_text()
-METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
 MODEL = "tiny"
 TOKENS = list(range(48))
 
@@ -281,18 +281,12 @@ def test_every_alert_has_annotations_and_a_runbook_section() -> None:
 
 
 def test_the_reference_lists_what_is_exported(fleet: Fleet) -> None:
-    """Each metric with its help text, and with the labels of its samples."""
-    text = fleet.service.get("/metrics").body.decode()
-    rows = re.findall(r"^\| `(kvevents_\w+)` \| (.*) \| (.*) \|$", METRICS, re.MULTILINE)
-    assert {name: meaning for name, _, meaning in rows} == {
-        name: meaning.rstrip(".") for name, meaning in re.findall(r"^# HELP (kvevents_\w+) (.*)$", text, re.MULTILINE)
-    }
-    of_sources = {"engine", "rank", "model", "tenant", "group"}
-    listed = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels, _ in rows}
-    for name, labels in re.findall(r"^(kvevents_\w+)\{(.*)\} ", text, re.MULTILINE):
-        family = name if name in listed else re.sub(r"_(bucket|count|sum)$", "", name)
-        found = set(re.findall(r'(\w+)="', labels)) - of_sources
-        assert found <= listed[family], name
+    """Each metric with its help text, and with the labels of its samples. Some have samples only after faults."""
+    found = exported(fleet.service.get("/metrics").body.decode())
+    expected = listed("Service")
+    assert {name: metric.meaning for name, metric in found.items()} == {name: each.meaning for name, each in expected.items()}
+    for name, metric in found.items():
+        assert metric.labels <= expected[name].labels, name
 
 
 def test_links_within_the_runbook_lead_somewhere() -> None:

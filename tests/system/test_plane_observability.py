@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import paths
 from cli_cases import SECONDS, Program
+from metrics_reference import exported, listed
 from nats_servers import nats_server, needs_nats
 from ports import quiet_port
 from prometheus_cases import PROMETHEUS, PROMTOOL, Prometheus, needs_prometheus, scraped
@@ -51,13 +52,16 @@ class Plane(NamedTuple):
     bridge: Program
     metrics_port: int
 
+    def pages(self) -> tuple[str, str]:
+        """The exports of the bridge and of the replica."""
+        with urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=SECONDS) as answer:
+            return answer.read().decode(), self.replica.get("/metrics").body.decode()
+
     def exported(self) -> Samples:
         """Samples of both by name."""
-        with urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=SECONDS) as answer:
-            pages = [answer.read(), self.replica.get("/metrics").body]
         found: Samples = {}
-        for page in pages:
-            for family in text_string_to_metric_families(page.decode()):
+        for page in self.pages():
+            for family in text_string_to_metric_families(page):
                 for sample in family.samples:
                     found.setdefault(sample.name, []).append((sample.labels, sample.value))
         return found
@@ -133,9 +137,12 @@ def test_all_is_well_where_all_is_well(plane: Plane) -> None:
     assert time() - min(found["kvevents_plane_partition_last_page_timestamp_seconds"]) < 10
 
 
-def test_the_runbook_lists_what_a_replica_exports(plane: Plane) -> None:
-    listed = set(re.findall(r"^\| `(kvevents_(?:plane|shard)_\w+)` \|", RUNBOOK, re.MULTILINE))
-    assert listed == {name for name in plane.exported() if name.startswith(("kvevents_plane", "kvevents_shard"))}
+def test_the_reference_lists_what_is_exported(plane: Plane) -> None:
+    """Each metric with its help text, and with the labels of its samples."""
+    of_bridge, of_replica = map(exported, plane.pages())
+    assert of_bridge == listed("Bridge")
+    of_service = listed("Service").keys()
+    assert {name: metric for name, metric in of_replica.items() if name not in of_service} == listed("Replica")
 
 
 # --- the kit itself ----------------------------------------------------------------------------------------------------------

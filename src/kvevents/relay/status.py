@@ -132,7 +132,11 @@ class RelayCollector:
         for name in _TRUSTS:
             states.add_metric([name], float(status.trust.name == name))
         yield states
-        journal = GaugeMetricFamily("kvevents_relay_journal_state", "1 for the current state of the journal.", labels=["state"])
+        journal = GaugeMetricFamily(
+            "kvevents_relay_journal_state",
+            "1 for the state of the journal: none, new, disk, memory or closed.",
+            labels=["state"],
+        )
         for name in _JOURNALS:
             journal.add_metric([name], float(name == (status.journal.state if status.journal else "none")))
         yield journal

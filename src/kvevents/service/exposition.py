@@ -468,7 +468,7 @@ def _write_shards(page: MetricsPage, replica: Replica, shards: ScatterGather) ->
     }
     page.gauge(
         "kvevents_shard_partitions",
-        "Partitions that this replica answers for, that are assigned to it, and that no replica holds.",
+        "Partitions by state: serving by this replica, assigned to it, or uncovered because no replica holds them.",
         dict(partitions),
     )
     page.gauge("kvevents_shard_replicas", "Other replicas that announce themselves.", {"": shards.replicas})
