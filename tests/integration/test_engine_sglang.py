@@ -38,7 +38,9 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         _registry = {"null": compat.NullEventPublisher, "zmq": OwnPublisher}  # noqa: RUF012 - as SGLang's class has it
 
     module = types.ModuleType("sglang.srt.disaggregation.kv_events")
-    vars(module).update({name: getattr(compat, name) for name in ("BlockStored", "BlockRemoved", "AllBlocksCleared")})
+    vars(module).update(
+        {name: getattr(compat, name) for name in ("BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")}
+    )
     vars(module).update(EventPublisherFactory=Factory, ZmqEventPublisher=OwnPublisher)
     emitters = types.ModuleType("sglang.srt.managers.scheduler_components.kv_events_publisher")
     vars(emitters).update(SchedulerKvEventsPublisher=type("SchedulerKvEventsPublisher", (Emitter,), {}))

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from kvevents.engines.plugin import AttestingPublisher
+from kvevents.engines.engine_publisher import EnginePublisher
 from kvevents.events import AllBlocksCleared, BlockStored, EventBatch, KVEvent
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.stream import Source, Trust
@@ -20,7 +20,7 @@ class AttestingEngine:
 
     def __init__(self, heartbeat: float = 0.05, **options: Any) -> None:
         given = {"endpoint": ANY, "replay_endpoint": ANY, "settings": QUICK, "heartbeat": heartbeat, **options}
-        self.publisher = AttestingPublisher(0, **given)
+        self.publisher = EnginePublisher(0, **given)
         self.cache: Counter[tuple[int, int]] = Counter()
         """Copies on the device, by hash and group."""
         self.elsewhere: Counter[int] = Counter()

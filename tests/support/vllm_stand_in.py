@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvevents.compat import vllm as compat
+from own_publisher import OwnPublisher
 
 
 class BlockHashToBlockMap:
@@ -88,11 +89,10 @@ class Vllm:
         manager = types.ModuleType("vllm.v1.core.kv_cache_manager")
         scheduler = types.ModuleType("vllm.v1.core.sched.scheduler")
 
-        class OwnPublisher(compat.ZmqEventPublisher):
-            """What vLLM would have used without the plugin."""
+        own_publisher: Any = OwnPublisher
 
         class Factory(compat.EventPublisherFactory):
-            _registry = {"null": compat.NullEventPublisher, "zmq": OwnPublisher}  # noqa: RUF012 - as vLLM's class has it
+            _registry = {"null": compat.NullEventPublisher, "zmq": own_publisher}  # noqa: RUF012 - as vLLM's class has it
 
         # Classes of their own for each test, since hooks stay.
         map_class = type("BlockHashToBlockMap", (BlockHashToBlockMap,), {})
@@ -118,7 +118,7 @@ class Vllm:
                 self.pool.cached_block_hash_to_block = map_class()
                 return done
 
-        self.own_publisher = OwnPublisher
+        self.own_publisher = own_publisher
         self.factory: Any = Factory
         self.scheduler: Any = Scheduler
         for module, names in (

@@ -3,27 +3,29 @@
 The settings are in the environment variable `KVEVENTS_PUBLISHER`. The engines' own options name endpoints and buffers. They
 reject or drop options that they do not know, so ours have a variable.
 
-The publisher sends the digest of the engine's own prefix cache in heartbeats. `kvevents.wire.attestation` has the digest. A
-plugin keeps it beside the engine's cache: a block that enters adds its term, a block that leaves subtracts it, so reading it
-costs nothing. Consumers compare it with the blocks they hold.
+The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.wire.attestation`
+has the digest. A plugin keeps it beside the engine's cache: a block that enters adds its term and a block that leaves subtracts
+it, so reading it costs nothing. Consumers compare it with the blocks they hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
 from kvevents.errors import ConfigError
 from kvevents.native_module import find_native
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.security import Curve
-from kvevents.settings import Range, Seconds, Settings, convert, read_toml, suggestion
+from kvevents.settings import Positive, Range, Seconds, Settings, convert, read_toml, suggestion
 from kvevents.version import version
 
 VARIABLE: Final = "KVEVENTS_PUBLISHER"
@@ -43,6 +45,9 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whether heartbeats carry a digest of the engine's own cache, which consumers compare with their state."""
     curve: Curve | None = None
     """CURVE keys of the publisher's sockets."""
+    max_failures: Positive = 3
+    """Failures to encode or to send in sequence after which the engine's own publisher takes over. It has no keys, so with
+    `curve` it never does."""
     limits: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS
     """Limits and timers of the publisher."""
 
@@ -94,54 +99,6 @@ def _reject_unknown_limits(found: Any, kind: Any, place: str) -> None:
             _reject_unknown_limits(value, known[name], f"{place}.{name}")
 
 
-# --- the publisher inside an engine
-
-
-class AttestingPublisher(ZmqEventPublisher):
-    """A publisher inside an engine. Its heartbeats carry the digest of the engine's cache when no batch is on its way.
-
-    All methods but the heartbeat's are called by the engine's scheduler thread.
-    """
-
-    logger = logging.getLogger(__name__)
-    _accepted = 0
-    """Batches given to `publish`."""
-    _cache_state: tuple[int, int] | None = None
-    """How many batches lead to the newest known state of the cache, and its digest. It is replaced as a whole."""
-    _expects_attestation = False
-    _is_stopped = False
-
-    def publish(self, events: Any) -> None:
-        """Accept one batch, as the base class does."""
-        super().publish(events)
-        self._accepted += 1
-
-    def expect_attestation(self) -> None:
-        """Log a warning at the first heartbeat after a batch if no state of the cache is known by then."""
-        self._expects_attestation = True
-
-    def record_cache(self, digest: int, *, is_batch_pending: bool) -> None:
-        """Record the engine's cache after all batches so far, and after the next one if that `is_batch_pending`."""
-        self._cache_state = (self._accepted + is_batch_pending, digest)
-
-    def stop_attesting(self) -> bool:
-        """Send no attestation from now on. Return whether it was not stopped before."""
-        was_stopped, self._is_stopped = self._is_stopped, True
-        return not was_stopped
-
-    def _attestation(self) -> int | None:
-        state = self._cache_state
-        if self._is_stopped:
-            return None
-        if state is None:
-            if self._expects_attestation and self._accepted:
-                self._expects_attestation = False
-                self.logger.warning("kvevents: heartbeats carry no attestation: this engine's cache was not found")
-            return None
-        accepted, digest = state
-        return digest if accepted == self._count_taken() else None
-
-
 # --- the entry of the registry
 
 PUBLISHER_NAME: Final = "zmq"
@@ -150,8 +107,13 @@ PUBLISHER_NAME: Final = "zmq"
 class CreatePublisher(Protocol):
     """Creates the publisher of kvevents for one rank."""
 
-    def __call__(self, settings: EngineSettings, rank: int, options: dict[str, Any]) -> Any:
-        """Return the publisher. `options` are those of the engine's own constructor. May raise anything."""
+    def __call__(
+        self, settings: EngineSettings, rank: int, options: dict[str, Any], own: OwnPublisher | None
+    ) -> EnginePublisher:
+        """Return the publisher, which `own` takes over from if it fails. May raise anything.
+
+        `options` are those of the engine's own constructor.
+        """
         ...
 
 
@@ -159,11 +121,18 @@ class PublisherConstructor:
     """The replaced entry. It returns a publisher of kvevents, or the engine's own if that fails."""
 
     def __init__(
-        self, engine: str, rank_option: str, settings: EngineSettings, create: CreatePublisher, original: Callable[..., Any]
+        self,
+        engine: str,
+        rank_option: str,
+        settings: EngineSettings,
+        create: CreatePublisher,
+        original: Callable[..., Any],
+        batch_type: Any,
     ) -> None:
         """`engine` names the engine in log messages; `rank_option` is the parameter that has the rank."""
         self._engine = engine
         self._rank_option = rank_option
+        self._batch_type = batch_type
         self._settings = settings
         self._create = create
         self._original = original
@@ -173,12 +142,21 @@ class PublisherConstructor:
         if arguments:
             given[self._rank_option], *_ = arguments
         rank = given.pop(self._rank_option, 0)
+        own = self._own_publisher(given, arguments, options) if self._settings.curve is None else None
         try:
             show_in_engine_log(self._engine)
-            return self._create(self._settings, rank, given)
+            return self._create(self._settings, rank, given, own)
         except Exception as error:  # noqa: BLE001 - whatever fails, the engine starts with its own publisher
             log_unused(self._engine, error)
         return self._original(*arguments, **options)
+
+    def _own_publisher(self, given: dict[str, Any], arguments: Sequence[Any], options: dict[str, Any]) -> OwnPublisher:
+        return OwnPublisher(
+            self._engine,
+            given,
+            create=lambda **changed: self._original(*arguments, **{**options, **changed}),
+            empty_batch=lambda: self._batch_type(ts=time.time(), events=[]),
+        )
 
 
 def replace_publisher(
@@ -203,7 +181,7 @@ def replace_publisher(
             f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', current)}",
         )
         return None
-    registry[PUBLISHER_NAME] = PublisherConstructor(engine, rank_option, settings, create, current)
+    registry[PUBLISHER_NAME] = PublisherConstructor(engine, rank_option, settings, create, current, module.KVEventBatch)
     constructor: PublisherConstructor = registry[PUBLISHER_NAME]
     return constructor
 
@@ -241,7 +219,10 @@ class _EngineLogHandler(logging.Handler):
         self._target = target
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._target.handle(record)
+        try:
+            self._target.handle(record)
+        except Exception:  # noqa: BLE001 - a log that cannot be written must not stop the publisher
+            self.handleError(record)
 
 
 def show_in_engine_log(engine: str) -> None:

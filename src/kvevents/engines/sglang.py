@@ -9,8 +9,9 @@ is that of the events in the order in which the tree queued them, and it is sent
 tokens on the GPU (evictable and protected) equals the count of the blocks in the digest. A store or removal that the tree did
 not announce, or announced twice, makes them differ. Reading both takes constant time.
 
-Everything fails open. A fault while the publisher is made leaves SGLang with its own; a fault in a hook ends the attestation.
-Each is logged once. The page `guides/sglang.md` of the documentation lists the releases with which this module was run.
+Everything fails open. A fault while the publisher is created leaves SGLang with its own. If publishing fails later, the own
+publisher takes over. A fault in a hook ends the attestation. Each is logged once. The page `guides/sglang.md` of the
+documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any, Final
 
 from kvevents import publisher
 from kvevents.compat import sglang as compat
+from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
 from kvevents.engines.plugin import (
-    AttestingPublisher,
     EngineSettings,
     engine_logger,
     log_publisher,
@@ -68,14 +69,17 @@ def register() -> None:
         log_unused(_ENGINE, error)
 
 
-class SglangEventPublisher(AttestingPublisher, compat.ZmqEventPublisher):
+class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
     """The publisher inside SGLang's scheduler, with SGLang's parameters and the settings of the plugin."""
 
     logger = logger
     is_linked = False
     """Whether a scheduler has offered its cache."""
 
-    def __init__(self, settings: EngineSettings, attn_dp_rank: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, settings: EngineSettings, attn_dp_rank: int, options: dict[str, Any], own: OwnPublisher | None = None
+    ) -> None:
+        self.hand_over_to(own, settings.max_failures)
         self._cache_digest: _CacheDigest | None = None
         publisher.ZmqEventPublisher.__init__(
             self,
@@ -134,8 +138,10 @@ def _layout_of_older_release() -> Dialect | None:
         return dialect_for("sglang", _FIRST_RELEASE)
 
 
-def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, Any]) -> SglangEventPublisher:
-    created = SglangEventPublisher(settings, rank, options)
+def _create_publisher(
+    settings: EngineSettings, rank: int, options: dict[str, Any], own: OwnPublisher | None
+) -> SglangEventPublisher:
+    created = SglangEventPublisher(settings, rank, options, own)
     attests = False
     try:
         if settings.attestation:

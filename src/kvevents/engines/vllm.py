@@ -4,8 +4,9 @@ vLLM loads the entry points of the group `vllm.general_plugins` in every process
 scheduler. `register` replaces the entry `zmq` of `EventPublisherFactory`, since vLLM's configuration allows no other name. The
 hooks into the block pool are installed when vLLM creates a publisher, so other processes have none.
 
-Everything fails open. A fault while the publisher is made leaves vLLM with its own; a fault in a hook ends the attestation.
-Each is logged once. The page `guides/vllm.md` of the documentation lists the releases of vLLM with which this module was run.
+Everything fails open. A fault while the publisher is created leaves vLLM with its own. If publishing fails later, the own
+publisher takes over. A fault in a hook ends the attestation. Each is logged once. The page `guides/vllm.md` of the
+documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from kvevents.compat import vllm as compat
+from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
 from kvevents.engines.plugin import (
     PUBLISHER_NAME,
-    AttestingPublisher,
     EngineSettings,
     engine_logger,
     log_publisher,
@@ -52,12 +53,15 @@ def register() -> None:
         log_unused(_ENGINE, error)
 
 
-class VllmEventPublisher(AttestingPublisher):
+class VllmEventPublisher(EnginePublisher):
     """The publisher inside EngineCore, with vLLM's parameters and the settings of the plugin."""
 
     logger = logger
 
-    def __init__(self, settings: EngineSettings, data_parallel_rank: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, settings: EngineSettings, data_parallel_rank: int, options: dict[str, Any], own: OwnPublisher | None = None
+    ) -> None:
+        self.hand_over_to(own, settings.max_failures)
         self._options = options
         known = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
         for name in {"endpoint", "replay_endpoint"} & {name for name, value in known.items() if value is not None}:
@@ -99,8 +103,10 @@ def _config_class() -> Any:
     return importlib.import_module(_EVENTS_MODULE).KVEventsConfig
 
 
-def _create_publisher(settings: EngineSettings, rank: int, options: dict[str, Any]) -> VllmEventPublisher:
-    publisher = VllmEventPublisher(settings, rank, options)
+def _create_publisher(
+    settings: EngineSettings, rank: int, options: dict[str, Any], own: OwnPublisher | None
+) -> VllmEventPublisher:
+    publisher = VllmEventPublisher(settings, rank, options, own)
     attests = False
     with _failing_open(publisher):
         attests = _install_hooks() and settings.attestation
@@ -119,7 +125,7 @@ _created = threading.local()
 
 
 @contextmanager
-def _failing_open(publisher: AttestingPublisher) -> Iterator[None]:
+def _failing_open(publisher: EnginePublisher) -> Iterator[None]:
     """Report an exception of a hook; the engine goes on."""
     try:
         yield
@@ -127,7 +133,7 @@ def _failing_open(publisher: AttestingPublisher) -> Iterator[None]:
         _report(publisher, error)
 
 
-def _report(publisher: AttestingPublisher, error: Exception) -> None:
+def _report(publisher: EnginePublisher, error: Exception) -> None:
     """Log the first fault of a publisher's hooks and switch its attestation off."""
     if publisher.stop_attesting():
         logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)

@@ -281,7 +281,7 @@ class QueuedPublisher(EventPublisher):
         """Make `publish` drop batches from now on: the thread has ended, and `shutdown` was not called."""
         with self._lock:
             if not self._is_shut_down:
-                self._end_reason = reason
+                self._end_reason = self._end_reason or reason
             self._stop_running()
 
     def _stop_running(self) -> None:
@@ -345,6 +345,14 @@ class QueuedPublisher(EventPublisher):
                 self._dropped_ranges -= len(ranges)
                 self._dropped_numbers -= dropped
             return seq, items
+
+    def _take_queue(self) -> list[Any]:
+        """Empty the queue and return its batches, which get no numbers here."""
+        with self._lock:
+            batches = [item for item in self._queue if item.__class__ is not _DroppedRange]
+            self._queue.clear()
+            self._dropped_ranges = self._dropped_numbers = 0
+            return batches
 
     def _next_own_number(self) -> int:
         """Return a number for a batch of the thread's own; it precedes all queued batches."""

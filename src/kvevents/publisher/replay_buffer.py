@@ -322,6 +322,11 @@ class ReplayBuffer:
         self._recently_evicted.extend(batches)
         self._update_stats()
 
+    def buffered(self) -> list[SequencedPayload]:
+        """Return the buffered batches, without a snapshot of older ones."""
+        with self._buffer_lock:
+            return list(self._buffered)
+
     def batches_from(self, start: int) -> list[SequencedPayload]:
         """Return the buffered batches numbered `start` or higher.
 

@@ -117,11 +117,15 @@ class FailureLog:
 
     def record(self, part: str, error: BaseException, consequence: str) -> None:
         """Count an exception. Log it with its traceback if none of this part was logged in the last `log_interval` seconds."""
-        self._counts[part] = self._counts.get(part, 0) + 1
+        self.count(part)
         now = monotonic()
         if part not in self._logged_at or now - self._logged_at[part] > self._log_interval:
             self._logged_at[part] = now
             self._logger.error("%s: %s failed: %r; %s", self._label, part, error, consequence, exc_info=error)
+
+    def count(self, part: str) -> None:
+        """Count an exception that is logged elsewhere."""
+        self._counts[part] = self._counts.get(part, 0) + 1
 
     def counts(self) -> dict[str, int]:
         """Return the number of exceptions by part; parts without exceptions are left out."""

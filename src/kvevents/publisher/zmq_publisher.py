@@ -311,9 +311,13 @@ class ZmqEventPublisher(QueuedPublisher):
         except BaseException as error:
             if is_context_terminated(error):
                 raise
-            self._failures.record("thread", error, "publishing continues with the next batch")
+            self._record_failure(error)
             return False
         return True
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Count and log an exception of the publisher thread."""
+        self._failures.record("thread", error, "publishing continues with the next batch")
 
     def _run_once(self, encode: Encode, heartbeat_at: float) -> None:
         if self._queue:

@@ -1,0 +1,250 @@
+"""The publisher inside an engine: it attests the engine's cache, and hands over to the engine's own publisher when it fails.
+
+Theory of operation of the takeover. If `publish` raises, if encoding or sending fails `max_failures` times in sequence, or if
+the publisher thread ends, then the queue ends and the thread closes its sockets. Batches that arrive meanwhile wait in the
+queue. The thread creates the engine's own publisher, which binds the same ports, gives it what waits, and `publish` passes
+every further batch on to it.
+
+For consumers the stream continues. The engine's publisher goes on with the next number, so no number is used twice. Its replay
+buffer gets the batches of ours, by which a consumer recognises the stream after its reconnect and requests what was not sent.
+A batch that was lost is a gap, which an empty batch reveals at once. Heartbeats, attestation and full history end, since the
+engines' publishers have none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from kvevents.endpoints import split_tcp, with_bound_port
+from kvevents.errors import ClosedError
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.publisher.compaction import Encode, SequencedPayload
+
+_CLOSE_SECONDS = 1.0
+"""Limit of closing the sockets before the engine's own publisher binds their ports."""
+
+
+class OwnPublisher(NamedTuple):
+    """How to create the engine's own publisher."""
+
+    engine: str
+    """Name of the engine, for log messages."""
+    options: dict[str, Any]
+    """What the engine gave its constructor."""
+    create: Callable[..., Any]
+    """The constructor, which takes changed options."""
+    empty_batch: Callable[[], Any]
+    """Returns a batch of the engine's type without events."""
+
+
+class EnginePublisher(ZmqEventPublisher):
+    """A publisher inside an engine.
+
+    Its heartbeats carry the digest of the engine's cache when no batch is on its way. All methods but those of the publisher
+    thread are called by the engine's scheduler thread.
+    """
+
+    logger = logging.getLogger(__name__)
+    _max_failures = 3
+    """Failures in sequence after which the engine's own publisher takes over."""
+    _accepted = 0
+    """Batches given to `publish`."""
+    _cache_state: tuple[int, int] | None = None
+    """How many batches lead to the newest known state of the cache, and its digest. It is replaced as a whole."""
+    _expects_attestation = False
+    _is_attestation_stopped = False
+    _own: OwnPublisher | None = None
+    _successor: Any = None
+    """The engine's own publisher, once it has taken over."""
+    _failed_sends = _failed_encodes = 0
+    """In sequence."""
+    _fault: BaseException | None = None
+    """Why the publisher gave up."""
+
+    def publish(self, events: Any) -> None:
+        """Accept one batch, as the base class does. A fault of ours is not raised."""
+        try:
+            super().publish(events)
+        except ClosedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+            self._give_up(error)
+            self._publish_slowly(events)
+        self._accepted += 1
+
+    # --- attestation ---------------------------------------------------------------------------------------------------------
+
+    def expect_attestation(self) -> None:
+        """Log a warning at the first heartbeat after a batch if no state of the cache is known by then."""
+        self._expects_attestation = True
+
+    def record_cache(self, digest: int, *, is_batch_pending: bool) -> None:
+        """Record the engine's cache after all batches so far, and after the next one if that `is_batch_pending`."""
+        self._cache_state = (self._accepted + is_batch_pending, digest)
+
+    def stop_attesting(self) -> bool:
+        """Send no attestation from now on. Return whether it was not stopped before."""
+        was_stopped, self._is_attestation_stopped = self._is_attestation_stopped, True
+        return not was_stopped
+
+    def _attestation(self) -> int | None:
+        state = self._cache_state
+        if self._is_attestation_stopped:
+            return None
+        if state is None:
+            if self._expects_attestation and self._accepted:
+                self._expects_attestation = False
+                self.logger.warning("kvevents: heartbeats carry no attestation: this engine's cache was not found")
+            return None
+        accepted, digest = state
+        return digest if accepted == self._count_taken() else None
+
+    # --- takeover by the engine's own publisher ------------------------------------------------------------------------------
+
+    def hand_over_to(self, own: OwnPublisher | None, max_failures: int) -> None:
+        """Let the engine's own publisher take over after so many failures in sequence. Call it before the constructor."""
+        self._own, self._max_failures = own, max_failures
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let the publisher thread end, so that it hands over. Without an own publisher of the engine, continue."""
+        if self._own is not None and not self._end_reason:
+            self._fault = error
+            self._end_queue(f"{type(error).__name__}: {error}")
+
+    def _publish_slowly(self, events: Any) -> None:
+        with self._lock:
+            if self._own is None or not self._end_reason or self._is_shut_down:
+                successor = None
+            elif self._successor is None:  # the thread is handing over
+                if len(self._queue) < self._capacity:
+                    self._queue.append(events)
+                else:
+                    self._drop_newest()
+                return
+            else:
+                successor = self._successor
+        if successor is None:
+            super()._publish_slowly(events)
+        else:
+            successor.publish(events)
+
+    def _send(self, batches: list[SequencedPayload]) -> None:
+        try:
+            super()._send(batches)
+        except BaseException as error:
+            self._failed_sends += 1
+            if self._failed_sends >= self._max_failures:
+                self._give_up(error)
+            raise
+        if self._failed_sends and batches:
+            self.logger.warning("kvevents: sending works again after %d failures in sequence", self._failed_sends)
+            self._failed_sends = 0
+
+    def _take_burst(self, encode: Encode) -> list[SequencedPayload]:
+        taken = super()._take_burst(encode)
+        if taken:
+            self._failed_encodes = 0
+        return taken
+
+    def _on_encode_failure(self, seq: int, error: BaseException) -> None:
+        self._failed_encodes += 1
+        if self._failed_encodes >= self._max_failures:
+            self._give_up(error)
+        super()._on_encode_failure(seq, error)
+
+    def _record_failure(self, error: BaseException) -> None:
+        # The takeover is logged in one line, which names the error; further lines would be about the same fault.
+        if self._own is None or not self._failed_sends:
+            super()._record_failure(error)
+        else:
+            self._failures.count("thread")
+
+    def _poll(self, now: float, encode: Encode) -> None:
+        if not self._end_reason:
+            super()._poll(now, encode)
+
+    def _publisher_thread(self) -> None:
+        try:
+            super()._publisher_thread()
+        except BaseException as error:
+            if self._own is None:
+                raise
+            self._give_up(error)
+        if self._own is not None and not self._is_shut_down:
+            self._hand_over(self._own)
+
+    def _hand_over(self, own: OwnPublisher) -> None:
+        """Let the engine's own publisher continue the stream, and log it in one line."""
+        fault = self._fault or RuntimeError(self._end_reason)
+        try:
+            first = self._replace_by(own)
+        except Exception as error:  # noqa: BLE001 - the engine goes on without events
+            self._own = None
+            self.logger.error(  # noqa: TRY400 - a traceback would be that of the second fault
+                "kvevents has failed, and no KV cache events are published from now on: %s: %s; the publisher of %s does not "
+                "start: %s: %s",
+                type(fault).__name__,
+                fault,
+                own.engine,
+                type(error).__name__,
+                error,
+            )
+        else:
+            self.logger.warning(
+                "kvevents is not used any more: %s publishes KV cache events itself from number %d on: %s: %s",
+                own.engine,
+                first,
+                type(fault).__name__,
+                fault,
+            )
+
+    def _replace_by(self, own: OwnPublisher) -> int:
+        """Close all sockets and create the engine's own publisher. Return its first number."""
+        sent: list[SequencedPayload] = []
+        with suppress(Exception):  # if the buffer is what has failed, its batches are a gap
+            sent = self._buffer.buffered()
+        self._server.close(_CLOSE_SECONDS)
+        successor = own.create(**self._changed_endpoints(own.options))
+        # Both engines' publishers have these two attributes in all releases that the plugins support.
+        if not hasattr(successor, "_seq_gen"):
+            successor.shutdown()
+            raise AttributeError("its numbers cannot continue those of kvevents")
+        if isinstance(history := getattr(successor, "_buffer", None), deque):
+            history.extend(sent)
+        with self._lock:
+            first = self._next_seq + self._dropped_numbers
+            successor._seq_gen = itertools.count(first)  # noqa: SLF001 - see above
+            for batch in (own.empty_batch(), *self._take_queue()):
+                successor.publish(batch)
+            self._successor = successor
+            is_shut_down = self._is_shut_down
+        if is_shut_down:  # meanwhile
+            successor.shutdown()
+        return first
+
+    def _changed_endpoints(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options with the ports that the OS chose for us; the engine's publisher adds its rank to them."""
+        changed = dict(options)
+        for name, bound in (("endpoint", self._bound), ("replay_endpoint", self._replay_bound)):
+            found, configured = split_tcp(with_bound_port(options.get(name), bound) or ""), split_tcp(options.get(name) or "")
+            if found is not None and configured is not None and configured[1] == 0:
+                changed[name] = f"tcp://{found[0]}:{found[1] - self._data_parallel_rank}"
+        return changed
+
+    def shutdown(self, timeout: float | None = None) -> Any:
+        """Shut down as the base class does, and the engine's own publisher if it has taken over."""
+        report = super().shutdown(timeout)
+        with self._lock:
+            successor, self._successor = self._successor, None
+        if successor is not None:
+            successor.shutdown()
+        return report
+
+    def _after_fork(self) -> None:
+        self._own = self._successor = None
+        super()._after_fork()

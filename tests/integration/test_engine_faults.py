@@ -1,0 +1,455 @@
+"""Faults of the plugin inside vLLM: the engine serves on, its log has one line, and events flow."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pytest
+import zmq
+
+import vllm_stand_in
+from kvevents import Reset, Source, Subscriber, Trust
+from kvevents.engines import vllm
+from kvevents.engines.plugin import VARIABLE
+from kvevents.index import PrefixIndex
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.publisher.base import QueuedPublisher
+from kvevents.publisher.event_server import EventServer, EventSocket
+from kvevents.security.keys import KeyPair, write_pair
+from kvevents.wire.encode import batch_encoder
+from publisher_cases import wait_until
+from vllm_stand_in import Vllm
+
+ENDPOINTS = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+SETTINGS = '{"heartbeat": 0.05, "limits": {"error_delay": 0.001, "poll_interval": 60}}'
+"""Without polls, whose log lines about single batches depend on time."""
+BLOCKS = 8
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm]:
+    monkeypatch.setenv(VARIABLE, SETTINGS)
+    with vllm_stand_in.installed() as found:
+        yield found
+
+
+@pytest.fixture
+def start(engine: Vllm) -> Iterator[Callable[..., Any]]:
+    """Start a scheduler with these options, after vLLM has loaded its plugins."""
+    schedulers: list[Any] = []
+
+    def begin(**options: Any) -> Any:
+        load_plugins()
+        schedulers.append(engine.scheduler(**{**ENDPOINTS, **options}))
+        return schedulers[-1]
+
+    yield begin
+    for each in schedulers:
+        each.kv_event_publisher.shutdown()
+
+
+def load_plugins() -> None:
+    """Load the entry point as vLLM's `load_plugins_by_group` does, which logs one that cannot be imported."""
+    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvevents")
+    try:
+        register = entry.load()
+    except ImportError:
+        logging.getLogger("vllm.plugins").exception("Failed to load plugin %s", entry.name)
+    else:
+        register()
+
+
+def source_of(publisher: Any) -> Source:
+    return Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint, name="engine")
+
+
+def follow(publisher: Any, until: Callable[[PrefixIndex], bool]) -> None:
+    """Follow a publisher into an index of a new consumer until it holds what `until` expects."""
+    consumer = Consumer(publisher)
+    try:
+        consumer.wait_until(lambda: until(consumer.index), "the blocks of the engine")
+    finally:
+        consumer.subscriber.close()
+
+
+def blocks_of(index: PrefixIndex) -> int:
+    return sum(worker.blocks for worker in index.workers())
+
+
+def raising(*_arguments: Any, **_named: Any) -> Any:
+    raise RuntimeError("broken on purpose")
+
+
+handlers: list[logging.Handler] = []
+
+
+@pytest.fixture(autouse=True)
+def close_handlers() -> Iterator[None]:
+    yield
+    while handlers:
+        with suppress(OSError):
+            handlers.pop().close()
+
+
+# --- the ways to fail ---------------------------------------------------------------------------------------------------------
+
+
+def break_import(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """The module of the entry point cannot be imported."""
+    patch.setitem(sys.modules, "kvevents.engines.vllm", None)
+
+
+def break_settings(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv(VARIABLE, '{"heartbeet": 1}')
+
+
+def break_settings_file(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv(VARIABLE, "/nowhere/publisher.toml")
+
+
+def break_keys(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv(VARIABLE, '{"curve": {"key_file": "/nowhere/engine.key_secret"}}')
+
+
+def break_registry(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """A release whose events have another type."""
+    patch.delattr(engine.events, "KVEventBatch")
+
+
+def break_constructor(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(vllm.VllmEventPublisher, "__init__", raising)
+
+
+def break_module(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """A release that has moved the block pool."""
+    patch.setitem(sys.modules, "vllm.v1.core.block_pool", None)
+
+
+def break_link(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """The cache manager accepts no attribute of ours."""
+
+    def refuse(manager: Any, name: str, value: Any) -> None:
+        if name.startswith("kvevents"):
+            raise AttributeError(name)
+        object.__setattr__(manager, name, value)
+
+    manager = sys.modules["vllm.v1.core.kv_cache_manager"].KVCacheManager
+    patch.setattr(manager, "__setattr__", refuse)
+
+
+def break_digest(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(vllm, "_digest_of", raising)
+
+
+def break_term(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """Keys of the cache have another form."""
+    patch.setattr(vllm, "_term_of_key", lambda **_: raising)
+
+
+def break_recording(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(vllm.VllmEventPublisher, "record_cache", raising)
+
+
+def break_publish(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(QueuedPublisher, "publish", raising)
+
+
+def break_send(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """The socket accepts nothing."""
+    patch.setattr(EventSocket, "send", raising)
+
+
+def break_server(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """Batches are neither sent nor stored for replay."""
+    patch.setattr(EventServer, "send", raising)
+
+
+def break_encoder(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """The events of the engine cannot be encoded."""
+    encode = batch_encoder()
+
+    def refuse_stores(batch: Any) -> bytes:
+        return raising() if any(hasattr(event, "token_ids") for event in batch.events) else encode(batch)
+
+    patch.setattr("kvevents.publisher.zmq_publisher.batch_encoder", lambda _: refuse_stores)
+
+
+def break_thread(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """The publisher thread ends at once."""
+    patch.setattr(ZmqEventPublisher, "_publish_until_closed", raising)
+
+
+def fill_disk_of_log(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
+    """vLLM's log is on a full disk, and sending fails."""
+    handler = logging.FileHandler("/dev/full")
+    handlers.append(handler)
+    patch.setattr(logging.getLogger("vllm"), "handlers", [handler, *logging.getLogger("vllm").handlers])
+    patch.setattr(logging, "raiseExceptions", False)
+    patch.setattr(EventSocket, "send", raising)
+
+
+class Way(NamedTuple):
+    """A way to fail, and what follows."""
+
+    fault: Callable[[Vllm, pytest.MonkeyPatch], None]
+    line: str
+    """How the only line of the log begins."""
+    publisher: str
+    """Which publisher sends events then."""
+
+
+UNUSED = "kvevents is not used: vLLM publishes KV cache events itself"
+NO_ATTESTATION = "kvevents: attestation is switched off: a hook failed"
+TAKEOVER = "kvevents is not used any more: vLLM publishes KV cache events itself from number"
+WAYS = [
+    Way(break_import, "Failed to load plugin kvevents", "own"),
+    Way(break_settings, UNUSED, "own"),
+    Way(break_settings_file, UNUSED, "own"),
+    Way(break_keys, UNUSED, "own"),
+    Way(break_registry, UNUSED, "own"),
+    Way(break_constructor, UNUSED, "own"),
+    Way(break_module, NO_ATTESTATION, "plugin"),
+    Way(break_link, NO_ATTESTATION, "plugin"),
+    Way(break_digest, NO_ATTESTATION, "plugin"),
+    Way(break_term, NO_ATTESTATION, "plugin"),
+    Way(break_recording, NO_ATTESTATION, "plugin"),
+    Way(break_publish, TAKEOVER, "own after plugin"),
+    Way(break_send, TAKEOVER, "own after plugin"),
+    Way(break_server, TAKEOVER, "own after plugin"),
+    Way(break_encoder, TAKEOVER, "own after plugin"),
+    Way(break_thread, TAKEOVER, "own after plugin"),
+    Way(fill_disk_of_log, TAKEOVER, "own after plugin"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.fault.__name__)
+def test_the_engine_serves_on_and_events_flow(
+    way: Way, start: Callable[..., Any], engine: Vllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scheduler makes its steps, and a consumer that connects after the fault gets the blocks of later steps."""
+    caplog.set_level("WARNING")
+    with monkeypatch.context() as patch:
+        way.fault(engine, patch)
+        scheduler = start()
+        publisher = scheduler.kv_event_publisher
+        for block in range(BLOCKS):
+            scheduler.pool.store(block + 1, block)
+            scheduler.step()
+        if way.publisher == "own after plugin":
+            wait_until(lambda: publisher._successor is not None, "the takeover")
+        for block in range(BLOCKS, 2 * BLOCKS):
+            scheduler.pool.store(block + 1, block)
+            scheduler.step()
+        assert scheduler.reset_prefix_cache()
+        for block in range(BLOCKS):
+            scheduler.pool.store(block + 1, block)
+            scheduler.step()
+        if way.publisher == "own":
+            assert type(publisher) is engine.own_publisher
+        else:
+            assert isinstance(publisher, vllm.VllmEventPublisher)
+            assert type(publisher._successor) is (engine.own_publisher if way.publisher == "own after plugin" else type(None))
+        follow(publisher, lambda index: blocks_of(index) == BLOCKS)
+    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith(("vllm", "kvevents"))]
+    assert line.startswith(way.line)
+
+
+def test_a_port_in_use_is_reported_by_vllm_itself(
+    start: Callable[..., Any], engine: Vllm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own publisher is tried, and fails as it would without the plugin; the engine does not start without events."""
+    taken = start().kv_event_publisher.endpoint
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        start(endpoint=taken.replace("127.0.0.1", "*"))
+    assert caplog.text.count("kvevents is not used") == 1
+
+
+# --- what consumers see -------------------------------------------------------------------------------------------------------
+
+
+class Consumer:
+    """A consumer that is connected before and after a takeover."""
+
+    def __init__(self, publisher: Any) -> None:
+        self.index = PrefixIndex()
+        self.resets: list[str] = []
+        self.subscriber = Subscriber(source_of(publisher))
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Apply what arrives until the condition holds."""
+
+        def holds() -> object:
+            for delivery in self.subscriber.receive_many(timeout=0.01):
+                if isinstance(delivery, Reset):
+                    self.resets.append(delivery.reason)
+                self.subscriber.report(delivery, self.index.apply(delivery).report)
+            return condition()
+
+        wait_until(holds, what)
+
+    def await_blocks(self, count: int, trust: Trust) -> None:
+        self.wait_until(lambda: (blocks_of(self.index), self.trust()) == (count, trust), f"{count} blocks and {trust!r}")
+
+    def trust(self) -> Trust:
+        return self.subscriber.trust("engine")
+
+
+@pytest.fixture
+def consume() -> Iterator[Callable[[Any], Consumer]]:
+    consumers: list[Consumer] = []
+
+    def begin(publisher: Any) -> Consumer:
+        consumers.append(Consumer(publisher))
+        return consumers[-1]
+
+    yield begin
+    for each in consumers:
+        each.subscriber.close()
+
+
+def test_a_connected_consumer_loses_nothing_if_sockets_fail(
+    start: Callable[..., Any], consume: Callable[[Any], Consumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not sent is in the replay buffer of vLLM's publisher, whose numbers continue: the stream stays EXACT."""
+    scheduler = start()
+    publisher = scheduler.kv_event_publisher
+    for block in range(BLOCKS):
+        scheduler.pool.store(block + 1, block)
+        scheduler.step()
+    consumer = consume(publisher)
+    consumer.await_blocks(BLOCKS, Trust.EXACT)
+    consumer.resets.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(EventSocket, "send", raising)
+        for block in range(BLOCKS, 2 * BLOCKS):
+            scheduler.pool.store(block + 1, block)
+            scheduler.step()
+        wait_until(lambda: publisher._successor is not None, "the takeover")
+    scheduler.pool.evict(1, 0)
+    scheduler.step()
+    consumer.wait_until(lambda: blocks_of(consumer.index) == 2 * BLOCKS - 1, "the other blocks")
+    scheduler.pool.store(1, 0)  # a live batch on the new connection confirms what replay has brought
+    scheduler.step()
+    consumer.await_blocks(2 * BLOCKS, Trust.EXACT)
+    assert not consumer.resets
+
+
+def test_a_connected_consumer_sees_what_is_lost_as_a_gap(
+    start: Callable[..., Any], consume: Callable[[Any], Consumer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that were not even stored for replay cannot be repaired. A clear makes the stream EXACT again."""
+    scheduler = start()
+    publisher = scheduler.kv_event_publisher
+    scheduler.pool.store(1, 0)
+    scheduler.step()
+    consumer = consume(publisher)
+    consumer.await_blocks(1, Trust.EXACT)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventServer, "send", raising)
+        scheduler.pool.store(2, 1)
+        scheduler.step()
+        wait_until(lambda: publisher._successor is not None, "the takeover")
+    scheduler.pool.store(3, 2)
+    scheduler.step()
+    consumer.await_blocks(2, Trust.DEGRADED)
+    assert "lost" in (consumer.trust().reason or "")
+    assert scheduler.reset_prefix_cache()
+    scheduler.pool.store(4, 3)
+    scheduler.step()
+    consumer.await_blocks(1, Trust.EXACT)
+
+
+def test_ranks_keep_their_ports(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's publisher adds its rank to ports, also to one that the OS chose for ours."""
+    scheduler = start(rank=3)
+    publisher = scheduler.kv_event_publisher
+    source = source_of(publisher)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventSocket, "send", raising)
+        scheduler.pool.store(1, 0)
+        scheduler.step()
+        wait_until(lambda: publisher._successor is not None, "the takeover")
+    assert source_of(publisher._successor) == source
+
+
+def test_one_failure_does_not_end_the_publisher(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Consumers request the batch again. The log has one line."""
+    scheduler = start()
+    publisher = scheduler.kv_event_publisher
+    failed = iter([True])
+
+    def fail_once(socket: EventSocket, topic: bytes, batches: Any) -> None:
+        if next(failed, False):
+            raise RuntimeError("broken on purpose")
+        send(socket, topic, batches)
+
+    send = EventSocket.send
+    monkeypatch.setattr(EventSocket, "send", fail_once)
+    for block in range(BLOCKS):
+        scheduler.pool.store(block + 1, block)
+        scheduler.step()
+    follow(publisher, lambda index: blocks_of(index) == BLOCKS)
+    assert publisher._successor is None
+    assert caplog.text.count("sending works again after 1 failures") == 1
+
+
+def test_streams_with_keys_are_not_continued_without_them(
+    engine: Vllm, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's publisher has no encryption."""
+    public, private = zmq.curve_keypair()
+    _, secret = write_pair(tmp_path / "engine", KeyPair(public.decode(), private.decode()), "", replace=False)
+    monkeypatch.setenv(VARIABLE, f'{{"curve": {{"key_file": "{secret}"}}, "limits": {{"error_delay": 0.001}}}}')
+    scheduler = start()
+    publisher = scheduler.kv_event_publisher
+    with monkeypatch.context() as patch:
+        patch.setattr(EventSocket, "send", raising)
+        for block in range(BLOCKS):
+            scheduler.pool.store(block + 1, block)
+            scheduler.step()
+        wait_until(lambda: publisher.stats().failures.get("thread", 0) > 5, "several failures")
+        assert publisher._successor is None
+    assert "publishing continues with the next batch" in caplog.text
+
+
+def test_a_forked_child_does_not_take_over(start: Callable[..., Any]) -> None:
+    publisher = start().kv_event_publisher
+    publisher._after_fork()
+    publisher.publish(object())
+    assert publisher._successor is None
+    assert publisher.stats().dropped["ended"] == 1
+
+
+def test_a_terminated_context_is_survived(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = start()
+    publisher = scheduler.kv_event_publisher
+    publisher._server._context.destroy(linger=0)
+    for block in range(BLOCKS):
+        scheduler.pool.store(block + 1, block)
+        scheduler.step()
+    wait_until(lambda: publisher._successor is not None, "the takeover")
+    follow(publisher, lambda index: blocks_of(index) == BLOCKS)
+
+
+def test_if_the_engines_publisher_fails_too_the_log_says_that_nothing_is_published(
+    engine: Vllm, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")
+    scheduler = start()
+    publisher = scheduler.kv_event_publisher
+    monkeypatch.setattr(engine.own_publisher, "__init__", raising)
+    monkeypatch.setattr(EventSocket, "send", raising)
+    scheduler.pool.store(1, 0)
+    scheduler.step()
+    wait_until(lambda: publisher._own is None, "the failed takeover")
+    scheduler.pool.store(2, 1)
+    scheduler.step()
+    assert publisher.stats().dropped["ended"] == 1
+    assert caplog.text.count("no KV cache events are published from now on") == 1
