@@ -137,7 +137,7 @@ dist: $(STAMP)  ## Wheels and source distributions of kvevents (any platform) an
 	$(BIN)/python -m hatchling build -d dist
 	cd native/python && $(abspath $(BIN))/maturin build --release --sdist --out ../../dist
 
-wheels-check: dist  ## Install the wheels into fresh environments of every Python found, outside the checkout, and use them: minutes, downloads
+wheels-check: dist  ## Install the wheels into fresh environments of every Python found, use them, and run what documents say: minutes, downloads
 	$(BIN)/python tools/check_wheels.py dist
 
 pure-check:  ## The same of the pure wheel alone, without Rust and .venv, with PYTHON and any other that is found

