@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native bench-native-program figures docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
+.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native bench-check bench-native-program figures docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ docs: $(NATIVE)  ## The documentation site, in build/site; ends with an error at
 # Its workspace is its own, so that no other target fetches the rivals.
 bench-native: bench-native-program  ## Our index beside those of Dynamo and SMG as Rust libraries, on equal input (NATIVE_BENCH="--only match"); compiles their crates
 	benchmarks/native/target/release/kvevents-native-bench $(NATIVE_BENCH)
+
+# Not part of `make test`: the rivals bring several hundred crates, which take minutes to fetch and to check.
+bench-check:  ## Whether the harness of `make bench-native` still compiles, without optimising it: minutes, downloads crates
+	cargo check --locked --manifest-path benchmarks/native/Cargo.toml
 
 bench-native-program:
 	cargo build --release --locked --manifest-path benchmarks/native/Cargo.toml
