@@ -7,7 +7,7 @@ import pytest
 from kvevents.events import BlockStored
 from kvevents.publisher.compaction import Compactor
 from kvevents.wire import decode_batch
-from tests.system.vllm_oracle.groups import FULL, MAMBA, MLA, SHAPES, GroupPredictor, History, Step, recorded
+from tests.system.vllm_oracle.groups import SHAPES, GroupPredictor, History, Step, recorded
 from wire_cases import DATA
 
 HISTORIES = recorded(DATA / "vllm-0.33-groups.jsonl.gz")
@@ -51,22 +51,9 @@ def test_the_groups_of_a_draft_model_are_a_setting(name: str) -> None:
     assert predictor.wrong > 0
 
 
-KEPT = {
-    shape.name
-    for shape in SHAPES
-    if not any(group.kind == MAMBA for group in shape.groups) and any(group.kind in (FULL, MLA) for group in shape.groups)
-}
-"""Shapes of which compaction keeps all that a lookup needs."""
-
-
-@pytest.mark.parametrize(
-    "history", [history for history in HISTORIES if history.shape in KEPT], ids=lambda history: history.shape
-)
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.shape)
 def test_a_late_consumer_predicts_the_same(history: History) -> None:
-    """A consumer that begins with the compacted first half predicts every request of the second one.
-
-    Compaction leaves out Mamba states, and the tokens of windows, by which hashes are known where no group has full attention.
-    """
+    """A consumer that begins with the compacted first half predicts every request of the second one."""
     compactor = Compactor.create()
     assert compactor is not None
     half = len(history.steps) // 2
