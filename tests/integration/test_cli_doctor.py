@@ -24,7 +24,7 @@ from kvevents.cli.doctor.traffic import check_topic
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.reasons import Reason
-from kvevents.service.schemas import HealthAnswer, SourceView
+from kvevents.service.schemas import HealthAnswer, LoadView, SourceView
 from kvevents.subscriber.handshake import perform_handshake
 from kvevents.testing import Faults, TapePlayer
 
@@ -446,6 +446,18 @@ def test_lag_and_clocks() -> None:
     assert one(service.check_lag([view(lag_seconds=30.0)])) == ("warn", "the newest batch was late: engine-001/0 by 30 s")
     ahead = one(service.check_lag([view(lag_seconds=-300.0)]))
     assert ahead == ("warn", "clocks are ahead of the service's: engine-001/0 by 5 min")
+
+
+def test_load_of_engines() -> None:
+    """Nothing is said of fleets whose engines report none; a reading that is missing is a warning."""
+    assert service.check_load([view()]) is None
+    load = LoadView(running=3, waiting=1, waiting_uncached_tokens=None, used_tokens=0, max_tokens=0, age_seconds=0.1)
+    assert one(service.check_load([view(load=load), view(load=load), view()])) == (
+        "ok",
+        "6 requests running and 2 waiting; 2 of 3 sources report it",
+    )
+    verdict, text = one(service.check_load([view(load=load), view(load_fault="/metrics does not answer")]))
+    assert (verdict, text) == ("warn", "unknown of engine-001/0: /metrics does not answer")
 
 
 def test_silence() -> None:

@@ -34,7 +34,7 @@ from kvevents.cli.poller import ORDERS, Frame, Source, in_order
 from kvevents.cli.service_client import ServiceClient, ServiceError, worker_name
 from kvevents.cli.top_view import TopView
 from kvevents.events import KVEventBatch
-from kvevents.service.schemas import HealthAnswer, Problem
+from kvevents.service.schemas import HealthAnswer, LoadView, Problem
 
 # --- a service and its engines
 
@@ -559,6 +559,16 @@ def test_many_sources_fit(height: int) -> None:
     assert rows >= min(250, height - 7)
     assert lines[-1] == (f"and {250 - rows} more" if rows < 250 else lines[-1])
     assert len([line for line in drawn([source(number) for number in range(250)], limit=3) if "engine-" in line]) == 3
+
+
+def test_the_load_of_engines_is_a_column_if_any_reports_it() -> None:
+    load = LoadView(running=12, waiting=3, waiting_uncached_tokens=None, used_tokens=0, max_tokens=0, age_seconds=0.1)
+    assert not any("waiting" in line for line in drawn([source(1)], 200))
+    lines = drawn([source(1, load=load), source(2), source(3, load_fault="/metrics does not answer")], 200)
+    title, *rows = lines[-4:]
+    assert "running / waiting" in title
+    assert "12 / 3" in rows[0]
+    assert " ? " in rows[2]
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 140, 200])

@@ -63,6 +63,12 @@ def _age(source: Source, now: float) -> str:
     return "never" if source.last_event is None else duration(max(now - source.last_event, 0.0))
 
 
+def _load(source: Source, _now: float) -> str:
+    if source.load is None:
+        return "?" if source.load_fault is not None else ""
+    return f"{source.load.running:,} / {source.load.waiting:,}"
+
+
 def _short(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
 
@@ -95,6 +101,7 @@ COLUMNS: Final = (
     Column("blocks", lambda source, _: f"{source.blocks:,}", 2),
     Column("tiers", _tiers, 10, "left"),
     Column("batches/s", lambda source, _: _rate(source.rate), 4),
+    Column("running / waiting", _load, 6, style=lambda source: "red" if source.load_fault is not None else ""),
     Column("lag", _lag, 6),
     Column("last", _age, 5),
     Column("lost", lambda source, _: _count(source.lost), 3, style=lambda source: _alarming(source.lost)),

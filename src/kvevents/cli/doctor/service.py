@@ -80,6 +80,7 @@ def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[Finding]:
         check_ranks(sources),
         check_block_sizes(sources),
         check_lag(sources),
+        check_load(sources),
         *check_losses(sources, now),
         check_rejected(sources),
     )
@@ -359,6 +360,20 @@ def check_lag(sources: Sequence[SourceView]) -> Finding | None:
         advice = "check the CPU of the service, the network and that clock; `kvevents top --sort lag` shows whether it grows"
         return warn("lag", f"the newest batch was late: {_largest(late)}", advice)
     return ok("lag", f"the newest batches came within {1000 * max(0.0, *lags.values()):,.0f} ms")
+
+
+def check_load(sources: Sequence[SourceView]) -> Finding | None:
+    """Check the load that engines report; None if none reports it."""
+    loads = [source.load for source in sources if source.load is not None]
+    faults = [f"{_name(source)}: {source.load_fault}" for source in sources if source.load_fault is not None]
+    if faults:
+        advice = "selections take the mean of the other engines for their load; check that endpoint, or remove it (load)"
+        return warn("load", f"unknown of {first_names(faults)}", advice)
+    if not loads:
+        return None
+    running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
+    reported = f"{len(loads):,} of {plural(len(sources), 'source')} report it"
+    return ok("load", f"{plural(running, 'request')} running and {waiting:,} waiting; {reported}")
 
 
 def _largest(seconds: dict[str, float]) -> str:
