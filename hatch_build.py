@@ -1,7 +1,8 @@
 """Adds extras, addresses and the README to the metadata of `kvevents`.
 
 Extras that use the compiled package require the same version of it. The addresses are those of the repository that a release is
-built in, which its workflow passes in the environment variable `KVEVENTS_REPOSITORY`; other builds have none.
+built in, and of its documentation site, which its workflow passes in the environment variables `KVEVENTS_REPOSITORY` and
+`KVEVENTS_SITE`; other builds have none.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class ProjectHook(MetadataHookInterface):
             readme = re.sub(r"\]\((?!https?:|#)", f"]({tree}/", readme)
             metadata["urls"] = {
                 "Source": repository,
-                "Documentation": f"{tree}/docs",
                 "Changelog": f"{tree}/CHANGELOG.md",
                 "Issues": f"{repository}/issues",
                 "Security": f"{repository}/security/policy",
             }
+            if site := os.environ.get("KVEVENTS_SITE"):
+                metadata["urls"]["Documentation"] = site
         metadata["readme"] = {"content-type": "text/markdown", "text": readme}

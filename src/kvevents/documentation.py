@@ -6,7 +6,7 @@ import importlib.metadata
 
 @functools.cache
 def documentation() -> str | None:
-    """Return the address in the metadata of the installed package; None for a package that was not built by a release."""
+    """Return the address of the site in the metadata of the package; None if it was not built by a release."""
     try:
         addresses = importlib.metadata.metadata("kvevents").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:
@@ -15,6 +15,7 @@ def documentation() -> str | None:
 
 
 def documented(page: str) -> str:
-    """Say where a page is, such as `operations/runbook.md#kveventssourcedegraded`, for use after "see"."""
+    """Say where a page is, such as `operations/runbook#kveventssourcedegraded`, for use after "see"."""
     base = documentation()
-    return f"{base}/{page}" if base else f"{page} in the documentation of kvevents"
+    name, separator, heading = page.partition("#")
+    return f"{base}/{name}/{separator}{heading}" if base else f"{page} in the documentation of kvevents"

@@ -125,11 +125,13 @@ def test_the_wheel_is_pure_and_needs_two_packages(wheel: Path) -> None:
 def test_a_release_names_the_addresses_of_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of the README lead there as well. A build outside of a release has no addresses."""
     monkeypatch.setenv("KVEVENTS_REPOSITORY", "https://forge.example/kv/kvevents")
+    monkeypatch.setenv("KVEVENTS_SITE", "https://kv.example/kvevents")
     run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
     (built,) = tmp_path.glob("*.whl")
     _, metadata = contents(built)
     tree = f"https://forge.example/kv/kvevents/blob/v{metadata['Version']}"
-    assert "Source, https://forge.example/kv/kvevents" in metadata.get_all("Project-URL", [])
+    addresses = metadata.get_all("Project-URL", [])
+    assert {"Source, https://forge.example/kv/kvevents", "Documentation, https://kv.example/kvevents"} <= set(addresses)
     assert f"]({tree}/docs/quickstart/routers.md)" in metadata.get_payload()
     assert "](docs/" not in metadata.get_payload()
 

@@ -28,7 +28,7 @@ def strings(path: Path) -> Iterator[tuple[int, str]]:
 def built_by_a_release(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     metadata = Message()
     metadata["Project-URL"] = "Source, https://forge.example/kv"
-    metadata["Project-URL"] = "Documentation, https://forge.example/kv/blob/v1.0.0/docs"
+    metadata["Project-URL"] = "Documentation, https://kv.example/kvevents"
     monkeypatch.setattr(importlib.metadata, "metadata", lambda _: metadata)
     documentation.cache_clear()
     yield
@@ -37,12 +37,13 @@ def built_by_a_release(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("built_by_a_release")
 def test_a_page_has_the_address_in_the_metadata_of_the_release() -> None:
-    assert documented("faq.md") == "https://forge.example/kv/blob/v1.0.0/docs/faq.md"
+    assert documented("faq") == "https://kv.example/kvevents/faq/"
+    assert documented("operations/runbook#kveventslost") == "https://kv.example/kvevents/operations/runbook/#kveventslost"
 
 
 def test_a_page_without_an_address_is_named_as_one_of_the_documentation() -> None:
     assert documentation() is None
-    assert documented("faq.md") == "faq.md in the documentation of kvevents"
+    assert documented("faq#why-rust") == "faq#why-rust in the documentation of kvevents"
 
 
 def test_no_text_of_the_package_names_a_file_of_the_checkout() -> None:
@@ -64,6 +65,6 @@ def test_the_pages_that_messages_name_exist() -> None:
     assert named
     for place in named:
         page, _, anchor = place.partition("#")
-        titles = re.findall(r"^#+ (.*)$", (paths.ROOT / "docs" / page).read_text(), re.MULTILINE)
+        titles = re.findall(r"^#+ (.*)$", (paths.ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
         assert not anchor or anchor in anchors, place

@@ -114,7 +114,7 @@ def model_of(asked: Any) -> str:
         raise ServiceError(
             "model_name (or model) is missing",
             "missing-model",
-            f"for its names see {documented('guides/service.md#scope-and-namespace')}",
+            f"for its names see {documented('guides/service#scope-and-namespace')}",
             status=422,
         )
     return model

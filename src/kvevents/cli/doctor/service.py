@@ -218,11 +218,11 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.LOST: f"{_EXACT_AGAIN}; a larger buffer_steps of the engine avoids it",
     Reason.REJECTED: f"{_EXACT_AGAIN}; check whether the engine's release is newer than kvevents; {_CHECK_ENGINE}",
     Reason.DIVERGED: (
-        f"{_EXACT_AGAIN}, or after a matching digest; see {documented('operations/runbook.md#kveventssourcediverged')}"
+        f"{_EXACT_AGAIN}, or after a matching digest; see {documented('operations/runbook#kveventssourcediverged')}"
     ),
     Reason.UNATTESTED: "report it with a recording (`kvevents record`); it ends when the engine's digest matches again",
     Reason.UNCERTAIN_COPIES: (
-        f"install kvevents in the engine: its plugin omits repeated announcements; see {documented('guides/engines.md')}"
+        f"install kvevents in the engine: its plugin omits repeated announcements; see {documented('guides/engines')}"
     ),
     Reason.STORES_ONLY: "none is needed: the configuration says that removals of a tier are not announced",
     Reason.SENDER: "check the relay: its own upstream is not exact",
@@ -232,7 +232,7 @@ _ADVICE: Final[dict[Reason, str]] = {
     Reason.ORPHANS_DROPPED: _INDEX,
     Reason.SET_ASIDE: _INDEX,
     Reason.ESTIMATED: (
-        f"none is needed: the index estimates matches of this model; see {documented('concepts/prefix-match.md#hybrid-models')}"
+        f"none is needed: the index estimates matches of this model; see {documented('concepts/prefix-match#hybrid-models')}"
     ),
     Reason.FAILED: "restart the service, and report the traceback in its log",
     Reason.REPLAY_UNPROVEN: "send the engine a request; if this stays, the replay endpoint belongs to another engine or rank",

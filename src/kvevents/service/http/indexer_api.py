@@ -29,7 +29,7 @@ from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, pick
 from kvevents.service.service import Service
 
 Id = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
-_HINT: Final = f"for the fields of both APIs see {documented('guides/service.md#dynamos-and-mooncakes-api')}"
+_HINT: Final = f"for the fields of both APIs see {documented('guides/service#dynamos-and-mooncakes-api')}"
 HASH: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
 Hash = Annotated[
     int | str,
@@ -221,7 +221,7 @@ def _check_endpoint(name: str, endpoint: str) -> None:
         raise RefusedError(
             f"invalid {name} {endpoint!r}: expected tcp://HOST:PORT or ipc:///PATH",
             "bad-endpoint",
-            f"see {documented('guides/service.md#engines')}",
+            f"see {documented('guides/service#engines')}",
         )
 
 
