@@ -20,6 +20,7 @@ from typing import Final
 
 from tests.system.engines import report
 from tests.system.engines.concurrent_clients import ConcurrentRun, blocks_for
+from tests.system.engines.data_parallel import run_ranks
 from tests.system.engines.failures import run_failures
 from tests.system.engines.installation import VERSION, environment, has_plugin
 from tests.system.engines.report import Report
@@ -27,7 +28,7 @@ from tests.system.engines.sequential import SequentialRun, scenarios
 from tests.system.engines.stage import OWN, PLUGIN, Publisher, Stage
 from tests.system.engines.timing import measure
 
-PARTS: Final = ("sequential", "concurrent", "timing", "failures")
+PARTS: Final = ("sequential", "concurrent", "timing", "failures", "ranks")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +73,10 @@ def _run_part(
         for failure in run_failures(stage):
             found.failures.append(failure)
             yield
+    if part == "ranks" and PLUGIN in publishers:
+        print("two data-parallel ranks", flush=True)
+        found.ranks.append(run_ranks(stage))
+        yield
 
 
 def _run_sequential(

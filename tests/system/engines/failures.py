@@ -38,6 +38,7 @@ FAULTS: Final = (
         {"ENGINE_OBSERVER_FAULT": "kvevents.publisher.zmq_publisher:ZmqEventPublisher.__init__"},
     ),
     Fault("exception in a hook into the cache", {"ENGINE_OBSERVER_FAULT": "kvevents.engines.vllm:_digest_of"}),
+    Fault("exception in publish()", {"ENGINE_OBSERVER_FAULT": "kvevents.publisher.base:QueuedPublisher.publish"}),
     Fault(
         "exception whenever batches are sent",
         {"ENGINE_OBSERVER_FAULT": "kvevents.publisher.event_server:EventServer.send"},

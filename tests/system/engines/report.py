@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from tests.system.engines.concurrent_clients import ConcurrentResult
+from tests.system.engines.data_parallel import RanksResult
 from tests.system.engines.failures import FailureResult
 from tests.system.engines.judging import Tally
 from tests.system.engines.sequential import SequentialResult
@@ -50,6 +51,7 @@ class Report(msgspec.Struct):
     concurrent: list[Concurrent] = []
     timings: list[TimingResult] = []
     failures: list[FailureResult] = []
+    ranks: list[RanksResult] = []
 
 
 def read(path: Path) -> Report:
@@ -72,18 +74,20 @@ def join(reports: Iterable[Report]) -> Report:
         first.concurrent += other.concurrent
         first.timings += other.timings
         first.failures += other.failures
+        first.ranks += other.ranks
     return first
 
 
 def wrong(report: Report) -> int:
-    """Predictions that were EXACT and wrong, and failures of the plugin that the engine did not survive.
+    """Predictions that were EXACT and wrong, failures of the plugin that the engine did not survive, and faults of ranks.
 
     Not counted: predictions right after a reset without the plugin, since vLLM announces the reset of an idle engine with its
     next step; and those of clients that ask before the events of the last answer have arrived, which the report has as a share.
     """
     requests = sum(each.result.requests.wrong for each in report.sequential)
     resets = sum(each.result.after_reset.wrong for each in report.sequential if "plugin" in each.publisher)
-    return requests + resets + sum(not each.is_survived for each in report.failures)
+    ranks = sum(each.wrong + len(each.faults) for each in report.ranks)
+    return requests + resets + ranks + sum(not each.is_survived for each in report.failures)
 
 
 def summary(tally: Tally) -> str:
@@ -105,6 +109,8 @@ def text(report: Report, *, timings: bool = True) -> str:
         tables.append("\n".join(_timings(report)))
     if report.failures:
         tables.append("\n".join(_failures(report)))
+    if report.ranks:
+        tables.append("\n".join(_ranks(report)))
     return "\n\n".join(tables)
 
 
@@ -159,6 +165,18 @@ def _failures(report: Report) -> list[str]:
     lines += [
         f"| {each.fault} | {_yes(each.serves)} | {_yes(each.has_events)} | {each.log_lines} |" for each in report.failures
     ]
+    return lines
+
+
+def _ranks(report: Report) -> list[str]:
+    lines = ["| ranks | requests | wrong | blocks | attested | load |", "|---|---|---|---|---|---|"]
+    for each in report.ranks:
+        blocks = ", ".join(str(rank.blocks) for rank in each.ranks)
+        attested, loads = (
+            all(found) for found in zip(*((rank.is_attested, rank.has_running) for rank in each.ranks), strict=True)
+        )
+        lines.append(f"| {len(each.ranks)} | {each.requests} | {each.wrong} | {blocks} | {_yes(attested)} | {_yes(loads)} |")
+        lines += [f"\nwrong: {fault}" for fault in each.faults]
     return lines
 
 

@@ -63,6 +63,8 @@ class EngineSettings(NamedTuple):
     """Folders in front of its Python path: plugins."""
     adapters: Mapping[str, Path] = {}
     variables: Mapping[str, str] = {}
+    ranks: int = 1
+    """Data-parallel ranks, each with ports of its own."""
 
 
 class Engine:
@@ -72,7 +74,8 @@ class Engine:
         self.settings: Final = settings
         self.host: Final = f"127.0.0.1:{free_port()}"
         self.starts = 0
-        self._events, self._replay = free_port(), free_port()
+        self.ports: Final = free_port(settings.ranks), free_port(settings.ranks)
+        """Of the events and the replay of rank 0."""
         self._process: subprocess.Popen[bytes] | None = None
         self.observation: Observation | None = None
 
@@ -114,7 +117,7 @@ class Engine:
     def _arguments(self) -> list[str]:
         adapters = [f"{name}={path}" for name, path in self.settings.adapters.items()]
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv-events"}
-        endpoints = {"endpoint": f"tcp://*:{self._events}", "replay_endpoint": f"tcp://*:{self._replay}"}
+        endpoints = {name: f"tcp://*:{port}" for name, port in zip(("endpoint", "replay_endpoint"), self.ports, strict=True)}
         host, _, port = self.host.partition(":")
         return [
             *("serve", str(self.settings.model), "--served-model-name", MODEL, "--host", host, "--port", port),
@@ -122,6 +125,7 @@ class Engine:
             *("--max-model-len", str(MAX_LENGTH), "--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE)),
             *("--enable-prefix-caching", "--num-gpu-blocks-override", str(self.settings.blocks)),
             *("--kv-events-config", json.dumps(events | endpoints)),
+            *(["--data-parallel-size", str(self.settings.ranks)] if self.settings.ranks > 1 else []),
             *(["--enable-lora", "--max-loras", str(len(ADAPTERS)), "--lora-modules", *adapters] if adapters else []),
         ]
 
@@ -150,12 +154,18 @@ class Engine:
 
     # --- requests
 
-    def call(self, method: str, path: str, body: Any = None, seconds: float = REQUEST_SECONDS) -> tuple[int, bytes]:
-        """Return status and body. Raises OSError if the engine cannot be reached or ends meanwhile."""
+    def call(
+        self, method: str, path: str, body: Any = None, seconds: float = REQUEST_SECONDS, rank: int | None = None
+    ) -> tuple[int, bytes]:
+        """Return status and body. With a `rank`, that one answers.
+
+        Raises OSError if the engine cannot be reached or ends meanwhile.
+        """
         connection = HTTPConnection(self.host, timeout=seconds)
         try:
             encoded = None if body is None else json.dumps(body)
-            connection.request(method, path, encoded, {"Content-Type": "application/json"})
+            chosen = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+            connection.request(method, path, encoded, {"Content-Type": "application/json"} | chosen)
             response = connection.getresponse()
             return response.status, response.read()
         except HTTPException as error:
@@ -163,15 +173,15 @@ class Engine:
         finally:
             connection.close()
 
-    def complete(self, prompt: Prompt) -> Answer:
-        """Let it answer a prompt. Raises `EngineError` if it refuses, and OSError as `call` does."""
+    def complete(self, prompt: Prompt, rank: int | None = None) -> Answer:
+        """Let it, or one of its ranks, answer a prompt. Raises `EngineError` if it refuses, and OSError as `call` does."""
         body: dict[str, Any] = {"model": prompt.lora or MODEL, "prompt": prompt.tokens, "max_tokens": prompt.answer}
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         if prompt.salt:
             body["cache_salt"] = prompt.salt
         if prompt.is_reported_in_full:
             body["vllm_xargs"] = {"kv_cache_report_mode": "full"}
-        status, encoded = self.call("POST", "/v1/completions", body)
+        status, encoded = self.call("POST", "/v1/completions", body, rank=rank)
         if status != 200:
             raise EngineError(f"the engine answered {status}: {encoded[:500]!r}\n{self.log_tail()}")
         answer = json.loads(encoded)
@@ -231,16 +241,21 @@ class Engine:
         self.stop()
 
 
-def free_port() -> int:
-    """A port of loopback at which nothing listens."""
+def free_port(count: int = 1) -> int:
+    """The first of so many successive ports of loopback at which nothing listens."""
     while True:
         port = SystemRandom().choice(_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
+        if all(map(_is_free, range(port, port + count))):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def wait_until(test: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:

@@ -77,20 +77,29 @@ class Service:
 
     def predict(self, prompt: Prompt, connection: HTTPConnection | None = None) -> Prediction:
         """What `/v1/match` says of a prompt, which leaves out the last token as engines do."""
-        body: dict[str, Any] = {"model": MODEL, "tokens": prompt.tokens}
-        body |= {"salt": prompt.salt} if prompt.salt else {}
-        body |= {"lora": prompt.lora} if prompt.lora else {}
-        workers = self.ask("POST", "/v1/match", body, connection)["workers"]
+        workers = self.match(prompt, connection)
         if not workers:
             return Prediction(0, "ABSENT", "the service does not know the engine", is_attested=False)
         (worker,) = workers
         trust = worker["trust"]
         return Prediction(worker["tokens"], trust["state"], trust["reason"], bool(trust.get("attested", False)))
 
+    def match(self, prompt: Prompt, connection: HTTPConnection | None = None) -> list[dict[str, Any]]:
+        """The workers in the answer of `/v1/match`."""
+        body: dict[str, Any] = {"model": MODEL, "tokens": prompt.tokens}
+        body |= {"salt": prompt.salt} if prompt.salt else {}
+        body |= {"lora": prompt.lora} if prompt.lora else {}
+        workers: list[dict[str, Any]] = self.ask("POST", "/v1/match", body, connection)["workers"]
+        return workers
+
+    def sources(self) -> list[dict[str, Any]]:
+        """The entries of `/v1/sources`, one for each rank."""
+        sources: list[dict[str, Any]] = self.ask("GET", "/v1/sources")["sources"]
+        return sources
+
     def source(self) -> dict[str, Any] | None:
         """The engine's entry in `/v1/sources`; None before it was found."""
-        sources: list[dict[str, Any]] = self.ask("GET", "/v1/sources")["sources"]
-        return sources[0] if sources else None
+        return next(iter(self.sources()), None)
 
     def await_state(self, *states: str, seconds: float) -> bool:
         """Wait until trust is one of these. Return False if it is still another one after `seconds`."""

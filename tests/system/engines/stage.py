@@ -67,8 +67,12 @@ class Stage:
         *,
         path: Path | None = None,
         variables: Mapping[str, str] | None = None,
+        ranks: int = 1,
     ) -> Iterator[Engine]:
-        """Start an engine. `path` takes the place of the folder with kvevents, `variables` are added to the environment."""
+        """Start an engine with so many data-parallel ranks.
+
+        `path` takes the place of the folder with kvevents, `variables` are added to the environment.
+        """
         self._started += 1
         folder = self.folder / f"run-{self._started}"
         folder.mkdir()
@@ -81,6 +85,7 @@ class Stage:
             (self._observer, kvevents),
             self._adapters if model == "llama" else {},
             dict(publisher.variables) | dict(variables or {}),
+            ranks,
         )
         with Engine(settings) as engine:
             engine.start()
