@@ -17,12 +17,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvevents import Batch, Source, Subscriber
+from kvevents import Batch, Source, Subscriber, Trust
 from kvevents.compat import sglang as compat
 from kvevents.engines import sglang
 from kvevents.engines.plugin import VARIABLE
 from kvevents.index import PrefixIndex
 from kvevents.wire.attestation import DIGEST_MASK
+from publisher_cases import wait_until
 
 CONFIG = '{"publisher": "%s", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}'
 LOGGER = "sglang.kvevents"
@@ -217,6 +218,54 @@ def test_a_tree_that_announces_too_little_or_too_much_is_not_attested(
         emitter.publish_kv_events()
     assert caplog.text.count("SGLang's Cache holds") == 1
     assert [each for each in caplog.records if each.name == LOGGER and each.levelname == "WARNING"][1:] == []
+
+
+class WindowedCache(Cache):
+    """A tree of a model with sliding windows, which SGLang drops without an event."""
+
+    gates_prefix_match = True
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return {"full": object(), "swa": self}
+
+    def supports_swa(self) -> bool:
+        return True
+
+    def supports_mamba(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("attestation", ["true", "false"])
+def test_a_tree_with_windows_is_never_exact(
+    factory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, attestation: str
+) -> None:
+    """Its events are those of full attention: a window that is gone shortens matches, and no event says so."""
+    monkeypatch.setenv(VARIABLE, f'{{"heartbeat": 0.05, "attestation": {attestation}}}')
+    cache = WindowedCache()
+    emitter = emitter_of(factory, cache)
+    cache.store(1)
+    emitter.publish_kv_events()
+    publisher = emitter.kv_event_publisher
+    with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
+
+        def says_why() -> bool:
+            subscriber.receive_many(timeout=0.01)
+            return "SGLang does not announce which sliding windows its cache holds" in str(subscriber.trust())
+
+        wait_until(says_why, "the reason")
+        assert subscriber.trust() == Trust.DEGRADED
+    heartbeats(publisher, PrefixIndex(), is_missing)
+    assert caplog.text.count("consumers treat the stream as DEGRADED: SGLang does not announce") == 1
+
+
+def test_windows_of_a_draft_model_do_not_matter(factory: Any) -> None:
+    cache = WindowedCache()
+    cache.gates_prefix_match = False
+    emitter = emitter_of(factory, cache)
+    cache.store(1)
+    emitter.publish_kv_events()
+    heartbeats(emitter.kv_event_publisher, PrefixIndex(), functools.partial(operator.eq, 1))
 
 
 def test_a_cache_of_another_form_is_not_attested(factory: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,10 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvevents.endpoints import split_tcp, with_bound_port
 from kvevents.errors import ClosedError
+from kvevents.events import Heartbeat
 from kvevents.publisher import ZmqEventPublisher
-from kvevents.publisher.compaction import Encode, SequencedPayload
+from kvevents.publisher.compaction import DigestTracker, Encode, SequencedPayload
 
 _CLOSE_SECONDS = 1.0
 """Limit of closing the sockets before the engine's own publisher binds their ports."""
@@ -58,6 +61,8 @@ class EnginePublisher(ZmqEventPublisher):
     """How many batches lead to the newest known state of the cache, and its digest. It is replaced as a whole."""
     _expects_attestation = False
     _is_attestation_stopped = False
+    _incompleteness = ""
+    """Why the engine's events do not describe its cache."""
     _own: OwnPublisher | None = None
     _successor: Any = None
     """The engine's own publisher, once it has taken over."""
@@ -103,6 +108,17 @@ class EnginePublisher(ZmqEventPublisher):
             return None
         accepted, digest = state
         return digest if accepted == self._count_taken() else None
+
+    def report_incomplete_events(self, reason: str) -> None:
+        """Let heartbeats say that the events do not describe the engine's cache, so that no consumer takes them as EXACT."""
+        self._incompleteness = reason
+        self.logger.warning("kvevents: consumers treat the stream as DEGRADED: %s", reason)
+
+    def _heartbeat(self, tracker: DigestTracker, number: int) -> Heartbeat:
+        found = super()._heartbeat(tracker, number)
+        if self._incompleteness and found.trust == "EXACT":
+            found = msgspec.structs.replace(found, trust="DEGRADED", reason=self._incompleteness)
+        return found
 
     # --- takeover by the engine's own publisher ------------------------------------------------------------------------------
 

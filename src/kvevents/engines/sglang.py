@@ -53,6 +53,9 @@ _EMITTERS: Final = (
     ("sglang.srt.observability.scheduler_metrics_mixin", "SchedulerMetricsMixin", "_publish_kv_events"),
 )
 """Methods that take the events of `self.tree_cache` and publish them: SGLang from 0.5.13, and before."""
+_UNANNOUNCED: Final = (("swa", "sliding windows"), ("mamba", "states of Mamba layers"))
+"""Kinds of a tree's data, by the method of SGLang that says whether it has them. A prefix needs them as well. Up to 0.5.23 only
+blocks of full attention have events."""
 _MAX_UNEQUAL_BATCHES: Final = 1000
 """Batches in sequence after which it is logged that the tree and its events differ. The hierarchical cache counts the blocks
 that it loads before it announces them, so a few are normal."""
@@ -80,6 +83,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
         self, settings: EngineSettings, attn_dp_rank: int, options: dict[str, Any], own: OwnPublisher | None = None
     ) -> None:
         self.hand_over_to(own, settings.max_failures)
+        self._attests = settings.attestation
         self._cache_digest: _CacheDigest | None = None
         publisher.ZmqEventPublisher.__init__(
             self,
@@ -94,10 +98,19 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
         )
         self._set_local_endpoints()
 
-    def attest(self, cache: Any) -> None:
-        """Send the digest of `cache`, SGLang's `tree_cache`, in heartbeats; call it before the first batch of the cache."""
-        self._expects_attestation = False
-        self._cache_digest = _CacheDigest(cache, importlib.import_module(_EVENTS_MODULE))
+    def link(self, cache: Any) -> None:
+        """Send the digest of `cache`, SGLang's `tree_cache`, in heartbeats; call it before the first batch of the cache.
+
+        A tree with sliding windows or states is not attested: a match needs those too, and SGLang announces neither.
+        """
+        self.is_linked, self._expects_attestation = True, False
+        kinds = [name for kind, name in _UNANNOUNCED if _needs(getattr(cache, "inner", cache), kind)]
+        if kinds:
+            self.report_incomplete_events(
+                f"SGLang does not announce which {' and '.join(kinds)} its cache holds, so it may find less of a prompt"
+            )
+        elif self._attests:
+            self._cache_digest = _CacheDigest(cache, importlib.import_module(_EVENTS_MODULE))
 
     def publish(self, events: Any) -> None:
         """Accept one batch, which has all events that the tree has queued."""
@@ -116,6 +129,14 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
         self._cache_digest = None
         if self.stop_attesting():
             logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)
+
+
+def _needs(tree: Any, kind: str) -> bool:
+    """Return whether a prefix is found only as far as the tree has this kind of data."""
+    components = {str(key): component for key, component in getattr(tree, "components", {}).items()}
+    # Windows that only a draft model reads do not decide (SGLang from 0.5.23).
+    is_decisive = getattr(components.get(kind), "gates_prefix_match", True)
+    return bool(getattr(tree, f"supports_{kind}", bool)()) and is_decisive
 
 
 def _has_replay_topic() -> bool:
@@ -144,10 +165,9 @@ def _create_publisher(
     created = SglangEventPublisher(settings, rank, options, own)
     attests = False
     try:
-        if settings.attestation:
-            attests = _install_hooks()
-            if attests:
-                created.expect_attestation()
+        attests = _install_hooks() and settings.attestation
+        if attests:
+            created.expect_attestation()
     except Exception as error:  # noqa: BLE001 - events flow without attestation
         created.end_attestation(error)
     ignored = sorted(name for name, value in options.items() if name not in _KNOWN_OPTIONS and value is not None)
@@ -238,9 +258,8 @@ def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
     def publish_kv_events(emitter: Any) -> Any:
         found = emitter.kv_event_publisher if emitter.enable_kv_cache_events else None
         if isinstance(found, SglangEventPublisher) and not found.is_linked:
-            found.is_linked = True
             try:
-                found.attest(emitter.tree_cache)
+                found.link(emitter.tree_cache)
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 found.end_attestation(error)
         return original(emitter)

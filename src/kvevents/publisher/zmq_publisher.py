@@ -25,7 +25,7 @@ import zmq
 from kvevents.config import KVEventsConfig, check_heartbeat, resolve_dialect
 from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, with_bound_port
 from kvevents.errors import ConfigError
-from kvevents.events import BlockRemoved, KVEventBatch
+from kvevents.events import BlockRemoved, Heartbeat, KVEventBatch
 from kvevents.native_module import require_native, warn_without_native
 from kvevents.publisher import base
 from kvevents.publisher.base import PollPlanner, QueuedPublisher
@@ -372,12 +372,16 @@ class ZmqEventPublisher(QueuedPublisher):
         """Return the digest of the engine's cache after all batches sent so far; None outside an engine."""
         return None
 
+    def _heartbeat(self, tracker: DigestTracker, number: int) -> Heartbeat:
+        """Return the heartbeat for batch `number`."""
+        return tracker.heartbeat(number, self._heartbeat_interval, self._server.incarnation, self._attestation())
+
     def _send_heartbeat(self, tracker: DigestTracker, encode: Encode) -> None:
         if not self._is_running:
             return
         number = self._next_own_number()
         try:
-            heartbeat = tracker.heartbeat(number, self._heartbeat_interval, self._server.incarnation, self._attestation())
+            heartbeat = self._heartbeat(tracker, number)
             payload = encode(KVEventBatch(time(), [BlockRemoved([], heartbeat=heartbeat)], self._data_parallel_rank))
         except BaseException as error:  # noqa: BLE001 - a panic of native code is a BaseException
             self._has_tail_gap = True
