@@ -1,6 +1,6 @@
 """Ask a service which engine should take a prompt: `python examples/query_service.py MODEL TOKEN,TOKEN,... [--service URL]`.
 
-`kvevents serve` follows the engines and answers over HTTP, so a router in any language needs an HTTP client only.
+`kvevents serve` follows the engines and answers HTTP, so a router in any language needs an HTTP client only, here `requests`.
 """
 
 import argparse

@@ -56,6 +56,7 @@ ELSEWHERE = {
 """Why these programs do not run here."""
 
 NOT_RUN = {
+    "kvevents demo": "half a minute: make wheels-check runs it; test_cli_demo.py",
     "kvevents top": "needs a terminal: test_cli_service.py",
     "kvevents sim compare\n": "test_sim_defaults.py compares each word of what it prints",
     "kvevents serve --nats nats://n1.example:4222": "three hosts: test_service_shards_processes.py runs such replicas",
