@@ -79,7 +79,7 @@ class Running:
         return self.send(method, path, text, JSON)
 
     def send(self, method: str, path: str, body: str | bytes | None, content_type: str) -> bytes:
-        """Its answer to one request with this very body. Raises `RuntimeError` for one that is no success."""
+        """Its answer to one request with this very body. Raises `RuntimeError` for an unsuccessful one."""
         self._http.request(method, path, body, {"Content-Type": content_type})
         response = self._http.getresponse()
         answer = response.read()

@@ -249,7 +249,7 @@ def test_a_relay_that_leaves_blocks_out_attests_nothing_until_a_clear(way: Way) 
 
 @pytest.mark.parametrize("way", ["shared"], indirect=True)
 def test_a_shared_stream_is_exact_and_never_attested(way: Way) -> None:
-    """The relay compares each engine; what it sends on is no engine's cache alone."""
+    """The relay compares each engine; the stream that it sends is not the cache of a single engine."""
     consumer = way.consumer()
     fill(way)
     way.until(lambda: consumer.trust == Trust.EXACT and consumer.hashes == way.hashes_on_all_tiers)

@@ -518,7 +518,7 @@ def test_a_source_that_is_still_coming_up() -> None:
 
 
 def test_history_of_an_idle_engine_is_a_note_until_a_live_batch_has_come() -> None:
-    """Replay alone is no fault, and says what to do; after a live batch it is a warning. Another reason has its own advice."""
+    """Replay without a live batch is not a fault, and advice is printed; after a live batch it is a warning."""
     reason = "no live batch has confirmed yet what the replay endpoint says"
     unproven = {"state": "DEGRADED", "reason": reason, "reason_codes": [Reason.REPLAY_UNPROVEN]}
     (idle,) = service.check_trust([view(trust=unproven, batches=3, replayed=3)], 1010.0)

@@ -72,12 +72,12 @@ def test_each_incarnation_is_a_run_and_gaps_and_resets_are_recorded(tmp_path: Pa
         tape.play(2)
         wait_until_written(path, 6)
         assert program.interrupt().code == 0
-    assert [stream.run for stream in recorded_endpoints(path)] == ["pod/0/life0", "pod/0/life1"]
+    assert [stream.run for stream in recorded_endpoints(path)] == ["pod/0/incarnation0", "pod/0/incarnation1"]
     metas = [frame for frame in read_recording(path) if frame.socket == "meta"]
     assert [(frame.run, sorted(set(frame.meta or ()) & {"gap", "reset", "topic"})) for frame in metas] == [
-        ("pod/0/life0", ["topic"]),
-        ("pod/0/life0", ["gap"]),
-        ("pod/0/life1", ["reset"]),
+        ("pod/0/incarnation0", ["topic"]),
+        ("pod/0/incarnation0", ["gap"]),
+        ("pod/0/incarnation1", ["reset"]),
     ]
     assert (metas[1].meta or {})["gap"] == [2, 2]
 

@@ -396,7 +396,7 @@ def test_one_frame_as_json(fleet: Served) -> None:
         "at",
         "service",
         "error",
-        "away_since",
+        "failing_since",
         "ready",
         "stats",
         "lookups_per_second",
@@ -442,7 +442,7 @@ def test_json_lines_hold_rates_and_survive_a_restart_of_the_service() -> None:
             top.out.wait(lambda lines: any(has_rate(frame(line)) for line in lines))
             assert program.interrupt(signal.SIGTERM).code == 0
             away = frame(top.out.wait('"error":"nothing listens'))
-            assert away["away_since"] <= away["at"]
+            assert away["failing_since"] <= away["at"]
             assert (away["stats"], away["sources"]) == (None, [])
             with Program("serve", "--port", port) as again:
                 Served(again)

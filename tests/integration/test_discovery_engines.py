@@ -76,7 +76,7 @@ def sentences(found: Finding) -> list[str]:
 
 
 async def test_vllm_lists_all_its_ranks(engine: Engine) -> None:
-    """Endpoints with ports that the OS chose, replay where there is one, the topic; and the model, which is no adapter."""
+    """Endpoints with ports that the OS chose, the replay endpoint if it exists, the topic, and the model (not an adapter)."""
     engine.pages |= {
         "/kv_event_sources": {
             "0": vllm_rank("tcp://10.0.0.1:41233", "tcp://10.0.0.1:41234"),

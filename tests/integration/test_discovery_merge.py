@@ -200,7 +200,7 @@ async def test_many_changes_at_once_are_sent_once() -> None:
 
 
 async def test_a_provider_that_breaks_its_word_is_not_hidden() -> None:
-    """A mistake of ours is no fault of the outside: it ends the run, and all others with it."""
+    """An unexpected exception of a provider is a bug, not a failed answer: it ends the run, and all others with it."""
 
     @dataclass(frozen=True)
     class Broken:

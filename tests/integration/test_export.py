@@ -153,7 +153,7 @@ def test_a_worker_that_was_followed_is_silent_until_the_end_and_another_unknown(
     """`kvevents record` notes the streams that it subscribes to; a run without notes does not show whether it went on."""
     body = payload([stored([1], [1])], 5.0)
     late = payload([stored([2], [2])], 50.0)
-    frames = [note("p/0/life0", "p", 0), pub(0, body, "p/0/life0"), pub(0, body, "b"), pub(0, late, "c")]
+    frames = [note("p/0/incarnation0", "p", 0), pub(0, body, "p/0/incarnation0"), pub(0, body, "b"), pub(0, late, "c")]
     folder = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out").folder
     names = dict(column(folder, "workers", "worker", "source"))
     ends = column(folder, "lifetimes", "worker", "ended_at")
@@ -285,7 +285,7 @@ def test_token_ids_are_there_only_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_counted_by_reason(tmp_path: Path) -> None:
-    """A payload that is no batch, and one event of two that is bad: the other one stays."""
+    """A payload that is not a batch is skipped; of two events, one of them invalid, the valid one stays."""
     bad = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1]}, {"type": "What"}]])
     done = export([write(tmp_path / "run.jsonl", [pub(0, b"\xc1junk"), pub(1, bad)])], tmp_path / "out")
     assert column(done.folder, "batches", "events", "rejected", "reject_reasons") == [

@@ -941,7 +941,7 @@ def test_the_memory_limit_holds_and_the_largest_worker_pays() -> None:
 
 
 def test_what_was_evicted_may_still_be_removed_and_stored_again() -> None:
-    """An engine does not know what we dropped; its removals of it are no error, and new stores of it count."""
+    """An engine does not know which blocks we dropped: it can remove them without an error, and new stores of them count."""
     limit = PrefixIndex().stats().bytes + 300_000
     index = PrefixIndex(memory_limit=limit)
     feed = Feed(index)

@@ -276,7 +276,7 @@ def test_a_page_whose_writer_has_read_something_else_ends_the_reader_once(server
 
 
 def test_a_history_begins_with_a_page_that_says_so(server: NatsServer) -> None:
-    """As a `ResetRecord` does, whose writer cannot know what was before. A message that is no page has a place in it."""
+    """As a `ResetRecord` does, whose writer cannot know what was before. A message that is not a page still has a position."""
 
     async def work(partition: Partition) -> None:
         await put(partition, "a#1", EMPTY_HISTORY)

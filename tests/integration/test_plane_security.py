@@ -317,7 +317,7 @@ async def test_every_role_reads(login: Login, role: str) -> None:
 
 async def test_any_requester_can_have_the_answer_put_into_a_partition(login: Login) -> None:
     """Servers look at the subject of a request, not at where its answer is to go, so partitions are not proof against the
-    plane's own users. An answer is no page, and readers pass over it."""
+    plane's own users. An answer is not a page, and readers ignore it."""
     await plane_of(login)
     async with jetstream(login("router")) as (client, js):
         await client.publish("$JS.API.INFO", b"", reply=LAYOUT.subject(0))

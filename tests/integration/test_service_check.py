@@ -210,7 +210,7 @@ def test_ranks_that_are_named_apart_have_endpoints_of_their_own(first: str, seco
 
 
 def test_check_leaves_no_trace(tmp_path: Path) -> None:
-    """A state folder that can be made is not made, and one that a running service has is no error."""
+    """A state folder that can be created is not created, and a folder in use by a running service is not an error."""
     folder = tmp_path / "a" / "b"
     checked = run("serve", "--port", 0, "--state-dir", folder, "--check")
     assert (checked.code, list(tmp_path.iterdir())) == (0, []), checked.err

@@ -372,7 +372,7 @@ class Watching:
 
 
 def test_the_router_gets_the_trust_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine whose connections stay cut is no candidate at any choice; the other one comes to be EXACT."""
+    """An engine whose connections stay cut is never a candidate; the other one becomes EXACT."""
     seen: set[tuple[Worker, str]] = set()
     monkeypatch.setattr(live, "policy", lambda name, seed: Watching(policy(name, seed), seen))
     first, second = ("engine-0", 0), ("engine-1", 0)

@@ -23,7 +23,7 @@ PACE = {
     "dead_seconds": 120.0,
     "release_seconds": 0.5,
     "refresh_seconds": 0.1,
-    "away_seconds": 0.3,
+    "avoid_seconds": 0.3,
 }
 """Seconds of production are tenths here; but no replica that is slow on a crowded machine is taken for dead."""
 

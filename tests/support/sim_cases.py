@@ -14,7 +14,7 @@ from kvevents.routing import Policy, Router, policy
 from kvevents.sim.audit import Audit
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import CostModel
-from kvevents.sim.engine import Batching, Engine, Job, Step
+from kvevents.sim.engine import Engine, Job, Step, StepLimits
 from kvevents.sim.fleet import DelayedDelivery, Fleet, Timeline
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.settings import FleetSettings
@@ -71,7 +71,7 @@ class Run:
     """An engine at work, checked in every step."""
 
     size: CacheSize
-    batching: Batching
+    step_limits: StepLimits
     submitted: list[Job] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Run:
     def __post_init__(self) -> None:
         self.costs = Recorder()
         # Only `seconds` and `reload` are asked of a cost model here.
-        self.engine = Engine(self.size, self.costs, self.batching, seed="a")  # type: ignore[arg-type]
+        self.engine = Engine(self.size, self.costs, self.step_limits, seed="a")  # type: ignore[arg-type]
         self.mirror = Mirror()
         self.prefilled = 0
 
@@ -90,7 +90,7 @@ class Run:
 
     def step(self) -> Step:
         """One step, after which events describe the cache and each lookup found what events before it said."""
-        engine, limits = self.engine, self.batching
+        engine, limits = self.engine, self.step_limits
         self.seconds.append(engine.begin())
         prefilled, _, decoding, _ = self.costs.steps[-1]
         assert prefilled + decoding <= limits.max_num_batched_tokens

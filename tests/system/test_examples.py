@@ -63,7 +63,7 @@ def test_one_end_publishes_and_the_other_reads() -> None:
 
 
 def test_the_router_chooses_the_engine_that_holds_the_prompt() -> None:
-    """Two engines hold one prompt each. What is no prompt is said, and the next line is read; Ctrl-C ends it."""
+    """Two engines hold one prompt each. An invalid line is reported, and the next line is read; Ctrl-C ends it."""
     with ExitStack() as stack:
         tapes = [stack.enter_context(tape_of(stored(first))) for first in (1, 2)]
         for tape in tapes:

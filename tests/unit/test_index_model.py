@@ -270,7 +270,7 @@ def test_applying_many_is_applying_each(data: bytes) -> None:
 
 
 def test_a_long_run_of_payloads_is_applied_in_order() -> None:
-    """More than go into the native module at once, now and then one that is read in Python, and one that is no batch."""
+    """More than go into the native module at once, now and then one that is read in Python, and one that is not a batch."""
     odd: dict[int, dict[str, Any]] = {
         7: {"tomorrow": 1},
         255: {"block_hashes": [b"x" * 32]},

@@ -61,7 +61,7 @@ def check(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> None:
     assert set_aside == worded_as(set_aside, expected.rejected)
     batch = expected.batch
     assert repr([ts, rank]) == repr([batch.ts, batch.data_parallel_rank])
-    # By their texts: of floats that are no numbers none equals another.
+    # Compared as text, since NaN never equals NaN.
     ours, theirs = ([sorted(event.items()) for event in found] for found in (events, map(fields_of, batch.events)))
     assert repr(ours) == repr(theirs)
     state = scanned(normalised)

@@ -99,7 +99,7 @@ def test_numbers_that_a_snapshot_represents_are_not_lost_to_readers_of_the_log(c
 
 
 def test_a_partition_that_is_let_go_leaves_nothing_behind_and_may_come_again() -> None:
-    """Pages of the first time that are still on their way are no part of the second."""
+    """Pages of the first subscription that still arrive do not belong to the second."""
     found = subscriber(partitions=2)
     found.put(0, [pushed(1, JoinRecord("engine", 0, b"card"), BatchRecord("engine", 0, 0, 0, False, b"x"))])
     found.put(1, [pushed(1, JoinRecord("other", 0, b"card"))])

@@ -89,12 +89,12 @@ def test_incarnations_and_gaps_of_a_recording_by_kvevents_record(tmp_path: Path)
     """Notes name the worker, its restart and lost batches. A note of a loss ends the wait at once."""
     one, two = payload([stored([1], [1])], 5.0), payload([stored([2], [2])], 6.0)
     frames = [
-        note("pod/3/life0", "pod", 3, endpoint="tcp://a:5557"),
-        pub(0, one, "pod/3/life0"),
-        note("pod/3/life0", "pod", 3, endpoint="tcp://a:5557", gap=[1, 4]),
-        pub(5, two, "pod/3/life0"),
-        note("pod/3/life1", "pod", 3, endpoint="tcp://a:5557", reset="publisher restarted"),
-        pub(0, payload([stored([1], [1])], 7.0), "pod/3/life1"),
+        note("pod/3/incarnation0", "pod", 3, endpoint="tcp://a:5557"),
+        pub(0, one, "pod/3/incarnation0"),
+        note("pod/3/incarnation0", "pod", 3, endpoint="tcp://a:5557", gap=[1, 4]),
+        pub(5, two, "pod/3/incarnation0"),
+        note("pod/3/incarnation1", "pod", 3, endpoint="tcp://a:5557", reset="publisher restarted"),
+        pub(0, payload([stored([1], [1])], 7.0), "pod/3/incarnation1"),
     ]
     done = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out")
     (worker,) = table(done.folder, "workers")

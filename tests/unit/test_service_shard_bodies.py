@@ -131,7 +131,7 @@ async def test_long_prompts_are_looked_up_in_a_thread(tokens: int, thread: str) 
     """A partition that is released meanwhile is not answered for: another replica has it now."""
     for on_rows, partitions, missing in ((lambda _: None, [0, 1], ""), (release, [0], "no replica answers for partition 1")):
         share = Share(on_rows)
-        peers: Any = SimpleNamespace(is_away=lambda _: False)
+        peers: Any = SimpleNamespace(has_failed=lambda _: False)
         asking = ScatterGather("a", "http://a", share, peers, dict, ThreadPools(1)[MATCHING].run)  # type: ignore[arg-type]
         found = await asking.find(ShardQuery(model="m"), [[1] * tokens])
         assert share.threads == [thread]

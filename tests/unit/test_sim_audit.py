@@ -16,7 +16,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbe
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.sim.audit import MAX_EXAMPLES, Audit, Expected, Mark
 from kvevents.sim.cache import CacheSize
-from kvevents.sim.engine import Batching
+from kvevents.sim.engine import StepLimits
 from kvevents.sim.requests import Sequence
 from kvevents.sim.results import Difference
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset
@@ -68,7 +68,7 @@ class Recorded:
 
 def recorded(size: CacheSize, prompts: Items[tuple[Items[int], int]], side_by_side: int = 1) -> Recorded:
     """So many of these prompts at a time, with answers of these lengths, through an engine."""
-    run = Run(size, Batching(4, 64))
+    run = Run(size, StepLimits(4, 64))
     for start in range(0, len(prompts), side_by_side):
         run.submit(request(tokens, answer) for tokens, answer in prompts[start : start + side_by_side])
         run.finish()

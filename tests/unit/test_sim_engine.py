@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockStored
 from kvevents.sim.cache import CacheSize
-from kvevents.sim.engine import Batching, Engine
+from kvevents.sim.engine import Engine, StepLimits
 from kvevents.sim.requests import Request
 from sim_cases import SECONDS, Run, request
 
@@ -23,7 +23,7 @@ SIZES = st.one_of(
     st.builds(CacheSize, st.integers(2, 20), st.integers(1, 4), **NONE | {"window": st.integers(2, 10)}),
     st.builds(CacheSize, st.integers(1, 12), st.integers(1, 4), **NONE | {"host_blocks": st.integers(1, 8)}),
 )
-BATCHINGS = st.integers(1, 4).flatmap(lambda seqs: st.builds(Batching, st.just(seqs), st.integers(seqs, 16)))
+STEP_LIMITS = st.integers(1, 4).flatmap(lambda seqs: st.builds(StepLimits, st.just(seqs), st.integers(seqs, 16)))
 # Steps to wait before the next one comes, and the request: few different tokens, so that beginnings are shared.
 ARRIVALS = st.lists(
     st.tuples(
@@ -35,9 +35,9 @@ ARRIVALS = st.lists(
 )
 
 
-def lived(size: CacheSize, batching: Batching, arrivals: list[tuple[int, Request]]) -> Run:
+def lived(size: CacheSize, step_limits: StepLimits, arrivals: list[tuple[int, Request]]) -> Run:
     """A run to the end."""
-    run = Run(size, batching)
+    run = Run(size, step_limits)
     for wait, one in arrivals:
         for _ in range(wait):
             if not run.engine.idle:
@@ -48,12 +48,12 @@ def lived(size: CacheSize, batching: Batching, arrivals: list[tuple[int, Request
 
 
 @settings(max_examples=250)
-@given(SIZES, BATCHINGS, ARRIVALS)
+@given(SIZES, STEP_LIMITS, ARRIVALS)
 def test_every_request_is_answered_or_refused_whatever_the_pool(
-    size: CacheSize, batching: Batching, arrivals: list[tuple[int, Request]]
+    size: CacheSize, step_limits: StepLimits, arrivals: list[tuple[int, Request]]
 ) -> None:
     """`Run` checks limits, events and lookups in each step; here is what a whole life must come to."""
-    run = lived(size, batching, arrivals)
+    run = lived(size, step_limits, arrivals)
     finished = [job for step in run.steps for job in step.finished]
     refused = [job for step in run.steps for job in step.refused]
     assert sorted(map(id, finished + refused)) == sorted(map(id, run.submitted)), "each exactly once"
@@ -75,7 +75,7 @@ def test_every_request_is_answered_or_refused_whatever_the_pool(
 @given(FULL, st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=6))
 def test_refused_is_what_is_longer_than_the_whole_cache(size: CacheSize, lengths: list[tuple[int, int]]) -> None:
     """The last token of an answer is never computed, and needs no room."""
-    run = Run(size, Batching(4, 16))
+    run = Run(size, StepLimits(4, 16))
     jobs = run.submit(request(range(prompt), answer) for prompt, answer in lengths)
     run.finish()
     refused = {job for step in run.steps for job in step.refused}
@@ -87,7 +87,7 @@ def test_a_block_is_announced_in_the_step_that_computes_its_last_token(
     block_size: int, prompt: int, answer: int, budget: int
 ) -> None:
     """One request alone: chunks of the budget, then a token a step; the last token of the answer is never computed."""
-    run = Run(CacheSize(100, block_size), Batching(1, budget))
+    run = Run(CacheSize(100, block_size), StepLimits(1, budget))
     (job,) = run.submit([request(range(prompt), answer)])
     run.finish()
     chunks = [min(budget, prompt - start) for start in range(0, prompt, budget)]
@@ -108,7 +108,7 @@ def test_a_block_is_announced_in_the_step_that_computes_its_last_token(
 )
 def test_a_step_costs_what_its_tokens_attend_to(lengths: list[tuple[int, int]], seqs: int, budget: int) -> None:
     """Pairs and context are counted here token by token, with no prompt cached and room for all."""
-    run = Run(CacheSize(1000, 4), Batching(seqs, budget))
+    run = Run(CacheSize(1000, 4), StepLimits(seqs, budget))
     run.submit(request([100 * number + 1, *range(2, prompt + 1)], answer) for number, (prompt, answer) in enumerate(lengths))
     run.finish()
     pairs = sum(place for prompt, _ in lengths for place in range(1, prompt + 1))
@@ -123,7 +123,7 @@ def test_a_step_costs_what_its_tokens_attend_to(lengths: list[tuple[int, int]], 
 
 
 def test_sequences_run_side_by_side_and_wait_for_a_place() -> None:
-    run = Run(CacheSize(100, 4), Batching(2, 64))
+    run = Run(CacheSize(100, 4), StepLimits(2, 64))
     jobs = run.submit(request([number] * 4, 3) for number in range(3))
     first = run.step()
     assert [lookup.job for lookup in first.lookups] == jobs[:2]
@@ -134,7 +134,7 @@ def test_sequences_run_side_by_side_and_wait_for_a_place() -> None:
 
 def test_requests_in_the_middle_of_a_step_are_returned() -> None:
     """Ending an engine between `begin` and `end` returns all requests that it had to do."""
-    run = Run(CacheSize(4, 4), Batching(3, 64))
+    run = Run(CacheSize(4, 4), StepLimits(3, 64))
     jobs = run.submit([request(range(4), 2), request(range(4), 2), request(range(99), 1), request(range(8), 8)])
     for _ in range(3):
         run.engine.begin()
@@ -151,7 +151,7 @@ def test_requests_in_the_middle_of_a_step_are_returned() -> None:
 
 def test_a_prompt_is_found_as_soon_as_another_one_that_shares_it_is_scheduled() -> None:
     """In one step the second of two equal prompts finds the blocks that the first is about to compute."""
-    run = Run(CacheSize(100, 4), Batching(2, 64))
+    run = Run(CacheSize(100, 4), StepLimits(2, 64))
     jobs = run.submit([request(range(9)), request(range(9))])
     step = run.step()
     assert [(lookup.job, lookup.cached, lookup.position) for lookup in step.lookups] == [(jobs[0], 0, 0), (jobs[1], 8, 1)]
@@ -159,7 +159,7 @@ def test_a_prompt_is_found_as_soon_as_another_one_that_shares_it_is_scheduled() 
 
 def test_a_prompt_that_waits_for_room_is_admitted_when_another_computes_its_beginning() -> None:
     """Nothing is freed, and yet it fits: a block that a running sequence has filled costs nothing."""
-    run = Run(CacheSize(6, 4), Batching(3, 64))
+    run = Run(CacheSize(6, 4), StepLimits(3, 64))
     run.submit([request(range(8), 12)])
     run.step()
     run.step()
@@ -169,7 +169,7 @@ def test_a_prompt_that_waits_for_room_is_admitted_when_another_computes_its_begi
 
 
 def test_the_one_admitted_last_is_preempted_waits_in_front_and_finds_its_own_blocks() -> None:
-    run = Run(CacheSize(6, 2), Batching(3, 64))
+    run = Run(CacheSize(6, 2), StepLimits(3, 64))
     first, last, waiting = run.submit([request([1, 1, 1, 1], 8), request([2, 2, 2, 2], 4), request([3] * 8, 1)])
     run.finish()
     assert (first.preemptions, last.preemptions, waiting.preemptions) == (0, 1, 0)
@@ -180,7 +180,7 @@ def test_the_one_admitted_last_is_preempted_waits_in_front_and_finds_its_own_blo
 
 
 def test_a_preempted_answer_reports_its_first_token_once() -> None:
-    run = Run(CacheSize(6, 2), Batching(3, 64))
+    run = Run(CacheSize(6, 2), StepLimits(3, 64))
     jobs = run.submit([request([1, 1, 1, 1], 8), request([2, 2, 2, 2], 4)])
     run.finish()
     assert run.engine.preemptions
@@ -188,7 +188,7 @@ def test_a_preempted_answer_reports_its_first_token_once() -> None:
 
 
 def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
-    run = Run(CacheSize(6, 2), Batching(3, 64))
+    run = Run(CacheSize(6, 2), StepLimits(3, 64))
     run.submit([request([1, 1, 1, 1], 8), request([2, 2, 2, 2], 4), request([3], 1)])
     while not run.engine.preemptions:
         run.step()
@@ -197,7 +197,7 @@ def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
 
 def test_a_follow_up_finds_prompt_and_answer() -> None:
     """All but the answer's last token, which was never computed."""
-    run = Run(CacheSize(50, 4), Batching())
+    run = Run(CacheSize(50, 4), StepLimits())
     run.submit([request(range(10), 8)])
     run.finish()
     (again,) = run.submit([request([*range(10), *[9] * 8, 1, 2], 1)])
@@ -209,7 +209,7 @@ def test_a_follow_up_finds_prompt_and_answer() -> None:
 
 
 def test_a_reset_waits_until_no_sequence_holds_a_block() -> None:
-    run = Run(CacheSize(50, 4), Batching())
+    run = Run(CacheSize(50, 4), StepLimits())
     run.submit([request(range(8), 3)])
     run.step()
     run.engine.reset()
@@ -222,7 +222,7 @@ def test_a_reset_waits_until_no_sequence_holds_a_block() -> None:
 
 def test_a_reset_of_an_idle_engine_is_sent_with_its_next_step() -> None:
     """Before what that step stores, and before its lookup, which finds nothing."""
-    run = Run(CacheSize(50, 4), Batching())
+    run = Run(CacheSize(50, 4), StepLimits())
     run.submit([request(range(8))])
     run.finish()
     run.engine.reset()
@@ -233,7 +233,7 @@ def test_a_reset_of_an_idle_engine_is_sent_with_its_next_step() -> None:
 
 
 def test_what_comes_from_the_host_takes_time() -> None:
-    run = Run(CacheSize(4, 4, host_blocks=20), Batching())
+    run = Run(CacheSize(4, 4, host_blocks=20), StepLimits())
     for prompt in ([1] * 12, [2] * 15, [1] * 12):
         run.submit([request(prompt)])
         run.finish()
@@ -244,7 +244,7 @@ def test_what_comes_from_the_host_takes_time() -> None:
 
 def test_the_window_frees_memory_as_the_answer_grows() -> None:
     """After each decoding step the sliding group holds no more than its window and the block being filled."""
-    run = Run(CacheSize(100, 2, window=6), Batching(1, 8))
+    run = Run(CacheSize(100, 2, window=6), StepLimits(1, 8))
     (job,) = run.submit([request(range(20), 30)])
     held = []
     while not run.engine.idle:
@@ -261,13 +261,13 @@ def test_the_window_frees_memory_as_the_answer_grows() -> None:
 )
 def test_limits_that_cannot_be_are_refused(seqs: int, tokens: int, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        Batching(seqs, tokens)
+        StepLimits(seqs, tokens)
 
 
 def test_two_lives_announce_different_hashes() -> None:
     hashes = []
     for seed in ("life 0", "life 1"):
-        engine = Engine(CacheSize(10, 4), SECONDS, Batching(), seed=seed)
+        engine = Engine(CacheSize(10, 4), SECONDS, StepLimits(), seed=seed)
         engine.submit(request(range(8)))
         engine.begin()
         hashes.append({name for event in engine.end().events if isinstance(event, BlockStored) for name in event.block_hashes})

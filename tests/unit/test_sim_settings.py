@@ -7,7 +7,7 @@ import pytest
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import PRESETS
-from kvevents.sim.engine import Batching
+from kvevents.sim.engine import StepLimits
 from kvevents.sim.settings import DEFAULT_PRESET, MAX_WORKERS, FleetSettings
 from sim_cases import request
 
@@ -16,7 +16,7 @@ def test_the_defaults_are_a_possible_engine() -> None:
     settings = FleetSettings()
     assert settings.costs is PRESETS[DEFAULT_PRESET]
     assert settings.size == CacheSize(17_261, 16)
-    assert settings.batching == Batching()
+    assert settings.step_limits == StepLimits()
     assert settings.wire.engine == "vllm"
     assert len(settings.workers) == 8
 
@@ -29,7 +29,7 @@ def test_blocks_are_what_was_said_or_what_the_preset_has_memory_for() -> None:
     assert FleetSettings(blocks=7, block_size=4, host_blocks=3).size == CacheSize(7, 4, 3)
     assert FleetSettings(blocks=7, block_size=4, window=8).size == CacheSize(7, 4, 0, 8)
     assert PRESETS[DEFAULT_PRESET].cache_tokens == 276_184
-    assert FleetSettings(block_size=64).size.blocks == 4_315  # 276,160 tokens: the last 24 are no whole block
+    assert FleetSettings(block_size=64).size.blocks == 4_315  # 276,160 tokens: the last 24 do not fill a block
 
 
 @pytest.mark.parametrize(

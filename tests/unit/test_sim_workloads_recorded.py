@@ -89,7 +89,7 @@ def test_a_prompt_is_its_ancestors_and_what_is_new(tape: Tape) -> None:
 
 
 def test_the_next_turn_is_a_request_of_the_same_session(tape: Tape) -> None:
-    """Several blocks behind an answer are no answer."""
+    """Several blocks after an answer are not an answer."""
     tape.batch(0.0, stored(1, 2))
     tape.batch(1.0, stored(3, parent=2))
     tape.batch(9.0, stored(4, 5, parent=3))
@@ -189,7 +189,7 @@ def test_another_life_knows_nothing_of_the_one_before(tape: Tape, how: str) -> N
 
 
 def test_a_batch_that_was_recorded_twice_begins_no_life(tape: Tape) -> None:
-    """The same number and the same bytes: what hangs below it is still known, and it is no request again."""
+    """The same number and the same bytes: its descendants are still known, and it is not counted as another request."""
     tape.batch(0.0, stored(1, 2))
     tape.restart()
     tape.batch(0.0, stored(1, 2))
@@ -198,7 +198,7 @@ def test_a_batch_that_was_recorded_twice_begins_no_life(tape: Tape) -> None:
 
 
 def test_tokens_are_those_of_the_text(tape: Tape) -> None:
-    """Of EAGLE's pairs it is the first; numbers that are no token ids are counted, and do not end the reading."""
+    """Of EAGLE's pairs it is the first; numbers that are not token ids are counted, and do not stop the reader."""
     tape.batch(0.0, BlockStored([1], None, [(10, 11), (11, 12)], 2), BlockStored([2], None, [-1, 2**32], 2))
     requests = tape.requests()
     assert [one.prompt.tokens().tolist() for one in requests] == [[10, 11]]

@@ -878,7 +878,7 @@ def test_what_replay_has_brought_beyond_the_newest_live_batch_stays_unproven() -
 
 
 def test_replay_that_repeats_itself_confirms_nothing() -> None:
-    """A batch that waits came by replay too: that the next answer has the same is no agreement with the live stream."""
+    """A batch that waits came by replay too: the same batch in the next reply does not confirm the live stream."""
     wire = Wire()
     wire.stream.connected(0.0)
     assert wire.asked() == 0
@@ -890,7 +890,7 @@ def test_replay_that_repeats_itself_confirms_nothing() -> None:
 
 
 def test_a_snapshot_under_the_number_of_a_live_batch_shows_nothing() -> None:
-    """A publisher that keeps only a snapshot: its content is another one, which is no contradiction and no proof.
+    """A publisher that keeps only a snapshot: its content differs, which neither contradicts nor proves anything.
 
     What replay brought before can be proven no more, so all is asked for again, which helps no more often than it may.
     """

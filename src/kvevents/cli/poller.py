@@ -38,8 +38,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     service: str
     error: str | None = None
-    """Why the poll failed; then all fields below except `away_since` are empty."""
-    away_since: float | None = None
+    """Why the poll failed; then all fields below except `failing_since` are empty."""
+    failing_since: float | None = None
     """When polls began to fail, in seconds since the epoch."""
     ready: ReadyAnswer | None = None
     stats: StatsAnswer | None = None
@@ -76,7 +76,7 @@ class Poller:
         self._order = order
         self._clock = clock
         self._previous: Frame | None = None
-        self._away_since: float | None = None
+        self._failing_since: float | None = None
 
     def poll(self) -> Frame:
         """Poll the service. Raises `ServiceError`."""
@@ -93,7 +93,7 @@ class Poller:
                 faults=answer.faults,
             )
         )
-        self._previous, self._away_since = frame, None
+        self._previous, self._failing_since = frame, None
         return frame
 
     def poll_or_error(self) -> Frame:
@@ -102,8 +102,8 @@ class Poller:
             return self.poll()
         except ServiceError as problem:
             now = self._clock()
-            self._away_since = self._away_since or now
-            return Frame(at=now, service=self._client.url, error=str(problem), away_since=self._away_since)
+            self._failing_since = self._failing_since or now
+            return Frame(at=now, service=self._client.url, error=str(problem), failing_since=self._failing_since)
 
     def _with_rates(self, frame: Frame) -> Frame:
         before = self._previous

@@ -137,7 +137,7 @@ class Recorder:
 
 def run_name(source: str, rank: int, incarnation: int) -> str:
     """Return the name of a run. Sequence numbers and hashes are comparable within one incarnation of one rank only."""
-    return f"{source}/{rank}/life{incarnation}"
+    return f"{source}/{rank}/incarnation{incarnation}"
 
 
 def _has_content(path: Path) -> bool:

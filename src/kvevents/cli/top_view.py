@@ -139,7 +139,7 @@ class TopView:
         if frame.error is None:
             self._last = frame
         shown = self._last
-        lines = [*_away(frame, shown), *([] if shown is None else _head(shown, width))]
+        lines = [*_failure_lines(frame, shown), *([] if shown is None else _head(shown, width))]
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         if shown is None or not shown.sources:
@@ -160,11 +160,11 @@ def _console() -> Console:
 # --- the lines above the table
 
 
-def _away(frame: Frame, last: Frame | None) -> list[Text]:
-    if frame.error is None or frame.away_since is None:
+def _failure_lines(frame: Frame, last: Frame | None) -> list[Text]:
+    if frame.error is None or frame.failing_since is None:
         return []
-    since = datetime.fromtimestamp(frame.away_since, UTC).astimezone().strftime("%H:%M:%S")
-    text = f" cannot be reached since {since} ({duration(frame.at - frame.away_since)}): {frame.error}"
+    since = datetime.fromtimestamp(frame.failing_since, UTC).astimezone().strftime("%H:%M:%S")
+    text = f" cannot be reached since {since} ({duration(frame.at - frame.failing_since)}): {frame.error}"
     lines = [Text.assemble((frame.service, "bold"), (printable(text), "bold red"))]
     return [*lines, Text("its last state:", "dim")] if last is not None else lines
 

@@ -48,18 +48,18 @@ def payload_of(step: Publish) -> bytes:
     return bytes.fromhex(step.payload) if step.payload is not None else msgspec.msgpack.encode(expand(step.batch))
 
 
-def lives_of(name: str, scenario: Scenario) -> list[list[LiveBatch]]:
+def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch]]:
     """Return what an engine publishes, by incarnation: everything is known from the scenario."""
-    topic, lives = scenario.engines[name].topic.encode(), [list[LiveBatch]()]
+    topic, incarnations = scenario.engines[name].topic.encode(), [list[LiveBatch]()]
     for step in scenario.steps:
         if isinstance(step, Restart) and step.engine == name:
-            lives.append([])
+            incarnations.append([])
         if isinstance(step, Skip) and step.engine == name:
-            lives[-1].append(LiveBatch(topic, len(lives[-1]), b""))
+            incarnations[-1].append(LiveBatch(topic, len(incarnations[-1]), b""))
         if isinstance(step, Publish) and step.engine == name:
             payload = payload_of(step)
-            lives[-1] += [LiveBatch(topic, len(lives[-1]) + place, payload) for place in range(step.times)]
-    return lives
+            incarnations[-1] += [LiveBatch(topic, len(incarnations[-1]) + place, payload) for place in range(step.times)]
+    return incarnations
 
 
 class ScriptedEngine:
@@ -68,7 +68,7 @@ class ScriptedEngine:
     def __init__(self, name: str, scenario: Scenario) -> None:
         self.settings: Final[Engine] = scenario.engines[name]
         self._name = name
-        self._lives = iter(lives_of(name, scenario))
+        self._incarnations = iter(batches_by_incarnation(name, scenario))
         self._topic = self.settings.topic.encode()
         self._open = ExitStack()
         replay = ANY_LOCAL_PORT if self.settings.replay in {"answers", "silent"} else None
@@ -83,8 +83,8 @@ class ScriptedEngine:
             faulty_replies=self.settings.faulty_replies,
             replay_silent=self.settings.replay == "silent",
         )
-        self._life = next(self._lives)
-        self._tape = self._open.enter_context(TapePlayer(self._life, faults=faults, replay_endpoint=replay))
+        self._batches = next(self._incarnations)
+        self._tape = self._open.enter_context(TapePlayer(self._batches, faults=faults, replay_endpoint=replay))
         self._proxies: list[FaultProxy] = []
         ends = [end for end in (self._tape.endpoint, self._tape.replay_endpoint) if end is not None]
         if any(isinstance(step, Cut | Stall | HalfOpen) and step.engine == name for step in scenario.steps):
@@ -120,12 +120,12 @@ class ScriptedEngine:
 
     def skip(self) -> None:
         """Use up a sequence number."""
-        self._tape.faults = replace(self._tape.faults, skipped=range(len(self._life)))
+        self._tape.faults = replace(self._tape.faults, skipped=range(len(self._batches)))
         self._tape.play(1)
 
     def resend(self, seq: int) -> None:
         """Send the live message of a published batch again."""
-        self._tape.send_raw(live_frames(self._topic, seq, self._life[seq].payload))
+        self._tape.send_raw(live_frames(self._topic, seq, self._batches[seq].payload))
 
     def send(self, frames: list[bytes]) -> None:
         """Send any message."""
@@ -133,8 +133,8 @@ class ScriptedEngine:
 
     def restart(self) -> None:
         """Begin the next incarnation."""
-        self._life = next(self._lives)
-        self._tape.restart(self._life)
+        self._batches = next(self._incarnations)
+        self._tape.restart(self._batches)
 
     def stop(self) -> None:
         """Close the sockets."""

@@ -51,7 +51,7 @@ JOIN_SECONDS: Final = 0.3
 SILENCE_SECONDS: Final = 3.0
 """A reply that brings nothing for this long has ended without its marker."""
 WATCHED_BATCHES: Final = 10
-LIFE_HASHES: Final = 1_000_000
+HASHES_PER_INCARNATION: Final = 1_000_000
 
 
 class Stream(NamedTuple):
@@ -62,17 +62,17 @@ class Stream(NamedTuple):
     """Invalid frames, or the lack of an end marker."""
 
 
-def block_hash(life: int, number: int) -> int:
-    """Return the hash of the block that batch `number` of a life stores."""
-    return LIFE_HASHES * (life + 1) + number
+def block_hash(incarnation: int, number: int) -> int:
+    """Return the hash of the block that batch `number` of an incarnation stores."""
+    return HASHES_PER_INCARNATION * (incarnation + 1) + number
 
 
-def batch_line(life: int, number: int) -> bytes:
+def batch_line(incarnation: int, number: int) -> bytes:
     """Return a batch as a publisher is given it: one line of JSON."""
     event = {
         "type": "BlockStored",
-        "block_hashes": [block_hash(life, number)],
-        "parent_block_hash": block_hash(life, number - 1) if number else None,
+        "block_hashes": [block_hash(incarnation, number)],
+        "parent_block_hash": block_hash(incarnation, number - 1) if number else None,
         "token_ids": list(range(number * BLOCK_SIZE, (number + 1) * BLOCK_SIZE)),
         "block_size": BLOCK_SIZE,
         "lora_id": None,
@@ -152,7 +152,7 @@ class PublisherPlayer:
         self._publisher = publisher
         self._context = context
         self._readers: dict[str, zmq.Socket[bytes]] = {}
-        self._life = 0
+        self._incarnation = 0
         self._given = 0
 
     @singledispatchmethod
@@ -168,14 +168,14 @@ class PublisherPlayer:
 
     @do.register
     def _feed(self, step: steps.Feed) -> None:
-        lines = b"".join(batch_line(self._life, self._given + place) for place in range(step.batches))
+        lines = b"".join(batch_line(self._incarnation, self._given + place) for place in range(step.batches))
         self._given += step.batches
         self._program.feed(lines, FEED_SECONDS)
 
     @do.register
     def _restart(self, _: steps.RestartPublisher) -> None:
         self._program.kill()
-        self._life, self._given = self._life + 1, 0
+        self._incarnation, self._given = self._incarnation + 1, 0
         self._publisher.start()
 
     @do.register
@@ -221,7 +221,7 @@ class PublisherPlayer:
     def _check_live(self, step: steps.CheckLive) -> None:
         numbers = range(step.first, step.last + 1)
         stream = self._read_live(step.reader, len(numbers), step.within)
-        wanted = {block_hash(self._life, number) for number in numbers}
+        wanted = {block_hash(self._incarnation, number) for number in numbers}
         self.outcomes.append(judge_stream(stream, step.first, wanted, wanted))
 
     def _read_live(self, reader: str, count: int, seconds: float) -> Stream:
@@ -242,8 +242,8 @@ class PublisherPlayer:
                 self._connect(dealer, self._publisher.replay_endpoint)
                 dealer.send_multipart(replay_request_frames(step.start))
             time.sleep(step.delay)
-            possible = {block_hash(self._life, number) for number in range(self._given)}
-            wanted = {block_hash(self._life, number) for number in range(step.start, self._given)}
+            possible = {block_hash(self._incarnation, number) for number in range(self._given)}
+            wanted = {block_hash(self._incarnation, number) for number in range(step.start, self._given)}
             for dealer in dealers:
                 self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, wanted, possible))
 

@@ -29,7 +29,7 @@ engines while it runs, report single workers, match within a cache salt, separat
 GROUPS: Final = {
     "dialects": "What each engine release sends",
     "losses": "Batches are lost",
-    "lives": "Processes end and come back",
+    "restarts": "Processes end and come back",
     "bytes": "Bytes that are not batches",
     "blocks": "What events mean",
     "registration": "What is registered",
@@ -250,7 +250,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     name: Name
     title: str
     """What happens, in one phrase."""
-    group: Literal["dialects", "losses", "lives", "bytes", "blocks", "registration"]
+    group: Literal["dialects", "losses", "restarts", "bytes", "blocks", "registration"]
     engines: dict[Name, Engine]
     steps: Annotated[list[Step], Meta(min_length=1)]
     block_size: Annotated[int, Meta(ge=1)] = 16
@@ -262,7 +262,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class Feed(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="feed"):
-    """Give the publisher batches. Each stores one block: batch n of a life stores block n behind block n - 1."""
+    """Give the publisher batches. Each stores one block: batch n of an incarnation stores block n behind block n - 1."""
 
     batches: Annotated[int, Meta(ge=1, le=100_000)]
 

@@ -54,7 +54,7 @@ class ShardTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Seconds for which all assigned replicas must have held a partition before another one releases it."""
     refresh_seconds: Seconds = 2.0
     """Seconds between two queries for the engines of other replicas."""
-    away_seconds: Seconds = 2.0
+    avoid_seconds: Seconds = 2.0
     """Seconds after a failure for which a replica is queried only if no other one holds the partition."""
 
 

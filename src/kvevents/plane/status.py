@@ -142,13 +142,13 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     entries = await _lease_entries(js, layout)
     digests = {
         name: found
-        for name, entry in _with_prefix(DIGEST_PREFIX, entries)
+        for name, entry in _select_by_prefix(DIGEST_PREFIX, entries)
         if (found := ReplicaDigests.decode(entry.value)) is not None
     }
     now = max((entry.created_at for entry in entries.values()), default=0.0)
     shards = [
         ShardView(name, shard.url, shard.holders, shard.held, now - entry.created_at)
-        for name, entry in _with_prefix(SHARD_PREFIX, entries)
+        for name, entry in _select_by_prefix(SHARD_PREFIX, entries)
         if (shard := ShardAnnouncement.decode(entry.value)) is not None
     ]
     leases = {key: _holder(entry.value) for key, entry in entries.items() if not key.startswith((DIGEST_PREFIX, SHARD_PREFIX))}
@@ -157,7 +157,7 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     return PlaneView(layout.name, partitions, valid, leases, replicas, shards)
 
 
-def _with_prefix(prefix: str, entries: Mapping[str, _Entry]) -> list[tuple[str, _Entry]]:
+def _select_by_prefix(prefix: str, entries: Mapping[str, _Entry]) -> list[tuple[str, _Entry]]:
     return [(key.removeprefix(prefix), entry) for key, entry in sorted(entries.items()) if key.startswith(prefix)]
 
 

@@ -21,7 +21,7 @@ from kvevents.index import ApplyResult
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
 from kvevents.relay.journal import ForwardedBatch, Journal, Origin, Recovered
 from kvevents.relay.ownership import UpstreamBlocks
-from kvevents.relay.sequencer import OWN_UPSTREAM, RETRACTION_OFFSET, DialectEncoder, IndexedStream, Sequencer, encode_parts
+from kvevents.relay.sequencer import OWN_UPSTREAM, RETRACTION_OFFSET, DialectEncoder, IndexedStream, Sequencer, encode_payloads
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, Upstreams, resume_point
@@ -353,7 +353,7 @@ def _fill(
     # Each stream has the blocks of all upstreams now, and keeps those of its own.
     for at, stream in received.items():
         others = [event for other, each in blocks.items() if other != at for event in each.removals()]
-        stream.apply(encode_parts(KVEventBatch(0.0, others), None))
+        stream.apply(encode_payloads(KVEventBatch(0.0, others), None))
     return blocks
 
 

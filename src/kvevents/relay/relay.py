@@ -53,7 +53,7 @@ from kvevents.relay.sequencer import (
     HeartbeatSchedule,
     IndexedStream,
     Sequencer,
-    encode_parts,
+    encode_payloads,
 )
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
@@ -370,7 +370,7 @@ class Relay:
 
     def _send_retraction(self, ordinal: int, rank: int, events: list[KVEvent]) -> None:
         if self._is_shared:
-            payloads = encode_parts(
+            payloads = encode_payloads(
                 KVEventBatch(time.time(), events, rank), self.settings.resolved_dialect, self.limits.max_payload_bytes
             )
             self._sequencer.send_payloads(payloads, RETRACTION_OFFSET + ordinal)

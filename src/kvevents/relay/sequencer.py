@@ -87,9 +87,9 @@ class DialectEncoder:
         """Encode a batch as one payload. Raises `EncodeError`."""
         return encode_batch(batch, self._dialect)
 
-    def encode_parts(self, batch: EventBatch) -> list[bytes]:
+    def encode_payloads(self, batch: EventBatch) -> list[bytes]:
         """Encode a batch as several payloads if one would exceed `max_payload`. Raises `EncodeError`."""
-        return encode_parts(batch, self._dialect, self.max_payload)
+        return encode_payloads(batch, self._dialect, self.max_payload)
 
     def _examine(self, payload: bytes) -> None:
         events = decode_batch(payload).batch.events
@@ -101,7 +101,7 @@ class DialectEncoder:
         self.form, self._dialect = form, _FORMS[form]
 
 
-def encode_parts(
+def encode_payloads(
     batch: EventBatch, dialect: Dialect | None, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
 ) -> list[bytes]:
     """Encode a batch in as many payloads as consumers need. A payload of a single event can still exceed `max_payload`.
@@ -114,7 +114,7 @@ def encode_parts(
         return [payload]
     middle = len(events) // 2
     halves = (KVEventBatch(batch.ts, part, batch.data_parallel_rank) for part in (events[:middle], events[middle:]))
-    return [each for half in halves for each in encode_parts(half, dialect, max_payload)]
+    return [each for half in halves for each in encode_payloads(half, dialect, max_payload)]
 
 
 def last_heartbeat(events: list[KVEvent]) -> Heartbeat | None:
@@ -318,7 +318,7 @@ class Sequencer:
         if report.heartbeat is not None:
             batch = decode_batch(payload).batch
             kept = KVEventBatch(batch.ts, without_heartbeats(batch.events), batch.data_parallel_rank)
-            parts = self.encoder.encode_parts(kept)
+            parts = self.encoder.encode_payloads(kept)
         for each in parts:
             if len(each) <= self.encoder.max_payload:
                 self._send(ordinal, [origin], [each])

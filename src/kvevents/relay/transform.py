@@ -16,7 +16,7 @@ from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
-from kvevents.relay.sequencer import IndexedStream, Sequencer, encode_parts, last_heartbeat, loses_events, without_heartbeats
+from kvevents.relay.sequencer import IndexedStream, Sequencer, encode_payloads, last_heartbeat, loses_events, without_heartbeats
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.stream import BatchReport, RawBatch
 from kvevents.weights import TIERS
@@ -259,7 +259,7 @@ class BatchTransform:
 
     def _encode(self, batch: KVEventBatch, rejected: list[Rejected]) -> list[bytes]:
         try:
-            payloads = encode_parts(batch, self._dialect, self._limits.max_payload_bytes)
+            payloads = encode_payloads(batch, self._dialect, self._limits.max_payload_bytes)
         except EncodeError:
             return self._encode(self._encodable(batch, rejected), rejected)
         kept = [payload for payload in payloads if len(payload) <= self._limits.max_payload_bytes]
@@ -272,7 +272,7 @@ class BatchTransform:
         kept: list[KVEvent] = []
         for at, event in enumerate(batch.events):
             try:
-                encode_parts(KVEventBatch(batch.ts, [event]), self._dialect)
+                encode_payloads(KVEventBatch(batch.ts, [event]), self._dialect)
             except EncodeError as error:
                 rejected.append(Rejected("bad-field", str(error), at))
             else:

@@ -24,7 +24,7 @@ from kvevents.sim.requests import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Batching:
+class StepLimits:
     """Limits of one step. Raises `ConfigError` below 1."""
 
     max_num_seqs: int = 256
@@ -93,18 +93,18 @@ class Engine:
         self,
         size: CacheSize,
         costs: CostModel,
-        batching: Batching,
+        step_limits: StepLimits,
         *,
         seed: str,
         event_style: EventStyle = EVENT_STYLES["vllm"],
     ) -> None:
         self.size: Final = size
-        self.cache: Final = PrefixCache(size, max_step_tokens=batching.max_num_batched_tokens, event_style=event_style)
+        self.cache: Final = PrefixCache(size, max_step_tokens=step_limits.max_num_batched_tokens, event_style=event_style)
         self.computed = 0
         """Prompt tokens computed so far."""
         self.preemptions = 0
         self._costs: Final = costs
-        self._batching: Final = batching
+        self._step_limits: Final = step_limits
         self._seed: Final = seed
         self._waiting: Final[deque[Job]] = deque()
         self._prefilling: Final[list[Job]] = []
@@ -163,7 +163,7 @@ class Engine:
     def begin(self) -> float:
         """Schedule a step and return its duration in seconds. Call `end` after that time."""
         self._number += 1
-        work = _Work(self._batching.max_num_batched_tokens)
+        work = _Work(self._step_limits.max_num_batched_tokens)
         preempted = self._decode(work)
         preempted = self._continue(work) or preempted
         if not preempted:
@@ -272,7 +272,7 @@ class Engine:
         return preempted
 
     def _admit(self, work: _Work) -> None:
-        while self._waiting and work.left and self.running < self._batching.max_num_seqs:
+        while self._waiting and work.left and self.running < self._step_limits.max_num_seqs:
             if self._still_stuck():
                 return
             job = self._waiting[0]

@@ -201,7 +201,7 @@ class LiveFleet:
         self._timeline.after(seconds * self.pace, action)
 
     def stop(self) -> None:
-        """Have `run` return soon. Can be called from any thread, and from a signal handler."""
+        """Make `run` return within a step. Any thread or signal handler can call it."""
         self._stop.set()
 
     def run(self, requests: Iterable[Request], *, look: Callable[[LiveFleet], object] = lambda _: None) -> PolicyResult:

@@ -257,10 +257,10 @@ def begin_faults(fleet: Target) -> None:
                 kind.lasting(live, fault.amount, fleet.settings.seed + place)
         else:
             random = Random(f"{fleet.settings.seed}/{number}/{fault.kind}")  # noqa: S311 - a fault, not a secret
-            _Recurring(fleet, fault, random).plan()
+            _RecurringFault(fleet, fault, random).plan()
 
 
-class _Recurring:
+class _RecurringFault:
     """A fault that is injected into one engine after the other."""
 
     def __init__(self, fleet: Target, fault: Fault, random: Random) -> None:

@@ -219,7 +219,7 @@ class SimulatedWorker:
         self._engine = Engine(
             settings.size,
             settings.costs,
-            settings.batching,
+            settings.step_limits,
             seed=f"{settings.seed}/{source}/{rank}/{self.incarnation}",
             event_style=settings.event_style,
         )

@@ -11,7 +11,7 @@ from kvevents.routing import Worker
 from kvevents.settings import Name, Positive, Range, Settings, Unit
 from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, check_size
 from kvevents.sim.costs import CostModel, cost_model
-from kvevents.sim.engine import Batching
+from kvevents.sim.engine import StepLimits
 from kvevents.sim.requests import Request
 from kvevents.wire import Dialect
 
@@ -76,7 +76,7 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"block_size is {self.block_size}; the cache of {self.preset} holds {room} tokens")
         check_size(self.size)
         self._check_dialect(self.wire)
-        Batching(self.max_num_seqs, self.max_num_batched_tokens)
+        StepLimits(self.max_num_seqs, self.max_num_batched_tokens)
 
     def _check_dialect(self, wire: Dialect) -> None:
         """Raise `ConfigError` if the dialect cannot express the events of the engines."""
@@ -98,9 +98,9 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         return cost_model(self.preset)
 
     @property
-    def batching(self) -> Batching:
+    def step_limits(self) -> StepLimits:
         """Limits of a step. Raises `ConfigError`."""
-        return Batching(self.max_num_seqs, self.max_num_batched_tokens)
+        return StepLimits(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def size(self) -> CacheSize:

@@ -42,18 +42,18 @@ def _canonical_event(event: KVEvent) -> Any:
         return {"type": "AllBlocksCleared"} | scope_of(event)
     changes: dict[str, Any] = {"group_idx": _signed(event.group_idx), "block_digests": None, "unknown_fields": None}
     if isinstance(event, BlockRemoved):
-        changes |= _removed_changes(event)
+        changes |= _normalized_removal_fields(event)
     elif not isinstance(event, BlockInactive):
-        changes |= _stored_changes(event)
+        changes |= _normalized_store_fields(event)
     return msgspec.structs.replace(event, **changes)
 
 
-def _removed_changes(event: BlockRemoved) -> dict[str, Any]:
+def _normalized_removal_fields(event: BlockRemoved) -> dict[str, Any]:
     counts = event.remaining_copy_counts
     return {"heartbeat": None, "remaining_copy_counts": None if counts and min(counts) < 0 else counts}
 
 
-def _stored_changes(event: BlockStored) -> dict[str, Any]:
+def _normalized_store_fields(event: BlockStored) -> dict[str, Any]:
     window = event.kv_cache_spec_sliding_window
     return {
         "token_ids": _tokens(event),

@@ -57,9 +57,9 @@ class Harm:
     unknown: float = 0.0
     """An event that no release knows goes along."""
     garbage: float = 0.0
-    """A batch whose payload is no batch follows (tape)."""
+    """A message whose payload is not a batch follows (tape)."""
     frames: float = 0.0
-    """Messages follow that are no batches (tape)."""
+    """Messages follow that are not batches (tape)."""
     unencodable: float = 0.0
     """A batch follows that cannot be encoded: its number is burnt (ours)."""
 
@@ -254,7 +254,7 @@ class Tape(Outlet):
             self._player.send_raw(self._junk())
 
     def _junk(self) -> list[bytes]:
-        """A message that begins with the topic, so that it arrives, and is no batch."""
+        """A message that begins with the topic, so that it arrives, and is not a batch."""
         topic = self._engine.topic.encode()
         good = live_frames(topic, self._played, b"x")
         return self._draw.choice(([topic], good[:2], [*good, b""], [topic, b"\0\0\0\5", b""], [topic, b"", b""]))

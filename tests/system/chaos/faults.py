@@ -178,7 +178,7 @@ def _strange_end(stage: Stage, leg: int, _: Random) -> None:
 
 
 def _strangers(stage: Stage, leg: int, random: Random) -> None:
-    """Connections of clients that are no peers: they close at once, stay silent, or send garbage."""
+    """Connections of clients that do not speak ZMTP: they close at once, stay silent, or send garbage."""
     place = stage.legs[min(leg, len(stage.legs) - 1)]
     for proxy in place.proxies:
         host, _, port = proxy.endpoint.removeprefix("tcp://").rpartition(":")

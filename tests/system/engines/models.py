@@ -13,7 +13,7 @@ Model: TypeAlias = Literal["llama", "hybrid"]
 
 VOCABULARY: Final = 1024
 FIRST_TOKEN: Final = 3
-"""The first one that is no special token."""
+"""The first token that is not a special token."""
 SLIDING_WINDOW: Final = 64
 """Tokens, of every second layer of the hybrid model."""
 ADAPTERS: Final = ("adapter-0", "adapter-1")

@@ -63,7 +63,7 @@ class Service:
         return HTTPConnection(self._connection.host, self._connection.port, timeout=30.0)
 
     def ask(self, method: str, path: str, body: Any = None, connection: HTTPConnection | None = None) -> Any:
-        """Return an answer. Raises `RuntimeError` for one that is no success, HTTPException or OSError without one."""
+        """Return an answer. Raises `RuntimeError` for an unsuccessful one, HTTPException or OSError without one."""
         used = connection or self._connection
         try:
             status, encoded = _exchange(used, method, path, body)

@@ -101,7 +101,7 @@ class Audit:
 
 
 def _life_of(payload: bytes) -> int | None:
-    """Which life of an engine of chaos has made a batch; None for what is no batch of one."""
+    """Return the incarnation of a chaos engine that made a batch; None for other payloads."""
     packed = key_of(decode_batch(payload).batch.ts)
     return None if packed == UNPLACED else Key.unpack(packed).life
 

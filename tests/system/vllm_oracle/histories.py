@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from kvevents.sim.cache import CacheSize, PrefixCache
 from kvevents.sim.costs import CostModel
-from kvevents.sim.engine import Batching, Engine, Job
+from kvevents.sim.engine import Engine, Job, StepLimits
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.requests import Sequence as Simulated
 from tests.system.vllm_oracle.comparing import Counts, Streams, expect
@@ -226,8 +226,8 @@ class EngineHistory:
         self._random = makings.random
         self._counts = counts
         seqs = self._random.randint(1, min(QUEUE, makings.step_tokens))
-        batching = Batching(max_num_seqs=seqs, max_num_batched_tokens=makings.step_tokens)
-        self._ours = Engine(makings.size, CostModel(step=1.0, token=0.0), batching, seed="seed")
+        step_limits = StepLimits(max_num_seqs=seqs, max_num_batched_tokens=makings.step_tokens)
+        self._ours = Engine(makings.size, CostModel(step=1.0, token=0.0), step_limits, seed="seed")
         self._theirs = RealScheduler(
             makings.size.blocks, makings.block_size, makings.windows,
             max_num_seqs=seqs, max_num_batched_tokens=makings.step_tokens,

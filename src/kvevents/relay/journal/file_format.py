@@ -74,7 +74,7 @@ class ForwardedBatch(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A batch of an upstream as received, from which batches with other bytes are made."""
+    """Identifies the upstream batch from which the relay made batches with other bytes."""
 
     incarnation: int
     seq: int
@@ -83,7 +83,7 @@ class Origin(NamedTuple):
 
 
 class SkippedNumbers(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Numbers that no batch has. Consumers see them as lost."""
+    """Sequence numbers without a batch. Consumers see them as lost."""
 
     first: int
     last: int
@@ -125,7 +125,7 @@ class CheckpointSet(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class OriginSet(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The batch of an upstream from which the batches that follow are made. It replaces the one before."""
+    """The origin of the batches that follow in the journal. It replaces the previous origin of the same upstream."""
 
     upstream: int
     origin: Origin
@@ -138,7 +138,10 @@ class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """The state in a snapshot is as of `number`; -1 if there is no state. `partial` says that live blocks are missing in it."""
+    """Begins the state in a snapshot: the state after batch `number`, or -1 if there is no state.
+
+    `partial` says that live blocks are missing.
+    """
 
     number: int
     partial: bool

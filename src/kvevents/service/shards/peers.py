@@ -92,9 +92,9 @@ class Peers:
         self._bounds: Final = RequestLimits(settings.ask_seconds, MAX_ANSWER_BYTES)
         self._connections: HttpConnections | None = None
 
-    def is_away(self, name: str) -> bool:
-        """Return whether a replica failed within the last `shard.pace.away_seconds`."""
-        return time.monotonic() - self._failed.get(name, float("-inf")) < self.settings.pace.away_seconds
+    def has_failed(self, name: str) -> bool:
+        """Return whether a replica failed within the last `shard.pace.avoid_seconds`."""
+        return time.monotonic() - self._failed.get(name, float("-inf")) < self.settings.pace.avoid_seconds
 
     async def ask(self, name: str, url: str, path: str, question: msgspec.Struct, kind: type[T]) -> T:
         """Return the answer of replica `name` at `url`. Raises `PeerUnavailableError`."""
@@ -106,18 +106,20 @@ class Peers:
             status, body, _ = await self._connections.post(url + path, self._headers, msgspec.msgpack.encode(question))
         except HttpError as error:
             late = error.kind == "timeout"
-            raise self._away(name, f"no answer within {self.settings.ask_seconds:g} s" if late else str(error)) from error
+            raise self._record_failure(
+                name, f"no answer within {self.settings.ask_seconds:g} s" if late else str(error)
+            ) from error
         if status != HTTPStatus.OK:
-            raise self._away(name, f"it answers {status}: {body[:MAX_SHOWN].decode(errors='replace')}")
+            raise self._record_failure(name, f"it answers {status}: {body[:MAX_SHOWN].decode(errors='replace')}")
         try:
             found = msgspec.msgpack.decode(body, type=kind)
         except msgspec.MsgspecError as error:
-            raise self._away(name, f"its answer cannot be read: {error}") from error
+            raise self._record_failure(name, f"its answer cannot be read: {error}") from error
         if self._failed.pop(name, None) is not None:
             log.info("replica %s answers again", name)
         return found
 
-    def _away(self, name: str, why: str) -> PeerUnavailableError:
+    def _record_failure(self, name: str, why: str) -> PeerUnavailableError:
         error = PeerUnavailableError(f"replica {name}: {why}")
         if name not in self._failed:
             log.warning("%s; other replicas with the same partitions are queried instead, if there are any", error)

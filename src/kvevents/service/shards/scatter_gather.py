@@ -221,7 +221,7 @@ class ScatterGather:
             return
         left = set(range(layout.partitions)) - self.answering.served()
         for _ in range(MAX_ROUNDS):
-            asked, _ = plan_queries(self._name, left, self._holding(self._present(), {}, away=False))
+            asked, _ = plan_queries(self._name, left, self._holding(self._present(), {}, failed=False))
             reached = await asyncio.gather(*(self._refresh(name, partitions) for name, partitions in asked.items()))
             left -= set().union(*reached)
             if all(reached):
@@ -311,9 +311,11 @@ class ScatterGather:
     async def _ask_others(self, question: ShardQuery, asking: _Asking) -> bool:
         """Query other replicas for the partitions that are left. Return False if no replica holds any of them."""
         present = self._present()
-        asked, unassigned = plan_queries(self._name, asking.left, self._holding(present, asking.refused, away=False))
+        asked, unassigned = plan_queries(self._name, asking.left, self._holding(present, asking.refused, failed=False))
         if unassigned:
-            asked |= plan_queries(self._name, unassigned, self._holding(present, asking.refused, away=True, but=asked))[0]
+            asked |= plan_queries(
+                self._name, unassigned, self._holding(present, asking.refused, failed=True, except_for=asked)
+            )[0]
         parts = await asyncio.gather(
             *(self._ask(name, present[name].url, question, partitions) for name, partitions in asked.items())
         )
@@ -327,13 +329,18 @@ class ScatterGather:
         return bool(asked)
 
     def _holding(
-        self, present: Mapping[str, ShardAnnouncement], refused: Mapping[str, set[int]], *, away: bool, but: Iterable[str] = ()
+        self,
+        present: Mapping[str, ShardAnnouncement],
+        refused: Mapping[str, set[int]],
+        *,
+        failed: bool,
+        except_for: Iterable[str] = (),
     ) -> dict[str, set[int]]:
         """Return the announced partitions by replica: of replicas that failed recently, or of the others."""
         return {
             name: set(each.held) - refused.get(name, set())
             for name, each in present.items()
-            if self.peers.is_away(name) is away and name not in but
+            if self.peers.has_failed(name) is failed and name not in except_for
         }
 
     async def _ask(self, name: str, url: str, question: ShardQuery, partitions: list[int]) -> ShardAnswer | None:

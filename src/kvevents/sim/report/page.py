@@ -61,7 +61,7 @@ def _text(value: object) -> str:
 def _head(comparison: Comparison) -> Iterator[str]:
     yield "<header>"
     yield "<h1>Routing policies compared</h1>"
-    yield f'<p class="summary">{_unbroken(_text(_sentence(summary(comparison))))}</p>'
+    yield f'<p class="summary">{_join_numbers_to_units(_text(_sentence(summary(comparison))))}</p>'
     yield f'<p class="soft">{_text(traffic_text(comparison.settings))}</p>'
     yield "</header>"
 
@@ -70,7 +70,7 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
-def _unbroken(text: str) -> str:
+def _join_numbers_to_units(text: str) -> str:
     """Keep a number and its unit on one line."""
     return re.sub(r"(\d) (m?s)\b", r"\1&nbsp;\2", text)
 

@@ -367,7 +367,7 @@ class _Agent:
                 break
             begins = [self._helper(helped + place).begun(prompt + call, settings.helper_turns, 0) for place in range(helpers)]
             helped += helpers
-            yield Turn(prompt, call, answer_seconds(call) + self._away(helpers), begins)
+            yield Turn(prompt, call, answer_seconds(call) + self._pause_seconds(helpers), begins)
             prompt = following
         yield Turn(prompt, self._text(settings.call), None)
 
@@ -378,7 +378,7 @@ class _Agent:
         session = self.session._replace(name=f"{self.session.name}.{number}")
         return _Agent(self.settings, session, self.writer, self.random)
 
-    def _away(self, helpers: int) -> float:
+    def _pause_seconds(self, helpers: int) -> float:
         """Return the seconds until the next turn: the duration of a tool, or the mean duration of concurrent sub-agents."""
         tool, call = self.settings.tool, self.settings.call
         if not helpers:
