@@ -117,7 +117,7 @@ class HttpConnections:
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, server_name: str | None
     ) -> Answer:
         bounds, loop = self._bounds, asyncio.get_running_loop()
-        async with _mapped(), asyncio.timeout(bounds.connect_seconds or bounds.seconds) as deadline:
+        async with _map_errors(), asyncio.timeout(bounds.connect_seconds or bounds.seconds) as deadline:
             options: dict[str, Any] = {"headers": headers, "data": body, "server_hostname": server_name}
             if self._traces:
                 options["trace_request_ctx"] = lambda: deadline.reschedule(loop.time() + bounds.seconds)
@@ -173,12 +173,12 @@ _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
 
 
 @asynccontextmanager
-async def _mapped() -> AsyncGenerator[None, None]:
+async def _map_errors() -> AsyncGenerator[None, None]:
     """Convert errors of aiohttp and of the system to `HttpError`."""
     try:
         yield
     except (aiohttp.ClientError, OSError, UnicodeError) as error:
-        cause = _cause(error)
+        cause = _cause_of(error)
         raise HttpError(_error_kind(cause), _detail(cause)) from error
 
 
@@ -189,7 +189,7 @@ def _error_kind(cause: BaseException) -> HttpErrorKind:
     return "unreachable"
 
 
-def _cause(error: Exception) -> BaseException:
+def _cause_of(error: Exception) -> BaseException:
     """Return the system's error if aiohttp has wrapped it."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error

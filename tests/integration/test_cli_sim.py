@@ -286,7 +286,7 @@ def test_an_interrupt_is_reported(compare: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_processes_do_not_see_ctrl_c() -> None:
     """The terminal sends it to them as well; they would each print a traceback."""
-    with parallel._uninterrupted():
+    with parallel._block_interrupts():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 

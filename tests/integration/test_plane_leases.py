@@ -82,7 +82,7 @@ def test_only_what_is_known_to_have_ended_has_ended() -> None:
     """A process that was not buried has; one that has the number of an earlier one, too; those of other machines never."""
     with Program(command=(sys.executable, "-c", "input()")) as program:
         pid = program.process.pid
-        born = leases._start_of(pid)
+        born = leases._process_start(pid)
         assert born
         there = LeaseHolder("here", pid, "life", leases._machine(), born)
         assert not there.has_ended()
@@ -90,13 +90,13 @@ def test_only_what_is_known_to_have_ended_has_ended() -> None:
         assert not msgspec.structs.replace(there, started=0).has_ended()
         program.process.kill()
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert leases._start_of(pid) == 0
+        assert leases._process_start(pid) == 0
         assert there.has_ended()
         program.end()
         assert there.has_ended()
         assert not msgspec.structs.replace(there, machine="another").has_ended()
         assert not msgspec.structs.replace(there, machine="").has_ended()
-    assert not LeaseHolder("here", 1, "life", leases._machine(), leases._start_of(1) or 0).has_ended()
+    assert not LeaseHolder("here", 1, "life", leases._machine(), leases._process_start(1) or 0).has_ended()
 
 
 # --- one holder --------------------------------------------------------------------------------------------------------------

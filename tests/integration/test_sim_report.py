@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from chromium import Chromium, find_chromium
 from kvevents.errors import MissingDependencyError
 from kvevents.sim.report import page, report_settings, rows, summary, traffic_text
-from kvevents.sim.report.figures import DRAWINGS, MAX_DOTS, MAX_POINTS, _thinned, hit_rates
+from kvevents.sim.report.figures import DRAWINGS, MAX_DOTS, MAX_POINTS, _sample_dots, hit_rates
 from kvevents.sim.report.text import COLUMNS, capacity_blocks, cells, span
 from kvevents.sim.results import Comparison, Difference, Distribution, PolicyResult, Sample
 from kvevents.sim.settings import FleetSettings
@@ -230,10 +230,10 @@ def test_hit_rates_over_time_leave_nothing_out(pairs: list[tuple[int, int]]) -> 
 
 def test_of_very_many_workers_the_least_and_the_most_are_drawn() -> None:
     values = [float(number) for number in range(4_096)]
-    thinned = _thinned(values)
+    thinned = _sample_dots(values)
     assert len(thinned) == MAX_DOTS
     assert (thinned[0], thinned[-1]) == (0.0, 4_095.0)
-    assert _thinned(values[:5]) == values[:5]
+    assert _sample_dots(values[:5]) == values[:5]
 
 
 # --- the page

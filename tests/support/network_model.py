@@ -371,8 +371,8 @@ class Network:
         self.mute = False
         self.asked: list[int] = []
         self.saved: list[Saved] = []
-        self._standing = stream.position()
-        self._before = (self._standing, copy(self.observer))
+        self._current_checkpoints = stream.position()
+        self._before = (self._current_checkpoints, copy(self.observer))
         self._delivered: list[Batch | Gap | Reset] = []
         self.unreported: list[tuple[Batch, BatchReport]] = []
         self.reports_at_once = True
@@ -479,7 +479,7 @@ class Network:
         self.ever_up = False
         self.live.clear()
         self.unreported.clear()
-        self._delivered, self._standing = [], stream.position()
+        self._delivered, self._current_checkpoints = [], stream.position()
         self.saved.append(Saved(checkpoint, copy(self.observer)))
 
     def spoil(self) -> None:
@@ -504,10 +504,10 @@ class Network:
         deliveries = self.stream.deliveries()
         if deliveries:
             self.moved = True
-            self._before = (self._standing, before)
+            self._before = (self._current_checkpoints, before)
             self._delivered = deliveries
         self.unreported += [each for each in self.observer.take(deliveries) if each[1].heartbeat is not None]
-        self._standing = self.stream.position()
+        self._current_checkpoints = self.stream.position()
         if self.reports_at_once:
             self.report_all()
         while (request := self.stream.request_to_send(self.now)) is not None:

@@ -58,11 +58,11 @@ def test_alternating_lives_are_bounded(steps: list[tuple[int, bool]]) -> None:
     """Each change of life counts until a live heartbeat is of the same life as the one before it."""
     monitor, known, in_a_row = HeartbeatMonitor(LIMITS), None, 0
     for incarnation, live in steps:
-        is_other = monitor.is_other_life(heartbeat(incarnation=incarnation), live=live)
+        is_other = monitor.is_other_incarnation(heartbeat(incarnation=incarnation), live=live)
         assert is_other == (known is not None and incarnation != known)
         if is_other:
             in_a_row += 1
-            assert monitor.allow_new_life() == (in_a_row <= LIMITS.max_consecutive_resyncs)
+            assert monitor.allow_new_incarnation() == (in_a_row <= LIMITS.max_consecutive_resyncs)
         elif known is not None and live:
             in_a_row = 0
         known = incarnation

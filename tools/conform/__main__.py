@@ -12,13 +12,13 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.conform.scenario import AnyScenario, json_schema
-from tools.conform.lives import lives
 from tools.conform.losses import losses
 from tools.conform.meanings import meanings
 from tools.conform.payloads import payloads
 from tools.conform.publishing import publishing
 from tools.conform.registrations import registrations
 from tools.conform.releases import releases
+from tools.conform.restarts import restarts
 from tools.released import CHECKOUT
 
 FOLDER: Final = CHECKOUT / "src" / "kvevents" / "conform"
@@ -26,7 +26,7 @@ FOLDER: Final = CHECKOUT / "src" / "kvevents" / "conform"
 
 def scenarios() -> Iterator[AnyScenario]:
     """Every scenario, recorded again."""
-    for script, play in chain(releases(), losses(), lives(), payloads(), meanings(), registrations()):
+    for script, play in chain(releases(), losses(), restarts(), payloads(), meanings(), registrations()):
         play(script)
         yield script.scenario()
     yield from publishing()

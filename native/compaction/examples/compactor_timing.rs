@@ -1,6 +1,6 @@
-//! How long the compactor takes for a payload: one with a store of so many blocks of 16 tokens, and one that removes as many, the
-//! median of many while the number of blocks stays the same; and beside it what scanning alone takes. Then how long it takes to export all
-//! that is live, to encode it as payloads, and to apply those again.
+//! Measures the compactor: the median time for a payload that stores blocks of 16 tokens, and for one that removes them, while the number
+//! of live blocks stays the same; and the time of scanning alone. Then the time to export all live blocks, to encode them as payloads, and
+//! to apply these again.
 //!
 //! `cargo run --release -p kvevents-compaction --example compactor_timing`
 

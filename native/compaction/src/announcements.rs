@@ -18,7 +18,7 @@ pub fn is_dense(kind: Option<&[u8]>) -> bool {
     )
 }
 
-/// The window of a group that needs some blocks of a prefix alone. A state (Mamba) is the last block, as of a window of two tokens.
+/// The window of a group that needs some blocks of a prefix alone. A state (Mamba) needs the last block only, like a window of two tokens.
 pub fn window_of(kind: Option<&[u8]>, window: Option<i64>) -> Option<i64> {
     let kind = std::str::from_utf8(kind?).ok()?;
     match GroupKind::of(Some(kind), window)? {

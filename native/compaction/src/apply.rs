@@ -78,13 +78,13 @@ pub struct State {
     pub waiting: Queue<Content<'static>>,
     /// Copies of blocks of groups of unknown kinds.
     pub unkept: Unkept,
-    /// What the event at hand says of where its blocks come from.
+    /// The origin of the current event's blocks.
     origin: Origin,
-    /// Hashes that the payload at hand has announced again; listed for hybrid models only.
+    /// Hashes that the current payload has announced again; listed for hybrid models only.
     repeated: Vec<u64>,
-    /// Copies without tokens that the payload at hand has made resident, as hashes and announcements.
+    /// Copies without tokens that the current payload has made resident, as hashes and announcements.
     fresh: Vec<(u64, u8)>,
-    /// Tokens behind each block that its hash covers.
+    /// Tokens after each block that its hash also covers.
     pub lookahead: usize,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
@@ -93,7 +93,7 @@ pub struct State {
     /// Blocks stored since everything was cleared, and blocks that partial clears have examined.
     stored: usize,
     looked: usize,
-    /// Extra keys of the last store, kept to spare allocations.
+    /// Extra keys of the last store, kept to avoid allocations.
     extras: Vec<(usize, u64)>,
 }
 
@@ -118,9 +118,9 @@ impl State {
         }
     }
 
-    /// Ends a payload. As in the index, a copy without tokens that it has made resident might not exist if it has announced the block again too:
-    /// so vLLM reports the hit of a request, with blocks that its groups with sliding windows do not hold. `has_reports` is whether the payload
-    /// can have such reports.
+    /// Ends a payload. As in the index, a copy without tokens that this payload has made resident might not exist if the payload has also
+    /// announced the block again. vLLM reports the hit of a request in this way, including blocks that its groups with sliding windows do
+    /// not hold. `has_reports` is whether the payload can have such reports.
     pub fn end_payload(&mut self, has_reports: bool) {
         if has_reports && !self.fresh.is_empty() && !self.repeated.is_empty() {
             self.repeated.sort_unstable();
@@ -137,7 +137,7 @@ impl State {
         self.repeated.clear();
     }
 
-    /// A removal that says how many copies are left.
+    /// Applies a removal that states the number of remaining copies.
     fn remove_to(&mut self, read: &Read<'_>, event: &Event) -> Result<(), Reason> {
         let location = location_of(read, event);
         if self.group_rules.unknown_kind(location.group.unwrap_or(0)).is_some() {
@@ -258,7 +258,7 @@ impl State {
         self.check_limits()
     }
 
-    /// Announcements of which a copy is not counted again, since the event at hand says that its blocks were resident before.
+    /// Announcements whose copies are not counted again, since the current event states that its blocks were resident before.
     fn reused_on(&self, announcement: u8) -> u64 {
         if self.origin == Origin::Reused {
             self.announcements.on_placement_of(announcement)
@@ -267,7 +267,7 @@ impl State {
         }
     }
 
-    /// Notes a block that has just got one more copy if it had one on the same placement, which might be the same one.
+    /// Notes a block whose new copy might be the one that it already had on the same placement.
     fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
         if self.group_rules.len() > 1 && self.origin == Origin::Unstated {
             let alike = self.announcements.on_placement_of(announcement);
@@ -277,7 +277,7 @@ impl State {
         }
     }
 
-    /// A store of keys. A key identifies the namespace and all blocks before a block.
+    /// Applies a store of keys. A key identifies the namespace and all blocks before a block.
     fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
         let reused_on = self.reused_on(announcement);
         for (&hash, &key) in hashes.iter().zip(keys) {

@@ -9,7 +9,7 @@ const CHUNK_TOKENS: usize = 8192;
 /// Bits of a word of `Chunk::free`.
 const WORD: usize = u64::BITS as usize;
 
-/// The record of one block, without its tokens. Packed, because there is one for each block: 28 bytes in the place of 32.
+/// The record of one block, without its tokens. Packed into 28 bytes instead of 32, because there is one for each block.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, packed(4))]
 pub struct Record {

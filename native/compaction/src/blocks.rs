@@ -35,7 +35,7 @@ pub struct NewBlock<'a> {
     pub tokens: &'a [u32],
     /// Number of its announcement.
     pub announcement: u8,
-    /// Announcements of which a copy is the one that is stored, so it is not another one.
+    /// Announcements whose copy is the one that is stored, so it is not counted as another one.
     pub reused_on: u64,
 }
 
@@ -63,7 +63,7 @@ pub struct Blocks {
     dead: HashTable<u32>,
     /// Blocks with copies that share their hash, the one that was stored last at the end.
     same_hash: HashMap<u64, Vec<u32>>,
-    /// Blocks in those.
+    /// Number of blocks in `same_hash`.
     same_hash_len: usize,
     /// Budget that was used, and the budget of the last payload.
     looks: usize,
@@ -71,8 +71,8 @@ pub struct Blocks {
     /// Copies beyond the first, by block and announcement.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
-    /// Blocks and announcements whose copies might not exist, as an index has it: a copy was removed and others are left, or
-    /// `State::end_payload` has found out.
+    /// Blocks and announcements whose copies might not exist, by the rules of an index: a copy was removed and others are left, or
+    /// `State::end_payload` has detected it.
     doubts: HashSet<(u32, u8)>,
     secret: Secret,
 }
@@ -171,7 +171,7 @@ impl Blocks {
         !self.doubts.is_empty() && self.doubts.contains(&(number, announcement))
     }
 
-    /// Whether there are such blocks.
+    /// Whether there are doubtful blocks.
     pub fn has_doubts(&self) -> bool {
         !self.doubts.is_empty()
     }
@@ -188,7 +188,7 @@ impl Blocks {
         copies != 0 && !bits(copies).any(|announcement| self.is_doubtful(number, announcement))
     }
 
-    /// Notes that the copies of the block that `hash` means might not exist in these announcements.
+    /// Marks the copies of the block with this `hash` as doubtful in these announcements.
     pub fn doubt(&mut self, hash: u64, announcements: u64) {
         if let Some(number) = self.find(hash)
             && let Some(announcement) = bits(self.attributes(number).copies & announcements).next()
@@ -197,7 +197,7 @@ impl Blocks {
         }
     }
 
-    /// Notes that a block certainly has a copy in these announcements, if it has one there.
+    /// Removes the doubt about the copies of a block in these announcements.
     pub fn assure(&mut self, number: u32, announcements: u64) {
         if self.has_doubts() {
             for announcement in bits(self.attributes(number).copies & announcements) {
@@ -222,7 +222,7 @@ impl Blocks {
         self.dead.iter().copied()
     }
 
-    /// The block with copies and this hash; among several, the one that was stored last.
+    /// Returns the block with copies and this hash; of several, the one that was stored last.
     #[inline]
     pub fn find(&self, hash: u64) -> Option<u32> {
         if !self.same_hash.is_empty()
@@ -406,7 +406,8 @@ impl Blocks {
         true
     }
 
-    /// Gives the block that `hash` means exactly so many copies on the placement, all of which certainly exist. Returns whether it had one there.
+    /// Sets the number of copies of the block with this `hash` on the placement, all of which certainly exist. Returns whether it had one
+    /// there.
     pub fn set_count(&mut self, hash: u64, removable: Removable, count: u32) -> bool {
         let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
         let Some(number) = self.find(hash).filter(has_copy) else {
@@ -457,7 +458,7 @@ impl Blocks {
         }
     }
 
-    /// Keeps only these copies of a block. Without any it is removed, or marked dead if blocks follow it.
+    /// Keeps only these copies of a block. Without copies it is removed, or marked dead if other blocks follow it.
     fn keep_copies(&mut self, number: u32, copies: u64) {
         if self.has_doubts() {
             for announcement in bits(self.attributes(number).copies & !copies) {

@@ -71,8 +71,8 @@ impl PayloadWriter {
         fits
     }
 
-    /// The end of the blocks from `first` on that fit in an event that takes `overhead` bytes without any. There is at least one, in a
-    /// payload of its own if need be.
+    /// Returns the end of the blocks from `first` on that fit in an event of `overhead` bytes plus the blocks. At least one block fits, if
+    /// necessary in a payload of its own.
     fn fitting(&mut self, first: usize, count: usize, overhead: usize, bytes_of: impl Fn(usize) -> usize) -> usize {
         loop {
             let mut left = self.limit.checked_sub(self.out.len() + overhead);
@@ -128,7 +128,7 @@ impl PayloadWriter {
 struct StoreWriter<'a> {
     store: &'a Store<'a>,
     extra_keys: Vec<Option<&'a [u8]>>,
-    /// Numbers that are the tokens of one block.
+    /// How many numbers make the tokens of one block.
     width: usize,
 }
 
@@ -137,7 +137,7 @@ impl<'a> StoreWriter<'a> {
         &self.store.tokens[first * self.width..end * self.width]
     }
 
-    /// Tokens behind a block that its hash covers: the first ones of the next block. Of the last block before `end` these are not known.
+    /// Tokens after a block that its hash also covers: the first ones of the next block. For the last block before `end` they are unknown.
     fn lookahead(&self, at: usize, end: usize) -> &'a [u32] {
         let behind = (at + 1) * self.width;
         let count = if at + 1 < end.min(self.store.hashes.len()) {
@@ -285,7 +285,7 @@ fn head(ts: f64) -> Vec<u8> {
     out
 }
 
-/// The head of a map event with so many fields, its tag among them.
+/// Writes the head of a map event with this many fields, including its tag.
 fn map(out: &mut Vec<u8>, fields: u8, tag: &str) {
     out.extend_from_slice(&[0xDE, 0, fields]);
     text(out, b"type");

@@ -94,7 +94,7 @@ impl Namespace<'_> {
 pub struct Store<'a> {
     pub hashes: Cow<'a, [u64]>,
     pub parent: Option<u64>,
-    /// Under EAGLE pairs, one after the other.
+    /// Token ids; under EAGLE pairs, one after the other.
     pub tokens: Cow<'a, [u32]>,
     pub pairs: bool,
     pub unkeyable: bool,

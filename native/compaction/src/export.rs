@@ -1,11 +1,11 @@
 //! The events that rebuild a state after a clear.
 //!
 //! Blocks are exported in runs, each block the parent of the next. A run whose parent has a hash of its own can come at any time
-//! after it. If several blocks share a hash ("twins"), the last one is meant as a parent, so all children of one are exported before
-//! the next one; each twin is exported alone, in the order in which they were stored. Dead ancestors are stored as if they had a copy,
-//! which the last events remove again; among twins they come first, since a removal takes the oldest. A history can be made up for
-//! which no such order is right, so where there are twins the events are applied to an empty state, and nothing is exported if that
-//! comes out different.
+//! after it. If several blocks share a hash ("twins"), a parent hash refers to the last one stored, so all children of one twin are
+//! exported before the next twin; each twin is exported alone, in the order in which they were stored. Dead ancestors are stored as if they
+//! had a copy, which the last events remove again; among twins they come first, since a removal takes the oldest. For some artificial
+//! histories no order is right. So if there are twins, the events are applied to an empty state, and nothing is exported if the result
+//! differs.
 
 mod order;
 
@@ -139,7 +139,7 @@ impl<'a> Exporter<'a> {
         self.announced(announcement, store)
     }
 
-    /// A store as `announcement` has it.
+    /// Returns a store with the properties of `announcement`.
     fn announced(&self, announcement: u8, store: Store<'static>) -> Store<'static> {
         let known = self.state.announcements.get(announcement);
         Store {
@@ -169,7 +169,7 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Exports blocks of groups of unknown kinds. It comes first, since the last store of a group says its rule.
+    /// Exports blocks of groups of unknown kinds. Call it first, since the last store of a group determines its rule.
     fn export_unkept(&mut self) {
         for placement in self.state.unkept.export() {
             let mut stored = placement.stored;
@@ -262,7 +262,7 @@ fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> boo
         }
 }
 
-/// Under EAGLE as pairs, each token with the next.
+/// Appends tokens; under EAGLE as pairs, each token with the next.
 fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
     if is_eagle {
         out.extend(tokens.windows(2).flatten());

@@ -2,7 +2,7 @@
 
 use hashbrown::HashTable;
 
-/// Entries whose capacity is never released, to avoid frequent resizing.
+/// Capacity in entries that is never released, to avoid frequent resizing.
 const STAYS: usize = 448;
 /// Capacity per entry above which a table is shrunk.
 const LOOSE: usize = 8;

@@ -27,7 +27,7 @@ pub use apply::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_UNKEPT, MAX_W
 pub use event::{ExportedEvent, Location, Namespace, Store};
 pub use group_rules::MAX_GROUPS;
 
-/// Blocks that are cleared or examined in negligible time.
+/// Number of blocks that are cleared or examined in negligible time.
 const FEW: usize = 1_024;
 
 /// Payloads that are prefetched ahead of the one that is applied.
@@ -80,8 +80,8 @@ impl Compactor {
         }
     }
 
-    /// Applies one payload in a time that is bounded by its length. Returns false and changes nothing if it clears more than a few blocks, or
-    /// if the scanner does not read it.
+    /// Applies one payload in a time that is bounded by its length. Returns false and changes nothing if it clears more than a few blocks,
+    /// or if the scanner does not read it.
     pub fn apply_quick(&mut self, payload: &[u8], schema: &Schema) -> bool {
         let is_clear = |event: &Event| event.kind == Kind::Cleared;
         let is_quick = scan(payload, schema, &mut self.scratch).is_some()
@@ -125,7 +125,7 @@ impl Compactor {
         Some(events)
     }
 
-    /// The same as payloads of at most `limit` bytes; the first event is a clear of everything.
+    /// Returns these events as payloads of at most `limit` bytes; the first event is a clear of everything.
     pub fn payloads(&self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
         let mut writer = PayloadWriter::new(limit, ts);
         export::export(&self.state, |event| writer.add(&event))?;

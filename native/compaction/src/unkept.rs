@@ -1,5 +1,5 @@
-//! Copies of blocks of groups of unknown kinds. No prompt matches them, but an engine's attestation counts them, so a consumer must know their
-//! hashes.
+//! Copies of blocks of groups of unknown kinds. No prompt matches them, but an engine's attestation counts them, so a consumer must know
+//! their hashes.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ struct Group {
     example: Store<'static>,
     /// By hash, how many more copies were stored than removed; never 0. An index subtracts a removal of a block that was not stored too.
     copies: HashMap<u64, i32>,
-    /// How many those are, without their signs.
+    /// Sum of the absolute values of `copies`.
     total: usize,
 }
 
@@ -117,7 +117,7 @@ impl Unkept {
         self.groups.iter().map(table).sum::<usize>() + self.groups.capacity() * size_of::<Group>()
     }
 
-    /// The copies by placement, in an order that does not depend on how they came about.
+    /// The copies by placement, in an order that depends only on the state, not on its history.
     pub fn export(&self) -> Vec<Exported<'_>> {
         let mut groups: Vec<&Group> = self.groups.iter().collect();
         groups.sort_by(|one, other| {

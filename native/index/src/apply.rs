@@ -23,14 +23,14 @@ use crate::yielding_lock::{WORK_PER_HOLD, Writer};
 
 use prefetching::{Ahead, Ring};
 
-/// Blocks of an event that are asked for before it is hashed.
+/// Number of blocks of an event that are prefetched before the event is hashed.
 const FIRST: usize = 4;
 /// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
 const FEW_BLOCKS: usize = 8;
 /// The same for tokens of one block.
 const FEW_TOKENS: usize = 1_024;
 
-/// A payload, read.
+/// A payload with its scanned events.
 pub struct Read<'a> {
     /// Its bytes.
     pub payload: &'a [u8],
@@ -60,11 +60,11 @@ pub struct Work {
     leaving: Vec<Leaving>,
 }
 
-/// Blocks of one event whose room is kept for the next.
+/// Number of blocks for which memory is kept from one event to the next.
 const BLOCKS_KEPT: usize = 1 << 14;
 
 impl Work {
-    /// Gives room back that only a very large event needs.
+    /// Releases memory that only a very large event needs.
     pub fn shrink(&mut self) {
         if self.keys.capacity().max(self.extras.capacity()) > BLOCKS_KEPT {
             *self = Self::default();
@@ -135,7 +135,7 @@ impl<'a> Dense<'a> {
 struct Chain<'a> {
     hashes: &'a [u64],
     keys: &'a [u64],
-    /// None of blocks that were stored by their keys: those have no parents.
+    /// None for blocks that were stored by their keys: those have no parents.
     locals: Option<&'a [u64]>,
     context: u32,
     placement: u16,
@@ -157,12 +157,12 @@ struct Open {
     stretch: Row,
     used: u32,
     set: u32,
-    /// The place of the first block in its chain.
+    /// Position of the first block in its chain.
     first: usize,
 }
 
 impl Stream {
-    /// Applies one event; says whether it cleared the whole stream.
+    /// Applies one event. Returns whether it cleared the whole stream.
     pub fn event(&mut self, writer: &mut Writer<'_, SharedState>, read: &Read<'_>, event: &Event, work: &mut Work) -> bool {
         match event.kind {
             Kind::Stored => self.stored(writer, read, event, work),
@@ -242,7 +242,7 @@ impl Stream {
         )
     }
 
-    /// A store that says keys: they hold its namespace and all that is before it.
+    /// Applies a store with keys, which identify its namespace and all blocks before it.
     fn keyed(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -363,8 +363,8 @@ impl Stream {
         placed
     }
 
-    /// Does what blocks need before they are placed: much of it while others may read and write. No other thread changes what this stream holds
-    /// meanwhile.
+    /// Prepares blocks for their placement, in part while other threads may read and write. No other thread changes the blocks of this
+    /// stream meanwhile.
     fn prepare(&mut self, writer: &mut Writer<'_, SharedState>, count: usize, work: impl FnOnce()) {
         if count > FEW_BLOCKS || page_pool::are_short() {
             writer.unlocked(|| {
@@ -472,7 +472,7 @@ impl Stream {
         Pause::Done
     }
 
-    /// Takes slots for blocks that are new. False when there are as many as numbers.
+    /// Takes slots for new blocks. Returns false if all slot numbers are used.
     fn open(
         &mut self,
         shared: &mut SharedState,
@@ -495,7 +495,7 @@ impl Stream {
         true
     }
 
-    /// Counts the blocks that were put into slots, and gives the other slots back.
+    /// Counts the blocks that were put into slots, and releases the other slots.
     fn close(&mut self, shared: &mut SharedState, chain: &Chain<'_>, open: &mut Open) {
         let Open {
             stretch,
@@ -753,7 +753,7 @@ impl Stream {
         false
     }
 
-    /// The placement that an event is about.
+    /// Returns the placement that an event names.
     fn placement(&mut self, shared: &mut SharedState, read: &Read<'_>, event: &Event) -> Option<u16> {
         let (medium, locality, ownership) = (
             read.bytes(event.medium),
@@ -851,7 +851,7 @@ fn keys_behind(
     Ok(std::mem::take(&mut work.keys))
 }
 
-/// Whether an event is about the device.
+/// Whether an event is about copies on the device (GPU).
 fn is_on_device(read: &Read<'_>, event: &Event) -> bool {
     tier(read.text(event.medium).unwrap_or("")) == TIERS[0] && read.text(event.locality) != Some("REMOTE")
 }
@@ -870,7 +870,7 @@ fn has_unknown_inputs(read: &Read<'_>, event: &Event) -> bool {
     others
 }
 
-/// What the salt that an event says adds to the seed; 0 for a root without one. Leaves its other extra keys in `extras`.
+/// Returns the part of the seed for the salt of an event; 0 for a root without a salt. Leaves the event's other extra keys in `extras`.
 fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
     let is_root = event.parent.is_none();
     let bare = extras_of(read.bytes(event.extra_keys), read.bytes(event.lora_name), is_root, extras);

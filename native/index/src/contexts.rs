@@ -8,7 +8,7 @@ use crate::sharded_table::ShardedTable;
 /// Scheme and namespace of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Context {
-    /// How its tokens were cut.
+    /// The rule by which its tokens were divided into blocks.
     pub scheme: Scheme,
     /// Its LoRA's part of the seed; 0 for none.
     pub lora: u64,
@@ -16,7 +16,7 @@ pub struct Context {
     pub salt: u64,
 }
 
-/// What blocks have in the place of a LoRA that were stored by their keys: whatever their namespace is, it is in these.
+/// Value of `lora` for blocks that were stored by their keys; the keys contain their namespace.
 const KEYED: u64 = u64::MAX;
 
 impl Context {
@@ -62,12 +62,12 @@ pub struct Known {
     contexts: Vec<Option<Context>>,
     lookup: ShardedTable<u32>,
     secret: Secret,
-    /// How many are of blocks that were stored by their keys.
+    /// Number of contexts of blocks that were stored by their keys.
     keyed: u32,
 }
 
 impl Known {
-    /// None so far.
+    /// Creates it empty.
     pub fn new(secret: Secret) -> Self {
         Self {
             contexts: Vec::new(),
@@ -123,14 +123,14 @@ pub struct Contexts {
     free: Vec<u32>,
     lookup: ShardedTable<u32>,
     secret: Secret,
-    /// Numbers that lookups have another context of, or none.
+    /// Numbers whose context lookups do not know yet.
     changed: Vec<u32>,
     /// The last context that was retained; the next batch usually has the same.
     last: u32,
 }
 
 impl Contexts {
-    /// None so far.
+    /// Creates it empty.
     pub fn new(secret: Secret) -> Self {
         Self {
             entries: Vec::new(),
@@ -155,7 +155,7 @@ impl Contexts {
         self.lookup.find(place_of(self.secret, context), same).copied()
     }
 
-    /// The number of a context, for one use more; None when there are too many.
+    /// Returns the number of a context and counts one more use; None if there are too many.
     pub fn retain(&mut self, context: Context) -> Option<u32> {
         if let Some(last) = self.entries.get_mut(self.last as usize)
             && last.context == context
@@ -187,19 +187,19 @@ impl Contexts {
         Some(number)
     }
 
-    /// `count` uses more of a context in use.
+    /// Counts `count` more uses of a context in use.
     #[inline]
     pub fn add(&mut self, number: u32, count: u32) {
         self.entries[number as usize].users += count;
     }
 
-    /// Gives back a use of a context.
+    /// Counts one use of a context less.
     #[inline]
     pub fn release(&mut self, number: u32) {
         self.release_all(number, 1);
     }
 
-    /// Gives back some uses of a context.
+    /// Counts some uses of a context less.
     #[inline]
     pub fn release_all(&mut self, number: u32, count: u32) {
         let entry = &mut self.entries[number as usize];
@@ -226,7 +226,7 @@ impl Contexts {
         }
     }
 
-    /// How many contexts lookups have yet to find changed.
+    /// Number of changed contexts that are not published to lookups yet.
     pub fn changes(&self) -> usize {
         self.changed.len()
     }
@@ -253,7 +253,7 @@ impl Contexts {
         self.lookup.is_empty()
     }
 
-    /// Heap bytes, about.
+    /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
         self.entries.capacity() * (size_of::<Entry>() + size_of::<Context>()) + self.free.capacity() * 4 + self.lookup.bytes()
     }

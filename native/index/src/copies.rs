@@ -1,21 +1,22 @@
-//! How many physical copies of a block a placement has, as far as a stream says.
+//! The number of physical copies of a block on a placement, as far as the stream states it.
 //!
-//! vLLM from 0.26 on announces blocks again that are resident already, if a client asks for it (`kv_cache_report_mode`). On the wire that is the
-//! same as the store of a second physical copy. So a second store leaves the number of copies between two bounds. It is certain again when the
-//! bounds meet, when an event says the number (`remaining_copy_counts`), or when an attestation of the engine's cache agrees.
+//! vLLM from 0.26 on announces blocks again that are resident already, if a client asks for it (`kv_cache_report_mode`). On the wire that
+//! is the same as the store of a second physical copy. So a second store leaves the number of copies between two bounds. It is certain
+//! again when the bounds are equal, when an event states the number (`remaining_copy_counts`), or when an attestation of the engine's cache
+//! agrees.
 
 use std::collections::HashMap;
 
 /// Bounds of the number of copies of one block on one placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copies {
-    /// At least so many; 0 of a block that might be gone.
+    /// Lower bound; 0 for a block that might be gone.
     pub least: u32,
-    /// At most so many, and at least one.
+    /// Upper bound; at least 1.
     pub most: u32,
 }
 
-/// What a store says of where its blocks come from (`origin`, vllm#51699).
+/// Whether the blocks of a store are new copies (`origin`, vllm#51699).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Origin {
     /// Nothing: each block is a new copy, or one that is announced again.
@@ -28,7 +29,7 @@ pub enum Origin {
 }
 
 impl Copies {
-    /// Exactly one: what a block has that the table does not list.
+    /// Exactly one copy, as of each block that the table does not list.
     pub const ONE: Self = Self { least: 1, most: 1 };
 
     /// Bounds after one more store.
@@ -51,13 +52,13 @@ impl Copies {
         }
     }
 
-    /// Whether none may be left.
+    /// Whether it is possible that no copy is left.
     pub fn is_doubtful(self) -> bool {
         self.least == 0
     }
 }
 
-/// What a change of the number of copies means for lookups.
+/// The effect of a change of copies on lookups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Nothing.
@@ -124,14 +125,14 @@ impl CopyTable {
         self.changed(before.unwrap_or(Copies::ONE), copies)
     }
 
-    /// Takes a block out that is held no more. Returns what its copies were.
+    /// Removes a block that is no longer held. Returns its former copies.
     pub fn remove(&mut self, number: u32, placement: u16) -> (Copies, Change) {
         let before = self.entries.remove(&(number, placement)).unwrap_or(Copies::ONE);
         self.shrink();
         (before, self.changed(before, Copies::ONE))
     }
 
-    /// One store more of a block that is held.
+    /// Records one more store of a block that is held.
     pub fn store(&mut self, number: u32, placement: u16, is_certain: bool) -> Change {
         let copies = self.entries.entry((number, placement)).or_insert(Copies::ONE);
         let before = *copies;
@@ -140,7 +141,7 @@ impl CopyTable {
         self.changed(before, after)
     }
 
-    /// Says that a block that is held has at least one copy.
+    /// Records that a held block certainly has at least one copy.
     pub fn assure(&mut self, number: u32, placement: u16) -> Change {
         let Copies { least, most } = self.get(number, placement);
         let copies = Copies {
@@ -150,13 +151,13 @@ impl CopyTable {
         self.set(number, placement, copies)
     }
 
-    /// One removal of a block that is held; None where that was the last copy.
+    /// Records one removal of a held block. Returns None if that was the last copy.
     pub fn take(&mut self, number: u32, placement: u16) -> Option<Change> {
         let after = self.get(number, placement).removed();
         (after.most > 0).then(|| self.set(number, placement, after))
     }
 
-    /// Makes all numbers certain: the highest that they can be.
+    /// Makes all numbers certain, at their upper bounds.
     pub fn certify(&mut self) {
         self.entries.retain(|_, copies| {
             copies.least = copies.most;
@@ -174,7 +175,7 @@ impl CopyTable {
             .map(|(key, _)| *key)
     }
 
-    /// Entries, and how many there is room for.
+    /// Number of entries, and capacity.
     #[inline]
     pub fn room(&self) -> (usize, usize) {
         (self.entries.len(), self.entries.capacity())
@@ -185,7 +186,7 @@ impl CopyTable {
         self.entries.reserve(more);
     }
 
-    /// Heap bytes, about, with what lookups have of the blocks that might be gone.
+    /// Approximate heap bytes, including the list of doubtful blocks that lookups read.
     pub fn bytes(&self) -> usize {
         self.entries.capacity() * (size_of::<((u32, u16), Copies)>() + 1) + self.doubtful * DOUBT_BYTES
     }
@@ -207,7 +208,7 @@ impl CopyTable {
     }
 }
 
-/// About what a block takes in `Member::doubts`.
+/// Approximate bytes of a block in `Member::doubts`.
 const DOUBT_BYTES: usize = 16;
 
 #[cfg(test)]
@@ -229,8 +230,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever an engine does, its true number of copies stays between the bounds, a block that it holds is listed as held, and one that is
-        /// listed as gone is gone.
+        /// Whatever an engine does, its true number of copies stays between the bounds, a block that it holds is listed as held, and one
+        /// that is listed as gone is gone.
         #[test]
         fn the_true_number_is_between_the_bounds(
             steps in proptest::collection::vec(

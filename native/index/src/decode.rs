@@ -1,8 +1,7 @@
-//! Batches in whatever form a peer sends them, read with care: what `scan` leaves alone.
+//! The tolerant decoder: reads batches of any form, which `scan` does not accept.
 //!
-//! The envelope is read first, its events left as they are, then each event alone, so that a bad event costs no other. Nothing that
-//! a peer sends is an error of the whole, except what is no batch: it is set aside as `Rejected`. The same is read here as by
-//! `kvevents.wire.decode_batch`, with the same reasons.
+//! It reads the envelope first, and then each event by itself, so that an invalid event does not affect the others. Invalid parts become
+//! `Rejected`. Results and reasons equal those of `kvevents.wire.decode_batch`.
 
 mod fields;
 mod normalise;
@@ -24,7 +23,7 @@ use normalise::Normaliser;
 pub use normalise::normalised;
 pub use value::Value;
 
-/// Why something is set aside.
+/// Why an event or another part of a batch is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[allow(missing_docs)]
@@ -40,12 +39,12 @@ pub enum Reason {
     BadField,
     BadTimestamp,
     BadRank,
-    /// Very many were set aside; this entry represents those that are not listed.
+    /// Too many parts were rejected; this entry represents those that are not listed.
     More,
 }
 
 impl Reason {
-    /// The word for it in metrics and messages.
+    /// The word for the reason in metrics and messages.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Oversized => "oversized",
@@ -70,7 +69,7 @@ impl std::fmt::Display for Reason {
     }
 }
 
-/// Bytes of what was set aside that are kept for a person to look at.
+/// Bytes of a rejected part that are kept for diagnosis.
 const RAW_KEPT: usize = 256;
 
 /// The rejected parts of a batch.
@@ -79,11 +78,11 @@ const RAW_KEPT: usize = 256;
 pub struct Rejected {
     /// Why.
     pub reason: Reason,
-    /// The same for a person. Parts of it can be a peer's words.
+    /// Why, as text for people. A peer can choose parts of it.
     pub detail: String,
     /// Position of the event in its batch; None for the batch itself, its timestamp or its rank.
     pub index: Option<usize>,
-    /// The first bytes of it.
+    /// The first bytes of the rejected part.
     pub raw: Vec<u8>,
     /// Number of rejections that this entry represents; above 1 only with the reason `More`.
     pub count: usize,
@@ -121,7 +120,7 @@ pub struct Heartbeat {
     pub attestation: Option<u64>,
 }
 
-/// Hashes of blocks, and the digests that they are the end of where all were sent as digests.
+/// Hashes of blocks; and if all were sent as digests, these digests, whose last bytes are the hashes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Hashes {
@@ -195,7 +194,7 @@ pub struct BlockInactive {
 pub enum Event {
     Stored(Box<BlockStored>),
     Removed(Box<BlockRemoved>),
-    /// The whole cache was cleared, or what `medium` and `group_idx` among these fields say.
+    /// The cache was cleared: all of it, or the tier and group that `medium` and `group_idx` among these fields name.
     Cleared(Vec<(String, Value)>),
     /// Nothing changes.
     Inactive(Box<BlockInactive>),
@@ -235,9 +234,9 @@ pub struct Normalised {
     pub payload: Vec<u8>,
     /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
-    /// The last heartbeat: its digest is of everything up to the end of the batch, wherever in it it is.
+    /// The last heartbeat. Its digest covers everything up to the end of the batch, wherever the heartbeat is.
     pub heartbeat: Option<Heartbeat>,
-    /// Whether hashes of it were sent as digests.
+    /// Whether any hashes were sent as digests.
     pub has_digests: bool,
 }
 
@@ -266,7 +265,7 @@ pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
     }
 }
 
-/// Everything but the events, which `take` is given.
+/// Reads everything except the events, which it passes to `take`.
 fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> Batch {
     let mut batch = Batch::default();
     let envelope = match checked(payload, limits) {
@@ -327,14 +326,14 @@ fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refus
     envelope(payload, limits)
 }
 
-/// A batch with its parts as they came.
+/// A batch with its parts not decoded.
 struct Envelope<'a> {
     ts: &'a [u8],
     events: Vec<&'a [u8]>,
     rank: &'a [u8],
 }
 
-/// The elements of an array; the reason `too_many` above `limit`.
+/// Returns the elements of an array; rejects it with the reason `too_many` above `limit`.
 fn bounded_elements<'a>(
     raw: &'a [u8],
     what: &'static str,
@@ -473,9 +472,9 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
     ))
 }
 
-/// Mooncake RFC #1527: its own names lead; the doubles that its compatibility mode adds are dropped.
+/// Converts fields of Mooncake RFC #1527: its own names take precedence; the duplicates that its compatibility mode adds are dropped.
 ///
-/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil where the store does not know them.
+/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the store does not know them.
 fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
     let names = [
         ("seq_hashes", "block_hashes"),

@@ -1,18 +1,18 @@
 //! Hashes of prompts as vLLM computes them, to find blocks that events name by their hash alone.
 //!
 //! vLLM 0.33.0, `v1/core/kv_cache_utils.py`: `hash[i] = H((hash[i-1], tokens[i], extra keys))`, the root is `H(seed)`, and H is SHA-256 or
-//! XXH3-128 of the tuple, as pickle (protocol 5) or canonical CBOR encodes it. Events carry the last 8 bytes of a digest, big-endian. There is
-//! one hash for every `unit` tokens (`hash_block_size`). With `lookahead` (`num_hash_lookahead_tokens`) a hash covers also that many tokens
-//! behind its block.
+//! XXH3-128 of the tuple, as pickle (protocol 5) or canonical CBOR encodes it. Events carry the last 8 bytes of a digest, big-endian. There
+//! is one hash for every `unit` tokens (`hash_block_size`). With `lookahead` (`num_hash_lookahead_tokens`) a hash covers also that many
+//! tokens behind its block.
 //!
-//! No setting is trusted for this: a scheme counts as known when it reproduces a hash that the engine has announced together with its tokens.
+//! No setting is needed: a scheme counts as known when it reproduces a hash that the engine has announced together with its tokens.
 
 use ring::digest::{SHA256, digest};
 use xxhash_rust::xxh3::xxh3_128;
 
 /// The seed of vLLM's sha256 hashes when `PYTHONHASHSEED` is not set, and the value of that variable that deployments set most often.
 const SEEDS: [&str; 2] = ["vllm-none-hash", "0"];
-/// Tokens behind a block that a hash may cover; vLLM's count is that of its multi-token predictor.
+/// Most tokens after a block that a hash may cover; in vLLM their number is that of its multi-token predictor.
 pub const MAX_LOOKAHEAD: usize = 64;
 /// Hash units of one block: 256 tokens in units of 4.
 const MAX_UNITS: u32 = 64;
@@ -213,7 +213,7 @@ pub struct EngineHash {
     seed: usize,
     /// Tokens from one hash to the next.
     pub unit: u32,
-    /// Tokens behind a block that its hash covers too.
+    /// Tokens after a block that its hash also covers.
     pub lookahead: u32,
 }
 
@@ -252,7 +252,7 @@ impl EngineHash {
         }
     }
 
-    /// The numbers that stand for it in a snapshot.
+    /// The numbers that represent it in a snapshot.
     pub fn parts(&self) -> [u64; 4] {
         [
             self.algorithm as u64,
@@ -300,7 +300,7 @@ impl Sample {
         size_of_val(&*self.tokens)
     }
 
-    /// Whether it is the first block of a prompt with a salt.
+    /// Whether this is the first block of a prompt with this salt.
     pub fn has(&self, hashing: &EngineHash, salt: &str) -> bool {
         let mut hashes = Vec::new();
         hashing.hash(&self.tokens, Some(salt), &mut hashes);

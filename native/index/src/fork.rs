@@ -1,23 +1,23 @@
 //! Forked children: they have the memory of their parent, but none of its other threads, which may have been changing it.
 //!
-//! What a thread was changing stays changed by half in the child, and what it had locked stays locked. So the memory pool, which a child
-//! goes on with, is locked by the thread that forks, and everything else is the parent's only: see `ProcessOwned`.
+//! Data that another thread was changing stays half changed in the child, and its locks stay locked. So the thread that forks locks the
+//! memory pool, which the child continues to use, and everything else belongs to the parent only: see `ProcessOwned`.
 
 use std::mem::ManuallyDrop;
 use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How often this process and those that it descends from were forked.
+/// Number of forks of this process and its ancestors.
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
 
-/// A number that is another one in a forked child.
+/// A number that differs in a forked child.
 #[inline]
 pub fn generation() -> usize {
     watch();
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Sees to it that forks are noticed from now on.
+/// Starts to detect forks.
 #[inline]
 pub(crate) fn watch() {
     static WATCHING: Once = Once::new();

@@ -24,7 +24,7 @@ pub struct GroupCache {
     doubtful: usize,
     /// Salts by the part of a seed that they stand for.
     salts: HashMap<u64, String, Secret>,
-    /// Whether there are prompts with salts that `salts` does not have.
+    /// Whether prompts have salts that `salts` does not contain.
     misses_salts: bool,
 }
 
@@ -80,7 +80,8 @@ impl GroupCache {
         self.doubtful = 0;
     }
 
-    /// Keeps a salt, by the part of a seed that it stands for, if it reproduces the hash of the first block of a prompt. Returns whether it is kept.
+    /// Keeps a salt, by the part of a seed that it stands for, if it reproduces the hash of the first block of a prompt. Returns whether it
+    /// is kept.
     pub fn learn_salt(&mut self, part: u64, salt: &str, hashing: &EngineHash, sample: &Sample) -> bool {
         if self.salts.contains_key(&part) {
             return true;
@@ -92,12 +93,12 @@ impl GroupCache {
         is_kept
     }
 
-    /// Notes that prompts can have salts that are not kept.
+    /// Records that prompts can have salts that are not stored.
     pub fn miss_salts(&mut self) {
         self.misses_salts = true;
     }
 
-    /// Whether they can.
+    /// Whether prompts can have salts that are not stored.
     pub fn misses_salts(&self) -> bool {
         self.misses_salts
     }
@@ -112,18 +113,18 @@ impl GroupCache {
         self.salts.iter().map(|(&part, salt)| (part, salt.as_str()))
     }
 
-    /// Takes in salts that were learned before.
+    /// Adds salts that were learned before.
     pub fn resume(&mut self, salts: impl IntoIterator<Item = (u64, String)>) {
         self.salts.extend(salts);
     }
 
-    /// Heap bytes, about.
+    /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
         let held: usize = self.groups.values().map(|group| group.capacity() * ENTRY_BYTES).sum();
         held + self.salts.values().map(|salt| salt.len() + 64).sum::<usize>()
     }
 
-    /// Tokens of a prompt that the engine finds, at most `longest`; `hashes` are those of the whole prompt.
+    /// Returns the tokens of a prompt that the engine finds, at most `longest`; `hashes` are those of the whole prompt.
     pub fn find(&self, groups: &Groups, hashes: &[u64], longest: usize) -> Found {
         let unit = groups.unit() as usize;
         let held: Vec<_> = groups.known().map(|group| self.groups.get(&group.number)).collect();

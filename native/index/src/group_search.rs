@@ -1,7 +1,7 @@
 //! How an engine finds the cached prefix of a prompt when its KV cache groups differ in kind or block size.
 //!
-//! The rules are those of vLLM 0.33.0: `HybridKVCacheCoordinator.find_longest_cache_hit` (`v1/core/kv_cache_coordinator.py`) and the finders of
-//! each kind of group (`v1/core/single_type_kv_cache_manager.py`). Positions are counted in tokens.
+//! The rules are those of vLLM 0.33.0: `HybridKVCacheCoordinator.find_longest_cache_hit` (`v1/core/kv_cache_coordinator.py`) and the
+//! finders of each kind of group (`v1/core/single_type_kv_cache_manager.py`). Positions are counted in tokens.
 
 use crate::groups::{GroupKind, Groups};
 
@@ -14,7 +14,7 @@ pub fn find(groups: &Groups, end: usize, longest: usize, is_held: impl Fn(usize,
     Search::new(groups, end, is_held).run(longest)
 }
 
-/// Rounds of a search, in each of which some group shortens the candidate. Engines need a few; the blocks are a peer's words.
+/// Most rounds of a search, in each of which some group shortens the candidate. Engines need a few; a peer could cause many.
 const MAX_ROUNDS: usize = 256;
 
 /// Groups of one kind and block size, which are searched together.
@@ -110,7 +110,7 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
         0
     }
 
-    /// Tokens behind a candidate that a draft group matches before it drops them. States of a draft model do not exist.
+    /// Tokens after a candidate that a draft group matches before it drops them. States of a draft model do not exist.
     fn margin(&self, spec: &Spec) -> usize {
         match spec.kind {
             GroupKind::State | GroupKind::Unknown => 0,
@@ -149,7 +149,7 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
         hit - hit % alignment
     }
 
-    /// Windows are searched from the end of the prompt; the first blocks of a prompt are enough where they are all that there is.
+    /// Searches for a window from the end of the prompt. A prefix shorter than the window needs all of its blocks.
     fn find_window(&self, spec: &Spec, most: usize, window: usize, drops: bool) -> usize {
         let size = spec.size;
         let alignment = if self.is_single { size } else { self.alignment };
@@ -197,7 +197,7 @@ impl<F: Fn(usize, usize) -> bool> Search<F> {
     }
 }
 
-/// The least common multiple of two sizes; sizes are 32-bit and a peer's, so it is bounded.
+/// Returns the least common multiple of two sizes, bounded, since a peer chooses both 32-bit sizes.
 fn common_multiple(one: usize, other: usize) -> usize {
     let (mut a, mut b) = (one, other);
     while b > 0 {

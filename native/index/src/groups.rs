@@ -9,7 +9,7 @@ use crate::engine_hash::EngineHash;
 pub enum GroupKind {
     /// All: full attention, MLA, and full attention with a sink, each with a number of its own.
     Full(u8),
-    /// Those that cover the last so many tokens, less one.
+    /// Those that cover the last tokens: as many as the window has, less one.
     Window(u32),
     /// The last one, which holds the state behind its last token (Mamba).
     State,
@@ -21,7 +21,7 @@ pub enum GroupKind {
 pub const FULL_KINDS: u8 = 3;
 
 impl GroupKind {
-    /// The kind that a store states (`kv_cache_spec_kind`), with the window that it states. None without a valid window where one is needed.
+    /// The kind in a store (`kv_cache_spec_kind`), with its window. None if the kind needs a window and the store has no valid one.
     pub fn of(kind: Option<&str>, window: Option<i64>) -> Option<Self> {
         Some(match kind {
             None | Some("full_attention") => Self::Full(0),
@@ -56,9 +56,9 @@ pub struct Group {
 /// How prompts are looked up for an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// It has one group, which needs every block of a prefix: many engines at once, by bitmaps.
+    /// By bitmaps of many engines at once: the engine has one group, which needs every block of a prefix.
     Bitmaps,
-    /// Every group has its blocks at ends of blocks of full attention, so the records of these have all that is needed.
+    /// By records: the blocks of every group end where blocks of full attention end, so the records of these suffice.
     Records,
     /// By the engine's own hashes of the prompt (`crate::group_cache`).
     Hashes,
@@ -68,13 +68,13 @@ pub enum Method {
 #[derive(Clone, Debug, Default)]
 pub struct Groups {
     groups: Vec<Group>,
-    /// How it hashes prompts, once that is known.
+    /// The scheme by which it hashes prompts; None until it is known.
     pub hashing: Option<EngineHash>,
-    /// Whether its hashes cover tokens behind their blocks.
+    /// Whether its hashes also cover tokens after their blocks.
     pub has_lookahead: bool,
-    /// Whether it has stored blocks whose hashes cover what no event says: a LoRA's path, or where multimodal items begin.
+    /// Whether it has stored blocks whose hashes cover values that no event contains: a LoRA's path, or the positions of multimodal items.
     pub has_unknown_inputs: bool,
-    /// Groups of its draft model (EAGLE, MTP), of which it computes the last block of a hit again; none of them stands for all groups. None
+    /// Groups of its draft model (EAGLE, MTP), of which it computes the last block of a hit again; an empty list means all groups. None
     /// without a draft model.
     pub drafts: Option<Arc<[i64]>>,
 }
@@ -91,7 +91,7 @@ impl Groups {
         found.map(|group| group.kind)
     }
 
-    /// Learns a group from a store. Returns whether anything is new.
+    /// Learns a group from a store. Returns whether the groups have changed.
     #[inline]
     pub fn learn(&mut self, number: i64, kind: GroupKind, size: u32) -> bool {
         match self.groups.iter_mut().find(|group| group.number == number) {
@@ -106,7 +106,7 @@ impl Groups {
         true
     }
 
-    /// Forgets what stores have shown.
+    /// Forgets everything that was learned from stores.
     pub fn forget(&mut self) {
         *self = Self {
             drafts: self.drafts.take(),
@@ -114,7 +114,7 @@ impl Groups {
         };
     }
 
-    /// Whether the last block of a hit of a group is computed again. Hashes that cover the tokens behind leave nothing to compute again.
+    /// Whether the last block of a hit of a group is computed again. If hashes cover the tokens after a block, nothing is computed again.
     pub fn is_draft(&self, number: i64) -> bool {
         let drafts = self.drafts.as_deref().filter(|_| !self.has_lookahead);
         drafts.is_some_and(|drafts| drafts.is_empty() || drafts.contains(&number))
@@ -145,7 +145,7 @@ impl Groups {
         sizes
     }
 
-    /// Tokens from one hash to the next. Without a known hashing the size of a block of full attention stands for it.
+    /// Tokens from one hash to the next. Without a known scheme it is the size of a block of full attention.
     pub fn unit(&self) -> u32 {
         let sizes = || self.known().map(|group| group.size).min();
         let known = self.hashing.as_ref().map(|hashing| hashing.unit);
@@ -171,8 +171,8 @@ impl Groups {
         largest.map_or(0, |size| size.saturating_sub(self.unit()))
     }
 
-    /// Whether lookups need blocks of windows that end behind all blocks of full attention that are held: a draft model's window is searched one block
-    /// further than the hit.
+    /// Whether lookups need blocks of windows that end after all held blocks of full attention: a draft model's window is searched one
+    /// block further than the hit.
     fn looks_ahead(&self) -> bool {
         let has_draft =
             |is_full: bool| (self.known()).any(|group| group.kind.is_full() == is_full && self.is_draft(group.number));
@@ -203,7 +203,7 @@ impl Groups {
         }
     }
 
-    /// Whether how the engine hashes prompts has to be found out.
+    /// Whether the scheme by which the engine hashes prompts must be found.
     pub fn needs_hashing(&self) -> bool {
         self.hashing.is_none() && (self.has_states() || self.method() == Method::Hashes)
     }

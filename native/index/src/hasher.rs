@@ -43,7 +43,7 @@ impl BuildHasher for Secret {
     }
 }
 
-/// A hasher of what is not a single number.
+/// A hasher for keys that are not a single number.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyedHasher {
     secret: Secret,

@@ -1,7 +1,7 @@
 //! The holders of blocks: each set of holders is stored once, whatever the number of blocks that have it.
 //!
-//! A holder is a stream on a placement (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so there
-//! are far fewer sets than blocks, and walking along a chain mostly compares numbers.
+//! A holder is a stream on a placement (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so
+//! there are far fewer sets than blocks, and walking along a chain mostly compares numbers.
 
 use crate::hasher::Secret;
 use crate::sharded_table::ShardedTable;
@@ -22,7 +22,7 @@ impl Word {
         (self.at >> 16) as usize
     }
 
-    /// Which 64 streams.
+    /// The number of the group of 64 streams.
     #[inline]
     pub fn word(self) -> usize {
         (self.at & 0xFFFF) as usize
@@ -42,7 +42,7 @@ struct Entry {
     created: u64,
 }
 
-/// A change from one set to another that was made before, to make it again without a search.
+/// A change from one set to another that was made before, and can be repeated without a search.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Move {
     from: (u32, u64),
@@ -51,7 +51,7 @@ pub struct Move {
     known: bool,
 }
 
-/// The holders of one set as lookups read them: few of them without a pointer.
+/// The holders of one set in the form that lookups read; a few are stored without a pointer.
 #[derive(Clone, Debug, Default)]
 pub struct Holders {
     few: [Word; FEW],
@@ -76,7 +76,7 @@ impl Holders {
         }
     }
 
-    /// By placement and stream.
+    /// The holders, sorted by placement and stream.
     #[inline]
     pub fn words(&self) -> &[Word] {
         self.few.get(..self.count as usize).unwrap_or(&self.many)
@@ -93,7 +93,7 @@ pub struct Sets {
     words: usize,
     births: u64,
     secret: Secret,
-    /// Numbers that lookups have other holders of, or none.
+    /// Numbers of sets whose holders are not published to lookups yet.
     changed: Vec<u32>,
 }
 
@@ -105,7 +105,7 @@ fn hash_of(secret: Secret, words: &[Word]) -> u64 {
 }
 
 impl Sets {
-    /// The empty one alone.
+    /// Creates it with the empty set only.
     pub fn new(secret: Secret) -> Self {
         let empty = Entry {
             words: Box::default(),
@@ -186,7 +186,7 @@ impl Sets {
             && self.is_current(last.to)
     }
 
-    /// The same by a search.
+    /// Does the same by a search.
     #[cold]
     fn searched_move(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
         let target = self.toggled(set, placement, stream);
@@ -201,7 +201,7 @@ impl Sets {
         target
     }
 
-    /// Whether a set is the one that had the number then.
+    /// Whether a set is still the one that had the number at the time of the move.
     #[inline]
     fn is_current(&self, (number, created): (u32, u64)) -> bool {
         self.entries
@@ -220,7 +220,7 @@ impl Sets {
         }
     }
 
-    /// Moves some blocks more from one set to another, as one was moved before.
+    /// Repeats a remembered move for several more blocks.
     #[inline]
     pub fn move_all(&mut self, from: u32, to: u32, count: u32) {
         if count == 0 {
@@ -232,7 +232,7 @@ impl Sets {
         self.give(from, count);
     }
 
-    /// The set of one holder, of `count` blocks more.
+    /// Returns the set of one holder, and counts `count` more blocks of it.
     pub fn single(&mut self, placement: u16, stream: u32, count: u32) -> u32 {
         let word = Word {
             at: u32::from(placement) << 16 | stream >> 6,
@@ -243,7 +243,7 @@ impl Sets {
         set
     }
 
-    /// Gives back a set of which no block was made.
+    /// Releases a set that no block uses after all.
     pub fn give(&mut self, set: u32, count: u32) {
         if count > 0 {
             self.entries[set as usize].refs -= count - 1;
@@ -251,7 +251,7 @@ impl Sets {
         }
     }
 
-    /// Moves one block from `set` to the one without any holder of `stream`.
+    /// Moves one block from `set` to the set without `stream`.
     pub fn without(&mut self, set: u32, stream: u32) -> u32 {
         let mut words = std::mem::take(&mut self.scratch);
         words.clear();
@@ -327,7 +327,7 @@ impl Sets {
         }
     }
 
-    /// Gives the number of a set back that no block has any more.
+    /// Releases the number of a set that no block has any more.
     #[cold]
     fn forget(&mut self, set: u32) {
         let entry = &mut self.entries[set as usize];
@@ -348,7 +348,7 @@ impl Sets {
         }
     }
 
-    /// How many sets lookups have yet to find changed.
+    /// Number of changed sets that are not published to lookups yet.
     pub fn changes(&self) -> usize {
         self.changed.len()
     }
@@ -393,7 +393,8 @@ mod tests {
 
     use super::*;
 
-    /// Without the secret, a client that chooses which streams hold a block could fill one bucket of the table with sets, all of which a lookup compares.
+    /// Without the secret, a client that chooses which streams hold a block could fill one bucket of the table with sets, all of which a
+    /// lookup compares.
     #[test]
     fn where_a_set_is_found_depends_on_the_secret() {
         const PLACES: u64 = 1 << 16;

@@ -1,6 +1,7 @@
 //! The index: it applies deliveries of streams and answers lookups. Each module below has a part of its methods.
 //!
-//! Locks are taken in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A second stream is only locked by `try_lock`.
+//! Locks are taken in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A second stream is only
+//! locked by `try_lock`.
 
 #[cfg(test)]
 mod bounded_time;
@@ -77,7 +78,7 @@ impl Index {
         &self.limits
     }
 
-    /// Whether a panic has left it changed by half. What it answers then may be wrong, until a snapshot is restored.
+    /// Whether a panic has left the index half changed. Its answers can be wrong until a snapshot is restored.
     pub fn is_damaged(&self) -> bool {
         self.shared_lock.is_poisoned()
     }

@@ -12,7 +12,7 @@ const SALT_SEED: u64 = 1;
 const LORA_ID_SEED: u64 = 2;
 const UNTAGGED_SEED: u64 = 3;
 
-/// How the tokens of a prompt are cut into blocks.
+/// The rule by which the tokens of a prompt are divided into blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Scheme {
     /// Tokens per block.
@@ -38,7 +38,7 @@ pub fn lora_name(name: &[u8]) -> u64 {
     xxh3_64(name)
 }
 
-/// The same of a LoRA that is known by its number only (vLLM before 0.14).
+/// The part of a seed for a LoRA that is known by its number only (vLLM before 0.14).
 pub fn lora_id(id: i64) -> u64 {
     xxh3_64_with_seed(&id.to_le_bytes(), LORA_ID_SEED)
 }
@@ -61,12 +61,12 @@ pub fn item_text(id: &str) -> u64 {
     xxh3_64(id.as_bytes())
 }
 
-/// An identifier of bytes.
+/// A multimodal identifier that consists of bytes.
 pub fn item_bytes(id: &[u8]) -> u64 {
     xxh3_64(id)
 }
 
-/// An item that begins `offset` tokens after its block does.
+/// The hash of an item that begins `offset` tokens after the beginning of its block.
 pub fn item_at(id: u64, offset: i64) -> u64 {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&id.to_le_bytes());
@@ -80,7 +80,7 @@ pub fn untagged(key: &[u8]) -> u64 {
 }
 
 #[cfg(target_endian = "big")]
-compile_error!("tokens are hashed as they lie in memory, which must be little-endian");
+compile_error!("tokens are hashed in the byte order of memory, which must be little-endian");
 
 /// Numbers in the byte order of this machine.
 pub fn bytes_of(tokens: &[u32]) -> &[u8] {
@@ -94,7 +94,7 @@ pub fn local(tokens: &[u32], seed: u64) -> u64 {
     xxh3_64_with_seed(bytes_of(tokens), seed)
 }
 
-/// The same for a block with more to it than tokens; `extras` come out sorted.
+/// Hash of the tokens and extra keys of one block; sorts `extras`.
 pub fn local_with(tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
     if extras.is_empty() {
         return local(tokens, seed);
@@ -148,7 +148,7 @@ impl<'a> Roller<'a> {
         }
     }
 
-    /// Takes in the next block.
+    /// Adds the next block.
     #[inline]
     pub fn push(&mut self, local: u64) {
         let key = self.before.map_or(local, |parent| chained(parent, local));
@@ -171,7 +171,7 @@ pub struct Item {
     pub length: i64,
 }
 
-/// Local hashes of blocks that have nothing but their tokens. On its own, since the loop needs all registers.
+/// Computes local hashes of blocks without extra keys. A function of its own, since the loop needs all registers.
 #[inline(never)]
 pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
     out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));

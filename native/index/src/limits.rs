@@ -14,11 +14,11 @@ pub struct Limits {
     pub orphans: usize,
     /// Bytes of those: a block may have as many tokens as fit in a payload.
     pub orphan_bytes: usize,
-    /// Names of places (tier, locality, owner, group) that one life of a stream may use: an engine has a handful.
+    /// Most placements that one incarnation of a stream may name: an engine has a handful.
     pub places: usize,
-    /// KV cache groups of one life of a stream: a hybrid model has a handful.
+    /// Most KV cache groups of one incarnation of a stream: a hybrid model has a handful.
     pub groups: usize,
-    /// Ways of cutting prompts into blocks that one life of a stream may use, since each of them is another search: an engine has one.
+    /// Most schemes by which one incarnation of a stream may divide prompts, since each of them needs another search: an engine has one.
     pub block_sizes: usize,
     /// Records with one key: streams that hold a block under two hashes at once need one for each.
     pub records_per_key: usize,

@@ -40,20 +40,20 @@ enum Holders {
     Together(usize),
 }
 
-/// Blocks in a row with the same holders.
+/// Consecutive blocks with the same holders.
 #[derive(Clone, Copy, Debug)]
 struct Step {
-    /// One more than the place of the last one.
+    /// One more than the position of the last block.
     end: usize,
     holders: Holders,
 }
 
-/// Records side by side that were read for blocks in a row.
+/// Adjacent records that were read for consecutive blocks.
 #[derive(Clone, Copy, Debug)]
 struct BlockRow {
     /// The place of the first block.
     start: usize,
-    /// One more than the place of the last one.
+    /// One more than the position of the last block.
     end: usize,
     /// The record of the first one.
     number: u32,
@@ -71,12 +71,12 @@ impl BlockRow {
 /// Places of blocks that might be gone which are looked at for one stream; all behind them counts as not certain.
 const MAX_DOUBTS: usize = 64;
 
-/// Room to work in, kept from one match to the next.
+/// Buffers that are kept from one match to the next.
 #[derive(Debug, Default)]
 pub struct Walk {
     steps: Vec<Step>,
     together: Vec<Vec<Word>>,
-    /// Which records were read, by the place of their blocks.
+    /// The records that were read, by the positions of their blocks.
     rows: Vec<BlockRow>,
     keys: Vec<u64>,
     /// Records of one block.
@@ -88,12 +88,12 @@ pub struct Walk {
     first: Vec<u64>,
 }
 
-/// Chunks that were read, and whether what was read was so together.
+/// Chunks that were read, to verify that all reads belong to one moment.
 #[derive(Debug, Default)]
 struct Seen {
     /// Numbers and versions.
     chunks: Vec<(usize, u32)>,
-    /// Whether one was being changed.
+    /// Whether a chunk was being changed.
     is_spoilt: bool,
     /// Whether no writer can run meanwhile.
     is_alone: bool,
@@ -121,14 +121,14 @@ impl Walk {
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
     }
 
-    /// Whether all that was read since `begin` was so at one moment. If not, it may be anything.
+    /// Whether all reads since `begin` belong to one moment. If not, their results are invalid.
     pub fn is_sound(&self, view: &View) -> bool {
         let is_still = |&(at, version): &(usize, u32)| view.chunks[at].as_ref().is_some_and(|chunk| chunk.is_still(version));
         !self.seen.is_spoilt && self.seen.chunks.iter().all(is_still)
     }
 
-    /// Reads the records of a chain in a context, and those that were stored by their keys in the context `keyed`, by the local hashes of its
-    /// blocks. Returns how many there are before the first that is missing.
+    /// Reads the records of a chain in a context, and those that were stored by their keys in the context `keyed`, by the local hashes of
+    /// its blocks. Returns how many there are before the first that is missing.
     pub fn find(&mut self, view: &View, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
         match context {
             Some(context) if keyed.is_none() && view.strangers == 0 => self.read(view, locals, context),
@@ -177,7 +177,7 @@ impl Walk {
         }
     }
 
-    /// Makes `found` of the records that are listed by a key and have a context that `meant` says.
+    /// Fills `found` with the records that are listed by a key and have a context that `meant` accepts.
     #[inline]
     fn list(&mut self, view: &View, keyed: bool, key: u64, meant: impl Fn(u32) -> bool) {
         self.found.clear();
@@ -198,7 +198,8 @@ impl Walk {
         });
     }
 
-    /// Reads the records of a chain by its keys, in the contexts that `meant` says, and those that were stored by their keys in the context
+    /// Reads the records of a chain by its keys, in the contexts that `meant` accepts, and those that were stored by their keys in the
+    /// context
     /// `keyed`. Returns how many there are before the first that is missing.
     pub fn read_keys(&mut self, view: &View, keys: &[u64], meant: impl Fn(u32) -> bool, keyed: Option<u32>) -> usize {
         self.clear();
@@ -244,7 +245,7 @@ impl Walk {
         }
     }
 
-    /// Goes on by one block, of which `found` has the records.
+    /// Advances by one block, whose records are in `found`.
     fn step_to(&mut self, view: &View, end: usize) {
         let set = |seen: &mut Seen, number| seen.chunk(view, number).map_or(EMPTY, |chunk| chunk.set(number));
         let holders = match self.found[..] {
@@ -309,7 +310,7 @@ impl Walk {
         }
     }
 
-    /// Of each of these hits of a stream that has blocks which might be gone, what it certainly holds of what was read last.
+    /// Returns the certain part of each of these hits whose stream has blocks that might be gone.
     pub fn certain_hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hits: &[Hit], out: &mut Vec<Hit>) {
         for hit in hits {
             let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
@@ -320,7 +321,7 @@ impl Walk {
         }
     }
 
-    /// What one of them certainly holds: the same lookup without the copies that might be gone.
+    /// Returns the certain part of one hit: the same lookup without the copies that might be gone.
     #[cold]
     fn certain_tokens(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hit: &Hit) -> [u32; LEVELS] {
         let Some(member) = view.members[hit.stream as usize].as_ref() else {
@@ -377,7 +378,7 @@ impl Walk {
         certain
     }
 
-    /// Where a stream certainly holds the block at a place.
+    /// The placements on which a stream certainly holds the block at a position.
     fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Vec<Word> {
         let mut words: Vec<Word> = Vec::new();
         let doubts = view.members[stream as usize].as_ref().map(|member| &member.doubts);
@@ -499,8 +500,8 @@ impl Walk {
         });
     }
 
-    /// Tokens of a stream whose groups are searched, by level. Of one that is looked up by hashes these are an estimate: the blocks of its groups
-    /// with full attention.
+    /// Tokens of a stream whose groups are searched, by level. Of one that is looked up by hashes these are an estimate: the blocks of its
+    /// groups with full attention.
     fn search_groups(
         &self,
         view: &View,
@@ -554,9 +555,9 @@ impl Walk {
     }
 }
 
-/// Blocks in a row, and where groups hold them.
+/// Consecutive blocks, and the levels on which groups hold them.
 struct GroupStep {
-    /// One more than the place of the last one.
+    /// One more than the position of the last block.
     end: usize,
     /// The lowest level of each group; above all levels if it does not hold them.
     lowest: Vec<u8>,
@@ -586,7 +587,7 @@ fn for_each(words: &[u64], mut visit: impl FnMut(usize)) {
     }
 }
 
-/// Makes one answer of those that several schemes gave.
+/// Merges the answers of several schemes.
 pub fn merge(hits: &mut Vec<Hit>) {
     hits.sort_by_key(|hit| hit.stream);
     hits.dedup_by(|next, kept| {

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicUsize;
 use crate::group_cache::GroupLookup;
 use crate::keys::Scheme;
 
-/// The engine and the rank that a stream is of.
+/// The engine and rank of a stream.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Worker {
     /// Name of the engine.

@@ -1,7 +1,8 @@
-//! What a lookup reads beside a writer, in every order that threads and memory allow: `make model` has loom try them.
+//! Models of lookups beside a writer, in every order that threads and memory allow; `make model` runs them with loom.
 //!
-//! Each model has a writer that takes a `SharedState` from one state to the next, and publishes each, and a lookup that looks once. A look that is sound
-//! must find one of those states. The states are chosen so that slots of two of them, read together, are an answer that was never true.
+//! Each model has a writer that takes a `SharedState` from one state to the next, and publishes each, and a lookup that looks once. A sound
+//! look must find one of those states. The states are chosen so that slots of two of them, read together, form an answer that was never
+//! true.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -74,8 +75,8 @@ impl State {
         }
     }
 
-    /// Two streams with three blocks, so that all sets of holders that the models need are there. New ones would be published under the lock,
-    /// whose order hides that of the slots.
+    /// Two streams with three blocks, so that all sets of holders that the models need are there. New ones would be published under the
+    /// lock, whose order hides that of the slots.
     fn new() -> Self {
         let mut state = Self::empty();
         for (local, holders) in [(100, &[0][..]), (101, &[1]), (102, &[0, 1])] {
@@ -111,10 +112,10 @@ impl State {
     }
 }
 
-/// What a lookup finds: blocks by stream.
+/// The result of a lookup: blocks by stream.
 type Found = Vec<(u32, u32)>;
 
-/// Runs a writer beside a look at a prompt, in all orders. Returns what looks found that were sound, and how many were not.
+/// Runs a writer beside a lookup of a prompt, in all orders. Returns the results of sound lookups, and the number of others.
 fn look_beside(
     prompt: &'static [u64],
     make: impl Fn() -> State + Send + Sync + 'static,

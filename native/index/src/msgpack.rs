@@ -81,7 +81,7 @@ impl<'a> Reader<'a> {
         self.data.get(self.at..).unwrap_or_default()
     }
 
-    /// The next byte, which stays the next.
+    /// The next byte, which is not consumed.
     #[inline]
     pub fn peek(&self) -> Option<u8> {
         self.data.get(self.at).copied()
@@ -110,7 +110,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Takes a nil, if that is what comes next.
+    /// Reads a nil, if that is the next value.
     #[inline]
     pub fn nil(&mut self) -> bool {
         let found = self.peek() == Some(0xC0);
@@ -191,7 +191,7 @@ impl<'a> Reader<'a> {
         self.slice(length)
     }
 
-    /// The number of elements of an array: no more than bytes are left.
+    /// The number of elements of an array: at most the number of remaining bytes.
     #[inline]
     pub fn array(&mut self) -> Option<usize> {
         let [head] = self.take()?;
@@ -204,7 +204,7 @@ impl<'a> Reader<'a> {
         (count <= self.left()).then_some(count)
     }
 
-    /// The number of pairs of a map: no more than bytes are left for.
+    /// The number of pairs of a map: at most as many as fit in the remaining bytes.
     #[inline]
     pub fn map(&mut self) -> Option<usize> {
         let [head] = self.take()?;
@@ -217,7 +217,7 @@ impl<'a> Reader<'a> {
         (count <= self.left() / 2).then_some(count)
     }
 
-    /// Passes over one value with at most `depth` levels of containers.
+    /// Skips one value with at most `depth` levels of containers.
     pub fn skip(&mut self, depth: usize) -> Option<()> {
         let head = self.peek()?;
         match head {

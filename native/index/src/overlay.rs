@@ -1,7 +1,7 @@
 //! Routing decisions that no event has confirmed yet: short-lived, and apart from what the streams said.
 //!
-//! Decisions end by time, or the oldest ones by the limit; each costs what it brought in, however many others there are. How many
-//! decisions expect a block is counted, so that the end of one takes nothing from another that shares a prefix with it.
+//! Decisions end by time, or the oldest ones by the limit; each costs what it brought in, however many others there are. The decisions that
+//! expect a block are counted, so that the end of one does not affect another one with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -20,7 +20,7 @@ struct Decision {
 pub struct Overlay {
     /// By number, in the order in which they came.
     decisions: BTreeMap<u64, Decision>,
-    /// Their numbers, by when they end.
+    /// Their numbers, by the time at which they end.
     ends: BTreeSet<(i64, u64)>,
     /// Number of decisions that expect a block, by worker and key.
     expected: HashMap<Worker, HashMap<u64, u32>>,
@@ -33,14 +33,14 @@ pub struct Overlay {
     pub expired: u64,
 }
 
-/// A moment as a number of the same order, which `f64` has none of.
+/// Converts a time to an integer of the same order, since `f64` has no total order.
 fn order(moment: f64) -> i64 {
     let bits = moment.to_bits().cast_signed();
     bits ^ ((bits >> 63).cast_unsigned() >> 1).cast_signed()
 }
 
 impl Overlay {
-    /// An empty one for at most `limit` blocks; the oldest decisions make room.
+    /// Creates it for at most `limit` blocks; beyond that the oldest decisions end.
     pub fn new(limit: usize) -> Self {
         Self {
             decisions: BTreeMap::new(),
@@ -54,7 +54,7 @@ impl Overlay {
         }
     }
 
-    /// Whether nothing is speculated.
+    /// Whether there are no decisions.
     pub fn is_empty(&self) -> bool {
         self.decisions.is_empty()
     }
@@ -69,7 +69,8 @@ impl Overlay {
         self.expected.keys()
     }
 
-    /// A prompt of these keys goes to a worker, which will hold them; believed `until` then. One without keys decides nothing.
+    /// Adds a decision: a prompt with these keys goes to a worker, which is expected to hold them `until` then. Without keys it does
+    /// nothing.
     pub fn add(&mut self, worker: Worker, keys: Vec<u64>, until: f64) {
         if keys.is_empty() {
             return;
@@ -90,13 +91,13 @@ impl Overlay {
         self.size > self.limit || self.over(now).is_some()
     }
 
-    /// A decision that is over.
+    /// The next decision that is over.
     fn over(&self, now: f64) -> Option<u64> {
         let &(end, number) = self.ends.first()?;
         (end <= order(now)).then_some(number)
     }
 
-    /// Ends decisions that are over, and the oldest ones above the limit; `held` says whether a worker holds the last block of a prompt.
+    /// Ends decisions that are over, and the oldest ones above the limit. `held` returns whether a worker holds the last block of a prompt.
     pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) {
         let oldest = |overlay: &Self| {
             let (&number, _) = overlay.decisions.first_key_value()?;
@@ -136,7 +137,7 @@ impl Overlay {
         Some(decision)
     }
 
-    /// How many of these keys in a row a worker was believed to hold when `expire` was last called.
+    /// Number of leading keys that a worker was expected to hold when `expire` was last called.
     pub fn depth(&self, worker: &Worker, keys: &[u64]) -> usize {
         let Some(expected) = self.expected.get(worker) else { return 0 };
         keys.iter().take_while(|key| expected.contains_key(key)).count()

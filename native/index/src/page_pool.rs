@@ -1,11 +1,11 @@
-//! Memory for tables and records: pieces of a few sizes, cut from huge pages.
+//! Memory for tables and records: pieces of a few sizes, allocated from huge pages.
 //!
 //! Everything in an index is found by hashes, so nearly every access is to another page. With pages of 4 KiB most of them also miss
 //! the processor's cache of page addresses, which costs as much as the access itself; pieces of huge pages share one entry there. The
 //! pool also gives whole regions back to the system, which a general allocator rarely can.
 //!
-//! A region is one huge page, cut into spans, and a span into pieces of one size. All sizes share the regions, so that no more than
-//! one of those is partly used while an index grows, and huge pages can be asked for early.
+//! A region is one huge page, cut into spans, and a span into pieces of one size. All sizes share the regions, so that at most one region
+//! is partly used while an index grows, and huge pages can be requested early.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::cell::Cell;
@@ -25,9 +25,9 @@ const SPAN: usize = 24 << 10;
 const SPANS: usize = REGION / SPAN;
 /// The most pieces of a span.
 const MOST: usize = 16;
-/// Empty regions that are kept, so that an index at a limit does not ask the system again and again.
+/// Empty regions that are kept, so that an index at a limit does not allocate and free regions repeatedly.
 const SPARE: usize = 1;
-/// Regions from which on huge pages are asked for: a part of one that is not used yet is memory all the same, an eighth at most.
+/// Number of regions from which on huge pages are requested. The unused part of a huge page occupies memory, then an eighth at most.
 const HUGE_FROM: usize = 8;
 /// Free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two.
 const SHORT: usize = 3;
@@ -88,7 +88,7 @@ unsafe impl Send for Pool {}
 
 /// Of the standard library, whose locks have nothing in common with each other that a forked child could find locked.
 static POOL: Mutex<Pool> = Mutex::new(Pool::new());
-/// Regions that are mapped, and free spans, as of the last change: to be looked at without the lock.
+/// Number of mapped regions, and of free spans, as of the last change; readable without the lock.
 static MAPPED: AtomicUsize = AtomicUsize::new(0);
 static FREE: AtomicUsize = AtomicUsize::new(0);
 
@@ -124,7 +124,7 @@ thread_local! {
     static HELD: Cell<Option<MutexGuard<'static, Pool>>> = const { Cell::new(None) };
 }
 
-/// Locks the pool from now on while this process forks, so that no other thread has changed it by half in the child.
+/// From now on, locks the pool while this process forks, so that no other thread has half changed it in the child.
 fn lock_while_forking() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
@@ -153,7 +153,7 @@ impl Pool {
         }
     }
 
-    /// A piece of a span that is cut into so many.
+    /// Returns a piece of a span that is divided into this many pieces.
     fn take(&mut self, cut: usize) -> NonNull<u8> {
         let span = match self.cut[cut].last() {
             Some(&span) => span,
@@ -200,7 +200,7 @@ impl Pool {
         span
     }
 
-    /// Takes a span out of the list of those with free pieces; the last one takes its place.
+    /// Removes a span from the list of spans with free pieces; the last one takes its place.
     fn unlist(&mut self, cut: usize, place: usize) {
         self.cut[cut].swap_remove(place);
         if let Some(moved) = self.cut[cut].get(place) {
@@ -257,7 +257,7 @@ impl Pool {
         unsafe { libc::munmap(header.as_ptr().byte_sub(SPANS * SPAN).cast(), REGION) };
     }
 
-    /// Takes a new region in.
+    /// Adds a new region.
     fn add(&mut self, header: NonNull<Header>) {
         self.open.push(header);
         self.empty += 1;
@@ -277,7 +277,7 @@ const HUGE_PAGES: libc::c_int = libc::MADV_HUGEPAGE;
 #[cfg(not(target_os = "linux"))]
 const HUGE_PAGES: libc::c_int = libc::MADV_NORMAL;
 
-/// A region from the system, of huge pages where that is wanted and possible.
+/// Allocates a region, of huge pages if wanted and possible.
 #[cold]
 fn map(huge: bool) -> NonNull<Header> {
     lock_while_forking();
@@ -345,7 +345,7 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
         SPAN / size
     };
 
-    /// A piece of values that are made one by one.
+    /// Creates a piece whose values are computed one by one.
     pub fn made(make: impl Fn() -> T) -> Self {
         let at: NonNull<T> = pool().take(Self::CUT).cast();
         let piece = Self { at, owned: PhantomData };
@@ -369,7 +369,7 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
         ManuallyDrop::new(self).at
     }
 
-    /// A piece again.
+    /// Restores a piece from its pointer.
     ///
     /// # Safety
     /// The pointer is from `into_raw` of the same kind of piece, and owns it.

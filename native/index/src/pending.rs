@@ -1,7 +1,7 @@
 //! Pending entries of a stream, oldest first: orphans wait for their parent, hashes without tokens for a store with tokens.
 //!
-//! Entries are in lists of three kinds, each a doubly linked list: all of them in the order in which they came, those that wait for the same hash, and
-//! copies of one hash on one placement. So each of them comes and goes in constant time, however many others there are.
+//! Entries are in lists of three kinds, each a doubly linked list: all of them in the order in which they came, those that wait for the
+//! same hash, and copies of one hash on one placement. So each of them comes and goes in constant time, however many others there are.
 
 use std::collections::HashMap;
 
@@ -16,7 +16,7 @@ pub struct Content {
     pub tokens: Box<[u32]>,
     /// Hashes of its extra keys.
     pub extras: Box<[u64]>,
-    /// How its tokens were cut.
+    /// The rule by which its tokens were divided into blocks.
     pub scheme: Scheme,
     /// Its LoRA's part of the seed.
     pub lora: u64,
@@ -56,12 +56,12 @@ impl<C: Weight> Waiting<C> {
     }
 }
 
-/// About what one entry takes in each of the maps below.
+/// Approximate bytes of one entry in each of the maps below.
 const MAP_BYTES: usize = 64;
 
 const NONE: u32 = u32::MAX;
 
-/// The first and the last of a row.
+/// The first and the last entry of a list.
 #[derive(Clone, Copy, Debug)]
 struct Row {
     first: u32,
@@ -76,7 +76,7 @@ impl Row {
     }
 }
 
-/// Neighbours in a row.
+/// Neighbours in a list.
 #[derive(Clone, Copy, Debug)]
 struct Links {
     before: u32,
@@ -94,7 +94,7 @@ enum Kind {
 #[derive(Debug)]
 struct Entry<C> {
     waiting: Waiting<C>,
-    /// In the order in which entries came.
+    /// Rises in the order in which entries were added.
     number: u64,
     links: [Links; 3],
 }
@@ -154,7 +154,7 @@ fn entry<C>(entries: &mut [Option<Entry<C>>], at: u32) -> &mut Entry<C> {
     entries[at as usize].as_mut().expect("rows hold entries in use")
 }
 
-/// Puts an entry at the end of a row.
+/// Appends an entry to a list.
 fn append<C>(entries: &mut [Option<Entry<C>>], row: &mut Row, at: u32, kind: Kind) {
     let last = std::mem::replace(&mut row.last, at);
     entry(entries, at).links[kind as usize] = Links {
@@ -168,7 +168,7 @@ fn append<C>(entries: &mut [Option<Entry<C>>], row: &mut Row, at: u32, kind: Kin
     }
 }
 
-/// Takes an entry out of a row.
+/// Removes an entry from a list.
 fn unlink<C>(entries: &mut [Option<Entry<C>>], row: &mut Row, at: u32, kind: Kind) {
     let Links { before, next } = entry(entries, at).links[kind as usize];
     match before {
@@ -182,18 +182,18 @@ fn unlink<C>(entries: &mut [Option<Entry<C>>], row: &mut Row, at: u32, kind: Kin
 }
 
 impl<C: Weight> Queue<C> {
-    /// How many wait.
+    /// Number of entries.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether nothing waits.
+    /// Whether it has no entries.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// Heap bytes, about.
+    /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -208,12 +208,12 @@ impl<C: Weight> Queue<C> {
         })
     }
 
-    /// Whether something waits that has this hash, or for it.
+    /// Whether an entry has this hash, or waits for it.
     pub fn names(&self, hash: u64) -> bool {
         self.by_hash.contains_key(&hash) || self.awaits(hash)
     }
 
-    /// Whether something waits for this hash.
+    /// Whether an entry waits for this hash.
     #[inline]
     pub fn awaits(&self, hash: u64) -> bool {
         self.by_awaited.contains_key(&hash)
@@ -225,7 +225,7 @@ impl<C: Weight> Queue<C> {
         found.is_some_and(|copies| copies.iter().any(|copies| copies.placement == placement))
     }
 
-    /// Whether something waits on a placement.
+    /// Whether an entry is on a placement.
     pub fn is_on(&self, placement: u16) -> bool {
         self.placements.contains_key(&placement)
     }
@@ -235,7 +235,7 @@ impl<C: Weight> Queue<C> {
         self.push_within(waiting, limit, usize::MAX)
     }
 
-    /// The same with a bound for the bytes of all.
+    /// Adds an entry, with a bound for the bytes of all entries.
     pub fn push_within(&mut self, waiting: Waiting<C>, limit: usize, bytes: usize) -> u64 {
         let (size, mut dropped) = (waiting.bytes(), 0);
         if limit == 0 || size > bytes {
@@ -291,7 +291,7 @@ impl<C: Weight> Queue<C> {
         append(&mut self.entries, copies[found].row(is_orphan), at, Kind::Copies);
     }
 
-    /// Drops the oldest one.
+    /// Drops the oldest entry.
     pub fn pop(&mut self) {
         if !self.order.is_empty() {
             self.take(self.order.first);
@@ -338,23 +338,23 @@ impl<C: Weight> Queue<C> {
         taken.waiting
     }
 
-    /// Takes the oldest one that waits for `hash`.
+    /// Removes and returns the oldest entry that waits for `hash`.
     pub fn take_one_awaiting(&mut self, hash: u64) -> Option<Waiting<C>> {
         let first = self.by_awaited.get(&hash)?.first;
         Some(self.take(first))
     }
 
-    /// Takes everything that waits for `hash`.
+    /// Removes and returns all entries that wait for `hash`.
     pub fn take_awaiting(&mut self, hash: u64) -> Vec<Waiting<C>> {
         std::iter::from_fn(|| self.take_one_awaiting(hash)).collect()
     }
 
-    /// Takes one copy of `hash` on `placement`: of an orphan, else of a hash without tokens. Says whether there was one.
+    /// Removes one copy of `hash` on `placement`: of an orphan, else of a hash without tokens. Returns whether there was one.
     pub fn remove(&mut self, hash: u64, placement: u16) -> bool {
         self.remove_where(hash, |other| other == placement)
     }
 
-    /// The same of any placement that `meant` says.
+    /// Removes one copy from any placement that `meant` accepts.
     pub fn remove_where(&mut self, hash: u64, meant: impl Fn(u16) -> bool) -> bool {
         let Some(copies) = self.by_hash.get(&hash) else {
             return false;
@@ -378,7 +378,7 @@ impl<C: Weight> Queue<C> {
         }
     }
 
-    /// Drops everything on placements that `meant` says.
+    /// Drops everything on placements that `meant` accepts.
     pub fn clear(&mut self, meant: impl Fn(u16) -> bool) {
         if !self.placements.keys().any(|&placement| meant(placement)) {
             return;

@@ -12,7 +12,8 @@ const MEDIA: [&[&str]; TIERS.len()] = [
     &["CPU_TIER2", "DISK", "SSD", "NVME", "FS", "STORAGE", "EXTERNAL", "REMOTE"],
 ];
 
-/// Levels of tiers: the places of `TIERS`, and a last one for media that are not known. A prefix at one level may use every level before it.
+/// Levels of tiers: the places of `TIERS`, and a last one for media that are not known. A prefix at one level may use every level before
+/// it.
 pub const LEVELS: usize = TIERS.len() + 1;
 
 /// A place that copies of blocks are counted in.
@@ -39,19 +40,20 @@ impl Placement {
         }
     }
 
-    /// How its copies count in an attestation.
+    /// The contribution of its copies to an attestation.
     pub fn attestation(&self) -> AttestedGroup {
         AttestedGroup::new(self.group, self.level() == 0)
     }
 
-    /// The same number in every process.
+    /// A digest that is the same in every process.
     pub fn digest(&self) -> u64 {
         let text = format!("{}\0{:?}\0{:?}\0{}", self.tier, self.locality, self.ownership, self.group);
         xxh3_64(text.as_bytes())
     }
 }
 
-/// How copies of blocks of one group count in an attestation (`kvevents.events.Heartbeat` has the formula): those on the device do, others are 0.
+/// How copies of blocks of one group count in an attestation (`kvevents.events.Heartbeat` has the formula): those on the device do, others
+/// are 0.
 #[derive(Clone, Copy, Debug)]
 pub struct AttestedGroup {
     salt: u64,
@@ -86,7 +88,7 @@ pub fn tier(medium: &str) -> String {
     known.map_or(upper, |level| TIERS[level].into())
 }
 
-/// Placements of one index. Engines have a handful; their names and groups are a peer's words.
+/// Most placements of one index. Engines have a handful, but a peer chooses names and groups.
 pub const MAX_PLACEMENTS: usize = 4096;
 
 #[derive(Debug)]
@@ -101,7 +103,7 @@ struct Entry {
 pub struct Placements {
     entries: Vec<Entry>,
     levels: Vec<u8>,
-    /// The levels that any of them has are below this one.
+    /// All levels in use are below this one.
     depth: usize,
 }
 
@@ -134,7 +136,7 @@ impl Placements {
         used.map(|(number, entry)| (number as u16, &entry.placement))
     }
 
-    /// The number of a placement, for one stream more; None when there are too many.
+    /// Returns the number of a placement and counts one more stream; None if there are too many.
     pub fn retain(&mut self, placement: Placement) -> Option<u16> {
         let known = |entry: &Entry| entry.users > 0 && entry.placement == placement;
         if let Some(at) = self.entries.iter().position(known) {
@@ -156,7 +158,7 @@ impl Placements {
         Some((self.entries.len() - 1) as u16)
     }
 
-    /// Gives back the number of a placement that a stream named, on which it holds nothing any more.
+    /// Counts one stream less of a placement, on which the stream holds nothing any more.
     pub fn release(&mut self, number: u16) {
         self.entries[number as usize].users -= 1;
         while self.entries.last().is_some_and(|entry| entry.users == 0) {

@@ -1,6 +1,6 @@
-//! Memory that is asked for before it is needed: hints, which change nothing but the time that something takes.
+//! Prefetches memory. These hints change only the time of later accesses.
 
-/// Asks for the cache line of an address.
+/// Prefetches the cache line of an address.
 #[inline]
 pub fn line<T: ?Sized>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -18,7 +18,7 @@ const BEGINNING: usize = 512;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Asks for the beginning of bytes that are read next, and have lain somewhere for long.
+/// Prefetches the beginning of bytes that are read next, and are probably in no cache.
 #[inline]
 pub fn beginning(bytes: &[u8]) {
     bytes.chunks(LINE).take(BEGINNING / LINE).for_each(|part| line(part));

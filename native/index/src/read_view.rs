@@ -1,8 +1,8 @@
 //! The state that lookups read while a writer runs.
 //!
-//! Lookups do not take the lock of writers (`yielding_lock`). They hold a lock of their own, which a writer takes for as long as it changes a table or a list
-//! that they search, which is seldom and short: most stores and removals change slots alone, and those are read beside a writer
-//! (`crate::records`). What a writer has not published yet, lookups find to be changing, and look again.
+//! Lookups do not take the lock of writers (`yielding_lock`). They hold a lock of their own, which a writer takes for as long as it changes
+//! a table or a list that they search, which is seldom and short: most stores and removals change slots alone, and those are read beside a
+//! writer (`crate::records`). While a writer has unpublished changes to a chunk, lookups see that it is being changed, and retry.
 
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
@@ -26,7 +26,7 @@ pub struct View {
     pub heads: Table,
     /// Blocks that were stored by their keys, which have no place in a run.
     pub keyed: Table,
-    /// Streams that come out of snapshots just now: heads may have the keys of linked blocks meanwhile.
+    /// Number of streams that are being restored from snapshots; meanwhile heads can have the keys of linked blocks.
     pub strangers: usize,
     /// Where copies can be.
     pub placements: Placements,
@@ -48,14 +48,14 @@ pub struct View {
     pub chunks: Vec<Option<Arc<Memory>>>,
     /// Holders by the number of their set, as of then.
     pub sets: Vec<Holders>,
-    /// How blocks were cut, in which namespaces, as of then.
+    /// Contexts of blocks, as of then.
     pub contexts: Known,
     /// Secret of the tables' hash function.
     pub secret: Secret,
 }
 
 impl View {
-    /// Nothing.
+    /// Creates it empty.
     pub fn new(secret: Secret) -> Self {
         Self {
             heads: Table::new(),
@@ -76,7 +76,7 @@ impl View {
         }
     }
 
-    /// Where a key is looked for.
+    /// The position of a key in the tables.
     #[inline]
     pub fn spot(&self, key: u64) -> TableHash {
         TableHash::from(self.secret.place(key))
@@ -95,7 +95,7 @@ impl View {
     }
 }
 
-/// Keeps what many write to away from what others read.
+/// Prevents false sharing between data that many threads write and data that others read.
 #[repr(align(128))]
 struct Apart<T>(T);
 
@@ -110,7 +110,7 @@ unsafe impl<T: Send + Sync> Sync for Inner<T> {}
 /// A value that its one owner reads without a lock, and changes under one; others read it under that lock.
 pub struct Owner<T>(Arc<Inner<T>>);
 
-/// Reads what an owner has.
+/// Reads the value of an owner.
 pub struct Reader<T>(Arc<Inner<T>>);
 
 impl<T> Owner<T> {
@@ -163,7 +163,7 @@ impl<T> Reader<T> {
         }
     }
 
-    /// The same, if that need not be waited for.
+    /// Reads it if no lock has to be waited for.
     #[inline]
     pub fn try_read(&self) -> Option<Reading<'_, T>> {
         Some(Reading {
@@ -179,7 +179,7 @@ impl<T> std::fmt::Debug for Reader<T> {
     }
 }
 
-/// The right to read.
+/// A guard for reading.
 pub struct Reading<'a, T> {
     _locked: RwLockReadGuard<'a, ()>,
     value: &'a UnsafeCell<T>,
@@ -195,7 +195,7 @@ impl<T> Deref for Reading<'_, T> {
     }
 }
 
-/// The right to change.
+/// A guard for changing.
 pub struct Change<'a, T> {
     _locked: RwLockWriteGuard<'a, ()>,
     value: &'a UnsafeCell<T>,
@@ -214,7 +214,8 @@ impl<T> Deref for Change<'_, T> {
 impl<T> DerefMut for Change<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: the lock is held for writing, so no other thread reads, and the one owner, which reads without it, is borrowed exclusively.
+        // SAFETY: the lock is held for writing, so no other thread reads, and the one owner, which reads without it, is borrowed
+        // exclusively.
         unsafe { &mut *self.value.get() }
     }
 }

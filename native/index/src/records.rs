@@ -4,11 +4,11 @@
 //! prompt compares the hashes of its blocks with those of a run, one after the other, in the order of memory; only the first
 //! block of a run, its *head*, is found by its rolling key, in the table of heads (`crate::shared`).
 //!
-//! Of a linked block the local hash is stored, of a head the rolling key. The key of a linked block is rolled from the head, or from the last
-//! of the keys that are stored for every eighth slot.
+//! A slot stores the local hash of a linked block, or the rolling key of a head. The key of a linked block is rolled from the head, or from
+//! the last of the keys that are stored for every eighth slot.
 //!
-//! Invariant: if slot n + 1 is linked, it is the only record with its key in its context, slot n holds its parent and is the only record with
-//! the parent's key in that context.
+//! Invariant: if slot n + 1 is linked, it is the only record with its key in its context, slot n holds its parent and is the only record
+//! with the parent's key in that context.
 //!
 //! Lookups read slots while a writer runs: all that is in a slot is an atomic number, and each chunk has a version, which is odd from its
 //! first change on until `Records::publish`. A reader that finds a chunk's version even, and the same at the end, has read what was true at
@@ -23,16 +23,16 @@ use crate::page_pool::Piece;
 use crate::prefetch;
 use crate::sync::{AtomicU32, AtomicU64, fence};
 
-/// It is found through the slot before it, and not by its key.
+/// Flag: the block is found through the slot before it, and not by its key.
 const LINKED: u32 = 1 << 31;
-/// There are other records with its key and context.
+/// Flag: other records with its key and context exist.
 const TWIN: u32 = 1 << 30;
 /// Contexts that flags can name.
 pub const MAX_CONTEXTS: u32 = TWIN;
 
 /// Set number of a free slot.
 const FREE: u32 = u32::MAX;
-/// As few as a piece of memory and `Chunk::free` allow where a model checker keeps a history of each number.
+/// Bits of the number of slots in a chunk; for the model checker, which keeps a history of each number, as few as possible.
 const BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
 /// Slots of a chunk.
 pub const CHUNK: usize = 1 << BITS;
@@ -40,7 +40,7 @@ const MASK: u32 = (CHUNK - 1) as u32;
 /// Slots of which the first one's key is stored.
 const GROUP: usize = 8;
 
-/// The slots of a chunk, by what is stored of them.
+/// The slots of a chunk, as one array for each property.
 #[repr(C, align(64))]
 struct Slots {
     /// The local hash of a linked block, the rolling key of a head.
@@ -110,7 +110,7 @@ impl Memory {
         Some(self.version.load(Ordering::Acquire)).filter(|version| version & 1 == 0)
     }
 
-    /// Whether all that was read since its version was this one was so together.
+    /// Whether all reads since it had this version belong to one moment.
     #[inline]
     pub fn is_still(&self, version: u32) -> bool {
         fence(Ordering::Acquire);
@@ -151,13 +151,13 @@ impl Memory {
         self.flags(number) & !(TWIN | LINKED)
     }
 
-    /// Whether it is found through the slot before it, and not by its key.
+    /// Whether the block is found through the slot before it, and not by its key.
     #[inline]
     pub fn is_linked(&self, number: u32) -> bool {
         self.flags(number) & LINKED != 0
     }
 
-    /// Slots after one.
+    /// The slots after one.
     #[inline]
     pub fn behind(&self, number: u32) -> Run<'_> {
         let (slots, at) = (&self.slots[0], (number & MASK) as usize + 1);
@@ -175,7 +175,7 @@ impl Memory {
         last
     }
 
-    /// Visits the keys of a block and of those before it in its group of eight slots, as far as they are of one run.
+    /// Visits the keys of a block and of the blocks before it in its group of eight slots, up to the beginning of the run.
     #[inline]
     fn keys_up_to(&self, number: u32, mut visit: impl FnMut(usize, u64)) {
         let (slots, end) = (&self.slots[0], (number & MASK) as usize);
@@ -228,7 +228,7 @@ impl Chunk {
         self.free[at / 64] >> (at % 64) & 1 == 1
     }
 
-    /// How many slots from one on are free, `most` at most.
+    /// Number of free slots from one on, at most `most`.
     fn stretch(&self, at: usize, most: usize) -> usize {
         let (end, mut length) = (CHUNK.min(at + most), 0);
         while at + length < end {
@@ -242,7 +242,7 @@ impl Chunk {
         length.min(end - at)
     }
 
-    /// The first stretch of so many free slots, or else the first free slots at all.
+    /// The first stretch of this many free slots, or else the first free slots.
     fn find(&mut self, wanted: usize) -> usize {
         while self.free[self.hint as usize] == 0 {
             self.hint += 1;
@@ -310,12 +310,12 @@ impl Chunk {
 pub struct Row {
     /// The number of the first.
     pub first: u32,
-    /// How many.
+    /// Number of slots.
     pub length: u32,
 }
 
 impl Row {
-    /// One alone.
+    /// A row of one slot.
     pub fn of(number: u32) -> Self {
         Self {
             first: number,
@@ -323,7 +323,7 @@ impl Row {
         }
     }
 
-    /// Takes a slot in that is next to them; false if it is not.
+    /// Adds a slot that is adjacent to them; false if it is not adjacent.
     #[inline]
     pub fn extend(&mut self, number: u32) -> bool {
         if number + 1 == self.first && self.first & MASK != 0 {
@@ -357,7 +357,7 @@ impl std::fmt::Debug for Records {
     }
 }
 
-/// Slots after one, by what is compared with a prompt.
+/// The properties of slots that are compared with a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct Run<'a> {
     words: &'a [AtomicU64],
@@ -365,7 +365,8 @@ pub struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// How many of the first ones are linked blocks of a context with these local hashes and the same set, and which; takes them off.
+    /// Returns the number of leading slots that are linked blocks of a context with these local hashes and one set, and that set; removes
+    /// these slots.
     #[inline]
     pub fn take(&mut self, locals: &[u64], context: u32) -> (usize, u32) {
         let length = locals.len().min(self.words.len()).min(self.states.len());
@@ -403,7 +404,7 @@ impl Records {
             + self.partial.capacity() * 4
     }
 
-    /// Bytes that so many records more may take.
+    /// Most bytes that this many additional records take.
     pub fn growth(&self, records: usize) -> usize {
         let free = self.held * CHUNK - self.used;
         let chunks = records.saturating_sub(free).div_ceil(CHUNK);
@@ -505,7 +506,7 @@ impl Records {
         self.put_state(number, self.state(number) | state(0, TWIN));
     }
 
-    /// Whether it is found through the slot before it, and not by its key.
+    /// Whether the block is found through the slot before it, and not by its key.
     #[inline]
     pub fn is_linked(&self, number: u32) -> bool {
         self.flags(number) & LINKED != 0
@@ -529,7 +530,7 @@ impl Records {
         self.memory(number).map_or(0, |memory| memory.key(number))
     }
 
-    /// Visits the keys of a block and of those before it in its group of eight slots, as far as they are of one run.
+    /// Visits the keys of a block and of the blocks before it in its group of eight slots, up to the beginning of the run.
     #[inline]
     pub fn keys_up_to(&self, number: u32, visit: impl FnMut(usize, u64)) {
         if let Some(memory) = self.memory(number) {
@@ -550,7 +551,7 @@ impl Records {
         (0..self.bound()).filter(|&number| self.is_used(number))
     }
 
-    /// Asks for what a removal looks at first.
+    /// Prefetches what a removal reads first.
     #[inline]
     pub fn prefetch(&self, number: u32) {
         if let Some(slots) = self.slots(number) {
@@ -560,7 +561,7 @@ impl Records {
         }
     }
 
-    /// The same, and for what its key is made of.
+    /// Prefetches what a removal reads first, and what the key is computed from.
     #[inline]
     pub fn prefetch_all(&self, number: u32) {
         if let Some(slots) = self.slots(number) {
@@ -643,7 +644,7 @@ impl Records {
         self.turn()
     }
 
-    /// Makes another chunk the current one, which has room.
+    /// Makes another chunk with room the current one.
     #[cold]
     fn turn(&mut self) -> Option<usize> {
         while let Some(at) = self.partial.pop() {
@@ -662,7 +663,7 @@ impl Records {
         Some(self.current)
     }
 
-    /// Gives slots back. What is linked to the last one must have been unlinked.
+    /// Releases slots. A block that is linked to the last one must have been unlinked.
     pub fn remove(&mut self, Row { first, length }: Row) {
         let at = (first & MASK) as usize;
         for slot in &self.changing(first).slots[0].states[at..at + length as usize] {
@@ -671,7 +672,7 @@ impl Records {
         self.give(first, length);
     }
 
-    /// Gives back slots that were taken, and not written.
+    /// Releases slots that were taken and not written.
     pub fn give(&mut self, first: u32, length: u32) {
         if length == 0 {
             return;
@@ -702,7 +703,7 @@ impl Records {
 
     // --- for lookups
 
-    /// Whether chunks got memory, or gave it back, of which lookups do not know.
+    /// Whether the memory of chunks has changed without lookups knowing it yet.
     #[inline]
     pub fn is_moved(&self) -> bool {
         !self.moved.is_empty()

@@ -59,9 +59,9 @@ pub struct Block {
     pub context: u32,
     /// Whether it was stored by its key.
     pub keyed: bool,
-    /// Where its key is looked for.
+    /// Position of its key in the tables.
     pub key_spot: TableHash,
-    /// Where its hash is looked for.
+    /// Position of its hash in the table of a stream.
     pub hash_spot: TableHash,
 }
 
@@ -85,12 +85,12 @@ pub struct SharedState {
 }
 
 impl SharedState {
-    /// Nothing.
+    /// Creates it empty.
     pub fn new(limits: Limits) -> Self {
         Self::with_secret(limits, Secret::new())
     }
 
-    /// Nothing, in tables that are keyed by this secret.
+    /// Creates it empty, with tables that are keyed by this secret.
     pub(crate) fn with_secret(limits: Limits, secret: Secret) -> Self {
         Self {
             view: Owner::new(View::new(secret)),
@@ -113,7 +113,7 @@ impl SharedState {
             + self.view.members.len() * MEMBER_BYTES
     }
 
-    /// Where a key or a hash is looked for.
+    /// The position of a key or hash in the tables.
     #[inline]
     pub fn spot(&self, value: u64) -> TableHash {
         TableHash::from(self.secret.place(value))
@@ -150,8 +150,8 @@ impl SharedState {
             && records.context(number) == context
     }
 
-    /// Has the record of a block held by one more stream, which does not hold it yet: its number, and whether it was made for that. `parent` is
-    /// the record of its parent, if that is known. None when there are too many of its key.
+    /// Has the record of a block held by one more stream, which does not hold it yet: its number, and whether it was made for that.
+    /// `parent` is the record of its parent, if that is known. None when there are too many of its key.
     #[inline]
     pub fn hold(
         &mut self,

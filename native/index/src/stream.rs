@@ -43,7 +43,7 @@ pub struct Counters {
     pub evicted: u64,
     /// Deliveries that came twice.
     pub duplicates: u64,
-    /// Deliveries of an ended life.
+    /// Deliveries of an incarnation that has ended.
     pub void: u64,
     /// Gaps.
     pub gaps: u64,
@@ -83,7 +83,7 @@ struct ProcessOwned {
     placement: u16,
     /// Its contribution to a digest.
     mark: u64,
-    /// How its copies count in an attestation.
+    /// The contribution of its copies to an attestation.
     attested: AttestedGroup,
     /// Blocks held there.
     held: usize,
@@ -93,8 +93,8 @@ struct ProcessOwned {
 const LOOKS_PER_BLOCK: usize = 16;
 /// The same at the beginning.
 const FIRST_LOOKS: usize = 1 << 20;
-/// Looks at blocks that share a hash, for each byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty bytes for
-/// each page that comes or goes, which so may share its hash with as many others as there can be.
+/// Looks at blocks that share a hash, for each byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty
+/// bytes for each page that comes or goes, which so may share its hash with as many others as there can be.
 const ALIKE_PER_BYTE: usize = 16;
 /// How many of those are kept for payloads that come.
 const ALIKE_KEPT: usize = 1 << 20;
@@ -112,7 +112,7 @@ const LOOKS_PER_KEY: usize = 8;
 pub struct Stream {
     /// Its number in the shared part.
     pub number: u32,
-    /// Which life of the publisher.
+    /// Incarnation of the publisher.
     pub incarnation: i64,
     /// The same for threads that do not hold its lock.
     pub life: Arc<AtomicI64>,
@@ -126,7 +126,7 @@ pub struct Stream {
     attestation: u64,
     /// The same, by group, of the copies of groups whose blocks are not kept.
     unkept: Vec<(i64, u64)>,
-    /// Whether it held what the engine does at the last attestation of this life; None before the first.
+    /// Whether it held the same blocks as the engine at the last attestation of this incarnation; None before the first.
     pub attested: Option<bool>,
     /// The groups of its engine.
     pub groups: Groups,
@@ -161,7 +161,7 @@ pub struct Stream {
     /// Blocks in those.
     several_len: usize,
     copies: CopyTable,
-    /// What the event at hand says of where its blocks come from.
+    /// The origin of the current event's blocks.
     pub origin: Origin,
     /// Whether its sender attests its engine's cache: then every store is a new copy.
     has_attested: bool,
@@ -170,7 +170,7 @@ pub struct Stream {
     /// Blocks without tokens that the batch at hand has made resident, as far as was known.
     fresh: Vec<(u32, u16)>,
     own: Vec<ProcessOwned>,
-    /// How this life has cut prompts.
+    /// Schemes by which this incarnation has divided prompts.
     schemes: Vec<Scheme>,
     looks: usize,
     /// Looks at blocks that share a hash which are left; without a bound before the first payload.
@@ -277,7 +277,8 @@ impl Stream {
 
     /// Compares what it holds on the device with an attestation of its engine; None as for `agrees`.
     ///
-    /// A sender that attests announces each copy once: that holds for its stores from now on, and with an attestation that agrees for all before.
+    /// A sender that attests announces each copy once: that holds for its stores from now on, and with an attestation that agrees for all
+    /// before.
     pub fn attest(&mut self, shared: &mut SharedState, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
         self.has_attested = true;
@@ -332,7 +333,7 @@ impl Stream {
         self.unkept.retain(|(known, _)| group.is_some_and(|group| group != *known));
     }
 
-    /// Heap bytes, about.
+    /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
         self.table.bytes()
             + self.foreign.allocation_size()
@@ -407,7 +408,7 @@ impl Stream {
         Some(number)
     }
 
-    /// Begins a life of another publisher: nothing of the one before holds.
+    /// Begins another incarnation of the publisher: nothing of the previous one remains.
     pub fn begin(&mut self, writer: &mut Writer<'_, SharedState>, incarnation: i64) {
         self.forget(writer);
         self.leave_placements(writer);
@@ -676,11 +677,11 @@ impl Stream {
         self.copy(shared, hash, number, placement);
     }
 
-    /// Ends a batch: a block of a window that it has made resident, and whose block with full attention it has announced again, might not be there;
-    /// nor one that might have been gone before.
+    /// Ends a batch: a block of a window that it has made resident, and whose block with full attention it has announced again, might not
+    /// be there; nor one that might have been gone before.
     ///
-    /// vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the group
-    /// does not hold. A request that is computed again is announced alike.
+    /// vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the
+    /// group does not hold. A request that is computed again is announced alike.
     pub fn doubt_fresh(&mut self, shared: &mut SharedState) {
         let (mut fresh, mut repeated) = (std::mem::take(&mut self.fresh), std::mem::take(&mut self.repeated));
         if !fresh.is_empty() && !repeated.is_empty() {
@@ -741,7 +742,8 @@ impl Stream {
         found.expect("a stream names a placement before it has blocks there")
     }
 
-    /// Takes one copy from the oldest block of each of a few hashes on `placement`, or from a pending block; counts the hashes that have no copy.
+    /// Takes one copy from the oldest block of each of a few hashes on `placement`, or from a pending block; counts the hashes that have no
+    /// copy.
     pub fn remove(&mut self, shared: &mut SharedState, hashes: &[u64], placement: u16, leaving: &mut Vec<Leaving>) {
         leaving.clear();
         leaving.extend(hashes.iter().map(|&hash| {
@@ -897,8 +899,8 @@ impl Stream {
         true
     }
 
-    /// Forgets the copies of a block on a placement, which does not hold it any more. Its slot has changed before: so no lookup finds the block, and
-    /// not that it might be gone.
+    /// Forgets the copies of a block on a placement, which does not hold it any more. Its slot has changed before: so no lookup finds the
+    /// block, and not that it might be gone.
     fn forget_copies(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> Copies {
         let (copies, change) = self.copies.remove(number, placement);
         self.note(shared, number, placement, change);
@@ -1311,7 +1313,7 @@ impl Stream {
 
     // --- forgetting
 
-    /// Drops every copy of one block on the placements that `meant` says.
+    /// Drops every copy of one block on the placements that `meant` accepts.
     pub fn drop_block(&mut self, shared: &mut SharedState, hash: u64, number: u32, meant: impl Fn(u16) -> bool) {
         let placements: Vec<u16> = shared
             .sets
@@ -1336,7 +1338,7 @@ impl Stream {
         }
     }
 
-    /// Drops every copy on the placements that `meant` says. False where that happens so often that all blocks had to go.
+    /// Drops every copy on the placements that `meant` accepts. False where that happens so often that all blocks had to go.
     pub fn clear(&mut self, writer: &mut Writer<'_, SharedState>, meant: impl Fn(u16) -> bool) -> bool {
         let looks = self.blocks + self.waiting.len();
         if !self

@@ -1,5 +1,5 @@
-//! The atomic numbers and the lock by which a writer and lookups share a view. Where loom checks them, they are its own, which try what other
-//! orders of threads and of memory could do (`make model`).
+//! The atomic numbers and the lock by which a writer and lookups share a view. Where loom checks them, they are its own, which try what
+//! other orders of threads and of memory could do (`make model`).
 
 #[cfg(not(all(loom, test)))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, fence};
@@ -42,8 +42,8 @@ mod checked {
                     Self(atomic::$name::new(value))
                 }
 
-                /// What the writer itself has stored, it reads in no other order. Loom, which keeps the last access to a number and not the last
-                /// one of each thread, would take that for its last access, and not try the store that follows before a lookup's load.
+                /// What the writer itself has stored, it reads in no other order. Loom, which keeps the last access to a number and not the
+                /// last one of each thread, would take that for its last access, and not try the store that follows before a lookup's load.
                 pub fn load(&self, order: Ordering) -> $number {
                     if IS_WRITER.with(Cell::get) {
                         // SAFETY: no other thread stores; loom checks that.
@@ -73,7 +73,7 @@ mod checked {
         }
 
         pub fn read(&self) -> RwLockReadGuard<'_, T> {
-            self.0.read().expect("a model ends with its first panic")
+            self.0.read().expect("a model stops at its first panic")
         }
 
         pub fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
@@ -81,7 +81,7 @@ mod checked {
         }
 
         pub fn write(&self) -> RwLockWriteGuard<'_, T> {
-            self.0.write().expect("a model ends with its first panic")
+            self.0.write().expect("a model stops at its first panic")
         }
     }
 }

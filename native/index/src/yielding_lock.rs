@@ -22,7 +22,7 @@ pub trait Publish {
 }
 
 /// A `RwLock` whose threads wait awake, for as long as a writer's turn takes. A writer that panics leaves it poisoned: what it protects may
-/// be changed by half.
+/// be half changed.
 #[derive(Debug, Default)]
 pub struct YieldingRwLock<T> {
     lock: RwLock<T>,
@@ -132,8 +132,8 @@ pub struct Writer<'a, T: Publish> {
 }
 
 impl<T: Publish> Writer<'_, T> {
-    /// Counts work, in blocks, and lets others in that wait when it was enough, which it returns. Nothing that was read before holds after it,
-    /// except what belongs to the caller's own stream.
+    /// Counts work, in blocks, and lets others in that wait when it was enough, which it returns. Nothing that was read before holds after
+    /// it, except what belongs to the caller's own stream.
     #[inline]
     pub fn spend(&mut self, work: usize) -> bool {
         step_counter::count(work);

@@ -45,11 +45,11 @@ EXAMPLES: Final = """\
 """
 
 POLL_SECONDS: Final = 0.5
-"""Between two comparisons of the state with what was logged of it."""
+"""Seconds between two checks for changes of state to log."""
 SHUTDOWN_SECONDS: Final = 12.0
 """Longest time from a signal to the end: for queued records, and for closing the connections."""
 SCRAPE_SECONDS: Final = 5.0
-"""Time of the event loop to answer a scrape."""
+"""Longest time for the event loop to answer a scrape, in seconds."""
 _NORMAL_TRUST: Final = frozenset({"CONNECTING", "REPLAYING", "EXACT"})
 
 log = logging.getLogger("kvevents.bridge")
@@ -314,7 +314,7 @@ def _figures(scraped: BridgeSample) -> str:
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of ours in a group, or the group itself if it has none."""
+    """Return the first error of kvevents in an exception group, or the group itself if it has none."""
     for error in group.exceptions:
         found = _first_error(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(found, KVEventsError):

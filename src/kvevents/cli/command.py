@@ -12,7 +12,7 @@ from importlib import import_module
 from itertools import takewhile
 from typing import Any, Final, NoReturn
 
-from kvevents.cli.console import writing
+from kvevents.cli.console import convert_output_errors
 from kvevents.errors import KVEventsError, MissingDependencyError, UsageError
 
 OK: Final = 0
@@ -131,7 +131,7 @@ class CommandParser(ArgumentParser):
         if file is not sys.stdout:
             super()._print_message(message, file)
             return
-        with writing():
+        with convert_output_errors():
             file.write(message)
             file.flush()
 

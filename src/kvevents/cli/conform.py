@@ -46,7 +46,7 @@ EXAMPLES: Final = """\
 """
 
 JOBS: Final = 4
-"""Scenarios that play at a time: nearly all of their time is waiting."""
+"""Scenarios that are played at the same time; they wait for most of their time."""
 FOLDER_VARIABLE: Final = "KVEVENTS_CONFORM_FOLDER"
 AnyDriver: TypeAlias = Driver | PublisherDriver
 DRIVERS: Final[dict[str, Callable[[Path], AnyDriver]]] = {
@@ -135,7 +135,7 @@ def run(args: Namespace) -> int:
     driver = _driver(args)
     plays = _plays(scenarios, driver)
     if not plays:
-        raise ConfigError(f"none of these scenarios is for {driver.title}; --list prints those that there are")
+        raise ConfigError(f"none of these scenarios is for {driver.title}; --list prints all scenarios")
     done = 0
 
     def count(_: Result) -> None:
@@ -159,7 +159,7 @@ def run(args: Namespace) -> int:
 
 
 def _plays(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
-    """Return what plays those scenarios that are for the driver's kind of target."""
+    """Return a function for each scenario that is for the driver's kind of target; it plays the scenario."""
     if isinstance(driver, PublisherDriver):
         return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, PublisherScenario)]
     return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, Scenario)]
@@ -178,7 +178,7 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
         readers = [each for each in chosen if isinstance(each, Scenario) and each.group != "dialects"]
         chosen = list[AnyScenario](found for each in readers if (found := in_dialect(each, args.dialect)) is not None)
     if not chosen:
-        raise ConfigError("no scenario has such a name; --list prints those that there are")
+        raise ConfigError("no scenario has the name of --only; --list prints all scenarios")
     return chosen
 
 

@@ -53,7 +53,7 @@ def size(count: int) -> str:
 
 
 def percentage(part: float, whole: float) -> str:
-    """Return `part` of `whole` in percent. Only all of it is `100%`, and only nothing of it is `0%`."""
+    """Return `part` of `whole` in percent. Rounding never results in `0%` or `100%`."""
     percent = 100 * part / whole if whole else 0.0
     if 0 < percent < 1:
         return "<1%"
@@ -80,7 +80,7 @@ _SGR: Final[dict[Style, str]] = {
 }
 _ERASE_LINE: Final = "\r\x1b[K"
 _PROGRESS_SECONDS: Final = 0.1
-"""Between two updates of the progress at least."""
+"""Time between two updates of the progress at least."""
 
 
 class Span(NamedTuple):
@@ -98,7 +98,7 @@ class OutputError(ExternalError):
 
 
 @contextmanager
-def writing() -> Iterator[None]:
+def convert_output_errors() -> Iterator[None]:
     """Raise `OutputError` for errors of stdout, except BrokenPipeError."""
     try:
         yield
@@ -122,13 +122,13 @@ class Console:
 
     def line(self, *parts: Part) -> None:
         """Write a line of results. Raises BrokenPipeError if the reader has ended, and `OutputError`."""
-        with writing():
+        with convert_output_errors():
             self._out.write(_paint(parts, self._out_color) + "\n")
             self._out.flush()
 
     def data(self, line: bytes) -> None:
         """Write a line of results in UTF-8, whatever the encoding of the terminal. Raises as `line` does."""
-        with writing():
+        with convert_output_errors():
             self._out.buffer.write(line + b"\n")
             self._out.buffer.flush()
 

@@ -16,9 +16,9 @@ from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Trust
 from kvevents.subscriber import Subscriber
 
 POLL_SECONDS: Final = 0.1
-"""Between checks of the clock, the signals and the reader of the output while nothing arrives."""
+"""Seconds between checks of the clock, the signals and the reader of the output while nothing arrives."""
 BUSY_POLL_SECONDS: Final = 0.05
-"""Between these checks while batches arrive one by one."""
+"""Seconds between these checks while batches arrive one by one."""
 SETTLE_SECONDS: Final = 1.0
 """Time at the end, also after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
 

@@ -31,7 +31,7 @@ EXAMPLES: Final = """\
 """
 
 SETTINGS: Final = FleetSettings(engines=4, preset="llama-3.1-8b-a100", blocks=12_000, dialect="vllm-0.24")
-"""Caches half of what such a GPU has room for, as a larger model would leave."""
+"""Half as much cache as such a GPU has room for, as with a larger model."""
 POLICIES: Final = {
     "round-robin": "round-robin",
     "least-loaded": "least-loaded",
@@ -41,7 +41,7 @@ POLICIES: Final = {
 """The policies that are compared, and what the table calls them."""
 REQUESTS: Final = 400
 SPEED: Final = 4.0
-"""The requests of the trace follow this many times as fast, which four such engines can just serve."""
+"""Factor by which the requests of the trace are accelerated; four such engines can just serve them."""
 TIME_SCALE: Final = 14.0
 FAULTS: Final = "drop:1%,restart:4s"
 
@@ -61,7 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Run the fleet under each policy, print a row for each, and what became of the events."""
+    """Run the fleet under each policy, print a row for each, and summarise the delivery of events."""
     console = Console()
     logging.getLogger("kvevents").setLevel(logging.ERROR)  # warnings of connections that restarts close are part of the show
     began = time.monotonic()

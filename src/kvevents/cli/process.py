@@ -110,7 +110,7 @@ SWITCH_SECONDS: Final = 0.0005
 """How long one thread keeps the interpreter while another one waits. Python's default of 5 ms is the time of a hundred queries,
 and applying a message of the plane takes the interpreter several times."""
 TRIM_SECONDS: Final = 30.0
-"""Between two calls of `malloc_trim`. One takes about half a millisecond for each 10 MiB that it returns."""
+"""Time between two calls of `malloc_trim`. One takes about half a millisecond for each 10 MiB that it returns."""
 
 
 # --- logging

@@ -125,7 +125,7 @@ def run(args: Namespace) -> int:
     console = Console()
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
     curve = read_curve(args)
-    with _opened(args.file) as file, Stop() as stop:
+    with _open_input(args.file) as file, Stop() as stop:
         publisher = ZmqEventPublisher(**endpoints, topic=args.topic, dialect=args.dialect, curve=curve)
         feed = Feed(publisher, args.dialect, args.rate, console)
         try:
@@ -152,7 +152,7 @@ def run(args: Namespace) -> int:
 
 
 @contextmanager
-def _opened(name: str) -> Iterator[BinaryIO]:
+def _open_input(name: str) -> Iterator[BinaryIO]:
     if name == "-":
         yield sys.stdin.buffer
         return

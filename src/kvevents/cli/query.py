@@ -101,31 +101,31 @@ def read_prompt(args: Namespace) -> list[int]:
     if args.text is None and args.text_file is None:
         if args.tokenizer is not None:
             raise CommandLineError("--tokenizer needs --text or --text-file; token ids need no tokenizer")
-        return _read_tokens(args.prompt_file) if args.prompt_file is not None else _given(args.tokens)
-    text = args.text if args.text is not None else _decoded(_read(args.text_file), f"--text-file {args.text_file}")
+        return _read_tokens(args.prompt_file) if args.prompt_file is not None else _token_ids_of(args.tokens)
+    text = args.text if args.text is not None else _decode_text(_read(args.text_file), f"--text-file {args.text_file}")
     if args.tokenizer is None:
         raise CommandLineError("--text and --text-file need --tokenizer: the tokenizer.json of the model")
     return _encode(text, args.tokenizer, special=not args.no_special_tokens)
 
 
-def _given(arguments: list[list[int] | str]) -> list[int]:
+def _token_ids_of(arguments: list[list[int] | str]) -> list[int]:
     if STDIN in arguments:
         if len(arguments) > 1:
             raise CommandLineError("- reads the whole prompt from stdin; remove the other tokens")
-        return _parsed(_decoded(_read(Path(STDIN)), "stdin"), "stdin")
+        return _parse_tokens_of(_decode_text(_read(Path(STDIN)), "stdin"), "stdin")
     return [token for part in arguments for token in part if isinstance(token, int)]
 
 
 def _read_tokens(file: Path) -> list[int]:
     content = _read(file)
     if file.suffix not in RAW_SUFFIXES:
-        return _parsed(_decoded(content, str(file)), str(file))
+        return _parse_tokens_of(_decode_text(content, str(file)), str(file))
     if len(content) % 4:
         raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")
     return [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)]
 
 
-def _parsed(text: str, origin: str) -> list[int]:
+def _parse_tokens_of(text: str, origin: str) -> list[int]:
     try:
         return parse_tokens(text)
     except ArgumentTypeError as error:
@@ -146,7 +146,7 @@ def _read(file: Path) -> bytes:
     return content
 
 
-def _decoded(content: bytes, origin: str) -> str:
+def _decode_text(content: bytes, origin: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -253,23 +253,23 @@ def _print_matches(answer: MatchAnswer, model: str, sources: _Sources, console: 
     # A worker that is not EXACT can hold more than is known, so it is listed even without a match.
     shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
     if holding:
-        console.line(*head, f": {plural(holding, 'worker')} {_verb(holding)} a prefix of them")
+        console.line(*head, f": {plural(holding, 'worker')} {_hold_verb(holding)} a prefix of them")
     else:
         console.line(*head, ": no worker is known to hold a prefix of them")
         console.note(sources.explain_no_match(model, answer.prompt_tokens))
     if not shown:
         return
     holders = sorted(shown, key=lambda held: (-held.tokens, held.instance, held.rank))
-    rows = [_held(held, answer.prompt_tokens) for held in holders]
+    rows = [_match_cells(held, answer.prompt_tokens) for held in holders]
     _table(("worker", "tokens", "share", "held", "tiers", "trust"), rows, console)
     _legend([held.tiers for held in holders], console)
 
 
-def _verb(count: int) -> str:
+def _hold_verb(count: int) -> str:
     return "holds" if count == 1 else "hold"
 
 
-def _held(held: WorkerMatch, prompt: int) -> Cells:
+def _match_cells(held: WorkerMatch, prompt: int) -> Cells:
     return [
         [Span(worker_name(held.instance, held.rank), "name")],
         [f"{held.tokens:,}"],
@@ -288,12 +288,12 @@ def _print_selection(selected: Selection, prompt: int, console: Console) -> None
         console.note(
             "left out: " + first_names([f"{worker_name(one.instance, one.rank)} is {one.trust.state}" for one in left_out])
         )
-    rows = [_considered(one, prompt) for one in considered]
+    rows = [_candidate_cells(one, prompt) for one in considered]
     _table(("worker", "score", "to compute", "load", "tokens", "held", "tiers", "trust"), rows, console)
     _legend([one.tiers for one in considered], console)
 
 
-def _considered(one: ScoredCandidate, prompt: int) -> Cells:
+def _candidate_cells(one: ScoredCandidate, prompt: int) -> Cells:
     return [
         [Span(worker_name(one.instance, one.rank), "name")],
         [f"{one.score:.3f}"],

@@ -38,7 +38,7 @@ EXAMPLES: Final = """\
 """
 
 POLL_SECONDS: Final = 0.5
-"""Between two comparisons of the state with what was logged of it."""
+"""Seconds between two checks for changes of state to log."""
 HINT_SECONDS: Final = 5.0
 """How long an upstream can be without its first connection before the usual reason is logged."""
 

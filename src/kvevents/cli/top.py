@@ -88,7 +88,7 @@ def run(args: Namespace) -> int:
 def _print_once(poller: Poller, args: Namespace) -> None:
     frame = poller.poll()
     if args.output == "json":
-        Console().data(msgspec.json.encode(_limited(frame, args.limit)))
+        Console().data(msgspec.json.encode(_limit_sources(frame, args.limit)))
     else:
         _view(args).show(frame)
 
@@ -97,7 +97,7 @@ def _print_objects(poller: Poller, args: Namespace) -> None:
     console = Console()
     with Keyboard() as keyboard:
         while True:
-            console.data(msgspec.json.encode(_limited(poller.poll_or_error(), args.limit)))
+            console.data(msgspec.json.encode(_limit_sources(poller.poll_or_error(), args.limit)))
             if keyboard.wait(args.interval):
                 return
 
@@ -113,7 +113,7 @@ def _show_live(poller: Poller, args: Namespace) -> None:
                 return
 
 
-def _limited(frame: Frame, limit: int | None) -> Frame:
+def _limit_sources(frame: Frame, limit: int | None) -> Frame:
     return frame if limit is None else msgspec.structs.replace(frame, sources=frame.sources[:limit])
 
 

@@ -56,7 +56,7 @@ def _rate(value: float | None) -> str:
 
 
 def _lag(source: Source, _now: float) -> str:
-    return "-" if source.lag_seconds is None else _short(source.lag_seconds)
+    return "-" if source.lag_seconds is None else _short_duration(source.lag_seconds)
 
 
 def _age(source: Source, now: float) -> str:
@@ -69,7 +69,7 @@ def _load(source: Source, _now: float) -> str:
     return f"{source.load.running:,} / {source.load.waiting:,}"
 
 
-def _short(seconds: float) -> str:
+def _short_duration(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
 
 
@@ -81,12 +81,12 @@ def _tiers(source: Source, _now: float) -> str:
     return " ".join(f"{tier} {blocks:,}" for tier, blocks in source.tiers.items() if blocks)
 
 
-def _alarming(count: int) -> str:
+def _count_style(count: int) -> str:
     return "red" if count else "dim"
 
 
 ISSUES: Final = Column("why", lambda source, _: source_issues(source), 1, "left")
-"""Gets the remaining width."""
+"""The column with the problems of a source; it gets the remaining width."""
 MIN_ISSUES: Final = 16
 COLUMNS: Final = (
     Column(
@@ -104,8 +104,8 @@ COLUMNS: Final = (
     Column("running / waiting", _load, 6, style=lambda source: "red" if source.load_fault is not None else ""),
     Column("lag", _lag, 6),
     Column("last", _age, 5),
-    Column("lost", lambda source, _: _count(source.lost), 3, style=lambda source: _alarming(source.lost)),
-    Column("gaps", lambda source, _: _count(source.gap_count), 8, style=lambda source: _alarming(source.gap_count)),
+    Column("lost", lambda source, _: _count(source.lost), 3, style=lambda source: _count_style(source.lost)),
+    Column("gaps", lambda source, _: _count(source.gap_count), 8, style=lambda source: _count_style(source.gap_count)),
     Column("restarts", lambda source, _: _count(source.resets), 7),
     ISSUES,
 )
@@ -176,15 +176,15 @@ def _head(frame: Frame, width: int) -> list[Text]:
     state = ("ready", "green") if ready.ready else ("not ready", "bold yellow")
     release = f"  kvevents {printable(stats.version)}, up {duration(stats.uptime_seconds)}  "
     first = Text.assemble((frame.service, "bold"), release, state, f": {printable(ready.why)}")
-    counted = [(f"{count:,} {name}", style) for name, style in _TRUST_STYLES.items() if (count := _in_state(stats, name))]
+    counted = [(f"{count:,} {name}", style) for name, style in _TRUST_STYLES.items() if (count := _count_in_state(stats, name))]
     second = Text(plural(len(frame.sources), "source"), "bold")
     for text, style in counted:
         second.append("  ").append(text, style)
     facts = _facts(frame, stats)
-    return [first, second, *_flowed(facts, width), *_faults(frame)]
+    return [first, second, *_wrap_facts(facts, width), *_faults(frame)]
 
 
-def _in_state(stats: StatsAnswer, name: str) -> int:
+def _count_in_state(stats: StatsAnswer, name: str) -> int:
     return next((count for state, count in stats.sources.items() if state == name), 0)
 
 
@@ -206,7 +206,7 @@ def _facts(frame: Frame, stats: StatsAnswer) -> list[Text]:
     return facts
 
 
-def _flowed(facts: Sequence[Text], width: int) -> list[Text]:
+def _wrap_facts(facts: Sequence[Text], width: int) -> list[Text]:
     """Return the facts on as few lines as possible, without breaking one."""
     lines: list[Text] = []
     for fact in facts:
@@ -230,7 +230,7 @@ def _faults(frame: Frame) -> list[Text]:
 def _table(sources: Sequence[Source], now: float, width: int, *, dim: bool) -> Table:
     cells = {column: [_text(column, source, now) for source in sources] for column in COLUMNS}
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, style="dim" if dim else "", header_style="dim")
-    widths = _fitting({column: _widest(column, texts) for column, texts in cells.items()}, width)
+    widths = _select_columns({column: _column_width(column, texts) for column, texts in cells.items()}, width)
     for column, wide in widths.items():
         table.add_column(column.title, justify=column.justify, no_wrap=True, overflow="ellipsis", width=wide)
     for row in range(len(sources)):
@@ -242,13 +242,13 @@ def _text(column: Column, source: Source, now: float) -> Text:
     return Text(printable(column.cell(source, now)), column.style(source))
 
 
-def _widest(column: Column, cells: Sequence[Text]) -> int:
+def _column_width(column: Column, cells: Sequence[Text]) -> int:
     """Return the width that a column needs; 0 if all its cells are empty."""
     widest = max(cell.cell_len for cell in cells)
     return max(widest, len(column.title)) if widest else 0
 
 
-def _fitting(widths: dict[Column, int], width: int) -> dict[Column, int]:
+def _select_columns(widths: dict[Column, int], width: int) -> dict[Column, int]:
     """Return the columns that fit, with their widths."""
     kept = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items() if wide}
 

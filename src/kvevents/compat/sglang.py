@@ -234,8 +234,8 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
 
     def _set_local_endpoints(self) -> None:
         # Resolved now, since the working directory may change later.
-        self._local_pub_endpoint = _absolute(self._bound) if self._binds else None
-        self._local_replay_endpoint = None if self._replay_bound is None else _absolute(self._replay_bound)
+        self._local_pub_endpoint = _with_absolute_path(self._bound) if self._binds else None
+        self._local_replay_endpoint = None if self._replay_bound is None else _with_absolute_path(self._replay_bound)
 
     def publish(self, events: Any) -> None:
         """Accept one batch, as `kvevents.publisher.ZmqEventPublisher.publish` does; its rank field is `attn_dp_rank`."""
@@ -256,19 +256,19 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
 
         None if the socket connects and for `inproc://`, to which no other process can subscribe.
         """
-        endpoint = _reachable(self._local_pub_endpoint)
+        endpoint = _replay_endpoint_for_others(self._local_pub_endpoint)
         if endpoint is None:
             return None
         topic = self._topic_bytes.decode()
         source = {"dp_rank": self._data_parallel_rank, "endpoint": endpoint, "topic": topic, "block_size": block_size}
-        replay_endpoint = _reachable(self._local_replay_endpoint)
+        replay_endpoint = _replay_endpoint_for_others(self._local_replay_endpoint)
         return source if replay_endpoint is None else {**source, "replay_endpoint": replay_endpoint}
 
     def _check_ports(self, endpoint: str, replay_endpoint: str | None, snapshot_endpoint: str | None) -> None:
         """Accept all ports, as SGLang does: ranks on different nodes may use ports that would collide on one node."""
 
 
-def _absolute(endpoint: str) -> str:
+def _with_absolute_path(endpoint: str) -> str:
     """Make the path of an `ipc://` endpoint absolute; names in the abstract namespace (`@...`) are not paths."""
     transport, _, path = endpoint.partition("://")
     if transport != "ipc" or path.startswith("@"):
@@ -276,7 +276,7 @@ def _absolute(endpoint: str) -> str:
     return f"ipc://{Path(path).absolute()}"
 
 
-def _reachable(endpoint: str | None) -> str | None:
+def _replay_endpoint_for_others(endpoint: str | None) -> str | None:
     if endpoint is not None and endpoint.startswith("ipc://"):
         return endpoint
     return None if parse_advertisable_tcp(endpoint) is None or endpoint is None else connectable(endpoint)
@@ -368,7 +368,7 @@ Address: TypeAlias = tuple[str, int]
 """Host, without brackets, and port."""
 
 
-def _split(endpoint: str | None) -> Address | None:
+def _split_tcp(endpoint: str | None) -> Address | None:
     """Return host and port of a `tcp://` endpoint. An IPv6 host needs brackets, since its port is ambiguous without them."""
     if not endpoint or not endpoint.startswith("tcp://"):
         return None
@@ -398,13 +398,13 @@ def _is_ipv6(host: str) -> bool:
 
 def parse_tcp_port(endpoint: str | None) -> int | None:
     """Return the port, 1 to 65535, of a `tcp://` endpoint with any host."""
-    found = _split(endpoint)
+    found = _split_tcp(endpoint)
     return None if found is None else found[1]
 
 
 def parse_advertisable_tcp(endpoint: str | None) -> Address | None:
     """Return host and port as `/server_info` reports them, an IPv6 host in brackets."""
-    found = _split(endpoint)
+    found = _split_tcp(endpoint)
     if found is None:
         return None
     host, port = found
@@ -413,7 +413,7 @@ def parse_advertisable_tcp(endpoint: str | None) -> Address | None:
 
 def parse_bindable_tcp(endpoint: str | None) -> Address | None:
     """Return host and port if the host is a wildcard; SGLang connects to all other hosts."""
-    found = _split(endpoint)
+    found = _split_tcp(endpoint)
     return found if found is not None and found[0] in _BINDABLE_HOSTS else None
 
 
@@ -432,18 +432,18 @@ def resolve_load_pub_range(
     mode = (load_publish_endpoint or "").strip()
     if dp_size < 1 or not mode or mode.lower() == "off":
         return None, None
-    pick = _after_events if mode.lower() == "auto" else _as_configured
+    pick = _load_address_after_events if mode.lower() == "auto" else _load_address_as_configured
     found, reason = pick(kv_endpoint, replay_endpoint, dp_size, mode)
     if found is not None and found[1] + dp_size - 1 > MAX_PORT:
         return None, f"the load port range from {found[1]} would run past the u16 ceiling, {MAX_PORT}"
     return found, reason
 
 
-def _overlap(one: int | None, other: int, size: int) -> bool:
+def _do_overlap(one: int | None, other: int, size: int) -> bool:
     return one is not None and abs(one - other) < size
 
 
-def _after_events(
+def _load_address_after_events(
     kv_endpoint: str | None, replay_endpoint: str | None, dp_size: int, _mode: str
 ) -> tuple[Address | None, str | None]:
     events = parse_bindable_tcp(kv_endpoint)
@@ -452,12 +452,12 @@ def _after_events(
         return None, f"--load-publish-endpoint=auto needs a wildcard tcp:// endpoint in --kv-events-config; {why}"
     host, base = events[0], events[1] + dp_size
     replay = parse_tcp_port(replay_endpoint)
-    if replay is not None and _overlap(replay, base, dp_size):
+    if replay is not None and _do_overlap(replay, base, dp_size):
         base = replay + dp_size
     return (host, base), None
 
 
-def _as_configured(
+def _load_address_as_configured(
     kv_endpoint: str | None, replay_endpoint: str | None, dp_size: int, mode: str
 ) -> tuple[Address | None, str | None]:
     if parse_tcp_port(kv_endpoint) is None:
@@ -470,6 +470,6 @@ def _as_configured(
     if found is None:
         return None, f"--load-publish-endpoint={mode!r} is not a bindable tcp:// address; its host must be a wildcard"
     for port in (parse_tcp_port(kv_endpoint), parse_tcp_port(replay_endpoint)):
-        if _overlap(port, found[1], dp_size):
+        if _do_overlap(port, found[1], dp_size):
             return None, f"--load-publish-endpoint={mode!r} overlaps the {dp_size} kv-events ports from {port}"
     return found, None

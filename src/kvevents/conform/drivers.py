@@ -23,13 +23,13 @@ from kvevents.version import version
 SERVICE_PACKAGES: Final = ("kvevents_native", "aiohttp", "uvicorn")
 DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
-"""Between two snapshots of `kvevents serve`, so that a scenario that kills it need not wait for one."""
+"""Time between two snapshots of `kvevents serve`, so that a scenario that kills it need not wait for one."""
 SNAPSHOT_WAIT_SECONDS: Final = 20.0
 
 
 FIRST_INSTANCE: Final = 1_000_000
 INSTANCES: Final = 100
-"""Instance ids of scenarios at a running indexer: from `FIRST_INSTANCE` on, so many for each scenario."""
+"""Number of instance ids that each scenario has at a running indexer, counted from `FIRST_INSTANCE` on."""
 _KILL: Final[frozenset[Ability]] = frozenset({"kill"})
 
 
@@ -83,7 +83,7 @@ class IndexerDriver(Driver):
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """The abilities of the API, and being killed."""
+        """Abilities of the API, and `kill`."""
         return ABILITIES | _KILL
 
     @contextmanager

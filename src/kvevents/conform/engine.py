@@ -90,10 +90,10 @@ class ScriptedEngine:
         if any(isinstance(step, Cut | Stall | HalfOpen) and step.engine == name for step in scenario.steps):
             self._proxies = [self._open.enter_context(FaultProxy(end)) for end in ends]
             ends = [proxy.endpoint for proxy in self._proxies]
-        self.endpoint: Final = self._advertised(ends[0])
+        self.endpoint: Final = self._advertised_endpoint(ends[0])
         self.replay_endpoint: Final = self._unused_port() if self.settings.replay == "dead" else next(iter(ends[1:]), None)
 
-    def _advertised(self, own: str) -> str:
+    def _advertised_endpoint(self, own: str) -> str:
         if self.settings.address == "unreachable":
             return self._unused_port()
         if self.settings.address == "unresolvable":

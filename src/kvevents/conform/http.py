@@ -38,7 +38,7 @@ class Answer(NamedTuple):
         try:
             return msgspec.json.decode(self.body, type=kind)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise TargetError(f"an answer that cannot be read ({error}): {self.text[:200]}") from error
+            raise TargetError(f"the answer cannot be decoded ({error}): {self.text[:200]}") from error
 
     @property
     def text(self) -> str:

@@ -14,7 +14,7 @@ from kvevents.conform.verdict import Difference
 
 ACCEPTED: Final = frozenset({200, 201})
 EXACT: Final = "EXACT"
-"""The value of `trust` by rank in an answer (kvevents) with which the indexer vouches for it."""
+"""Trust of a rank, in an answer of kvevents, with which the indexer guarantees the match."""
 ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
 
 
@@ -76,7 +76,7 @@ class Indexer(Target):
             raise TargetError(f"{self._url}/unregister answered {answer.text}")
 
     def close(self) -> None:
-        """Unregister everything, so that an indexer that goes on is as it was."""
+        """Unregister everything, so that a running indexer has the same registrations as before."""
         for registration in self._registrations:
             self.ask("POST", "/unregister", self._identity(registration))
 

@@ -18,7 +18,7 @@ from kvevents.conform.verdict import Outcome, Result, Verdict, judge, worst
 SUBSCRIBE_SECONDS: Final = 15.0
 """Time of a target to subscribe, or to subscribe again."""
 HOLD_SECONDS: Final = 0.3
-"""Time for which answers must stay right until they count."""
+"""Time for which answers must stay right before they count."""
 
 
 class Player:
@@ -46,7 +46,7 @@ class Player:
 
     @singledispatchmethod
     def _do(self, step: Any) -> None:
-        """Do a step that is an engine's own: its method has the name of the step."""
+        """Do a step of an engine by calling its method of the same name."""
         getattr(self._engines[step.engine], type(step).__name__.lower())()
 
     @_do.register
@@ -108,13 +108,13 @@ class Player:
 
     @_do.register
     def _settle(self, step: steps.Settle) -> None:
-        self._look(step.queries, [], step.within)
+        self._query_until_stable(step.queries, [], step.within)
 
     @_do.register
     def _check(self, step: steps.Check) -> None:
-        self.outcomes.append(self._look(step.queries, step.reports, step.within))
+        self.outcomes.append(self._query_until_stable(step.queries, step.reports, step.within))
 
-    def _look(self, queries: Sequence[Query], required: Sequence[str], seconds: float) -> Outcome:
+    def _query_until_stable(self, queries: Sequence[Query], required: Sequence[str], seconds: float) -> Outcome:
         """Ask until the answers have been right for a moment, or until time is up."""
         began = right_since = time.monotonic()
         while True:

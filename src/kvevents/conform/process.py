@@ -28,8 +28,8 @@ LOG_LINES: Final = 3
 """Last lines of the log that an error quotes."""
 
 
-class _Fed(NamedTuple):
-    """A process, and what it reads."""
+class _ProcessInput(NamedTuple):
+    """A process and its stdin."""
 
     process: subprocess.Popen[bytes]
     stdin: IO[bytes]
@@ -89,10 +89,10 @@ class Program:
                 self._process.stdin.close()
 
     @property
-    def _running(self) -> _Fed:
+    def _running(self) -> _ProcessInput:
         if self._process is None or self._process.stdin is None:
-            raise TargetError(f"{self.title} is not started, or takes no input")
-        return _Fed(self._process, self._process.stdin)
+            raise TargetError(f"{self.title} is not started, or does not read its stdin")
+        return _ProcessInput(self._process, self._process.stdin)
 
     def feed(self, data: bytes, seconds: float) -> None:
         """Write to its stdin. Raise `TargetError` if it ends, or does not read within `seconds`."""

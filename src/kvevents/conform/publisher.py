@@ -1,7 +1,8 @@
 """Targets that publish: the referee gives a publisher batches, reads its stream and its replay, and compares.
 
-Numbers are what a publisher reports with: a consumer sees a missing number between two others, and that a reply begins after
-the number that was requested. It does not see that the last batches are missing, so that is silently wrong.
+A publisher reports a loss by its sequence numbers: a consumer notices a number missing between two others, and a reply that
+begins after the requested number. A consumer cannot notice that the last batches are missing, so the verdict is then "silently
+wrong".
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CONNECT_POLL_MS: Final = 100
 JOIN_SECONDS: Final = 0.3
 """Time of a subscription to reach the publisher, once its connection is open."""
 SILENCE_SECONDS: Final = 3.0
-"""A reply that brings nothing for this long has ended without its marker."""
+"""Time without a message after which a reply counts as ended without its end marker."""
 WATCHED_BATCHES: Final = 10
 HASHES_PER_INCARNATION: Final = 1_000_000
 
@@ -68,7 +69,7 @@ def block_hash(incarnation: int, number: int) -> int:
 
 
 def batch_line(incarnation: int, number: int) -> bytes:
-    """Return a batch as a publisher is given it: one line of JSON."""
+    """Return a batch in the form in which a publisher receives it: one line of JSON."""
     event = {
         "type": "BlockStored",
         "block_hashes": [block_hash(incarnation, number)],
@@ -163,7 +164,7 @@ class PublisherPlayer:
     @property
     def _program(self) -> Program:
         if self._publisher.program is None:
-            raise TargetError("a publisher that runs already takes no batches of the referee")
+            raise TargetError("the referee cannot give batches to a running publisher; name its command instead of endpoints")
         return self._publisher.program
 
     @do.register
@@ -317,7 +318,10 @@ class PublisherDriver:
 
     def _outcome(self, scenario: PublisherScenario) -> Outcome:
         if scenario.needs and isinstance(self._source, RunningPublisher):
-            return Outcome(Verdict.NOT_APPLICABLE, "a publisher that runs already takes no batches of the referee")
+            return Outcome(
+                Verdict.NOT_APPLICABLE,
+                "the referee cannot give batches to a running publisher; name its command instead of endpoints",
+            )
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             with ExitStack() as stack:

@@ -15,7 +15,7 @@ DEFAULT_MEDIUM = "GPU"
 
 
 def in_dialect(scenario: Scenario, dialect: Dialect) -> Scenario | None:
-    """Return the scenario with the batches and replies of a release. Return None if the release cannot send what it is about.
+    """Return the scenario with the batches and replies of a release. Return None if the release cannot express the scenario.
 
     Payloads that are not batches stay as they are.
     """
@@ -43,7 +43,7 @@ def _step(step: Publish, dialect: Dialect) -> Publish | None:
 
 
 def _facts(payload: bytes) -> list[dict[str, Any]]:
-    """Return what the events of a batch say, whatever the dialect."""
+    """Return the content of a batch's events, in a form that does not depend on the dialect."""
     events = [msgspec.to_builtins(event) for event in decode_batch(payload).batch.events]
     for event in events:
         event["medium"] = event.get("medium") or DEFAULT_MEDIUM

@@ -165,7 +165,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    """What a router hands on."""
+    """The part of a response that a router forwards."""
 
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
@@ -252,7 +252,7 @@ class RouterDriver(Driver):
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """To be killed, and the cache salt of a request."""
+        """`kill` and `salt`."""
         return frozenset({"kill", "salt"})
 
     @contextmanager

@@ -272,7 +272,7 @@ class Subscribe(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
 
     reader: Name
     stalls: bool = False
-    """Whether it reads nothing, with little room, as a consumer that hangs."""
+    """Whether it reads nothing and has a short queue, like a consumer that hangs."""
 
 
 class SendRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="send-request"):
@@ -303,7 +303,7 @@ class CheckReplay(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     start: int
     consumers: Annotated[int, Meta(ge=1, le=100)] = 1
-    """Requests at the same time, each of another socket."""
+    """Concurrent requests, each from a socket of its own."""
     delay: Seconds = 0.0
     """Time until the consumers begin to read."""
     within: Seconds = 8.0

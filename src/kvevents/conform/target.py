@@ -50,14 +50,14 @@ class Target(ABC):
         """Return for each registered worker what the target says against it; None if it says that all is well, or nothing."""
 
     def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
-        """Learn that the engine of a worker has ended, so that what the referee plays for it beside its events ends too."""
+        """Handle the end of a worker's engine: end everything else that the referee plays for this worker."""
 
     def unregister(self, registration: Registration) -> None:
         """Stop following an engine."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """End the process with SIGKILL, when it has stored what it stores."""
+        """End the process with SIGKILL, after it has stored its state."""
         raise NotImplementedError
 
     def start(self, registrations: Sequence[Registration]) -> None:
@@ -73,7 +73,7 @@ class Driver(ABC):
 
     @abstractmethod
     def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> AbstractContextManager[Target]:
-        """Return a context in which the target runs. `registrations` are those that will come.
+        """Return a context in which the target runs. `registrations` are those that the scenario makes later.
 
         Raise `TargetError` if it does not start.
         """

@@ -1,4 +1,4 @@
-"""Verdicts: what an answer is worth, given the truth and what the target reports about itself."""
+"""Verdicts about answers, given the correct answer and what the target reports about itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Verdict(StrEnum):
-    """What the user of a target is left with, from best to worst."""
+    """Verdict about an answer, from best to worst for the user of the target."""
 
     NOT_APPLICABLE = "not applicable"
     """The target has no interface for what the scenario needs."""
@@ -25,7 +25,7 @@ class Verdict(StrEnum):
 
 
 FAILURES: Final = frozenset({Verdict.SILENT, Verdict.UNANSWERED})
-"""Verdicts with which a run fails."""
+"""Verdicts that make a run fail."""
 
 
 class Difference(NamedTuple):
@@ -35,7 +35,7 @@ class Difference(NamedTuple):
     text: str
     """What was answered, and what is true."""
     report: str | None = None
-    """What the answer itself says against it."""
+    """What the answer itself reports against the worker."""
 
 
 class Outcome(NamedTuple):
@@ -53,7 +53,7 @@ class Result(msgspec.Struct, frozen=True):
     title: str
     verdict: Verdict
     detail: str
-    """What differs, and what the target says; for a correct answer, what the target says against it nevertheless."""
+    """What differs, and what the target reports about it; for a correct answer, what the target reports nevertheless."""
     seconds: float
     """Duration of the scenario."""
     silent_seconds: float
@@ -80,6 +80,6 @@ def judge(differences: Sequence[Difference], reports: Mapping[str, str | None], 
 
 
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the worst of some outcomes, the last one of these. Without any, nothing was wrong."""
+    """Return the worst outcome, the last one if several are equally bad; a correct one without outcomes."""
     order = list(Verdict)
     return max(reversed(outcomes), key=lambda each: order.index(each.verdict), default=Outcome(Verdict.CORRECT, ""))

@@ -248,7 +248,7 @@ def _install_hooks() -> bool:
             setattr(owner, method_name, functools.wraps(original)(_linking(original)))
             setattr(owner, _HOOKED, True)
         return True
-    logger.info("kvevents: no attestation: this release of SGLang publishes its events in another place")
+    logger.info("kvevents: no attestation: this release of SGLang publishes its events from an unknown method")
     return False
 
 

@@ -152,7 +152,7 @@ def _install_hooks() -> bool:
         return False
     block_map = getattr(pool, "BlockHashToBlockMap", None)
     if block_map is None or not all(hasattr(block_map, name) for name in ("insert", "pop")):
-        logger.info("kvevents: no attestation: this release of vLLM keeps its cache in another form")
+        logger.info("kvevents: no attestation: this release of vLLM stores its cache in an unknown form")
         return False
     event = importlib.import_module(_EVENTS_MODULE).BlockStored
     has_groups = "group_idx" in event.__struct_fields__

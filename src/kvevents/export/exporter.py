@@ -78,7 +78,7 @@ def export(
     folder = Path(folder)
     if not recordings:
         raise ConfigError("no recording to export: name at least one")
-    with _created_folder(folder, force=force), _Export(folder, limits, progress, tokens=tokens) as work:
+    with _create_folder(folder, force=force), _Export(folder, limits, progress, tokens=tokens) as work:
         for path, name in zip(recordings, _names(recordings), strict=True):
             work.read(path, name)
         return work.finish()
@@ -268,7 +268,7 @@ def _names(recordings: Sequence[StrPath]) -> list[str]:
 
 
 @contextmanager
-def _created_folder(folder: Path, *, force: bool) -> Iterator[None]:
+def _create_folder(folder: Path, *, force: bool) -> Iterator[None]:
     """Create the folder if it does not exist, and remove it again if the export fails."""
     existing = [table.file for table in TABLES if (folder / table.file).exists()]
     if existing and not force:

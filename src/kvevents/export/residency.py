@@ -47,7 +47,7 @@ class ReuseDistances:
     def record_store(self, key: int) -> int | None:
         """Record a store, and return its reuse distance; None if no removal of the block is remembered."""
         since = self._removed.pop(key, None)
-        distance = None if since is None else len(self._last) - self._before(since)
+        distance = None if since is None else len(self._last) - self._count_marks_below(since)
         last = self._last.pop(key, None)
         if last is not None:
             self._marks[last] = 0
@@ -60,7 +60,7 @@ class ReuseDistances:
         self._next += 1
         return distance
 
-    def _before(self, number: int) -> int:
+    def _count_marks_below(self, number: int) -> int:
         """Return the number of marks below a number."""
         segment = number // _SEGMENT
         return sum(self._counts[:segment]) + self._marks.count(1, segment * _SEGMENT, number)

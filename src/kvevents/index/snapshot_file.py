@@ -113,7 +113,7 @@ def _name_of(file: File) -> str:
 
 
 def _write_all(file: BinaryIO, piece: bytes) -> None:
-    """Write all of a piece: an unbuffered file can accept a part, and returns how much."""
+    """Write a whole piece. An unbuffered file can accept only a part of it, and returns the size of that part."""
     left = memoryview(piece)
     while left:
         try:

@@ -216,7 +216,7 @@ class Bridge:
             async with asyncio.TaskGroup() as tasks:
                 self._reader.start()
                 running = [tasks.create_task(work()) for each in self._partitions for work in (each.read, each.write)]
-                running += [tasks.create_task(self._tend()), tasks.create_task(self._set_ready())]
+                running += [tasks.create_task(self._run_periodic_work()), tasks.create_task(self._set_ready())]
                 await stop.wait()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(STOP_SECONDS):
@@ -377,9 +377,9 @@ class Bridge:
             size = sum(size_of(each.record) for each in records)
             self._handed_over += size
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._take_over, records, size)
+                loop.call_soon_threadsafe(self._queue_records, records, size)
 
-    def _take_over(self, records: list[EngineRecord], size: int) -> None:
+    def _queue_records(self, records: list[EngineRecord], size: int) -> None:
         now = asyncio.get_running_loop().time()
         for record, follow_id in records:
             key = record.key
@@ -398,7 +398,7 @@ class Bridge:
 
     # --- periodic work
 
-    async def _tend(self) -> None:
+    async def _run_periodic_work(self) -> None:
         settings = self.settings
         unclaimed_check_at = 0.0
         while True:

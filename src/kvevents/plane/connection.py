@@ -79,7 +79,7 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
         else:
             client.add_servers(addresses)
             return client
-    raise _unusable(failed) from failed[-1][1]
+    raise _connection_error(failed) from failed[-1][1]
 
 
 @asynccontextmanager
@@ -116,8 +116,8 @@ async def require_jetstream(client: Client) -> AccountInfo:
         if not _is_without_jetstream(error.__cause__):
             raise
         raise PlaneError(
-            f"JetStream is disabled for this account{_place_of(client)}; a plane needs `jetstream` in the configuration of the "
-            "servers, and of its account if there are accounts",
+            f"JetStream is disabled for this account{_at_server(client)}; a plane needs `jetstream` in the configuration of "
+            "the servers, and of its account if there are accounts",
             fault=error.fault,
         ) from error
 
@@ -130,13 +130,13 @@ def _require_version(client: Client) -> None:
         return
     if found < MIN_VERSION:
         raise PlaneError(
-            f"the NATS server{_place_of(client)} has version {version.major}.{version.minor}.{version.patch}; a plane needs "
+            f"the NATS server{_at_server(client)} has version {version.major}.{version.minor}.{version.patch}; a plane needs "
             f"nats-server {'.'.join(map(str, MIN_VERSION))} or newer: update it",
             fault="old",
         )
 
 
-def _place_of(client: Client) -> str:
+def _at_server(client: Client) -> str:
     server = client.connected_url
     return f" at {server.hostname}:{server.port}" if server is not None else ""
 
@@ -194,7 +194,7 @@ async def _end(client: PlaneClient, seconds: float) -> None:
             await client.close()
 
 
-def _unusable(failed: list[tuple[str, Exception]]) -> PlaneError:
+def _connection_error(failed: list[tuple[str, Exception]]) -> PlaneError:
     faults: list[Fault] = [classify_error(error) or "away" for _, error in failed]
     fault = faults[0] if len(set(faults)) == 1 else "away"
     reasons = "; ".join(f"{address}: {error_text(error)}" for address, error in failed)
@@ -318,10 +318,10 @@ class ConnectionLog:
         self._client = client
         return {
             "name": self._name,
-            "error_cb": self._failed,
-            "disconnected_cb": self._disconnected,
-            "reconnected_cb": self._reconnected,
-            "closed_cb": self._closed,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnect,
+            "reconnected_cb": self._on_reconnect,
+            "closed_cb": self._on_close,
             "reconnect_to_server_handler": self._policy.choose,
         }
 
@@ -341,7 +341,7 @@ class ConnectionLog:
         """Log nothing from now on, because the first connection has failed."""
         self._state = "closed"
 
-    async def _failed(self, error: Exception) -> None:
+    async def _on_error(self, error: Exception) -> None:
         if self._state is None:  # the first connection: `connect` reports the error
             raise error
         text = error_text(error)
@@ -349,13 +349,13 @@ class ConnectionLog:
             self._logged.add(text)
             log.warning("%s: %s", self._name, text)
 
-    async def _disconnected(self) -> None:
+    async def _on_disconnect(self) -> None:
         if not self._client.is_closed and self._state == "connected":
             self._policy.start(time.monotonic() - self._since)
             self.set_state("reconnecting")
 
-    async def _reconnected(self) -> None:
+    async def _on_reconnect(self) -> None:
         self.set_state("connected")
 
-    async def _closed(self) -> None:
+    async def _on_close(self) -> None:
         self.set_state("closed")

@@ -205,14 +205,14 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
                 ) from error
             if error.fault != "exists":  # another process has just created it, with another epoch
                 raise
-    elif (fault := _unsuitable(info, layout, partition)) is not None:
+    elif (fault := _stream_fault(info, layout, partition)) is not None:
         raise ConfigError(
             f"stream {info.config.name} {fault}, so it cannot be a partition of plane {layout.name!r}: "
             "choose another name for the plane"
         )
 
 
-def _unsuitable(info: StreamInfo, layout: Layout, partition: int) -> str | None:
+def _stream_fault(info: StreamInfo, layout: Layout, partition: int) -> str | None:
     """Return why a stream would lose unread pages. Its size and number of copies are the operator's choice."""
     config = info.config
     if PartitionMetadata.of(info) is None:

@@ -100,7 +100,7 @@ class LeaseHolder(msgspec.Struct, frozen=True):
     def current(cls) -> LeaseHolder:
         """Return this process as a holder, with a new nonce."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, secrets.token_hex(8), _machine(), _start_of(pid) or 0)
+        return cls(socket.gethostname(), pid, secrets.token_hex(8), _machine(), _process_start(pid) or 0)
 
     def __str__(self) -> str:
         return f"process {self.pid} at {self.host}"
@@ -115,7 +115,7 @@ class LeaseHolder(msgspec.Struct, frozen=True):
             return True
         except OSError:
             pass  # it runs as another user
-        started = _start_of(self.pid)
+        started = _process_start(self.pid)
         return started is not None and self.started not in {0, started}
 
 
@@ -128,7 +128,7 @@ def _machine() -> str:
         return ""
 
 
-def _start_of(pid: int) -> int | None:
+def _process_start(pid: int) -> int | None:
     """Return when a process started, in ticks since boot (`proc(5)`, field 22 of stat); 0 for a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -303,7 +303,7 @@ class Lease:
                 return False
             raise
         except TimeoutError as error:
-            raise self._unanswered("writing") from error
+            raise self._timeout_error("writing") from error
         self._until, self._lost = sent + self.seconds, ""
         return True
 
@@ -317,7 +317,7 @@ class Lease:
                 return None
             raise
         except TimeoutError as error:
-            raise self._unanswered("reading") from error
+            raise self._timeout_error("reading") from error
         try:
             holder = msgspec.json.decode(found.value or b"", type=LeaseHolder)
         except msgspec.MsgspecError:
@@ -333,7 +333,7 @@ class Lease:
         self._revision, self._lost = None, why
         return False
 
-    def _unanswered(self, activity: str) -> PlaneError:
+    def _timeout_error(self, activity: str) -> PlaneError:
         return PlaneError(
             f"{activity} lease {self.key}: no answer in {self._timers.answer_seconds:g} s; check the load of the servers "
             "and that a majority of them runs",

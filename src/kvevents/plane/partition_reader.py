@@ -154,7 +154,7 @@ class PartitionReader:
 
     @property
     def position(self) -> int:
-        """Position of the tail."""
+        """Position of the newest message that was read."""
         return self.tail.position
 
     async def run(self) -> ReadFailure:
@@ -244,7 +244,7 @@ class PartitionReader:
         dispute = self._dispute
         if dispute is None and self.checked.is_set():
             return None
-        if not await self._has(self.tail, info):
+        if not await self._has_page_of(self.tail, info):
             return ReadFailure("rewritten", info.first)
         if dispute is None:
             return None
@@ -256,7 +256,7 @@ class PartitionReader:
         self._dispute, self._void = None, dispute.position
         return None
 
-    async def _has(self, tail: Tail, info: PartitionInfo) -> bool:
+    async def _has_page_of(self, tail: Tail, info: PartitionInfo) -> bool:
         """Return whether the partition still holds `tail`; the page after it is not compared here."""
         return await has_tail(self._js, self._layout, self._partition, info, tail._replace(history=None))
 
@@ -351,7 +351,7 @@ class PartitionReader:
                     log.info("partition %d: reading again", self._partition)
                 self.fault = ""
                 # A server that loses messages loses this consumer too: what it sends belongs to what is there now.
-                if not await self._has(self.tail, await self._fetch_info()):
+                if not await self._has_page_of(self.tail, await self._fetch_info()):
                     return ReadFailure("rewritten")
                 verified.set_result(True)
                 await self._watch()
@@ -399,7 +399,7 @@ class PartitionReader:
     async def _compare(self, last: int) -> int:
         """Request a check if the consumer has not sent the pages up to `last`, or other pages; return the last position now."""
         info = await self._fetch_info()
-        if self.position < last or not await self._has(self.tail, info):
+        if self.position < last or not await self._has_page_of(self.tail, info):
             log.warning(
                 "partition %d: the consumer has stopped, or has sent other pages than the partition holds", self._partition
             )

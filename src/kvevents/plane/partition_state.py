@@ -134,7 +134,7 @@ class StreamState(msgspec.Struct, array_like=True):
 
 
 class ResumePoint(NamedTuple):
-    """How a bridge's subscriber follows a stream so that it continues the log."""
+    """The point from which a bridge's subscriber follows a stream, to continue the log."""
 
     resume: Checkpoint | None
     """None if the log has no batch of the current incarnation, so that there is nothing to verify."""

@@ -317,12 +317,12 @@ class Snapshots:
         try:
             info = await store.get_info(name)
         except BadObjectMetaError as error:
-            raise _damaged(name, "its metadata cannot be read") from error
+            raise _damage_error(name, "its metadata cannot be read") from error
         subject = f"{_CHUNKS}{self._layout.snapshots}.C.{info.nuid}"
         found = await self._js.stream_info(self._store_stream, subjects_filter=subject)
         present, chunks = (found.state.subjects or {}).get(subject, 0), info.chunks or 0
         if present < chunks:
-            raise _damaged(name, f"the servers have {present} of its {chunks} chunks")
+            raise _damage_error(name, f"the servers have {present} of its {chunks} chunks")
         return store
 
     async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
@@ -333,7 +333,7 @@ class Snapshots:
         try:
             return (await store.get(name, writeinto=writeinto)).data or b""  # type: ignore[arg-type]  # it only writes
         except DigestMismatchError as error:
-            raise _damaged(name, "its digest does not match") from error
+            raise _damage_error(name, "its digest does not match") from error
 
     # --- write
 
@@ -376,7 +376,7 @@ class Snapshots:
                 await self._clean_up(valid, before[1:])
         except TimeoutError:
             log.warning(
-                "what snapshot %s replaces was not deleted within %g s; the next snapshot deletes it",
+                "the objects that snapshot %s replaces were not deleted within %g s; the next snapshot deletes them",
                 name,
                 self._timers.cleanup_seconds,
             )
@@ -474,7 +474,7 @@ class Snapshots:
                 await self._js.purge_stream(self._layout.stream(snapshot.partition), seq=snapshot.position + 1)
 
 
-def _damaged(name: str, reason: str) -> SnapshotError:
+def _damage_error(name: str, reason: str) -> SnapshotError:
     return SnapshotError(f"snapshot object {name} is damaged: {reason}; another snapshot is used instead")
 
 

@@ -183,7 +183,7 @@ class QueuedPublisher(EventPublisher):
         self._queue: deque[Any] = deque()
         # Re-entrant, since a signal handler of the engine may publish while its main thread holds the lock.
         self._lock = threading.RLock()
-        self._wakeup = _acquired_lock()
+        self._wakeup = _new_acquired_lock()
         self._is_asleep = False
         self._is_running = True
         self._is_shut_down = False
@@ -378,7 +378,7 @@ class QueuedPublisher(EventPublisher):
         raise NotImplementedError
 
 
-def _acquired_lock() -> _thread.LockType:
+def _new_acquired_lock() -> _thread.LockType:
     """Return an acquired lock to wait for: acquiring waits, releasing wakes. It is cheaper than an Event with its Condition."""
     lock = _thread.allocate_lock()
     lock.acquire()

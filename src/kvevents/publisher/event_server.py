@@ -109,7 +109,7 @@ class EventServer:
 
     endpoint, replay_endpoint, snapshot_endpoint: used as they are, without adding a rank. bind: whether the event socket binds.
     replay_topic: whether replies repeat the topic.
-    incarnation: of the sender in this incarnation, as in its heartbeats; random by default.
+    incarnation: number of this incarnation of the sender, as in its heartbeats; random by default.
     snapshot_endpoint: if set, the server answers SGLang's draft `snapshot-v1` there. The topic of every batch then ends with
     the incarnation, by which consumers of the draft distinguish the incarnations of a sender. `rank` is part of these answers.
     context: a context to use, which the caller terminates; by default the server creates one, and `close` terminates it.

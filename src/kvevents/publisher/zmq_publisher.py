@@ -172,7 +172,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
     def _replay_buffer(self, steps: int, compact: bool | None, *, has_snapshots: bool) -> ReplayBuffer:
         if has_snapshots and compact is False:
-            raise ConfigError("snapshot_endpoint serves the compacted history; leave compact=False out")
+            raise ConfigError("snapshot_endpoint needs compaction: remove compact=False")
         settings = self._settings.buffer
         if (self._replay_endpoint is None and not has_snapshots) or compact is False:
             return ReplayBuffer(0 if self._replay_endpoint is None else steps, settings=settings)
@@ -447,7 +447,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
         None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread get a tenth of a second more. It may be called repeatedly and from
         several threads; all calls return the same report. A call after an interrupted one, as by Ctrl-C, completes the
-        shutdown. The report, and one warning, say what could not be sent. In a forked child it does nothing.
+        shutdown. The report, and one log warning, list what could not be sent. In a forked child it does nothing.
         """
         if self._pid != os.getpid():
             return self._make_report()

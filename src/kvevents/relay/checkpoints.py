@@ -1,8 +1,8 @@
 """What a relay writes into its journal besides batches, and how it continues from a journal.
 
 A *relay checkpoint* says how far each upstream was followed. A snapshot of the journal is the state in the replay buffer's
-history and, if upstreams share the stream, whose blocks are whose. Without a journal nothing is written, and the checkpoints
-are kept in memory.
+history and, if upstreams share the stream, which upstream owns which blocks. Without a journal nothing is written, and the
+checkpoints are kept in memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RelayCheckpoint(msgspec.Struct, frozen=True):
 
 @build_decoder_now
 class Ownership(msgspec.Struct, frozen=True):
-    """Whose blocks are whose in a shared stream, or a piece of it."""
+    """The owners of the blocks of a shared stream, or of some of these blocks."""
 
     number: int = -1
     """The last number of the stream that it covers."""
@@ -164,7 +164,10 @@ class CheckpointWriter:
 
 
 def snapshot_parts(history: CompactedHistory | None, number: int, blocks: Mapping[int, UpstreamBlocks]) -> list[bytes]:
-    """Return a snapshot for the journal: the state of the buffer's history, and whose blocks are whose as of `number`."""
+    """Return a snapshot for the journal.
+
+    The state of the buffer's history, and which upstream owns which blocks as of `number`.
+    """
     ownership = [Ownership(number), *(Ownership(number, [(at, piece)]) for at, each in blocks.items() for piece in each.dump())]
     payloads = [] if history is None else history.payloads
     return [*payloads, *(_OWNERSHIP_PREFIX + msgspec.msgpack.encode(each) for each in ownership)]
@@ -208,20 +211,20 @@ def restore(
         return Restored(_incarnation_after(None))
     start = time.monotonic()
     recovered = journal.recover()
-    usable = _usable(settings, recovered)
+    usable = _decode_journal(settings, recovered)
     if isinstance(usable, str):
         incarnation = _incarnation_after(recovered.incarnation)
         journal.begin(incarnation)
         return Restored(incarnation, reason=f"new incarnation: {usable}", seconds=time.monotonic() - start)
     encoder.restore(usable.checkpoint.form)
     newest = _NewestForwarded(usable.checkpoint.checkpoints)
-    blocks = _fill(settings, usable, buffer, state, received, newest)
+    blocks = _apply_journal(settings, usable, buffer, state, received, newest)
     journal.resume(recovered)
     forwarded = {at: position for at, position in recovered.positions.items() if at < len(settings.upstreams)}
     checkpoints: list[Checkpoint] = []
     for at, checkpoint in enumerate(usable.checkpoint.checkpoints):
         if settings.changes_payloads:
-            required = _requiring_origin(checkpoint, recovered.origins.get(at))
+            required = _require_origin(checkpoint, recovered.origins.get(at))
         else:
             required = newest.required_by(at)
         checkpoints.append(resume_point(required, forwarded.get(at)))
@@ -242,7 +245,7 @@ def _incarnation_after(before: int | None) -> int:
     return max(int(time.time() * 1000), 0 if before is None else before + 1)
 
 
-class _Usable(NamedTuple):
+class _DecodedJournal(NamedTuple):
     """A journal from which the relay can continue."""
 
     recovered: Recovered
@@ -252,7 +255,7 @@ class _Usable(NamedTuple):
     ownership: Ownership
 
 
-def _usable(settings: RelaySettings, recovered: Recovered) -> _Usable | str:
+def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJournal | str:
     """Decode a journal, or return why the relay cannot continue from it."""
     if recovered.incomplete or recovered.incarnation is None:
         return recovered.incomplete or "the journal is new"
@@ -265,7 +268,7 @@ def _usable(settings: RelaySettings, recovered: Recovered) -> _Usable | str:
     if checkpoint.has_salted_prompts and settings.tokens == "hash":
         return "prompts had salts, which the journal does not hold, so blocks that continue them could not get keys"
     try:
-        return _Usable(recovered, checkpoint, *_split_parts(recovered))
+        return _DecodedJournal(recovered, checkpoint, *_split_parts(recovered))
     except msgspec.MsgspecError as error:
         return f"the journal's snapshot is of another release: {error}"
 
@@ -318,16 +321,16 @@ def _has_content(payload: bytes) -> bool:
     return any(isinstance(each, AllBlocksCleared) or each.block_hashes for each in decode_batch(payload).batch.events)
 
 
-def _requiring_origin(checkpoint: Checkpoint, origin: Origin | None) -> Checkpoint:
+def _require_origin(checkpoint: Checkpoint, origin: Origin | None) -> Checkpoint:
     """Extend the checkpoint of an upstream whose batches were changed by the newest one as received."""
     if origin is None or origin.incarnation != checkpoint.incarnation:
         return checkpoint
     return checkpoint.with_fingerprint(Fingerprint(origin.seq, origin.digest, live=False))
 
 
-def _fill(
+def _apply_journal(
     settings: RelaySettings,
-    usable: _Usable,
+    usable: _DecodedJournal,
     buffer: ReplayBuffer,
     state: IndexedStream,
     received: Mapping[int, IndexedStream],
@@ -363,7 +366,7 @@ def _wait_for(applying: list[Future[dict[int, ApplyResult]]]) -> None:
 
 
 def _restore_ownership(settings: RelaySettings, recovered: Recovered, ownership: Ownership) -> dict[int, UpstreamBlocks]:
-    """Restore whose blocks are whose. Retractions are recorded with the ordinal of their upstream, too."""
+    """Restore which upstream owns which blocks. Retractions are recorded with the ordinal of their upstream, too."""
     fields = expressible_placement(settings.resolved_dialect)
     blocks = {at: UpstreamBlocks(fields) for at in range(len(settings.upstreams))}
     for at, piece in ownership.blocks:

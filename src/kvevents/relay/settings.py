@@ -31,13 +31,13 @@ class RelayLimits:
     turn_timeout: float = 0.25
     """How long a turn waits for deliveries. A heartbeat is late by at most this time."""
     maintenance_interval: float = 0.05
-    """Between two runs of everything except forwarding while batches arrive, so that forwarding is not slowed."""
+    """Time between two runs of everything except forwarding while batches arrive, so that forwarding is not slowed."""
     trust_interval: float = 0.5
-    """At least between two heartbeats when trust rises or its reason changes. A drop of trust is sent at once."""
+    """Least time between two heartbeats when trust rises or its reason changes. A drop of trust is sent at once."""
     checkpoint_interval: float = 1.0
-    """Between two checkpoints in the journal. After a kill the relay requests this much of the upstream again."""
+    """Time between two checkpoints in the journal. After a kill the relay requests this much of the upstream again."""
     snapshot_retry_interval: float = 2.0
-    """Between two attempts to write a snapshot of the journal. An attempt can fail until the history is complete again."""
+    """Time between two attempts to write a snapshot of the journal. An attempt can fail until the history is complete again."""
     close_timeout: float = 2.0
     """How long `close` lets consumers receive what was sent."""
     max_upstream_blocks: int = 8_000_000

@@ -32,7 +32,7 @@ class RelayStatus:
     skipped_seqs: int
     """Numbers skipped by this process because events are missing."""
     heartbeats: int
-    """Sent by this process."""
+    """Heartbeats that this process sent."""
     was_resumed: bool
     """Whether this process continues the incarnation of an earlier one."""
     start_reason: str

@@ -138,9 +138,9 @@ class Transform:
             self._sequencer.skip_number()
         self._sequencer.forward(ordinal, [batch] * len(transformed.payloads), transformed.payloads)
         if report != _NO_FINDINGS:
-            self._report(batch, replace(report, attestation_matches=self._attests(ordinal, transformed.heartbeat)))
+            self._report(batch, replace(report, attestation_matches=self._matches_attestation(ordinal, transformed.heartbeat)))
 
-    def _attests(self, ordinal: int, heartbeat: Heartbeat | None) -> bool | None:
+    def _matches_attestation(self, ordinal: int, heartbeat: Heartbeat | None) -> bool | None:
         """Return whether what was sent of an upstream is what its heartbeat attests; None if that is unknown."""
         if heartbeat is None or heartbeat.attestation is None:
             return None
@@ -261,13 +261,13 @@ class BatchTransform:
         try:
             payloads = encode_payloads(batch, self._dialect, self._limits.max_payload_bytes)
         except EncodeError:
-            return self._encode(self._encodable(batch, rejected), rejected)
+            return self._encode(self._drop_unencodable(batch, rejected), rejected)
         kept = [payload for payload in payloads if len(payload) <= self._limits.max_payload_bytes]
         if len(kept) < len(payloads):
             rejected.append(Rejected("oversized", f"an event needs more than {self._limits.max_payload_bytes} bytes"))
         return kept
 
-    def _encodable(self, batch: KVEventBatch, rejected: list[Rejected]) -> KVEventBatch:
+    def _drop_unencodable(self, batch: KVEventBatch, rejected: list[Rejected]) -> KVEventBatch:
         """Drop the events that the dialect cannot encode."""
         kept: list[KVEvent] = []
         for at, event in enumerate(batch.events):
@@ -355,9 +355,9 @@ class Redactor:
 
     def __call__(self, events: list[KVEvent]) -> list[KVEvent]:
         """Return the same events without tokens."""
-        return [self._redacted(event) if isinstance(event, BlockStored) else _without_details(event) for event in events]
+        return [self._redact(event) if isinstance(event, BlockStored) else _without_details(event) for event in events]
 
-    def _redacted(self, event: BlockStored) -> BlockStored:
+    def _redact(self, event: BlockStored) -> BlockStored:
         self.has_salted_prompts = self.has_salted_prompts or _is_salted(event)
         removed = dict.fromkeys(_PROMPT_FIELDS)
         # A store with neither tokens nor keys announces another copy of known blocks, and must stay without keys. A store with

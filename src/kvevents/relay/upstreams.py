@@ -75,7 +75,7 @@ class Upstreams:
 
     def trust(self) -> Trust:
         """Return the lowest trust of all upstreams; the reason names them. It is attested if all of them are."""
-        return _lowest({source: self.subscriber.trust(*source) for source in self.ordinals})
+        return _combine_trust({source: self.subscriber.trust(*source) for source in self.ordinals})
 
     def statuses(self) -> list[StreamStatus]:
         """Return the status of each upstream, by ordinal."""
@@ -138,10 +138,10 @@ class Upstreams:
 
 def lowest_trust(statuses: Sequence[StreamStatus]) -> Trust:
     """Return the lowest trust of several streams; the reason names the streams that have it. It is attested if all are."""
-    return _lowest({(status.source, status.rank): status.trust for status in statuses})
+    return _combine_trust({(status.source, status.rank): status.trust for status in statuses})
 
 
-def _lowest(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
+def _combine_trust(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
     lowest = min((trust.name for trust in trusts.values()), key=trust_order)
     if lowest == Trust.EXACT.name:
         return Trust.ATTESTED if all(trust.attested for trust in trusts.values()) else Trust.EXACT

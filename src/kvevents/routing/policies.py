@@ -209,7 +209,7 @@ class SessionAffinity:
             chosen = break_tie(self._ties, equal)
             return Choice(chosen, "the least loaded of {candidates}, since the prompt has no session", len(equal))
         session = _hash(prompt.session.encode("utf-8", "surrogatepass"))
-        ranked = sorted(candidates, key=lambda one: (_mix(session ^ _hash_worker(one.worker)), one.worker), reverse=True)
+        ranked = sorted(candidates, key=lambda one: (_mix_bits(session ^ _hash_worker(one.worker)), one.worker), reverse=True)
         most = self.max_requests(sum(one.load.requests for one in candidates), len(candidates))
         for place, one in enumerate(ranked):
             if one.load.requests < most:
@@ -237,7 +237,7 @@ def _hash_worker(worker: Worker) -> int:
     return _hash(b"%d:%s" % (rank, source.encode("utf-8", "surrogatepass")))
 
 
-def _mix(number: int) -> int:
+def _mix_bits(number: int) -> int:
     """Apply the finaliser of SplitMix64: each of the 64 bits then depends on all others."""
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

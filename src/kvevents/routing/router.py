@@ -42,9 +42,9 @@ class _WorkerLoad:
         self._sent_tokens += waiting
 
     def combined(self, reading: EngineLoad | None) -> Load:
-        """Return of each part of the load the larger of what the router knows and what the engine reports.
+        """Return the larger value of each part of the load: the router's own, or the engine's.
 
-        A reading does not have the requests that were sent since, so these are added to it.
+        A reading does not contain the requests that were sent since, so these are added to it.
         """
         if reading is None:
             return self.load
@@ -236,10 +236,10 @@ class Router:
       without it, EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
       any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one only if none has a connection.
     - `engine_load` returns the newest load of a worker, or None if that is unknown or too old (`LoadSubscriber.load`). It must
-      not call the router, and return the same object until the engine reports again. Of each part of a load the larger value
-      counts: what this router knows, or what the engine has reported, which includes the requests of other routers, with what
-      this router has sent since. An engine that does not report how many tokens wait, as vLLM,
-      counts with `DECODING_WEIGHT` tokens for each waiting request.
+      not call the router, and return the same object until the engine reports again. For each part of a load the larger value
+      counts: what this router knows; or what the engine has reported, which includes the requests of other routers, plus what
+      this router has sent since. For an engine that does not report how many tokens wait, such as vLLM, each waiting request
+      counts as `DECODING_WEIGHT` tokens.
     - With `overlay_seconds` above 0 a prompt counts as cached where it was sent, for this time or until events confirm it, if
       the policy uses the index.
     - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished.

@@ -212,7 +212,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         pair = read_pair(path)
         for name, found in (("public_key", pair.public), ("secret_key", pair.secret)):
             if getattr(self, name) not in {"", found}:
-                raise ConfigError(f"curve.{name} is not that of curve.key_file ({path}); leave it out")
+                raise ConfigError(f"curve.{name} differs from that in curve.key_file ({path}); leave it out")
             msgspec.structs.force_setattr(self, name, found)
 
     def _load_server_key(self, text: str) -> None:

@@ -97,7 +97,7 @@ class Access:
         self._known: dict[bytes, Caller] = {}
         for number, token in enumerate(config.tokens, 1):
             label = token.name or f"token {number}"
-            digest = sha256(_checked(_read(token, label, environ), label)).digest()
+            digest = sha256(_check_token(_read(token, label, environ), label)).digest()
             if digest in self._known:
                 raise ConfigError(f"{self._known[digest].name} and {label} are the same token; {_HINT}")
             self._known[digest] = Caller(Role[token.role.upper()], label)
@@ -157,10 +157,10 @@ def _read_file(path: Path, label: str) -> bytes:
 
 def token_of_file(path: str, label: str) -> str:
     """Read a token to send to other services from a file. Raises `ConfigError`, whose message begins with `label`."""
-    return _checked(_read_file(Path(path), label), label).decode("ascii")
+    return _check_token(_read_file(Path(path), label), label).decode("ascii")
 
 
-def _checked(token: bytes, label: str) -> bytes:
+def _check_token(token: bytes, label: str) -> bytes:
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
         raise ConfigError(f"{label} has {len(token)} bytes: expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}; {_HINT}")
     if not all(0x21 <= byte <= 0x7E for byte in token):

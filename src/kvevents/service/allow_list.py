@@ -162,7 +162,7 @@ class AllowList:
         if not endpoint.startswith("tcp://"):
             return
         target = _target(endpoint, bind=bind)
-        found = [_unwrapped(ipaddress.ip_address(address)) for address in addresses]
+        found = [_normalize_address(ipaddress.ip_address(address)) for address in addresses]
         if not found:
             raise target.refused(f"{target.host} has no address", "check the name and the resolver")
         for address in found:
@@ -174,7 +174,7 @@ class AllowList:
             return
         which = f"{address}" if target.address else f"it resolves to {address}, which"
         exact = f"add a pattern for exactly this address to `allow`: {_format(address, port)}"
-        if what := _forbidden(address):
+        if what := _forbidden_kind(address):
             raise target.refused(f"{which} is {what}", exact)
         if bind and not address.is_loopback:
             raise target.refused(f"{which} is not loopback, and the service listens for engines on loopback only", exact)
@@ -190,7 +190,7 @@ class AllowList:
         parts = rest.split("/")
         if not _PATHS[transport](parts):
             raise EndpointRefusedError(endpoint, "its path is not plain", f"write {_FORMS} without '.', '..' and empty parts")
-        if not any(kind == transport and _fits(parts, known, exactly=bind) for kind, known in self._paths):
+        if not any(kind == transport and _matches_parts(parts, known, exactly=bind) for kind, known in self._paths):
             which = "exactly this path" if bind else "this path"
             raise EndpointRefusedError(
                 endpoint, "no pattern of the allow-list covers it", f"add a pattern for {which} to `allow`: {endpoint}"
@@ -219,7 +219,7 @@ def _target(endpoint: str, *, bind: bool) -> _Target:
             "write one host and one port, and an IPv6 address in brackets",
         )
     host = (read["host"] or "").lower().removesuffix(".")
-    address = _literal(endpoint, read["six"], read["host"] or "", bind=bind)
+    address = _parse_address(endpoint, read["six"], read["host"] or "", bind=bind)
     if address is None and not _is_name(host):
         raise EndpointRefusedError(endpoint, f"invalid host name {read['host']!r}", "write a name or an address")
     if address is None and bind:
@@ -227,11 +227,11 @@ def _target(endpoint: str, *, bind: bool) -> _Target:
     return _Target(endpoint, host, int(read["port"]), address)
 
 
-def _literal(endpoint: str, six: str | None, host: str, *, bind: bool) -> Address | None:
+def _parse_address(endpoint: str, six: str | None, host: str, *, bind: bool) -> Address | None:
     """Return the address that the text of a host means; None for a name."""
     try:
         if six is not None:
-            return _unwrapped(IPv6Address(_without_zone(six)))
+            return _normalize_address(IPv6Address(_without_zone(six)))
         if host == "*" and bind:
             return _EVERYWHERE
         return IPv4Address(host) if _NUMERIC.fullmatch(host.lower()) else None
@@ -251,14 +251,14 @@ def _is_name(host: str) -> bool:
     return len(host) <= _MAX_NAME and all(_LABEL.fullmatch(label) for label in host.split("."))
 
 
-def _unwrapped(address: Address) -> Address:
+def _normalize_address(address: Address) -> Address:
     """Return an IPv4-mapped address as IPv4, and an IPv6 address without the zone that resolvers add."""
     if isinstance(address, IPv4Address):
         return address
     return address.ipv4_mapped or IPv6Address(int(address))
 
 
-def _forbidden(address: Address) -> str | None:
+def _forbidden_kind(address: Address) -> str | None:
     """Return what an address is if it is forbidden; also for the IPv4 address that NAT64 or 6to4 translates it to."""
     aliases: list[Address] = [address]
     if isinstance(address, IPv6Address):
@@ -279,7 +279,7 @@ _PATHS: Final[dict[str, Callable[[Sequence[str]], bool]]] = {"ipc": _is_plain_pa
 """Transports with paths, and a check that a path is plain. An ipc path is absolute, so it is not an abstract socket."""
 
 
-def _fits(parts: Sequence[str], pattern: Sequence[str], *, exactly: bool) -> bool:
+def _matches_parts(parts: Sequence[str], pattern: Sequence[str], *, exactly: bool) -> bool:
     if exactly:
         return parts == pattern and not {"*", "?", "["} & set("".join(parts))
     return len(parts) == len(pattern) and all(fnmatchcase(part, known) for part, known in zip(parts, pattern, strict=True))
@@ -300,14 +300,14 @@ def _format(address: Address, port: int) -> str:
 def _tcp_pattern(pattern: str, rest: str) -> _TcpPattern:
     read = _PATTERN.fullmatch(rest)
     if read is None:
-        raise _invalid(pattern, "expected tcp://HOST:PORT, where PORT is a number, a range such as 5000-6000, or *")
+        raise _pattern_error(pattern, "expected tcp://HOST:PORT, where PORT is a number, a range such as 5000-6000, or *")
     first, last = _ports(pattern, read["ports"])
     host = (read["host"] or "").lower().removesuffix(".")
     if read["six"] is not None or "/" in host or _NUMERIC.fullmatch(host):
         return _TcpPattern(_network(pattern, read["six"], host), "", first, last)
     name = host[1:] if host.startswith("*.") else host
     if not _is_name(host.removeprefix("*.")):
-        raise _invalid(
+        raise _pattern_error(
             pattern,
             f"expected a name, *.SUFFIX, address or network instead of {host!r}; all addresses are 0.0.0.0/0 and [::/0]",
         )
@@ -319,7 +319,7 @@ def _ports(pattern: str, text: str) -> tuple[int, int]:
         return 1, MAX_PORT
     first, _, last = text.partition("-")
     if not int(first) <= int(last or first) <= MAX_PORT:
-        raise _invalid(pattern, f"expected ports from 1 to {MAX_PORT}, the smaller first")
+        raise _pattern_error(pattern, f"expected ports from 1 to {MAX_PORT}, the smaller first")
     return int(first), int(last or first)
 
 
@@ -327,18 +327,18 @@ def _network(pattern: str, six: str | None, host: str) -> Network:
     try:
         network = IPv4Network(host) if six is None else IPv6Network(_without_zone(six))
     except ValueError as error:
-        raise _invalid(pattern, f"{error}") from error
+        raise _pattern_error(pattern, f"{error}") from error
     if isinstance(network, IPv6Network) and network.network_address.ipv4_mapped and network.prefixlen >= 96:
-        raise _invalid(pattern, "IPv4-mapped IPv6 addresses count as IPv4; write the IPv4 address")
+        raise _pattern_error(pattern, "IPv4-mapped IPv6 addresses count as IPv4; write the IPv4 address")
     return network
 
 
 def _path(pattern: str, transport: str, rest: str) -> tuple[str, list[str]]:
     parts = rest.split("/")
     if transport not in _PATHS or not _PATHS[transport](parts):
-        raise _invalid(pattern, f"expected {_FORMS}")
+        raise _pattern_error(pattern, f"expected {_FORMS}")
     return transport, parts
 
 
-def _invalid(pattern: str, why: str) -> ConfigError:
+def _pattern_error(pattern: str, why: str) -> ConfigError:
     return ConfigError(f"allow: invalid pattern {pattern!r}: {why}")

@@ -247,7 +247,7 @@ _OUTCOMES: Final[tuple[tuple[str, str, dict[str, Callable[[StreamCounters], int]
 
 
 def _write_sources(page: MetricsPage, service: Service) -> None:
-    sources = {_named(member): member for member in list(service.fleet.members.values())}
+    sources = {_worker_labels(member): member for member in list(service.fleet.members.values())}
     statuses = {label_text: member.status.counters for label_text, member in sources.items() if member.status is not None}
     states = Counter(member.trust_status.state for member in sources.values())
     page.gauge("kvevents_sources", "Sources by trust state.", {labels(state=state): states[state] for state in STATES})
@@ -259,7 +259,7 @@ def _write_sources(page: MetricsPage, service: Service) -> None:
     page.counter(
         "kvevents_source_evicted_blocks_total", "Blocks of the source that the index refused at its memory limit.", evicted
     )
-    inexact = {_named(member, tier=tier): 1 for member in sources.values() for tier in member.registration.stores_only}
+    inexact = {_worker_labels(member, tier=tier): 1 for member in sources.values() for tier in member.registration.stores_only}
     page.gauge("kvevents_source_inexact_tier", "1 for each tier whose removals the source does not announce.", inexact)
     neutral = {label_text: member.info.neutral_events for label_text, member in sources.items() if member.info is not None}
     page.counter("kvevents_source_neutral_events_total", "Events that change no residency, such as BlockInactive.", neutral)
@@ -276,7 +276,7 @@ def _write_sources(page: MetricsPage, service: Service) -> None:
         page.counter(f"kvevents_source_{name}_total", text, samples)
 
 
-def _named(member: Member, **more: str) -> str:
+def _worker_labels(member: Member, **more: str) -> str:
     registered = member.registration
     return labels(
         engine=registered.instance,
@@ -312,7 +312,7 @@ def _write_index(page: MetricsPage, service: Service) -> None:
     stats = service.stats()
     build = labels(version=stats.version, python=platform.python_version())
     page.gauge("kvevents_build_info", "Build information; the value is always 1.", {build: 1})
-    for name, text, value in _numbers(service, stats):
+    for name, text, value in _gauges_of_index(service, stats):
         page.gauge(name, text, {"": value})
     page.gauge(
         "kvevents_index_tier_blocks", "Blocks by tier; a block counts once for each worker that holds it.", _tiers(stats.tiers)
@@ -327,11 +327,11 @@ def _write_index(page: MetricsPage, service: Service) -> None:
     page.counter(
         "kvevents_rejected_events_total",
         "Events that could not be decoded, by dialect and reason.",
-        _rejected(service.fleet.counts),
+        _rejection_samples(service.fleet.counts),
     )
 
 
-def _numbers(service: Service, stats: StatsAnswer) -> Iterable[tuple[str, str, float | None]]:
+def _gauges_of_index(service: Service, stats: StatsAnswer) -> Iterable[tuple[str, str, float | None]]:
     yield "kvevents_ready", "1 while /readyz returns 200.", int(service.readiness().ready)
     yield (
         "kvevents_ingest_failed",
@@ -378,7 +378,7 @@ def _by_reason_alone(rejected: dict[tuple[str, str], int]) -> Samples:
     return {labels(reason=reason): count for reason, count in found.items()}
 
 
-def _rejected(counts: dict[tuple[str, str], int]) -> Samples:
+def _rejection_samples(counts: dict[tuple[str, str], int]) -> Samples:
     return {labels(dialect=dialect, reason=reason): count for (dialect, reason), count in list(counts.items())}
 
 

@@ -134,7 +134,7 @@ class Fleet(Listener):
             self._scopes.add(registration.scope)
             self.version += 1
             self.revision.advance()
-            self._measure()
+            self._update_block_sizes()
         self.on_change()
         done = self.follower.submit(lambda: self._follow(member, checkpoint))
         done.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
@@ -144,7 +144,11 @@ class Fleet(Listener):
         label = registration.label
         if (known := self.members.get(registration.key)) is not None:
             same = known.registration == registration
-            what = "registered already" if same else f"registered already, with {_difference(known.registration, registration)}"
+            what = (
+                "registered already"
+                if same
+                else f"registered already, with {_describe_difference(known.registration, registration)}"
+            )
             raise ConflictError(f"{label} is {what}", "registered", "unregister it first")
         if len(self.members) >= self._max_sources:
             raise TooMuchError(
@@ -320,7 +324,7 @@ class Fleet(Listener):
         """Tokens per block by model, tenant and group."""
         return self._sizes
 
-    def _measure(self) -> None:
+    def _update_block_sizes(self) -> None:
         found: dict[tuple[str, ...], set[int]] = {}
         for member in list(self.members.values()):
             declared = member.registration.block_size
@@ -378,12 +382,12 @@ class Fleet(Listener):
             member = self.members.get((loss.source, loss.rank))
             if member is not None:
                 self._dirty.add(member.registration.key)
-                self._lost(member, loss, now)
+                self._record_loss(member, loss, now)
         if losses:
             self._update_all_trust(now)
         self.on_change()
 
-    def _lost(self, member: Member, loss: Reset | Gap, now: float) -> None:
+    def _record_loss(self, member: Member, loss: Reset | Gap, now: float) -> None:
         what: Literal["gap", "reset"] = "gap"
         if isinstance(loss, Gap) and loss.compacted:
             log.info("%s: a snapshot represents batches %d to %d", member.registration.label, loss.first, loss.last)
@@ -429,7 +433,7 @@ class Fleet(Listener):
         now = self._clock()
         for key in list(self.members):
             self._refresh(key, now)
-        self._measure()
+        self._update_block_sizes()
         self._update_all_trust(now)
         self.on_change()
 
@@ -468,7 +472,7 @@ class Fleet(Listener):
 
     def _refresh_some(self, now: float) -> None:
         if not self._pending_refresh:
-            self._measure()
+            self._update_block_sizes()
             self._pending_refresh = list(self.members)
             self._refresh_batch = math.ceil(len(self._pending_refresh) / self._timing.refreshes_per_round)
         due, self._dirty = self._dirty, set()
@@ -491,7 +495,7 @@ class Fleet(Listener):
             info = self.index.worker(key)
         member.refresh(status, info, hidden_before=now - self._hide_stale_seconds)
         if member.block_sizes != sizes:
-            self._measure()
+            self._update_block_sizes()
         if self._published_batches.get(key) != status.counters.delivered and len(self.event_bus):
             self._published_batches[key] = status.counters.delivered
             fields = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
@@ -512,6 +516,6 @@ class Fleet(Listener):
         )
 
 
-def _difference(known: Registration, given: Registration) -> str:
+def _describe_difference(known: Registration, given: Registration) -> str:
     names = [name for name in known.__struct_fields__ if getattr(known, name) != getattr(given, name)]
     return "another " + " and ".join(names)

@@ -87,18 +87,18 @@ class _Tree:
         node, rest = self.root, array("Q", keys)
         _increment(node, number)
         while rest:
-            child = node.children.get(rest[0]) or self._grow(node, rest, block_size)
+            child = node.children.get(rest[0]) or self._add_node(node, rest, block_size)
             common = _common_length(child.keys, rest)
-            node = child if common == len(child.keys) else self._cut(child, common)
+            node = child if common == len(child.keys) else self._split_edge(child, common)
             _increment(node, number)
             rest = rest[common:]
 
-    def _grow(self, parent: _Node, keys: array[int], block_size: int) -> _Node:
+    def _add_node(self, parent: _Node, keys: array[int], block_size: int) -> _Node:
         node = parent.children[keys[0]] = _Node(parent, keys, block_size)
         self.nodes += 1
         return node
 
-    def _cut(self, node: _Node, at: int) -> _Node:
+    def _split_edge(self, node: _Node, at: int) -> _Node:
         """Insert a parent with the first `at` blocks of this node's edge, and return it."""
         upper = _Node(node.parent, node.keys[:at], node.block_size)
         upper.count, upper.last = node.count, node.last
@@ -157,7 +157,7 @@ class _Tree:
             path += tuple(node.keys)
             if not _continues(node):
                 tokens = len(path) * node.block_size
-                found.append(HotNode(path[-1], parent, tokens, _rounded(node.count), path, node.block_size))
+                found.append(HotNode(path[-1], parent, tokens, _round_count(node.count), path, node.block_size))
                 parent = path[-1]
             follow(node, path, parent)
         return found
@@ -231,7 +231,7 @@ class HotPrefixes:
         with self._lock:
             self._decay()
             tree = self._trees.get(scope)
-            return _rounded(tree.root.count) if tree else 0
+            return _round_count(tree.root.count) if tree else 0
 
     def forget(self, scope: Hashable) -> None:
         """Drop the tree of a scope."""
@@ -293,5 +293,5 @@ def _node_limit(sizes: Sequence[int], total: int) -> int:
     return max(sizes)
 
 
-def _rounded(counted: float) -> int:
+def _round_count(counted: float) -> int:
     return max(1, round(counted))

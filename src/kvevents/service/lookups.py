@@ -167,7 +167,7 @@ class Lookups:
 
     async def hottest(self, run: Run, scope: Scope, limit: int) -> HottestPrefixes:
         """Return the prefixes that prompts begin with most."""
-        nodes, sampled = await run(self._hottest, scope, limit)
+        nodes, sampled = await run(self._top_prefixes, scope, limit)
         paths = [list(node.path) for node in nodes]
         if self._shards is None or not nodes:
             found, missing = await run(lambda: [self._fleet.match_keys(scope, path) for path in paths]), ""
@@ -175,7 +175,7 @@ class Lookups:
             found, missing = await self._shards.find(ShardQuery(**fields_of(scope), keys=paths), [])
         return HottestPrefixes(sampled, _prefixes(nodes, found), missing)
 
-    def _hottest(self, scope: Scope, limit: int) -> tuple[list[HotNode], int]:
+    def _top_prefixes(self, scope: Scope, limit: int) -> tuple[list[HotNode], int]:
         self.count()
         return self.hot.top(scope, limit), self.hot.sampled(scope)
 

@@ -113,7 +113,7 @@ class Member:
         sentences = [trust.reason] if trust.reason else []
         if trust == Trust.EXACT and self.index_faults:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
-        faults = self._explaining_faults(trust)
+        faults = self._faults_that_explain(trust)
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
             sentences = [left] if (left := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         doubts = self.status.degraded_reasons if self.status is not None else ()
@@ -124,7 +124,7 @@ class Member:
             sentences.append(f"no removals are announced from {', '.join(inexact)}: what it holds there is not exact")
         return self.set_trust(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
 
-    def _explaining_faults(self, trust: Trust) -> list[SourceFault]:
+    def _faults_that_explain(self, trust: Trust) -> list[SourceFault]:
         """Return the endpoint faults that explain the state."""
         which = "endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint"
         fault = self.faults.get(which)

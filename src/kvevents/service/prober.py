@@ -52,7 +52,7 @@ async def addresses_of(endpoint: str) -> list[str]:
 async def check_allowed(allowed: AllowList, registration: Registration) -> None:
     """Raise `EndpointRefusedError` if a client's registration has an endpoint that the allow list excludes.
 
-    A name that does not resolve passes. The prober checks it again later.
+    A name that does not resolve is allowed. The prober checks it again later.
     """
     check_endpoints(allowed, registration)
     for endpoint, bind in _endpoints(registration):

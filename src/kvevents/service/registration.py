@@ -114,7 +114,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if len(text.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
                 raise ConfigError(f"{name} has more than {MAX_NAME_BYTES} bytes")
             if not text.isprintable():
-                raise ConfigError(f"{name} {text!r} has characters that cannot be printed")
+                raise ConfigError(f"{name} {text!r} has unprintable characters")
         for name in ("instance", "endpoint", "model", "tenant", "group"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty")

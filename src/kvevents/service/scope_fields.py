@@ -37,7 +37,7 @@ class Scopes:
         self._plain = {}
 
     def drop(self, scope: Scope) -> None:
-        """Count one stream less in its scope."""
+        """Remove one stream from the count of its scope."""
         self._streams[scope] -= 1
         if not self._streams[scope]:
             del self._streams[scope]

@@ -125,13 +125,13 @@ class Standing(NamedTuple):
 
     @classmethod
     def of_member(cls, member: Member) -> Standing:
-        """Build it for a followed worker."""
+        """Build the state for a followed worker."""
         registration = member.registration
         return cls(member.trust_status, member.distance, registration.key[0], registration.stores_only)
 
     @classmethod
     def of(cls, trust: TrustStatus) -> Standing:
-        """Build it for a worker of which only the trust is known."""
+        """Build the state for a worker of which only the trust is known."""
         return cls(trust, distance_of(trust.state))
 
 
@@ -159,7 +159,7 @@ def select(
     """Return the candidate with the smallest score, and the terms of the score.
 
     `candidates` are those of the request, or all workers of its model. `held` is the result of the index for the prompt.
-    `standings` has every worker that is followed; others are believed nothing. Tiers and states that the request does not
+    `standings` has every followed worker; the matches of other workers do not count. Tiers and states that the request does not
     weigh have the weights that they have by default, and unknown tiers the lowest of all. `loads` count if the request gives
     none. Raises `SelectError` without
     candidates, for one that is named twice, and for a load that is not finite.

@@ -292,18 +292,18 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise _refused(host, port, error) from error
+        raise _listen_error(host, port, error) from error
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise _refused(host, port, error) from error
+        raise _listen_error(host, port, error) from error
     return listening
 
 
-def _refused(host: str, port: int, error: OSError) -> ConfigError:
+def _listen_error(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}; name another with --host and --port")
 
 

@@ -45,7 +45,7 @@ from kvevents.version import version
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS: Final = 120.0
-"""Time for which the blocks of a snapshot wait for the registration of their stream. Then they are removed."""
+"""Time for which the blocks of a snapshot wait for the registration of their stream, before they are removed."""
 REFRESH_SECONDS: Final = 0.25
 """Pause between two updates of the answers to probes and of the counts of sampled prompts."""
 STANDING_SECONDS: Final = 10.0
@@ -131,7 +131,7 @@ class Service:
             work += [self._save_often(), self._forget_unclaimed()]
         self._tasks = [asyncio.create_task(each) for each in work]
         for task in self._tasks:
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._on_task_end)
         for sentence in self.warnings():
             if sentence not in self.lost:  # logged already
                 log.warning("%s", sentence)
@@ -144,7 +144,7 @@ class Service:
             self.data_plane.refresh()
             self.lookups.count()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """Log the error of a task, which is a defect of the service, and mark the service as failed."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -219,13 +219,13 @@ class Service:
         if self.state_store is None:
             return
         try:
-            self.state_store.save(self.index, self._standing)
+            self.state_store.save(self.index, self._current_checkpoints)
         except (SnapshotError, TimeoutError) as error:
             self._report_fault(str(error) or "the positions of the streams could not be read in time")
         else:
             self.snapshot_at, self.snapshot_fault = time.time(), None
 
-    def _standing(self) -> list[Checkpoint]:
+    def _current_checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints of followed streams, and of restored streams that are not registered again yet."""
         followed = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
         return [*followed, *self._checkpoints.values()]
@@ -287,7 +287,10 @@ class Service:
     # --- answers
 
     def runner(self, run: Run, workers: int) -> Run:
-        """Return how to call the steps of an answer about `workers` workers: by `run`, or in a thread if there are many."""
+        """Return the function that runs the steps of an answer about `workers` workers.
+
+        `run`, or one that uses a thread for many.
+        """
         return self.pools[MATCHING].run if workers > self.config.limits.inline_candidates else run
 
     def check_tokens(self, count: int) -> None:
@@ -349,14 +352,14 @@ class Service:
         members = list(self._members().values())
         exact = sum(member.trust == Trust.EXACT for member in members)
         caught_up = sum(member.is_caught_up for member in members)
-        why = "" if self._is_ready else self._obstacle(len(members), exact, caught_up)
+        why = "" if self._is_ready else self._why_not_ready(len(members), exact, caught_up)
         self._is_ready = self._is_ready or not why
         ends = "the service is ending" if self.is_ending else self._failure
         if ends:
             why = ends
         elif not why:
             why = self._summary(len(members), exact, caught_up)
-            if self._is_late and self._shortfall(len(members), exact, caught_up):
+            if self._is_late and self._what_is_missing(len(members), exact, caught_up):
                 why += f"; the deadline of {self.config.ready.deadline_seconds:g} s has passed"
         return ReadyAnswer(
             ready=self._is_ready and not ends,
@@ -371,16 +374,16 @@ class Service:
     def _is_late(self) -> bool:
         return self._clock() - self._began >= self.config.ready.deadline_seconds
 
-    def _obstacle(self, members: int, exact: int, caught_up: int) -> str:
+    def _why_not_ready(self, members: int, exact: int, caught_up: int) -> str:
         """Return why the service is not ready; empty if it is ready."""
         # A replica that has not read its log to the end is not ready, however long that takes.
         if self.replica is not None and not self.replica.is_complete:
             return self.replica.why_hidden
         if not members and (self._expects_engines or self.config.ready.expected):
             return "engines are expected, and none is registered or found so far"
-        return "" if self._is_late else self._shortfall(members, exact, caught_up)
+        return "" if self._is_late else self._what_is_missing(members, exact, caught_up)
 
-    def _shortfall(self, members: int, exact: int, caught_up: int) -> str:
+    def _what_is_missing(self, members: int, exact: int, caught_up: int) -> str:
         """Return what is missing until the deadline; empty if nothing is."""
         if self.replica is None and not self._discovery.has_completed:
             return "not every way of discovery has answered"

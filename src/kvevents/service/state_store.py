@@ -49,7 +49,7 @@ class StateStore:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._descriptor = _locked(folder / "lock")
+            self._descriptor = _lock_folder(folder / "lock")
         except OSError as error:
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
         self._saving = threading.Lock()
@@ -77,7 +77,7 @@ class StateStore:
         except OSError as error:
             raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
         finally:
-            self._tidy()
+            self._remove_old_generations()
 
     def restore(self, index: PrefixIndex) -> dict[Key, Checkpoint]:
         """Load the current generation into the index and return its checkpoints; none if there is no generation.
@@ -91,7 +91,7 @@ class StateStore:
             kept = _KEPT.decode((self.folder / _STREAMS.format(generation)).read_bytes())
             index.restore(self.folder / _INDEX.format(generation))
         except (OSError, msgspec.MsgspecError, ValueError) as error:
-            self._set_aside(generation)
+            self._rename_unreadable(generation)
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason}") from error
         return {(each.source, each.rank): each for each in kept}
@@ -130,7 +130,7 @@ class StateStore:
             return _UNREADABLE
         return text if text.isalnum() else _UNREADABLE
 
-    def _set_aside(self, generation: str) -> None:
+    def _rename_unreadable(self, generation: str) -> None:
         for pattern in (_INDEX, _STREAMS):
             path = self.folder / pattern.format(generation)
             with suppress(OSError):
@@ -147,7 +147,7 @@ class StateStore:
                 else:
                     path.unlink()
 
-    def _tidy(self) -> None:
+    def _remove_old_generations(self) -> None:
         current = self._generation()
         if current == _UNREADABLE:  # the generation that it names is unknown and must not be removed
             return
@@ -189,7 +189,7 @@ def _write(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def _locked(path: Path) -> int:
+def _lock_folder(path: Path) -> int:
     import fcntl  # noqa: PLC0415 - Unix only, as is everything that keeps state
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

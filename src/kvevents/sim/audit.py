@@ -156,7 +156,7 @@ class Audit:
         if splits:
             applied = self._in_parts(worker, stream, batch.decode() if isinstance(batch, RawBatch) else batch, splits)
         else:
-            applied = self._give(stream, batch)
+            applied = self._apply_batch(stream, batch)
         stream.next = batch.seq + 1
         self.settle(worker)
         return applied
@@ -173,17 +173,17 @@ class Audit:
     def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> ApplyResult:
         report, start = inspect_events(batch.events, batch.rejected), 0
         for split in splits:
-            self._give(stream, _part(batch, batch.events[start:split]))
+            self._apply_batch(stream, _part(batch, batch.events[start:split]))
             start = split
             self._compare_until(worker, stream, Mark(stream.incarnation, batch.seq, split))
         heartbeat = report.heartbeat if report is not None else None
         # Its digest covers the entire batch, whatever its position in it.
         last = [] if heartbeat is None else [BlockRemoved([], heartbeat=heartbeat)]
-        applied = self._give(stream, _part(batch, [*batch.events[start:], *last]))
+        applied = self._apply_batch(stream, _part(batch, [*batch.events[start:], *last]))
         agrees = applied.report.digest_matches if applied.report is not None else None
         return ApplyResult(applied.status, report and replace(report, digest_matches=agrees))
 
-    def _give(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:
+    def _apply_batch(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:
         number = stream.numbered
         stream.numbered += 1
         return self.index.apply_payload((batch.source, batch.rank), batch.incarnation, number, batch.payload)

@@ -147,7 +147,7 @@ class PrefixCache:
         Returns False, and changes nothing, if not all known tokens of the sequence fit.
         """
         pool = self.pool
-        wanted = max(self._wanted(sequence.known, found, capped=True), self._wanted(found.tokens + tokens, found))
+        wanted = max(self._count_needed(sequence.known, found, capped=True), self._count_needed(found.tokens + tokens, found))
         if wanted + found.loaded + sum(pool.unused(table) for table in found.tables) > pool.free:
             return False
         for table in found.tables:
@@ -198,7 +198,7 @@ class PrefixCache:
 
     # --- blocks
 
-    def _wanted(self, tokens: int, found: Found, *, capped: bool = False) -> int:
+    def _count_needed(self, tokens: int, found: Found, *, capped: bool = False) -> int:
         """Return how many blocks `tokens` tokens need besides the found ones; `capped` by the blocks that a window can use."""
         needed = -(-tokens // self.size.block_size)
         return sum(

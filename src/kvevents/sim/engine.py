@@ -196,14 +196,14 @@ class Engine:
         for order, job in sorted(self._due.pop(self._number, ()), key=_by_order):
             if job.order != order:
                 continue  # preempted since
-            sequence = _of(job)
+            sequence = _sequence_of(job)
             sequence.computed = self._number + job.ahead
             sequence.known = sequence.computed + 1
             if not self.cache.extend(sequence, 1):
                 preempted = True
                 if not self._make_room(job, 1):
                     continue
-            self._when_next_due(job)
+            self._schedule_next_block(job)
         work.decoding = len(self._decoding)
         work.left -= work.decoding
         return preempted
@@ -215,11 +215,11 @@ class Engine:
             self._preempt(victim)
             if victim is job:
                 return False
-            if self.cache.extend(_of(job), tokens):
+            if self.cache.extend(_sequence_of(job), tokens):
                 return True
 
     def _preempt(self, job: Job) -> None:
-        sequence = _of(job)
+        sequence = _sequence_of(job)
         if job in self._decoding:
             sequence.known = self._number + job.ahead + 1
             self._stop_decoding(job, self._number)
@@ -231,20 +231,20 @@ class Engine:
         self.preemptions += 1
         self._waiting.appendleft(job)
 
-    def _when_next_due(self, job: Job) -> None:
+    def _schedule_next_block(self, job: Job) -> None:
         """Plan the next step in which a job begins or fills a block, or moves its window past one."""
         size, number = self.size.block_size, self._number + 1
         wait = min((place - number - job.ahead) % size for place in self._places)
         self._due[number + wait].append((job.order, job))
 
     def _start_decoding(self, job: Job) -> None:
-        sequence = _of(job)
+        sequence = _sequence_of(job)
         job.ahead = sequence.computed - self._number - 1
         self._decoding[job] = None
         self._context += sequence.computed
         self._ending[len(sequence.tokens) - 2 - job.ahead].append((job.order, job))
         if self.size.window is None:
-            self._when_next_due(job)
+            self._schedule_next_block(job)
         else:
             # The first token already moves the window past blocks that the prompt's last chunk still reached.
             self._due[self._number + 1].append((job.order, job))
@@ -260,7 +260,7 @@ class Engine:
         """Schedule further chunks of prompts that began in earlier steps. Return whether a job was preempted."""
         preempted = False
         for job in list(self._prefilling):
-            sequence = _of(job)
+            sequence = _sequence_of(job)
             chunk = min(sequence.remaining, work.left)
             if not chunk or not job.order:
                 continue
@@ -273,7 +273,7 @@ class Engine:
 
     def _admit(self, work: _Work) -> None:
         while self._waiting and work.left and self.running < self._step_limits.max_num_seqs:
-            if self._still_stuck():
+            if self._is_still_stuck():
                 return
             job = self._waiting[0]
             sequence = job.sequence = job.sequence or self._sequence(job.request)
@@ -301,7 +301,7 @@ class Engine:
         # With a sliding window the result of the lookup depends on more blocks than the one remembered hash.
         self._stuck = (self.cache.pool.freed, missed[0]) if missed and self.size.window is None else None
 
-    def _still_stuck(self) -> bool:
+    def _is_still_stuck(self) -> bool:
         """Return whether the first waiting job still does not fit: no block was freed, nor its first missing block computed."""
         if self._stuck is None:
             return False
@@ -309,7 +309,7 @@ class Engine:
         return freed == self.cache.pool.freed and not self.cache.holds(missed)
 
     def _chunk(self, job: Job, tokens: int, work: _Work) -> None:
-        sequence = _of(job)
+        sequence = _sequence_of(job)
         work.left -= tokens
         work.prefilled += tokens
         work.pairs += tokens * (2 * sequence.computed - tokens) // 2
@@ -325,7 +325,7 @@ class Engine:
 
     def _answer(self, job: Job, step: Step) -> None:
         """Record the first token after a prefill: after the prompt, or after the tokens known at a preemption."""
-        sequence = _of(job)
+        sequence = _sequence_of(job)
         if sequence.answered == 0:
             step.first.append(job)
         sequence.known += 1
@@ -335,7 +335,7 @@ class Engine:
             self._start_decoding(job)
 
     def _finish(self, job: Job, step: Step) -> None:
-        self.cache.release(_of(job))
+        self.cache.release(_sequence_of(job))
         job.order = 0
         step.finished.append(job)
 
@@ -354,7 +354,7 @@ class _Work:
     """Blocks loaded from host memory."""
 
 
-def _of(job: Job) -> Sequence:
+def _sequence_of(job: Job) -> Sequence:
     assert job.sequence is not None  # noqa: S101 - made when the job was admitted
     return job.sequence
 

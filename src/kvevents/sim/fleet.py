@@ -268,7 +268,7 @@ class Fleet:
 
     def _announce(self, worker: SimulatedWorker, step: Step) -> None:
         for lookup in step.lookups:
-            self._looked_up(worker, lookup)
+            self._on_lookup(worker, lookup)
         if step.events:
             self._publish(worker, step.events)
 
@@ -282,7 +282,7 @@ class Fleet:
         self.metrics.events += len(events)
         self._sink.publish(worker.worker, KVEventBatch(self._clock(), events, worker.worker[1]))
 
-    def _looked_up(self, worker: SimulatedWorker, lookup: Lookup) -> None:
+    def _on_lookup(self, worker: SimulatedWorker, lookup: Lookup) -> None:
         job = lookup.job
         assert job.sequence is not None  # noqa: S101 - it was looked up
         mark = Mark(worker.incarnation, worker.batches, lookup.position)

@@ -29,7 +29,7 @@ from kvevents.subscriber import StreamStatus, Subscriber
 PAUSE: Final = 0.02
 """Seconds without a delivery after which waiting lookups and the trust of streams are checked."""
 AT_ONCE: Final = 256
-"""Most deliveries between two checks."""
+"""Most deliveries that are applied between two checks."""
 STOP_SECONDS: Final = 10.0
 """Time for the thread to end."""
 
@@ -70,8 +70,8 @@ class Follower:
     def exact(self, worker: Worker) -> bool:
         """Return whether everything before the last delivery was delivered. The audit calls it in this thread.
 
-        An EXACT stream is also up to date. Here it can be behind, for example while a gap is filled, and its replay endpoint
-        need not be verified by a live batch, since it belongs to the fleet. It must have no other degraded reason.
+        An EXACT stream is also up to date. For this function a stream can be behind, for example while a gap is filled. It can
+        also be DEGRADED because no live batch has verified its replay endpoint, since the fleet owns that endpoint.
         """
         return self._subscriber is not None and self._subscriber.status(*worker).degraded_reasons <= {
             DegradedReason.REPLAY_UNPROVEN
@@ -121,7 +121,7 @@ class Follower:
 
 
 CONFIRM_SECONDS: Final = 0.5
-"""Between two empty batches that confirm replayed ones, after the traffic has ended."""
+"""Time between two empty batches that confirm replayed ones, after the traffic has ended."""
 LOOK: Final = 0.1
 """Seconds between two checks of the stop request and of the consumer."""
 POLL: Final = 0.01

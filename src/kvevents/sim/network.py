@@ -95,7 +95,7 @@ class Sockets:
         # The replay endpoint exists because one was requested.
         ends = self._bound[worker] = publisher.endpoint, publisher.replay_endpoint or ""
         if first and self._proxied:
-            listen = self._wanted(worker)
+            listen = self._configured_endpoints(worker)
             live, replay = (self._closing.enter_context(FaultProxy(*pair)) for pair in zip(ends, listen, strict=True))
             self.proxies[worker] = live, replay
             ends = live.endpoint, replay.endpoint
@@ -139,15 +139,15 @@ class Sockets:
         until = time.monotonic() + self._rebind_seconds
         while True:
             try:
-                return self._opened(worker)
+                return self._open_publisher(worker)
             except EndpointError:
                 if worker not in self._bound or time.monotonic() > until:
                     raise
                 time.sleep(REBIND_PAUSE)
 
-    def _opened(self, worker: Worker) -> ZmqEventPublisher:
+    def _open_publisher(self, worker: Worker) -> ZmqEventPublisher:
         behind = ("tcp://127.0.0.1:*",) * 2
-        endpoint, replay_endpoint = self._bound.get(worker) or (behind if self._proxied else self._wanted(worker))
+        endpoint, replay_endpoint = self._bound.get(worker) or (behind if self._proxied else self._configured_endpoints(worker))
         return ZmqEventPublisher(
             endpoint=endpoint,
             replay_endpoint=replay_endpoint,
@@ -157,7 +157,7 @@ class Sockets:
             context=self._context,
         )
 
-    def _wanted(self, worker: Worker) -> tuple[str, str]:
+    def _configured_endpoints(self, worker: Worker) -> tuple[str, str]:
         if self._base_port is None:
             return f"tcp://{self._host}:*", f"tcp://{self._host}:*"
         port = self._base_port + 2 * self._settings.workers.index(worker)

@@ -71,7 +71,7 @@ class Pool:
         return sum(not uses[block] for block in blocks if block)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Record one more sequence that uses these blocks, each of which is in use or has contents."""
+        """Record that one more sequence uses these blocks, each of which is in use or has contents."""
         uses, left = self.uses, self._left
         for block in blocks:
             if block:
@@ -114,7 +114,7 @@ class Pool:
         self.holding += named
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Record one sequence less that uses these blocks. The first one is evicted first."""
+        """Record that one sequence no longer uses these blocks. The first one is evicted first."""
         uses, tables = self.uses, self._tables
         full, empty = list[int](), list[int]()
         for block in blocks:

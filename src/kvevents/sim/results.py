@@ -25,7 +25,7 @@ class Distribution(Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """None of nothing."""
+        """Return None without values."""
         if not values:
             return None
         ordered = sorted(values)
@@ -249,7 +249,7 @@ class SimulatedWorker:
 
 
 MAX_SAMPLES: Final = 240
-"""When this number is reached, pairs of samples are merged, and from then on half as many are taken."""
+"""Most samples. At this number, pairs of samples are merged, and the interval between samples doubles."""
 FIRST_INTERVAL: Final = 1.0
 """Seconds between the first samples."""
 
@@ -320,15 +320,15 @@ class Sampler:
             )
         )
         if len(self.taken) >= MAX_SAMPLES:
-            self._thin()
+            self._merge_pairs()
 
-    def _thin(self) -> None:
+    def _merge_pairs(self) -> None:
         pairs = zip(self.taken[::2], self.taken[1::2], strict=True)
-        self.taken[:] = [_merged(first, second) for first, second in pairs]
+        self.taken[:] = [_merge_samples(first, second) for first, second in pairs]
         self.interval *= 2
 
 
-def _merged(first: Sample, second: Sample) -> Sample:
+def _merge_samples(first: Sample, second: Sample) -> Sample:
     """Return the later sample, with the tokens of both intervals."""
     return Sample(
         second.at,

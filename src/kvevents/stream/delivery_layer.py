@@ -143,11 +143,11 @@ class DeliveryLayer(Generic[BatchT]):
         """Whether the replay endpoint was distrusted and is asked again."""
         self._resyncs = 0
         """Restarts in a row because replay no longer held what it had brought, with no match between."""
-        self._begin_life()
+        self._begin_incarnation()
         if not self._can_replay:
             self._degrade(DegradedReason.NO_REPLAY)
 
-    def _begin_life(self) -> None:
+    def _begin_incarnation(self) -> None:
         self._order = Sequencer(self._limits, self._early)
         self._newest: NewestBatch | Fingerprint | None = None
         """The newest batch delivered in this incarnation."""
@@ -159,8 +159,8 @@ class DeliveryLayer(Generic[BatchT]):
         self._is_silent = False
         self._restart_reason: str | None = None
         """Why to start over when deliveries are taken next, because of a heartbeat."""
-        self._heartbeats.begin_life()
-        self._ledger.begin_life()
+        self._heartbeats.begin_incarnation()
+        self._ledger.begin_incarnation()
 
     def _apply(self, input_: Input, *context: Any) -> None:
         """Enter the state that the table gives for an input, and carry out its action."""
@@ -187,7 +187,7 @@ class DeliveryLayer(Generic[BatchT]):
         if self._ledger:
             stale = self._is_silent or (DegradedReason.SENDER in self._ledger and self._heartbeats.trust == Trust.STALE)
             reasons = [reason for reason in DegradedReason if reason in self.degraded_reasons]
-            return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(map(self._sentence, reasons)))
+            return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(map(self._describe_reason, reasons)))
         if not self._is_unproven:
             return Trust.ATTESTED if self._ledger.is_attested else Trust.EXACT
         if self._cross_check.last_live is not None and not self._checks.failed_comparisons:
@@ -198,7 +198,7 @@ class DeliveryLayer(Generic[BatchT]):
     def _is_unproven(self) -> bool:
         return self.state not in UNCONNECTED and self._can_replay and self._cross_check.is_incomplete
 
-    def _sentence(self, reason: DegradedReason) -> str:
+    def _describe_reason(self, reason: DegradedReason) -> str:
         if reason is DegradedReason.SENDER:
             return self._heartbeats.trust.reason or reason.value
         return self._heartbeats.silence if reason is DegradedReason.SILENT else reason.value
@@ -265,9 +265,9 @@ class DeliveryLayer(Generic[BatchT]):
 
     def _take_heartbeat(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> None:
         monitor = self._heartbeats
-        if monitor.is_other_life(heartbeat, live=live):
+        if monitor.is_other_incarnation(heartbeat, live=live):
             self._ledger.add(DegradedReason.IDENTITY, seq - 1)
-            if monitor.allow_new_life():
+            if monitor.allow_new_incarnation():
                 self._restart_reason = f"publisher restarted: it is of another incarnation at number {seq} than before"
         if monitor.receive(seq, heartbeat, live=live):
             self._ledger.discard(DegradedReason.SENDER)
@@ -417,7 +417,7 @@ class DeliveryLayer(Generic[BatchT]):
             self._ledger.add(DegradedReason.LOST, self._order.parts.stopped_at)
 
     def _confirm(self, seq: int) -> None:
-        """Replay and the live stream have the same batch `seq`."""
+        """Record that replay and the live stream have the same batch `seq`."""
         self._cross_check.confirm(seq)
         self._checks.reset_comparisons()
         self._pacer.reset()

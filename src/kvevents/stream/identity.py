@@ -1,4 +1,4 @@
-"""Whose batches are these: fingerprints, the cross-check of replay with live batches, and quarantine.
+"""Identifies the incarnation that batches belong to: fingerprints, the cross-check of replay with live batches, and quarantine.
 
 A number and its payload together identify an incarnation of a publisher. An incarnation may equal another one up to some
 number, or between two numbers. So after a reconnect, replay must repeat a chain of fingerprints: of each connection since the
@@ -145,7 +145,7 @@ class CrossCheck:
         self.first_live: int | None = None
         """Number of the first live batch of this connection."""
         self.has_matched = False
-        """Whether replay and a live batch of this connection have matched at any number."""
+        """Whether replay and a live batch of this connection were equal at any number."""
         self.unconfirmed: Fingerprint | None = None
         """The newest batch that the newest answer has brought or repeated, until it is confirmed."""
         self._earlier: list[Fingerprint] = []

@@ -34,7 +34,7 @@ class Stage(enum.Enum):
     """The meaning of the next messages of an answer."""
 
     MATCHING = enum.auto()
-    """Until the fingerprint is repeated, nothing says whose batches these are."""
+    """Until the fingerprint is repeated, it is unknown which incarnation these batches belong to."""
     COLLECTING = enum.auto()
     """Batches to deliver."""
     CONFIRMING = enum.auto()
@@ -69,7 +69,7 @@ class ReplayFetch:
     highest: int = -1
     """The highest number in the answer."""
     highest_early: int = -1
-    """The highest number that this answer, or attempts in a row before it, brought before its turn."""
+    """The highest number that this answer, or the attempts before it, brought too early to deliver."""
     began_with_live: bool = False
     """Whether the answer began with a batch that had come live."""
     snapshot_part: int = -2
@@ -104,7 +104,7 @@ class ReplayFetch:
         return is_first
 
     def repeat(self, now: float) -> None:
-        """Record that the answer goes on. Every attempt repeats its fingerprints, so `unanswered` keeps its count."""
+        """Record that the answer continues. Every attempt repeats its fingerprints, so `unanswered` keeps its count."""
         self.active_at = now
         self.duplicates = 0
 

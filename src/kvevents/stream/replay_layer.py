@@ -225,7 +225,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
         return False
 
     def _agree(self, seq: int, known: bytes, received: bytes, *, live: bool) -> bool:
-        """Whether two messages with one number, of which one came `live` or none did, are equal. If not, reset."""
+        """Return whether two messages with one number are equal. If not, reset. `live` says that one of them came live."""
         if known == received:
             self.counters.duplicates += 1
             if live:
@@ -235,7 +235,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
         return False
 
     def _settle(self) -> None:
-        """Close the fetch early if live frames reach what was replayed."""
+        """Close the fetch early if live frames have reached the replayed batches."""
         order, fetch = self._order, self._fetch
         is_matching = fetch is not None and fetch.fingerprint is not None
         if not order.is_complete or order.highest_seen != order.last_live or is_matching or order.parts.is_open:
@@ -284,7 +284,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
         self._apply(Input.COMPLETE)
 
     def _miss_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> None:
-        """The answer ended without the batch that would identify the publisher."""
+        """Handle an answer that ended without the batch that would identify the publisher."""
         forgotten = "replay starts after it" if fetch.has_more else "replay ends before it"
         reason = f"publisher restarted, or forgot number {fingerprint.seq}: {forgotten}"
         is_of_chain = fingerprint == self._chain.first
@@ -313,7 +313,10 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             self._apply(Input.FINGERPRINT_EVICTED, reason)
 
     def _cannot_confirm(self, reason: str) -> None:
-        """Replay no longer holds a batch that it brought. Fetch everything again, unless its buffer has proved too small."""
+        """Handle that replay no longer holds a batch that it brought.
+
+        Fetch everything again, unless its buffer has proved too small.
+        """
         may_resync = self._resyncs < self._limits.max_consecutive_resyncs
         self._apply(Input.UNCONFIRMABLE if may_resync else Input.UNCONFIRMABLE_AGAIN, reason)
 
@@ -321,7 +324,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
         self._apply(Input.CONFLICT_AGAIN if self._retries_distrusted else Input.CONFLICT, reason)
 
     def _fail_request(self, fetch: ReplayFetch) -> None:
-        """Time is up: nothing came, or nothing new."""
+        """Handle a request whose time is up, since nothing new arrived."""
         self._end_snapshot()
         self.counters.unanswered += 1
         if not fetch.end_unanswered(self._order.next_seq, self._limits):

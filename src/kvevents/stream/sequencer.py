@@ -90,7 +90,7 @@ class ReplayedDigests:
 
 
 class Order(enum.Enum):
-    """Where the number of a live batch is, compared with what was received before."""
+    """How the number of a live batch compares with the numbers received before."""
 
     NEXT = enum.auto()
     """The next number to deliver."""

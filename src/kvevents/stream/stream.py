@@ -136,7 +136,7 @@ class Stream(ReplayLayer[BatchT]):
             self._ledger.add(DegradedReason[name], last)
 
     def connected(self, now: float) -> None:
-        """The subscription is up. Feed every frame of an earlier connection before."""
+        """The subscription is up. Record a new connection. Feed every frame of an earlier connection before this call."""
         self._now = self._live_at = now
         self._end_distrust()
         if self.state is not State.CONNECTING:
@@ -159,13 +159,16 @@ class Stream(ReplayLayer[BatchT]):
         self._chain.add(self._cross_check.live_before_replay, *self._cross_check.all_unconfirmed, self._newest)
 
     def disconnected(self) -> None:
-        """The subscription is down. Frames fed from now until `connected` may be from before or after."""
+        """The subscription is down.
+
+        Record that the connection is lost. Frames fed from now until `connected` can be of the old connection or of a new one.
+        """
         if self.state not in UNCONNECTED:
             self._end_snapshot()
             self._apply(Input.DOWN)
 
     def tick(self, now: float) -> None:
-        """Let time pass: for requests without an answer, for checks that are due, and for silent publishers."""
+        """Handle what is due at `now`: requests without an answer, checks, and silent publishers."""
         self._now = now
         silent = self._silent_at()
         if silent is not None and now >= silent:
@@ -390,7 +393,7 @@ class Stream(ReplayLayer[BatchT]):
             self.incarnation = max(self.incarnation + 1, self._first_incarnation)
             self.counters.resets += 1
             self._deliveries.append(Reset(self._name, self._rank, self.incarnation, reason))
-        self._begin_life()
+        self._begin_incarnation()
         self._apply(Input.INCARNATION_WITH_REPLAY if self._can_replay else Input.INCARNATION_WITHOUT_REPLAY)
         for live in new:
             if self._cross_check.first_live is None:
@@ -432,7 +435,7 @@ class Stream(ReplayLayer[BatchT]):
         self._fetch = None
 
     def _give_up(self) -> None:
-        """Replay will not bring what is missing: declare gaps and go on."""
+        """Give up missing batches, because replay will not bring them: declare gaps and continue."""
         self._abandon()
         while not self._order.is_complete:
             self._declare_gap_before_early()

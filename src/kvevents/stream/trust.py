@@ -200,7 +200,7 @@ class TrustLedger:
         marks.add(last_affected)
 
     def discard(self, reason: DegradedReason) -> None:
-        """Remove a reason, whatever it affects."""
+        """Remove a reason, regardless of the batches that it affects."""
         self._marks.pop(reason, None)
 
     def clear(self, seq: int) -> None:
@@ -260,7 +260,7 @@ class TrustLedger:
         """Return the reasons that a checkpoint stores, each with the last number that it affects."""
         return {reason: self._marks[reason].last for reason in self if reason in PERSISTENT_REASONS}
 
-    def begin_life(self) -> None:
+    def begin_incarnation(self) -> None:
         """Remove the reasons that are about events or heartbeats of the incarnation that has ended."""
         self._cleared = self._matched = self._attested = self._unattested = -1
         self._end_before(REASONS_ENDED_BY_CLEAR, None)
@@ -316,9 +316,9 @@ class HeartbeatMonitor:
         """Whether heartbeats' digests are those of the delivered state."""
         self.attestations = MismatchCounter(limits.max_consecutive_resyncs)
         """Whether heartbeats' attestations are of the delivered state."""
-        self.begin_life()
+        self.begin_incarnation()
 
-    def begin_life(self) -> None:
+    def begin_incarnation(self) -> None:
         """Begin another incarnation of the publisher. Its last heartbeat counts until it sends the next one."""
         self._newest_seq = -1
         self._incarnation: int | None = None
@@ -342,7 +342,7 @@ class HeartbeatMonitor:
         self._newest_seq, self._heartbeat = seq, heartbeat
         return True
 
-    def is_other_life(self, heartbeat: Heartbeat, *, live: bool) -> bool:
+    def is_other_incarnation(self, heartbeat: Heartbeat, *, live: bool) -> bool:
         """Record the incarnation of a heartbeat.
 
         Return whether it differs from the incarnation of the heartbeat before, if there was one.
@@ -374,7 +374,7 @@ class HeartbeatMonitor:
 
     # --- starting over
 
-    def allow_new_life(self) -> bool:
-        """Count a heartbeat of another incarnation. Return False if two incarnations alternate, else True."""
+    def allow_new_incarnation(self) -> bool:
+        """Count a heartbeat of another incarnation. Return False if two incarnations alternate."""
         self._new_incarnations_in_a_row += 1
         return self._new_incarnations_in_a_row <= self._limits.max_consecutive_resyncs

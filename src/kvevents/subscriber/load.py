@@ -55,7 +55,7 @@ class _Stream(Readings):
         self._security = security
 
     def receive(self, now: float) -> None:
-        """Read what has come, up to a limit."""
+        """Read the messages that have arrived, up to a limit."""
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 parsed = parse_live(self.socket.recv_multipart(zmq.NOBLOCK))
@@ -214,7 +214,7 @@ class LoadSubscriber:
                 for ready, _ in poller.poll():
                     stream = followed.get(ready)
                     if stream is None:
-                        self._obey(poller, followed)
+                        self._run_requests(poller, followed)
                     elif not stream.socket.closed:
                         stream.receive(time.monotonic())
         except Exception:
@@ -222,8 +222,8 @@ class LoadSubscriber:
         finally:
             self._release()
 
-    def _obey(self, poller: zmq.Poller, followed: dict[zmq.Socket[bytes], _Stream]) -> None:
-        """Begin and end to follow streams."""
+    def _run_requests(self, poller: zmq.Poller, followed: dict[zmq.Socket[bytes], _Stream]) -> None:
+        """Start or stop following streams, as other threads have requested."""
         with contextlib.suppress(BlockingIOError):
             while self._wake_end.recv(4_096):
                 pass

@@ -80,7 +80,7 @@ class LoadPoller:
         self._call(lambda: self._add(readings))
 
     def remove(self, readings: Readings) -> None:
-        """Stop to poll for a rank; nothing if it is unknown."""
+        """Stop polling for a rank; do nothing if it is unknown."""
         self._call(lambda: self._remove(readings))
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class ReportedLoad:
         # Labels of the configuration are long and the same in each answer.
         constant = [name + rest for name, rest in lines if name == _CACHE_INFO]
         changing = [name + rest for name, rest in lines if name != _CACHE_INFO]
-        parsed = (*_parsed(b"\n".join(changing)), *(each for line in constant for each in _parsed_once(line)))
+        parsed = (*_parse_metrics(b"\n".join(changing)), *(each for line in constant for each in _parse_line(line)))
         for name, labels, value in parsed:
             series.setdefault(name, []).append(_Series(labels, value))
         return cls(series)
@@ -182,7 +182,7 @@ def _count(value: float) -> int:
     return round(value)
 
 
-def _parsed(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]]:
+def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]]:
     require_parser()
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - an extra
 
@@ -197,9 +197,9 @@ def _parsed(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]]:
 
 
 @lru_cache(maxsize=_REMEMBERED_LINES)
-def _parsed_once(line: bytes) -> tuple[tuple[str, Mapping[str, str], float], ...]:
+def _parse_line(line: bytes) -> tuple[tuple[str, Mapping[str, str], float], ...]:
     """Parse a line that does not change while its engine lives."""
-    return tuple(_parsed(line)) if len(line) <= MAX_LINE_BYTES else ()
+    return tuple(_parse_metrics(line)) if len(line) <= MAX_LINE_BYTES else ()
 
 
 def require_parser() -> None:
@@ -357,9 +357,9 @@ class Readings:
         newest = self._newest
         age = None if newest is None else max(now - newest[1], 0.0)
         load = None if newest is None or age is None or age > max_age else newest[0]
-        return LoadReading(load, age, self.received, self.rejected, "" if load is not None else self._why_unknown(age))
+        return LoadReading(load, age, self.received, self.rejected, "" if load is not None else self._describe_fault(age))
 
-    def _why_unknown(self, age: float | None) -> str:
+    def _describe_fault(self, age: float | None) -> str:
         if self.fault:
             return self.fault
         if age is None:

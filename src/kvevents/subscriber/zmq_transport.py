@@ -273,7 +273,7 @@ class LiveSocket:
         self._is_accepted = False
         """Whether the last attempt found a peer that accepts TCP connections."""
         self._expects_retry = False
-        """A connection has ended and libzmq reports that it will retry. That is not a failed attempt."""
+        """A connection has ended and libzmq reports that it will retry. This does not count as a failed attempt."""
         self.fault = ""
         """Why there is no connection. It has been logged."""
         self._monitor: zmq.Socket[bytes] | None = None
@@ -414,7 +414,7 @@ class LiveSocket:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether a message can be received. To receive and catch `zmq.Again` costs three times as much."""
+    """Return whether a message can be received. Receiving and catching `zmq.Again` would cost three times as much."""
     return bool(int(_get(socket, _EVENTS)) & _POLLIN)
 
 

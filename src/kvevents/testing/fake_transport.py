@@ -31,7 +31,7 @@ class VirtualClock:
     """
 
     def __init__(self, start: float = 0.0) -> None:
-        self._now = _finite(start)
+        self._now = _check_finite(start)
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
@@ -42,7 +42,7 @@ class VirtualClock:
 
     def advance(self, seconds: float) -> float:
         """Advance by `seconds` (0 or more) and return the new time. Raise `ConfigError` for a negative or infinite number."""
-        if _finite(seconds) < 0:
+        if _check_finite(seconds) < 0:
             raise ConfigError(f"cannot advance the clock by {seconds} s: expected 0 or more")
         with self._lock:
             self._now += seconds
@@ -51,13 +51,13 @@ class VirtualClock:
     def set(self, now: float) -> float:
         """Set the time to `now` and return it. Raise `ConfigError` if it is before the current time or infinite."""
         with self._lock:
-            if _finite(now) < self._now:
+            if _check_finite(now) < self._now:
                 raise ConfigError(f"cannot set the clock to {now} s: it is at {self._now} s and does not go back")
             self._now = float(now)
             return self._now
 
 
-def _finite(seconds: float) -> float:
+def _check_finite(seconds: float) -> float:
     if not math.isfinite(seconds):
         raise ConfigError(f"invalid time {seconds}: expected a finite number of seconds")
     return float(seconds)

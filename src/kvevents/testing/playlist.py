@@ -37,7 +37,9 @@ def as_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
 
 
 def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
-    """Return the batches of a tape. Of a recording, return the first stream of `run`, or the first stream at all.
+    """Return the batches of a tape.
+
+    For a recording, return the first stream of `run`, or the first stream of all runs without `run`.
 
     Raise `RecordingError` for a file that cannot be read, `ConfigError` for a file without such a stream.
     """
@@ -128,7 +130,8 @@ ENGINE_BUFFER_STEPS: Final = 10_000
 """Default size in batches of the replay buffer of vLLM and SGLang (`buffer_steps`)."""
 
 Loss: TypeAlias = Collection[int] | float | Callable[[int], bool]
-"""Which batches are lost: these sequence numbers, a share from 0.0 to 1.0, or every number for which a function is true."""
+"""Selects the batches to lose: these sequence numbers, a share from 0.0 to 1.0, or every number for which a function is
+true."""
 
 ReplyShape: TypeAlias = Literal["topic", "no-topic", "bare-end"]
 """`topic`: vLLM from 0.26, SGLang from 0.5.22, TensorRT-LLM. `no-topic`: earlier releases. `bare-end`: the first version, whose

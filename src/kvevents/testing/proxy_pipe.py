@@ -80,7 +80,7 @@ class DirectionFaults:
         self._pipes.discard(pipe)
 
     def inject(self, raw: bytes) -> None:
-        """Send a message of the proxy's own on every connection that has carried a message before."""
+        """Send an extra message on every connection that has carried a message before."""
         sent = sum(pipe.inject(raw) for pipe in self._pipes)
         with self.condition:
             self.counts.injected += sent

@@ -178,7 +178,10 @@ class TapeSockets:
             self.counts.incarnations += 1
 
     def publish(self, seen: bool = True) -> int:
-        """Publish the next batch, subject to the faults, and return its sequence number. Not `seen`: do not send it live."""
+        """Publish the next batch, subject to the faults, and return its sequence number.
+
+        With `seen` False the batch is not sent live.
+        """
         batch, _, is_restart = self.playlist.take()
         if is_restart:
             self._clear_buffer()

@@ -1,4 +1,4 @@
-//! In which runs blocks are exported, and in which order.
+//! Divides blocks into runs, and determines the order in which runs are exported.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ const MAX_KEYED: usize = 4096;
 pub struct Twins(HashMap<u64, Vec<u32>>);
 
 impl Twins {
-    /// Of all blocks.
+    /// Creates it for all blocks.
     pub fn new(blocks: &Blocks) -> Self {
         let mut all: HashMap<u64, Vec<u32>> = HashMap::new();
         for number in blocks.iter_dead() {
@@ -52,13 +52,13 @@ fn depth(blocks: &Blocks, number: u32) -> usize {
 pub struct Runs<'a> {
     blocks: &'a Blocks,
     twins: &'a Twins,
-    /// By block the first of its children.
+    /// First child of each block.
     first_child: Vec<u32>,
-    /// By block the next child of its parent.
+    /// Next sibling of each block.
     next_sibling: Vec<u32>,
     /// How many blocks must be exported before a twin, besides its parent.
     blockers: HashMap<u32, usize>,
-    /// By block the twins that it blocks.
+    /// Twins that each block blocks.
     blocked: HashMap<u32, Vec<u32>>,
     /// Twins whose parents are exported, and that are blocked.
     held: Vec<u32>,
@@ -67,7 +67,7 @@ pub struct Runs<'a> {
 }
 
 impl<'a> Runs<'a> {
-    /// Of all blocks.
+    /// Creates it for all blocks.
     pub fn new(blocks: &'a Blocks, twins: &'a Twins) -> Self {
         let mut runs = Self {
             blocks,

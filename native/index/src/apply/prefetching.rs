@@ -1,19 +1,19 @@
-//! The blocks of an event, on their way to be placed.
+//! Prefetches memory for the blocks of an event before they are placed.
 
 use super::Chain;
 use crate::shared::{Block, SharedState};
 use crate::stream::Stream;
 use crate::table::{Reach, Stage, TableHash};
 
-/// Blocks between one step of asking for memory and the next: placing so many takes longer than memory does.
+/// Blocks between one prefetch step and the next: placing this many takes longer than a memory access.
 const AHEAD: usize = 8;
-/// Places for blocks that were asked for, a power of two.
+/// Number of prefetched blocks that are remembered, a power of two.
 const RING: usize = 4 * AHEAD;
 
-/// Where a block is looked for: its key, and its hash.
+/// Table positions of a block: by its key, and by its hash.
 type Spots = (TableHash, TableHash);
 
-/// Blocks that were asked for, by their number modulo `RING`; kept from one run to the next to spare allocations.
+/// Prefetched blocks, by their number modulo `RING`; kept from one run to the next to avoid allocations.
 #[derive(Debug)]
 pub(super) struct Ring(Box<[Spots; RING]>);
 
@@ -49,12 +49,12 @@ impl Chain<'_> {
     }
 }
 
-/// Blocks of one chain. What each of them needs of large tables is a cache miss that leads to the next one, so it is asked for in three steps. Small
-/// tables need less.
+/// Blocks of one chain. In large tables each block needs several dependent cache misses, so it is prefetched in three steps. Small tables
+/// need fewer steps.
 pub(super) struct Ahead<'a> {
     pub(super) chain: &'a Chain<'a>,
     pub(super) ring: &'a mut Ring,
-    /// How much of the tables is in a near cache.
+    /// The part of the tables that is in a near cache.
     pub(super) reach: Reach,
 }
 
@@ -68,7 +68,7 @@ impl Ahead<'_> {
         }
     }
 
-    /// Asks for what the first blocks need.
+    /// Prefetches memory for the first blocks.
     pub(super) fn start(&mut self, stream: &Stream, shared: &SharedState) {
         let first = (self.steps() * AHEAD).min(self.chain.hashes.len());
         for at in 0..first {
@@ -83,7 +83,7 @@ impl Ahead<'_> {
         }
     }
 
-    /// The block `at`, which is to be placed next; asks for what later ones need.
+    /// Returns the block `at`, which is to be placed next, and prefetches memory for later ones.
     #[inline]
     pub(super) fn next(&mut self, stream: &Stream, shared: &SharedState, at: usize) -> Block {
         let count = self.chain.hashes.len();
@@ -103,7 +103,7 @@ impl Ahead<'_> {
         self.chain.block_at(self.ring.0[at % RING], at)
     }
 
-    /// Takes in the block `at`, if there is one, and asks for the first that it needs.
+    /// Adds the block `at`, if it exists, and starts its first prefetch.
     #[inline]
     fn come(&mut self, stream: &Stream, shared: &SharedState, at: usize, stage: Stage) {
         if at < self.chain.hashes.len() {

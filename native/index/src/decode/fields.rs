@@ -10,7 +10,7 @@ use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
 use super::{BlockInactive, BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
-/// Lists and maps of one batch in fields of free form, but for extra keys as engines send them.
+/// Most lists and maps of one batch in fields of free form, not counting extra keys in the form in which engines send them.
 const MAX_FREE_CONTAINERS: usize = 50_000;
 
 /// The remaining budget of a batch for fields of free form.
@@ -37,7 +37,7 @@ impl FreeFormBudget {
     }
 }
 
-/// Fields by name, as they came. Each method takes one; `rest`, called last, what nothing took.
+/// Undecoded fields by name. Each method removes the field that it reads; `rest`, called last, returns the others.
 pub struct Fields<'f, 'a> {
     fields: Vec<(Cow<'a, str>, &'a [u8])>,
     limits: &'f Limits,
@@ -57,7 +57,7 @@ impl Hash<'_> {
         number.or_else(|| bin(raw).map(Hash::Digest)).ok_or(Reason::BadField)
     }
 
-    /// Modulo 2^64; of a digest the last 8 bytes, as vLLM itself shortens them.
+    /// Returns the hash modulo 2^64; for a digest, its last 8 bytes, as vLLM itself shortens it.
     fn canonical<'a>(&self, name: &'static str) -> Result<u64, Refusal<'a>> {
         let end = match self {
             Self::Number(value) => return Ok(*value),
@@ -76,10 +76,10 @@ fn list(raw: &[u8]) -> Result<impl Iterator<Item = &[u8]>, Reason> {
     Ok(items(raw))
 }
 
-/// Levels of containers in extra keys as engines send them: of blocks, of keys, and of the parts of a key.
+/// Levels of containers in extra keys as engines send them: blocks, keys, and the parts of a key.
 const MAX_USUAL_DEPTH: usize = 3;
 
-/// Whether extra keys are as engines send them: of each block texts, numbers, and lists of these.
+/// Whether extra keys have the form in which engines send them: texts, numbers, and lists of these for each block.
 fn is_usual(raw: &[u8]) -> bool {
     let is_plain = |raw: &[u8]| integer(raw).is_some() || text(raw).is_ok_and(|text| text.is_some());
     let is_key = |raw: &[u8]| is_plain(raw) || list(raw).is_ok_and(|mut parts| parts.all(is_plain));
@@ -378,7 +378,7 @@ impl<'f, 'a> Fields<'f, 'a> {
     }
 }
 
-/// Seconds that heartbeats can be apart.
+/// Longest interval between heartbeats in seconds.
 const MAX_EVERY: f64 = 86_400.0;
 
 fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {

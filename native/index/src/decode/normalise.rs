@@ -6,12 +6,12 @@ use crate::step_counter;
 use super::value::{Value, write, write_array, write_bytes, write_integer, write_text};
 use super::{BlockInactive, BlockRemoved, BlockStored, Event, Token};
 
-/// Numbers of which 64 bits count: from 2^63 on they are below zero.
+/// Returns a number's lowest 64 bits as a signed number.
 fn signed(value: i128) -> i128 {
     i128::from(value as i64)
 }
 
-/// Events as a payload that `scan` reads by limits that are larger than a peer's, and that leads an index to the same state.
+/// Encodes events as a payload that `scan` reads with larger limits than a peer's, and that leads an index to the same state.
 pub fn normalised(events: &[Event]) -> Vec<u8> {
     let mut normaliser = Normaliser::default();
     events.iter().for_each(|event| normaliser.add(event));
@@ -25,7 +25,7 @@ pub(super) struct Normaliser {
     count: u32,
 }
 
-/// A batch of as many events as its last four bytes say.
+/// The beginning of a batch, whose last four bytes are the number of events.
 const BEGINNING: [u8; 7] = [0x92, 0x00, 0xDD, 0, 0, 0, 0];
 
 impl Normaliser {
@@ -128,7 +128,7 @@ fn write_inactive(event: &BlockInactive, out: &mut Vec<u8>) {
     fields.finish();
 }
 
-/// The tier and the group that a clear is about. A field that makes no sense says nothing: to clear too much gives no false credit.
+/// Writes the tier and the group that a clear is limited to. Invalid fields are ignored: clearing too much never causes false matches.
 fn write_cleared(unknown_fields: &[(String, Value)], out: &mut Vec<u8>) {
     let mut fields = FieldWriter::new("AllBlocksCleared", out);
     for (name, value) in unknown_fields {
@@ -196,7 +196,7 @@ fn write_tokens(tokens: &[Token], out: &mut Vec<u8>) {
 
 // --- extra keys
 
-/// Extra keys of all blocks, with TensorRT-LLM's `mm_keys` among them.
+/// Writes the extra keys of all blocks, including TensorRT-LLM's `mm_keys`.
 fn write_extra_keys(event: &BlockStored, fields: &mut FieldWriter<'_>) {
     if event.token_ids.is_empty() {
         return; // no key is made
@@ -243,11 +243,12 @@ fn is_something(value: &Value) -> bool {
     }
 }
 
-/// Bytes of what marks a block.
+/// Size of the mark of a block that must not match, in bytes.
 const MARK: usize = 16;
 
-/// Multimodal items: per block a list of `{"hash", "start_offset"}`, or of pairs of the two. A list that is not one per block is of the only
-/// block. Anything else marks every block, so that none of them is credited; by its beginning, since it is written once for each.
+/// Multimodal items: per block a list of `{"hash", "start_offset"}`, or of pairs of the two. A list that is not per block belongs to the
+/// only block. Any other value marks every block, so that none of them matches. The mark is the beginning of the value, since it is written
+/// once for each block.
 enum Items<'a> {
     PerBlock(&'a [Value]),
     OfOne(&'a [Value]),
@@ -307,7 +308,7 @@ impl<'a> Items<'a> {
     }
 }
 
-/// A key that the index knows as it is; any other as bytes, which no prompt has: its block is like no other, and never credited.
+/// Writes a key that the index supports unchanged, and any other key as bytes that no prompt has, so that its block never matches.
 fn write_extra(key: &Value, out: &mut Vec<u8>) {
     let is_plain = |key: &Value| matches!(key, Value::Text(_) | Value::Int(_) | Value::Bytes(_));
     let is_known = match key {

@@ -1,4 +1,4 @@
-//! The reasons for which an event or a batch is set aside, in the words of `kvevents.wire`, except where those come from its library.
+//! The reasons why an event or a batch is rejected. The messages equal those of `kvevents.wire`, except where its library writes them.
 
 use std::borrow::Cow;
 
@@ -6,10 +6,10 @@ use super::{RAW_KEPT, Reason, Rejected};
 
 /// Characters of a detail.
 const DETAIL_KEPT: usize = 256;
-/// Characters of a peer's words in it.
+/// Longest part of a detail that a peer chooses, in characters.
 const NAME_KEPT: usize = 64;
 
-/// Why something is set aside. It becomes text only when it is read, since a peer can have very many things set aside.
+/// Why a part of a batch is rejected. It becomes text only when it is read, since a peer can cause very many rejections.
 #[derive(Debug)]
 pub(super) struct Refusal<'a> {
     reason: Reason,
@@ -30,7 +30,7 @@ impl<'a> Refusal<'a> {
         Self { reason, detail }
     }
 
-    /// For what the decoder of values refuses, by a reason of its own or because it is not as `expected`.
+    /// Creates a refusal for a value that the decoder refuses for `reason`, or because it is not as `expected`.
     pub fn of(reason: Reason, what: impl Into<Cow<'a, str>>, expected: &'static str) -> Self {
         let words = match reason {
             Reason::Malformed => "is truncated, or no MessagePack",
@@ -54,7 +54,7 @@ impl<'a> Refusal<'a> {
         Self { reason, detail }
     }
 
-    /// The record of it.
+    /// Returns the record of this refusal.
     pub fn rejected(&self, raw: &[u8], index: Option<usize>) -> Rejected {
         let short = |text: &str| text.chars().take(NAME_KEPT).collect::<String>();
         let detail = match &self.detail {

@@ -7,7 +7,7 @@ use crate::step_counter;
 
 use super::Reason;
 
-/// Nil, in the place of a field that is missing.
+/// Nil, which replaces a missing field.
 pub(super) const NIL: &[u8] = &[0xC0];
 
 /// A value of free form.
@@ -28,7 +28,7 @@ pub enum Value {
     Bytes(Vec<u8>),
     /// An array.
     List(Vec<Value>),
-    /// A map of texts; of equal keys the last value, in the place of the first.
+    /// A map of texts; of equal keys the last value, at the position of the first.
     Map(Vec<(String, Value)>),
     /// A timestamp: seconds since the epoch, and microseconds.
     Time(i64, u32),
@@ -36,7 +36,7 @@ pub enum Value {
     Extension(i8, Vec<u8>),
 }
 
-/// The first byte of a value, which says its type.
+/// The first byte of a value, which determines its type.
 pub(super) fn head_of(raw: &[u8]) -> u8 {
     raw.first().copied().unwrap_or(0xC0)
 }
@@ -49,7 +49,8 @@ pub(super) fn is_map(head: u8) -> bool {
     matches!(head, 0x80..=0x8F | 0xDE | 0xDF)
 }
 
-/// Elements that an array, or pairs that a map declares, by as much of its header as there is; 0 of anything else.
+/// Returns the number of elements that an array declares, or of pairs that a map declares, even if its header is truncated; 0 for other
+/// values.
 pub(super) fn declared(raw: &[u8]) -> usize {
     let width = match head_of(raw) {
         head @ 0x80..=0x9F => return usize::from(head & 0x0F),
@@ -63,7 +64,7 @@ pub(super) fn declared(raw: &[u8]) -> usize {
         .fold(0, |value, &byte| value << 8 | usize::from(byte))
 }
 
-/// Where the value that begins at `at` ends, however deep it is nested.
+/// Returns the end of the value that begins at `at`, however deeply it is nested.
 fn end_of(data: &[u8], mut at: usize) -> Option<usize> {
     let mut pending = 1_u64;
     while pending > 0 {
@@ -106,7 +107,7 @@ fn end_of(data: &[u8], mut at: usize) -> Option<usize> {
     Some(at)
 }
 
-/// The elements of an array that is whole, one after the other.
+/// Iterates over the elements of a complete array.
 pub(super) fn items(raw: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut parts = Parts::new(raw).ok();
     (0..declared(raw)).map_while(move |_| parts.as_mut()?.next().ok())
@@ -151,10 +152,10 @@ pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
     Ok(found)
 }
 
-/// Names up to which each is compared with all others.
+/// Largest number of names for which each is compared with all others.
 const FEW_NAMES: usize = 16;
 
-/// The values of a map by their names; of equal names the last value, in the place of the first.
+/// The values of a map by their names; of equal names the last value, at the position of the first.
 pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
     let mut parts = Parts::new(raw)?;
     let mut found: Vec<(&str, &[u8])> = Vec::new();
@@ -182,7 +183,7 @@ pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
 }
 
 impl<'a> Parts<'a> {
-    /// A key, of which only a text is read whole: anything else is refused by its header.
+    /// Reads a key. Only a text is read completely: any other type is refused by its header.
     fn next_header(&mut self) -> Result<&'a [u8], Reason> {
         let rest = self.raw.get(self.at..).unwrap_or_default();
         let head = *rest.first().ok_or(Reason::Malformed)?;
@@ -211,7 +212,7 @@ pub(super) fn bin(raw: &[u8]) -> Option<&[u8]> {
     Reader::new(raw, 0).bin()
 }
 
-/// A value of free form with at most `depth` levels of containers, and as many of these as are `left`.
+/// Reads a value of free form with at most `depth` levels of containers, and at most `left` containers.
 pub(super) fn value(raw: &[u8], depth: usize, left: &mut usize) -> Result<Value, Reason> {
     step_counter::count(1);
     let head = head_of(raw);

@@ -32,10 +32,10 @@ pub struct BatchReport {
     pub rejected: Vec<Rejected>,
     /// The last heartbeat: its digest is of everything up to the end of the batch.
     pub heartbeat: Option<Heartbeat>,
-    /// Whether the stream had that digest when the batch was applied; None without a heartbeat, for a batch that was not applied, and where blocks
-    /// that the memory limit has cost can be all that is missing.
+    /// Whether the stream had that digest when the batch was applied; None without a heartbeat, for a batch that was not applied, and if
+    /// blocks that were refused at the memory limit can explain the difference.
     pub agrees: Option<bool>,
-    /// Whether the stream held then what the heartbeat's attestation says of the engine's cache; None as for `agrees`, and without an
+    /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None as for `agrees`, and without an
     /// attestation.
     pub attested: Option<bool>,
 }
@@ -51,7 +51,7 @@ pub enum Outcome {
     Void,
     /// The limit of streams of an index is reached.
     Full,
-    /// A panic has left the index changed by half.
+    /// A panic has left the index half changed.
     Damaged,
 }
 
@@ -62,7 +62,7 @@ impl From<Outcome> for ApplyResult {
     }
 }
 
-/// Kept from one batch to the next to spare allocations.
+/// Buffers that are kept from one batch to the next, to avoid allocations.
 #[derive(Default)]
 struct Room {
     scratch: Scratch,
@@ -86,13 +86,13 @@ impl Index {
         }
     }
 
-    /// The same for `decode::normalised` events, which may be more than a peer can send. None for other payloads.
+    /// Applies `decode::normalised` events, which can exceed the limits of peers. None for other payloads.
     pub fn normalised(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
         self.scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {})
     }
 
-    /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are None as well
-    /// if the stream is unknown, or if the heartbeat has no such value.
+    /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are
+    /// None as well if the stream is unknown, or if the heartbeat has no such value.
     pub fn compare(
         &self,
         source: &str,
@@ -135,7 +135,7 @@ impl Index {
         }
     }
 
-    /// Applies what the scanner reads by a schema; None, and nothing has changed, for anything else. `then` is called if it was applied.
+    /// Applies a payload that the scanner reads by a schema, and then calls `then`. Returns None and changes nothing for other payloads.
     fn scanned(
         &self,
         schema: &Schema,
@@ -162,8 +162,7 @@ impl Index {
         })
     }
 
-    /// Applies a batch, if no lock has to be waited for and there is little to do, and nothing to find; None, and nothing has changed, where that is
-    /// not so.
+    /// Applies a small batch without findings if no lock has to be waited for. Otherwise returns None and changes nothing.
     pub fn try_batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
         ROOM.with_borrow_mut(|room| {
             if scan(payload, &self.schema, &mut room.scratch).is_none() {
@@ -287,7 +286,7 @@ impl Room {
         Outcome::Applied(cleared)
     }
 
-    /// Whether the batch is of few blocks that are stored and removed.
+    /// Whether the batch only stores or removes a few blocks.
     fn is_quick(&self) -> bool {
         let is_clear = |event: &Event| event.kind == Kind::Cleared;
         !self.scratch.events.iter().any(is_clear) && self.scratch.hashes.len() + self.scratch.events.len() <= QUICK_BLOCKS

@@ -1,4 +1,4 @@
-//! Streams that come out of snapshots, and how they replace the streams of an index or join them; `snapshot` has the format.
+//! Adds the streams of snapshots to an index, or replaces its streams by them; `snapshot` has the format.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
@@ -28,7 +28,7 @@ pub struct ImportedStream {
 }
 
 impl ImportedStream {
-    /// One that has joined, without blocks.
+    /// Creates a stream that has joined, without blocks.
     pub fn join(
         shared: &mut SharedState,
         number: u32,
@@ -43,7 +43,7 @@ impl ImportedStream {
         Self { worker, number, stream }
     }
 
-    /// Takes it out again, with all that it holds.
+    /// Removes it with all of its blocks.
     pub fn leave(&self, shared_lock: &YieldingRwLock<SharedState>) {
         let mut stream = self.stream.lock();
         stream.gone = true;
@@ -80,12 +80,12 @@ fn held(worker: &Worker) -> Failure {
 }
 
 impl Index {
-    /// Writes a snapshot, of these workers alone where some are given.
+    /// Writes a snapshot of these workers, or of all workers if none are given.
     pub fn save<W: Write>(&self, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
         snapshot::save(self, out, workers)
     }
 
-    /// Puts what was restored, with the shared part in which it is, in the place of everything but the overlay.
+    /// Replaces everything except the overlay by restored streams and their shared part.
     pub fn replace(&self, shared_lock: YieldingRwLock<SharedState>, part: Part) {
         let mut fresh = Registry::new(Secret::new());
         part.streams.iter().for_each(|imported| fresh.enter(imported));
@@ -134,7 +134,7 @@ impl Index {
 
     // --- absorbing
 
-    /// Adds what a snapshot holds, or nothing at all when it fails. Returns the workers that came.
+    /// Adds the contents of a snapshot, or nothing if it fails. Returns the added workers.
     pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
         // Replacing the shared part now would leave these streams in one that is dropped.
         let _whole = self.replacing.read_recursive();
@@ -150,7 +150,7 @@ impl Index {
         Ok(part.streams.into_iter().map(|imported| imported.worker).collect())
     }
 
-    /// Lets a stream out of a snapshot join. Only `register_imported` puts it where deliveries and askers find it.
+    /// Lets a stream of a snapshot join the shared part. Deliveries and lookups find it only after `register_imported`.
     pub fn import(&self, worker: Worker, incarnation: i64) -> Result<ImportedStream, Failure> {
         let registry = self.registry.read();
         if registry.find(&worker.source, worker.rank).is_some() {
@@ -167,12 +167,12 @@ impl Index {
         Ok(ImportedStream::join(&mut shared, number, worker, incarnation, model, drafts))
     }
 
-    /// Takes a stream out that was let join and not taken in.
+    /// Removes a stream that has joined and was not registered.
     pub fn discard(&self, imported: &ImportedStream) {
         imported.leave(&self.shared_lock);
     }
 
-    /// Makes streams that have joined, and are whole, a part of the index.
+    /// Registers complete streams that have joined.
     fn register_imported(&self, part: &Part) -> Result<(), Failure> {
         let mut registry = self.registry.write();
         // What was delivered while the snapshot was read may have brought one of them in.

@@ -19,15 +19,15 @@ use crate::placements::LEVELS;
 use crate::read_view::{Reading, View};
 use crate::shared::SharedState;
 
-/// Blocks of a prompt that are looked for before the others are hashed, and tokens of those: many prompts are unknown from the start.
+/// Blocks of a prompt that are looked up before the others are hashed, and their tokens: of many prompts not even the beginning is known.
 const FIRST_BLOCKS: usize = 64;
 const FIRST_TOKENS: usize = 1_024;
-/// How many times as many are hashed next.
+/// Factor by which the number of hashed blocks grows with each step.
 const GROWTH: usize = 8;
-/// How often a lookup finds that a writer has changed what it reads before it waits until none writes.
+/// Number of tries of a lookup, each disturbed by a writer, before it waits until no writer runs.
 const TRIES: usize = 4;
 
-/// Where a prompt is looked for.
+/// The scope in which a prompt is looked up.
 #[derive(Clone, Debug, Default)]
 pub struct Scope {
     /// The model that workers are labelled with.
@@ -50,7 +50,7 @@ impl Scope {
         }
     }
 
-    /// Goes on with the local hashes of a prompt's blocks up to `wanted` of them.
+    /// Extends the local hashes of a prompt's blocks up to `wanted` hashes.
     fn extend(&self, tokens: &[u32], scheme: Scheme, wanted: usize, locals: &mut Vec<u64>) {
         let (known, wanted) = (locals.len(), scheme.blocks(tokens.len()).min(wanted));
         if known < wanted {
@@ -65,9 +65,9 @@ impl Scope {
 pub struct Matches {
     /// The match of each worker.
     pub hits: Vec<Hit>,
-    /// Of workers with blocks that might be gone what they certainly hold, where that is less.
+    /// The certain matches of workers with blocks that might be gone, if these are shorter.
     uncertain: Vec<Hit>,
-    /// Streams of which it cannot be known what they hold, not even at most.
+    /// Streams for which not even an upper bound of the match is known.
     unknown: Vec<u32>,
     names: Arc<Names>,
 }
@@ -90,7 +90,7 @@ impl Matches {
         self.certain(hit) == hit.tokens && !self.unknown.contains(&hit.stream)
     }
 
-    /// Keeps of what workers certainly hold that which is less than what they may hold.
+    /// Keeps only the certain matches that are shorter than the possible ones.
     fn compare(&mut self, mut certain: Vec<Hit>) {
         if certain.is_empty() {
             return;
@@ -104,11 +104,11 @@ impl Matches {
     }
 }
 
-/// A prompt as it is cut in one scheme.
+/// A prompt divided into blocks by one scheme.
 #[derive(Debug)]
 struct Cut {
     scheme: Scheme,
-    /// The numbers of its contexts when it was looked for last.
+    /// The numbers of its contexts at its last lookup.
     context: Option<u32>,
     keyed: Option<u32>,
     locals: Vec<u64>,
@@ -123,14 +123,14 @@ impl Cut {
     }
 }
 
-/// Kept from one match to the next to spare allocations.
+/// Buffers that are kept from one match to the next, to avoid allocations.
 #[derive(Default)]
 struct Room {
     walk: Walk,
     /// By scheme. The next prompt probably has the same schemes.
     cuts: Vec<Cut>,
     schemes: Vec<(Scheme, Option<u32>, Option<u32>)>,
-    /// Hashes of the prompt as engines make them.
+    /// Hashes of the prompt as engines compute them.
     hashed: Vec<HashedPrompt>,
 }
 
@@ -146,11 +146,11 @@ thread_local! {
     static ROOM: RefCell<Room> = RefCell::default();
 }
 
-/// Bytes of local hashes that are kept for the next prompt.
+/// Memory for local hashes that is kept for the next prompt, in bytes.
 const HASHES_KEPT: usize = 1 << 16;
 
 impl Room {
-    /// Whether the prompt is cut in the schemes that its scope has; if not, it is to be.
+    /// Whether the prompt is divided by all schemes of its scope.
     fn is_cut(&mut self, view: &View, scope: &Scope, model: Option<&Model>) -> bool {
         self.schemes.clear();
         for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
@@ -184,24 +184,24 @@ impl Room {
 impl Index {
     /// Workers that hold a beginning of a prompt.
     ///
-    /// Hashes are made without the lock, first a few of them, since many prompts are unknown from the start. What the answer says was all
-    /// true at one moment: the last look is at every block, of every scheme, and counts if no writer has changed one of them meanwhile.
+    /// Hashes are made without the lock, first a few of them, since many prompts are unknown from the start. The answer describes one
+    /// moment: the last try reads every block of every scheme, and counts if no writer has changed one of them meanwhile.
     pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Matches {
         self.matched_within(tokens, tokens.len(), scope)
     }
 
-    /// The same for prefixes of at most `longest` tokens: engines compute the last token of a prompt in any case, though its hashes cover it.
+    /// Does the same for prefixes of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover it.
     pub fn matched_within(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
         let locks = (|| Some(self.view.read()), || Some(self.shared_lock.read()));
         self.matched_by(tokens, longest, scope, locks).unwrap_or_default()
     }
 
-    /// The same if no lock has to be waited for.
+    /// Does the same, or returns None if it would have to wait for a lock.
     pub fn try_matched(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
         self.try_matched_within(tokens, tokens.len(), scope)
     }
 
-    /// `matched_within` if no lock has to be waited for.
+    /// Calls `matched_within`, or returns None if it would have to wait for a lock.
     pub fn try_matched_within(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Option<Matches> {
         let locks = (|| self.view.try_read(), || self.shared_lock.try_read());
         self.matched_by(tokens, longest, scope, locks)
@@ -300,7 +300,7 @@ impl Index {
         })
     }
 
-    /// The same for keys that the caller has computed. None when block sizes differ and none is given.
+    /// Does the same for keys that the caller has computed. None if block sizes differ and none is given.
     pub fn matched_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
             let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
@@ -362,7 +362,7 @@ impl Index {
 
     // --- the overlay
 
-    /// Believes until `until` that a worker will hold a prompt.
+    /// Adds a decision: until `until` a worker is expected to hold a prompt.
     pub fn speculate(&self, worker: &Worker, tokens: &[u32], scope: &Scope, now: f64, until: f64) {
         let prompts = self.keys_of_all(tokens, scope);
         let mut overlay = self.overlay.lock();
@@ -373,7 +373,7 @@ impl Index {
         drop(self.overlay_at(now));
     }
 
-    /// The overlay, in which what is over by `now` has ended.
+    /// Returns the overlay, without decisions that have ended by `now`.
     pub(super) fn overlay_at(&self, now: f64) -> MutexGuard<'_, Overlay> {
         let mut overlay = self.overlay.lock();
         if overlay.is_due(now) {
@@ -399,7 +399,7 @@ impl Index {
         });
     }
 
-    /// Lengthens an answer to what is believed.
+    /// Extends an answer by the decisions of the overlay.
     pub fn believed(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
         if self.overlay_at(now).is_empty() {
             return;
@@ -458,7 +458,7 @@ fn lookup_by_hashes(view: &View, stream: u32) -> Option<&GroupLookup> {
     (lookup.groups.method() == Method::Hashes).then_some(lookup)
 }
 
-/// A hit of which nothing is certain.
+/// Returns a hit without certain tokens.
 fn uncertain(hit: Hit) -> Hit {
     Hit {
         tokens: [0; LEVELS],
@@ -473,8 +473,8 @@ struct Answer<'a> {
     unknown: &'a mut Vec<u32>,
 }
 
-/// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be made, the hit is what
-/// the engine finds at most, of which nothing is certain. Returns how a prompt is to be hashed first, if it has not been.
+/// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be made,
+/// the hit is what the engine finds at most, of which nothing is certain. If the prompt must be hashed first, returns the scheme for that.
 fn find_by_hashes(
     view: &View,
     hashed: &[HashedPrompt],
@@ -514,8 +514,8 @@ fn find_by_hashes(
                     };
                     Some(cache.find(&lookup.groups, &prompt.hashes, longest))
                 }
-                // The engine has announced no prompt with this salt, or none with a LoRA or an item. Without full attention it need not announce the
-                // first blocks of a prompt.
+                // The engine has announced no prompt with this salt, or none with a LoRA or an item. Without full attention it need not
+                // announce the first blocks of a prompt.
                 (Some(_), None) if has_full && !cache.misses_salts() => Some(Found::default()),
                 _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
                 _ => None,

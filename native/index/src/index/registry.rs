@@ -14,7 +14,7 @@ use crate::members::{Member, Worker};
 use crate::shared::SharedState;
 use crate::stream::Stream;
 
-/// A stream, with what can be known of it while it is busy.
+/// A stream, with data that can be read while it is locked.
 #[derive(Clone, Debug)]
 pub(super) struct Rank {
     pub(super) rank: i64,
@@ -38,7 +38,7 @@ impl Rank {
     }
 }
 
-/// A stream without blocks, which joins the shared part under a number that is free.
+/// Creates a stream without blocks, which joins the shared part under a free number.
 pub(super) fn register(
     shared: &mut SharedState,
     number: u32,
@@ -65,7 +65,7 @@ pub(super) fn register(
 #[derive(Debug)]
 pub(super) struct Registry {
     pub(super) streams: HashMap<String, Vec<Rank>, Secret>,
-    /// Newest lives of removed workers, and the order in which those were removed.
+    /// Newest incarnations of removed workers, and the order in which the workers were removed.
     pub(super) fences: HashMap<Worker, i64, Secret>,
     fenced: VecDeque<Worker>,
     /// Models by source.
@@ -91,7 +91,7 @@ impl Registry {
         ranks.iter().find(|other| other.rank == rank).map(|found| &found.stream)
     }
 
-    /// Takes in a stream out of a snapshot, whose worker is not known.
+    /// Adds a stream of a snapshot, whose worker is not registered.
     pub(super) fn enter(&mut self, imported: &ImportedStream) {
         let Worker { source, rank } = &*imported.worker;
         let rank = Rank::new(*rank, imported.stream.clone());
@@ -106,7 +106,7 @@ impl Registry {
 }
 
 impl Index {
-    /// The stream of a worker that was not known when it was looked for; refused if a fence excludes it, or if no stream number is free.
+    /// Returns or creates the stream of a worker. Refused if a fence excludes it, or if no stream number is free.
     pub(super) fn get_or_create(&self, source: &str, rank: i64, incarnation: i64) -> Result<Arc<Mutex<Stream>>, Outcome> {
         let mut registry = self.registry.write();
         if let Some(stream) = registry.find(source, rank) {
@@ -134,7 +134,7 @@ impl Index {
         Ok(stream)
     }
 
-    /// Labels all ranks of a source, also those that come later.
+    /// Labels all ranks of a source, also later ones.
     pub fn label(&self, source: &str, model: Option<&str>) {
         let mut registry = self.registry.write();
         match model {
@@ -146,8 +146,8 @@ impl Index {
         self.shared_lock.write().relabel(model_of);
     }
 
-    /// Sets the groups of a source's engine that belong to a draft model (EAGLE, MTP): of a hit in these the engine computes the last block again.
-    /// An empty list stands for all groups, None for an engine without a draft model. Holds for all ranks, also those that come later.
+    /// Sets the groups of a source's engine that belong to a draft model (EAGLE, MTP): of a hit in these the engine computes the last block
+    /// again. An empty list means all groups, None an engine without a draft model. Applies to all ranks, also to later ones.
     pub fn set_drafts(&self, source: &str, groups: Option<Vec<i64>>) {
         let groups: Option<Arc<[i64]>> = groups.map(Into::into);
         let mut registry = self.registry.write();
@@ -190,8 +190,8 @@ impl Index {
         registry.fenced.iter().filter_map(fence).collect()
     }
 
-    /// Forgets a worker, or all ranks of a source, and what was decided for it. Deliveries of its life are void from now on. Returns its
-    /// blocks.
+    /// Removes a worker, or all ranks of a source, with its decisions. Deliveries of its incarnation are void from now on. Returns the
+    /// number of its blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
         let _whole = self.replacing.read_recursive();
         let mut registry = self.registry.write();

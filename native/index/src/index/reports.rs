@@ -12,7 +12,7 @@ use crate::placements::Placement;
 use crate::shared::SharedState;
 use crate::stream::{Counters, Stream};
 
-/// Blocks that are listed while writers wait.
+/// Number of blocks that are listed while writers wait.
 const BLOCKS_AT_ONCE: usize = 512;
 
 /// One stream as an operator sees it.
@@ -22,9 +22,9 @@ pub struct Info {
     pub worker: Arc<Worker>,
     /// Its model.
     pub model: Option<String>,
-    /// Its blocks.
+    /// Number of its blocks.
     pub blocks: usize,
-    /// Which life.
+    /// Its incarnation.
     pub incarnation: i64,
     /// Number of its last batch.
     pub last: i64,
@@ -34,7 +34,7 @@ pub struct Info {
     pub copies: usize,
     /// Blocks that might be gone, once for each placement.
     pub uncertain: usize,
-    /// Whether it held what the engine does at the last attestation of this life; None before the first.
+    /// Whether it held the same blocks as the engine at the last attestation of this incarnation; None before the first.
     pub attested: Option<bool>,
     /// Tokens per block, as its present incarnation has announced them.
     pub sizes: Vec<u32>,
@@ -53,13 +53,13 @@ pub struct Held {
     pub key: u64,
     /// The engine's hash.
     pub hash: u64,
-    /// Where.
+    /// Number of its placement.
     pub placement: u16,
-    /// How often.
+    /// Number of its copies.
     pub copies: Copies,
 }
 
-/// The overlay in numbers.
+/// Statistics of the overlay.
 #[derive(Clone, Copy, Debug)]
 pub struct Speculated {
     /// Blocks of all decisions.
@@ -81,7 +81,7 @@ impl Index {
         self.streams().into_iter().filter_map(info).collect()
     }
 
-    /// The same of one worker; None if it is unknown.
+    /// Returns one worker as an operator sees it; None if it is unknown.
     pub fn info(&self, source: &str, rank: i64) -> Option<Info> {
         let stream = self.stream(source, rank)?;
         let model = self.registry.read().labels.get(source).cloned();
@@ -122,7 +122,7 @@ impl Index {
         self.ended.lock().clone()
     }
 
-    /// Heap bytes of everything, and different blocks.
+    /// Heap bytes of the index, and the number of different blocks.
     pub fn bytes(&self) -> (usize, usize) {
         let streams: usize = self.streams().iter().map(|(_, stream)| stream.lock().bytes()).sum();
         let shared = self.shared_lock.read();
@@ -163,7 +163,7 @@ impl Index {
         (found, placements)
     }
 
-    /// The key of the block that a stream means by a hash.
+    /// The key of the block with this hash in a stream.
     pub fn key_of(&self, source: &str, rank: i64, hash: u64) -> Option<u64> {
         let stream = self.stream(source, rank)?;
         let stream = stream.lock();
@@ -171,7 +171,7 @@ impl Index {
         stream.newest(&shared, hash).map(|number| shared.records.key(number))
     }
 
-    /// The overlay in numbers.
+    /// Statistics of the overlay.
     pub fn speculated(&self, now: f64) -> Speculated {
         let overlay = self.overlay_at(now);
         Speculated {

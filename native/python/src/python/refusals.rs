@@ -9,7 +9,7 @@ fn raised(py: Python<'_>, name: &str, text: &str) -> PyErr {
 
 /// The exception for an index that a panic has damaged.
 pub(super) fn damaged(py: Python<'_>) -> PyErr {
-    let text = "the index is damaged: an error of kvevents left it changed by half, and what it would answer may be wrong; \
+    let text = "the index is damaged: an error of kvevents left it half changed, and what it would answer may be wrong; \
                 restore a snapshot, or begin with an empty index";
     raised(py, "DamagedIndexError", text)
 }

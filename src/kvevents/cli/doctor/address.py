@@ -36,7 +36,8 @@ _OUTCOMES: Final[dict[int, CurveOutcome]] = {
 def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_TIMEOUT) -> CurveOutcome:
     """Connect a socket of `kind`, and return the outcome of the first CURVE handshake.
 
-    A server of kvevents refuses a key so that the peer retries (see `kvevents.security.zap`): `silent` or `dropped`.
+    A server of kvevents refuses a key without an error, so that the peer retries (see `kvevents.security.zap`); the outcome is
+    then `silent` or `dropped`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -133,13 +134,13 @@ def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Findi
         wrong = _curve_fault("address", endpoint, handshake, curve, zmq.SUB)
         return ([ok("address", f"{endpoint} accepts the key")], True) if wrong is None else ([wrong], False)
     if handshake.outcome != "socket":
-        return [_wrong("address", endpoint, handshake)], False
+        return [_report_no_socket("address", endpoint, handshake)], False
     if not handshake.is_publisher:
-        return [_other_socket(endpoint, handshake.detail)], False
+        return [_report_other_socket(endpoint, handshake.detail)], False
     return [ok("address", f"{endpoint} is a publisher ({handshake.detail} socket)")], True
 
 
-def _wrong(check: str, endpoint: str, handshake: Handshake) -> Finding:
+def _report_no_socket(check: str, endpoint: str, handshake: Handshake) -> Finding:
     text, advice = _HTTP if handshake.detail == "HTTP" else _WRONG[handshake.outcome]
     return fail(check, f"{endpoint}: {text.format(detail=handshake.detail).strip()}", advice)
 
@@ -160,13 +161,13 @@ def _curve_fault(check: str, endpoint: str, handshake: Handshake, curve: Curve, 
     return fail(check, f"{endpoint}: {text}", advice)
 
 
-def _other_socket(endpoint: str, kind: str) -> Finding:
+def _report_other_socket(endpoint: str, kind: str) -> Finding:
     if kind != "ROUTER":
         return fail("address", f"{endpoint} is a {kind} socket, not a publisher", "check the port; this may be another service")
-    before = _neighbour(endpoint, -1)
+    before = _endpoint_of_rank(endpoint, -1)
     events = (
         f"{before} is a publisher"
-        if before and _publishes(before)
+        if before and _is_publisher(before)
         else "the port of the events is often the one below it, 5557 by default"
     )
     return fail(
@@ -185,7 +186,7 @@ def check_replay_address(endpoint: str, curve: Curve | None = None) -> Finding |
     if curve is not None and handshake.outcome in {"curve", "socket"}:
         return _curve_fault("replay", endpoint, handshake, curve, zmq.DEALER)
     if handshake.outcome != "socket":
-        return _wrong("replay", endpoint, handshake)
+        return _report_no_socket("replay", endpoint, handshake)
     if handshake.detail != "ROUTER":
         return fail(
             "replay",
@@ -198,27 +199,27 @@ def check_replay_address(endpoint: str, curve: Curve | None = None) -> Finding |
 def next_ranks(endpoint: str) -> int:
     """Return how many of the next ports are publishers too, such as those of further ranks."""
     count = 0
-    for neighbour in _neighbours(endpoint):
-        if not _publishes(neighbour):
+    for neighbour in _following_endpoints(endpoint):
+        if not _is_publisher(neighbour):
             break
         count += 1
     return count
 
 
-def _neighbours(endpoint: str) -> Iterator[str]:
+def _following_endpoints(endpoint: str) -> Iterator[str]:
     for distance in range(1, MAX_PROBED_RANKS):
-        neighbour = _neighbour(endpoint, distance)
+        neighbour = _endpoint_of_rank(endpoint, distance)
         if neighbour is None:
             return
         yield neighbour
 
 
-def _neighbour(endpoint: str, distance: int) -> str | None:
+def _endpoint_of_rank(endpoint: str, distance: int) -> str | None:
     found = split_tcp(endpoint)
     if found is None or not 0 < found[1] + distance <= MAX_PORT:
         return None
     return f"tcp://{found[0]}:{found[1] + distance}"
 
 
-def _publishes(endpoint: str) -> bool:
+def _is_publisher(endpoint: str) -> bool:
     return perform_handshake(endpoint, NEIGHBOUR_TIMEOUT).is_publisher

@@ -25,7 +25,7 @@ from kvevents.subscriber.zmq_sockets import destroy_context
 from kvevents.wire import ReplayBatch, ReplayEnd, decode_batch, parse_replay_reply, replay_request_frames
 
 MAX_REPLY_MESSAGES: Final = 200_000
-"""Messages of one response that are read. An engine keeps 10,000 batches, so more do not end."""
+"""Most messages of one response that are read. An engine keeps 10,000 batches, so a longer response never ends."""
 
 Dealer = zmq.Socket[bytes]
 
@@ -97,14 +97,14 @@ def request_replay(endpoint: str, start: int, *, silence: float, seconds: float,
             if wait <= 0 or not socket.poll(ceil(1000 * wait)):
                 response.cut = wait <= 0
                 return response
-            _take(response, socket.recv_multipart())
+            _add_reply(response, socket.recv_multipart())
             if response.end:
                 return response
     response.cut = True
     return response
 
 
-def _take(response: ReplayResponse, frames: list[bytes]) -> None:
+def _add_reply(response: ReplayResponse, frames: list[bytes]) -> None:
     message = parse_replay_reply(frames)
     if isinstance(message, ReplayBatch):
         response.batches.append(message)
@@ -140,7 +140,7 @@ def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[Findin
             "the engine may hang or be overloaded, or this is the port of another service; try again, then restart the engine"
         )
         return [fail("replay", text, advice)], response
-    return [_reach(endpoint, response), *_losses(endpoint, response, curve)], response
+    return [_report_reply(endpoint, response), *_losses(endpoint, response, curve)], response
 
 
 def decode_response(response: ReplayResponse) -> DecodedContents:
@@ -156,7 +156,7 @@ def count_topics(response: ReplayResponse) -> Counter[bytes]:
     return Counter(batch.topic for batch in response.batches if batch.topic is not None)
 
 
-def _reach(endpoint: str, response: ReplayResponse) -> Finding:
+def _report_reply(endpoint: str, response: ReplayResponse) -> Finding:
     if not response.batches:
         if response.malformed:
             return fail("replay", f"{endpoint} answers, but not with batches", "check the port; this may be another service")
@@ -246,9 +246,9 @@ class Comparison:
     responses: tuple[ReplayResponse, ...]
     agreeing: int = 0
     different: tuple[int, ...] = ()
-    """SequenceNumbers of which it holds other contents."""
+    """Sequence numbers under which the endpoint holds other contents."""
     absent: tuple[int, ...] = ()
-    """SequenceNumbers that were in no answer."""
+    """Sequence numbers that no response contained."""
 
     @property
     def answered(self) -> bool:

@@ -301,7 +301,7 @@ def _trust_finding(source: SourceView, now: float) -> Finding:
     state = source.trust.state
     since = max(now - source.since, 0.0)
     reason = source_issues(source)
-    text = f"{_name(source)} is {state} for {duration(since)}{f': {reason}' if reason else ''}"
+    text = f"{_worker_name(source)} is {state} for {duration(since)}{f': {reason}' if reason else ''}"
     codes = set(source.trust.reason_codes)
     if state != "DEGRADED":
         codes.discard(Reason.REPLAY_UNPROVEN)  # true of every stream that connects or catches up
@@ -315,7 +315,7 @@ def _trust_finding(source: SourceView, now: float) -> Finding:
     return found("trust", text, advice.format(endpoint=source.endpoint))
 
 
-def _name(source: SourceView) -> str:
+def _worker_name(source: SourceView) -> str:
     return worker_name(source.instance, source.rank, source.tenant, source.group)
 
 
@@ -341,31 +341,31 @@ def check_block_sizes(sources: Sequence[SourceView]) -> Finding | None:
     if not wrong:
         text = "as registered" if declared else "none is registered"
         return ok("blocks", f"blocks of {' and '.join(map(str, sizes))} tokens, {text}")
-    pairs = [(_name(source), source.declared_block_size, ", ".join(map(str, source.block_sizes))) for source in wrong]
+    pairs = [(_worker_name(source), source.declared_block_size, ", ".join(map(str, source.block_sizes))) for source in wrong]
     text = first_names([f"{name} is registered with {registered} and sends {sent}" for name, registered, sent in pairs])
     return fail("blocks", f"tokens per block: {text}", "register them with their block size, by which routers divide prompts")
 
 
 def check_lag(sources: Sequence[SourceView]) -> Finding | None:
     """Check the lag of the newest batches; None before the first live batch."""
-    lags = {_name(source): source.lag_seconds for source in sources if source.lag_seconds is not None}
+    lags = {_worker_name(source): source.lag_seconds for source in sources if source.lag_seconds is not None}
     if not lags:
         return None
     ahead = {name: -lag for name, lag in lags.items() if lag < -LATE_SECONDS}
     late = {name: lag for name, lag in lags.items() if lag > LATE_SECONDS}
     if ahead:
-        text = f"clocks are ahead of the service's: {_largest(ahead)}"
+        text = f"clocks are ahead of the service's: {_list_lags(ahead)}"
         return warn("lag", text, "synchronise the clocks (chrony, ntpd), without which lag cannot be measured")
     if late:
         advice = "check the CPU of the service, the network and that clock; `kvevents top --sort lag` shows whether it grows"
-        return warn("lag", f"the newest batch was late: {_largest(late)}", advice)
+        return warn("lag", f"the newest batch was late: {_list_lags(late)}", advice)
     return ok("lag", f"the newest batches came within {1000 * max(0.0, *lags.values()):,.0f} ms")
 
 
 def check_load(sources: Sequence[SourceView]) -> Finding | None:
     """Check the load that engines report; None if none reports it."""
     loads = [source.load for source in sources if source.load is not None]
-    faults = [f"{_name(source)}: {source.load_fault}" for source in sources if source.load_fault is not None]
+    faults = [f"{_worker_name(source)}: {source.load_fault}" for source in sources if source.load_fault is not None]
     if faults:
         advice = "selections take the mean of the other engines for their load; check that endpoint, or remove it (load)"
         return warn("load", f"unknown of {first_names(faults)}", advice)
@@ -376,15 +376,15 @@ def check_load(sources: Sequence[SourceView]) -> Finding | None:
     return ok("load", f"{plural(running, 'request')} running and {waiting:,} waiting; {reported}")
 
 
-def _largest(seconds: dict[str, float]) -> str:
+def _list_lags(seconds: dict[str, float]) -> str:
     return first_names([f"{name} by {duration(seconds[name])}" for name in sorted(seconds, key=lambda name: -seconds[name])])
 
 
 def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[Finding]:
     """Check for sources that have sent nothing, ever or for long."""
     following = [source for source in sources if source.trust.state in {"EXACT", "DEGRADED"}]
-    ages = {_name(source): now - source.last_event for source in following if source.last_event is not None}
-    never = [name for source in following if (name := _name(source)) not in ages and not source.blocks]
+    ages = {_worker_name(source): now - source.last_event for source in following if source.last_event is not None}
+    never = [name for source in following if (name := _worker_name(source)) not in ages and not source.blocks]
     silent = [f"{name} for {duration(age)}" for name, age in ages.items() if age > SILENT_SECONDS]
     if never:
         advice = "idle engines publish nothing: send them requests, and check that KV events and prefix caching are enabled"
@@ -401,22 +401,22 @@ def check_losses(sources: Sequence[SourceView], now: float) -> Iterator[Finding]
     losing = [source for source in sources if source.lost]
     recent = [source for source in losing if any(now - gap.at < RECENT_SECONDS for gap in source.gaps)]
     if losing and not recent:
-        yield ok("losses", f"permanently lost, none of them within the last hour: {_lost(losing)}")
+        yield ok("losses", f"permanently lost, none of them within the last hour: {_list_losses(losing)}")
     without_replay = [source for source in recent if Reason.NO_REPLAY in source.trust.reason_codes]
     if without_replay:
         yield warn(
             "losses",
-            f"permanently lost, some within the last hour, without a replay endpoint: {_lost(without_replay)}",
+            f"permanently lost, some within the last hour, without a replay endpoint: {_list_losses(without_replay)}",
             _REPLAY,
         )
     rest = [source for source in recent if Reason.NO_REPLAY not in source.trust.reason_codes]
     if rest:
         advice = "a larger buffer_steps of the engine lets replay repair more; check whether the service or the network pauses"
-        yield warn("losses", f"permanently lost, some within the last hour: {_lost(rest)}", advice)
+        yield warn("losses", f"permanently lost, some within the last hour: {_list_losses(rest)}", advice)
 
 
-def _lost(sources: Sequence[SourceView]) -> str:
-    return first_names([f"{plural(source.lost, 'batch')} of {_name(source)}" for source in sources])
+def _list_losses(sources: Sequence[SourceView]) -> str:
+    return first_names([f"{plural(source.lost, 'batch')} of {_worker_name(source)}" for source in sources])
 
 
 def check_rejected(sources: Sequence[SourceView]) -> Finding | None:
@@ -424,7 +424,7 @@ def check_rejected(sources: Sequence[SourceView]) -> Finding | None:
     rejecting = [source for source in sources if source.rejected]
     if not rejecting:
         return None
-    counts = first_names([f"{_name(source)}: {_reasons(source)}" for source in rejecting])
+    counts = first_names([f"{_worker_name(source)}: {_reasons(source)}" for source in rejecting])
     advice = f"kvevents doctor {rejecting[0].endpoint} shows which release has written them; it may be newer than kvevents"
     return warn("decoding", f"events could not be used: {counts}", advice)
 

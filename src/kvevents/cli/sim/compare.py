@@ -174,14 +174,14 @@ def run_policies(
 
 def _run_in_process(policy: str, settings: FleetSettings, workload: WorkloadOptions, on_progress: OnProgress) -> PolicyResult:
     result = simulate(settings, policy, workload.generate(), progress=partial(on_progress, policy))
-    on_progress(policy, _end(result))
+    on_progress(policy, _final_progress(result))
     return result
 
 
 def _run_in_processes(
     policies: Sequence[str], settings: FleetSettings, workload: WorkloadOptions, jobs: int, on_progress: OnProgress
 ) -> dict[str, PolicyResult]:
-    resource_tracker.ensure_running()  # now, since before Python 3.12 its start lets signals in that `_uninterrupted` keeps out
+    resource_tracker.ensure_running()  # before Python 3.12 its start unblocks signals that `_block_interrupts` blocks
     waiting, running, results = deque(policies), dict[Connection, _Run](), dict[str, PolicyResult]()
     try:
         while waiting or running:
@@ -195,7 +195,7 @@ def _run_in_processes(
                 if isinstance(message, PolicyResult):
                     results[run.policy] = message
                     _close(running.pop(pipe))
-                on_progress(run.policy, _end(message) if isinstance(message, PolicyResult) else message)
+                on_progress(run.policy, _final_progress(message) if isinstance(message, PolicyResult) else message)
     finally:
         for run in running.values():
             run.process.kill()
@@ -206,8 +206,8 @@ def _run_in_processes(
 
 def _start(policy: str, settings: FleetSettings, workload: WorkloadOptions) -> _Run:
     ours, theirs = _SPAWNED.Pipe(duplex=False)
-    process = _SPAWNED.Process(target=_work, args=(theirs, policy, settings, workload), daemon=True)
-    with theirs, _uninterrupted():
+    process = _SPAWNED.Process(target=_run_in_child, args=(theirs, policy, settings, workload), daemon=True)
+    with theirs, _block_interrupts():
         process.start()
     return _Run(policy, process, ours)
 
@@ -225,7 +225,7 @@ def _receive(run: _Run) -> Progress | PolicyResult:
         ) from error
     if isinstance(message, KVEventsError):
         raise message
-    assert isinstance(message, (Progress, PolicyResult))  # noqa: S101 - the types that `_work` sends
+    assert isinstance(message, (Progress, PolicyResult))  # noqa: S101 - the types that `_run_in_child` sends
     return message
 
 
@@ -238,7 +238,7 @@ def _close(run: _Run) -> None:
     run.pipe.close()
 
 
-def _work(pipe: Connection, policy: str, settings: FleetSettings, workload: WorkloadOptions) -> None:
+def _run_in_child(pipe: Connection, policy: str, settings: FleetSettings, workload: WorkloadOptions) -> None:
     """Run a simulation in its process."""
     with suppress(BrokenPipeError):  # the parent process has ended
         try:
@@ -248,12 +248,12 @@ def _work(pipe: Connection, policy: str, settings: FleetSettings, workload: Work
         pipe.send(answer)
 
 
-def _end(result: PolicyResult) -> Progress:
+def _final_progress(result: PolicyResult) -> Progress:
     return Progress(result.seconds, result.requests, result.finished + result.refused)
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _block_interrupts() -> Iterator[None]:
     """Block SIGINT in a process that is started here. A terminal sends it to all, and this process ends the others."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -332,11 +332,11 @@ def print_comparison(comparison: Comparison, console: Console, *, json: bool) ->
     head, *lines = rows(comparison)
     console.line(Span("  ".join(cell.text for cell in head).rstrip(), "dim"))
     for line in lines:
-        console.line(*_styled(line))
+        console.line(*_style_row(line))
     console.line(summary(comparison))
 
 
-def _styled(line: list[Cell]) -> list[Part]:
+def _style_row(line: list[Cell]) -> list[Part]:
     name, *figures = line
     parts: list[Part] = [Span(name.text, "name")]
     for cell in figures:

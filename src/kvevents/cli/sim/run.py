@@ -233,9 +233,9 @@ class ViewTiming:
     """How often `live_view` prints."""
 
     line_seconds: float = 5.0
-    """Between two lines of progress without a terminal."""
+    """Time between two lines of progress without a terminal."""
     frame_seconds: float = 0.25
-    """Between two updates of the table on a terminal."""
+    """Time between two updates of the table on a terminal."""
 
 
 @contextmanager

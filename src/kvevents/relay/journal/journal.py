@@ -71,7 +71,7 @@ class JournalLimits:
     close_timeout: float = 10.0
     """How long `close` waits for the disk."""
     check_interval: float = 1.0
-    """Between two checks whether the files still exist."""
+    """Time between two checks whether the files still exist."""
     probe_bytes: int = MIB
     """Free space that a failed disk must have before it is used again."""
     frame_batches: int = 1_000

@@ -123,10 +123,10 @@ class DnsResolver:
             raise ResolveError(f"{name} cannot be resolved: every nameserver answers with an error") from error
         except (DNSException, OSError) as error:
             raise ResolveError(f"{name} cannot be resolved: {error}") from error
-        return _resolved(answer)
+        return _resolved_hosts(answer)
 
 
-def _resolved(answer: dns.resolver.Answer) -> Resolved:
+def _resolved_hosts(answer: dns.resolver.Answer) -> Resolved:
     if answer.rrset is None:
         return Resolved(())
     hosts = [_host(record) for record in answer.rrset]

@@ -143,7 +143,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
     """Parse the answer of an SGLang server that was reached at `host`. Raises `EngineQueryError` for another shape."""
     try:
         info = msgspec.convert(answer, _ServerInfo)
-        descriptor = _configured(info) if info.kv_events is UNSET else info.kv_events
+        descriptor = _descriptor_from_flag(info) if info.kv_events is UNSET else info.kv_events
     except ValueError as error:
         raise EngineQueryError(f"/server_info does not have the shape of SGLang's: {error}") from error
     found = EngineInfo(model=info.served_model_name or None)
@@ -152,7 +152,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
         return found
     count = 1 if descriptor.dp_size is None else descriptor.dp_size
     _check_count(count)
-    here = _ranks_here(info, count)
+    here = _ranks_of_node(info, count)
     for rank in range(count):
         if rank in here:
             _parse_sglang_rank(found, rank, descriptor, host)
@@ -161,7 +161,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
     return found
 
 
-def _configured(info: _ServerInfo) -> _Descriptor | None:
+def _descriptor_from_flag(info: _ServerInfo) -> _Descriptor | None:
     """Build `kv_events` from the flag `kv_events_config`; None if events are off, or the release has neither."""
     if not info.kv_events_config:
         return None
@@ -179,7 +179,7 @@ def _configured(info: _ServerInfo) -> _Descriptor | None:
     )
 
 
-def _ranks_here(info: _ServerInfo, count: int) -> set[int]:
+def _ranks_of_node(info: _ServerInfo, count: int) -> set[int]:
     """Return the ranks of the queried node. Each node has an equal range of ranks (`data_parallel_controller.py`)."""
     nodes = info.nnodes or 1
     if nodes <= 1:

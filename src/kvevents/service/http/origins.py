@@ -55,10 +55,10 @@ class OriginPolicy:
         """
         if self.checks_host and headers.host is not None and not self._is_own_host(host_of(_text(headers.host))):
             hint = "use an address of this service, or add the name to allowed_hosts"
-            raise ServiceError(f"unknown host {_shown(headers.host)!r}", "unknown-host", hint, status=421)
+            raise ServiceError(f"unknown host {_quoted_text(headers.host)!r}", "unknown-host", hint, status=421)
         if headers.origin is not None and not self._is_own_origin(headers.origin, headers.host):
             hint = "a browser may send requests only from the service's own page; see allowed_hosts"
-            raise UnauthorizedError(f"foreign origin {_shown(headers.origin)!r}", "foreign-origin", hint, status=403)
+            raise UnauthorizedError(f"foreign origin {_quoted_text(headers.origin)!r}", "foreign-origin", hint, status=403)
         if headers.fetch_site not in _OWN_SITE and not (is_read and headers.fetch_mode == b"navigate"):
             hint = "a browser may send requests only from the service's own page"
             raise UnauthorizedError("a page of another origin sent this request", "foreign-origin", hint, status=403)
@@ -80,5 +80,5 @@ def _text(value: bytes) -> str:
     return value.decode("latin-1").strip(" \t")
 
 
-def _shown(value: bytes) -> str:
+def _quoted_text(value: bytes) -> str:
     return _text(value)[:MAX_SHOWN]

@@ -43,10 +43,10 @@ class ThreadPool:
         self._count += 1
         context = contextvars.copy_context()
         work = asyncio.get_running_loop().run_in_executor(self._executor, lambda: context.run(call, *arguments))
-        work.add_done_callback(self._finished)
+        work.add_done_callback(self._on_finished)
         return await work
 
-    def _finished(self, _: object) -> None:
+    def _on_finished(self, _: object) -> None:
         self._count -= 1
 
 

@@ -54,7 +54,7 @@ HEARTBEAT_SECONDS: Final = 15.0
 """Interval of comments on an idle `/v1/events`. They keep proxies from closing it and reveal disconnected clients."""
 
 
-def _held(found: list[MemberMatch]) -> list[WorkerMatch]:
+def _worker_matches(found: list[MemberMatch]) -> list[WorkerMatch]:
     return [
         WorkerMatch(
             instance=row.member.registration.instance,
@@ -91,22 +91,24 @@ async def match(service: Service, request: Request) -> Response:
     found = await service.lookups.find(
         run, scope, tokens, mm=query.mm, expected=query.expected, whole_prompt=query.whole_prompt
     )
-    return await run(_matched, service, request, scope, len(tokens), found)
+    return await run(_match_answer, service, request, scope, len(tokens), found)
 
 
 def _prompt(service: Service, request: Request) -> tuple[ScopedRequest, Any]:
     if request.kind == RAW:
-        tokens, query = _raw(request)
+        tokens, query = _raw_prompt(request)
     else:
         query, tokens = MATCH.read_tokens(request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
     return query, tokens
 
 
-def _matched(service: Service, request: Request, scope: Scope, length: int, found: Found) -> Response:
+def _match_answer(service: Service, request: Request, scope: Scope, length: int, found: Found) -> Response:
     holders = {row.member.worker for row in found.rows}
     others = [member.empty_match for member in service.candidates.of(scope).members if member.worker not in holders]
-    return answer(MatchAnswer(prompt_tokens=length, workers=_held(found.rows) + others, missing=found.missing), request)
+    return answer(
+        MatchAnswer(prompt_tokens=length, workers=_worker_matches(found.rows) + others, missing=found.missing), request
+    )
 
 
 @build_decoder_now
@@ -114,7 +116,7 @@ class _RawScope(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=
     """Query parameters of a raw prompt."""
 
 
-def _raw(request: Request) -> tuple[Any, ScopedRequest]:
+def _raw_prompt(request: Request) -> tuple[Any, ScopedRequest]:
     if len(request.body) % 4:
         raise RefusedError(
             f"invalid raw body of {len(request.body)} bytes: expected 4 bytes for each token",
@@ -136,13 +138,13 @@ async def match_many(service: Service, request: Request) -> Response:
     found = await service.lookups.find_many(
         request.run, scope, query.prompts, mm=query.mm, expected=query.expected, whole_prompt=query.whole_prompt
     )
-    return await request.run(_matched_many, service, request, scope, query, found)
+    return await request.run(_match_many_answer, service, request, scope, query, found)
 
 
-def _matched_many(service: Service, request: Request, scope: Scope, query: MatchManyRequest, found: FoundMany) -> Response:
+def _match_many_answer(service: Service, request: Request, scope: Scope, query: MatchManyRequest, found: FoundMany) -> Response:
     # Each match is encoded alone, because the encoder holds the interpreter lock.
     matches: list[Any] = [
-        encoded(PromptMatch(prompt_tokens=len(tokens), holders=_held(rows)), request)
+        encoded(PromptMatch(prompt_tokens=len(tokens), holders=_worker_matches(rows)), request)
         for tokens, rows in zip(query.prompts, found.rows, strict=True)
     ]
     return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, scope), missing=found.missing), request)
@@ -165,13 +167,15 @@ async def select(service: Service, request: Request) -> Response:
     found = await service.lookups.find(
         run, scope, tokens, mm=query.mm, expected=query.expected, whole_prompt=query.whole_prompt
     )
-    chosen = await run(_selected, service, scope, query, found.rows, found.missing)
+    chosen = await run(_selection_answer, service, scope, query, found.rows, found.missing)
     if query.expect_seconds > 0:
         service.lookups.expect(scope, (chosen.instance, chosen.rank), query)
     return answer(chosen, request)
 
 
-def _selected(service: Service, scope: Scope, query: SelectRequest, found: list[MemberMatch], missing: str) -> Selection:
+def _selection_answer(
+    service: Service, scope: Scope, query: SelectRequest, found: list[MemberMatch], missing: str
+) -> Selection:
     standings = {member.worker: Standing.of_member(member) for member in service.candidates.of(scope).members}
     candidates = query.candidates
     if candidates is None:
@@ -188,7 +192,7 @@ def _selected(service: Service, scope: Scope, query: SelectRequest, found: list[
                 "no-candidates",
                 "leave `candidates` out, or name workers of /v1/sources",
             )
-    held = {(each.instance, each.rank): each for each in _held(found)}
+    held = {(each.instance, each.rank): each for each in _worker_matches(found)}
     for row in found:
         if not row.is_certain and (standing := standings.get(row.member.worker)) is not None:
             standings[row.member.worker] = standing._replace(match_trust=row.trust_status)
@@ -226,10 +230,10 @@ async def hot(service: Service, request: Request) -> Response:
     scope = service.candidates.resolve(scope)
 
     found = await service.lookups.hottest(request.run, scope, _number(wanted, "limit", 100, MAX_HOT))
-    return await request.run(_hottest, service, request, scope, model, found)
+    return await request.run(_hot_answer, service, request, scope, model, found)
 
 
-def _hottest(service: Service, request: Request, scope: Scope, model: str, found: HottestPrefixes) -> Response:
+def _hot_answer(service: Service, request: Request, scope: Scope, model: str, found: HottestPrefixes) -> Response:
     workers = _trusts(service, scope)
     return answer(
         HotAnswer(model=model, sampled=found.sampled, prefixes=found.prefixes, workers=workers, missing=found.missing), request

@@ -167,9 +167,9 @@ class _Part:
         found = await list_entries(client.jetstream(), layout, "reading the partitions of the other replicas", SHARD_PREFIX)
         said = {name: ShardAnnouncement.decode(value) for name, value in found.items() if name != self._name}
         others = {name: announced for name, announced in said.items() if announced is not None}
-        self._assignment.update(self._allowed(others), served, time.monotonic())
+        self._assignment.update(self._select_allowed(others), served, time.monotonic())
 
-    def _allowed(self, others: dict[str, ShardAnnouncement]) -> dict[str, ShardAnnouncement]:
+    def _select_allowed(self, others: dict[str, ShardAnnouncement]) -> dict[str, ShardAnnouncement]:
         """Return the announcements with an allowed URL. A refused one is logged once and ignored."""
         refused = {name: why for name, said in others.items() if (why := self._policy.refusal(said.url))}
         for name in sorted(refused):

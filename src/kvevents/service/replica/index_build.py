@@ -137,12 +137,12 @@ class IndexBuild:
 
     async def _begin(self, partition: int) -> None:
         info = await partition_info(self._client.jetstream(), self._layout, partition)
-        state, doubts = await self._restored(partition, info)
+        state, doubts = await self._restore_partition(partition, info)
         await self._order(lambda: self.subscriber.add_partition(partition, state, doubts))
         self.stream_ids[partition], self._begun_at[partition] = info.stream_id, time.monotonic()
         self._reading[partition] = asyncio.create_task(self._read(partition, state.tail))
 
-    async def _restored(
+    async def _restore_partition(
         self, partition: int, info: PartitionInfo
     ) -> tuple[PartitionState, Mapping[StreamKey, frozenset[DegradedReason]]]:
         """Load the newest readable snapshot of a partition into the index, and return the state of the partition."""
@@ -156,11 +156,11 @@ class IndexBuild:
                     self._record_unreadable(kept, str(error))
                     continue
             self.newest[partition] = kept
-            if not _is_gone(state.position, info):
+            if not _are_pages_missing(state.position, info):
                 self.loaded_snapshots[partition] = kept.name
                 return state, doubts
             self._forget(state.streams)
-        if _is_gone(0, info):
+        if _are_pages_missing(0, info):
             why = "; ".join(self._unread.get(partition, {}).values())
             missing_pages = f"pages of partition {partition} are missing that no snapshot covers" + (why and f", and {why}")
             return PartitionState.after_unknown_prefix(info.first - 1, missing_pages), {}
@@ -257,7 +257,7 @@ class IndexBuild:
         return capture(partition, state, self.subscriber.doubts(), self.index, path)
 
 
-def _is_gone(position: int, state: PartitionInfo) -> bool:
+def _are_pages_missing(position: int, state: PartitionInfo) -> bool:
     """Return whether pages after a position are missing from the log."""
     return position + 1 < state.first and position < state.last
 
@@ -292,7 +292,10 @@ class Snapshotter:
         return next(iter(self._faults.values()), "")
 
     async def run(self, js: JetStreamContext, layout: Layout, snapshots: Snapshots, build: IndexBuild) -> None:
-        """Write snapshots while `build` answers. Partitions have different times, so that their snapshots do not coincide."""
+        """Write snapshots while `build` is the build that answers queries.
+
+        Partitions have different times, so that their snapshots do not coincide.
+        """
         self._due, self._faults = {}, {}
         while True:
             await asyncio.sleep(self._seconds / CHECKS_PER_INTERVAL)

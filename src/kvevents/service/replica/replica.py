@@ -167,7 +167,7 @@ class Replica:
         async with _concurrently(self._assignment.run(client, layout)):
             while True:
                 build = await self._complete_build(client, layout, snapshots)
-                await self._adopt(build)
+                await self._switch_to_build(build)
                 async with (
                     _concurrently(self._snapshotter.run(js, layout, snapshots, build)),
                     _concurrently(self._adjust(build)),
@@ -199,7 +199,7 @@ class Replica:
             await build.end()
             await asyncio.sleep(self.plane.replicas.retry_seconds)
 
-    async def _adopt(self, build: IndexBuild) -> None:
+    async def _switch_to_build(self, build: IndexBuild) -> None:
         """Make the fleet answer from a build."""
         registrations, served = self._registrations(build)
         before, self._current = self._current, build

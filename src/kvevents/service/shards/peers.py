@@ -31,7 +31,7 @@ class PeerPolicy:
 
     def __init__(self, settings: ShardSettings) -> None:
         own = urlsplit(settings.url)
-        self.patterns: Final = tuple(settings.allow) or _beside(own.hostname or "")
+        self.patterns: Final = tuple(settings.allow) or _default_patterns(own.hostname or "")
         self._hosts: Final = HostPatterns(self.patterns, "shard.allow")
         self._is_secure: Final = own.scheme == "https"
 
@@ -45,7 +45,7 @@ class PeerPolicy:
         return ""
 
 
-def _beside(host: str) -> tuple[str, ...]:
+def _default_patterns(host: str) -> tuple[str, ...]:
     """Return the default patterns for the hosts of the other replicas."""
     if is_loopback(host):
         return _LOOPBACK

@@ -285,8 +285,8 @@ class ScatterGather:
         if layout is None:
             self.incomplete += 1
             return MergedMatches([[] for _ in range(len(prompts) + len(question.keys))], "the plane is not known yet")
-        run = self._in_thread if sum(map(len, prompts)) > MAX_INLINE_TOKENS else _at_once
-        whole = msgspec.structs.replace(question, prompts=await run(_packed, prompts))
+        run = self._in_thread if sum(map(len, prompts)) > MAX_INLINE_TOKENS else _call_inline
+        whole = msgspec.structs.replace(question, prompts=await run(_pack_prompts, prompts))
         asking = _Asking(len(prompts) + len(question.keys), set(range(layout.partitions)))
         own: Collection[int] = self.answering.served()
         for _ in range(MAX_ROUNDS):
@@ -356,11 +356,11 @@ class ScatterGather:
     async def _known_of(self, name: str, part: ShardAnswer, partitions: Iterable[int]) -> set[int]:
         """Return the partitions of an answer whose engines are known. Refresh them first if the answer is newer."""
         answered = set(part.partitions).intersection(partitions)
-        if self._knows(name, part):
+        if self._is_known_version(name, part):
             return answered
         if (task := self._refreshing.get(name)) is not None:  # a refresh is already running
             await asyncio.shield(task)
-        if self._knows(name, part):
+        if self._is_known_version(name, part):
             return answered
         known = self._known.get(name)
         task = asyncio.create_task(self._refresh(name, {*part.partitions, *(known.partitions if known is not None else ())}))
@@ -369,7 +369,7 @@ class ScatterGather:
         # A partition that was released in between is requested from its new holder.
         return answered & await asyncio.shield(task)
 
-    def _knows(self, name: str, part: ShardAnswer) -> bool:
+    def _is_known_version(self, name: str, part: ShardAnswer) -> bool:
         known = self._known.get(name)
         return known is not None and known.version == part.version and known.partitions.issuperset(part.partitions)
 
@@ -413,11 +413,11 @@ class ScatterGather:
             log.debug("an expectation was not sent: %s", error)
 
 
-async def _at_once(call: Callable[..., Any], *given: Any) -> Any:
+async def _call_inline(call: Callable[..., Any], *given: Any) -> Any:
     return call(*given)
 
 
-def _packed(prompts: Sequence[Any]) -> list[bytes]:
+def _pack_prompts(prompts: Sequence[Any]) -> list[bytes]:
     return [packed(tokens) for tokens in prompts]
 
 

@@ -91,16 +91,16 @@ def render_svg(name: str, label: str, width: float, height: float, draw: Callabl
     check_matplotlib()
     from matplotlib.figure import Figure  # noqa: PLC0415 - imported late, since it belongs to an extra
 
-    with _styled():
+    with _report_style():
         figure = Figure((width, height), layout="constrained")
         draw(figure)
         written = io.StringIO()
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return _inline(written.getvalue(), name, label)
+    return _clean_svg(written.getvalue(), name, label)
 
 
 @contextmanager
-def _styled() -> Iterator[None]:
+def _report_style() -> Iterator[None]:
     from matplotlib import rc_context, rcdefaults  # noqa: PLC0415 - imported late, since it belongs to an extra
 
     with rc_context(), warnings.catch_warnings():
@@ -110,16 +110,16 @@ def _styled() -> Iterator[None]:
             yield
 
 
-def _inline(svg: str, name: str, label: str) -> str:
+def _clean_svg(svg: str, name: str, label: str) -> str:
     svg = _LEFT_OUT.sub("", svg[svg.index("<svg") :])
     svg = "\n".join(map(visible, svg.split("\n")))
     svg = _FONT.sub(r"font-size: \1px", svg)
     svg = _PLACE.sub(rf"\g<1>{name}-", svg)
     svg = _COLOR.sub(lambda found: _OF_THE_PAGE[found[0]], svg)
-    return _HEAD.sub(rf'<svg role="img" aria-label="{_safe(label)}" viewBox="\1">', svg, count=1).strip()
+    return _HEAD.sub(rf'<svg role="img" aria-label="{_escape_label(label)}" viewBox="\1">', svg, count=1).strip()
 
 
-def _safe(label: str) -> str:
+def _escape_label(label: str) -> str:
     return escape(visible(label)).replace("\\", r"\\")
 
 
@@ -245,7 +245,7 @@ def _dots(value: Callable[[PolicyResult], list[float]], unit: Callable[..., str]
         axes = figure.add_subplot()
         _named_rows(axes, comparison.policies)
         for row, result in enumerate(comparison.policies):
-            found = _thinned(sorted(value(result)))
+            found = _sample_dots(sorted(value(result)))
             axes.plot(found[:1] + found[-1:], [row] * len(found[:1] + found[-1:]), color=LINE, linewidth=4, zorder=1)
             axes.plot(found, [row] * len(found), "o", color=SERIES[0], alpha=0.6, markersize=6, markeredgewidth=0, zorder=3)
         axes.set_xlim(left=0)
@@ -254,24 +254,24 @@ def _dots(value: Callable[[PolicyResult], list[float]], unit: Callable[..., str]
     return draw
 
 
-def _thinned(ordered: list[float]) -> list[float]:
+def _sample_dots(ordered: list[float]) -> list[float]:
     if len(ordered) <= MAX_DOTS:
         return ordered
     return [ordered[round(at * (len(ordered) - 1) / (MAX_DOTS - 1))] for at in range(MAX_DOTS)]
 
 
-def _busy(result: PolicyResult) -> list[float]:
+def _busy_shares(result: PolicyResult) -> list[float]:
     return [worker.busy for worker in result.workers]
 
 
-def _work(result: PolicyResult) -> list[float]:
+def _relative_work(result: PolicyResult) -> list[float]:
     """Return the prompt tokens that each worker computed, divided by their mean."""
-    computed = [_computed(worker) for worker in result.workers]
+    computed = [_computed_tokens(worker) for worker in result.workers]
     mean = sum(computed) / len(computed) if computed else 0
     return [tokens / mean for tokens in computed] if mean else []
 
 
-def _computed(worker: WorkerResult) -> int:
+def _computed_tokens(worker: WorkerResult) -> int:
     return worker.prompt_tokens - worker.cached_tokens
 
 
@@ -294,7 +294,7 @@ def _over_time(draw: Callable[[Axes, list[float], list[Sample], Comparison], Non
             axes.margins(x=0)
             axes.set_ylim(bottom=0)
             axes.tick_params(axis="y", labelcolor=SOFT)
-            axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+            axes.yaxis.set_major_formatter(lambda value, _: _short_number(value))
             axes.locator_params(axis="y", nbins=3)
         panes[-1].set_xlabel("seconds")
         _legend(figure, panes[0])
@@ -302,7 +302,7 @@ def _over_time(draw: Callable[[Axes, list[float], list[Sample], Comparison], Non
     return draw_panes
 
 
-def _short(value: float) -> str:
+def _short_number(value: float) -> str:
     for size, unit in ((1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:g}{unit}"
@@ -362,22 +362,22 @@ def _legend(figure: Figure, axes: Axes) -> None:
 # --- all of them
 
 
-def _most(result: PolicyResult) -> Sample | None:
+def _fullest_sample(result: PolicyResult) -> Sample | None:
     return max(result.series, key=lambda sample: sample.blocks, default=None)
 
 
-def _held(result: PolicyResult) -> str:
-    most = _most(result)
+def _describe_contents(result: PolicyResult) -> str:
+    most = _fullest_sample(result)
     return "nothing" if most is None else f"{most.blocks:,} blocks at most, {most.unique:,} of them different"
 
 
-def _longest(result: PolicyResult) -> str:
+def _describe_queues(result: PolicyResult) -> str:
     waiting = max((sample.waiting for sample in result.series), default=0)
     running = max((sample.running for sample in result.series), default=0)
     return f"at most {running:,} running and {waiting:,} waiting"
 
 
-def _times(result: PolicyResult) -> str:
+def _describe_ttft(result: PolicyResult) -> str:
     ttft = result.ttft
     return "no answers" if ttft is None else f"p50 {span(ttft.p50)}, p90 {span(ttft.p90)}, p99 {span(ttft.p99)}"
 
@@ -387,7 +387,7 @@ DRAWINGS: Final = (
         "ttft",
         "Time to the first token",
         "Measured from the arrival of a request. Shorter is better. The scale is logarithmic.",
-        _by_policy(_times),
+        _by_policy(_describe_ttft),
         _lines,
         _ttft,
     ),
@@ -411,23 +411,23 @@ DRAWINGS: Final = (
         "work",
         "Work of each worker",
         "Prompt tokens that the worker computed, divided by the mean of all workers; 1 is even.",
-        _by_policy(lambda result: _range(_work(result), lambda value: f"{value:.2f}")),
+        _by_policy(lambda result: _range(_relative_work(result), lambda value: f"{value:.2f}")),
         _lines,
-        _dots(_work, lambda value, _=None: f"{value:g}"),
+        _dots(_relative_work, lambda value, _=None: f"{value:g}"),
     ),
     Drawing(
         "busy",
         "Busy share of each worker",
         "Share of the run in which the worker computed.",
-        _by_policy(lambda result: _range(_busy(result), percent)),
+        _by_policy(lambda result: _range(_busy_shares(result), percent)),
         _lines,
-        _dots(_busy, _as_percent),
+        _dots(_busy_shares, _as_percent),
     ),
     Drawing(
         "contents",
         "What the caches hold",
         "Blocks in the index. A block that several workers hold counts once as different; the rest are copies.",
-        _by_policy(_held),
+        _by_policy(_describe_contents),
         _panes,
         _over_time(_contents),
     ),
@@ -435,7 +435,7 @@ DRAWINGS: Final = (
         "queues",
         "Requests in the engines",
         "Requests that run, and requests that wait for free blocks.",
-        _by_policy(_longest),
+        _by_policy(_describe_queues),
         _panes,
         _over_time(_queues),
     ),

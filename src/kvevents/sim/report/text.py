@@ -230,7 +230,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.3f}"
 
 
-def _whole(value: float) -> str:
+def _format_whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
@@ -241,9 +241,9 @@ COLUMNS: Final = (
     Column("hit rate", _if_looked_up(lambda result: result.hit_rate), percent, "most"),
     Column("tokens/s", _if_looked_up(lambda result: result.output_tokens_per_second), lambda value: f"{value:,.1f}", "most"),
     Column("imbalance", _if_looked_up(lambda result: result.imbalance), lambda value: f"{value:.2f}", "least"),
-    Column("preemptions", lambda result: result.preemptions, _whole, "least"),
-    Column("checked", lambda result: result.checked, _whole),
-    Column("disagreements", lambda result: result.disagreements, _whole),
+    Column("preemptions", lambda result: result.preemptions, _format_whole, "least"),
+    Column("checked", lambda result: result.checked, _format_whole),
+    Column("disagreements", lambda result: result.disagreements, _format_whole),
 )
 
 
@@ -260,7 +260,7 @@ def rows(comparison: Comparison) -> list[list[Cell]]:
     table = [titles, *lines]
     widths = [max(len(cell.text) for cell in column) for column in zip(*table, strict=True)]
     # Names are left-aligned, figures right-aligned, with a place for the mark after them.
-    return [[Cell(f"{line[0].text:<{widths[0]}}"), *map(_padded, line[1:], widths[1:], COLUMNS)] for line in table]
+    return [[Cell(f"{line[0].text:<{widths[0]}}"), *map(_pad_cell, line[1:], widths[1:], COLUMNS)] for line in table]
 
 
 def _column(column: Column, results: Sequence[PolicyResult]) -> list[Cell]:
@@ -273,6 +273,6 @@ def _column(column: Column, results: Sequence[PolicyResult]) -> list[Cell]:
     return [Cell(text, text == best) for text in texts]
 
 
-def _padded(cell: Cell, width: int, column: Column) -> Cell:
+def _pad_cell(cell: Cell, width: int, column: Column) -> Cell:
     mark = BEST if cell.best else "" if column.best is None else " "
     return Cell(f"{cell.text:>{width}}{mark}", cell.best)

@@ -154,8 +154,8 @@ class Traffic(ABC):
         for name in ("lora_share", "salted_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"invalid {name} {getattr(self, name)}: expected a share from 0 to 1")
-        self._from_one("loras", "salts")
-        self._above_zero("rate", "variation")
+        self._check_at_least_one("loras", "salts")
+        self._check_above_zero("rate", "variation")
 
     def requests(self, seed: int = 0) -> Iterator[Request]:
         """Yield requests without end, in the order of their times. Equal seeds give equal requests."""
@@ -175,13 +175,13 @@ class Traffic(ABC):
             f"tenant-{random.randrange(self.salts)}" if salt < self.salted_share else None,
         )
 
-    def _from_one(self, *names: str) -> None:
-        self._need(names, lambda value: value >= 1, "at least 1")
+    def _check_at_least_one(self, *names: str) -> None:
+        self._check_each(names, lambda value: value >= 1, "at least 1")
 
-    def _above_zero(self, *names: str) -> None:
-        self._need(names, lambda value: 0 < value < math.inf, "a finite number above 0")
+    def _check_above_zero(self, *names: str) -> None:
+        self._check_each(names, lambda value: 0 < value < math.inf, "a finite number above 0")
 
-    def _need(self, names: Iterable[str], fits: Callable[[float], bool], what: str) -> None:
+    def _check_each(self, names: Iterable[str], fits: Callable[[float], bool], what: str) -> None:
         for name in names:
             if not fits(getattr(self, name)):
                 raise ConfigError(f"invalid {name} {getattr(self, name)}: expected {what}")
@@ -239,8 +239,8 @@ class SharedPrompts(Traffic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._from_one("prompts", "users")
-        self._need(("popularity",), lambda value: value >= 0, "at least 0")
+        self._check_at_least_one("prompts", "users")
+        self._check_each(("popularity",), lambda value: value >= 0, "at least 0")
 
     def sessions(self, random: Random) -> Iterator[Session]:
         """See `Traffic`. A session is one question, named after the user."""
@@ -277,7 +277,7 @@ class LlmD(Traffic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._from_one("groups", "users", "system", "question", "output")
+        self._check_at_least_one("groups", "users", "system", "question", "output")
 
     def sessions(self, random: Random) -> Iterator[Session]:
         """See `Traffic`. A session is one question, named after the user."""
@@ -325,9 +325,9 @@ class Agents(Traffic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._from_one("kinds", "turns", "helpers", "helper_turns", "context")
-        self._need(("delegating",), lambda value: 0 <= value <= 1, "a share from 0 to 1")
-        self._need(("popularity",), lambda value: value >= 0, "at least 0")
+        self._check_at_least_one("kinds", "turns", "helpers", "helper_turns", "context")
+        self._check_each(("delegating",), lambda value: 0 <= value <= 1, "a share from 0 to 1")
+        self._check_each(("popularity",), lambda value: value >= 0, "at least 0")
 
     def sessions(self, random: Random) -> Iterator[Session]:
         """See `Traffic`."""
@@ -412,8 +412,8 @@ class Chat(Traffic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._from_one("apps", "turns", "context")
-        self._need(("preamble", "popularity"), lambda value: value >= 0, "at least 0")
+        self._check_at_least_one("apps", "turns", "context")
+        self._check_each(("preamble", "popularity"), lambda value: value >= 0, "at least 0")
 
     def sessions(self, random: Random) -> Iterator[Session]:
         """See `Traffic`."""
@@ -423,9 +423,9 @@ class Chat(Traffic):
         weights = zipf(self.apps, self.popularity)
         for number in count():
             (system,) = random.choices(systems, cum_weights=weights)
-            yield Session(f"chat-{number}", self._talk(system, writer, random), *self.tenant(random))
+            yield Session(f"chat-{number}", self._turns(system, writer, random), *self.tenant(random))
 
-    def _talk(self, context: Text, writer: Writer, random: Random) -> Iterator[Turn]:
+    def _turns(self, context: Text, writer: Writer, random: Random) -> Iterator[Turn]:
         prompt = context + writer.write(self.user.draw(random))
         for _ in range(turns_of(self.turns, random) - 1):
             answer = writer.write(self.answer.draw(random))

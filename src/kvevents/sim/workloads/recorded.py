@@ -149,7 +149,7 @@ class _Rebuilding:
         self._tick(batch.ts if placed.batch.t is None else placed.batch.t)
         generation = self._generation(stream, batch.data_parallel_rank, placed.incarnation)
         for chain in self._chains(generation, batch):
-            self._place(chain)
+            self._place_chain(chain)
 
     def finished(self, *, at_end: bool = False) -> Iterator[Request]:
         """Yield the completed requests, up to the first one that can continue."""
@@ -225,7 +225,7 @@ class _Rebuilding:
 
     # --- requests of chains
 
-    def _place(self, chain: list[_Key]) -> None:
+    def _place_chain(self, chain: list[_Key]) -> None:
         path = self._path(chain)
         if path is None:
             self.skipped += 1
@@ -233,7 +233,7 @@ class _Rebuilding:
         before = len(path) - len(chain)
         above = self._ends.get(path[before - 1]) if before else None
         request = above[0] if above else None
-        part = None if request is None else self._part(request, len(chain))
+        part = None if request is None else self._continued_part(request, len(chain))
         if request is None or part is None:
             request = self._begin(path)
         else:
@@ -248,7 +248,7 @@ class _Rebuilding:
         if here:
             self._ends[request.end] = here
 
-    def _part(self, request: _Open, blocks: int) -> list[array[int]] | None:
+    def _continued_part(self, request: _Open, blocks: int) -> list[array[int]] | None:
         """Return the part of a request that a chain after its last block continues; None if the chain begins a request."""
         idle = self._now - request.last
         if blocks == 1:

@@ -59,7 +59,7 @@ class Sessions:
 
         A piece identifies itself and all pieces before it.
         """
-        session = self._continued(pieces, whole) or self._new()
+        session = self._find_session(pieces, whole) or self._new_session()
         if whole > 1:
             end = pieces[whole - 1]
             _, followers = self._ends.pop(end, (session, set()))
@@ -68,7 +68,7 @@ class Sessions:
                 del self._ends[next(iter(self._ends))]
         return session
 
-    def _continued(self, pieces: Sequence[Hashable], whole: int) -> str | None:
+    def _find_session(self, pieces: Sequence[Hashable], whole: int) -> str | None:
         for place in range(whole - 1, 0, -1):
             known = self._ends.get(pieces[place])
             if known is None:
@@ -79,7 +79,7 @@ class Sessions:
             return session if len(followers) <= SHARED_AFTER else None
         return None
 
-    def _new(self) -> str:
+    def _new_session(self) -> str:
         self._begun += 1
         return f"{self._name}-{self._begun}"
 
@@ -211,10 +211,10 @@ def plain_row(request: Request) -> PlainRow:
 
 
 def _text(pieces: Sequence[tuple[int, int] | Given]) -> Text:
-    return Text(array("I", piece.tokens) if isinstance(piece, Given) else _drawn(*piece) for piece in pieces)
+    return Text(array("I", piece.tokens) if isinstance(piece, Given) else _drawn_piece(*piece) for piece in pieces)
 
 
-def _drawn(number: int, length: int) -> Drawn:
+def _drawn_piece(number: int, length: int) -> Drawn:
     if number > MAX_NUMBER:
         raise ValueError(f"invalid number {number} of a piece: expected at most 2**64 - 1")
     return Drawn(number, length)
@@ -257,7 +257,7 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
     request.
     """
     path, number, last = Path(path), 0, 0.0
-    with _writing(path) as file:
+    with _open_for_writing(path) as file:
         for number, request in enumerate(requests, 1):
             if not last <= request.at < float("inf"):
                 raise WorkloadError(
@@ -270,7 +270,7 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
 
 def write_rows(path: StrPath, rows: Iterable[MooncakeRow]) -> None:
     """Write rows in Mooncake's format. Raises `WorkloadError` if the file cannot be written."""
-    with _writing(Path(path)) as file:
+    with _open_for_writing(Path(path)) as file:
         file.writelines(_ENCODER.encode(row) + b"\n" for row in rows)
 
 
@@ -321,7 +321,7 @@ def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[IO[bytes]]:
+def _open_for_writing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with path.open("wb") as file:
             if path.suffix != ".gz":

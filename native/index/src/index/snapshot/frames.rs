@@ -14,9 +14,9 @@ const HEADER: usize = 12;
 /// Why a snapshot was not read.
 #[derive(Debug)]
 pub enum Failure {
-    /// The bytes could not be had.
+    /// The bytes could not be read.
     Io(io::Error),
-    /// They are no snapshot that can be used; what is wrong with them.
+    /// They are not a usable snapshot; the text says why.
     Bad(String),
 }
 
@@ -48,7 +48,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// A failure of the bytes.
+/// Returns the failure for unusable bytes.
 pub fn bad(what: impl Into<String>) -> Failure {
     Failure::Bad(what.into())
 }
@@ -83,7 +83,7 @@ impl<W: Write> FrameWriter<W> {
         })
     }
 
-    /// Writes what makes whole frames.
+    /// Writes all complete frames.
     pub fn drain(&mut self) -> io::Result<()> {
         let whole = self.buffer.len() - self.buffer.len() % FRAME;
         self.emit(whole)
@@ -99,7 +99,7 @@ impl<W: Write> FrameWriter<W> {
         Ok(())
     }
 
-    /// Writes the rest and the end.
+    /// Writes the remaining bytes as a frame, and the end.
     pub fn finish(mut self) -> io::Result<W> {
         self.emit(self.buffer.len())?;
         self.out.write_all(&header(0, sum_of(&[], self.sum)))?;
@@ -147,7 +147,7 @@ fn header(length: usize, sum: u64) -> [u8; HEADER] {
     header
 }
 
-/// Reads what `FrameWriter` wrote; nothing is handed out before its frame's sum was found right.
+/// Reads the output of `FrameWriter`; it returns no bytes of a frame before the checksum of the frame is verified.
 pub struct FrameReader<R> {
     from: R,
     frame: Vec<u8>,
@@ -189,7 +189,7 @@ impl<R: Read> FrameReader<R> {
             u64::from_le_bytes(array(&header[4..])),
         );
         if length > FRAME {
-            return Err(bad("it is damaged: a frame exceeds the largest length"));
+            return Err(bad("it is damaged: a frame is longer than the maximum"));
         }
         self.frame.clear();
         self.at = 0;
@@ -259,7 +259,7 @@ impl<R: Read> FrameReader<R> {
         }
     }
 
-    /// Bytes; room is made for them as they come.
+    /// Reads bytes; memory is allocated as they arrive.
     pub fn bytes(&mut self, length: u64) -> Result<Vec<u8>, Failure> {
         let mut found = Vec::new();
         while (found.len() as u64) < length {
@@ -287,7 +287,7 @@ impl<R: Read> FrameReader<R> {
     }
 }
 
-/// Exactly so many bytes, which the caller has counted.
+/// Reads a fixed number of bytes.
 fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let mut found = [0; N];
     found.copy_from_slice(bytes);

@@ -1,7 +1,7 @@
-//! Reading a snapshot: into a shared part of its own, which takes the index's place when all of it is there, or into that of an index.
+//! Reads a snapshot: into a shared part of its own, which replaces the index's when it is complete, or into the shared part of an index.
 //!
-//! Others may read and write an index that absorbs a snapshot. Its shared part is locked for some blocks at a time, and never while bytes
-//! are read: those may come from Python, whose lock others may hold while they wait for the shared part.
+//! Other threads can read and write an index that absorbs a snapshot. Its shared part is locked for some blocks at a time, and never while
+//! bytes are read: those can come from Python, and another thread can hold the GIL while it waits for the shared part.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -33,10 +33,10 @@ use super::{
     WAITING, WINDOW_GROUP,
 };
 
-/// Blocks that are read, and then placed while the shared part is locked: about a tenth of a millisecond, in which readers are let in.
+/// Blocks that are read, and then placed under one lock of the shared part: about a tenth of a millisecond, and readers can run in between.
 pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
-/// Replaces everything but the overlay, or nothing at all when it fails.
+/// Replaces everything except the overlay, or nothing if it fails.
 pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
     let (shared_lock, mut part) = (YieldingRwLock::new(SharedState::new(*index.limits())), Part::default());
     Restoring::new(from, &shared_lock, None, *index.limits(), &mut part)?.all()?;
@@ -44,8 +44,8 @@ pub fn restore(index: &Index, from: impl Read) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Lets the streams of a snapshot join the shared part of an index, where lookups do not see them yet. When it fails, `part` has those that have
-/// joined so far, the last one perhaps with some of its blocks.
+/// Lets the streams of a snapshot join the shared part of an index, where lookups do not see them yet. If it fails, `part` has the streams
+/// that have joined so far; the last one can have some of its blocks.
 pub fn absorb(index: &Index, from: impl Read, part: &mut Part) -> Result<(), Failure> {
     Restoring::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.all()
 }
@@ -58,13 +58,13 @@ struct Restoring<'a, R> {
     from: FrameReader<R>,
     /// Where the blocks go.
     shared_lock: &'a YieldingRwLock<SharedState>,
-    /// The index that has this shared part; None where it has none yet.
+    /// The index that has this shared part; None if no index has it yet.
     index: Option<&'a Index>,
     limits: Limits,
     part: &'a mut Part,
     /// Placements as they are numbered in the file, each with its number in the shared part once a block of the present stream is on it.
     placements: Vec<(Placement, Option<u16>)>,
-    /// Contexts as the present stream numbers them, each kept.
+    /// Contexts by their numbers in the present stream; each has a counted use.
     contexts: Vec<u32>,
     room: RunRoom,
 }
@@ -218,7 +218,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             };
             let size = self.from.below(1 << 32, "block of")? as u32;
             if (size == 0 && kind != GroupKind::Unknown) || kind == GroupKind::Window(0) {
-                return Err(bad("a group has blocks or a window of no tokens"));
+                return Err(bad("a group has blocks or a window of 0 tokens"));
             }
             stream.groups.learn(group, kind, size);
         }
@@ -226,7 +226,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             .from
             .option(|from| Ok([from.count()?, from.count()?, from.count()?, from.count()?]))?;
         stream.groups.hashing = match parts {
-            Some(parts) => Some(EngineHash::of_parts(parts).ok_or_else(|| bad("an engine hashes prompts in no known way"))?),
+            Some(parts) => Some(EngineHash::of_parts(parts).ok_or_else(|| bad("the hash scheme of an engine is unknown"))?),
             None => None,
         };
         stream.groups.has_lookahead = self.from.byte()? != 0;
@@ -352,7 +352,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Places the blocks that were read, as far as the memory limit has room for them.
+    /// Places the blocks that were read, up to the memory limit.
     fn place(&mut self, stream: &mut Stream, context: u32) -> Result<(), Failure> {
         let room = &mut self.room;
         let mut writer = self.shared_lock.write();
@@ -438,7 +438,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         })
     }
 
-    /// A fence. A stream that it holds off was removed after it was written.
+    /// Restores a fence. A stream that it excludes was removed after it was written.
     fn fence(&mut self) -> Result<(), Failure> {
         let (worker, incarnation) = (self.worker()?, self.from.signed()?);
         let streams = &mut self.part.streams;
@@ -456,9 +456,9 @@ impl<'a, R: Read> Restoring<'a, R> {
     }
 }
 
-/// Finds linked blocks that have the key of a head: a stream that lacks a part of a chain has brought the rest by its key. What streams of the snapshot
-/// hold of such a head they hold of the linked block instead; where others hold it too, both are heads from now on. Streams that go on
-/// meanwhile make no such blocks, since they look for heads first.
+/// Merges heads with linked blocks of the same key, which exist if a stream lacks a part of a chain. Streams of the snapshot that hold such
+/// a head hold the linked block instead; if other streams hold the head too, both become heads. Streams that are applied meanwhile create
+/// no such blocks, since they search for heads first.
 fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
     // No other thread can have these streams yet.
     let mut streams: HashMap<u32, MutexGuard<'_, Stream>> = part
@@ -503,7 +503,7 @@ struct RunRoom {
     blocks: Vec<(Block, bool)>,
     /// The key of the block before, if there is one.
     before: Option<u64>,
-    /// Its record.
+    /// Number of its record.
     parent: Option<u32>,
     /// Whether the memory limit has no room for more blocks of the stream.
     is_refused: bool,

@@ -1,6 +1,6 @@
-//! Writing a snapshot while others read and write the index.
+//! Writes a snapshot while other threads read and write the index.
 //!
-//! A stream is locked while its part is written, so that its blocks are those after its last number; other streams go on. The shared part
+//! A stream is locked while its part is written, so that its blocks match its last number; other streams continue. The shared part
 //! is locked for a few thousand blocks at a time, never while bytes are written out.
 
 use std::collections::{HashMap, HashSet};
@@ -25,12 +25,12 @@ use super::{
 
 /// Bytes for which the shared part is locked at once: some 4,000 blocks.
 const HOLD_BYTES: usize = 1 << 16;
-/// Blocks with a hash of the stream's own that are sorted at once; where that is less than a 32nd of all records, so many instead.
+/// Blocks with a hash of the stream's own that are sorted at once; or a 32nd of all records if that is more.
 const LEAST_WINDOW: usize = 1 << 16;
-/// Numbers of a list that are written between two looks whether they make a frame.
+/// Numbers of a list that are written between two checks for a complete frame.
 const PIECE: usize = 1 << 14;
 
-/// Writes everything but the overlay and what was counted; of `workers` alone where some are given, as far as the index knows them.
+/// Writes everything except the overlay and the counters; only `workers` that the index knows, if any are given.
 pub fn save<W: Write>(index: &Index, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
     let meant = |worker: &Worker| workers.is_none_or(|workers| workers.contains(worker));
     let sources: Option<HashSet<&str>> = workers.map(|workers| workers.iter().map(|worker| worker.source.as_str()).collect());
@@ -77,7 +77,7 @@ struct Saving<'a, W> {
     written: Vec<Placement>,
     /// Contexts of the present stream: the number in the file by the number in the index.
     placements: HashMap<u16, u64>,
-    /// By their numbers in the index those in the file.
+    /// Contexts of the present stream: the number in the file by the number in the index.
     contexts: HashMap<u32, u64>,
     run: Run,
     /// The block of the stream that was written last.
@@ -89,7 +89,7 @@ struct Saving<'a, W> {
 /// Blocks that differ in hash and word only.
 #[derive(Default)]
 struct Run {
-    /// Where in the buffer their number belongs, and their kind after it.
+    /// Position in the buffer at which their number is filled in, followed by their kind.
     at: usize,
     blocks: u16,
     /// None while one block is not enough to know it.
@@ -164,7 +164,7 @@ impl<W: Write> Saving<'_, W> {
         }
     }
 
-    /// Puts placements of a stream into the file that are not in it yet.
+    /// Writes the placements of a stream that are not in the file yet.
     fn new_placements(&mut self, stream: &Stream) {
         self.placements.clear();
         let shared = self.index.shared_lock.read();
@@ -315,7 +315,7 @@ impl<W: Write> Saving<'_, W> {
         (self.run.blocks, self.run.kind) = (0, None);
     }
 
-    /// The number that a context has in the file, in which it is put if it is not there yet.
+    /// Returns the number of a context in the file, and writes the context if it is not there yet.
     fn context(&mut self, shared: &SharedState, context: u32) -> u64 {
         if let Some(&number) = self.contexts.get(&context) {
             return number;
@@ -382,7 +382,7 @@ impl<W: Write> Saving<'_, W> {
     }
 }
 
-/// The places of all bits that are set, counted from `start`.
+/// The positions of all set bits, counted from `start`.
 fn ones(words: &[u64], start: usize) -> impl Iterator<Item = u32> + '_ {
     words.iter().enumerate().flat_map(move |(at, &word)| {
         let mut bits = word;

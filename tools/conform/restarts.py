@@ -55,7 +55,7 @@ def _restart_same_number(script: Script) -> None:
 
 
 def _restarts(script: Script) -> None:
-    """Three lives in a row, each with another prompt."""
+    """Three incarnations in a row, each with another prompt."""
     engine = script.warm(A)
     for prompt in (B, C, D):
         engine.restart()
@@ -108,7 +108,7 @@ def _killed(*, both: bool = False, play_on: bool = False) -> Play:
     return play
 
 
-def lives() -> Iterator[tuple[Script, Play]]:
+def restarts() -> Iterator[tuple[Script, Play]]:
     for name, title, play in (
         ("restart", "engine restarted (numbers from 0), replay works", _restart()),
         ("restart-no-replay", "engine restarted, no replay endpoint", _restart(replay="none")),
@@ -122,11 +122,11 @@ def lives() -> Iterator[tuple[Script, Play]]:
         ("restarts", "engine restarted three times", _restarts),
         ("gone", "the engine is gone", _gone),
     ):
-        yield Script(name, title, "lives"), play
+        yield Script(name, title, "restarts"), play
     again = Script(
         "register-again",
         "engine restarted, unregistered and registered again",
-        "lives",
+        "restarts",
         needs=["register", "unregister"],
     )
     yield again, _registered_again
@@ -140,4 +140,4 @@ def lives() -> Iterator[tuple[Script, Play]]:
             _killed(both=True, play_on=True),
         ),
     ):
-        yield Script(name, title, "lives", needs=["kill"]), play
+        yield Script(name, title, "restarts", needs=["kill"]), play
