@@ -21,7 +21,7 @@ pub fn is_dense(kind: Option<&[u8]>) -> bool {
 /// The window of a group that needs some blocks of a prefix alone. A state (Mamba) needs the last block only, like a window of two tokens.
 pub fn window_of(kind: Option<&[u8]>, window: Option<i64>) -> Option<i64> {
     let kind = std::str::from_utf8(kind?).ok()?;
-    match GroupKind::of(Some(kind), window)? {
+    match GroupKind::from_spec(Some(kind), window)? {
         GroupKind::Window(tokens) => Some(tokens.into()),
         GroupKind::State => Some(2),
         GroupKind::Full(_) | GroupKind::Unknown => None,

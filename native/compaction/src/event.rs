@@ -98,7 +98,7 @@ pub struct Store<'a> {
     pub tokens: Cow<'a, [u32]>,
     pub pairs: bool,
     pub unkeyable: bool,
-    /// In the place of tokens.
+    /// Keys instead of tokens.
     pub keys: Option<Cow<'a, [u64]>>,
     pub block_size: u64,
     pub location: Location<'a>,

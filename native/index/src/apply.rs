@@ -194,7 +194,7 @@ impl Stream {
         work: &mut Work,
     ) -> Result<(), &'static str> {
         let (kind, group) = (read.text(event.spec_kind), event.group.unwrap_or(0));
-        let known = GroupKind::of(kind, event.window).unwrap_or(GroupKind::Unknown);
+        let known = GroupKind::from_spec(kind, event.window).unwrap_or(GroupKind::Unknown);
         if known == GroupKind::Unknown {
             self.learn(writer, group, known, 0)?;
             self.count_unkept(
@@ -251,7 +251,7 @@ impl Stream {
         work: &mut Work,
     ) -> Result<(), &'static str> {
         let size = event.size_of_keyed().ok_or("length-mismatch")?;
-        let kind = GroupKind::of(read.text(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
+        let kind = GroupKind::from_spec(read.text(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
         self.learn(writer, event.group.unwrap_or(0), kind, size)?;
         let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
         if event.hashes.length == 0 {
@@ -661,7 +661,7 @@ impl Stream {
             first_ints(raw, &mut lookahead);
         }
         let is_known = is_plain && is_whole && event.lookahead.is_some() != lookahead.is_empty();
-        let sample = || Sample::of(tokens.get(..size).filter(|_| is_known)?, &lookahead, *hashes.first()?);
+        let sample = || Sample::from_block(tokens.get(..size).filter(|_| is_known)?, &lookahead, *hashes.first()?);
         match salt {
             None if self.groups.hashing.is_none() && self.sample.is_none() => {
                 self.sample = sample();
@@ -834,7 +834,7 @@ fn keys_behind(
     parent: Option<(u64, u64)>,
     work: &mut Work,
 ) -> Result<Vec<u64>, &'static str> {
-    if !GroupKind::of(read.text(event.spec_kind), None).is_some_and(GroupKind::is_full) {
+    if !GroupKind::from_spec(read.text(event.spec_kind), None).is_some_and(GroupKind::is_full) {
         return Err("other-group");
     }
     if event.keyed {

@@ -285,7 +285,11 @@ fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> B
     };
     batch.ts = timestamp(envelope.ts).unwrap_or_else(|| {
         let words = "is neither seconds nor milliseconds since the epoch";
-        reject(Refusal::of(Reason::BadTimestamp, "the timestamp", words), envelope.ts, None);
+        reject(
+            Refusal::for_value(Reason::BadTimestamp, "the timestamp", words),
+            envelope.ts,
+            None,
+        );
         0.0
     });
     batch.rank = if head_of(envelope.rank) == 0xC0 {
@@ -293,7 +297,7 @@ fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> B
     } else {
         let rank = value::integer(envelope.rank);
         if rank.is_none() {
-            let refusal = Refusal::of(Reason::BadRank, "the data-parallel rank", "is not an integer");
+            let refusal = Refusal::for_value(Reason::BadRank, "the data-parallel rank", "is not an integer");
             reject(refusal, envelope.rank, None);
         }
         rank
@@ -321,7 +325,7 @@ fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refus
     let (length, limit) = (payload.len(), limits.max_payload_bytes);
     if length > limit {
         let unit = "bytes; the limit max_payload_bytes is";
-        return Err(Refusal::above(Reason::Oversized, "the payload", length, unit, limit));
+        return Err(Refusal::exceeding(Reason::Oversized, "the payload", length, unit, limit));
     }
     envelope(payload, limits)
 }
@@ -341,19 +345,19 @@ fn bounded_elements<'a>(
     too_many: Reason,
 ) -> Result<Vec<&'a [u8]>, Refusal<'a>> {
     check_length(raw, what, limit, too_many)?;
-    elements(raw).map_err(|reason| Refusal::of(reason, what, "is not an array"))
+    elements(raw).map_err(|reason| Refusal::for_value(reason, what, "is not an array"))
 }
 
 /// The values of a map by their names.
 fn bounded_pairs<'a>(raw: &'a [u8], what: &'static str, limit: usize) -> Result<Vec<(&'a str, &'a [u8])>, Refusal<'a>> {
     check_length(raw, what, limit, Reason::TooManyFields)?;
-    pairs(raw).map_err(|reason| Refusal::of(reason, what, "has a key that is not a string"))
+    pairs(raw).map_err(|reason| Refusal::for_value(reason, what, "has a key that is not a string"))
 }
 
 fn check_length<'a>(raw: &[u8], what: &'static str, limit: usize, too_many: Reason) -> Result<(), Refusal<'a>> {
     let count = declared(raw);
     if count > limit {
-        return Err(Refusal::above(too_many, what, count, "elements; the limit is", limit));
+        return Err(Refusal::exceeding(too_many, what, count, "elements; the limit is", limit));
     }
     Ok(())
 }
@@ -423,7 +427,7 @@ fn event<'a>(raw: &'a [u8], limits: &Limits, free: &mut FreeFormBudget, is_wrapp
         "BlockRemoved" => fields.removed().map(|removed| Event::Removed(Box::new(removed))),
         "AllBlocksCleared" => fields.cleared().map(Event::Cleared),
         INACTIVE => fields.inactive().map(|inactive| Event::Inactive(Box::new(inactive))),
-        _ => Err(Refusal::tag(tag)),
+        _ => Err(Refusal::unknown_tag(tag)),
     }
 }
 
@@ -501,5 +505,5 @@ fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
 
 fn tag_of(raw: &[u8]) -> Result<&str, Refusal<'_>> {
     let text = value::text(raw).ok().flatten();
-    text.ok_or(Refusal::of(Reason::UnknownTag, "the event type", "is not a string"))
+    text.ok_or(Refusal::for_value(Reason::UnknownTag, "the event type", "is not a string"))
 }

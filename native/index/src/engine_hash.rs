@@ -54,7 +54,7 @@ struct Digest {
 }
 
 impl Digest {
-    fn of(algorithm: Algorithm, encoded: &[u8]) -> Self {
+    fn compute(algorithm: Algorithm, encoded: &[u8]) -> Self {
         let mut bytes = [0; 32];
         let length = if algorithm.is_sha { 32 } else { 16 };
         if algorithm.is_sha {
@@ -228,7 +228,7 @@ impl EngineHash {
         };
         encoder.begin();
         encoder.text(SEEDS[self.seed]);
-        let mut before = Digest::of(algorithm, encoder.end());
+        let mut before = Digest::compute(algorithm, encoder.end());
         let (unit, ahead) = (self.unit as usize, self.lookahead as usize);
         let count = tokens.len().saturating_sub(ahead) / unit;
         for at in 0..count {
@@ -247,7 +247,7 @@ impl EngineHash {
                     });
                 }
             });
-            before = Digest::of(algorithm, encoder.end());
+            before = Digest::compute(algorithm, encoder.end());
             out.push(before.external());
         }
     }
@@ -286,7 +286,7 @@ pub struct Sample {
 
 impl Sample {
     /// The first block of a store that begins at a root, and the tokens behind it that its hash covers. None if there are too many.
-    pub fn of(block: &[u32], lookahead: &[u32], hash: u64) -> Option<Self> {
+    pub fn from_block(block: &[u32], lookahead: &[u32], hash: u64) -> Option<Self> {
         let fits = !block.is_empty() && block.len() <= MAX_SAMPLE && lookahead.len() <= MAX_LOOKAHEAD;
         fits.then(|| Self {
             tokens: [block, lookahead].concat().into(),
@@ -356,11 +356,11 @@ mod tests {
             scheme.hash(&tokens, None, &mut found);
             assert_eq!(found, hashes);
             assert_eq!(
-                Sample::of(&tokens[..16], &[], hashes[0]).unwrap().scheme(),
+                Sample::from_block(&tokens[..16], &[], hashes[0]).unwrap().scheme(),
                 Some(scheme.clone())
             );
             let wide = EngineHash { ..scheme };
-            assert_eq!(Sample::of(&tokens, &[], hashes[1]).unwrap().scheme(), Some(wide));
+            assert_eq!(Sample::from_block(&tokens, &[], hashes[1]).unwrap().scheme(), Some(wide));
         }
         let scheme = EngineHash {
             algorithm: 2,
@@ -371,6 +371,6 @@ mod tests {
         let mut found = Vec::new();
         scheme.hash(&tokens, None, &mut found);
         assert_eq!(found, [13_245_370_832_660_520_926, 7_948_621_584_451_670_255]);
-        assert_eq!(Sample::of(&tokens[..16], &[], 1).unwrap().scheme(), None);
+        assert_eq!(Sample::from_block(&tokens[..16], &[], 1).unwrap().scheme(), None);
     }
 }

@@ -13,13 +13,13 @@ static GENERATION: AtomicUsize = AtomicUsize::new(0);
 /// A number that differs in a forked child.
 #[inline]
 pub fn generation() -> usize {
-    watch();
+    watch_forks();
     GENERATION.load(Ordering::Relaxed)
 }
 
 /// Starts to detect forks.
 #[inline]
-pub(crate) fn watch() {
+pub(crate) fn watch_forks() {
     static WATCHING: Once = Once::new();
     WATCHING.call_once(|| {
         // SAFETY: the function takes and returns nothing, and lives as long as the process.

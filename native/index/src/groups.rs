@@ -22,7 +22,7 @@ pub const FULL_KINDS: u8 = 3;
 
 impl GroupKind {
     /// The kind in a store (`kv_cache_spec_kind`), with its window. None if the kind needs a window and the store has no valid one.
-    pub fn of(kind: Option<&str>, window: Option<i64>) -> Option<Self> {
+    pub fn from_spec(kind: Option<&str>, window: Option<i64>) -> Option<Self> {
         Some(match kind {
             None | Some("full_attention") => Self::Full(0),
             Some("mla_attention") => Self::Full(1),

@@ -169,7 +169,7 @@ impl Sets {
     /// Moves one block from `set` to the one with or without a holder; `last` remembers it for the next.
     #[inline]
     pub fn moved(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
-        if self.is_again(set, placement, stream, last) {
+        if self.matches_move(set, placement, stream, last) {
             self.change(set, last.to.0);
             return last.to.0;
         }
@@ -178,7 +178,7 @@ impl Sets {
 
     /// Whether a move is the one that is remembered.
     #[inline]
-    fn is_again(&self, set: u32, placement: u16, stream: u32, last: &Move) -> bool {
+    fn matches_move(&self, set: u32, placement: u16, stream: u32, last: &Move) -> bool {
         last.known
             && last.from.0 == set
             && last.holder == (placement, stream)

@@ -81,7 +81,7 @@ pub struct Walk {
     keys: Vec<u64>,
     /// Records of one block.
     found: Vec<u32>,
-    seen: Seen,
+    seen: ReadVersions,
     alive: Vec<u64>,
     now: Vec<u64>,
     blocks: Vec<[u32; LEVELS]>,
@@ -90,7 +90,7 @@ pub struct Walk {
 
 /// Chunks that were read, to verify that all reads belong to one moment.
 #[derive(Debug, Default)]
-struct Seen {
+struct ReadVersions {
     /// Numbers and versions.
     chunks: Vec<(usize, u32)>,
     /// Whether a chunk was being changed.
@@ -99,7 +99,7 @@ struct Seen {
     is_alone: bool,
 }
 
-impl Seen {
+impl ReadVersions {
     /// The chunk of a record, to be read.
     #[inline]
     fn chunk<'a>(&mut self, view: &'a View, number: u32) -> Option<&'a Memory> {
@@ -158,7 +158,7 @@ impl Walk {
             let Some(chunk) = self.seen.chunk(view, number).filter(|_| !self.seen.is_spoilt) else {
                 return at;
             };
-            let (start, mut run) = (at, chunk.behind(number));
+            let (start, mut run) = (at, chunk.run_after(number));
             loop {
                 let (count, set) = run.take(&locals[at..], context);
                 if count == 0 {
@@ -247,7 +247,7 @@ impl Walk {
 
     /// Advances by one block, whose records are in `found`.
     fn step_to(&mut self, view: &View, end: usize) {
-        let set = |seen: &mut Seen, number| seen.chunk(view, number).map_or(EMPTY, |chunk| chunk.set(number));
+        let set = |seen: &mut ReadVersions, number| seen.chunk(view, number).map_or(EMPTY, |chunk| chunk.set(number));
         let holders = match self.found[..] {
             [number] => Holders::Set(set(&mut self.seen, number)),
             _ => {
@@ -289,7 +289,7 @@ impl Walk {
             return;
         }
         let (words, before) = (streams.len().min(view.visible.len()), out.len());
-        self.simple(view, &streams[..words], scheme.size, out);
+        self.match_single_groups(view, &streams[..words], scheme.size, out);
         if prompt.longest < prompt.tokens {
             shorten(out, before, tokens_of(scheme.blocks(prompt.longest) as u64, scheme.size));
         }
@@ -396,7 +396,7 @@ impl Walk {
     }
 
     /// Streams whose blocks are all of one kind.
-    fn simple(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
+    fn match_single_groups(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
         let (words, levels) = (streams.len(), view.placements.depth());
         let Self {
             steps,

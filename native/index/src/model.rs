@@ -81,14 +81,14 @@ impl State {
         let mut state = Self::empty();
         for (local, holders) in [(100, &[0][..]), (101, &[1]), (102, &[0, 1])] {
             for &stream in holders {
-                state.hold(stream, &[local], None);
+                state.add_holder(stream, &[local], None);
             }
         }
         state
     }
 
     /// The last block of a chain of local hashes, as one of these streams holds it.
-    fn hold(&mut self, stream: u32, chain: &[u64], parent: Option<u32>) -> u32 {
+    fn add_holder(&mut self, stream: u32, chain: &[u64], parent: Option<u32>) -> u32 {
         let mut rolled = chain.to_vec();
         keys::chain(None, &mut rolled);
         let (key, local) = (*rolled.last().unwrap(), *chain.last().unwrap());
@@ -101,7 +101,9 @@ impl State {
             key_spot: self.shared.spot(key),
             hash_spot: self.shared.spot(key),
         };
-        let held = self.shared.hold(&block, parent, self.placement, stream, &mut Move::default());
+        let held = self
+            .shared
+            .add_holder(&block, parent, self.placement, stream, &mut Move::default());
         held.unwrap().0
     }
 
@@ -155,16 +157,16 @@ fn look_beside(
 fn a_slot_is_read_as_a_whole() {
     let make = || {
         let mut state = State::new();
-        assert_eq!(state.hold(0, &[1], None), FIRST);
-        state.hold(1, &[1], None);
-        assert_eq!(state.hold(0, &[1, 2], Some(FIRST)), FIRST + 1);
+        assert_eq!(state.add_holder(0, &[1], None), FIRST);
+        state.add_holder(1, &[1], None);
+        assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST)), FIRST + 1);
         state.shared.publish();
         state
     };
     let (found, unsound) = look_beside(&[1, 2], make, |state| {
         state.toggle(0, FIRST + 1);
         assert_eq!(
-            state.hold(1, &[1, 3], Some(FIRST)),
+            state.add_holder(1, &[1, 3], Some(FIRST)),
             FIRST + 1,
             "it takes the slot of the other"
         );
@@ -178,11 +180,11 @@ fn a_slot_is_read_as_a_whole() {
 fn look_at_two_chunks(loses_first: bool) -> BTreeSet<Found> {
     let make = move || {
         let mut state = State::new();
-        assert_eq!(state.hold(0, &[1], None), FIRST);
+        assert_eq!(state.add_holder(0, &[1], None), FIRST);
         // The rest of the chunk.
         while state.shared.records.take(Some(FIRST), CHUNK).unwrap().first < CHUNK as u32 {}
         state.shared.records.give(CHUNK as u32, CHUNK as u32);
-        assert_eq!(state.hold(0, &[1, 2], Some(FIRST)), CHUNK as u32);
+        assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST)), CHUNK as u32);
         state.toggle(1, if loses_first { FIRST } else { CHUNK as u32 });
         state.shared.publish();
         state
@@ -210,12 +212,12 @@ fn chunks_are_read_at_one_moment() {
 fn holders_are_known_before_slots_name_them() {
     let make = || {
         let mut state = State::empty();
-        state.hold(0, &[1], None);
+        state.add_holder(0, &[1], None);
         state.shared.publish();
         state
     };
     let (found, unsound) = look_beside(&[1], make, |state| {
-        state.hold(1, &[1], None);
+        state.add_holder(1, &[1], None);
         state.shared.publish();
     });
     assert_eq!(found, BTreeSet::from([vec![(0, 1)], vec![(0, 1), (1, 1)]]));
@@ -227,14 +229,14 @@ fn holders_are_known_before_slots_name_them() {
 fn memory_that_is_given_back_is_not_read() {
     let make = || {
         let mut state = State::empty();
-        state.hold(0, &[1], None);
+        state.add_holder(0, &[1], None);
         state.shared.publish();
         state
     };
     let (found, _) = look_beside(&[1], make, |state| {
         state.toggle(0, 0);
         state.shared.publish();
-        assert_eq!(state.hold(1, &[1], None), 0);
+        assert_eq!(state.add_holder(1, &[1], None), 0);
         state.shared.publish();
     });
     assert_eq!(found, BTreeSet::from([vec![], vec![(0, 1)], vec![(1, 1)]]));

@@ -1,7 +1,7 @@
-//! Routing decisions that no event has confirmed yet: short-lived, and apart from what the streams said.
+//! Routing decisions that no event has confirmed yet. They are short-lived, and separate from the blocks of streams.
 //!
-//! Decisions end by time, or the oldest ones by the limit; each costs what it brought in, however many others there are. The decisions that
-//! expect a block are counted, so that the end of one does not affect another one with the same prefix.
+//! Decisions end by time, or the oldest ones at the limit; the cost of a decision does not depend on the number of others. The decisions
+//! that expect a block are counted, so that the end of one does not affect another one with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

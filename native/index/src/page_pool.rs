@@ -129,12 +129,12 @@ fn lock_while_forking() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
         // SAFETY: the functions take and return nothing, and live as long as the process.
-        unsafe { libc::pthread_atfork(Some(hold), Some(release), Some(release)) };
+        unsafe { libc::pthread_atfork(Some(lock_pool), Some(release), Some(release)) };
     });
 }
 
 /// Locks the pool until this thread, or the only thread of a forked child, calls `release`.
-extern "C" fn hold() {
+extern "C" fn lock_pool() {
     let _ = HELD.try_with(|held| held.set(Some(pool())));
 }
 

@@ -159,7 +159,7 @@ impl Memory {
 
     /// The slots after one.
     #[inline]
-    pub fn behind(&self, number: u32) -> Run<'_> {
+    pub fn run_after(&self, number: u32) -> Run<'_> {
         let (slots, at) = (&self.slots[0], (number & MASK) as usize + 1);
         Run {
             words: &slots.words[at..],
@@ -316,7 +316,7 @@ pub struct Row {
 
 impl Row {
     /// A row of one slot.
-    pub fn of(number: u32) -> Self {
+    pub fn single(number: u32) -> Self {
         Self {
             first: number,
             length: 1,
@@ -641,12 +641,12 @@ impl Records {
         if self.chunks.get(self.current).is_some_and(has_room) {
             return Some(self.current);
         }
-        self.turn()
+        self.switch_chunk()
     }
 
     /// Makes another chunk with room the current one.
     #[cold]
-    fn turn(&mut self) -> Option<usize> {
+    fn switch_chunk(&mut self) -> Option<usize> {
         while let Some(at) = self.partial.pop() {
             let chunk = &mut self.chunks[at as usize];
             chunk.listed = false;
@@ -786,7 +786,7 @@ mod tests {
         assert_eq!(heads, 3, "one a chunk");
         assert!(made.iter().all(|&(number, key)| records.key(number) == key));
         assert_eq!(records.unlink(made[1_500].0), made[1_500].1);
-        records.remove(Row::of(made[1_499].0));
+        records.remove(Row::single(made[1_499].0));
         assert!(made[1_500..].iter().all(|&(number, key)| records.key(number) == key));
         assert!(!records.is_linked(made[1_500].0) && records.is_linked(made[1_501].0));
     }
@@ -798,13 +798,13 @@ mod tests {
         for length in 0..99 {
             let mut locals: Vec<u64> = (101..200).collect();
             locals[length] = 7;
-            let run = records.memory(made[0].0).unwrap().behind(made[0].0);
+            let run = records.memory(made[0].0).unwrap().run_after(made[0].0);
             assert_eq!({ run }.take(&locals, 3), (length, 1));
             assert_eq!({ run }.take(&locals, 4).0, 0);
         }
         records.put_set(made[40].0, 2);
         let locals: Vec<u64> = (101..200).collect();
-        let mut run = records.memory(made[0].0).unwrap().behind(made[0].0);
+        let mut run = records.memory(made[0].0).unwrap().run_after(made[0].0);
         assert_eq!(run.take(&locals, 3), (39, 1));
         assert_eq!(run.take(&locals[39..], 3), (1, 2));
         assert_eq!(run.take(&locals[40..], 3), (59, 1));
@@ -816,7 +816,7 @@ mod tests {
         let mut records = Records::default();
         let made = chain(&mut records, None, 1, 600);
         for &(number, _) in made[200..300].iter().rev() {
-            records.remove(Row::of(number));
+            records.remove(Row::single(number));
         }
         records.unlink(made[300].0);
         let stretch = records.take(None, 100).unwrap();
@@ -857,7 +857,7 @@ mod tests {
             if let Some(next) = records.linked_next(number) {
                 records.unlink(next);
             }
-            records.remove(Row::of(number));
+            records.remove(Row::single(number));
         }
         assert!(records.is_empty());
         assert_eq!(records.bytes(), 0);

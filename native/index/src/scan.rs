@@ -1,8 +1,7 @@
-//! A batch of a known shape, read in one pass.
+//! Reads a batch of a known shape in one pass.
 //!
 //! Nothing is applied here and nothing is repaired: what a batch means is decided by `kvevents.wire.decode_batch`, and `scan` accepts
-//! a payload only if that function would read the same events and reject nothing. Whatever is unexpected, or merely rare, is left to
-//! it.
+//! a payload only if that function would read the same events and reject nothing. Everything unexpected or rare is left to that function.
 
 #[cfg(any(test, feature = "testing"))]
 mod describe;
@@ -47,15 +46,15 @@ pub enum Field {
     Origin,
     CopyCounts,
     Lookahead,
-    /// Nothing, but it must be text or nil.
+    /// Not used, but it must be text or nil.
     IgnoredText,
-    /// Nothing, but it must be an integer or nil.
+    /// Not used, but it must be an integer or nil.
     IgnoredInt,
-    /// Nothing, but it must be a list of integers or nil.
+    /// Not used, but it must be a list of integers or nil.
     IgnoredInts,
-    /// Nothing, but it must be extra keys or nil.
+    /// Not used, but it must be extra keys or nil.
     IgnoredExtraKeys,
-    /// Nothing: a name of Python's own events, and another value than nil is a field from elsewhere.
+    /// A field that only Python's events use; any other value than nil is refused.
     IgnoredNil,
 }
 
@@ -70,7 +69,7 @@ pub enum Kind {
     Inactive,
 }
 
-/// Bytes of a payload. They never start at 0, which makes an optional one as small.
+/// A range of bytes of a payload. It never starts at 0, so an `Option` of it has the same size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     start: NonZeroU32,
@@ -86,7 +85,7 @@ impl Span {
         })
     }
 
-    /// The bytes, of the payload that was scanned.
+    /// The bytes of the range in the scanned payload.
     #[inline]
     pub fn bytes(self, payload: &[u8]) -> &[u8] {
         let start = self.start.get() as usize;
@@ -110,22 +109,22 @@ impl Run {
     }
 }
 
-/// One event; what it does not have is zero, empty or None.
+/// One event; missing fields are zero, empty or None.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
     /// Its kind.
     pub kind: Kind,
     /// Token ids are pairs `[t, next]` (SGLang under EAGLE), stored one after the other.
     pub pairs: bool,
-    /// Some token id is negative or above 32 bits; of those `tokens` has the lowest 32.
+    /// A token id is negative or exceeds 32 bits; `tokens` has its lowest 32 bits.
     pub unkeyable: bool,
-    /// Keys are given in the place of tokens.
+    /// The event has keys instead of tokens.
     pub keyed: bool,
     /// Range in `Scratch::hashes`.
     pub hashes: Run,
     /// Range in `Scratch::tokens`.
     pub tokens: Run,
-    /// Range in `Scratch::hashes`; of a removal how many copies of each block are left.
+    /// Range of the keys in `Scratch::hashes`; for a removal, of the number of remaining copies of each block.
     pub keys: Run,
     /// What a store says of where its blocks come from.
     pub origin: Origin,
@@ -153,12 +152,12 @@ pub struct Event {
     pub cache_salt: Option<Span>,
     /// Msgpack, to be read with `extra_keys`.
     pub extra_keys: Option<Span>,
-    /// Msgpack, to be read with `first_ints`: of each block the tokens behind it that its hash covers.
+    /// Msgpack, to be read with `first_ints`: for each block the tokens after it that its hash also covers.
     pub lookahead: Option<Span>,
 }
 
 impl Event {
-    /// The block size of a store that says keys in the place of tokens, one for each hash; None where that is not so.
+    /// The block size of a store with one key for each hash instead of tokens; None for other events.
     pub fn size_of_keyed(&self) -> Option<u32> {
         let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0);
         size.filter(|_| self.keyed && self.tokens.length == 0 && self.keys.length == self.hashes.length)
@@ -192,7 +191,7 @@ impl Event {
     }
 }
 
-/// Bytes that a scratch can come to hold per byte of the largest payload it has seen. A hash can be one byte on the wire and is
+/// Most bytes of a scratch per byte of the largest payload that it has scanned. A hash can be one byte on the wire and is
 /// eight here, a token four, an event at least 18 and `size_of::<Event>()`; vectors double as they grow.
 pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
 
@@ -212,13 +211,13 @@ pub struct Scratch {
     pub ts: f64,
     /// Data-parallel rank.
     pub rank: Option<i64>,
-    /// Whether any hash was a digest, of which `hashes` has the end.
+    /// Whether any hash was a digest; `hashes` has its last bytes.
     pub digests: bool,
     lengths: Lengths,
 }
 
 impl Scratch {
-    /// Forgets the contents, and keeps the memory.
+    /// Removes the contents, and keeps the memory.
     pub fn clear(&mut self) {
         self.hashes.clear();
         self.tokens.clear();
@@ -233,7 +232,7 @@ impl Scratch {
             + self.events.capacity() * size_of::<Event>()
     }
 
-    /// Forgets the contents, and gives the memory back if it is above `SCRATCH_BYTES_KEPT`.
+    /// Removes the contents, and releases the memory above `SCRATCH_BYTES_KEPT`.
     pub fn shrink(&mut self) {
         self.clear();
         if self.bytes() > SCRATCH_BYTES_KEPT {
@@ -248,7 +247,8 @@ pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 /// Levels of containers in elements of a batch that are not known yet.
 const SKIPPED_NESTING: usize = 8;
 
-/// Reads `payload` into `scratch`, or answers None: not a batch that this scanner reads. The scratch then holds nothing of use.
+/// Reads `payload` into `scratch`. Returns None for a payload that this scanner does not read; the contents of the scratch are then
+/// undefined.
 pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()> {
     scratch.clear();
     if payload.len() > schema.limits.max_payload_bytes || payload.len() > u32::MAX as usize {
@@ -264,7 +264,7 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     scanner.batch().filter(|()| scanner.reader.left() == 0)
 }
 
-/// The integers of the first of some lists that were scanned, as far as they have 32 bits.
+/// The integers of the first of several scanned lists, up to the first one that exceeds 32 bits.
 pub fn first_ints(raw: &[u8], found: &mut Vec<u32>) {
     let mut reader = Reader::new(raw, 0);
     let count = reader.array().filter(|&lists| lists > 0).and_then(|_| reader.array());
@@ -277,7 +277,7 @@ struct Scanner<'a> {
     schema: &'a Schema,
     scratch: &'a mut Scratch,
     free_form_bytes_left: usize,
-    /// Where the list of hashes of the last event begins.
+    /// Offset of the list of hashes of the last event.
     hashes_at: usize,
 }
 
@@ -327,8 +327,8 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    /// Joins up to `left` events to the one that was read from `start` on, if that is a removal of one hash and they are the same
-    /// but for the hash: how many.
+    /// Joins up to `left` events to the one that was read from `start` on, if all are removals of one hash that differ in the hash only.
+    /// Returns the number of joined events.
     fn join(&mut self, start: usize, left: usize) -> usize {
         let single = self.hashes_at;
         let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE.len());
@@ -405,7 +405,7 @@ impl<'a> Scanner<'a> {
         self.schema.layouts.iter().find(|layout| layout.tag.as_bytes() == tag)
     }
 
-    /// Which key of a map event comes next; most often it is `expected` or one soon after.
+    /// Returns which key of a map event is next; most often it is `expected` or one of the following ones.
     #[inline]
     fn name(&mut self, layout: &Layout, expected: usize) -> Option<usize> {
         let rest = self.reader.rest();
@@ -514,7 +514,7 @@ impl<'a> Scanner<'a> {
         Some(self.reader.int()?.bits)
     }
 
-    /// Keys, as hashes but no digests.
+    /// Reads keys, which are like hashes but never digests.
     fn keys(&mut self, event: &mut Event) -> Option<()> {
         if self.reader.nil() {
             return Some(());
@@ -525,7 +525,7 @@ impl<'a> Scanner<'a> {
         none.then_some(())
     }
 
-    /// A word that is not known states nothing.
+    /// An unknown word counts as a missing field.
     fn origin(&mut self) -> Option<Origin> {
         if self.reader.nil() {
             return Some(Origin::Unstated);

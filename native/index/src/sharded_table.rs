@@ -5,7 +5,7 @@ use hashbrown::HashTable;
 use crate::step_counter;
 
 const PARTS: usize = 64;
-/// Bits of a hash that say which part: `hashbrown` uses those at either end.
+/// Position of the bits of a hash that select the part: `hashbrown` uses the bits at both ends.
 const SHIFT: u32 = 40;
 
 /// See the module.
@@ -44,13 +44,13 @@ impl<T> ShardedTable<T> {
         self.parts.iter().map(HashTable::allocation_size).sum()
     }
 
-    /// The entry with a hash that `is` says.
+    /// The entry with this hash that `is` accepts.
     #[inline]
     pub fn find(&self, hash: u64, is: impl FnMut(&T) -> bool) -> Option<&T> {
         self.parts[Self::part(hash)].find(hash, is)
     }
 
-    /// Enters what is not there.
+    /// Inserts an entry that is not in the table.
     #[inline]
     pub fn insert(&mut self, hash: u64, entry: T, hash_of: impl Fn(&T) -> u64) {
         let part = &mut self.parts[Self::part(hash)];
@@ -59,7 +59,7 @@ impl<T> ShardedTable<T> {
         self.length += 1;
     }
 
-    /// Takes an entry out, if it is there.
+    /// Removes an entry if it exists.
     #[inline]
     pub fn remove(&mut self, hash: u64, is: impl FnMut(&T) -> bool) {
         if let Ok(entry) = self.parts[Self::part(hash)].find_entry(hash, is) {

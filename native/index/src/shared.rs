@@ -1,4 +1,4 @@
-//! What all streams share: records of blocks, found by key, and the holders of each.
+//! The state that all streams share: records of blocks, found by key, and the holders of each.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -53,7 +53,7 @@ pub struct Block {
     pub hash: u64,
     /// Its rolling key.
     pub key: u64,
-    /// Its local hash; of no use where it is `keyed`.
+    /// Its local hash; not used if it is `keyed`.
     pub local: u64,
     /// Number of its context.
     pub context: u32,
@@ -74,9 +74,9 @@ pub struct SharedState {
     pub records: Records,
     /// The sets of their holders.
     pub sets: Sets,
-    /// How they were cut, in which namespaces.
+    /// Block sizes and namespaces of blocks.
     pub contexts: Contexts,
-    /// Heap bytes of all streams, kept only where a memory limit is set.
+    /// Heap bytes of all streams, maintained only with a memory limit.
     pub streams_bytes: usize,
     /// Secret of the tables' hash function.
     pub secret: Secret,
@@ -150,10 +150,10 @@ impl SharedState {
             && records.context(number) == context
     }
 
-    /// Has the record of a block held by one more stream, which does not hold it yet: its number, and whether it was made for that.
-    /// `parent` is the record of its parent, if that is known. None when there are too many of its key.
+    /// Adds a stream to the holders of a block, which it does not hold yet. Returns the number of the record, and whether it is new.
+    /// `parent` is the record of its parent, if that is known. None if too many records have its key.
     #[inline]
-    pub fn hold(
+    pub fn add_holder(
         &mut self,
         block: &Block,
         parent: Option<u32>,
@@ -198,7 +198,7 @@ impl SharedState {
         self.add(block, parent.filter(|_| !keyed), is_twin, placement, stream, last)
     }
 
-    /// A record that is new, and that one stream holds.
+    /// Adds a record that one stream holds.
     fn add(
         &mut self,
         block: &Block,
@@ -239,7 +239,7 @@ impl SharedState {
         self.records.context(parent) == context && !self.records.has_twins(parent)
     }
 
-    /// A head that is new, in a slot that was taken.
+    /// Writes a new head into a slot that was taken.
     #[inline]
     pub fn put_head(&mut self, number: u32, block: &Block, set: u32) {
         self.records.put_head(number, block.key, block.hash, block.context, set);
@@ -253,7 +253,7 @@ impl SharedState {
         self.insert(false, self.spot(key), number);
     }
 
-    /// Makes what is linked to a block a head.
+    /// Makes the block that is linked to a block a head.
     #[inline]
     pub fn list_next(&mut self, number: u32) {
         if let Some(next) = self.records.linked_next(number) {
@@ -261,7 +261,7 @@ impl SharedState {
         }
     }
 
-    /// Marks all records of a key in a context as not the only one.
+    /// Marks all records with a key and a context as twins.
     #[cold]
     pub fn mark_twins(&mut self, keyed: bool, key: u64, context: u32) {
         let mut found = Vec::new();
@@ -291,20 +291,20 @@ impl SharedState {
         self.records.put_set(number, set);
     }
 
-    /// Forgets a block if no stream holds it any more.
+    /// Removes a block if no stream holds it any more.
     pub fn sweep(&mut self, number: u32) {
         if self.records.set(number) == EMPTY {
             self.forget(number);
         }
     }
 
-    /// Forgets a block that no stream holds any more.
+    /// Removes a block that no stream holds any more.
     #[inline]
     pub fn forget(&mut self, number: u32) {
-        self.forget_row(Row::of(number));
+        self.forget_row(Row::single(number));
     }
 
-    /// Forgets blocks that no stream holds any more.
+    /// Removes blocks that no stream holds any more.
     pub fn forget_row(&mut self, row: Row) {
         let Row { first, length } = row;
         if length == 0 {
@@ -327,7 +327,7 @@ impl SharedState {
         self.contexts.release_all(same.0, same.1);
     }
 
-    /// Takes a head, or a block that was stored by its key, out of its table.
+    /// Removes a head, or a block that was stored by its key, from its table.
     fn unlist(&mut self, number: u32, context: u32) {
         let spot = self.spot(self.records.word(number));
         let hashes = ByKey(&self.records, self.secret);
@@ -365,7 +365,7 @@ impl SharedState {
 
     // --- streams
 
-    /// The number that the next stream gets; None when there are too many.
+    /// The number that the next stream gets; None if there are too many streams.
     pub fn vacancy(&self) -> Option<u32> {
         let free = self
             .view
@@ -376,12 +376,12 @@ impl SharedState {
         (free < MAX_STREAMS).then_some(free as u32)
     }
 
-    /// Takes a stream in under the number that `vacancy` returned.
+    /// Adds a stream under the number that `vacancy` returned.
     pub fn join(&mut self, number: u32, member: Member) {
         self.view.change().join(number, member);
     }
 
-    /// Makes streams those of the models that `model_of` has for their sources; those of which it says nothing stay.
+    /// Assigns streams to the models that `model_of` returns for their sources; for other sources nothing changes.
     pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
         self.view.change().relabel(model_of);
     }
@@ -391,29 +391,29 @@ impl SharedState {
         self.view.change().use_scheme(number, scheme);
     }
 
-    /// Forgets how a stream cut prompts.
+    /// Removes the schemes of a stream.
     pub fn drop_schemes(&mut self, number: u32) {
         self.view.change().drop_schemes(number);
     }
 
-    /// Whether the blocks of a stream count.
+    /// Sets whether the blocks of a stream count in lookups.
     pub fn show(&mut self, stream: u32, visible: bool) {
         set_bit(&mut self.view.change().visible, stream, visible);
     }
 
-    /// Searches the groups of a stream so from now on.
+    /// Sets how lookups search the groups of a stream.
     pub fn use_lookup(&mut self, stream: u32, lookup: Option<Arc<GroupLookup>>) {
         let former = self.view.change().use_lookup(stream, lookup);
         drop(former); // readers do not wait for that
     }
 
-    /// Notes that a block of a stream on a placement might be gone, or is not.
+    /// Sets or clears the doubt whether a block of a stream on a placement is gone.
     #[cold]
     pub fn doubt(&mut self, stream: u32, number: u32, placement: u16, is_doubtful: bool) {
         self.view.change().doubt(stream, (number, placement), is_doubtful);
     }
 
-    /// Notes that all blocks of a stream are there.
+    /// Clears all doubts about a stream's blocks.
     pub fn end_doubts(&mut self, stream: u32) {
         let is_certain = |member: &Member| member.doubts.is_empty();
         if !self.view.members[stream as usize].as_ref().is_none_or(is_certain) {
@@ -422,7 +422,7 @@ impl SharedState {
         }
     }
 
-    /// Gives the number of a stream back, which holds nothing any more.
+    /// Releases the number of a stream, which holds nothing any more.
     pub fn leave(&mut self, stream: u32) {
         self.view.change().leave(stream);
     }
@@ -470,7 +470,7 @@ impl View {
         set_bit(&mut self.visible, number, true);
     }
 
-    /// Makes a stream one of a model.
+    /// Assigns a stream to a model.
     fn label(&mut self, number: u32, model: Option<String>) {
         let Some(mut member) = self.members[number as usize].take() else {
             return;
@@ -593,7 +593,7 @@ impl Model {
     }
 }
 
-/// About what a member takes.
+/// Approximate bytes of a member.
 const MEMBER_BYTES: usize = size_of::<Member>() + 64;
 
 /// Sets one bit of a bitmap.

@@ -10,9 +10,9 @@ thread_local! {
 pub(crate) struct Steps {
     /// All steps.
     pub taken: usize,
-    /// Steps since this thread last yielded the shared lock, or would have yielded it.
+    /// Steps since this thread last yielded, or could have yielded, the shared lock.
     held: usize,
-    /// The most of those.
+    /// Largest value of `held`.
     pub longest: usize,
 }
 
@@ -26,7 +26,7 @@ pub(crate) fn count(_steps: usize) {
     });
 }
 
-/// Counts what it takes a table to grow, if it is to for one entry more.
+/// Counts the steps of growing a table, if one more entry makes it grow.
 #[inline(always)]
 pub(crate) fn count_growth(_length: usize, _capacity: usize) {
     #[cfg(test)]

@@ -22,7 +22,7 @@ use crate::step_counter;
 use crate::table::{Reach, Seat, Stage, Table, TableHash};
 use crate::yielding_lock::{WORK_PER_HOLD, Writer, YieldingRwLock};
 
-/// A block under another hash than its record has.
+/// A block whose hash in this stream differs from that of its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C, packed(4))]
 struct Foreign {
@@ -33,13 +33,13 @@ struct Foreign {
 /// Counters of unusable input of a stream.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
-    /// Stores that were set aside, by kind of group and reason.
+    /// Rejected stores, by kind of group and reason.
     pub rejected: HashMap<(String, &'static str), u64>,
     /// Removals of hashes that the stream does not hold.
     pub unknown: u64,
-    /// Blocks that fell out of the waiting queue.
+    /// Blocks dropped from the waiting queue.
     pub dropped: u64,
-    /// Blocks that the memory limit has cost.
+    /// Blocks that were refused at the memory limit.
     pub evicted: u64,
     /// Deliveries that came twice.
     pub duplicates: u64,
@@ -51,11 +51,11 @@ pub struct Counters {
     pub neutral: u64,
 }
 
-/// Kinds of groups that are counted under their own name; they are a peer's words.
+/// Most kinds of groups that are counted under their own name, since a peer chooses names.
 const MAX_KINDS: usize = 64;
 
 impl Counters {
-    /// Counts a store that was set aside.
+    /// Counts a rejected store.
     pub fn reject(&mut self, kind: &str, reason: &'static str) {
         let known = self.rejected.len() < MAX_KINDS || self.rejected.contains_key(&(kind.into(), reason));
         let kind = if known { kind } else { "other" };
@@ -89,42 +89,42 @@ struct ProcessOwned {
     held: usize,
 }
 
-/// Blocks that a clear of a part may look at, for each block that was stored: engines clear far less often than they store.
+/// Blocks that a partial clear may examine for each stored block: engines clear far less often than they store.
 const LOOKS_PER_BLOCK: usize = 16;
-/// The same at the beginning.
+/// Blocks that partial clears may examine before any block is stored.
 const FIRST_LOOKS: usize = 1 << 20;
-/// Looks at blocks that share a hash, for each byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty
-/// bytes for each page that comes or goes, which so may share its hash with as many others as there can be.
+/// Examinations of blocks that share a hash, per byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty
+/// bytes for each page that comes or goes, so a page may share its hash with as many others as the limit allows.
 const ALIKE_PER_BYTE: usize = 16;
-/// How many of those are kept for payloads that come.
+/// Most of these examinations that are saved for later payloads.
 const ALIKE_KEPT: usize = 1 << 20;
-/// Blocks of one hash that are looked at although none may be left.
+/// Blocks of one hash that are examined even without any budget left.
 const FEW_ALIKE: usize = 8;
-/// Stores in which the hashing of an engine is looked for.
+/// Stores in which the hash scheme of an engine is searched.
 const SAMPLES: u8 = 4;
-/// Entries of a table from which on it does not move while others wait.
+/// Entries of a table from which on it is not moved while other threads wait.
 const LARGE: usize = 1 << 14;
-/// Looks that it takes to roll the key of a block whose parent is not known.
+/// Cost, in examinations, of computing the key of a block whose parent is unknown.
 const LOOKS_PER_KEY: usize = 8;
 
-/// One stream. Its writer has it locked, and the shared part besides while blocks change.
+/// One stream. Its writer holds its lock, and also that of the shared part while blocks change.
 #[derive(Debug)]
 pub struct Stream {
     /// Its number in the shared part.
     pub number: u32,
     /// Incarnation of the publisher.
     pub incarnation: i64,
-    /// The same for threads that do not hold its lock.
+    /// The incarnation for threads that do not hold its lock.
     pub life: Arc<AtomicI64>,
     /// Number of the last batch; -1 before the first.
     pub last: i64,
-    /// Blocks, however many placements each is on.
+    /// Number of blocks, each counted once on all its placements.
     pub blocks: usize,
     /// Order-free digest of what is resident.
     pub digest: u128,
-    /// What an attestation is of the copies that are placed.
+    /// The attestation of the copies that are placed.
     attestation: u64,
-    /// The same, by group, of the copies of groups whose blocks are not kept.
+    /// The attestation, by group, of the copies of groups whose blocks are not kept.
     unkept: Vec<(i64, u64)>,
     /// Whether it held the same blocks as the engine at the last attestation of this incarnation; None before the first.
     pub attested: Option<bool>,
@@ -132,15 +132,15 @@ pub struct Stream {
     pub groups: Groups,
     /// Its blocks by the engine's own hashes, if lookups need that.
     pub group_cache: Option<Arc<RwLock<GroupCache>>>,
-    /// Copies that the batch at hand has changed, by hash, group and level; kept with `group_cache` only.
+    /// Copies that the current batch has changed, by hash, group and level; kept with `group_cache` only.
     pub changed_copies: Vec<(u64, i64, u8)>,
-    /// Whether `groups` has changed since lookups were shown it.
+    /// Whether `groups` has changed since it was published to lookups.
     pub has_new_groups: bool,
-    /// A store that shows how its engine hashes prompts, as long as that is not needed.
+    /// A store from which the hash scheme of the engine can be found later, if it is needed.
     pub sample: Option<Sample>,
-    /// Stores in which the hashing of its engine is still looked for.
+    /// Number of further stores in which the hash scheme of its engine is searched.
     pub samples_left: u8,
-    /// First blocks of prompts with salts in the batch at hand.
+    /// First blocks of prompts with salts in the current batch.
     pub salted: Vec<(String, Sample)>,
     /// Whether prompts have salts that are not kept.
     pub misses_salts: bool,
@@ -148,36 +148,36 @@ pub struct Stream {
     pub waiting: Queue,
     /// Counters of errors.
     pub counters: Counters,
-    /// Removed from the index; a caller that still has it must look it up again.
+    /// Whether it was removed from the index; a caller that still has it must look it up again.
     pub gone: bool,
-    /// Placements by what events call them.
+    /// Placements by their names in events.
     pub places: Vec<(Place, u16)>,
-    /// Bytes that are counted for it in the shared part.
+    /// Bytes of this stream in the total of the shared part.
     pub counted: usize,
     table: Table,
     foreign: HashTable<Foreign>,
     /// All blocks of hashes with several blocks, the newest last.
     several: HashMap<u64, Vec<u32>>,
-    /// Blocks in those.
+    /// Number of blocks in `several`.
     several_len: usize,
     copies: CopyTable,
     /// The origin of the current event's blocks.
     pub origin: Origin,
     /// Whether its sender attests its engine's cache: then every store is a new copy.
     has_attested: bool,
-    /// Blocks with full attention that the batch at hand has announced again; kept for hybrid models only.
+    /// Blocks with full attention that the current batch has announced again; kept for hybrid models only.
     repeated: Vec<u32>,
-    /// Blocks without tokens that the batch at hand has made resident, as far as was known.
+    /// Blocks without tokens that were not resident before the current batch, as far as was known.
     fresh: Vec<(u32, u16)>,
     own: Vec<ProcessOwned>,
     /// Schemes by which this incarnation has divided prompts.
     schemes: Vec<Scheme>,
     looks: usize,
-    /// Looks at blocks that share a hash which are left; without a bound before the first payload.
+    /// Remaining examinations of blocks that share a hash; unlimited before the first payload.
     alike: usize,
-    /// Whether a removal was left undone for want of them.
+    /// Whether a removal was skipped because none remained.
     is_spent: bool,
-    /// Blocks that the memory limit had cost when the stream was last known to be whole.
+    /// Value of `Counters::evicted` when the stream was last known to be complete.
     evicted_when_whole: u64,
     added: Move,
     removed: Move,
@@ -201,13 +201,13 @@ pub struct Place {
 pub struct Placed {
     /// Its record.
     pub number: u32,
-    /// Whether the stream knew no block of its hash.
+    /// Whether the stream had no block of this hash.
     pub is_unknown: bool,
-    /// Whether no stream held it.
+    /// Whether no stream held it before.
     pub is_new: bool,
 }
 
-/// One copy's part of a digest.
+/// The contribution of one copy to a digest.
 #[inline]
 fn mark(hash: u64, key: u64, placement: u64) -> u128 {
     let fold = |a: u64, b: u64| {
@@ -265,7 +265,7 @@ impl Stream {
         }
     }
 
-    /// Whether it has the digest that its sender says; None where blocks that the memory limit has cost can be all that is missing.
+    /// Whether it has its sender's digest; None if blocks that were refused at the memory limit can explain the difference.
     pub fn agrees(&mut self, digest: &str, is_limited: bool) -> Option<bool> {
         let evicted = self.counters.evicted;
         if format!("{:032x}", self.digest) == digest {
@@ -292,7 +292,7 @@ impl Stream {
         self.attested
     }
 
-    /// What the engine's attestation is if the engine holds what the stream does, with what waits.
+    /// The attestation that the engine has if it holds the stream's blocks, including waiting ones.
     pub fn attestation(&self) -> u64 {
         let place = |waiting: &Waiting| self.own.iter().find(|own| own.placement == waiting.placement);
         let waiting = self
@@ -303,7 +303,7 @@ impl Stream {
         waiting.chain(unkept).fold(self.attestation, u64::wrapping_add)
     }
 
-    /// Counts copies that are stored or removed of a group whose blocks are not kept.
+    /// Counts stored or removed copies of a group whose blocks are not kept.
     pub fn count_unkept(&mut self, group: i64, is_on_device: bool, hashes: &[u64], is_stored: bool) {
         let sum = AttestedGroup::new(group, is_on_device).copies(hashes);
         let sum = if is_stored { sum } else { sum.wrapping_neg() };
@@ -313,7 +313,7 @@ impl Stream {
         }
     }
 
-    /// Those copies, by group: what an attestation is of them.
+    /// The attestation of those copies, by group.
     pub fn unkept(&self) -> &[(i64, u64)] {
         &self.unkept
     }
@@ -323,12 +323,12 @@ impl Stream {
         self.has_attested
     }
 
-    /// Takes in what a snapshot has of attestations.
+    /// Restores the attestations of a snapshot.
     pub fn put_attested(&mut self, has_attested: bool, unkept: Vec<(i64, u64)>) {
         (self.has_attested, self.unkept) = (has_attested, unkept);
     }
 
-    /// The same of a clear: of one group, or of all.
+    /// Removes those copies after a clear: of one group, or of all.
     pub fn clear_unkept(&mut self, group: Option<i64>) {
         self.unkept.retain(|(known, _)| group.is_some_and(|group| group != *known));
     }
@@ -371,7 +371,7 @@ impl Stream {
         sizes
     }
 
-    /// Records the block size of an incarnation; false if it has used too many.
+    /// Records a block size of this incarnation; false if it has used too many.
     #[inline]
     pub fn cut_by(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
         self.schemes.contains(&scheme) || self.add_scheme(shared, scheme)
@@ -387,7 +387,7 @@ impl Stream {
         true
     }
 
-    /// The number of a placement that the stream names from now on; None when there are too many.
+    /// Returns the number of a placement that the stream names from now on; None if there are too many.
     pub fn use_placement(&mut self, shared: &mut SharedState, placement: Placement) -> Option<u16> {
         let (mark, attested) = (placement.digest(), placement.attestation());
         let number = shared.view.change().placements.retain(placement)?;
@@ -425,7 +425,7 @@ impl Stream {
         self.life.store(incarnation, Ordering::Relaxed);
     }
 
-    /// Leaves the shared part, with all that it holds.
+    /// Leaves the shared part and removes all its blocks.
     pub fn quit(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.forget(writer);
         self.leave_placements(writer);
@@ -434,7 +434,7 @@ impl Stream {
         self.counted = 0;
     }
 
-    /// Gives back the placements that it named, on which it holds nothing any more.
+    /// Releases the placements that it named, on which it holds nothing any more.
     pub fn leave_placements(&mut self, shared: &mut SharedState) {
         self.places.clear();
         for own in self.own.drain(..) {
@@ -442,23 +442,23 @@ impl Stream {
         }
     }
 
-    /// Whether a large table may grow with so many blocks more, or is to shrink: that takes long, since it moves as a whole.
+    /// Whether a large table can grow with this many additional blocks, or must shrink: both take long, since all of it is moved.
     #[inline]
-    pub fn is_tight(&self, blocks: usize) -> bool {
+    pub fn must_resize(&self, blocks: usize) -> bool {
         let is_tight = |length: usize, capacity: usize| length >= LARGE && capacity - length < blocks;
         is_tight(self.foreign.len(), self.foreign.capacity())
             || is_tight(self.several.len(), self.several.capacity())
             || is_tight(self.copies.room().0, self.copies.room().1)
-            || self.foreign.capacity() > LARGE && self.is_loose()
+            || self.foreign.capacity() > LARGE && self.must_shrink()
     }
 
     /// Moves those tables, while no thread waits for the shared part.
     pub fn make_room(&mut self, blocks: usize, secret: Secret) {
-        if self.foreign.capacity() > LARGE && self.is_loose() {
+        if self.foreign.capacity() > LARGE && self.must_shrink() {
             self.foreign
                 .shrink_to(self.foreign.len() * 2, |entry| secret.place(entry.hash));
         }
-        if self.is_tight(blocks) {
+        if self.must_resize(blocks) {
             self.foreign.reserve(blocks, |entry| secret.place(entry.hash));
             self.several.reserve(blocks);
             self.copies.reserve(blocks);
@@ -468,23 +468,23 @@ impl Stream {
     /// Counts work, as `Writer::spend`, and makes room for what comes next.
     #[inline]
     pub fn spend(&mut self, writer: &mut Writer<'_, SharedState>, work: usize) {
-        if writer.spend(work) && self.is_tight(2 * WORK_PER_HOLD) {
+        if writer.spend(work) && self.must_resize(2 * WORK_PER_HOLD) {
             let secret = writer.secret;
             writer.unlocked(|| self.make_room(2 * WORK_PER_HOLD, secret));
         }
     }
 
-    fn is_loose(&self) -> bool {
+    fn must_shrink(&self) -> bool {
         self.foreign.len() * 4 < self.foreign.capacity()
     }
 
-    /// Asks for the memory that is looked at for a hash, in the stages of a table.
+    /// Prefetches the memory for a lookup of a hash, in the stages of a table.
     #[inline]
     pub fn prefetch(&self, spot: TableHash, stage: Stage) {
         self.table.prefetch(spot, stage);
     }
 
-    /// How far its blocks are likely to be away.
+    /// The caches in which its table probably is.
     #[inline]
     pub fn reach(&self) -> Reach {
         self.table.reach()
@@ -499,7 +499,7 @@ impl Stream {
             .map(|entry| entry.number)
     }
 
-    /// The record of the block that `hash` means, the most recently stored one of several.
+    /// The record of the block with this hash; of several, the one stored last.
     #[inline]
     pub fn newest(&self, shared: &SharedState, hash: u64) -> Option<u32> {
         if !self.several.is_empty()
@@ -522,11 +522,11 @@ impl Stream {
         found.or_else(|| self.foreign_of(shared, block.hash, same))
     }
 
-    /// One copy more of a block. `parent` is the record of its parent, if that is known. None when there are too many like it.
+    /// Adds one copy of a block. `parent` is the record of its parent, if that is known. None if too many blocks equal it.
     #[inline]
     pub fn place(&mut self, shared: &mut SharedState, block: &Block, placement: u16, parent: Option<u32>) -> Option<Placed> {
         let hash = block.hash;
-        if !self.may_look(hash) {
+        if !self.may_examine(hash) {
             return None;
         }
         let seat = self.table.seat(block.hash_spot);
@@ -556,7 +556,7 @@ impl Stream {
         self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK);
         if let Some(number) = own {
             self.copy(shared, hash, number, placement);
-            self.renew(hash, number);
+            self.make_newest(hash, number);
             return Some(Placed {
                 number,
                 is_unknown: false,
@@ -567,7 +567,7 @@ impl Stream {
         if known.is_some() && self.several.get(&hash).is_some_and(|list| list.len() >= limit) {
             return None;
         }
-        let (number, is_new) = shared.hold(block, parent, placement, self.number, &mut self.added)?;
+        let (number, is_new) = shared.add_holder(block, parent, placement, self.number, &mut self.added)?;
         self.enter(shared, block, seat, number, is_new);
         self.blocks += 1;
         self.count_in(hash, block.key, placement);
@@ -595,7 +595,7 @@ impl Stream {
         found || self.foreign_of(shared, hash, |_| true).is_some()
     }
 
-    /// Where a hash belongs in the stream's table.
+    /// The position of a hash in the stream's table.
     #[inline]
     pub fn seat(&self, spot: TableHash) -> Seat {
         self.table.seat(spot)
@@ -623,7 +623,7 @@ impl Stream {
     }
 
     /// Makes a block the newest of its hash.
-    fn renew(&mut self, hash: u64, number: u32) {
+    fn make_newest(&mut self, hash: u64, number: u32) {
         if self.several.is_empty() {
             return;
         }
@@ -635,7 +635,7 @@ impl Stream {
         }
     }
 
-    /// What a store adds to a block that the stream knows: a copy more, or nothing where it says that the block was resident before.
+    /// Applies a store to a block that the stream has: one more copy, or nothing if the store states that the block was resident before.
     #[inline]
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
@@ -663,7 +663,7 @@ impl Stream {
         }
     }
 
-    /// The same of a store without tokens, as groups with sliding windows have them. See `doubt_fresh`.
+    /// Does the same for a store without tokens, as of groups with sliding windows. See `doubt_fresh`.
     pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
         if !is_held || self.copies.get(number, placement).is_doubtful() {
@@ -704,7 +704,7 @@ impl Stream {
         }
     }
 
-    /// Shows lookups that a block might be gone, or is certainly there again.
+    /// Publishes to lookups that a block might be gone, or certainly exists again.
     fn note(&self, shared: &mut SharedState, number: u32, placement: u16, change: Change) {
         if change != Change::Same {
             shared.doubt(self.number, number, placement, change == Change::Doubted);
@@ -769,16 +769,16 @@ impl Stream {
             if self.remove_single(shared, each, placement, &mut keys, &mut gone) {
                 continue;
             }
-            self.settle(shared, placement, &mut gone);
+            self.apply_removals(shared, placement, &mut gone);
             if !self.remove_oldest(shared, each.hash, placement) && !self.waiting.remove(each.hash, placement) {
                 self.counters.unknown += 1;
             }
         }
-        self.settle(shared, placement, &mut gone);
+        self.apply_removals(shared, placement, &mut gone);
     }
 
-    /// The usual case: a hash means one block, of which there is one copy. What all such blocks change alike is only noted, and that
-    /// their records are to be forgotten. False, and nothing has changed, in all other cases.
+    /// The usual case: a hash means one block, of which there is one copy. The common changes of these blocks are only collected, as are
+    /// the records to remove. In all other cases it returns false and changes nothing.
     #[inline]
     fn remove_single(
         &mut self,
@@ -829,13 +829,13 @@ impl Stream {
             self.blocks -= 1;
         }
         if gone.to == EMPTY && !gone.row.extend(number) {
-            shared.forget_row(std::mem::replace(&mut gone.row, Row::of(number)));
+            shared.forget_row(std::mem::replace(&mut gone.row, Row::single(number)));
         }
         true
     }
 
-    /// Changes what was noted.
-    fn settle(&mut self, shared: &mut SharedState, placement: u16, gone: &mut Gone) {
+    /// Applies the collected changes.
+    fn apply_removals(&mut self, shared: &mut SharedState, placement: u16, gone: &mut Gone) {
         let Gone {
             from,
             to,
@@ -853,10 +853,10 @@ impl Stream {
         shared.forget_row(row);
     }
 
-    /// Takes one copy of a hash that several blocks may have, of which there are copies, or of a block whose record has another one.
+    /// Removes one copy of a hash in the unusual cases: several blocks or copies, or a record with another hash.
     #[inline(never)]
     fn remove_oldest(&mut self, shared: &mut SharedState, hash: u64, placement: u16) -> bool {
-        if !self.may_look(hash) {
+        if !self.may_examine(hash) {
             self.is_spent = true;
             return false;
         }
@@ -889,7 +889,7 @@ impl Stream {
         true
     }
 
-    /// Removes one of the copies; false, and nothing has changed, if there is only one.
+    /// Removes one of several copies; returns false and changes nothing if there is only one.
     #[inline]
     fn remove_copy(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> bool {
         let Some(change) = self.copies.take(number, placement) else {
@@ -899,15 +899,15 @@ impl Stream {
         true
     }
 
-    /// Forgets the copies of a block on a placement, which does not hold it any more. Its slot has changed before: so no lookup finds the
-    /// block, and not that it might be gone.
+    /// Forgets the copies of a block on a placement, which does not hold it any more. Its slot must be changed before, so that no lookup
+    /// finds the block without the doubt.
     fn forget_copies(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> Copies {
         let (copies, change) = self.copies.remove(number, placement);
         self.note(shared, number, placement, change);
         copies
     }
 
-    /// Removes one copy of a hash, after which so many are left, as its event says.
+    /// Removes one copy of a hash; the event states how many copies are left.
     pub fn remove_to(&mut self, shared: &mut SharedState, hash: u64, placement: u16, left: u32) {
         let held = |&number: &u32| shared.sets.holds(shared.records.set(number), placement, self.number);
         let Some(number) = self.newest(shared, hash).filter(held) else {
@@ -929,7 +929,7 @@ impl Stream {
         self.note(shared, number, placement, change);
     }
 
-    /// Forgets a block that the stream holds nowhere any more.
+    /// Removes a block that the stream holds on no placement any more.
     fn leave(&mut self, shared: &mut SharedState, hash: u64, number: u32) {
         let place = shared.secret.place(hash);
         if shared.records.hash(number) == hash {
@@ -962,7 +962,7 @@ impl Stream {
         let (length, capacity) = (self.foreign.len(), self.foreign.capacity());
         if length == 0 {
             self.foreign = HashTable::new();
-        } else if (64..=LARGE).contains(&capacity) && self.is_loose() {
+        } else if (64..=LARGE).contains(&capacity) && self.must_shrink() {
             self.foreign.shrink_to(length * 2, |entry| shared.secret.place(entry.hash));
         }
     }
@@ -972,12 +972,12 @@ impl Stream {
         self.copies.get(number, placement)
     }
 
-    /// The blocks that share a hash, the oldest first; those whose order `numbers` does not contain.
+    /// The blocks that share a hash, the oldest first, whose order `numbers` does not contain.
     pub fn ordered(&self) -> impl Iterator<Item = (&u64, &Vec<u32>)> {
         self.several.iter()
     }
 
-    /// The record of every block, in no order.
+    /// The records of all blocks, in no order.
     pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.table.iter().chain(self.foreign.iter().map(|entry| entry.number))
     }
@@ -992,7 +992,7 @@ impl Stream {
         self.foreign.iter().map(|entry| (entry.number, entry.hash))
     }
 
-    /// Whether there is one copy at most of each block on each placement.
+    /// Whether each block has at most one copy on each placement.
     pub fn is_single(&self) -> bool {
         self.copies.is_empty()
     }
@@ -1124,7 +1124,7 @@ impl Stream {
 
     // --- blocks that share a hash
 
-    /// Allows for the looks of one payload.
+    /// Adds the examinations that one payload allows.
     pub fn grant(&mut self, payload: usize) {
         self.alike = self
             .alike
@@ -1132,7 +1132,7 @@ impl Stream {
             .saturating_add(ALIKE_PER_BYTE.saturating_mul(payload));
     }
 
-    /// Whether the blocks that share a hash are counted as they are.
+    /// Whether the count of blocks that share a hash is correct.
     #[cfg(test)]
     pub fn is_counted(&self) -> bool {
         self.several.values().map(Vec::len).sum::<usize>() == self.several_len
@@ -1143,13 +1143,13 @@ impl Stream {
         !self.several.is_empty()
     }
 
-    /// Whether all blocks of a hash may be looked at. False where there are no looks left, and more than a few blocks.
+    /// Whether all blocks of a hash may be examined. False if no examinations remain, and the hash has more than a few blocks.
     #[inline]
-    fn may_look(&self, hash: u64) -> bool {
+    fn may_examine(&self, hash: u64) -> bool {
         self.alike > 0 || self.several.get(&hash).is_none_or(|list| list.len() <= FEW_ALIKE)
     }
 
-    /// Forgets every block if a removal was left undone, since nothing may be credited that is gone. Says whether that was so.
+    /// Removes every block if a removal was skipped, since a block that is gone must not match. Returns whether it did so.
     pub fn remove_some_blocks(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         let is_spent = std::mem::take(&mut self.is_spent);
         if is_spent {
@@ -1160,15 +1160,15 @@ impl Stream {
 
     // --- the memory limit
 
-    /// Counts its bytes in the shared part.
+    /// Updates its bytes in the total of the shared part.
     pub fn recount(&mut self, shared: &mut SharedState) {
         let bytes = self.bytes();
         shared.streams_bytes = shared.streams_bytes.wrapping_add(bytes.wrapping_sub(self.counted));
         self.counted = bytes;
     }
 
-    /// Whether the memory limit lets this stream hold some blocks more. The last part of the memory is for streams that hold less than the
-    /// others.
+    /// Whether the memory limit allows this stream to hold more blocks. The last part of the memory is reserved for streams that hold fewer
+    /// blocks than the others.
     #[inline]
     pub fn may_grow(&mut self, shared: &mut SharedState) -> bool {
         match shared.limits.memory {
@@ -1197,7 +1197,8 @@ impl Stream {
 
     // --- snapshots
 
-    /// Takes in a block that the stream does not know, on placements with so many copies. Returns its record, or None where that cannot be.
+    /// Adds a block that the stream does not have, on placements with the given copies. Returns its record, or None if a limit prevents
+    /// that.
     #[inline]
     pub fn put(
         &mut self,
@@ -1278,8 +1279,8 @@ impl Stream {
         true
     }
 
-    /// Holds a record in the place of another one of the same block. False, and nothing has changed, where it holds both, or that one under
-    /// another hash than the record's.
+    /// Replaces a record by another one of the same block. Returns false and changes nothing if the stream holds both, or holds the old one
+    /// under another hash than the record's.
     pub fn exchange(&mut self, shared: &mut SharedState, from: u32, to: u32) -> bool {
         let hash = shared.records.hash(from);
         let spot = shared.spot(hash);
@@ -1338,7 +1339,7 @@ impl Stream {
         }
     }
 
-    /// Drops every copy on the placements that `meant` accepts. False where that happens so often that all blocks had to go.
+    /// Drops every copy on the placements that `meant` accepts. Returns false if clears were so frequent that all blocks had to be removed.
     pub fn clear(&mut self, writer: &mut Writer<'_, SharedState>, meant: impl Fn(u16) -> bool) -> bool {
         let looks = self.blocks + self.waiting.len();
         if !self
@@ -1357,7 +1358,7 @@ impl Stream {
         let (numbers, foreign) = writer.unlocked(|| {
             self.waiting.clear(&meant);
             let foreign: Vec<(u32, u64)> = self.foreign().collect();
-            (downwards(self.own_numbers(), self.blocks, bound), foreign)
+            (in_removal_order(self.own_numbers(), self.blocks, bound), foreign)
         });
         step_counter::count(looks);
         for number in numbers {
@@ -1372,7 +1373,7 @@ impl Stream {
         true
     }
 
-    /// Forgets every block, which readers see at once. The rules of groups stay.
+    /// Removes every block, which lookups see at once. The rules of groups stay.
     pub fn forget(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
         self.unkept.clear();
@@ -1388,7 +1389,7 @@ impl Stream {
         writer.end_doubts(number);
         let bound = writer.records.bound();
         let numbers = writer.unlocked(|| {
-            let numbers = downwards(self.numbers(), self.blocks, bound);
+            let numbers = in_removal_order(self.numbers(), self.blocks, bound);
             (self.table, self.foreign) = (Table::dense(), HashTable::new());
             (self.several, self.copies, self.waiting) = (HashMap::new(), CopyTable::default(), Queue::default());
             numbers
@@ -1405,13 +1406,13 @@ impl Stream {
         writer.show(number, true);
     }
 
-    /// Pending blocks, and others that are to be placed after a block that arrived.
+    /// Returns the pending blocks that can be placed after a block that arrived.
     pub fn take_awaiting(&mut self, hash: u64) -> Option<Waiting> {
         self.waiting.take_one_awaiting(hash)
     }
 }
 
-/// Whether a record is of a block, whose parent is the record `parent`, if that is known.
+/// Whether a record is that of a block, whose parent is the record `parent`, if that is known.
 #[inline]
 fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32>) -> bool {
     let records = &shared.records;
@@ -1432,11 +1433,11 @@ fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32
 
 /// Growth of the index's tables while some blocks are placed.
 const TABLE_GROWTH: usize = 16 << 10;
-/// The part of the memory limit that is for streams that hold less than the others: one of so many.
+/// Denominator of the part of the memory limit that is reserved for streams that hold less than the others.
 const RESERVE: usize = 16;
 
-/// Records in the order in which they are forgotten: from the ends of runs on, where nothing is linked to a block any more.
-fn downwards(numbers: impl Iterator<Item = u32>, count: usize, bound: u32) -> Vec<u32> {
+/// Records in the order in which they are removed: from the ends of runs, so that no block is linked to a removed one.
+fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32) -> Vec<u32> {
     if count < bound as usize / SPARSE {
         let mut found: Vec<u32> = numbers.collect();
         found.sort_unstable_by(|one, other| other.cmp(one));
@@ -1458,10 +1459,10 @@ fn downwards(numbers: impl Iterator<Item = u32>, count: usize, bound: u32) -> Ve
     found
 }
 
-/// Records of an index for each of a stream from which on these are sorted, and not marked among all.
+/// Ratio of an index's records to a stream's above which the stream's records are sorted instead of marked in a bitmap.
 const SPARSE: usize = 64;
 
-/// A hash that is to be removed.
+/// A hash to remove.
 #[derive(Clone, Copy, Debug)]
 pub struct Leaving {
     hash: u64,
@@ -1474,14 +1475,14 @@ pub struct Leaving {
 
 /// The removals of one event with equal sets, which are not counted yet.
 struct Gone {
-    /// The set that the last block had, and has now.
+    /// The sets of the last block, before and after its removal.
     from: u32,
     to: u32,
-    /// Whether the stream is not in that any more.
+    /// Whether the stream is no longer in that set.
     leaves: bool,
-    /// Blocks that have moved from the one to the other.
+    /// Number of blocks that have moved from the first set to the second.
     moved: u32,
-    /// Parts of the digest and of the attestation, of this placement.
+    /// Contributions to the digest and to the attestation, on this placement.
     digest: u128,
     part: u64,
     attestation: u64,
@@ -1511,10 +1512,10 @@ impl Gone {
     }
 }
 
-/// Slots of which keys are remembered together.
+/// Number of slots whose keys are cached together.
 const REMEMBERED: usize = 8;
 
-/// Keys that were rolled for a block, and may be wanted for those before it, while no slot gets another block.
+/// Keys that were computed for a block and can be used for the blocks before it, as long as no slot gets another block.
 #[derive(Clone, Copy, Debug, Default)]
 struct KeyCache {
     /// One more than the number of the group.

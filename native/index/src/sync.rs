@@ -1,5 +1,5 @@
-//! The atomic numbers and the lock by which a writer and lookups share a view. Where loom checks them, they are its own, which try what
-//! other orders of threads and of memory could do (`make model`).
+//! The atomic numbers and the lock by which a writer and lookups share a view. In model checks (`make model`) they are loom's, which try
+//! all orders of threads and memory.
 
 #[cfg(not(all(loom, test)))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, fence};
@@ -42,7 +42,7 @@ mod checked {
                     Self(atomic::$name::new(value))
                 }
 
-                /// What the writer itself has stored, it reads in no other order. Loom, which keeps the last access to a number and not the
+                /// Loads a value that the writer itself has stored. Loom, which keeps the last access to a number and not the
                 /// last one of each thread, would take that for its last access, and not try the store that follows before a lookup's load.
                 pub fn load(&self, order: Ordering) -> $number {
                     if IS_WRITER.with(Cell::get) {
@@ -63,7 +63,7 @@ mod checked {
     atomic!(AtomicU32, u32);
     atomic!(AtomicU64, u64);
 
-    /// A lock of loom that is used as one of `parking_lot`.
+    /// A lock of loom with the interface of `parking_lot`.
     #[derive(Debug)]
     pub struct RwLock<T>(loom::sync::RwLock<T>);
 

@@ -1,13 +1,13 @@
 //! A compact multiset of record numbers, found by hashes that are not stored.
 //!
-//! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts what it has sent
-//! on, so that a search for what is not there ends early. Buckets are in segments of `SEGMENT`, found by a directory over the first
-//! bits of the hash (extendible hashing); a full segment splits in two. Were all of them equally full, all would split at once and the
-//! table would be half empty afterwards. So hashes are first skewed, which makes the segments of one end of the directory fill up to
-//! twice as fast as those of the other: at any size some have just been split and others are about to be, and the table takes about
-//! 10.5 bytes an entry always. A dense table has a size of segments between, and takes about 8.5. Tags are the bits of the hash after
-//! those that a segment was found by, so four splits of five need no hashes from the records, which would be a cache miss each. No
-//! single operation moves more than a segment, apart from the doubling of the directory.
+//! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts these entries, so
+//! that a search for a missing entry ends early. Buckets are in segments of `SEGMENT`, found by a directory over the first bits of the hash
+//! (extendible hashing); a full segment splits in two. Were all of them equally full, all would split at once and the table would be half
+//! empty afterwards. So hashes are first skewed, which makes the segments of one end of the directory fill up to twice as fast as those of
+//! the other: at any size some have just been split and others are about to be, and the table takes about 10.5 bytes an entry always. A
+//! dense table also has segments of an intermediate size, and takes about 8.5. Tags are the bits of the hash after those that a segment was
+//! found by, so four splits of five need no hashes from the records, which would be a cache miss each. No single operation moves more than
+//! a segment, apart from the doubling of the directory.
 
 mod segment;
 
@@ -23,7 +23,7 @@ pub trait Hashes {
     /// Returns the hash of a record.
     fn hash_of(&self, record: u32) -> u64;
 
-    /// Asks for the memory of a record whose hash is wanted soon.
+    /// Prefetches the memory of a record whose hash is needed soon.
     fn prefetch(&self, record: u32) {
         let _ = record;
     }
@@ -35,7 +35,7 @@ impl<F: Fn(u32) -> u64> Hashes for F {
     }
 }
 
-/// Bends a hash, keeping its order: beginnings that are small come twice as often as those that are great.
+/// Skews a hash and keeps the order of hashes: low values become twice as frequent as high ones.
 #[inline]
 fn skewed(hash: u64) -> u64 {
     let high = |a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64;
@@ -43,7 +43,7 @@ fn skewed(hash: u64) -> u64 {
     high(hash, 2 * THIRD) + high(high(hash, hash), THIRD)
 }
 
-/// A hash, ready to be looked for.
+/// A hash in the form in which a table looks it up.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TableHash {
     skewed: u64,
@@ -56,13 +56,13 @@ impl From<u64> for TableHash {
     }
 }
 
-/// Where a hash belongs in a table, as it is now, or that it was not looked up. Two words, so that it is handed on in registers: four numbers and
-/// an option go through memory, written apart and read together, which processors wait for.
+/// The position of a hash in a table at one moment, or that it was not looked up. It has two words, so that it is passed in registers: four
+/// numbers and an option would be passed through memory, with stalls of the processor.
 #[derive(Clone, Copy, Debug)]
 pub struct Seat {
     /// Number of the segment, and of the bucket in it.
     place: u64,
-    /// `Table::moves` as it was then, and the tag.
+    /// `Table::moves` at that moment, and the tag.
     seen: u64,
 }
 
@@ -100,7 +100,7 @@ impl Seat {
         self.seen as u16
     }
 
-    /// Whether nothing has moved since, in a table that has moved so often.
+    /// Whether nothing has moved since, given the table's current count of moves.
     #[inline]
     fn holds(self, moves: u32) -> bool {
         self.seen >> 16 == u64::from(moves)
@@ -129,13 +129,13 @@ pub enum Reach {
     Near,
     /// The directory and the segments' headers are in a near cache.
     Middle,
-    /// Nothing is.
+    /// Nothing is in a near cache.
     Far,
 }
 
-/// Buckets of a table that is near: 64 KiB, about 8,000 entries.
+/// Most buckets of a table in a near cache: 64 KiB, about 8,000 entries.
 const NEAR_BUCKETS: usize = 1 << 10;
-/// Segments of a table whose directory and segments are: 32 KiB, about 300,000 entries.
+/// Most segments of a table whose directory and segment headers are in a near cache: 32 KiB, about 300,000 entries.
 const MIDDLE_SEGMENTS: usize = 1 << 10;
 
 /// See the module.
@@ -164,7 +164,7 @@ impl Default for Table {
 }
 
 impl Table {
-    /// An empty one, which takes no memory.
+    /// Creates it empty, without memory.
     pub const fn new() -> Self {
         Self {
             directory: Vec::new(),
@@ -177,7 +177,7 @@ impl Table {
         }
     }
 
-    /// An empty one that takes about 8.5 bytes an entry instead of 10.5, for one move more of each.
+    /// Creates it empty; it takes about 8.5 bytes an entry instead of 10.5, and moves each entry once more.
     pub fn dense() -> Self {
         Self {
             dense: true,
@@ -195,7 +195,7 @@ impl Table {
         self.len == 0
     }
 
-    /// How far what leads to an entry is likely to be away.
+    /// The part of the table that is probably in a near cache.
     #[inline]
     pub fn reach(&self) -> Reach {
         if self.buckets <= NEAR_BUCKETS {
@@ -217,14 +217,14 @@ impl Table {
         self.directory[self.entry(skewed)] as usize
     }
 
-    /// The place of a hash in the directory.
+    /// The position of a hash in the directory.
     #[inline]
     fn entry(&self, skewed: u64) -> usize {
         // Two shifts, since a shift by 64 does nothing.
         (skewed >> 1 >> (63 - self.depth)) as usize
     }
 
-    /// Where a hash belongs; nowhere while there are no entries.
+    /// The position of a hash; none while the table is empty.
     #[inline]
     pub fn seat(&self, spot: impl Into<TableHash>) -> Seat {
         let TableHash { skewed } = spot.into();
@@ -235,7 +235,7 @@ impl Table {
         Seat::new(number, segment.home(skewed) as u32, self.moves, segment.tag(skewed))
     }
 
-    /// Where a hash belongs, whose bucket is asked for.
+    /// The position of a hash, whose bucket is prefetched.
     #[inline]
     pub fn seat_ahead(&self, spot: TableHash) -> Seat {
         let seat = self.seat(spot);
@@ -245,14 +245,14 @@ impl Table {
         seat
     }
 
-    /// The seat of a hash: the one that it had before in this table, if nothing has moved since.
+    /// The position of a hash: the earlier one in this table, if nothing has moved since.
     #[inline]
     pub fn seat_again(&self, before: Seat, spot: TableHash) -> Seat {
         if before.holds(self.moves) { before } else { self.seat(spot) }
     }
 
-    /// Asks for the memory that leads to a hash: first its place in the directory, when that is here its segment, and then its bucket.
-    /// In a large table each of them is a cache miss that the next one needs.
+    /// Prefetches the memory on the way to a hash: first its position in the directory, then its segment, then its bucket. In a large table
+    /// each step is a cache miss on which the next one depends.
     #[inline]
     pub fn prefetch(&self, spot: TableHash, stage: Stage) {
         if let Some(entry) = self.directory.get(self.entry(spot.skewed)) {
@@ -267,13 +267,13 @@ impl Table {
         }
     }
 
-    /// Visits records whose hash may be this one, until `visit` says false.
+    /// Visits records that can have this hash, until `visit` returns false.
     #[inline]
     pub fn for_each_match(&self, spot: impl Into<TableHash>, visit: impl FnMut(u32) -> bool) {
         self.for_each_match_at(self.seat(spot), visit);
     }
 
-    /// The same from where the hash belongs.
+    /// Does the same from the position of the hash.
     #[inline]
     pub fn for_each_match_at(&self, seat: Seat, visit: impl FnMut(u32) -> bool) {
         if !seat.is_none() {
@@ -281,7 +281,7 @@ impl Table {
         }
     }
 
-    /// The first record whose hash may be this one and that `fits`.
+    /// The first record that can have this hash and for which `fits` returns true.
     #[inline]
     pub fn find(&self, spot: impl Into<TableHash>, mut fits: impl FnMut(u32) -> bool) -> Option<u32> {
         let mut found = None;
@@ -301,7 +301,7 @@ impl Table {
         self.insert_at(self.seat(spot), spot, record, hashes);
     }
 
-    /// The same where the hash belongs.
+    /// Does the same at the position of the hash.
     #[inline]
     pub fn insert_at(&mut self, seat: Seat, spot: TableHash, record: u32, hashes: &impl Hashes) {
         self.len += 1;
@@ -335,7 +335,7 @@ impl Table {
         self.remove_at(self.seat(spot), spot, record, hashes)
     }
 
-    /// The same from where the hash belongs.
+    /// Does the same from the position of the hash.
     #[inline]
     pub fn remove_at(&mut self, seat: Seat, spot: TableHash, record: u32, hashes: &impl Hashes) -> bool {
         if seat.is_none() {
@@ -356,12 +356,12 @@ impl Table {
         true
     }
 
-    /// Everything, in no order.
+    /// Iterates over all entries, in no order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.segments.iter().flat_map(Segment::records)
     }
 
-    /// Forgets everything, and gives the memory back.
+    /// Removes all entries, and releases the memory.
     pub fn clear(&mut self) {
         *self = Self {
             moves: self.moves.wrapping_add(1),
@@ -482,7 +482,7 @@ impl Table {
         self.narrow();
     }
 
-    /// The last segment takes the place of one that is gone.
+    /// Removes a segment; the last segment takes its number.
     fn drop_segment(&mut self, gone: usize, hashes: &impl Hashes) {
         let last = self.segments.len() - 1;
         self.segments.swap_remove(gone);
@@ -507,7 +507,7 @@ impl Table {
         }
     }
 
-    /// Halves the directory where it is four times as large as there are segments.
+    /// Halves the directory if it has four times as many entries as there are segments.
     fn narrow(&mut self) {
         while self.directory.len() > 4 * self.segments.len() && self.directory.chunks_exact(2).all(|pair| pair[0] == pair[1]) {
             self.directory = self.directory.chunks_exact(2).map(|pair| pair[0]).collect();

@@ -1,8 +1,8 @@
 //! Arrays of token ids.
 //!
-//! Token ids are integers of 1, 2, 3 or 5 bytes in no order, and a loop that branches on each first byte mispredicts every second
-//! one. So the walk from token to token goes by tables: for every byte of a tile, how many bytes one, two or four tokens take if they
-//! begin there. Making them takes no branch and a few vector instructions; the walk depends on a token only through an address.
+//! Token ids are integers of 1, 2, 3 or 5 bytes in no order, and a loop that branches on each first byte mispredicts every second one. So
+//! tables have, for every byte of a tile, the bytes that one, two or four tokens take if they begin there. Computing the tables takes a few
+//! vector instructions and no branch. The loop over tokens then depends on a token only through an address.
 
 use std::mem::MaybeUninit;
 
@@ -11,15 +11,15 @@ use crate::msgpack::Reader;
 /// The kind of token ids in an array.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// They were pairs, and are stored one after the other.
+    /// The token ids were pairs, and are stored one after the other.
     pub pairs: bool,
-    /// Some did not fit in 32 bits, of which the lowest are stored.
+    /// Some token ids exceeded 32 bits; their lowest 32 bits are stored.
     pub unkeyable: bool,
 }
 
 /// Appends `count` token ids, or pairs of them, to `out`.
 ///
-/// None when there is anything else or too little; `out` may then be longer.
+/// None for other values or a truncated array; `out` can then be longer.
 #[inline]
 pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: &mut Lengths) -> Option<Found> {
     if count > 0 && matches!(reader.peek()?, 0x90..=0x9F | 0xDC | 0xDD) {
@@ -46,7 +46,7 @@ pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: 
     }
 }
 
-/// Each is an array of two integers: 3 bytes at least.
+/// Reads pairs: arrays of two integers, of at least 3 bytes.
 fn read_pairs(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<bool> {
     if count > reader.left() / 3 {
         return None;
@@ -62,7 +62,7 @@ fn read_pairs(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opti
     Some(unkeyable)
 }
 
-/// Any integers; whether some did not fit.
+/// Reads any integers. Returns whether some exceeded 32 bits.
 fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<bool> {
     let mut unkeyable = false;
     for _ in 0..count {
@@ -73,8 +73,8 @@ fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opt
     Some(unkeyable)
 }
 
-/// Takes tokens of three bytes, some at a time, up to the first of those that are not, and answers how many. In a vocabulary of up to
-/// 65,536 nearly all are such, and branches on that are foreseen; in others little is lost.
+/// Reads tokens of three bytes, several at a time, up to the first other one. Returns their number. In a vocabulary of up to 65,536 nearly
+/// all tokens take three bytes, so branches are predicted; in others this costs little.
 #[inline]
 fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, portable: bool) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
@@ -94,7 +94,8 @@ fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, portab
     done
 }
 
-/// Writes tokens of three bytes, eight at a time, to the first places of `room`: how many. None with a processor that cannot.
+/// Writes tokens of three bytes, eight at a time, to the beginning of `room`. Returns their number; None if the processor lacks the
+/// instructions.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 fn even_at_best(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
@@ -117,7 +118,7 @@ fn even_at_best(_: &[u8], _: &mut [MaybeUninit<u32>]) -> usize {
 unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     use std::arch::x86_64::*;
 
-    /// Bytes that are loaded for eight tokens: of each half 16, of which it takes 12.
+    /// Bytes that are loaded for eight tokens: 16 for each half, of which 12 are used.
     const LOADED: usize = 28;
     /// Bits of the bytes with which tokens begin.
     const HEADS: i32 = 0x0249_0249;
@@ -143,7 +144,7 @@ unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     done
 }
 
-/// Four tokens, if each is 0xCD and two bytes.
+/// Reads four tokens, if each is 0xCD and two bytes.
 #[inline]
 fn four_even(bytes: &[u8; 12]) -> Option<[u32; 4]> {
     let low = u64::from_be_bytes(*bytes.first_chunk()?);
@@ -152,7 +153,7 @@ fn four_even(bytes: &[u8; 12]) -> Option<[u32; 4]> {
     even.then_some([low >> 40, low >> 16, high >> 24, high].map(|token| u32::from(token as u16)))
 }
 
-/// Takes up to `count` tokens and answers how many: fewer where one is strange, or the payload about to end, or the last is odd.
+/// Reads up to `count` tokens and returns their number: fewer at an unusual token, or near the end of the payload.
 #[inline]
 fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: &mut Lengths) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
@@ -178,7 +179,7 @@ fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengt
     done
 }
 
-/// Tokens to read one by one where the tables do not help.
+/// Number of tokens that are read one by one if the tables do not help.
 const SLOWLY: usize = 16;
 
 /// Bytes for which the tables are computed at once.
@@ -187,28 +188,28 @@ const TILE: usize = 1024;
 /// Bytes that are classified in one step.
 const STEP: usize = 32;
 
-/// Bytes after a tile on which four tokens can depend that begin in it.
+/// Bytes after a tile that four tokens that begin in it can extend to.
 const AHEAD: usize = 16;
 
 /// Bytes of the longest token in the tables.
 const LONGEST: usize = 5;
 
-/// The length of what is not in the tables: it shows in any sum.
+/// The length of tokens that are not in the tables: so large that any sum with it shows it.
 const STRANGE: u8 = 0x40;
 
-/// Payloads shorter than this, or what is left of longer ones, are copied before they are classified.
+/// Payloads, or rests of payloads, shorter than this are copied before they are classified.
 const SHORT: usize = 128;
 
-/// Which of four bytes belong to a token of that length.
+/// Mask of the bytes of a token of each length.
 const KEPT: [u32; 8] = [0, 0xFF, 0xFF, 0xFFFF, 0, 0xFFFF_FFFF, 0, 0];
 
-/// How many bytes one, two or four tokens take that begin at a byte of a tile. One more step is room to read into.
+/// The bytes that one, two or four tokens take if they begin at a byte of a tile. One additional step is room for reads past the end.
 #[derive(Debug)]
 pub struct Lengths {
     one: [u8; TILE + 2 * STEP],
     two: [u8; TILE + 2 * STEP],
     four: [u8; TILE + 2 * STEP],
-    /// Leave the processor's extensions alone, here and before.
+    /// Whether not to use extensions of the processor.
     portable: bool,
 }
 
@@ -225,7 +226,7 @@ impl Default for Lengths {
 }
 
 impl Lengths {
-    /// Fills the tables for the first bytes of `data`: no more than `count` tokens can take. How many bytes that are.
+    /// Fills the tables for the first bytes of `data`, at most as many as `count` tokens can take. Returns the number of these bytes.
     #[inline]
     fn fill(&mut self, data: &[u8], count: usize) -> usize {
         let tile = TILE.min(count.saturating_mul(LONGEST));
@@ -248,7 +249,7 @@ impl Lengths {
         }
     }
 
-    /// With instructions that not every processor has; false if this one does not.
+    /// Does the same with instructions that not every processor has; false if this processor does not have them.
     #[cfg(target_arch = "x86_64")]
     #[inline]
     fn classify_at_best(&mut self, bytes: &[u8]) -> bool {
@@ -265,7 +266,8 @@ impl Lengths {
         false
     }
 
-    /// Without `four`, which takes longer to make this way than it saves. Compilers vectorise this, as long as it has no branches.
+    /// Does not fill `four`, whose computation takes longer without vector instructions than it saves. Compilers vectorise this, as long as
+    /// it has no branches.
     fn classify_portably(&mut self, bytes: &[u8]) {
         for (bytes, one) in bytes.chunks_exact(STEP).zip(self.one.chunks_exact_mut(STEP)) {
             for (&byte, one) in bytes.iter().zip(one) {
@@ -299,7 +301,7 @@ impl Lengths {
     unsafe fn classify_avx2(&mut self, bytes: &[u8]) {
         use std::arch::x86_64::*;
 
-        /// At each byte, its own length and the length of what begins after that.
+        /// Adds at each byte the length of the token there and of the token after it.
         #[inline]
         #[target_feature(enable = "avx2")]
         unsafe fn add_next(lengths: &[u8; STEP + 16], sums: &mut [u8; STEP]) {
@@ -346,7 +348,7 @@ impl Lengths {
         }
     }
 
-    /// Writes tokens to `room` up to the end of the tile, which is 4 bytes into `window`: how many, and their bytes.
+    /// Writes tokens to `room` up to the end of the tile, which begins 4 bytes into `window`. Returns their number, and their bytes.
     #[inline]
     fn walk(&self, window: &[u8], tile: usize, room: &mut [MaybeUninit<u32>]) -> (usize, usize) {
         let (mut done, mut at) = (0, 0);
@@ -413,7 +415,7 @@ fn write<const N: usize>(places: &mut [MaybeUninit<u32>], tokens: [u32; N]) {
     }
 }
 
-/// The token that ends 4 bytes after `end`. The minimum only shows the compiler that nothing is out of bounds.
+/// Reads the token that ends 4 bytes after `end`. The minimum only shows the compiler that no access is out of bounds.
 #[inline]
 fn token<const N: usize>(near: &[u8; N], end: usize, length: usize) -> u32 {
     let end = end.min(N - 4);

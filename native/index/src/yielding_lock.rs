@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::step_counter;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// Work of a writer before it looks whether others wait, in blocks that are placed or removed: about two microseconds.
+/// Work of a writer before it checks whether other threads wait, in placed or removed blocks: about two microseconds.
 pub const WORK_PER_HOLD: usize = 32;
-/// Turns of waiting before a thread goes to sleep, which costs much more than a writer's turn.
+/// Spins before a thread sleeps, which costs much more than a writer's turn.
 const SPINS: usize = 2_000;
 
 /// A value with a part that its writer publishes for others.
@@ -17,16 +17,16 @@ pub trait Publish {
     /// Publishes the current state. Called before a writer yields.
     fn publish(&mut self);
 
-    /// Whether there is so much to publish that it should not wait until then.
+    /// Whether so much is unpublished that the writer should publish and yield now.
     fn is_due(&self) -> bool;
 }
 
-/// A `RwLock` whose threads wait awake, for as long as a writer's turn takes. A writer that panics leaves it poisoned: what it protects may
-/// be half changed.
+/// A `RwLock` whose threads spin for the duration of a writer's turn before they sleep. A writer that panics leaves it poisoned: what it
+/// protects may be half changed.
 #[derive(Debug, Default)]
 pub struct YieldingRwLock<T> {
     lock: RwLock<T>,
-    /// Readers and writers that wait.
+    /// Number of waiting readers and writers.
     waiting: AtomicUsize,
     poisoned: AtomicBool,
     /// How often it was locked for writing.
@@ -35,7 +35,7 @@ pub struct YieldingRwLock<T> {
 }
 
 impl<T: Publish> YieldingRwLock<T> {
-    /// One that protects `value`.
+    /// Creates a lock that protects `value`.
     pub fn new(value: T) -> Self {
         Self {
             lock: RwLock::new(value),
@@ -121,19 +121,19 @@ impl<T: Publish> YieldingRwLock<T> {
     }
 }
 
-/// The right to write, with pauses.
+/// A guard for writing, with pauses.
 #[derive(Debug)]
 pub struct Writer<'a, T: Publish> {
     shared_lock: &'a YieldingRwLock<T>,
     guard: Option<RwLockWriteGuard<'a, T>>,
     left: usize,
-    /// Whether it lets no thread in, since there is little to do.
+    /// Whether it does not yield, since there is little to do.
     holds_on: bool,
 }
 
 impl<T: Publish> Writer<'_, T> {
-    /// Counts work, in blocks, and lets others in that wait when it was enough, which it returns. Nothing that was read before holds after
-    /// it, except what belongs to the caller's own stream.
+    /// Counts work, in blocks, and after enough of it yields to waiting threads. Returns whether it has yielded. Then everything that was
+    /// read before can have changed, except the caller's own stream.
     #[inline]
     pub fn spend(&mut self, work: usize) -> bool {
         step_counter::count(work);
@@ -153,7 +153,7 @@ impl<T: Publish> Writer<'_, T> {
         true
     }
 
-    /// Does `work` while others may read and write.
+    /// Calls `work` while other threads can read and write.
     pub fn unlocked<R>(&mut self, work: impl FnOnce() -> R) -> R {
         if self.holds_on {
             return work();
@@ -164,7 +164,7 @@ impl<T: Publish> Writer<'_, T> {
         done
     }
 
-    /// Keeps the lock until it is dropped: for a caller that must not wait, and has little to do.
+    /// Does not yield until the guard is dropped: for a caller that must not wait, and has little to do.
     pub fn keep_locked(&mut self) {
         self.holds_on = true;
     }

@@ -58,7 +58,7 @@ impl Serialize for Tiers {
     }
 }
 
-/// Rows of the same instance together, in the order of their first ones.
+/// Groups rows of the same instance, in the order of the first row of each.
 fn by_instance(table: &Table, rows: &[Row]) -> Vec<Vec<Row>> {
     let mut places = HashMap::with_capacity(rows.len());
     let mut found: Vec<Vec<Row>> = Vec::with_capacity(rows.len());
@@ -85,7 +85,7 @@ pub(crate) fn dynamo(table: &Table, rows: &[Row]) -> Vec<u8> {
             scores.push('}');
         }
         separate(&mut instances);
-        let [longest, gpu, cpu, disk] = most(&ranks);
+        let [longest, gpu, cpu, disk] = longest_by_level(&ranks);
         let _ = write!(instances, "{name}:{{\"longest_matched\":{longest},\"gpu\":{gpu},\"dp\":{{");
         by_rank(table, &ranks, &mut instances, |row, out| write!(out, "{}", row.gpu));
         let _ = write!(instances, "}},\"cpu\":{cpu},\"disk\":{disk},\"trust\":{{");
@@ -100,7 +100,7 @@ pub(crate) fn mooncake(table: &Table, tenant: &str, rows: &[Row]) -> Vec<u8> {
     let mut instances = String::with_capacity(128 * rows.len());
     for ranks in by_instance(table, rows) {
         separate(&mut instances);
-        let [longest, gpu, cpu, disk] = most(&ranks);
+        let [longest, gpu, cpu, disk] = longest_by_level(&ranks);
         let name = &table.worker(ranks[0].place).json_name;
         let _ = write!(instances, "{name}:{{\"longest_matched\":{longest},\"GPU\":{gpu},\"DP\":{{");
         by_rank(table, &ranks, &mut instances, |row, out| write!(out, "{}", row.tokens));
@@ -119,7 +119,7 @@ fn separate(out: &mut String) {
 }
 
 /// On any tier, on the device, and down to host and disk.
-fn most(ranks: &[Row]) -> [u32; 4] {
+fn longest_by_level(ranks: &[Row]) -> [u32; 4] {
     let most = |of: fn(&Row) -> u32| ranks.iter().map(of).max().unwrap_or(0);
     [
         most(|row| row.tokens),

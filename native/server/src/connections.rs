@@ -20,9 +20,9 @@
 //! does not wait for the service makes room for the next. So connections that do nothing, or are slow, never keep a probe from
 //! its answer.
 //!
-//! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. What all of them hold beyond that is at most `max_received_bytes`; the
-//! request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes` are kept: above that the
-//! connection with the most is cut off.
+//! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. What all of them hold beyond that is at most
+//! `max_received_bytes`; the request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes` are kept:
+//! above that the connection with the most is cut off.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -105,7 +105,7 @@ pub(crate) struct Connection {
     inner: Mutex<Inner>,
     order: AtomicU8,
     lingers: AtomicBool,
-    /// Wakes its task for a new order.
+    /// Wakes the task of the connection for a new order.
     pub(crate) ordered: Notify,
 }
 
@@ -124,7 +124,7 @@ impl Connection {
         self.ordered.notify_one();
     }
 
-    /// The client may be sending when the last answer is written.
+    /// Records that the client can still be sending when the last answer is written.
     pub(crate) fn linger(&self) {
         self.lingers.store(true, Ordering::Relaxed);
     }
@@ -137,7 +137,7 @@ impl Connection {
         self.inner.lock().state
     }
 
-    /// Until when the request that is being received must be complete.
+    /// Time until which the request that is being received must be complete.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.inner.lock().deadline
     }

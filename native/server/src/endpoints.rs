@@ -31,7 +31,7 @@ pub(crate) enum Question {
 }
 
 impl Question {
-    pub(crate) fn at(path: &str) -> Option<Self> {
+    pub(crate) fn from_path(path: &str) -> Option<Self> {
         Some(match path {
             "/query" => Self::Query,
             "/query_by_hash" => Self::QueryByHash,
@@ -461,7 +461,7 @@ fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
     rows.extend(others.map(|&place| Row::nothing(place)));
 }
 
-/// A raw prompt, with everything else in the query string.
+/// Reads a raw prompt, with everything else in the query string.
 fn raw(query_string: &str, body: &[u8]) -> Option<Match> {
     let (numbers, rest) = body.as_chunks::<4>();
     if !rest.is_empty() {

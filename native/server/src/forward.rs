@@ -49,7 +49,7 @@ pub(crate) enum Sent {
 
 /// The control plane's HTTP application.
 pub(crate) struct Upstream {
-    /// Takes the descriptors of new connections.
+    /// Socket to which the descriptors of new connections are sent.
     acceptor: UnixDatagram,
     idle: Mutex<Vec<SendRequest<Full<Bytes>>>>,
 }

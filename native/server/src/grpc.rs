@@ -61,7 +61,7 @@ enum Call {
 }
 
 impl Call {
-    fn at(path: &str) -> Option<Self> {
+    fn from_path(path: &str) -> Option<Self> {
         Some(match path {
             "/kvevents.v1.Query/Match" => Self::Query("/kvevents.v1.Query/Match", Question::Match),
             "/kvevents.v1.Query/MatchMany" => Self::Query("/kvevents.v1.Query/MatchMany", Question::MatchMany),
@@ -217,7 +217,7 @@ async fn answer(
     began: Instant,
 ) -> Result<Response<Body>, Status> {
     let path = head.uri.path();
-    let (path, question) = match Call::at(path) {
+    let (path, question) = match Call::from_path(path) {
         None => return Err(Status::new(Code::Unimplemented, format!("unknown method {path}"))),
         Some(Call::Check) => {
             let message = received(shared, &progress, body).await?.map_err(|()| too_large())?;

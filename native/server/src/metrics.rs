@@ -21,7 +21,7 @@ pub struct PromptSample {
 }
 
 impl PromptSample {
-    /// The LoRA's name and its number, of which one is given at most.
+    /// Returns the LoRA's name and its number, at most one of which is given.
     #[must_use]
     pub fn lora(&self) -> (Option<&str>, Option<i64>) {
         match &self.scope.lora {
@@ -124,7 +124,7 @@ impl Metrics {
         }
     }
 
-    /// Keeps the beginning of a prompt for the control plane, unless there are enough of its scope, or another thread is at it.
+    /// Stores the beginning of a prompt for the control plane, unless its scope has enough samples, or another thread is storing one.
     pub(crate) fn sample(&self, scope: &Scope, tokens: &[u32], block_size: Option<&u32>) {
         let Some(size) = block_size.map(|size| *size as usize).filter(|size| tokens.len() >= *size) else {
             return;

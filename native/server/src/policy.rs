@@ -1,5 +1,5 @@
 //! Access control for the plain cases. The control plane decides about all others (`kvevents.service.access`,
-//! `kvevents.service.http.origins`): what is admitted here is admitted there.
+//! `kvevents.service.http.origins`): a request that is admitted here is admitted there too.
 
 use std::net::IpAddr;
 
@@ -56,7 +56,7 @@ impl Policy {
             return false;
         };
         let (scheme, token) = value.split_at(at);
-        let found = digest(&SHA256, trimmed(token));
+        let found = digest(&SHA256, trim_token(token));
         // All bytes of all digests are compared, so the time does not depend on the token.
         let is_same = |known: &Vec<u8>| known.iter().zip(found.as_ref()).fold(0, |other, (a, b)| other | (a ^ b)) == 0;
         let matches = self.tokens.iter().filter(|known| is_same(known)).count();
@@ -86,7 +86,7 @@ impl Policy {
     }
 }
 
-fn trimmed(token: &[u8]) -> &[u8] {
+fn trim_token(token: &[u8]) -> &[u8] {
     let is_blank = |byte: &u8| matches!(byte, b' ' | b'\t');
     let start = token.iter().position(|byte| !is_blank(byte)).unwrap_or(token.len());
     let end = token.iter().rposition(|byte| !is_blank(byte)).map_or(start, |last| last + 1);

@@ -4,11 +4,12 @@
 //! nothing listens, takes a prompt only if no other worker can. The score of each of the rest is the share of the prompt that it
 //! must compute, 0 to 1, plus `load_weight` times its load over the mean load. Both are pure numbers, so that neither the length
 //! of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of equal scores the one that
-//! computes less is taken, since avoided work helps all requests. Candidates that are equal in that too are chosen in rotation; each process
-//! begins at a random place, so that many routers do not send to one worker at once.
+//! computes less is taken, since avoided work helps all requests. Candidates that are equal in that too are chosen in rotation; each
+//! process begins at a random place, so that many routers do not send to one worker at once.
 //!
 //! *Loads* are those of the request if it gives any. Otherwise they are the requests that engines report of themselves and the selections
-//! since (`loads`), plus `BASE_REQUESTS`; a candidate without a recent report has the mean of the others, so that it neither draws nor loses prompts.
+//! since (`loads`), plus `BASE_REQUESTS`; a candidate without a recent report has the mean of the others, so that it neither draws nor
+//! loses prompts.
 //!
 //! *Tiers without removals*: what an EXACT worker holds on them is believed as if it were DEGRADED, and the rest of its prefix as EXACT.
 
@@ -34,7 +35,7 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    /// Returns these with the weights of a request, which take precedence.
+    /// Returns these terms with the weights of a request, which take precedence.
     fn of(&self, asked: &Select) -> Self {
         Self {
             tiers: self.tiers.updated(&asked.tiers),
@@ -108,7 +109,7 @@ struct Loads {
 }
 
 impl Loads {
-    fn of(contenders: &[&Contender<'_>], engines: &EngineLoads) -> Self {
+    fn of_contenders(contenders: &[&Contender<'_>], engines: &EngineLoads) -> Self {
         let unknown = vec![None; contenders.len()];
         if contenders.iter().any(|one| one.load.is_some()) {
             return Self {
@@ -272,7 +273,7 @@ fn choose<'a>(
     let tiers: Vec<Option<usize>> = (terms.tiers.0.iter())
         .map(|(name, _)| TIERS.iter().position(|tier| tier == name))
         .collect();
-    let loads = Loads::of(&reachable, engines);
+    let loads = Loads::of_contenders(&reachable, engines);
     let candidate = |(one, work): (&&Contender<'a>, &f64)| {
         let held = one.tiers.0.unwrap_or_default();
         let reach = |at: usize| tiers[at].map_or(0, |tier| held[tier].into());
@@ -359,7 +360,8 @@ fn choose<'a>(
     })
 }
 
-/// Candidates, without those of the same tenant and group that serve another model, LoRA or salt. None if no candidate is left, or if one is given twice.
+/// Candidates, without those of the same tenant and group that serve another model, LoRA or salt. None if no candidate is left, or if one
+/// is given twice.
 fn reachable_by_scope<'a>(
     table: &Table,
     found: &Candidates,
@@ -392,7 +394,7 @@ fn why(
         if tokens > reached {
             let before = if reached > 0 { ", " } else { "" };
             let word = if reached > 0 { "including" } else { "on" };
-            let _ = write!(tiers, "{before}{} {word} {name}", grouped(tokens as usize));
+            let _ = write!(tiers, "{before}{} {word} {name}", with_thousands(tokens as usize));
             reached = tokens;
         }
     }
@@ -428,8 +430,8 @@ fn why(
         chosen.instance,
         chosen.rank,
         chosen.trust.state.name(),
-        grouped(chosen.tokens as usize),
-        grouped(question.prompt_tokens),
+        with_thousands(chosen.tokens as usize),
+        with_thousands(question.prompt_tokens),
         chosen.uncached * 100.0,
         chosen.load,
         chosen.score,
@@ -437,7 +439,7 @@ fn why(
 }
 
 /// A number with a comma between thousands.
-fn grouped(number: usize) -> String {
+fn with_thousands(number: usize) -> String {
     let digits = number.to_string();
     let mut found = String::with_capacity(digits.len() + digits.len() / 3);
     for (at, digit) in digits.chars().enumerate() {
@@ -455,7 +457,7 @@ mod tests {
 
     #[test]
     fn thousands_are_grouped() {
-        let shown: Vec<String> = [0, 12, 999, 1_000, 1_234_567].into_iter().map(grouped).collect();
+        let shown: Vec<String> = [0, 12, 999, 1_000, 1_234_567].into_iter().map(with_thousands).collect();
         assert_eq!(shown, ["0", "12", "999", "1,000", "1,234,567"]);
     }
 }

@@ -343,7 +343,7 @@ async fn respond(
     if shared.settings.probes.iter().any(|probe| probe == path) {
         // The answer to a liveness probe waits for nothing.
         shared.connections.is_answering(&connection, began);
-        let mut response = match probed(shared, &head) {
+        let mut response = match answer_probe(shared, &head) {
             Some(response) => {
                 shared
                     .endpoints
@@ -359,8 +359,8 @@ async fn respond(
         }
         return Ok(response);
     }
-    let question = Question::at(path).filter(|_| shared.settings.answers_queries && head.method == Method::POST);
-    let asked = question.and_then(|question| Some((question, described(&head)?)));
+    let question = Question::from_path(path).filter(|_| shared.settings.answers_queries && head.method == Method::POST);
+    let asked = question.and_then(|question| Some((question, parse_head(&head)?)));
     let is_admitted = asked.is_some()
         && body.size_hint().lower() <= shared.settings.limits.max_body_bytes as u64
         && shared.policy.admits(&head.headers);
@@ -370,10 +370,10 @@ async fn respond(
             None => "chunked".into(),
         };
         let Some(answer) = shared.upstream.ask(&head, peer, Sent::Announced(announced)).await else {
-            return Ok(unread(&connection, Problem::ending().response()));
+            return Ok(close_after(&connection, Problem::ending().response()));
         };
         if answer.status() != StatusCode::NO_CONTENT {
-            return Ok(unread(&connection, relayed(answer, progress)));
+            return Ok(close_after(&connection, relay_answer(answer, progress)));
         }
     }
     let body = match receive(&progress, body, &shared.settings.limits).await {
@@ -381,17 +381,17 @@ async fn respond(
         Err(Unreceived::Gone) => return Err(Gone),
         Err(Unreceived::Refused(problem)) => {
             count(&shared.connections.refusals, problem.reason);
-            return Ok(unread(&connection, problem.response()));
+            return Ok(close_after(&connection, problem.response()));
         }
         Err(Unreceived::TooLarge) => {
             let length = shared.settings.limits.max_body_bytes as u64 + 1;
             let response = forward(shared, progress, &head, peer, Sent::Announced(length.to_string())).await;
-            return Ok(unread(&connection, response));
+            return Ok(close_after(&connection, response));
         }
     };
     if is_admitted
         && let Some((question, asked)) = asked
-        && let Some(found) = answered(shared, question, &asked, &body).await
+        && let Some(found) = answer_query(shared, question, &asked, &body).await
     {
         shared.endpoints.metrics.request(question.path(), 200, began.elapsed());
         let mut response = Response::new(Body::full(found.into()));
@@ -407,14 +407,14 @@ async fn respond(
 }
 
 /// An answer to a request whose body is not received: the connection ends after it.
-fn unread(connection: &Connection, mut response: Response<Body>) -> Response<Body> {
+fn close_after(connection: &Connection, mut response: Response<Body>) -> Response<Body> {
     connection.linger();
     response.headers_mut().insert(CONNECTION, CLOSE);
     response
 }
 
 /// Returns the answer to a probe. None for a request that the control plane answers.
-fn probed(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
+fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     if head.method != Method::GET || head.headers.get(ACCEPT).is_some_and(|kind| kind == MSGPACK) {
         return None;
     }
@@ -436,7 +436,7 @@ fn probed(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
 }
 
 /// Returns the parts of a query's head. None for a body that is not read here.
-fn described(head: &Parts) -> Option<Head> {
+fn parse_head(head: &Parts) -> Option<Head> {
     let kind = head.headers.get(CONTENT_TYPE)?.as_bytes();
     let kind = kind.split(|byte| *byte == b';').next()?.trim_ascii();
     let is = |name: &str| kind.eq_ignore_ascii_case(name.as_bytes());
@@ -454,7 +454,7 @@ fn described(head: &Parts) -> Option<Head> {
 }
 
 /// The answer of the index.
-async fn answered(shared: &Shared, question: Question, head: &Head, body: &Bytes) -> Option<Vec<u8>> {
+async fn answer_query(shared: &Shared, question: Question, head: &Head, body: &Bytes) -> Option<Vec<u8>> {
     let work = || shared.endpoints.answer(question, head, body);
     shared.run(question, body.len(), work).await?
 }
@@ -462,12 +462,12 @@ async fn answered(shared: &Shared, question: Question, head: &Head, body: &Bytes
 /// Forwards a request to the control plane.
 async fn forward(shared: &Shared, progress: InProgress, head: &Parts, peer: &str, sent: Sent) -> Response<Body> {
     match shared.upstream.ask(head, peer, sent).await {
-        Some(answer) => relayed(answer, progress),
+        Some(answer) => relay_answer(answer, progress),
         None => Problem::ending().response(),
     }
 }
 
-fn relayed(answer: Response<Incoming>, progress: InProgress) -> Response<Body> {
+fn relay_answer(answer: Response<Incoming>, progress: InProgress) -> Response<Body> {
     let (mut head, body) = answer.into_parts();
     head.headers = end_to_end(&head.headers);
     Response::from_parts(

@@ -56,7 +56,7 @@ impl Limits {
     }
 }
 
-/// A century at most: the clock overflows above some hundreds.
+/// Limits a duration to a century: the clock overflows above some hundreds of years.
 pub(crate) fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.clamp(0.0, 3e9))
 }

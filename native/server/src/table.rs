@@ -127,7 +127,7 @@ const UNCERTAIN: (&str, &str) = (
 );
 
 impl Trust {
-    /// The same of an answer that has blocks which might be gone.
+    /// Returns the trust in an answer that has blocks which might be gone.
     fn if_uncertain(&self) -> Self {
         let (code, sentence) = UNCERTAIN;
         let (is_exact, separator) = (self.state == State::Exact, if self.reason.is_empty() { "" } else { "; " });

@@ -78,7 +78,7 @@ impl Ahead<'_> {
                 1 => Stage::Segment,
                 _ => Stage::Directory,
             };
-            ask(stream, shared, spots, stage);
+            prefetch_spots(stream, shared, spots, stage);
             self.ring.0[at] = spots;
         }
     }
@@ -89,15 +89,15 @@ impl Ahead<'_> {
         let count = self.chain.hashes.len();
         match self.reach {
             Reach::Near => return self.chain.block(shared, at),
-            Reach::Middle => self.come(stream, shared, at + AHEAD, Stage::Bucket),
+            Reach::Middle => self.add_block(stream, shared, at + AHEAD, Stage::Bucket),
             Reach::Far => {
                 if at + AHEAD < count {
-                    ask(stream, shared, self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
+                    prefetch_spots(stream, shared, self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
                 }
                 if at + 2 * AHEAD < count {
-                    ask(stream, shared, self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
+                    prefetch_spots(stream, shared, self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
                 }
-                self.come(stream, shared, at + 3 * AHEAD, Stage::Directory);
+                self.add_block(stream, shared, at + 3 * AHEAD, Stage::Directory);
             }
         }
         self.chain.block_at(self.ring.0[at % RING], at)
@@ -105,17 +105,17 @@ impl Ahead<'_> {
 
     /// Adds the block `at`, if it exists, and starts its first prefetch.
     #[inline]
-    fn come(&mut self, stream: &Stream, shared: &SharedState, at: usize, stage: Stage) {
+    fn add_block(&mut self, stream: &Stream, shared: &SharedState, at: usize, stage: Stage) {
         if at < self.chain.hashes.len() {
             let spots = self.chain.spots(shared, at);
-            ask(stream, shared, spots, stage);
+            prefetch_spots(stream, shared, spots, stage);
             self.ring.0[at % RING] = spots;
         }
     }
 }
 
 #[inline(always)]
-fn ask(stream: &Stream, shared: &SharedState, (key_spot, hash_spot): Spots, stage: Stage) {
+fn prefetch_spots(stream: &Stream, shared: &SharedState, (key_spot, hash_spot): Spots, stage: Stage) {
     if shared.view.heads.reach() > Reach::Near {
         shared.view.heads.prefetch(key_spot, stage);
     }

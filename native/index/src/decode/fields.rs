@@ -31,7 +31,7 @@ impl FreeFormBudget {
 
     fn take<'a>(&mut self, name: &Cow<'a, str>, raw: &[u8]) -> Result<(), Refusal<'a>> {
         let unit = "bytes; the limit max_free_form_bytes of a batch is";
-        let refusal = || Refusal::above(Reason::Oversized, name.clone(), raw.len(), unit, self.limit);
+        let refusal = || Refusal::exceeding(Reason::Oversized, name.clone(), raw.len(), unit, self.limit);
         self.bytes = self.bytes.checked_sub(raw.len()).ok_or_else(refusal)?;
         Ok(())
     }
@@ -63,7 +63,7 @@ impl Hash<'_> {
             Self::Number(value) => return Ok(*value),
             Self::Digest(bytes) => bytes.last_chunk(),
         };
-        let refusal = Refusal::of(Reason::BadField, name, "holds a digest of less than 8 bytes");
+        let refusal = Refusal::for_value(Reason::BadField, name, "holds a digest of less than 8 bytes");
         end.map(|end| u64::from_be_bytes(*end)).ok_or(refusal)
     }
 }
@@ -120,7 +120,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         let block_hashes = self.hashes()?;
         let (parent_block_hash, parent_block_digest) = self.parent()?;
         let block_size = self.integer("block_size")?;
-        let block_size = block_size.ok_or(Refusal::of(Reason::BadField, "block_size", "is missing"))?;
+        let block_size = block_size.ok_or(Refusal::for_value(Reason::BadField, "block_size", "is missing"))?;
         Ok(BlockStored {
             block_hashes,
             parent_block_hash,
@@ -195,7 +195,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         read: impl FnOnce(&'a [u8]) -> Result<T, Reason>,
     ) -> Result<Option<T>, Refusal<'a>> {
         let raw = self.take(name);
-        raw.map(|raw| read(raw).map_err(|reason| Refusal::of(reason, name, expected)))
+        raw.map(|raw| read(raw).map_err(|reason| Refusal::for_value(reason, name, expected)))
             .transpose()
     }
 
@@ -204,7 +204,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         let (count, limit) = (self.get(name).map_or(0, declared), self.limits.max_hashes);
         if count > limit {
             let unit = "entries; the limit max_hashes is";
-            return Err(Refusal::above(Reason::TooManyHashes, name, count, unit, limit));
+            return Err(Refusal::exceeding(Reason::TooManyHashes, name, count, unit, limit));
         }
         Ok(())
     }
@@ -225,7 +225,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         let found = self.read(name, expected, |raw| {
             list(raw)?.map(Hash::read).collect::<Result<Vec<_>, _>>()
         })?;
-        let found = found.ok_or(Refusal::of(Reason::BadField, name, expected))?;
+        let found = found.ok_or(Refusal::for_value(Reason::BadField, name, expected))?;
         let digest = |hash: &Hash<'_>| match hash {
             Hash::Digest(bytes) => Some(bytes.to_vec()),
             Hash::Number(_) => None,
@@ -279,9 +279,13 @@ impl<'f, 'a> Fields<'f, 'a> {
         };
         let found = self.read(name, expected, |raw| list(raw)?.map(&mut token).collect::<Result<_, _>>())?;
         if is_bad {
-            return Err(Refusal::of(Reason::BadField, name, "holds a string that is not a token id"));
+            return Err(Refusal::for_value(
+                Reason::BadField,
+                name,
+                "holds a string that is not a token id",
+            ));
         }
-        found.ok_or(Refusal::of(Reason::BadField, name, expected))
+        found.ok_or(Refusal::for_value(Reason::BadField, name, expected))
     }
 
     fn extra_keys(&mut self) -> Result<Option<Vec<Option<Vec<Value>>>>, Refusal<'a>> {
@@ -304,7 +308,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         };
         found
             .map(Some)
-            .map_err(|reason| Refusal::of(reason, name, "is not a list of lists or nil"))
+            .map_err(|reason| Refusal::for_value(reason, name, "is not a list of lists or nil"))
     }
 
     fn lookahead(&mut self) -> Result<Option<Vec<Vec<i128>>>, Refusal<'a>> {
@@ -371,7 +375,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         for (name, raw) in self.fields {
             match value(raw, depth, left) {
                 Ok(value) => found.push((name.into_owned(), value)),
-                Err(reason) => return Err(Refusal::of(reason, name, "holds a value that cannot be read")),
+                Err(reason) => return Err(Refusal::for_value(reason, name, "holds a value that cannot be read")),
             }
         }
         Ok(found)

@@ -207,7 +207,7 @@ fn write_extra_keys(event: &BlockStored, fields: &mut FieldWriter<'_>) {
     let given = &given[..given.len().min(blocks)];
     let mut items = event.unknown_fields.iter().filter(|(name, _)| name == "mm_keys");
     let items = items.next().map(|(_, items)| items).filter(|items| is_something(items));
-    let items = items.map(|items| Items::of(items, blocks));
+    let items = items.map(|items| Items::from_value(items, blocks));
     let length = if items.is_some() { blocks } else { given.len() };
     if length == 0 {
         return;
@@ -257,7 +257,7 @@ enum Items<'a> {
 }
 
 impl<'a> Items<'a> {
-    fn of(given: &'a Value, blocks: usize) -> Self {
+    fn from_value(given: &'a Value, blocks: usize) -> Self {
         let is_block = |block: &Value| matches!(block, Value::Nil | Value::List(_));
         match given {
             Value::List(all) if all.len() == blocks && all.iter().all(is_block) => Self::PerBlock(all),

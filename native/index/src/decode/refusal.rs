@@ -31,7 +31,7 @@ impl<'a> Refusal<'a> {
     }
 
     /// Creates a refusal for a value that the decoder refuses for `reason`, or because it is not as `expected`.
-    pub fn of(reason: Reason, what: impl Into<Cow<'a, str>>, expected: &'static str) -> Self {
+    pub fn for_value(reason: Reason, what: impl Into<Cow<'a, str>>, expected: &'static str) -> Self {
         let words = match reason {
             Reason::Malformed => "is truncated, or no MessagePack",
             Reason::TooDeep => "is nested deeper than the limit max_nesting",
@@ -43,13 +43,13 @@ impl<'a> Refusal<'a> {
     }
 
     /// A refusal for exceeding a limit; `unit` names the unit and the limit.
-    pub fn above(reason: Reason, what: impl Into<Cow<'a, str>>, count: usize, unit: &'static str, limit: usize) -> Self {
+    pub fn exceeding(reason: Reason, what: impl Into<Cow<'a, str>>, count: usize, unit: &'static str, limit: usize) -> Self {
         let detail = Detail::Above(what.into(), count, unit, limit);
         Self { reason, detail }
     }
 
     /// A refusal of an event with an unknown type.
-    pub fn tag(tag: &'a str) -> Self {
+    pub fn unknown_tag(tag: &'a str) -> Self {
         let (reason, detail) = (Reason::UnknownTag, Detail::Tag(tag));
         Self { reason, detail }
     }

@@ -178,7 +178,7 @@ impl Index {
                 || incarnation != stream.incarnation
                 || !stream.waiting.is_empty()
                 || stream.has_alike()
-                || stream.is_tight(QUICK_BLOCKS)
+                || stream.must_resize(QUICK_BLOCKS)
             {
                 return None;
             }

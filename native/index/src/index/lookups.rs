@@ -184,8 +184,8 @@ impl Room {
 impl Index {
     /// Workers that hold a beginning of a prompt.
     ///
-    /// Hashes are made without the lock, first a few of them, since many prompts are unknown from the start. The answer describes one
-    /// moment: the last try reads every block of every scheme, and counts if no writer has changed one of them meanwhile.
+    /// Hashes are made without the lock, first a few of them, since of many prompts not even the beginning is known. The answer describes
+    /// one moment: the last try reads every block of every scheme, and counts if no writer has changed one of them meanwhile.
     pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Matches {
         self.matched_within(tokens, tokens.len(), scope)
     }

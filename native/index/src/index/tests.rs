@@ -181,7 +181,7 @@ fn a_panic_is_reported_until_a_snapshot_is_restored() {
     let saved = index.save(Vec::new(), None).unwrap();
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let mut writer = index.shared_lock.write();
-        writer.records.remove(Row::of(0));
+        writer.records.remove(Row::single(0));
         panic!("as a test");
     }));
     assert!(panicked.is_err() && index.is_damaged());

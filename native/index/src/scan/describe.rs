@@ -1,10 +1,10 @@
-//! Scanned events with values of their own, for tests that compare them with another decoder's.
+//! Scanned events with owned values, for tests that compare them with those of another decoder.
 
 use crate::copies::Origin;
 
 use super::{Event, Extra, Id, Kind, Schema, Scratch, Span, extra_keys, scan};
 
-/// `Id` with values of its own.
+/// `Id` with owned values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum OwnedId {
@@ -13,7 +13,7 @@ pub enum OwnedId {
     Bytes(Vec<u8>),
 }
 
-/// `Extra` with values of its own.
+/// `Extra` with owned values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum OwnedExtra {
@@ -36,7 +36,7 @@ impl From<Extra<'_>> for OwnedExtra {
     }
 }
 
-/// `Event` with values of its own; fields as there.
+/// `Event` with owned values; fields as there.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub struct Described {
@@ -62,7 +62,7 @@ pub struct Described {
     pub extra_keys: Option<Vec<(usize, OwnedExtra)>>,
 }
 
-/// The batch as `scan` reads it, or None where it refuses.
+/// Returns the batch as `scan` reads it; None if `scan` refuses it.
 pub fn describe(payload: &[u8], schema: &Schema) -> Option<Vec<Described>> {
     let mut scratch = Scratch::default();
     scan(payload, schema, &mut scratch)?;

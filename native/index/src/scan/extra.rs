@@ -1,4 +1,4 @@
-//! `extra_keys`: what vLLM hashes into a block besides its tokens, block by block.
+//! `extra_keys`: the values besides tokens that vLLM includes in the hash of each block.
 
 use crate::msgpack::Reader;
 
@@ -35,7 +35,7 @@ pub fn extra_keys<'a>(raw: &'a [u8], visit: impl FnMut(usize, Extra<'a>)) -> Opt
     (reader.left() == 0).then_some(())
 }
 
-/// The same from the position of `reader`, with at most `max_blocks` entries.
+/// Does the same from the position of `reader`, for at most `max_blocks` entries.
 pub(super) fn walk<'a>(reader: &mut Reader<'a>, max_blocks: usize, mut visit: impl FnMut(usize, Extra<'a>)) -> Option<()> {
     let blocks = reader.array()?;
     if blocks > max_blocks {

@@ -41,7 +41,7 @@ const STORED_MAP: &[&str] = &[
     "block_digests",
     "parent_block_digest",
 ];
-/// The same of removals, and after them what only kvevents sends.
+/// Fields of array removals after the tag, followed by the fields that only kvevents sends.
 pub const REMOVED_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx", "heartbeat"];
 const REMOVED_MAP: &[&str] = &[
     "block_hashes",
@@ -61,7 +61,7 @@ pub const INACTIVE: &str = "BlockInactive";
 pub const INACTIVE_ARRAY: &[&str] = &["block_hashes", "medium", "group_idx"];
 const INACTIVE_MAP: &[&str] = &["block_hashes", "medium", "group_idx", "block_digests"];
 
-/// Of each event its tag, the fields of its array form in wire order, and the keys of its map form, `type` apart.
+/// For each event its tag, the fields of its array form in wire order, and the keys of its map form without `type`.
 pub const LAYOUTS: [(&str, &[&str], &[&str]); 4] = [
     ("BlockStored", STORED_ARRAY, STORED_MAP),
     ("BlockRemoved", REMOVED_ARRAY, REMOVED_MAP),

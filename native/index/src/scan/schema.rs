@@ -18,7 +18,7 @@ pub struct Limits {
     pub max_free_form_bytes: usize,
     /// Levels of containers in an event.
     pub max_nesting: usize,
-    /// Entries of what `decode` sets aside of a batch; one more represents all that follow.
+    /// Most entries for rejected parts of a batch; one more entry represents all that follow.
     pub max_rejected: usize,
 }
 
@@ -50,7 +50,7 @@ const MAX_NAME_BYTES: usize = 31;
 pub(super) struct Name {
     /// Zeros follow.
     wire: [u8; MAX_NAME_BYTES + 1],
-    /// Which bits of those are not more than the zeros.
+    /// Bit mask of the bytes of `wire` before the zeros.
     bits: [u8; MAX_NAME_BYTES + 1],
     pub length: usize,
     pub field: Field,
@@ -67,7 +67,7 @@ impl Name {
     }
 }
 
-/// By two machine words of the greatest width: several times as fast as a comparison of slices.
+/// Compares two wide machine words: several times as fast as a comparison of slices.
 #[inline]
 fn same_bits(one: &[u8; 32], other: &[u8; 32], bits: &[u8; 32]) -> bool {
     let halves = |bytes: &[u8; 32]| {
@@ -85,15 +85,15 @@ pub(super) struct Layout {
     pub kind: Kind,
     /// Fields of an array event after the tag.
     pub array: Box<[Field]>,
-    /// Fewest of them.
+    /// Least number of these fields.
     pub array_needed: usize,
-    /// Keys of a map event, the tag's apart.
+    /// Keys of a map event, without that of the tag.
     pub names: Box<[Name]>,
     /// Bit i is set when the key i must be present.
     pub needed: u64,
 }
 
-/// Shapes of events that a scan accepts.
+/// The shapes of events that a scan accepts.
 #[derive(Clone, Debug)]
 pub struct Schema {
     pub(super) layouts: Box<[Layout]>,
@@ -126,7 +126,7 @@ impl Schema {
         })
     }
 
-    /// The same for events that were read within its limits and encoded again: they can be larger then.
+    /// Returns the schema for events that were read within these limits and encoded again, since they can then be larger.
     pub fn unlimited(&self) -> Self {
         let limits = Limits {
             max_payload_bytes: usize::MAX,
@@ -143,8 +143,8 @@ impl Schema {
         &self.limits
     }
 
-    /// The same where removals in a row that say the same of one hash each are one event of several: engines send one for each
-    /// block, and none of them has to be read like the first.
+    /// Returns the schema with which consecutive removals of one hash each, equal otherwise, become one event: engines send one for each
+    /// block, and reading the following ones is cheaper.
     pub fn joining(self) -> Self {
         Self { joins: true, ..self }
     }

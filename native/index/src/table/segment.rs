@@ -11,17 +11,17 @@ use super::{Hashes, skewed};
 const WAYS: usize = 10;
 /// Buckets of a segment that is not small.
 pub const SEGMENT: usize = 32;
-/// Buckets of a segment that is about to be split, in a dense table.
+/// Buckets of a segment of a dense table before it is split.
 pub const WIDE: usize = 48;
 /// Entries for each bucket above which a segment is split or grows.
 const FULL: usize = 9;
-/// The same below which two segments become one, or one becomes smaller.
+/// Entries for each bucket below which two segments are merged, or one shrinks.
 const SPARSE: usize = 6;
 /// Splits after which tags are computed again, since splits use up their bits.
 const SPLITS_BY_TAG: u8 = 4;
 /// Bits of a hash that identify a bucket in its segment: those of a tag that splits have not used.
 const HOME_BITS: u32 = 16 - SPLITS_BY_TAG as u32 - 1;
-/// The same of a tag from which the splits were shifted out.
+/// Mask of those bits in a tag from which the bits of splits were shifted out.
 const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 
 /// One cache line.
@@ -30,7 +30,7 @@ const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 pub struct Bucket {
     tags: [u16; WAYS],
     used: u16,
-    /// Entries that should be here and are in a later bucket; it sticks at the maximum.
+    /// Number of entries that belong here and are in a later bucket; it stays at the maximum once it is reached.
     sent_on: u16,
     records: [u32; WAYS],
 }
@@ -97,7 +97,7 @@ impl Bucket {
     }
 }
 
-/// A piece, or for other sizes memory of their own; by a pointer, since an enum would have to be looked at for each access.
+/// A piece, or separate memory for other sizes. It is a pointer, since an enum would need a branch at each access.
 struct Buckets {
     at: NonNull<Bucket>,
     count: u32,
@@ -118,7 +118,7 @@ impl Buckets {
         Self { at, count: count as u32 }
     }
 
-    /// Puts an entry after its home, which is full.
+    /// Puts an entry into a bucket after its home, which is full.
     #[cold]
     fn send_on(&mut self, home: usize, tag: u16, record: u32) {
         let mut at = home;
@@ -197,19 +197,19 @@ impl Segment {
         u32::from(self.base)
     }
 
-    /// Whether so many entries are few enough for that many buckets.
+    /// Whether this many entries fit in that many buckets.
     #[inline]
     pub fn takes(used: usize, buckets: usize) -> bool {
         used < buckets * FULL
     }
 
-    /// Whether one entry more is not too many.
+    /// Whether there is room for one more entry.
     #[inline]
     pub fn has_room(&self) -> bool {
         Self::takes(self.used(), self.size())
     }
 
-    /// Whether so many entries are few enough to move to that many buckets, which are fewer than before.
+    /// Whether this many entries are few enough to move to that smaller number of buckets.
     pub fn may_shrink(used: usize, buckets: usize) -> bool {
         used < buckets * SPARSE
     }
@@ -219,7 +219,7 @@ impl Segment {
         (skewed << self.base >> 48) as u16
     }
 
-    /// By bits that are part of the tag whether it was just taken or is about to be, so that it never depends on which.
+    /// The home bucket of a hash, from bits that are in the tag before and after tags are computed again.
     #[inline]
     pub fn home(&self, skewed: u64) -> usize {
         (((skewed << self.depth) >> (64 - HOME_BITS)) as usize * self.buckets.len()) >> HOME_BITS
@@ -231,7 +231,7 @@ impl Segment {
         ptr::from_ref(&self.buckets[home])
     }
 
-    /// Visits records with a tag, from its home on, until `visit` says false.
+    /// Visits records with a tag, from its home bucket on, until `visit` returns false.
     #[inline]
     pub fn for_each_match(&self, home: usize, tag: u16, mut visit: impl FnMut(u32) -> bool) {
         let mut at = home;
@@ -269,7 +269,7 @@ impl Segment {
         found
     }
 
-    /// The same of an entry that was sent on.
+    /// Removes an entry that is in a bucket after its home.
     #[cold]
     fn take_behind(&mut self, home: usize, tag: u16, record: u32) -> bool {
         let size = self.buckets.len();
@@ -298,7 +298,7 @@ impl Segment {
 
     // --- moving entries to where their tags say
 
-    /// Entries with a one as the first bit that not all share.
+    /// Number of entries whose first bit after the shared ones is 1.
     pub fn in_second_half(&self) -> usize {
         let bit = 15 - (self.depth - self.base);
         let ones = |bucket: &Bucket| {
@@ -309,8 +309,8 @@ impl Segment {
         self.buckets.iter().map(ones).sum()
     }
 
-    /// Puts all entries into one segment, or into two by the first bit that not all share; how many there will be in each is known
-    /// before. All have the same tags as this one.
+    /// Moves all entries into one segment, or into two by the first bit after the shared ones; the numbers of entries in each are known
+    /// before. Tags do not change.
     pub fn pour<const N: usize>(&self, into: &mut [Self; N], used: [usize; N]) {
         let bit = 15 - (self.depth - self.base);
         let passed = into[0].depth - self.base;
@@ -340,8 +340,8 @@ impl Segment {
         self.depth - self.base > SPLITS_BY_TAG
     }
 
-    /// Takes tags from the bits after `base` from now on. The records have the hashes; they are anywhere in memory, so all are prefetched before
-    /// any is read.
+    /// From now on, computes tags from the bits after `base`. The records have the hashes; they are anywhere in memory, so all are
+    /// prefetched before any is read.
     pub fn take_tags(&mut self, base: u32, hashes: &impl Hashes) {
         self.records().for_each(|record| hashes.prefetch(record));
         self.base = base as u8;

@@ -49,7 +49,7 @@ impl WorkerMatch {
         self.tokens[LEVELS - 1]
     }
 
-    /// Tokens of the longest prefix that it certainly holds, on whatever tiers: fewer than `tokens` if some of its blocks might be gone.
+    /// Tokens of the longest prefix that it certainly holds, on any tiers: fewer than `tokens` if some of its blocks might be gone.
     ///
     /// They were announced several times and removed less often, and not all announcements are of another copy.
     #[getter]
@@ -59,14 +59,14 @@ impl WorkerMatch {
 
     /// Whether it certainly holds all that this says, on each tier.
     ///
-    /// If not, `tokens` are the most that it can hold, or 0 where not even that is known: for models without full attention, or with full attention of
-    /// several block sizes, whose hashes of the prompt are not known.
+    /// If not, `tokens` are the most that it can hold, or 0 where not even that is known: for models without full attention, or with full
+    /// attention of several block sizes, whose hashes of the prompt are not known.
     #[getter]
     fn is_certain(&self) -> bool {
         self.is_certain
     }
 
-    /// Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and goes on in host memory.
+    /// Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and continues in host memory.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let tiers = PyDict::new(py);
@@ -130,7 +130,8 @@ impl Match {
         found.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
-    /// Returns `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)` per worker, with cumulative tiers, without creating match objects.
+    /// Returns `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)` per worker, with cumulative tiers, without creating match
+    /// objects.
     fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let rows = PyList::empty(py);
         for hit in &self.found.hits {

@@ -212,7 +212,7 @@ pub(super) enum Named<'py> {
 }
 
 impl<'py> Named<'py> {
-    pub(super) fn of(given: &Bound<'py, PyAny>) -> PyResult<Self> {
+    pub(super) fn from_object(given: &Bound<'py, PyAny>) -> PyResult<Self> {
         let refused = |_| {
             let shown = given.repr().map_or_else(|_| kind_of(given), |text| text.to_string());
             PyTypeError::new_err(format!(

@@ -53,7 +53,7 @@ impl Compactor {
         }
     }
 
-    /// Calls `work` for an operation that takes no time.
+    /// Calls `work` for an operation that takes negligible time.
     fn look<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut SharedState) -> R + Sync) -> PyResult<R> {
         self.with(py, |shared| Some(work(shared)), &work)
     }
@@ -121,7 +121,7 @@ impl Compactor {
         events.map(|events| events.iter().map(plain).collect()).transpose()
     }
 
-    /// The same, encoded as payloads for `apply`. Other threads run meanwhile.
+    /// Returns these events as payloads for `apply`. Other threads run meanwhile.
     fn payloads<'py>(&self, py: Python<'py>, limit: usize, ts: f64) -> PyResult<Option<Vec<Bound<'py, PyBytes>>>> {
         if limit == 0 {
             return Err(PyValueError::new_err("invalid limit: expected a number of bytes above 0"));

@@ -25,8 +25,8 @@ use kvevents_index::placements::Placement;
 use kvevents_index::scan::Schema;
 use kvevents_index::snapshot::{self, Failure};
 
-/// Bytes of a payload from which on the GIL is released; below, switching costs more than the work. No lock is waited for with the GIL held,
-/// whatever the size.
+/// Bytes of a payload from which on the GIL is released; below, switching costs more than the work. No lock is waited for with the GIL
+/// held, whatever the size.
 const MANY_BYTES: usize = 2_048;
 /// Tokens of a prompt from which on the GIL is released: about ten microseconds of work.
 const MANY_TOKENS: usize = 1 << 16;
@@ -38,7 +38,7 @@ const WORK_PER_WORKER: usize = 128;
 const WORK_PER_REJECTED: usize = 32;
 
 /// Converts the reason why a snapshot was not read to an exception.
-fn unread(failure: Failure) -> PyErr {
+fn snapshot_exception(failure: Failure) -> PyErr {
     match failure {
         Failure::Io(error) => error.into(),
         Failure::Bad(what) => PyValueError::new_err(what),
@@ -106,7 +106,8 @@ pub(super) struct Listing {
 
 #[pymethods]
 impl Listing {
-    /// Returns at most `most` further blocks, per block and placement `(key, hash, tier, group, most copies, least copies)`. Empty after the last one.
+    /// Returns at most `most` further blocks, per block and placement `(key, hash, tier, group, most copies, least copies)`. Empty after
+    /// the last one.
     ///
     /// Releases the GIL each time, so that a long listing does not delay other threads.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
@@ -132,20 +133,20 @@ impl NativeIndex {
         self.index.get().map(Arc::as_ref).ok_or_else(|| of_parent(py))
     }
 
-    /// The same, for native threads.
+    /// Returns the index for native threads.
     pub(super) fn shared(&self, py: Python<'_>) -> PyResult<Arc<Index>> {
         self.index.get().cloned().ok_or_else(|| of_parent(py))
     }
 
-    /// The same; raises if a panic has damaged the index.
-    fn whole(&self, py: Python<'_>) -> PyResult<&Index> {
+    /// Returns the index; raises if a panic has damaged it.
+    fn undamaged(&self, py: Python<'_>) -> PyResult<&Index> {
         let index = self.index(py)?;
         if index.is_damaged() { Err(damaged(py)) } else { Ok(index) }
     }
 
     /// Matches one prompt. It waits for no lock with the GIL held, and copies memory that other threads could change without it.
     fn matched(&self, py: Python<'_>, tokens: &Tokens, longest: usize, scope: &Scope) -> PyResult<Matches> {
-        let index = self.whole(py)?;
+        let index = self.undamaged(py)?;
         if tokens.len() < MANY_TOKENS
             && let Some(found) = index.try_matched_within(tokens.slice(), longest, scope)
         {
@@ -265,12 +266,12 @@ impl NativeIndex {
         seq: i64,
         payload: Bound<'_, PyBytes>,
     ) -> PyResult<Py<PyAny>> {
-        let named = Named::of(&stream)?;
+        let named = Named::from_object(&stream)?;
         let applied = (slf.get()).batch(slf.py(), named.parts()?, incarnation, seq, payload.as_bytes())?;
         Self::found(slf, applied)
     }
 
-    /// The same for events that Python has encoded again; None for an item that is not an event.
+    /// Applies events that Python has encoded again; None for an item that is not an event.
     fn _apply(
         &self,
         py: Python<'_>,
@@ -379,12 +380,12 @@ impl NativeIndex {
     /// Returns the length of the prefix of `tokens` that each worker holds.
     ///
     /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview), of which one of 32-bit
-    /// unsigned integers is read in place. `namespace` limits the lookup; without one, it covers workers without a model, and blocks without LoRA and salt.
-    /// With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or `OverflowError` for
-    /// invalid token ids.
+    /// unsigned integers is read in place. `namespace` limits the lookup; without one, it covers workers without a model, and blocks
+    /// without LoRA and salt. With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or
+    /// `OverflowError` for invalid token ids.
     ///
-    /// vLLM always recomputes the last token of a prompt: `match(tokens, max_tokens=len(tokens) - 1)` returns what it will find cached. No answer is
-    /// longer than `max_tokens`, but the tokens behind can decide it if an engine looks ahead (EAGLE, MTP).
+    /// vLLM always recomputes the last token of a prompt: `match(tokens, max_tokens=len(tokens) - 1)` returns what it will find cached. No
+    /// answer is longer than `max_tokens`, but later tokens can affect it if an engine looks ahead (EAGLE, MTP).
     #[pyo3(name = "match", signature = (tokens, namespace=None, *, overlay=false, max_tokens=None))]
     fn match_(
         slf: &Bound<'_, Self>,
@@ -414,7 +415,7 @@ impl NativeIndex {
         namespace: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<Match>> {
         let scope = scope_of(namespace)?;
-        let (index, mut turns, mut found) = (self.whole(py)?, Turns::new(py), Vec::with_capacity(prompts.len()));
+        let (index, mut turns, mut found) = (self.undamaged(py)?, Turns::new(py), Vec::with_capacity(prompts.len()));
         let mut prompts = prompts.iter().peekable();
         while prompts.peek().is_some() {
             // Copies of several prompts, which no other thread can change while the GIL is released.
@@ -432,8 +433,8 @@ impl NativeIndex {
 
     /// Matches rolling keys as `block_keys` returns them: all keys of a prompt, from its first block on.
     ///
-    /// Blocks are found one after the other, so no worker matches keys that begin in the middle of a prompt. Of
-    /// `namespace` only the model counts, since keys hold the rest. Raises `ValueError` if workers have different block sizes and
+    /// Blocks are found one after the other, so no worker matches keys that begin in the middle of a prompt. Only the model of `namespace`
+    /// counts, since keys contain the rest. Raises `ValueError` if workers have different block sizes and
     /// `block_size` is not given, and `TypeError` unless `keys` is a list or buffer of unsigned 64-bit numbers.
     #[pyo3(signature = (keys, block_size=None, namespace=None))]
     fn match_keys(
@@ -449,7 +450,7 @@ impl NativeIndex {
             .transpose()?
             .map(|scheme| scheme.size);
         let model = scope_of(namespace)?.model;
-        let index = self.whole(py)?;
+        let index = self.undamaged(py)?;
         let found = py.detach(|| index.matched_keys(&keys, size, &model));
         let found = found
             .ok_or_else(|| PyValueError::new_err("workers have blocks of different sizes: give the block_size of the keys"))?;
@@ -484,7 +485,7 @@ impl NativeIndex {
         let infos = py.detach(|| index.infos());
         let plain = |info| {
             turns.spend(WORK_PER_WORKER)?;
-            plain(py, info)
+            info_dict(py, info)
         };
         infos.into_iter().map(plain).collect()
     }
@@ -492,7 +493,9 @@ impl NativeIndex {
     /// Returns the dictionary of one worker; None if it is unknown.
     fn _worker<'py>(&self, py: Python<'py>, source: &str, rank: i64) -> PyResult<Option<Bound<'py, PyDict>>> {
         let index = self.index(py)?;
-        py.detach(|| index.info(source, rank)).map(|info| plain(py, info)).transpose()
+        py.detach(|| index.info(source, rank))
+            .map(|info| info_dict(py, info))
+            .transpose()
     }
 
     /// Returns a dictionary of the values of the whole index.
@@ -510,7 +513,7 @@ impl NativeIndex {
 
     /// Returns the blocks of a stream at this moment; None if the stream is unknown.
     fn _blocks(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<Listing>> {
-        let index = self.whole(py)?;
+        let index = self.undamaged(py)?;
         let found = py.detach(|| index.stream(source, rank).map(|_| index.blocks(source, rank)));
         Ok(found.map(|(blocks, placements)| Listing {
             blocks: ProcessOwned::new(Mutex::new(blocks.into_iter())),
@@ -525,7 +528,7 @@ impl NativeIndex {
     }
 
     fn _digest(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<u128>> {
-        let index = self.whole(py)?;
+        let index = self.undamaged(py)?;
         Ok(py.detach(|| index.stream(source, rank).map(|stream| stream.lock().digest)))
     }
 
@@ -552,7 +555,7 @@ impl NativeIndex {
     /// Writes a snapshot to a new file without the GIL: a thread that waits for a locked stream can hold the GIL, so the lock's holder
     /// must not wait for the GIL.
     fn _snapshot(&self, py: Python<'_>, path: PathBuf, workers: Option<Vec<(String, i64)>>) -> PyResult<()> {
-        let index = self.whole(py)?;
+        let index = self.undamaged(py)?;
         let write = || {
             let worker = |(source, rank)| Worker { source, rank };
             let workers: Option<HashSet<Worker>> = workers.map(|workers| workers.into_iter().map(worker).collect());
@@ -573,7 +576,7 @@ impl NativeIndex {
 
     /// Adds the contents of a snapshot from `read`, as in `_restore`. Returns the added workers.
     fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
-        let index = self.whole(py)?;
+        let index = self.undamaged(py)?;
         let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(unread)?;
         Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
     }
@@ -591,7 +594,7 @@ impl NativeIndex {
     }
 }
 
-fn plain(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
+fn info_dict(py: Python<'_>, info: Info) -> PyResult<Bound<'_, PyDict>> {
     let plain = counters(py, &info.counters)?;
     plain.set_item("source", &info.worker.source)?;
     plain.set_item("rank", info.worker.rank)?;

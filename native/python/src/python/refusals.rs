@@ -2,21 +2,21 @@
 
 use pyo3::prelude::*;
 
-fn raised(py: Python<'_>, name: &str, text: &str) -> PyErr {
+fn exception(py: Python<'_>, name: &str, text: &str) -> PyErr {
     let raised = || py.import("kvevents.errors")?.getattr(name)?.call1((text,));
-    raised().map_or_else(|error| error, PyErr::from_value)
+    exception().map_or_else(|error| error, PyErr::from_value)
 }
 
 /// The exception for an index that a panic has damaged.
 pub(super) fn damaged(py: Python<'_>) -> PyErr {
     let text = "the index is damaged: an error of kvevents left it half changed, and what it would answer may be wrong; \
                 restore a snapshot, or begin with an empty index";
-    raised(py, "DamagedIndexError", text)
+    exception(py, "DamagedIndexError", text)
 }
 
 /// The exception for an object that belongs to the parent of a forked process.
 pub(super) fn of_parent(py: Python<'_>) -> PyErr {
     let text = "this belongs to the process that made it, of which this one is a fork: threads that exist only there may have been \
                 changing it; make another one here";
-    raised(py, "ForkedError", text)
+    exception(py, "ForkedError", text)
 }

@@ -1,5 +1,5 @@
-//! What tests compare with Python's decoder: events as the scanner, or the tolerant decoder, reads them; and what they count. No wheel has
-//! this.
+//! Functions for tests, which no wheel contains: events as the scanner or the tolerant decoder reads them, to compare with Python's
+//! decoder, and counters.
 
 use std::sync::atomic::Ordering;
 
@@ -12,7 +12,7 @@ use super::index::plain_heartbeat;
 use kvevents_index::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::scan::{self, Described, Kind, OwnedExtra, OwnedId, Schema};
 
-/// How often calls have let other threads of Python run, and looked for signals, in the middle of their work with Python's objects.
+/// Number of times that calls have let other Python threads run, and checked for signals, during work with Python objects.
 #[pyfunction]
 pub(super) fn turns() -> usize {
     super::turns::TURNS.load(Ordering::Relaxed)
@@ -97,9 +97,9 @@ fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyA
     })
 }
 
-/// Reason, detail, position, first bytes and count of what was set aside.
+/// Reason, detail, position, first bytes and count of a rejection.
 type Rejected<'py> = (&'static str, String, Option<usize>, Bound<'py, PyBytes>, usize);
-/// Timestamp, rank, events, what was set aside, and the events as the scanner reads them.
+/// Timestamp, rank, events, rejections, and the events as the scanner reads them.
 type Decoded<'py> = (
     f64,
     Option<i128>,
