@@ -1,4 +1,4 @@
-//! The holders of blocks: each set of holders is stored once, whatever the number of blocks that have it.
+//! The holders of blocks: each set of holders is stored once, regardless of the number of its blocks.
 //!
 //! A holder is a stream on a placement (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so
 //! there are far fewer sets than blocks, and walking along a chain mostly compares numbers.

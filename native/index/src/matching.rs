@@ -128,7 +128,7 @@ impl Walk {
     }
 
     /// Reads the records of a chain in a context, and those that were stored by their keys in the context `keyed`, by the local hashes of
-    /// its blocks. Returns how many there are before the first that is missing.
+    /// its blocks. Returns the number of records before the first missing one.
     pub fn find(&mut self, view: &View, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
         match context {
             Some(context) if keyed.is_none() && view.strangers == 0 => self.read(view, locals, context),
@@ -200,7 +200,7 @@ impl Walk {
 
     /// Reads the records of a chain by its keys, in the contexts that `meant` accepts, and those that were stored by their keys in the
     /// context
-    /// `keyed`. Returns how many there are before the first that is missing.
+    /// `keyed`. Returns the number of records before the first missing one.
     pub fn read_keys(&mut self, view: &View, keys: &[u64], meant: impl Fn(u32) -> bool, keyed: Option<u32>) -> usize {
         self.clear();
         let mut before: Option<u32> = None;

@@ -81,7 +81,7 @@ impl AttestedGroup {
     }
 }
 
-/// The tier of a medium, whatever its case.
+/// The tier of a medium; ignores case.
 pub fn tier(medium: &str) -> String {
     let upper = medium.to_uppercase();
     let known = MEDIA.iter().position(|media| media.contains(&upper.as_str()));

@@ -43,7 +43,7 @@ const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
 /// Most concurrent streams of one HTTP/2 connection.
 const MAX_STREAMS: u32 = 128;
 
-/// Why a server does not start.
+/// The reason why a server does not start.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// The client has left.

@@ -127,7 +127,7 @@ class Console:
             self._out.flush()
 
     def data(self, line: bytes) -> None:
-        """Write a line of results in UTF-8, whatever the encoding of the terminal. Raises as `line` does."""
+        """Write a line of results in UTF-8, regardless of the terminal's encoding. Raises as `line` does."""
         with convert_output_errors():
             self._out.buffer.write(line + b"\n")
             self._out.buffer.flush()

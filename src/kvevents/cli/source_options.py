@@ -22,7 +22,7 @@ LOGIN_SETTINGS: Final = tuple(
 )
 """Settings for the login at the NATS servers of a plane."""
 SHARED_FLAGS: Final = CURVE_FLAGS | {"plane.servers": "--nats"}
-"""Options that have the same name in all commands, whatever table their setting is in."""
+"""Options that have the same name in all commands, regardless of the table of their setting."""
 
 
 def worker(text: str) -> dict[str, Any]:

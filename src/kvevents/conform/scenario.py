@@ -192,7 +192,7 @@ class Query(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
     tokens: Tokens | list[int]
     held: dict[Annotated[str, Meta(pattern="^[a-z0-9.-]+(:[0-9]+)?$")], int]
-    """Tokens of the longest prefix that each worker holds, on whatever tier; those of one rank under `worker:rank`. Workers
+    """Tokens of the longest prefix that each worker holds, on any tier; those of one rank under `worker:rank`. Workers
     that are left out hold none."""
     lora: str | None = None
     salt: str | None = None

@@ -76,7 +76,7 @@ class EngineLiveness:
         return [key for key, since in self._unreachable_since.items() if now - since > self._dead_seconds]
 
     def _update_suspicion(self, joined: Collection[StreamKey], now: float) -> None:
-        """Count engines, whatever their number of ranks; ignore outages that are too short to remove an engine soon."""
+        """Count engines, not ranks; ignore outages that are too short to remove an engine soon."""
         engines, unreachable = {source for source, _ in joined}, {source for source, _ in self._unreachable_since}
         longest = max((now - since for since in self._unreachable_since.values()), default=0.0)
         is_suspected = (

@@ -164,7 +164,7 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Unique name of the page."""
     history: bytes | None = None
     """Digest of the names of all messages that the bridge expects before the page (`extend_history`); the page is void after
-    any other messages. None: a new history begins with this page, whatever is before it."""
+    any other messages. None: a new history begins with this page, regardless of earlier pages."""
 
 
 class Tail(NamedTuple):

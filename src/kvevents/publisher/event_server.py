@@ -64,7 +64,7 @@ class EventSocket:
             socket.xpub_verboser = True
             self._reconnector = None if is_bound else Reconnector(socket, endpoint, "event", reconnect_delay)
             self.bound = bind(socket, endpoint, "event") if is_bound else endpoint
-            """The endpoint, with the port that the OS chose; of a connecting socket, where it connects to."""
+            """The bound endpoint, with the port that the OS chose; for a connecting socket, the peer's endpoint."""
             self._socket = socket
         self._native = libzmq_io()
         # The send method of pyzmq's backend: send_multipart costs six times as much for three frames.
@@ -221,7 +221,7 @@ class EventServer:
 
     @property
     def endpoint(self) -> str:
-        """Where a consumer on this host subscribes, with the port that the OS chose; if we connect, where we connect to."""
+        """The endpoint at which a consumer on this host subscribes, with the port that the OS chose, or the peer's endpoint."""
         return connectable(self._events.bound)
 
     @property
@@ -236,12 +236,12 @@ class EventServer:
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where a consumer on this host requests replay; None without replay."""
+        """The endpoint at which a consumer on this host requests replay; None without replay."""
         return None if self.replay_bound is None else connectable(self.replay_bound)
 
     @property
     def snapshot_endpoint(self) -> str | None:
-        """Where a consumer on this host requests a placement snapshot; None without snapshots."""
+        """The endpoint at which a consumer on this host requests a placement snapshot; None without snapshots."""
         return None if self.snapshot_bound is None else connectable(self.snapshot_bound)
 
     @property

@@ -200,17 +200,17 @@ class ZmqEventPublisher(QueuedPublisher):
 
     @property
     def endpoint(self) -> str:
-        """Where a consumer on this host subscribes, with the port that the OS chose; if we connect, where we connect to."""
+        """The endpoint at which a consumer on this host subscribes, with the port that the OS chose, or the peer's endpoint."""
         return self._server.endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where a consumer on this host requests replay; None without replay."""
+        """The endpoint at which a consumer on this host requests replay; None without replay."""
         return self._server.replay_endpoint
 
     @property
     def snapshot_endpoint(self) -> str | None:
-        """Where a consumer on this host requests a placement snapshot; None without snapshots."""
+        """The endpoint at which a consumer on this host requests a placement snapshot; None without snapshots."""
         return self._server.snapshot_endpoint
 
     @property

@@ -94,7 +94,7 @@ class CheckpointWriter:
         """Degraded reasons of the upstreams at the last checkpoint."""
 
     def request(self) -> None:
-        """Have the next `run_due` write a checkpoint, whatever the time."""
+        """Have the next `run_due` write a checkpoint, regardless of the time."""
         self._written_at = -math.inf
 
     def record_reset(self, ordinal: int, reset: Reset) -> None:

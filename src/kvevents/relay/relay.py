@@ -100,7 +100,7 @@ class Relay:
         self._rank: Final = settings.upstreams[0].rank
         self._is_shared: Final = len(settings.upstreams) > 1
         self._run_limit: Final = max(1, settings.buffer_steps // 2)
-        """Batches that are sent in a row: no heartbeat leaves the replay buffer before the next one is in it."""
+        """Most batches that are sent without a heartbeat in between, so that the replay buffer always holds a heartbeat."""
         self._closed = False
         self._is_interrupted = False
         """Whether received deliveries might not have been sent, or only in part."""

@@ -30,8 +30,8 @@ class StreamLimits:
     """Replay requests of one stream that may follow each other without a pause after a long time without any. An engine's
     whole buffer of 10,000 batches needs ten, because its sockets drop messages beyond 1,000 queued ones."""
     request_interval: float = 0.5
-    """Seconds between two requests after the burst, whatever the answers hold. A request that leads to a live batch allows
-    another burst. Engines publish and answer on one thread, so requests cost them throughput."""
+    """Seconds between two requests after the burst, regardless of the content of the answers. A request that leads to a live
+    batch allows another burst. Engines publish and answer on one thread, so requests cost them throughput."""
     idle_before_probe: float = 1.0
     """Seconds without a live batch after which the tail is checked by replay."""
     max_probe_interval: float = 30.0

@@ -18,7 +18,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
     """Match each answer with fingerprints, put its batches in order, and decide at its end what to request next."""
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
-        """Take the frames of one message from the replay connection, whatever they are."""
+        """Take the frames of one message from the replay connection, valid or not."""
         self._now = now
         reply = parse_replay_reply(frames)
         fetch = self._fetch

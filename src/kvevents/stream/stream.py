@@ -186,7 +186,7 @@ class Stream(ReplayLayer[BatchT]):
     # --- feed: live frames ----------------------------------------------------------------------------------------------
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
-        """Take the frames of one message from the SUB socket, whatever they are."""
+        """Take the frames of one message from the SUB socket, valid or not."""
         live = parse_live(frames)
         if isinstance(live, Malformed):
             self._count(self.counters.malformed, live.reason)

@@ -129,7 +129,7 @@ class ReportedLoad:
         return cls(series)
 
     def of_rank(self, rank: int) -> EngineLoad:
-        """Return the load of a data-parallel rank; of the only one, whatever its number. Raises `LoadError`."""
+        """Return the load of a data-parallel rank; of the only rank, regardless of its number. Raises `LoadError`."""
         if self._server_load is not None:
             return EngineLoad(running=self._server_load, waiting=0, used_tokens=0, max_tokens=0)
         for names in _ENGINES:

@@ -169,7 +169,7 @@ class Faults:
     replay_foreign: Sequence[tuple[bytes, int, bytes] | LiveBatch] | None = None
     """Batches of another stream, which replies contain instead of those of this one."""
     replay_junk: Sequence[Sequence[bytes]] = ()
-    """Messages sent unchanged before each reply, after the identity."""
+    """Messages that are sent unchanged before each reply; the identity frame is added."""
     faulty_replies: int | None = None
     """Number of requests, from the first on, to which the replay faults apply. None: all."""
 

@@ -255,7 +255,8 @@ class _EventShape(NamedTuple):
     """Whether a hash is 2**63 or above."""
     has_wide_header: bool = False
     """Whether a map of fewer than 16 pairs has the header of a larger one. msgspec chooses the header by the number of fields
-    that the struct declares. BlockStored of vLLM 0.33 is the first with 16 fields, so it is recognised whatever it omits."""
+    that the struct declares. BlockStored of vLLM 0.33 is the first with 16 fields, so it is recognised regardless of omitted
+    fields."""
 
 
 def detect_dialect(payload: bytes) -> Dialect | None:

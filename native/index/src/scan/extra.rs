@@ -26,9 +26,9 @@ pub enum Extra<'a> {
     Bytes(&'a [u8]),
 }
 
-/// Calls `visit` with each extra key in `raw` and the position of its block. Nil and the empty list give nothing.
+/// Calls `visit` with each extra key in `raw` and the position of its block. Nil and the empty list have no extra keys.
 ///
-/// None where `raw` is not what `Event::extra_keys` spans.
+/// None if `raw` is not the range of `Event::extra_keys`.
 pub fn extra_keys<'a>(raw: &'a [u8], visit: impl FnMut(usize, Extra<'a>)) -> Option<()> {
     let mut reader = Reader::new(raw, 0);
     walk(&mut reader, usize::MAX, visit)?;

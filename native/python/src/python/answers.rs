@@ -57,10 +57,10 @@ impl WorkerMatch {
         self.certain[LEVELS - 1]
     }
 
-    /// Whether it certainly holds all that this says, on each tier.
+    /// Whether it certainly holds all of this match, on each tier.
     ///
-    /// If not, `tokens` are the most that it can hold, or 0 where not even that is known: for models without full attention, or with full
-    /// attention of several block sizes, whose hashes of the prompt are not known.
+    /// If not, `tokens` is an upper bound, or 0 if no bound is known: for models without full attention, or with full attention of several
+    /// block sizes, while their hash scheme is unknown.
     #[getter]
     fn is_certain(&self) -> bool {
         self.is_certain

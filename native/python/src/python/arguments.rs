@@ -30,8 +30,8 @@ impl Tokens {
     /// The token ids. Read them while the GIL is held, or copy them.
     pub(super) fn slice(&self) -> &[u32] {
         match self {
-            // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A thread that writes to it from Python
-            // needs the GIL, which callers hold while they read.
+            // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A thread that writes to it
+            // from Python needs the GIL, which callers hold while they read.
             Self::Shared(buffer) => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) },
             Self::Owned(tokens) => tokens,
         }

@@ -25,8 +25,8 @@ use kvevents_index::placements::Placement;
 use kvevents_index::scan::Schema;
 use kvevents_index::snapshot::{self, Failure};
 
-/// Bytes of a payload from which on the GIL is released; below, switching costs more than the work. No lock is waited for with the GIL
-/// held, whatever the size.
+/// Bytes of a payload from which on the GIL is released; below, switching costs more than the work. A thread never waits for a lock while
+/// it holds the GIL, for any size.
 const MANY_BYTES: usize = 2_048;
 /// Tokens of a prompt from which on the GIL is released: about ten microseconds of work.
 const MANY_TOKENS: usize = 1 << 16;
@@ -144,7 +144,7 @@ impl NativeIndex {
         if index.is_damaged() { Err(damaged(py)) } else { Ok(index) }
     }
 
-    /// Matches one prompt. It waits for no lock with the GIL held, and copies memory that other threads could change without it.
+    /// Matches one prompt. It never waits for a lock while it holds the GIL, and copies memory that other threads could change without it.
     fn matched(&self, py: Python<'_>, tokens: &Tokens, longest: usize, scope: &Scope) -> PyResult<Matches> {
         let index = self.undamaged(py)?;
         if tokens.len() < MANY_TOKENS
@@ -156,7 +156,7 @@ impl NativeIndex {
         Ok(py.detach(|| index.matched_within(&copy, longest, scope)))
     }
 
-    /// Applies a payload. It waits for no lock with the GIL held.
+    /// Applies a payload. It never waits for a lock while it holds the GIL.
     fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> PyResult<ApplyResult> {
         let ((source, rank), index) = (stream, self.index(py)?);
         caught(index, || {

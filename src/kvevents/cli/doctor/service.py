@@ -381,7 +381,7 @@ def _list_lags(seconds: dict[str, float]) -> str:
 
 
 def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[Finding]:
-    """Check for sources that have sent nothing, ever or for long."""
+    """Check for sources that have never sent anything, or nothing recently."""
     following = [source for source in sources if source.trust.state in {"EXACT", "DEGRADED"}]
     ages = {_worker_name(source): now - source.last_event for source in following if source.last_event is not None}
     never = [name for source in following if (name := _worker_name(source)) not in ages and not source.blocks]

@@ -100,7 +100,7 @@ class DnsResolver:
         return found
 
     async def _look_up(self, name: str, kind: str) -> Resolved:
-        """Return the records of one kind. There are no hosts in the result if DNS says that there are no such records."""
+        """Return the records of one kind. The result has no hosts if DNS reports that the records do not exist."""
         from dns.asyncbackend import get_backend  # noqa: PLC0415
         from dns.asyncresolver import Resolver as AsyncResolver  # noqa: PLC0415
         from dns.exception import DNSException, Timeout  # noqa: PLC0415

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 JSON: Final = b"application/json"
 PROBLEM: Final = b"application/problem+json"
-"""Media type of errors (RFC 9457), whatever the request accepts."""
+"""Media type of errors (RFC 9457), regardless of the media types that the request accepts."""
 MSGPACK: Final = b"application/msgpack"
 RAW: Final = b"application/octet-stream"
 MAX_PARAMETERS: Final = 32
