@@ -19,7 +19,7 @@ from kvevents.cli.settings_parser import Setting, SettingsParser, field_docstrin
 from kvevents.export import TABLES
 from kvevents.export.residency import UNKEYED
 from kvevents.service.access import Role
-from kvevents.service.http.routes import ENDPOINTS, Endpoint, openapi_document
+from kvevents.service.http.routes import ENDPOINTS, Route, openapi_document
 from kvevents.settings import Range, parts_of, types_in
 from kvevents.wire.dialects import Dialect, dialects
 
@@ -154,7 +154,7 @@ def http() -> str:
     return f"## Endpoints\n\n{operations}\n## Types\n\n{types}"
 
 
-def _operation(endpoint: Endpoint, document: dict[str, Any]) -> str:
+def _operation(endpoint: Route, document: dict[str, Any]) -> str:
     operation = document["paths"][endpoint.path][endpoint.method.lower()]
     role = "It needs no token." if endpoint.role is None else f"It needs the role `{Role(endpoint.role).name.lower()}`."
     body = operation.get("requestBody", {}).get("content", {})

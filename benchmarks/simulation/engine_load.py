@@ -22,8 +22,8 @@ from kvevents.routing import TIER_WEIGHTS, TRUST_WEIGHTS, Router, Ties
 from kvevents.routing.policies import DECODING_WEIGHT, break_tie
 from kvevents.routing.policy_types import Candidate, Choice, Prompt
 from kvevents.sim.audit import Audit
-from kvevents.sim.engine import Engine
-from kvevents.sim.fleet import DelayedDelivery, Fleet, Timeline
+from kvevents.sim.engine import SimulatedEngine
+from kvevents.sim.fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
 from kvevents_native._native import Scorer
@@ -35,11 +35,11 @@ BASE_REQUESTS: Final = 4.0
 BLOCK: Final = 128
 
 
-def _requests(engine: Engine) -> float:
+def _requests(engine: SimulatedEngine) -> float:
     return engine.running + engine.waiting
 
 
-def waiting_tokens(engine: Engine) -> int:
+def waiting_tokens(engine: SimulatedEngine) -> int:
     """Return SGLang's `waiting_uncached_tokens`."""
     waiting = 0
     for job in engine._waiting:  # noqa: SLF001 - what an engine reports of itself
@@ -48,12 +48,12 @@ def waiting_tokens(engine: Engine) -> int:
     return waiting
 
 
-def _tokens(engine: Engine) -> float:
+def _tokens(engine: SimulatedEngine) -> float:
     """The tokens that wait, and for each running request what `DECODING_WEIGHT` says."""
     return waiting_tokens(engine) + DECODING_WEIGHT * engine.running
 
 
-MEASURES: Final[dict[str, Callable[[Engine], float]]] = {"requests": _requests, "tokens": _tokens}
+MEASURES: Final[dict[str, Callable[[SimulatedEngine], float]]] = {"requests": _requests, "tokens": _tokens}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Selector:
     uses_index = True
 
     def __init__(self, variant: Variant, timeline: Timeline, seed: int) -> None:
-        self.fleet: Fleet | None = None
+        self.fleet: SimulatedFleet | None = None
         self._variant = variant
         self._timeline = timeline
         self._ties = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
@@ -148,7 +148,7 @@ class Case:
         audit = Audit(index)
         selector = Selector(self.variant, timeline, self.seed)
         sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
-        fleet = selector.fleet = Fleet(settings, Router(selector, index), audit, sink, timeline)
+        fleet = selector.fleet = SimulatedFleet(settings, Router(selector, index), audit, sink, timeline)
         fleet.feed(self.asked.requests(self.seed))
         while timeline.next is not None:
             timeline.step()

@@ -16,7 +16,7 @@ from kvevents.events import BlockStored, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.routing import Router, policy
 from kvevents.sim.audit import Audit
-from kvevents.sim.fleet import DelayedDelivery, Fleet, Timeline
+from kvevents.sim.fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.requests import Request
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import LlmD, arrivals
@@ -108,12 +108,12 @@ def climb(name: str, settings: FleetSettings, stages: Sequence[tuple[float, int]
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
     sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
-    fleet = Fleet(settings, ROUTERS[name](settings, index), audit, sink, timeline)
+    fleet = SimulatedFleet(settings, ROUTERS[name](settings, index), audit, sink, timeline)
     texts, random = LlmD().requests(settings.seed), Random(settings.seed)  # noqa: S311 - simulation, not a secret
     return [_stage(fleet, rate, islice(texts, int(rate * seconds)), random) for rate, seconds in stages]
 
 
-def _stage(fleet: Fleet, rate: float, texts: Iterator[Request], random: Random) -> Stage:
+def _stage(fleet: SimulatedFleet, rate: float, texts: Iterator[Request], random: Random) -> Stage:
     tally, timeline = fleet.metrics, fleet.timeline
     began, before = timeline.now, (tally.output_tokens, len(tally.ttft), tally.prompt_tokens, tally.cached_tokens)
     times = arrivals("poisson", rate, random)

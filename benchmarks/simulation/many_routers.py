@@ -17,8 +17,8 @@ from benchmarks.simulation.engine_load import BLOCK, TRAFFIC, waiting_tokens
 from kvevents.index import PrefixIndex
 from kvevents.routing import Decision, Router, Worker, policy
 from kvevents.sim.audit import Audit
-from kvevents.sim.engine import Engine
-from kvevents.sim.fleet import DelayedDelivery, Fleet, Timeline
+from kvevents.sim.engine import SimulatedEngine
+from kvevents.sim.fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.wire.load import EngineLoad
@@ -65,7 +65,7 @@ class Readings:
     timeline: Timeline
     has_tokens: bool
     """Whether engines report how many tokens wait, as SGLang."""
-    fleet: Fleet | None = None
+    fleet: SimulatedFleet | None = None
     at: float = -math.inf
     loads: dict[Worker, EngineLoad] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class Readings:
             self.at = self.timeline.now
         return self.loads[worker]
 
-    def _read(self, engine: Engine) -> EngineLoad:
+    def _read(self, engine: SimulatedEngine) -> EngineLoad:
         tokens = waiting_tokens(engine) if self.has_tokens else None
         return EngineLoad(engine.running, engine.waiting, 0, 0, waiting_uncached_tokens=tokens)
 
@@ -102,7 +102,7 @@ class Case:
         engine_load = None if self.reported == "nothing" else readings.load
         routers = [Router(policy("prefix-aware", seed), index, engine_load=engine_load) for seed in range(self.routers)]
         sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
-        fleet = readings.fleet = Fleet(settings, ManyRouters(routers), audit, sink, timeline)
+        fleet = readings.fleet = SimulatedFleet(settings, ManyRouters(routers), audit, sink, timeline)
         fleet.feed(self.asked.requests(settings.seed))
         while timeline.next is not None:
             timeline.step()

@@ -91,7 +91,7 @@ def _ranges(kind: type[Struct]) -> list[tuple[str, Range]]:
     return [(field.name, each) for field in fields for each in parts_of(field.type) if isinstance(each, Range)]
 
 
-class Fault(NamedTuple):
+class SettingFault(NamedTuple):
     """An error in the tables of a file."""
 
     place: str
@@ -126,7 +126,7 @@ def convert(found: Any, kind: type[T], origin: str) -> T:
         raise ConfigError(f"{origin}: {with_path(fault, kind)}") from error
 
 
-def with_path(fault: Fault, kind: type[Struct]) -> str:
+def with_path(fault: SettingFault, kind: type[Struct]) -> str:
     """Return the sentence with the path of the table. A field at its beginning gets its whole path."""
     if not fault.place:
         return fault.sentence
@@ -135,19 +135,19 @@ def with_path(fault: Fault, kind: type[Struct]) -> str:
     return f"{fault.place}{'.' if begins_with_field else ': '}{fault.sentence}"
 
 
-def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> Fault:
+def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> SettingFault:
     """Return the error that msgspec found, with a suggestion for an unknown field."""
     sentence, _, place = str(error).partition(" - at `$")
     place = place.rstrip("`").lstrip(".")
     missing = re.fullmatch(r"Object missing required field `(.*)`", sentence)
     if missing is not None:
-        return Fault(place, f"missing field {missing[1]!r}", missing[1])
+        return SettingFault(place, f"missing field {missing[1]!r}", missing[1])
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", sentence)
     table = _table_at(place, kind) if unknown is not None else None
     if unknown is None or table is None:
-        return Fault(place, sentence)
+        return SettingFault(place, sentence)
     known = table.__struct_fields__
-    return Fault(place, f"unknown field {unknown[1]!r}{suggestion(unknown[1], known)} known fields: {', '.join(known)}")
+    return SettingFault(place, f"unknown field {unknown[1]!r}{suggestion(unknown[1], known)} known fields: {', '.join(known)}")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

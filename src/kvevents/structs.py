@@ -6,10 +6,10 @@ from typing import TypeVar
 
 import msgspec
 
-Kind = TypeVar("Kind", bound=type[msgspec.Struct])
+StructType = TypeVar("StructType", bound=type[msgspec.Struct])
 
 
-def build_decoder_now(kind: Kind) -> Kind:
+def build_decoder_now(kind: StructType) -> StructType:
     """Build msgspec's type information of a struct when its module is imported, not at its first use.
 
     Decorate each struct that is passed to `decode` or `convert`. msgspec (up to 0.22) stores the type information where other

@@ -30,8 +30,8 @@ from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, error
 from kvevents.cli import main
 from kvevents.cli.console import duration, first_names, percentage, size
 from kvevents.cli.options import service_url
-from kvevents.cli.poller import ORDERS, Frame, Source, in_order
-from kvevents.cli.service_client import ServiceClient, ServiceError, worker_name
+from kvevents.cli.poller import ORDERS, Frame, PolledSource, in_order
+from kvevents.cli.service_client import ServiceClient, ServiceRequestError, worker_name
 from kvevents.cli.top_view import TopView
 from kvevents.events import KVEventBatch
 from kvevents.service.schemas import HealthAnswer, LoadView, Problem
@@ -294,8 +294,8 @@ def test_https_with_an_authority_of_ones_own(
 # --- the client
 
 
-def asked(url: str, timeout: float = SECONDS, max_response_bytes: int = 1 << 26) -> ServiceError:
-    with pytest.raises(ServiceError) as caught:
+def asked(url: str, timeout: float = SECONDS, max_response_bytes: int = 1 << 26) -> ServiceRequestError:
+    with pytest.raises(ServiceRequestError) as caught:
         ServiceClient(url, timeout=timeout, max_response_bytes=max_response_bytes).get("/health", HealthAnswer)
     return caught.value
 
@@ -542,7 +542,7 @@ def test_a_live_view_says_since_when_the_service_is_away_and_shows_it_again() ->
 
 
 def drawn(
-    sources: list[Source], width: int = 120, height: int | None = None, *, limit: int | None = None, **more: Any
+    sources: list[PolledSource], width: int = 120, height: int | None = None, *, limit: int | None = None, **more: Any
 ) -> list[str]:
     console = RichConsole(width=width, force_terminal=False, highlight=False)
     made = Frame(at=1010.0, service="http://x:1", ready=READY, stats=stats(), sources=sources, **more)

@@ -37,7 +37,7 @@ from kvevents.cli.sim.compare import (
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.fleet import Progress
-from kvevents.sim.results import Comparison, Difference
+from kvevents.sim.results import Comparison, Disagreement
 from kvevents.sim.settings import FleetSettings
 from sim_cases import growing_conversations
 from sim_report_cases import result
@@ -134,7 +134,7 @@ def test_a_report_is_written_beside_the_table(compare: Any, tmp_path: Path) -> N
 
 
 def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = result("random", disagreements=2, examples=[Difference("engine-1", 0, 0, 17, 1, 4_096, 512, 528)])
+    wrong = result("random", disagreements=2, examples=[Disagreement("engine-1", 0, 0, 17, 1, 4_096, 512, 528)])
     monkeypatch.setattr(compare_module, "run_policies", lambda *_, **__: [wrong])
     code, out, err = compare()
     assert code == 1

@@ -15,7 +15,7 @@ from nats.js.api import DiscardPolicy
 
 from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client
-from kvevents.plane.nats_errors import HINTS, Fault, classify_error, map_errors
+from kvevents.plane.nats_errors import HINTS, PlaneFault, classify_error, map_errors
 from kvevents.plane.settings import PlaneSettings
 from nats_servers import NatsServer, nats_server, needs_nats
 
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def test_every_fault_has_its_hint() -> None:
-    assert HINTS.keys() == set(get_args(Fault))
+    assert HINTS.keys() == set(get_args(PlaneFault))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS, key=str), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
@@ -37,7 +37,7 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
     """Those that nats-py raises, in whichever state."""
     needed: tuple[Any, ...] = ("a", "", 1, None) if kind is nats.errors.SlowConsumerError else ()
     error = kind(*needed)
-    assert classify_error(error) in get_args(Fault)
+    assert classify_error(error) in get_args(PlaneFault)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_every_exception_of_nats_py_is_a_fault(kind: type[Exception]) -> None:
     ],
     ids=repr,
 )
-def test_each_becomes_the_fault_it_is(error: Exception, fault: Fault) -> None:
+def test_each_becomes_the_fault_it_is(error: Exception, fault: PlaneFault) -> None:
     with pytest.raises(PlaneError, match=r"^reading: ") as caught, map_errors("reading"):
         raise error
     assert caught.value.fault == fault
@@ -130,7 +130,7 @@ async def remake(js: JetStreamContext) -> None:
     ids=["no stream", "no listener", "large", "no cluster", "full stream", "full disk", "overtaken", "made twice"],
 )
 async def test_a_real_server_is_understood(
-    server: NatsServer, do: Callable[[JetStreamContext], Awaitable[object]], fault: Fault
+    server: NatsServer, do: Callable[[JetStreamContext], Awaitable[object]], fault: PlaneFault
 ) -> None:
     async with open_client(PlaneSettings(servers=(server.url,)), name="test") as client:
         with pytest.raises(PlaneError) as caught, map_errors("doing it"):

@@ -14,13 +14,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError, UsageError
-from kvevents.service.allow_list import Address, AllowList, EndpointRefusedError
+from kvevents.service.allow_list import Address, EndpointAllowList, EndpointRefusedError
 
-DEFAULT = AllowList()
-OPEN = AllowList(["tcp://0.0.0.0/0:*", "tcp://[::/0]:*"])
+DEFAULT = EndpointAllowList()
+OPEN = EndpointAllowList(["tcp://0.0.0.0/0:*", "tcp://[::/0]:*"])
 
 
-def allows(known: AllowList, endpoint: str, addresses: Iterable[str | Address] | None = None, *, bind: bool = False) -> bool:
+def allows(
+    known: EndpointAllowList, endpoint: str, addresses: Iterable[str | Address] | None = None, *, bind: bool = False
+) -> bool:
     try:
         if addresses is None:
             known.check(endpoint, bind=bind)
@@ -229,7 +231,7 @@ NEVER = [
 def test_forbidden_addresses_need_their_own_pattern(address: str) -> None:
     """Only a pattern for exactly that address allows link-local, metadata, multicast, broadcast and unspecified addresses."""
     endpoint = at(ipaddress.ip_address(address))
-    known = AllowList(
+    known = EndpointAllowList(
         ["tcp://0.0.0.0/0:*", "tcp://[::/0]:*", "tcp://engine:*", "tcp://169.254.0.0/16:*", "tcp://[fe80::/10]:*"]
     )
     for one in (DEFAULT, known):
@@ -237,7 +239,7 @@ def test_forbidden_addresses_need_their_own_pattern(address: str) -> None:
         assert not allows(one, "tcp://engine:5557", [address])
     real = ipaddress.ip_address(address)
     very = (real.ipv4_mapped if isinstance(real, ipaddress.IPv6Address) else None) or real
-    named = AllowList([at(very)])
+    named = EndpointAllowList([at(very)])
     assert allows(named, endpoint)
     assert not allows(named, at(very, 5558))
     assert not allows(named, at(ipaddress.ip_address(int(very) ^ 1 if very.version == 4 else (int(very) ^ 1).to_bytes(16))))
@@ -260,14 +262,14 @@ def test_the_service_listens_on_loopback_only() -> None:
     for endpoint in ("tcp://10.0.0.1:5557", "tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557", "tcp://localhost:5557"):
         assert not allows(DEFAULT, endpoint, bind=True)
         assert not allows(OPEN, endpoint, bind=True)
-    assert allows(AllowList(["tcp://10.0.0.1:5557"]), "tcp://10.0.0.1:5557", bind=True)
-    everywhere = AllowList(["tcp://0.0.0.0:5557", "tcp://[::]:5557"])
+    assert allows(EndpointAllowList(["tcp://10.0.0.1:5557"]), "tcp://10.0.0.1:5557", bind=True)
+    everywhere = EndpointAllowList(["tcp://0.0.0.0:5557", "tcp://[::]:5557"])
     assert all(
         allows(everywhere, endpoint, bind=True) for endpoint in ("tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557")
     )
     assert not allows(everywhere, "tcp://*:5558", bind=True)
     assert not allows(everywhere, "tcp://*:5557")
-    assert not allows(AllowList(["tcp://10.0.0.0/8:*"]), "tcp://127.0.0.1:5557", bind=True)
+    assert not allows(EndpointAllowList(["tcp://10.0.0.0/8:*"]), "tcp://127.0.0.1:5557", bind=True)
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------------
@@ -308,7 +310,7 @@ def test_the_service_listens_on_loopback_only() -> None:
 )
 def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
     """Each pattern matches its endpoints and replaces the default."""
-    known = AllowList([pattern])
+    known = EndpointAllowList([pattern])
     assert [endpoint for endpoint in fits if not allows(known, endpoint)] == []
     assert [endpoint for endpoint in fits_not if allows(known, endpoint)] == []
     assert not allows(known, "tcp://127.0.0.1:5557")
@@ -316,23 +318,23 @@ def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
 
 def test_a_pattern_for_a_name_allows_all_public_addresses() -> None:
     """A name without a pattern must resolve to addresses that a pattern allows."""
-    known = AllowList(["tcp://engine.example:5557", "tcp://10.0.0.0/8:6000"])
+    known = EndpointAllowList(["tcp://engine.example:5557", "tcp://10.0.0.0/8:6000"])
     assert allows(known, "tcp://engine.example:5557", ["8.8.8.8", "10.0.0.1"])
     assert not allows(known, "tcp://engine.example:5557", ["169.254.169.254"])
     assert allows(known, "tcp://other.example:6000", ["10.0.0.1"])
     assert not allows(known, "tcp://other.example:6000", ["8.8.8.8"])
     assert not allows(known, "tcp://other.example:5557")
-    assert not allows(AllowList(["tcp://engine.example:5557"]), "tcp://other.example:5557")
+    assert not allows(EndpointAllowList(["tcp://engine.example:5557"]), "tcp://other.example:5557")
 
 
 def test_paths_ignore_addresses() -> None:
     """Paths and inproc names need no resolver."""
-    assert allows(AllowList(["ipc:///run/a"]), "ipc:///run/a", [])
+    assert allows(EndpointAllowList(["ipc:///run/a"]), "ipc:///run/a", [])
 
 
 def test_listening_at_a_path_needs_its_own_pattern() -> None:
     """libzmq deletes a file at the path, so a pattern with a wildcard does not allow to listen there."""
-    known = AllowList(["ipc:///run/engines/*", "ipc:///run/kv"])
+    known = EndpointAllowList(["ipc:///run/engines/*", "ipc:///run/kv"])
     assert allows(known, "ipc:///run/kv", bind=True)
     assert not allows(known, "ipc:///run/engines/a", bind=True)
     assert not allows(known, "ipc:///run/engines/*", bind=True)
@@ -366,7 +368,7 @@ def test_listening_at_a_path_needs_its_own_pattern() -> None:
 def test_invalid_patterns_are_rejected(pattern: str, why: str) -> None:
     """The error names the pattern."""
     with pytest.raises(ConfigError, match=re.escape(why)) as caught:
-        AllowList(["tcp://engine:1", pattern])
+        EndpointAllowList(["tcp://engine:1", pattern])
     assert repr(pattern) in str(caught.value)
 
 
@@ -404,7 +406,7 @@ def test_networks_match_as_in_ipaddress(case: tuple[ipaddress.IPv4Network | ipad
     network, address = case
     if isinstance(address, ipaddress.IPv6Address) and (address.ipv4_mapped or address.sixtofour):
         return
-    known = AllowList([f"tcp://[{network}]:{port}" if network.version == 6 else f"tcp://{network}:{port}"])
+    known = EndpointAllowList([f"tcp://[{network}]:{port}" if network.version == 6 else f"tcp://{network}:{port}"])
     wanted = address in network and (not is_special(address) or network.num_addresses == 1)
     assert allows(known, at(address, port)) == wanted
     assert allows(known, f"tcp://engine:{port}", [str(address)]) == wanted
@@ -418,7 +420,7 @@ def test_networks_match_as_in_ipaddress(case: tuple[ipaddress.IPv4Network | ipad
 def test_mapped_addresses_count_as_ipv4(address: ipaddress.IPv4Address) -> None:
     """This holds for literals and for resolved addresses, with any pattern."""
     mapped = ipaddress.IPv6Address(f"::ffff:{address}")
-    for known in (DEFAULT, OPEN, AllowList(["tcp://128.0.0.0/1:*"])):
+    for known in (DEFAULT, OPEN, EndpointAllowList(["tcp://128.0.0.0/1:*"])):
         assert allows(known, at(mapped)) == allows(known, at(address))
         assert allows(known, "tcp://engine:5557", [mapped]) == allows(known, "tcp://engine:5557", [address])
 
@@ -468,4 +470,4 @@ def test_a_refusal_has_a_reason_and_a_hint() -> None:
 
 def test_an_allow_list_shows_its_patterns() -> None:
     """The representation has the patterns as configured."""
-    assert repr(AllowList(["tcp://*.svc:5557", "ipc:///run/a"])) == "<AllowList tcp://*.svc:5557, ipc:///run/a>"
+    assert repr(EndpointAllowList(["tcp://*.svc:5557", "ipc:///run/a"])) == "<AllowList tcp://*.svc:5557, ipc:///run/a>"

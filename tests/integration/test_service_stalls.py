@@ -14,7 +14,7 @@ from kvevents.service import selection as selecting
 from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.http import v1
 from kvevents.service.http.app import App
-from kvevents.service.http.messages import Headers, Request, Response
+from kvevents.service.http.messages import Headers, HttpRequest, Response
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
@@ -23,8 +23,8 @@ from service_cases import serving, write
 LIMITS = "limits = { max_json_bytes = 60_000, max_hashes = 100, max_candidates = 20 }\n"
 
 
-def request(path: str, body: bytes) -> Request:
-    return Request("POST", path, b"", Headers([(b"content-type", b"application/json")]), body)
+def request(path: str, body: bytes) -> HttpRequest:
+    return HttpRequest("POST", path, b"", Headers([(b"content-type", b"application/json")]), body)
 
 
 async def answered(app: App, path: str, body: bytes) -> Response:

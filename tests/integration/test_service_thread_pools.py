@@ -18,7 +18,7 @@ from kvevents.service.config import ServiceConfig
 from kvevents.service.errors import UnavailableError
 from kvevents.service.http.app import App
 from kvevents.service.http.indexer_listings import PIECE_BLOCKS
-from kvevents.service.http.messages import Headers, Request, Response
+from kvevents.service.http.messages import Headers, HttpRequest, Response
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import BoundedLock, ThreadPool
 from kvevents.service.service import Service
@@ -145,7 +145,7 @@ async def test_a_large_body_makes_no_other_client_wait(path: str, size: int) -> 
     endpoint = dataclasses.replace(found, handler=lambda *_: Response(threading.current_thread().name.encode()))
     try:
         for body, name in ((b" " * size, b"MainThread"), (b" " * (size + 1), b"kvevents-matching_0")):
-            request = Request("POST", path, b"", Headers([]), body)
+            request = HttpRequest("POST", path, b"", Headers([]), body)
             answered = await app._handle(endpoint, request)
             assert isinstance(answered, Response)
             assert answered.body == name

@@ -1,4 +1,4 @@
-"""`kvevents.sim.live.Follower`: the incarnation of each batch, and lookups around resets of a subscriber."""
+"""`kvevents.sim.live.AuditingFollower`: the incarnation of each batch, and lookups around resets of a subscriber."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvevents.events import BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.sim import live as follower_module
 from kvevents.sim.audit import AuditCounts, Expected, Mark
-from kvevents.sim.live import Follower
+from kvevents.sim.live import AuditingFollower
 from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
 from kvevents.stream import BatchReport, DegradedReason, Gap, RawBatch, RawDelivery, Reset, Source, Trust
@@ -99,7 +99,7 @@ def outcome(
     reports: list[tuple[RawDelivery, BatchReport | None]] = []
     monkeypatch.setattr(Scripted, "reports", reports, raising=False)
     monkeypatch.setattr(Scripted, "doubts", doubts)
-    with closing(Follower(PrefixIndex(), life)) as follower:
+    with closing(AuditingFollower(PrefixIndex(), life)) as follower:
         follower.audit.add(WORKER)
         for one in lookups:
             follower.audit.expect(WORKER, one)
@@ -110,7 +110,7 @@ def outcome(
     return follower.audit.counts
 
 
-def sound(follower: Follower) -> bool:
+def sound(follower: AuditingFollower) -> bool:
     """Raises what ended it."""
     follower.check()
     return True
@@ -162,9 +162,9 @@ def test_a_reset_for_nothing_is_unproven_where_the_stream_is_in_doubt(monkeypatc
 
 
 @contextmanager
-def following() -> Iterator[tuple[Sockets, Follower]]:
+def following() -> Iterator[tuple[Sockets, AuditingFollower]]:
     settings = FleetSettings(engines=1, blocks=10, block_size=4)
-    with Sockets(settings) as sockets, closing(Follower(PrefixIndex(), sockets.incarnation)) as follower:
+    with Sockets(settings) as sockets, closing(AuditingFollower(PrefixIndex(), sockets.incarnation)) as follower:
         follower.audit.add(WORKER)
         sockets.open(WORKER)
         follower.follow([sockets.addresses[WORKER].source])
@@ -191,12 +191,12 @@ def test_trust_and_lookups_follow_a_stream_through_its_lives() -> None:
 
 
 def test_a_stream_that_cannot_be_followed_raises_at_once() -> None:
-    with closing(Follower(PrefixIndex(), life)) as follower, pytest.raises(ConfigError):
+    with closing(AuditingFollower(PrefixIndex(), life)) as follower, pytest.raises(ConfigError):
         follower.follow([Source("nowhere", name="engine-0")])
 
 
 def test_nothing_is_exact_before_it_is_followed_and_closing_twice_is_nothing() -> None:
-    follower = Follower(PrefixIndex(), life)
+    follower = AuditingFollower(PrefixIndex(), life)
     assert not follower.exact(WORKER)
     follower.check()
     follower.close()

@@ -17,7 +17,7 @@ from kvevents.errors import MissingDependencyError
 from kvevents.sim.report import page, report_settings, rows, summary, traffic_text
 from kvevents.sim.report.figures import DRAWINGS, MAX_DOTS, MAX_POINTS, _sample_dots, hit_rates
 from kvevents.sim.report.text import COLUMNS, capacity_blocks, cells, span
-from kvevents.sim.results import Comparison, Difference, Distribution, PolicyResult, Sample
+from kvevents.sim.results import Comparison, Disagreement, Distribution, FleetSample, PolicyResult
 from kvevents.sim.settings import FleetSettings
 from sim_report_cases import result
 
@@ -25,7 +25,7 @@ VOID = frozenset({"meta", "link", "br", "hr", "img", "input"})
 SETTINGS = report_settings(
     FleetSettings(engines=2, blocks=1_000), {"trace": None, "workload": "chat", "requests": 300, "rate": 2.0}
 )
-DIFFERENCE = Difference("engine-1", 0, 0, 17, 3, 4_096, 512, 528)
+DIFFERENCE = Disagreement("engine-1", 0, 0, 17, 3, 4_096, 512, 528)
 
 
 def unanswered(policy: str = "round-robin", **changes: Any) -> PolicyResult:
@@ -220,7 +220,7 @@ def test_a_line_shows_the_request_and_its_worker() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=300))
 def test_hit_rates_over_time_leave_nothing_out(pairs: list[tuple[int, int]]) -> None:
     """In few enough points, in the order of time, each between the least and the most of what it stands for."""
-    series = [Sample(float(at), 0, 0, 0, 0, prompt + cached, cached) for at, (prompt, cached) in enumerate(pairs)]
+    series = [FleetSample(float(at), 0, 0, 0, 0, prompt + cached, cached) for at, (prompt, cached) in enumerate(pairs)]
     times, rates = hit_rates(series)
     assert len(times) == len(rates) <= MAX_POINTS
     assert times == sorted(set(times))
@@ -347,7 +347,7 @@ HOSTILE = "<script>alert(1)</script>\"'&$x^$\x1b[2J"
 def test_names_are_text_and_nothing_else() -> None:
     """Of policies, settings, traces and engines; in attributes, in figures and in what is read aloud."""
     settings = SETTINGS | {"trace": HOSTILE, HOSTILE: HOSTILE, "preset": HOSTILE, "cost_source": HOSTILE}
-    wrong = result(HOSTILE, disagreements=1, examples=[Difference(HOSTILE, 0, 0, 1, 1, 1, 1, 1)])
+    wrong = result(HOSTILE, disagreements=1, examples=[Disagreement(HOSTILE, 0, 0, 1, 1, 1, 1, 1)])
     text = page(Comparison(settings=settings, policies=[wrong]))
     read = Reader(text)
     assert read.of("script") == []

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cli_cases import SECONDS, Ended
-from kvevents.cli.doctor.findings import Finding
+from kvevents.cli.doctor.findings import CheckResult
 
 
 def findings(ended: Ended) -> dict[str, dict[str, str]]:
@@ -57,6 +57,6 @@ def server(reply: bytes | None) -> Iterator[str]:
             connection.close()
 
 
-def one(finding: Finding | None) -> tuple[str, str]:
+def one(finding: CheckResult | None) -> tuple[str, str]:
     assert finding is not None
     return finding.verdict.value, finding.text

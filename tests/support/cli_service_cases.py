@@ -17,7 +17,7 @@ import pytest
 
 from cli_cases import SECONDS, Program
 from kvevents.cli import main
-from kvevents.cli.poller import Source
+from kvevents.cli.poller import PolledSource
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.schemas import ReadyAnswer, StatsAnswer
@@ -130,7 +130,7 @@ def guarded(tmp_path: Path, settings: str = "") -> Iterator[tuple[str, Program]]
         yield found[1], program
 
 
-def source(number: int, state: str = "EXACT", **more: Any) -> Source:
+def source(number: int, state: str = "EXACT", **more: Any) -> PolledSource:
     fields: dict[str, Any] = {
         "instance": f"engine-{number:03}",
         "rank": 0,
@@ -164,7 +164,7 @@ def source(number: int, state: str = "EXACT", **more: Any) -> Source:
         "reconnects": 0,
         "rejected": {},
     }
-    return msgspec.convert(fields | more, Source)
+    return msgspec.convert(fields | more, PolledSource)
 
 
 def stats(**more: Any) -> StatsAnswer:

@@ -14,8 +14,8 @@ from kvevents.routing import Policy, Router, policy
 from kvevents.sim.audit import Audit
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import CostModel
-from kvevents.sim.engine import Engine, Job, Step, StepLimits
-from kvevents.sim.fleet import DelayedDelivery, Fleet, Timeline
+from kvevents.sim.engine import Job, SimulatedEngine, StepLimits, StepResult
+from kvevents.sim.fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.settings import FleetSettings
 from sim_model import Mirror, contents
@@ -73,13 +73,13 @@ class Run:
     size: CacheSize
     step_limits: StepLimits
     submitted: list[Job] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepResult] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.costs = Recorder()
         # Only `seconds` and `reload` are asked of a cost model here.
-        self.engine = Engine(self.size, self.costs, self.step_limits, seed="a")  # type: ignore[arg-type]
+        self.engine = SimulatedEngine(self.size, self.costs, self.step_limits, seed="a")  # type: ignore[arg-type]
         self.mirror = Mirror()
         self.prefilled = 0
 
@@ -88,7 +88,7 @@ class Run:
         self.submitted += jobs
         return jobs
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         """One step, after which events describe the cache and each lookup found what events before it said."""
         engine, limits = self.engine, self.step_limits
         self.seconds.append(engine.begin())
@@ -103,7 +103,7 @@ class Run:
         assert +self.mirror.held == contents(engine.cache)
         return step
 
-    def look_up(self, step: Step) -> None:
+    def look_up(self, step: StepResult) -> None:
         done = 0
         for lookup in step.lookups:
             for event in step.events[done : lookup.position]:
@@ -125,17 +125,17 @@ class Run:
         assert self.engine.cache.pool.free == self.size.blocks
 
 
-def fleet_of(given: FleetSettings, name: str = "prefix-aware", *, chosen: Policy | None = None) -> Fleet:
+def fleet_of(given: FleetSettings, name: str = "prefix-aware", *, chosen: Policy | None = None) -> SimulatedFleet:
     """What `simulate` makes, to be stepped by hand."""
     timeline = Timeline()
     index = PrefixIndex(clock=lambda: timeline.now)
     audit = Audit(index)
     router = Router(chosen or policy(name, given.seed), index, overlay_seconds=given.overlay)
     sink = DelayedDelivery(timeline, given.event_delay, given.wire, audit.apply)
-    return Fleet(given, router, audit, sink, timeline)
+    return SimulatedFleet(given, router, audit, sink, timeline)
 
 
-def play(fleet: Fleet, most: int = 100_000) -> Iterator[int]:
+def play(fleet: SimulatedFleet, most: int = 100_000) -> Iterator[int]:
     """Do one planned action after the other and yield its number, until none is left."""
     for number in count():
         if fleet.timeline.next is None:

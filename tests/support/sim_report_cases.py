@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvevents.sim.results import Distribution, PolicyResult, Sample, WorkerResult
+from kvevents.sim.results import Distribution, FleetSample, PolicyResult, WorkerResult
 
 
 def result(policy: str = "round-robin", **changes: Any) -> PolicyResult:
@@ -33,7 +33,7 @@ def result(policy: str = "round-robin", **changes: Any) -> PolicyResult:
         "batches": 500,
         "events": 900,
         "workers": [worker(number) for number in range(2)],
-        "series": [Sample(float(at), 3, at % 2, 10 * at, 6 * at, 50, 10) for at in range(20)],
+        "series": [FleetSample(float(at), 3, at % 2, 10 * at, 6 * at, 50, 10) for at in range(20)],
     }
     return PolicyResult(policy=policy, **(known | changes))
 

@@ -14,7 +14,7 @@ import pytest
 
 import paths
 from kvevents.conform.engine import payload_of
-from kvevents.conform.publisher import Stream, judge_stream
+from kvevents.conform.publisher import ReceivedStream, judge_stream
 from kvevents.conform.redialect import in_dialect
 from kvevents.conform.report import make_run, to_json, to_junit
 from kvevents.conform.scenario import (
@@ -28,7 +28,7 @@ from kvevents.conform.scenario import (
     read_scenario,
     shipped_scenarios,
 )
-from kvevents.conform.verdict import Difference, Outcome, Result, Verdict, judge, worst
+from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, WrongAnswer, judge, worst
 from kvevents.errors import ConfigError
 from kvevents.wire import decode_batch, dialect_for, dialects
 
@@ -157,7 +157,7 @@ def test_the_page_has_the_results_of_its_file() -> None:
 
 # --- verdicts
 
-WRONG: Final = Difference("a", "a: 1 of 2 tokens")
+WRONG: Final = WrongAnswer("a", "a: 1 of 2 tokens")
 
 
 @pytest.mark.parametrize(
@@ -170,19 +170,19 @@ WRONG: Final = Difference("a", "a: 1 of 2 tokens")
         ([WRONG], {"a": None, "b": "in doubt"}, [], Verdict.SILENT),
         ([WRONG], {}, [], Verdict.SILENT),
         ([WRONG._replace(report="the answer is doubtful")], {"a": None}, [], Verdict.REPORTED),
-        ([WRONG, Difference("b", "b: 0 of 2 tokens")], {"a": "in doubt", "b": None}, [], Verdict.SILENT),
+        ([WRONG, WrongAnswer("b", "b: 0 of 2 tokens")], {"a": "in doubt", "b": None}, [], Verdict.SILENT),
         ([], {"a": None}, ["a"], Verdict.SILENT),
         ([], {"a": "not there"}, ["a"], Verdict.REPORTED),
     ],
 )
 def test_a_difference_counts_as_reported_only_for_its_worker(
-    differences: list[Difference], reports: dict[str, str | None], required: list[str], verdict: Verdict
+    differences: list[WrongAnswer], reports: dict[str, str | None], required: list[str], verdict: Verdict
 ) -> None:
     assert judge(differences, reports, required).verdict is verdict
 
 
 def test_the_worst_check_decides() -> None:
-    reported, silent = Outcome(Verdict.REPORTED, "r"), Outcome(Verdict.SILENT, "s")
+    reported, silent = ScenarioOutcome(Verdict.REPORTED, "r"), ScenarioOutcome(Verdict.SILENT, "s")
     assert worst([]).verdict is Verdict.CORRECT
     assert worst([reported, silent, reported]) == silent
 
@@ -204,21 +204,21 @@ CLEARED: Final = {"type": "AllBlocksCleared"}
 @pytest.mark.parametrize(
     ("stream", "verdict"),
     [
-        (Stream(THREE), Verdict.CORRECT),
-        (Stream(THREE, "the reply has no end marker"), Verdict.REPORTED),
-        (Stream(THREE[:2]), Verdict.SILENT),
-        (Stream(THREE[1:]), Verdict.REPORTED),
-        (Stream([THREE[0], THREE[2]]), Verdict.REPORTED),
-        (Stream([*THREE, THREE[2]]), Verdict.SILENT),
-        (Stream([THREE[1], THREE[0], THREE[2]]), Verdict.SILENT),
-        (Stream([_batch(2, CLEARED, _stored(0, 1, 2))]), Verdict.CORRECT),
-        (Stream([_batch(2, CLEARED, _stored(0, 2))]), Verdict.SILENT),
-        (Stream([*THREE, _batch(3, _stored(99))]), Verdict.SILENT),
-        (Stream([*THREE[:2], (2, b"garbage")]), Verdict.SILENT),
-        (Stream([]), Verdict.SILENT),
+        (ReceivedStream(THREE), Verdict.CORRECT),
+        (ReceivedStream(THREE, "the reply has no end marker"), Verdict.REPORTED),
+        (ReceivedStream(THREE[:2]), Verdict.SILENT),
+        (ReceivedStream(THREE[1:]), Verdict.REPORTED),
+        (ReceivedStream([THREE[0], THREE[2]]), Verdict.REPORTED),
+        (ReceivedStream([*THREE, THREE[2]]), Verdict.SILENT),
+        (ReceivedStream([THREE[1], THREE[0], THREE[2]]), Verdict.SILENT),
+        (ReceivedStream([_batch(2, CLEARED, _stored(0, 1, 2))]), Verdict.CORRECT),
+        (ReceivedStream([_batch(2, CLEARED, _stored(0, 2))]), Verdict.SILENT),
+        (ReceivedStream([*THREE, _batch(3, _stored(99))]), Verdict.SILENT),
+        (ReceivedStream([*THREE[:2], (2, b"garbage")]), Verdict.SILENT),
+        (ReceivedStream([]), Verdict.SILENT),
     ],
 )
-def test_numbers_report_what_a_consumer_can_see(stream: Stream, verdict: Verdict) -> None:
+def test_numbers_report_what_a_consumer_can_see(stream: ReceivedStream, verdict: Verdict) -> None:
     """A hole and a late beginning are visible; batches missing at the end, or a compacted history without a block, are not."""
     assert judge_stream(stream, 0, {0, 1, 2}, {0, 1, 2}).verdict is verdict
 

@@ -16,7 +16,7 @@ from certificate_pairs import make_pair, put
 from kvevents.errors import ConfigError
 from kvevents.security import Curve, zap
 from kvevents.security.keys import MAX_FILE_BYTES, KeyPair, read_pair, read_public_keys, write_pair, z85_decode, z85_encode
-from kvevents.security.zap import AllowList, SecuritySettings
+from kvevents.security.zap import KeyAllowList, SecuritySettings
 
 
 @given(st.binary(min_size=32, max_size=32))
@@ -124,7 +124,7 @@ def test_files_without_a_public_key(tmp_path: Path) -> None:
 
 def test_a_list_of_keys_in_code() -> None:
     pair = make_pair()
-    allowed = AllowList((pair.public,))
+    allowed = KeyAllowList((pair.public,))
     allowed.refresh()
     assert allowed.keys == {z85_decode(pair.public)}
     assert not allowed.errors
@@ -135,7 +135,7 @@ def test_changes_of_a_folder_are_noticed(tmp_path: Path) -> None:
     one, other = put(tmp_path, "one"), make_pair()
     put(tmp_path, ".hidden")
     (tmp_path / "README").write_text("public-key = nothing")
-    allowed = AllowList(str(tmp_path))
+    allowed = KeyAllowList(str(tmp_path))
     allowed.refresh()
     assert allowed.keys == {z85_decode(one.public)}
     path = tmp_path / "one.key"
@@ -155,7 +155,7 @@ def test_a_file_may_have_several_keys(tmp_path: Path) -> None:
     pairs = [put(tmp_path, name) for name in ("a", "b")]
     path = tmp_path / "all"
     path.write_text("".join((tmp_path / f"{name}.key").read_text() for name in ("a", "b")))
-    allowed = AllowList(str(path))
+    allowed = KeyAllowList(str(path))
     allowed.refresh()
     assert allowed.keys == {z85_decode(pair.public) for pair in pairs}
 
@@ -173,7 +173,7 @@ def test_an_unchanged_folder_is_not_read_again(tmp_path: Path, monkeypatch: pyte
         return []
 
     monkeypatch.setattr(zap, "read_public_keys", read)
-    allowed = AllowList(str(tmp_path), settled)
+    allowed = KeyAllowList(str(tmp_path), settled)
     for _ in range(3):
         allowed.refresh()
     assert reads == [tmp_path / "one.key"]
@@ -185,12 +185,12 @@ def test_unreadable_files_allow_no_key(tmp_path: Path) -> None:
     folder.mkdir()
     one = put(folder, "one")
     (folder / "torn.key").write_text("public-key")
-    allowed = AllowList(str(folder))
+    allowed = KeyAllowList(str(folder))
     allowed.refresh()
     assert allowed.keys == {z85_decode(one.public)}
     assert len(allowed.errors) == 1
     assert "torn.key" in allowed.errors[0]
-    full = AllowList(str(folder), SecuritySettings(max_allowed_keys=1))
+    full = KeyAllowList(str(folder), SecuritySettings(max_allowed_keys=1))
     full.refresh()
     assert (full.keys, "2 files of keys, more than 1" in full.errors[0]) == (frozenset(), True)
     (folder / "torn.key").unlink()

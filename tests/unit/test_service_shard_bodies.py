@@ -12,7 +12,7 @@ import pytest
 from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
 from kvevents.service.http import shard
-from kvevents.service.http.messages import Body, Headers, Request
+from kvevents.service.http.messages import Body, Headers, HttpRequest
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import MATCHING, ThreadPools
 from kvevents.service.member import Member, MemberMatch
@@ -45,8 +45,8 @@ def service(*, shards: bool = True) -> Any:
     )
 
 
-def request(path: str, body: bytes, kind: bytes = b"application/msgpack") -> Request:
-    return Request("POST", path, b"", Headers([(b"content-type", kind)]), body)
+def request(path: str, body: bytes, kind: bytes = b"application/msgpack") -> HttpRequest:
+    return HttpRequest("POST", path, b"", Headers([(b"content-type", kind)]), body)
 
 
 def asked(path: str, body: dict[str, Any], codec: Any = msgspec.msgpack, *, shards: bool = True) -> bytes:

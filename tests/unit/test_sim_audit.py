@@ -18,7 +18,7 @@ from kvevents.sim.audit import MAX_EXAMPLES, Audit, Expected, Mark
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.engine import StepLimits
 from kvevents.sim.requests import Sequence
-from kvevents.sim.results import Difference
+from kvevents.sim.results import Disagreement
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset
 from kvevents.wire.encode import batch_encoder
 from sim_cases import Run, request
@@ -209,7 +209,7 @@ def test_an_index_with_wrong_answers_is_detected() -> None:
     stream.batches[0] = []
     audit = stream.audited()
     outcome(audit, deliveries_of(stream.batches))
-    assert audit.counts.examples == [Difference(*WORKER, 0, 1, 0, 5, 4, 0)]
+    assert audit.counts.examples == [Disagreement(*WORKER, 0, 1, 0, 5, 4, 0)]
     many = Recorded(stream.size, stream.batches, [stream.lookups[1]] * 30)
     audit = many.audited()
     assert outcome(audit, deliveries_of(stream.batches)) == (30, 30, 0)

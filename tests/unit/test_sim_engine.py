@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockStored
 from kvevents.sim.cache import CacheSize
-from kvevents.sim.engine import Engine, StepLimits
+from kvevents.sim.engine import SimulatedEngine, StepLimits
 from kvevents.sim.requests import Request
 from sim_cases import SECONDS, Run, request
 
@@ -267,7 +267,7 @@ def test_limits_that_cannot_be_are_refused(seqs: int, tokens: int, name: str) ->
 def test_two_lives_announce_different_hashes() -> None:
     hashes = []
     for seed in ("life 0", "life 1"):
-        engine = Engine(CacheSize(10, 4), SECONDS, StepLimits(), seed=seed)
+        engine = SimulatedEngine(CacheSize(10, 4), SECONDS, StepLimits(), seed=seed)
         engine.submit(request(range(8)))
         engine.begin()
         hashes.append({name for event in engine.end().events if isinstance(event, BlockStored) for name in event.block_hashes})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
 from kvevents.sim.fleet import Timeline
-from kvevents.sim.network import KINDS, Fault, begin_faults, parse_faults
+from kvevents.sim.network import KINDS, RequestedFault, begin_faults, parse_faults
 from kvevents.sim.settings import LiveTimers
 
 # --- as text
@@ -24,12 +24,12 @@ from kvevents.sim.settings import LiveTimers
 def test_every_kind_is_read() -> None:
     text = "restart:60s,reset:1.5m,drop:1%,delay:20ms,cut:2h,stall:7s"
     assert parse_faults(text) == [
-        Fault("restart", 60),
-        Fault("reset", 90),
-        Fault("drop", 0.01),
-        Fault("delay", 0.02),
-        Fault("cut", 7200),
-        Fault("stall", 7),
+        RequestedFault("restart", 60),
+        RequestedFault("reset", 90),
+        RequestedFault("drop", 0.01),
+        RequestedFault("delay", 0.02),
+        RequestedFault("cut", 7200),
+        RequestedFault("stall", 7),
     ]
     assert {fault.kind for fault in parse_faults(text)} == set(KINDS)
     assert [fault.kind for fault in parse_faults(text) if not fault.network] == ["restart", "reset"]
@@ -41,7 +41,11 @@ def test_no_faults_can_be_wished_for(text: str) -> None:
 
 
 def test_blanks_around_commas_are_read_over_and_order_is_kept() -> None:
-    assert parse_faults(" drop:0% , restart:1s,drop:100%,") == [Fault("drop", 0), Fault("restart", 1), Fault("drop", 1)]
+    assert parse_faults(" drop:0% , restart:1s,drop:100%,") == [
+        RequestedFault("drop", 0),
+        RequestedFault("restart", 1),
+        RequestedFault("drop", 1),
+    ]
 
 
 WRONG_DURATIONS = ("", "60", "0s", "0.0ms", "-1s", "1 s", "s", "1d", "1%", "1e3s", ".5s", "nans", "\u0663s", "1s:2s")

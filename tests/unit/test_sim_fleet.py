@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES, Load, policy
-from kvevents.sim.fleet import PROGRESS_EVERY, Fleet, Progress, simulate
+from kvevents.sim.fleet import PROGRESS_EVERY, Progress, SimulatedFleet, simulate
 from kvevents.sim.requests import Request
 from kvevents.sim.results import MAX_SAMPLES, PolicyResult
 from kvevents.sim.settings import FleetSettings
@@ -212,7 +212,7 @@ def test_the_overlay_promises_before_any_event() -> None:
 # --- restarts
 
 
-def ended(fleet: Fleet, requests: int) -> PolicyResult:
+def ended(fleet: SimulatedFleet, requests: int) -> PolicyResult:
     """The result of a run with restarts, in which nothing may be lost and no comparison may go wrong."""
     assert fleet.done
     result = fleet.result("any")

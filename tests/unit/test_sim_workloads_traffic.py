@@ -16,7 +16,7 @@ from kvevents.sim.workloads import Chat, Lengths
 from kvevents.sim.workloads.generators import (
     FIRST_TOKEN_SECONDS,
     TOKEN_SECONDS,
-    Session,
+    TrafficSession,
     Turn,
     Writer,
     answer_seconds,
@@ -28,8 +28,10 @@ from kvevents.sim.workloads.generators import (
 TEXT = Text([(1, 10)])
 
 
-def session(name: str, *pauses: float | None, begins: tuple[Session, ...] = ()) -> Session:
-    return Session(name, iter([Turn(TEXT, TEXT, pause, begins if not place else ()) for place, pause in enumerate(pauses)]))
+def session(name: str, *pauses: float | None, begins: tuple[TrafficSession, ...] = ()) -> TrafficSession:
+    return TrafficSession(
+        name, iter([Turn(TEXT, TEXT, pause, begins if not place else ()) for place, pause in enumerate(pauses)])
+    )
 
 
 def spoken(requests: Iterator[Request]) -> list[tuple[float, str | None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvevents.conform.scenario import Query, Tokens
+from kvevents.conform.scenario import CheckQuery, Tokens
 from kvevents.events import BlockRemoved, BlockStored, Heartbeat
 from tools.conform.script import ARRIVE_SECONDS, BLOCK, A, B, Play, Prompt, Script, unsalted
 
@@ -106,7 +106,7 @@ def _partial_tail(script: Script) -> None:
     script.follow(engine)
     engine.publish([BlockStored([1], None, A.part(0), 16, medium="GPU")])
     engine.publish([BlockStored([2], 1, A.part(1)[:8], 8, medium="GPU")])
-    script.check(queries=[Query(Tokens((A.first, 24)), {"a": 24})])
+    script.check(queries=[CheckQuery(Tokens((A.first, 24)), {"a": 24})])
 
 
 def _mixed_sizes(script: Script) -> None:
@@ -115,7 +115,7 @@ def _mixed_sizes(script: Script) -> None:
     script.follow(engine)
     engine.publish([BlockStored([1], None, A.part(0), 16, medium="GPU")])
     engine.publish([BlockStored([2], 1, list(range(A.first + 16, A.first + 80)), 64, medium="GPU")])
-    script.check(queries=[Query(Tokens((A.first, 80)), {"a": 80})])
+    script.check(queries=[CheckQuery(Tokens((A.first, 80)), {"a": 80})])
 
 
 def _null_window(script: Script) -> None:
@@ -132,9 +132,9 @@ def _null_window(script: Script) -> None:
     engine.publish(stores)
     engine.publish([BlockRemoved(hashes[:2], medium="GPU", group_idx=1)])
     short, whole = Tokens((A.first, 32)), Tokens((A.first, 64))
-    script.check(ARRIVE_SECONDS, queries=[Query(short, {}), Query(whole, {"a": 64})])
+    script.check(ARRIVE_SECONDS, queries=[CheckQuery(short, {}), CheckQuery(whole, {"a": 64})])
     engine.publish(stores)
-    script.check(queries=[Query(short, {}), Query(whole, {"a": 64})])
+    script.check(queries=[CheckQuery(short, {}), CheckQuery(whole, {"a": 64})])
 
 
 def _window(script: Script) -> None:
@@ -148,7 +148,7 @@ def _window(script: Script) -> None:
         event = BlockStored(hashes, None, list(range(A.first, A.first + 96)), 16, medium="GPU", **group)  # type: ignore[arg-type]
         engine.publish([event])
     engine.publish([BlockRemoved(hashes[:3], medium="GPU", group_idx=1)])
-    queries = [Query(Tokens((A.first, 96)), {"a": 96}), Query(Tokens((A.first, 64)), {})]
+    queries = [CheckQuery(Tokens((A.first, 96)), {"a": 96}), CheckQuery(Tokens((A.first, 64)), {})]
     script.check(queries=queries)
 
 

@@ -14,10 +14,16 @@ def publishing() -> Iterator[PublisherScenario]:
     witness = steps.Subscribe("witness")
 
     def fed(count: int) -> list[steps.PublisherStep]:
-        return [witness, steps.Feed(count), steps.CheckLive("witness", 0, count - 1, 20.0)]
+        return [witness, steps.FeedBatches(count), steps.CheckLive("witness", 0, count - 1, 20.0)]
 
     stalled = [steps.Subscribe("stalled", stalls=True), *fed(3_000)]
-    restarted = [*fed(10), steps.RestartPublisher(), steps.Subscribe("later"), steps.Feed(5), steps.CheckLive("later", 0, 4)]
+    restarted = [
+        *fed(10),
+        steps.RestartPublisher(),
+        steps.Subscribe("later"),
+        steps.FeedBatches(5),
+        steps.CheckLive("later", 0, 4),
+    ]
     hostile = [
         steps.SendRequest(frames) for frames in (["", "00"], ["00" * 8], [""], ["", "ff" * 8, "00"], ["78"] * 20, ["", ""])
     ]
@@ -40,7 +46,7 @@ def publishing() -> Iterator[PublisherScenario]:
         (
             "late-subscriber",
             "a subscriber that comes after ten batches",
-            [*fed(10), steps.Subscribe("late"), steps.Feed(10), steps.CheckLive("late", 10, 19), steps.CheckReplay(0)],
+            [*fed(10), steps.Subscribe("late"), steps.FeedBatches(10), steps.CheckLive("late", 10, 19), steps.CheckReplay(0)],
         ),
         ("hostile-requests", "invalid requests, then a valid one", [*fed(20), *hostile, steps.CheckReplay(0)]),
         ("stalled-subscriber", "a subscriber that reads nothing beside one that does", stalled),
@@ -48,7 +54,7 @@ def publishing() -> Iterator[PublisherScenario]:
         (
             "ended",
             "an orderly end right after 200 batches",
-            [witness, steps.Feed(200), steps.EndPublisher(), steps.CheckLive("witness", 0, 199)],
+            [witness, steps.FeedBatches(200), steps.EndPublisher(), steps.CheckLive("witness", 0, 199)],
         ),
     ]
     for name, title, parts in plays:

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from kvevents.conform.report import Run
+from kvevents.conform.report import ConformRun
 from kvevents.conform.scenario import GROUPS, PublisherScenario, shipped_scenarios
 from kvevents.conform.verdict import Result, Verdict
 from tools.released import CHECKOUT
@@ -45,7 +45,7 @@ CELLS: Final = {
 }
 
 
-def play(name: str, only: Sequence[str] = ()) -> Run:
+def play(name: str, only: Sequence[str] = ()) -> ConformRun:
     """The results of one target, of all scenarios or of some."""
     words = TARGETS[name]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -54,12 +54,12 @@ def play(name: str, only: Sequence[str] = ()) -> Run:
         chosen = [word for each in only for word in ("--only", each)]
         command = [sys.executable, "-m", "kvevents", "conform", *words, *chosen, "--exit-zero", "--save", str(saved)]
         subprocess.run(command, cwd=CHECKOUT, env=os.environ | {"PATH": path}, check=True)  # noqa: S603 - our own command
-        found = msgspec.json.decode(saved.read_bytes(), type=Run)
+        found = msgspec.json.decode(saved.read_bytes(), type=ConformRun)
     shown = " ".join(f"'{word}'" if " " in word else word for word in words)
     return msgspec.structs.replace(found, command=f"kvevents conform {shown}")
 
 
-def complete(name: str, known: Run) -> Run:
+def complete(name: str, known: ConformRun) -> ConformRun:
     """The results of one target, with those of scenarios that were added since it was played."""
     order = [each.name for each in shipped_scenarios() if isinstance(each, PublisherScenario) == ("publisher" in name)]
     found = {each.name: each for each in known.results}
@@ -71,12 +71,12 @@ def complete(name: str, known: Run) -> Run:
     return msgspec.structs.replace(added, results=[found[each] for each in order], seconds=known.seconds + added.seconds)
 
 
-def read() -> dict[str, Run]:
+def read() -> dict[str, ConformRun]:
     """The results by target; none before the first run."""
-    return msgspec.json.decode(RESULTS.read_bytes(), type=dict[str, Run]) if RESULTS.exists() else {}
+    return msgspec.json.decode(RESULTS.read_bytes(), type=dict[str, ConformRun]) if RESULTS.exists() else {}
 
 
-def tables(runs: dict[str, Run]) -> str:
+def tables(runs: dict[str, ConformRun]) -> str:
     """The tables of the page."""
     readers = [runs[name] for name in TARGETS if name in runs and "publisher" not in name]
     publishers = [runs[name] for name in TARGETS if name in runs and "publisher" in name]
@@ -90,18 +90,18 @@ def tables(runs: dict[str, Run]) -> str:
     return "\n".join(parts)
 
 
-def _runs(runs: Sequence[Run]) -> str:
+def _runs(runs: Sequence[ConformRun]) -> str:
     rows = [[run.target, f"`{run.command}`", run.date, f"{run.seconds:.0f} s", run.machine] for run in runs]
     return _table(["target", "command", "date", "took", "machine"], rows)
 
 
-def _counts(runs: Sequence[Run]) -> str:
+def _counts(runs: Sequence[ConformRun]) -> str:
     order = [*list(Verdict)[1:], Verdict.NOT_APPLICABLE]
     rows = [[verdict.value, *(str(run.counts[verdict]) for run in runs)] for verdict in order]
     return _table([f"of {len(runs[0].results)} scenarios", *(run.target for run in runs)], rows)
 
 
-def _verdicts(rows: Sequence[Result], runs: Sequence[Run]) -> str:
+def _verdicts(rows: Sequence[Result], runs: Sequence[ConformRun]) -> str:
     found = [{result.name: result for result in run.results} for run in runs]
     body = [[f"`{row.name}`", row.title, *(CELLS[each[row.name].verdict] for each in found)] for row in rows]
     return _table(["scenario", "what happens", *(run.target for run in runs)], body)
@@ -111,7 +111,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *rows]) + "\n"
 
 
-def page(text: str, runs: dict[str, Run]) -> str:
+def page(text: str, runs: dict[str, ConformRun]) -> str:
     """The page with the tables of these results."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{tables(runs)}\n{END}{rest.partition(END)[2]}"

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.conform import scenario as steps
-from kvevents.conform.scenario import Query, Scenario, Tokens
+from kvevents.conform.scenario import CheckQuery, Scenario, Tokens
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvevents.wire import Dialect, dialect_for, encode_batch
 
@@ -47,10 +47,10 @@ class Prompt:
         known = repr((seed, self.number, self.block_size, self.salt, self.lora, place)).encode()
         return int.from_bytes(blake2b(known, digest_size=8).digest(), "big")
 
-    def query(self, held: dict[str, int], **fields: Any) -> Query:
+    def query(self, held: dict[str, int], **fields: Any) -> CheckQuery:
         """The question for this prompt, in its namespace unless `fields` say otherwise."""
         asked = {"lora": self.lora, "salt": self.salt, **fields}
-        return Query(Tokens((self.first, self.blocks * self.block_size)), held, **asked)
+        return CheckQuery(Tokens((self.first, self.blocks * self.block_size)), held, **asked)
 
 
 A: Final = Prompt(1, 10)
@@ -75,7 +75,7 @@ def to_json(value: Any) -> Any:
 class Engine:
     """An engine of a script, and what it holds: the truth."""
 
-    def __init__(self, script: Script, name: str, settings: steps.Engine, dialect: Dialect, seed: int) -> None:
+    def __init__(self, script: Script, name: str, settings: steps.ScenarioEngine, dialect: Dialect, seed: int) -> None:
         self.name = name
         self.settings = settings
         self._script = script
@@ -193,7 +193,7 @@ class Script:
         """An engine, whose replies have the shape of its release."""
         found = self.dialect if dialect is None else dialect_for(*dialect.split("-", 1))
         settings.setdefault("reply_shape", "topic" if found.has_replay_topic else "no-topic")
-        made = self._engines[name] = Engine(self, name, steps.Engine(**settings), found, seed)
+        made = self._engines[name] = Engine(self, name, steps.ScenarioEngine(**settings), found, seed)
         return made
 
     def follow(self, engine: Engine, **fields: Any) -> None:
@@ -212,7 +212,7 @@ class Script:
         """Ask for prompts from now on. `nothing`: no worker holds anything of them."""
         self._asked += [(prompt, fields, nothing) for prompt in prompts]
 
-    def queries(self) -> list[Query]:
+    def queries(self) -> list[CheckQuery]:
         """The questions, with what the engines hold now."""
         return [prompt.query({} if nothing else self._holders(prompt), **fields) for prompt, fields, nothing in self._asked]
 
@@ -226,7 +226,7 @@ class Script:
                 held[f"{worker}:{engine.settings.rank}"] = tokens
         return held
 
-    def check(self, within: float = 8.0, *, reports: Sequence[str] = (), queries: Sequence[Query] | None = None) -> None:
+    def check(self, within: float = 8.0, *, reports: Sequence[str] = (), queries: Sequence[CheckQuery] | None = None) -> None:
         self.add(steps.Check(self.queries() if queries is None else list(queries), list(reports), within))
 
     def settle(self, within: float = 5.0) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from kvevents import prometheus
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span
-from kvevents.cli.process import Stop, add_log_options, configure_logging, configure_threads, trimming_memory
+from kvevents.cli.process import StopSignal, add_log_options, configure_logging, configure_threads, trimming_memory
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.source_options import LOGIN_SETTINGS, SHARED_FLAGS, add_check, add_sources, read_sources
 from kvevents.errors import KVEventsError
@@ -128,11 +128,11 @@ def run_bridge(config: BridgeConfig, watched: Path | None) -> None:
     Raises `PlaneError` if the servers cannot be used, `EndpointError` if the metrics port is in use, and `ConfigError`.
     """
     configure_threads()
-    with Stop() as stop, trimming_memory():
+    with StopSignal() as stop, trimming_memory():
         asyncio.run(_main(config, watched, stop))
 
 
-async def _main(config: BridgeConfig, watched: Path | None, stop: Stop) -> None:
+async def _main(config: BridgeConfig, watched: Path | None, stop: StopSignal) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     stop.on_signal(lambda: loop.call_soon_threadsafe(stopped.set))
     process, operators = BridgeProcess(config, watched), config.bridge

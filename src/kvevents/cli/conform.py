@@ -20,7 +20,7 @@ from kvevents.conform.indexer import Indexer, MooncakeIndexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
 from kvevents.conform.redialect import in_dialect
-from kvevents.conform.report import Run, make_run, to_json, to_junit
+from kvevents.conform.report import ConformRun, make_run, to_json, to_junit
 from kvevents.conform.router import command_router, vllm_router
 from kvevents.conform.scenario import GROUPS, AnyScenario, PublisherScenario, Scenario, read_scenario, shipped_scenarios
 from kvevents.conform.target import Driver
@@ -210,7 +210,7 @@ def _driver(args: Namespace) -> AnyDriver:
     return DRIVERS[args.target](Path(args.folder))
 
 
-def _formatted(found: Run, output: str) -> bytes:
+def _formatted(found: ConformRun, output: str) -> bytes:
     return to_junit(found) if output == "junit" else to_json(found)
 
 

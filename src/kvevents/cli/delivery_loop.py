@@ -11,7 +11,7 @@ from typing import Final
 from kvevents.cli.command import NOTHING_ARRIVED, OK
 from kvevents.cli.console import Console, Part, Span, plural
 from kvevents.cli.event_format import trust_style
-from kvevents.cli.process import Stop
+from kvevents.cli.process import StopSignal
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Trust
 from kvevents.subscriber import Subscriber
 
@@ -55,7 +55,7 @@ class StreamTotals:
 class DeliveryLoop:
     """Iterates over the deliveries of a subscriber until a limit of the command line is reached or a signal comes."""
 
-    def __init__(self, subscriber: Subscriber, args: Namespace, stop: Stop) -> None:
+    def __init__(self, subscriber: Subscriber, args: Namespace, stop: StopSignal) -> None:
         self.totals: dict[tuple[str, int], StreamTotals] = {}
         self._subscriber = subscriber
         self._stop = stop

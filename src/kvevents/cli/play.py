@@ -11,7 +11,7 @@ from typing import Final, Literal
 from kvevents.cli.command import INTERRUPTED, OK
 from kvevents.cli.console import Console, Span, plural
 from kvevents.cli.options import add_publisher, no_subscriber, positive_int, rate
-from kvevents.cli.process import Stop, sleep_until_signal
+from kvevents.cli.process import StopSignal, sleep_until_signal
 from kvevents.errors import RecordingError, UsageError
 from kvevents.recording import LiveBatch, RecordedEndpoint, read_recording
 from kvevents.testing import TapePlayer
@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
     batches = choose(streams, args.run_name, console)
     tape = batches if args.speed == "max" else rescale(batches, args.speed)
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
-    with Stop() as stop, TapePlayer(tape, **endpoints, log=LOGGED_BATCHES) as player:
+    with StopSignal() as stop, TapePlayer(tape, **endpoints, log=LOGGED_BATCHES) as player:
         console.note(f"publishing at {player.endpoint}, replay {player.replay_endpoint}")
         try:
             _play(player, args, stop, console)
@@ -91,7 +91,7 @@ def run(args: Namespace) -> int:
         return OK
 
 
-def _play(player: TapePlayer, args: Namespace, stop: Stop, console: Console) -> None:
+def _play(player: TapePlayer, args: Namespace, stop: StopSignal, console: Console) -> None:
     with stop.raising():
         _wait_for_subscriber(player, args.wait_for_subscriber)
     pace: Literal["recorded"] | None = None if args.speed == "max" else "recorded"
@@ -102,7 +102,7 @@ def _play(player: TapePlayer, args: Namespace, stop: Stop, console: Console) -> 
             sleep_until_signal(args.linger)
 
 
-def _watch(player: TapePlayer, future: Future[int], stop: Stop, console: Console) -> None:
+def _watch(player: TapePlayer, future: Future[int], stop: StopSignal, console: Console) -> None:
     # A signal that raised inside a lock of the future would leave the lock broken, so signals are checked between waits.
     while not future.done():
         console.progress(f"{plural(player.counts.published, 'batch')} played; Ctrl-C ends it")

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceError
+from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceRequestError
 from kvevents.service.schemas import ReadyAnswer, SourceView, StatsAnswer
 
 
-class Source(SourceView, frozen=True, kw_only=True):
+class PolledSource(SourceView, frozen=True, kw_only=True):
     """One source, with what two polls say about it."""
 
     rate: float | None = None
@@ -24,10 +24,10 @@ class Source(SourceView, frozen=True, kw_only=True):
         return self.tenant, self.group, self.instance, self.rank
 
 
-class Sources(msgspec.Struct, frozen=True):
+class PolledSources(msgspec.Struct, frozen=True):
     """The response to `/v1/sources`."""
 
-    sources: list[Source]
+    sources: list[PolledSource]
     faults: dict[str, list[str]]
 
 
@@ -45,12 +45,12 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     stats: StatsAnswer | None = None
     lookups_per_second: float | None = None
     """Lookups per second since the previous poll; None at the first one."""
-    sources: list[Source] = msgspec.field(default_factory=list)
+    sources: list[PolledSource] = msgspec.field(default_factory=list)
     faults: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
 
 _WORST_FIRST: Final = ("STALE", "CONNECTING", "DEGRADED", "REPLAYING", "EXACT")
-_ORDERS: Final[dict[str, Callable[[Source], Any]]] = {
+_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
     "trust": lambda source: (_WORST_FIRST.index(source.trust.state), source.fault is None, -source.lost),
     "name": lambda source: source.key,
     "blocks": lambda source: -source.blocks,
@@ -63,7 +63,7 @@ ORDERS: Final = tuple(_ORDERS)
 """Sort orders of sources. Each puts first what an operator looks for."""
 
 
-def in_order(sources: Sequence[Source], order: str) -> list[Source]:
+def in_order(sources: Sequence[PolledSource], order: str) -> list[PolledSource]:
     """Return the sources sorted by `order`, and then by name."""
     return sorted(sources, key=lambda source: (_ORDERS[order](source), source.key))
 
@@ -79,10 +79,10 @@ class Poller:
         self._failing_since: float | None = None
 
     def poll(self) -> Frame:
-        """Poll the service. Raises `ServiceError`."""
+        """Poll the service. Raises `ServiceRequestError`."""
         ready = self._client.get("/readyz", ReadyAnswer, status=UNAVAILABLE)
         stats = self._client.get("/v1/stats", StatsAnswer)
-        answer = self._client.get("/v1/sources", Sources)
+        answer = self._client.get("/v1/sources", PolledSources)
         frame = self._with_rates(
             Frame(
                 at=self._clock(),
@@ -100,7 +100,7 @@ class Poller:
         """Poll the service, or return a frame with the error."""
         try:
             return self.poll()
-        except ServiceError as problem:
+        except ServiceRequestError as problem:
             now = self._clock()
             self._failing_since = self._failing_since or now
             return Frame(at=now, service=self._client.url, error=str(problem), failing_since=self._failing_since)

@@ -47,7 +47,7 @@ def signals_interrupt() -> Iterator[None]:
         _restore(previous)
 
 
-class Stop:
+class StopSignal:
     """SIGINT and SIGTERM as a flag, so that a signal cannot interrupt a function that changes sockets.
 
     A second signal raises KeyboardInterrupt at once.

@@ -14,7 +14,7 @@ import msgspec
 from kvevents.cli.command import FAILED, INTERRUPTED, OK
 from kvevents.cli.console import Console, Span, plural
 from kvevents.cli.options import add_curve, add_publisher, no_subscriber, rate, read_curve
-from kvevents.cli.process import Stop, sleep_until_signal
+from kvevents.cli.process import StopSignal, sleep_until_signal
 from kvevents.config import resolve_dialect
 from kvevents.endpoints import should_bind
 from kvevents.errors import EncodeError, UnknownDialectError, UsageError
@@ -76,7 +76,7 @@ def batch_of(line: bytes) -> KVEventBatch | None:
     return KVEventBatch(time.time(), events if isinstance(found, list) else [events])
 
 
-class Feed:
+class LinePublisher:
     """Publishes lines at a given rate."""
 
     def __init__(self, publisher: ZmqEventPublisher, dialect: Dialect | None, rate: float | None, console: Console) -> None:
@@ -125,9 +125,9 @@ def run(args: Namespace) -> int:
     console = Console()
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
     curve = read_curve(args)
-    with _open_input(args.file) as file, Stop() as stop:
+    with _open_input(args.file) as file, StopSignal() as stop:
         publisher = ZmqEventPublisher(**endpoints, topic=args.topic, dialect=args.dialect, curve=curve)
-        feed = Feed(publisher, args.dialect, args.rate, console)
+        feed = LinePublisher(publisher, args.dialect, args.rate, console)
         try:
             console.note(f"publishing at {publisher.endpoint}, replay {publisher.replay_endpoint}")
             if not should_bind(args.endpoint):
@@ -174,7 +174,7 @@ def _wait_for_subscriber(publisher: ZmqEventPublisher, seconds: float | None) ->
         time.sleep(POLL_SECONDS)
 
 
-def _print_summary(publisher: ZmqEventPublisher, feed: Feed, console: Console) -> bool:
+def _print_summary(publisher: ZmqEventPublisher, feed: LinePublisher, console: Console) -> bool:
     """Shut down and print counts. Return whether all batches were sent, as far as is known."""
     report = publisher.shutdown(SHUTDOWN_SECONDS)
     accepted = publisher.stats().accepted

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 from kvevents.cli.console import Console, plural
 from kvevents.cli.delivery_loop import DeliveryLoop
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
-from kvevents.cli.process import Stop
+from kvevents.cli.process import StopSignal
 from kvevents.errors import UsageError
 from kvevents.recording import RecordedFrame, RecordingWriter
 from kvevents.stream import Batch, Delivery, Gap, Reset, Source
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
         raise UsageError(f"cannot write {args.file}: the directory {directory} does not exist")
     if _has_content(args.file) and not args.force:
         raise UsageError(f"{args.file} exists; name another file, or use --force to replace it")
-    with Stop() as stop:
+    with StopSignal() as stop:
         sources = read_sources(args)
         note_missing_endpoints(args, console)
         with Recorder(args.file, sources) as recorder, Subscriber(sources) as subscriber:

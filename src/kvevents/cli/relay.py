@@ -15,7 +15,7 @@ from kvevents import prometheus
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.doctor.address import BINDS, BOTH_CONNECT
 from kvevents.cli.options import CURVE_FLAGS, engine, make_curve, positive_seconds
-from kvevents.cli.process import Stop, add_log_options, configure_logging, trimming_memory
+from kvevents.cli.process import StopSignal, add_log_options, configure_logging, trimming_memory
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.errors import ConfigError
 from kvevents.relay import Relay, RelayStatus
@@ -99,7 +99,7 @@ def run(args: Namespace) -> int:
     configure_logging(args)
     if config.metrics_port is not None:
         prometheus.require()  # before the relay binds its endpoints
-    with Stop() as stop, trimming_memory(), ExitStack() as closing:
+    with StopSignal() as stop, trimming_memory(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         if config.metrics_port is not None:
             closing.callback(serve_metrics(relay.status, config.metrics_port, config.metrics_host))

@@ -36,7 +36,7 @@ OK: Final = 200
 UNAVAILABLE: Final = 503
 
 
-class ServiceError(ExternalError):
+class ServiceRequestError(ExternalError):
     """A request to a service failed, or its response was an error. The message is the sentence and the hint."""
 
     def __init__(self, sentence: str, reason: str, hint: str, status: int | None = None) -> None:
@@ -50,7 +50,7 @@ class ServiceError(ExternalError):
 
 
 class ServiceClient:
-    """A client of one service. Every method raises `ServiceError`.
+    """A client of one service. Every method raises `ServiceRequestError`.
 
     Each request has its own connection: a command sends a few requests per second at most, and a service that restarts needs no
     special case.
@@ -99,7 +99,7 @@ class ServiceClient:
             if answered != OK:
                 raise self._refused(answered, content) from None
             path = target.partition("?")[0]
-            raise ServiceError(
+            raise ServiceRequestError(
                 f"the response of {self.url} to {path} is not that of a kvevents service: {error}",
                 "not-kvevents",
                 "check the port, and that the service has the same release",
@@ -115,22 +115,22 @@ class ServiceClient:
                 return await connections.get(url, self._headers)
             return await connections.post(url, self._headers, body)
 
-    def _unreachable(self, error: HttpError) -> ServiceError:
+    def _unreachable(self, error: HttpError) -> ServiceRequestError:
         sentence, hint = _TROUBLES[error.kind]
         text = sentence.format(
             url=self.url, host=self._host, seconds=f"{self._timeout:g}", detail=error, most=self._max_bytes >> 20
         )
-        return ServiceError(text, error.kind, hint)
+        return ServiceRequestError(text, error.kind, hint)
 
-    def _refused(self, status: int, content: bytes) -> ServiceError:
+    def _refused(self, status: int, content: bytes) -> ServiceRequestError:
         try:
             problem = msgspec.json.decode(content, type=Problem)
         except msgspec.MsgspecError:
             quoted = content[:_MAX_QUOTED].decode(errors="replace").strip()
             sentence = f"{self.url} answered with status {status}" + (f": {quoted}" if quoted else "")
-            return ServiceError(sentence, "not-kvevents", _STATUS_HINTS.get(status // 100, ""), status)
+            return ServiceRequestError(sentence, "not-kvevents", _STATUS_HINTS.get(status // 100, ""), status)
         hint = f"set {TOKEN_VARIABLE}, or name a file with --token-file" if status == 401 else problem.hint
-        return ServiceError(problem.detail, problem.reason, hint, status)
+        return ServiceRequestError(problem.detail, problem.reason, hint, status)
 
 
 _STATUS_HINTS: Final = {

@@ -31,7 +31,18 @@ import msgspec
 from kvevents.cli.command import CommandLineError
 from kvevents.cli.options import Group, endpoint, port, positive_int, seconds, size, whole_number
 from kvevents.errors import ConfigError, UsageError
-from kvevents.settings import Fault, Range, Unit, fault_of, parse_toml, parts_of, read_toml, suggestion, types_in, with_path
+from kvevents.settings import (
+    Range,
+    SettingFault,
+    Unit,
+    fault_of,
+    parse_toml,
+    parts_of,
+    read_toml,
+    suggestion,
+    types_in,
+    with_path,
+)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -192,20 +203,20 @@ class SettingsParser(Generic[T]):
         """Return the values of the file, the environment and the options. Raises `ConfigError`."""
         given = SettingsValues(self, args.config)
         given.put(self._variables(environ))
-        options = {path: Value(getattr(args, path), each.flag) for path, each in self.settings.items() if path in args}
+        options = {path: GivenValue(getattr(args, path), each.flag) for path, each in self.settings.items() if path in args}
         given.put(options)
         return given
 
-    def _variables(self, environ: Mapping[str, str]) -> dict[str, Value]:
+    def _variables(self, environ: Mapping[str, str]) -> dict[str, GivenValue]:
         known = {each.variable: each for each in self.settings.values()}
-        found: dict[str, Value] = {}
+        found: dict[str, GivenValue] = {}
         for name, text in environ.items():
             if not name.startswith(self._prefix) or _SERVICE_LINK.match(f"{name.removeprefix(self._prefix)}={text}"):
                 continue
             if name not in known:
                 raise ConfigError(f"unknown variable {name}{suggestion(name, known).removesuffix(';')}")
             setting = known[name]
-            found[setting.path] = Value(setting.read_variable(text), name)
+            found[setting.path] = GivenValue(setting.read_variable(text), name)
         return found
 
     def _settings(self, kind: type[msgspec.Struct], table: str) -> Iterator[Setting]:
@@ -225,7 +236,7 @@ class SettingsParser(Generic[T]):
             yield found
 
 
-class Value(NamedTuple):
+class GivenValue(NamedTuple):
     """The value of a setting, as given."""
 
     value: Any
@@ -248,7 +259,7 @@ class SettingsValues(Generic[T]):
         self._file: Final = file
         self._origins: dict[str, str] = {}
 
-    def put(self, values: Mapping[str, Value]) -> None:
+    def put(self, values: Mapping[str, GivenValue]) -> None:
         """Set values, by the paths of their settings."""
         if not values.keys().isdisjoint(self._parser.alternatives):
             for path in self._parser.alternatives:
@@ -293,7 +304,7 @@ class SettingsValues(Generic[T]):
             table = inner if isinstance(inner, dict) else {}
         return table, name
 
-    def _error(self, fault: Fault) -> UsageError:
+    def _error(self, fault: SettingFault) -> UsageError:
         """Return the error about a fault, with the origin of the value as far as it is known."""
         within = self.origins(fault.place)
         flags = [origin for origin in within if origin.startswith("--")]

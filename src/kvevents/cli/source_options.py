@@ -9,7 +9,7 @@ import msgspec
 
 from kvevents.cli.command import CommandLineError
 from kvevents.cli.options import CURVE_FLAGS, Group, engine, engine_url, positive_int
-from kvevents.cli.settings_parser import SettingsParser, SettingsValues, Value
+from kvevents.cli.settings_parser import GivenValue, SettingsParser, SettingsValues
 from kvevents.endpoints import MAX_PORT
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def read_sources(given: SettingsValues[T], args: Namespace) -> T:
         raise CommandLineError("--worker needs --model: clients ask for the workers of a model")
     sources = [{**each, **common} for each in args.workers] + [{"base_url": each, **model} for each in args.engines]
     options = "--worker" if args.workers else "--engine"
-    named = {"sources": Value(sources, options), "dns": Value([{**each, **common} for each in args.names], "--dns")}
+    named = {"sources": GivenValue(sources, options), "dns": GivenValue([{**each, **common} for each in args.names], "--dns")}
     given.put({path: value for path, value in named.items() if value.value})
     settings = given.settings()
     return msgspec.structs.replace(settings, sources=settings.sources[len(given.in_file.get("sources", ())) :])

@@ -11,7 +11,7 @@ from kvevents.cli.console import Console
 from kvevents.cli.delivery_loop import DeliveryLoop, TrustChanges
 from kvevents.cli.event_format import Detail, LineFormat, encode_delivery, encode_trust
 from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources, source_name
-from kvevents.cli.process import Stop
+from kvevents.cli.process import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, Delivery, Gap, Reset, Trust
 from kvevents.subscriber import Subscriber
@@ -79,7 +79,7 @@ def run(args: Namespace) -> int:
     types = tuple(EVENT_TYPES[name] for name in args.type) if args.type else None
     event_filter = EventFilter(types, args.medium)
     remaining: int | None = args.count
-    with Stop() as stop:
+    with StopSignal() as stop:
         sources = read_sources(args)
         note_missing_endpoints(args, console)
         with Subscriber(sources) as subscriber:

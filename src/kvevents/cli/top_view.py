@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvevents.cli.console import duration, percentage, plural, printable, size
-from kvevents.cli.poller import Frame, Source
+from kvevents.cli.poller import Frame, PolledSource
 from kvevents.cli.service_client import source_issues, worker_name
 from kvevents.service.schemas import StatsAnswer
 
@@ -39,12 +39,12 @@ class Column:
     """One column of the table."""
 
     title: str
-    cell: Callable[[Source, float], str]
+    cell: Callable[[PolledSource, float], str]
     """Returns the text for a source at a time."""
     rank: int
     """A narrow view omits the columns with the largest ranks first, and never those with 0."""
     justify: Literal["left", "right"] = "right"
-    style: Callable[[Source], str] = lambda _: ""
+    style: Callable[[PolledSource], str] = lambda _: ""
 
 
 def _count(value: int) -> str:
@@ -55,11 +55,11 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
 
 
-def _lag(source: Source, _now: float) -> str:
+def _lag(source: PolledSource, _now: float) -> str:
     return "-" if source.lag_seconds is None else _short_duration(source.lag_seconds)
 
 
-def _age(source: Source, now: float) -> str:
+def _age(source: PolledSource, now: float) -> str:
     return "never" if source.last_event is None else duration(max(now - source.last_event, 0.0))
 
 
@@ -73,11 +73,11 @@ def _short_duration(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
 
 
-def _trust(source: Source, _now: float) -> str:
+def _trust(source: PolledSource, _now: float) -> str:
     return f"{source.trust.state} attested" if source.trust.attested else source.trust.state
 
 
-def _tiers(source: Source, _now: float) -> str:
+def _tiers(source: PolledSource, _now: float) -> str:
     return " ".join(f"{tier} {blocks:,}" for tier, blocks in source.tiers.items() if blocks)
 
 
@@ -227,7 +227,7 @@ def _faults(frame: Frame) -> list[Text]:
 # --- the table
 
 
-def _table(sources: Sequence[Source], now: float, width: int, *, dim: bool) -> Table:
+def _table(sources: Sequence[PolledSource], now: float, width: int, *, dim: bool) -> Table:
     cells = {column: [_text(column, source, now) for source in sources] for column in COLUMNS}
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, style="dim" if dim else "", header_style="dim")
     widths = _select_columns({column: _column_width(column, texts) for column, texts in cells.items()}, width)
@@ -238,7 +238,7 @@ def _table(sources: Sequence[Source], now: float, width: int, *, dim: bool) -> T
     return table
 
 
-def _text(column: Column, source: Source, now: float) -> Text:
+def _text(column: Column, source: PolledSource, now: float) -> Text:
     return Text(printable(column.cell(source, now)), column.style(source))
 
 

@@ -16,7 +16,7 @@ from kvevents.conform.http import ANSWER_SECONDS, request
 from kvevents.conform.indexer import ABILITIES, Indexer
 from kvevents.conform.process import Program, python_with
 from kvevents.conform.scenario import Ability, Scenario
-from kvevents.conform.target import Driver, Registration, Target, TargetError
+from kvevents.conform.target import Driver, EngineRegistration, Target, TargetError
 from kvevents.errors import MissingDependencyError
 from kvevents.version import version
 
@@ -47,7 +47,7 @@ class StartedIndexer(Indexer):
     def kill(self) -> None:
         self._program.kill()
 
-    def start(self, registrations: Sequence[Registration]) -> None:
+    def start(self, registrations: Sequence[EngineRegistration]) -> None:
         self._start()
         for registration in registrations:
             self.register(registration)
@@ -62,7 +62,7 @@ class Kvevents(StartedIndexer):
             raise TargetError(f"no snapshot was written within {SNAPSHOT_WAIT_SECONDS:g} s")
         super().kill()
 
-    def start(self, registrations: Sequence[Registration]) -> None:
+    def start(self, registrations: Sequence[EngineRegistration]) -> None:
         del registrations
         self._start()
 
@@ -94,7 +94,7 @@ class IndexerDriver(Driver):
             yield program.url
 
     @contextmanager
-    def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> Iterator[Target]:
+    def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> Iterator[Target]:
         """Yield an indexer without any workers."""
         del scenario, registrations
         with Program(self.title, self._command) as program:
@@ -118,7 +118,7 @@ class RunningIndexer(Driver):
         return ABILITIES
 
     @contextmanager
-    def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> Iterator[Target]:
+    def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> Iterator[Target]:
         """Yield the indexer. Afterwards the workers of the scenario are not registered any more."""
         del registrations
         first = FIRST_INSTANCE + INSTANCES * next(self._scenarios)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from kvevents.conform.scenario import Cut, Engine, HalfOpen, Publish, Restart, Scenario, Skip, Stall, expand
+from kvevents.conform.scenario import Cut, HalfOpen, Publish, Restart, Scenario, ScenarioEngine, Skip, Stall, expand
 from kvevents.recording import LiveBatch
 from kvevents.testing import FaultProxy, Faults, TapePlayer
 from kvevents.testing.ports import reserve_port
@@ -24,7 +24,7 @@ CUT_SECONDS: Final = 2.0
 UNRESOLVABLE: Final = "tcp://no-such-engine.invalid:5557"
 
 
-class Address(NamedTuple):
+class EngineAddress(NamedTuple):
     """The description of an engine that a target receives."""
 
     worker: str
@@ -66,7 +66,7 @@ class ScriptedEngine:
     """One engine of a scenario. Its methods are the steps of the same names; all but `close` belong to one thread."""
 
     def __init__(self, name: str, scenario: Scenario) -> None:
-        self.settings: Final[Engine] = scenario.engines[name]
+        self.settings: Final[ScenarioEngine] = scenario.engines[name]
         self._name = name
         self._incarnations = iter(batches_by_incarnation(name, scenario))
         self._topic = self.settings.topic.encode()
@@ -109,9 +109,9 @@ class ScriptedEngine:
             self._open.enter_context(port.holder)
         return port.endpoint
 
-    def address(self, replay_endpoint: str | None) -> Address:
+    def address(self, replay_endpoint: str | None) -> EngineAddress:
         """Return the description for a target, with the replay endpoint of this or of another engine."""
-        return Address(self.settings.worker or self._name, self.settings.rank, self.endpoint, replay_endpoint)
+        return EngineAddress(self.settings.worker or self._name, self.settings.rank, self.endpoint, replay_endpoint)
 
     def publish(self, times: int, *, lost: bool) -> None:
         """Publish the next batches of the script."""

@@ -19,7 +19,7 @@ MAX_BYTES: Final = 64 << 20
 """Size of one answer."""
 
 
-class Answer(NamedTuple):
+class TargetResponse(NamedTuple):
     """Status and body."""
 
     status: int
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
         return f"{self.status} {error}".strip()
 
 
-def request(url: str, method: str = "GET", body: Any = None, *, seconds: float = ANSWER_SECONDS) -> Answer:
+def request(url: str, method: str = "GET", body: Any = None, *, seconds: float = ANSWER_SECONDS) -> TargetResponse:
     """Send a request, with `body` as JSON, and return the answer. Raise `TargetError`."""
     deadline = time.monotonic() + seconds
     parts = urlsplit(url)
@@ -63,7 +63,7 @@ def request(url: str, method: str = "GET", body: Any = None, *, seconds: float =
         while chunk := response.read1(1 << 16):
             found += chunk
             _check(found, deadline)
-        return Answer(response.status, bytes(found))
+        return TargetResponse(response.status, bytes(found))
     except TooLargeError as error:
         raise TargetError(f"{method} {url} answered more than {MAX_BYTES} bytes") from error
     except TimeoutError as error:

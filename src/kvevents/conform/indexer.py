@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.conform.http import ANSWER_SECONDS, Answer, request
-from kvevents.conform.scenario import Ability, Query
-from kvevents.conform.target import Registration, RejectedError, Target, TargetError
-from kvevents.conform.verdict import Difference
+from kvevents.conform.http import ANSWER_SECONDS, TargetResponse, request
+from kvevents.conform.scenario import Ability, CheckQuery
+from kvevents.conform.target import EngineRegistration, RejectedError, Target, TargetError
+from kvevents.conform.verdict import WrongAnswer
 
 ACCEPTED: Final = frozenset({200, 201})
 EXACT: Final = "EXACT"
@@ -58,18 +58,18 @@ class Indexer(Target):
         self._model = model
         self._first = first
         self._instances: dict[str, int] = {}
-        self._registrations: list[Registration] = []
+        self._registrations: list[EngineRegistration] = []
 
     # --- following
 
-    def register(self, registration: Registration) -> None:
+    def register(self, registration: EngineRegistration) -> None:
         self._instances.setdefault(registration.address.worker, self._first + len(self._instances))
         answer = self.ask("POST", "/register", self._registration_body(registration))
         if answer.status not in ACCEPTED:
             raise RejectedError(answer.text)
         self._registrations.append(registration)
 
-    def unregister(self, registration: Registration) -> None:
+    def unregister(self, registration: EngineRegistration) -> None:
         self._registrations.remove(registration)
         answer = self.ask("POST", "/unregister", self._identity(registration))
         if answer.status not in ACCEPTED:
@@ -80,12 +80,12 @@ class Indexer(Target):
         for registration in self._registrations:
             self.ask("POST", "/unregister", self._identity(registration))
 
-    def _identity(self, registration: Registration) -> dict[str, Any]:
+    def _identity(self, registration: EngineRegistration) -> dict[str, Any]:
         """Return the fields by which a registration is ended."""
         body = {"instance_id": self._instances[registration.address.worker], "model_name": self._model}
         return body if registration.tenant is None else {**body, "tenant_id": registration.tenant}
 
-    def _registration_body(self, registration: Registration) -> dict[str, Any]:
+    def _registration_body(self, registration: EngineRegistration) -> dict[str, Any]:
         address = registration.address
         body = {
             **self._identity(registration),
@@ -97,10 +97,10 @@ class Indexer(Target):
 
     # --- answers
 
-    def differences(self, queries: Sequence[Query]) -> list[Difference]:
+    def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
         return [difference for query in queries for difference in self._compare(query)]
 
-    def _compare(self, query: Query) -> list[Difference]:
+    def _compare(self, query: CheckQuery) -> list[WrongAnswer]:
         names = {str(instance): name for name, instance in self._instances.items()}
         matches = {names.get(instance, f"instance-{instance}"): match for instance, match in self._ask(query).items()}
         held = {name: match.longest_matched for name, match in matches.items()}
@@ -114,10 +114,10 @@ class Indexer(Target):
                     {state for state in matches[worker].trust.values() if state != EXACT} if worker in matches else ()
                 )
                 report = f"the answer is {', '.join(doubts)}" if doubts else None
-                found.append(Difference(worker, f"{name}: {answered} of {true} tokens", report))
+                found.append(WrongAnswer(worker, f"{name}: {answered} of {true} tokens", report))
         return found
 
-    def _ask(self, query: Query) -> dict[str, Match]:
+    def _ask(self, query: CheckQuery) -> dict[str, Match]:
         """Return what each instance holds of a prompt."""
         answer = self.ask("POST", "/query", {**_query_fields(query), **self._scope()})
         if answer.status == 404:  # a model without workers
@@ -130,7 +130,7 @@ class Indexer(Target):
         """Return the fields that say which workers a query is about."""
         return {"model_name": self._model}
 
-    def _matches(self, answer: Answer) -> dict[str, Match]:
+    def _matches(self, answer: TargetResponse) -> dict[str, Match]:
         return answer.decode(_Matches).instances
 
     def reports(self) -> dict[str, str | None]:
@@ -138,12 +138,12 @@ class Indexer(Target):
         workers = {str(each.instance_id): each for each in listed}
         return {name: _report(workers.get(str(instance))) for name, instance in self._instances.items()}
 
-    def ask(self, method: str, path: str, body: Any = None) -> Answer:
+    def ask(self, method: str, path: str, body: Any = None) -> TargetResponse:
         """Send one request. Raise `TargetError`."""
         return request(self._url + path, method, body, seconds=self._answer_seconds)
 
 
-def _query_fields(query: Query) -> dict[str, Any]:
+def _query_fields(query: CheckQuery) -> dict[str, Any]:
     """Return the fields of a query that both forms of the API have."""
     # kvevents answers what an engine would find, which never includes the last token; Dynamo ignores unknown fields.
     names = {"lora_name": query.lora, "cache_salt": query.salt, "tenant_id": query.tenant}
@@ -195,7 +195,7 @@ class _Services(msgspec.Struct):
 class MooncakeIndexer(Indexer):
     """An indexer with the API as RFC #1403 and Mooncake's Conductor have it."""
 
-    def _identity(self, registration: Registration) -> dict[str, Any]:
+    def _identity(self, registration: EngineRegistration) -> dict[str, Any]:
         return {
             "instance_id": str(self._instances[registration.address.worker]),
             "modelname": self._model,
@@ -209,7 +209,7 @@ class MooncakeIndexer(Indexer):
         sizes = [registration.block_size for registration in self._registrations]
         return {"model": self._model, "block_size": max(sizes, default=1)}
 
-    def _matches(self, answer: Answer) -> dict[str, Match]:
+    def _matches(self, answer: TargetResponse) -> dict[str, Match]:
         tenants = answer.decode(dict[str, dict[str, _MooncakeMatch]])
         rows = [row for instances in tenants.values() for row in instances.items()]
         return {instance: Match(match.longest_matched, match.dp, match.trust) for instance, match in rows}

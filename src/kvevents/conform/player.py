@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from kvevents.conform import scenario as steps
 from kvevents.conform.engine import POLL_SECONDS, ScriptedEngine
-from kvevents.conform.scenario import Query, Scenario
-from kvevents.conform.target import Driver, Registration, RejectedError, Target, TargetError
-from kvevents.conform.verdict import Outcome, Result, Verdict, judge, worst
+from kvevents.conform.scenario import CheckQuery, Scenario
+from kvevents.conform.target import Driver, EngineRegistration, RejectedError, Target, TargetError
+from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, judge, worst
 
 SUBSCRIBE_SECONDS: Final = 15.0
 """Time of a target to subscribe, or to subscribe again."""
@@ -25,24 +25,24 @@ class Player:
     """One scenario on one target."""
 
     def __init__(self, scenario: Scenario, target: Target, engines: dict[str, ScriptedEngine]) -> None:
-        self.outcomes: Final[list[Outcome]] = []
+        self.outcomes: Final[list[ScenarioOutcome]] = []
         """One for each check so far."""
         self.silent_seconds = 0.0
         self._scenario = scenario
         self._target = target
         self._engines = engines
-        self._registered: dict[str, Registration] = {}
+        self._registered: dict[str, EngineRegistration] = {}
         self._rejected: dict[str, str] = {}
         self._notes: list[str] = []
 
-    def play(self) -> Outcome:
+    def play(self) -> ScenarioOutcome:
         """Do the steps until an answer is silently wrong, and return the worst outcome. Raise `TargetError`."""
         for step in self._scenario.steps:
             self._do(step)
             if self.outcomes and self.outcomes[-1].verdict is Verdict.SILENT:
                 break
         verdict, detail = worst(self.outcomes)
-        return Outcome(verdict, "; ".join(filter(None, [detail, *self._notes])))
+        return ScenarioOutcome(verdict, "; ".join(filter(None, [detail, *self._notes])))
 
     @singledispatchmethod
     def _do(self, step: Any) -> None:
@@ -114,7 +114,7 @@ class Player:
     def _check(self, step: steps.Check) -> None:
         self.outcomes.append(self._query_until_stable(step.queries, step.reports, step.within))
 
-    def _query_until_stable(self, queries: Sequence[Query], required: Sequence[str], seconds: float) -> Outcome:
+    def _query_until_stable(self, queries: Sequence[CheckQuery], required: Sequence[str], seconds: float) -> ScenarioOutcome:
         """Ask until the answers have been right for a moment, or until time is up."""
         began = right_since = time.monotonic()
         while True:
@@ -130,12 +130,12 @@ class Player:
             time.sleep(POLL_SECONDS)
 
 
-def registration_of(step: steps.Register, scenario: Scenario, engines: Mapping[str, ScriptedEngine]) -> Registration:
+def registration_of(step: steps.Register, scenario: Scenario, engines: Mapping[str, ScriptedEngine]) -> EngineRegistration:
     """Return what a step registers."""
     engine = engines[step.engine]
     other = engine.settings.replay_of
     address = engine.address(engine.replay_endpoint if other is None else engines[other].replay_endpoint)
-    return Registration(address, scenario.block_size if step.block_size is None else step.block_size, step.tenant)
+    return EngineRegistration(address, scenario.block_size if step.block_size is None else step.block_size, step.tenant)
 
 
 def play(scenario: Scenario, driver: Driver) -> Result:

@@ -25,7 +25,7 @@ from kvevents.conform import scenario as steps
 from kvevents.conform.process import Program
 from kvevents.conform.scenario import PublisherScenario
 from kvevents.conform.target import TargetError
-from kvevents.conform.verdict import Outcome, Result, Verdict, worst
+from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.testing.ports import reserve_port
@@ -55,7 +55,7 @@ WATCHED_BATCHES: Final = 10
 HASHES_PER_INCARNATION: Final = 1_000_000
 
 
-class Stream(NamedTuple):
+class ReceivedStream(NamedTuple):
     """What was received of a stream, and how it ended."""
 
     batches: list[tuple[int, bytes]]
@@ -101,25 +101,25 @@ def is_snapshot(payload: bytes) -> bool:
     return bool(events) and isinstance(events[0], AllBlocksCleared)
 
 
-def judge_stream(stream: Stream, start: int, wanted: set[int], possible: set[int]) -> Outcome:
+def judge_stream(stream: ReceivedStream, start: int, wanted: set[int], possible: set[int]) -> ScenarioOutcome:
     """Return the verdict about batches from number `start` on, of which a consumer must hold `wanted` afterwards."""
     held, last, gaps = set[int](), start - 1, list[str]()
     for number, payload in stream.batches:
         if number <= last and not (held == set() and is_snapshot(payload)):
-            return Outcome(Verdict.SILENT, f"number {number} came after {last}")
+            return ScenarioOutcome(Verdict.SILENT, f"number {number} came after {last}")
         if number != last + 1 and not is_snapshot(payload):
             gaps.append(f"numbers {last + 1} to {number - 1} are missing")
         last = number
         if (fault := apply(held, payload)) is not None:
-            return Outcome(Verdict.SILENT, f"number {number} cannot be read: {fault}")
+            return ScenarioOutcome(Verdict.SILENT, f"number {number} cannot be read: {fault}")
     missing, foreign = len(wanted - held), len(held - possible)
     if foreign:
-        return Outcome(Verdict.SILENT, f"{foreign} blocks that were not given")
+        return ScenarioOutcome(Verdict.SILENT, f"{foreign} blocks that were not given")
     if not missing:
-        return Outcome(Verdict.CORRECT if stream.fault is None else Verdict.REPORTED, stream.fault or "")
+        return ScenarioOutcome(Verdict.CORRECT if stream.fault is None else Verdict.REPORTED, stream.fault or "")
     said = [*gaps[:3], stream.fault] if stream.fault else gaps[:3]
     detail = f"{missing} of {len(wanted)} blocks are missing"
-    return Outcome(Verdict.REPORTED if said else Verdict.SILENT, "; ".join([detail, *said]))
+    return ScenarioOutcome(Verdict.REPORTED if said else Verdict.SILENT, "; ".join([detail, *said]))
 
 
 class Publisher:
@@ -149,7 +149,7 @@ class PublisherPlayer:
     """One scenario with one publisher."""
 
     def __init__(self, publisher: Publisher, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.outcomes: Final[list[Outcome]] = []
+        self.outcomes: Final[list[ScenarioOutcome]] = []
         self._publisher = publisher
         self._context = context
         self._readers: dict[str, zmq.Socket[bytes]] = {}
@@ -168,7 +168,7 @@ class PublisherPlayer:
         return self._publisher.program
 
     @do.register
-    def _feed(self, step: steps.Feed) -> None:
+    def _feed(self, step: steps.FeedBatches) -> None:
         lines = b"".join(batch_line(self._incarnation, self._given + place) for place in range(step.batches))
         self._given += step.batches
         self._program.feed(lines, FEED_SECONDS)
@@ -225,15 +225,15 @@ class PublisherPlayer:
         wanted = {block_hash(self._incarnation, number) for number in numbers}
         self.outcomes.append(judge_stream(stream, step.first, wanted, wanted))
 
-    def _read_live(self, reader: str, count: int, seconds: float) -> Stream:
+    def _read_live(self, reader: str, count: int, seconds: float) -> ReceivedStream:
         """Read until `count` batches have come, or time is up."""
         own, deadline, batches = self._readers[reader], time.monotonic() + seconds, list[tuple[int, bytes]]()
         while len(batches) < count and own.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
             message = parse_live(own.recv_multipart())
             if isinstance(message, Malformed):
-                return Stream(batches, f"an invalid live message: {message.reason}")
+                return ReceivedStream(batches, f"an invalid live message: {message.reason}")
             batches.append((message.seq, message.payload))
-        return Stream(batches)
+        return ReceivedStream(batches)
 
     @do.register
     def _check_replay(self, step: steps.CheckReplay) -> None:
@@ -248,31 +248,33 @@ class PublisherPlayer:
             for dealer in dealers:
                 self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, wanted, possible))
 
-    def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> Stream:
+    def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> ReceivedStream:
         """Read a reply until its end marker, a silence, or until time is up."""
         deadline, batches = time.monotonic() + seconds, list[tuple[int, bytes]]()
         while time.monotonic() < deadline:
             if not dealer.poll(int(SILENCE_SECONDS * 1000)):
-                return Stream(batches, "the reply has no end marker")
+                return ReceivedStream(batches, "the reply has no end marker")
             message = parse_replay_reply(dealer.recv_multipart())
             if isinstance(message, ReplayEnd):
-                return Stream(batches)
+                return ReceivedStream(batches)
             if isinstance(message, Malformed):
-                return Stream(batches, f"an invalid message in the reply: {message.reason}")
+                return ReceivedStream(batches, f"an invalid message in the reply: {message.reason}")
             batches.append((message.seq, message.payload))
-        return Stream(batches, f"the reply did not end within {seconds:g} s")
+        return ReceivedStream(batches, f"the reply did not end within {seconds:g} s")
 
     @do.register
     def _check_watched(self, step: steps.CheckWatched) -> None:
         self._subscribe(steps.Subscribe("watcher"))
         if self._publisher.program is not None:
-            self._feed(steps.Feed(WATCHED_BATCHES))
+            self._feed(steps.FeedBatches(WATCHED_BATCHES))
         live = self._read_live("watcher", sys.maxsize, step.seconds)
         self.outcomes.append(self._compare_with_replay(live, step.seconds))
 
-    def _compare_with_replay(self, live: Stream, seconds: float) -> Outcome:
+    def _compare_with_replay(self, live: ReceivedStream, seconds: float) -> ScenarioOutcome:
         if live.fault is not None or not live.batches:
-            return Outcome(Verdict.SILENT if live.fault else Verdict.NOT_APPLICABLE, live.fault or "nothing was published")
+            return ScenarioOutcome(
+                Verdict.SILENT if live.fault else Verdict.NOT_APPLICABLE, live.fault or "nothing was published"
+            )
         unreadable = [number for number, payload in live.batches if decode_batch(payload).rejected]
         first, last = live.batches[0][0], live.batches[-1][0]
         with self._context.socket(zmq.DEALER) as dealer:
@@ -285,10 +287,10 @@ class PublisherPlayer:
         twice = [number for number, count in Counter(number for number, _ in live.batches).items() if count > 1]
         for numbers, fault in ((unreadable, "cannot be read"), (different, "differ from their replay"), (twice, "came twice")):
             if numbers:
-                return Outcome(Verdict.SILENT, f"live numbers {numbers[:5]} {fault}")
+                return ScenarioOutcome(Verdict.SILENT, f"live numbers {numbers[:5]} {fault}")
         faults = [f"numbers {missing[:5]} are not replayed"] if missing else []
         faults += [reply.fault] if reply.fault else []
-        return Outcome(Verdict.REPORTED if faults else Verdict.CORRECT, "; ".join(faults))
+        return ScenarioOutcome(Verdict.REPORTED if faults else Verdict.CORRECT, "; ".join(faults))
 
 
 PublisherCommand = Callable[[str, str, int], Sequence[str]]
@@ -316,9 +318,9 @@ class PublisherDriver:
         seconds = round(time.monotonic() - began, 1)
         return Result(scenario.name, scenario.group, scenario.title, outcome.verdict, outcome.detail, seconds, 0.0)
 
-    def _outcome(self, scenario: PublisherScenario) -> Outcome:
+    def _outcome(self, scenario: PublisherScenario) -> ScenarioOutcome:
         if scenario.needs and isinstance(self._source, RunningPublisher):
-            return Outcome(
+            return ScenarioOutcome(
                 Verdict.NOT_APPLICABLE,
                 "the referee cannot give batches to a running publisher; name its command instead of endpoints",
             )
@@ -333,7 +335,7 @@ class PublisherDriver:
                     player.do(step)
                 return worst(player.outcomes)
         except TargetError as error:
-            return Outcome(Verdict.UNANSWERED, str(error))
+            return ScenarioOutcome(Verdict.UNANSWERED, str(error))
 
     def _publisher(self, scenario: PublisherScenario, stack: ExitStack) -> Publisher:
         if isinstance(self._source, RunningPublisher):

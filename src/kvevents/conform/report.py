@@ -16,7 +16,7 @@ from kvevents.conform.verdict import FAILURES, Result, Verdict
 from kvevents.version import version
 
 
-class Run(msgspec.Struct, frozen=True):
+class ConformRun(msgspec.Struct, frozen=True):
     """A run of scenarios: targets, machine and results."""
 
     target: str
@@ -49,19 +49,19 @@ class Run(msgspec.Struct, frozen=True):
         return f"{self.target}: {counts}" + (f"; {left_out} not applicable" if left_out else "")
 
 
-def make_run(target: str, command: Sequence[str], seconds: float, results: list[Result]) -> Run:
+def make_run(target: str, command: Sequence[str], seconds: float, results: list[Result]) -> ConformRun:
     """Return the results with what they were measured on."""
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     today = datetime.now(UTC).date().isoformat()
-    return Run(target, " ".join(command), today, machine, version(), VERSION, round(seconds, 1), results)
+    return ConformRun(target, " ".join(command), today, machine, version(), VERSION, round(seconds, 1), results)
 
 
-def to_json(run: Run) -> bytes:
+def to_json(run: ConformRun) -> bytes:
     """Return a run as JSON, with one line for each scenario."""
     return msgspec.json.format(msgspec.json.encode(run), indent=1)
 
 
-def to_junit(run: Run) -> bytes:
+def to_junit(run: ConformRun) -> bytes:
     """Return a run as JUnit XML: silent errors are failures, missing answers are errors."""
     counts = run.counts
     suite = ET.Element(

@@ -21,9 +21,9 @@ import msgspec
 
 from kvevents.conform.http import request
 from kvevents.conform.process import Program, python_with
-from kvevents.conform.scenario import Ability, Query, Scenario
-from kvevents.conform.target import Driver, Registration, Target
-from kvevents.conform.verdict import Difference
+from kvevents.conform.scenario import Ability, CheckQuery, Scenario
+from kvevents.conform.target import Driver, EngineRegistration, Target
+from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
@@ -40,7 +40,7 @@ CONTROL_SECONDS: Final = 0.1
 VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
 
 
-class Member(NamedTuple):
+class RouterWorker(NamedTuple):
     """The description of a worker that a router receives."""
 
     url: str
@@ -48,7 +48,7 @@ class Member(NamedTuple):
     replay_endpoint: str | None
 
 
-class Worker:
+class FakeWorker:
     """An OpenAI server without a model: token ids are the numbers of the prompt, and each answer is the worker's name."""
 
     def __init__(self, name: str) -> None:
@@ -170,17 +170,17 @@ class _Completion(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
-class Router(Target):
+class RouterTarget(Target):
     """A router in a process of the referee."""
 
-    def __init__(self, program: Program, workers: dict[str, Worker], control: Control, block_size: int) -> None:
+    def __init__(self, program: Program, workers: dict[str, FakeWorker], control: Control, block_size: int) -> None:
         self._program = program
         self._workers = workers
         self._control = control
         self._block_size = block_size
         self._registered: set[str] = set()
 
-    def register(self, registration: Registration) -> None:
+    def register(self, registration: EngineRegistration) -> None:
         if not self._registered:
             self._start()
         self._registered.add(registration.address.worker)
@@ -190,10 +190,10 @@ class Router(Target):
         body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 1}
         self._program.start(lambda: request(f"{self._program.url}/v1/completions", "POST", body, seconds=5.0).status == 200)
 
-    def differences(self, queries: Sequence[Query]) -> list[Difference]:
+    def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
         return [each for query in queries if (each := self._compare(query)) is not None]
 
-    def _compare(self, query: Query) -> Difference | None:
+    def _compare(self, query: CheckQuery) -> WrongAnswer | None:
         tokens = query.ids
         held = {name: tokens for name, tokens in query.held.items() if ":" not in name}
         best = max(held.values(), default=0)
@@ -209,14 +209,14 @@ class Router(Target):
         for _ in range(REQUESTS):
             answer = request(f"{self._program.url}/v1/completions", "POST", body)
             if answer.status != 200:
-                return Difference(min(right), f"a request was answered with {answer.text}", "an error")
+                return WrongAnswer(min(right), f"a request was answered with {answer.text}", "an error")
             chosen[answer.decode(_Completion).choices[0].text] += 1
         if chosen.keys() <= right:
             return None
         wrong = max(chosen.keys() - right, key=lambda name: chosen[name])
         count = "all requests" if chosen[wrong] == REQUESTS else f"{chosen[wrong]} of {REQUESTS} requests"
         truth = ", ".join(f"{name} {each}" for name, each in sorted({**held, CONTROL: control}.items()))
-        return Difference(wrong, f"{count} sent to {wrong}; tokens held: {truth}")
+        return WrongAnswer(wrong, f"{count} sent to {wrong}; tokens held: {truth}")
 
     def reports(self) -> dict[str, str | None]:
         return dict.fromkeys(self._registered)
@@ -227,7 +227,7 @@ class Router(Target):
     def kill(self) -> None:
         self._program.kill()
 
-    def start(self, registrations: Sequence[Registration]) -> None:
+    def start(self, registrations: Sequence[EngineRegistration]) -> None:
         del registrations
         self._start()
 
@@ -239,14 +239,14 @@ class Ports(NamedTuple):
     metrics: int
 
 
-Command = Callable[[Ports, int, Sequence[Member]], Sequence[str]]
+RouterCommand = Callable[[Ports, int, Sequence[RouterWorker]], Sequence[str]]
 """Returns the command of a router from its ports, the block size, and its workers."""
 
 
 class RouterDriver(Driver):
     """Starts a router for each scenario, which knows all its workers from its start."""
 
-    def __init__(self, title: str, command: Command) -> None:
+    def __init__(self, title: str, command: RouterCommand) -> None:
         self.title = title
         self._command = command
 
@@ -256,17 +256,19 @@ class RouterDriver(Driver):
         return frozenset({"kill", "salt"})
 
     @contextmanager
-    def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> Iterator[Target]:
+    def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> Iterator[Target]:
         """Yield a router that starts with the first registration."""
         with ExitStack() as stack:
             control = Control(scenario.block_size)
             stack.callback(control.close)
             names = [CONTROL, *(each.address.worker for each in registrations)]
-            workers = {name: Worker(name) for name in names}
+            workers = {name: FakeWorker(name) for name in names}
             for worker in workers.values():
                 stack.callback(worker.close)
-            members = [Member(workers[CONTROL].url, control.endpoint, control.replay_endpoint)]
-            members += [Member(workers[each.worker].url, each.endpoint, each.replay_endpoint) for each, *_ in registrations]
+            members = [RouterWorker(workers[CONTROL].url, control.endpoint, control.replay_endpoint)]
+            members += [
+                RouterWorker(workers[each.worker].url, each.endpoint, each.replay_endpoint) for each, *_ in registrations
+            ]
 
             # Held, because routers of several scenarios run at a time.
             metrics = reserve_port(ANY_LOCAL_PORT)
@@ -278,14 +280,14 @@ class RouterDriver(Driver):
                 return self._command(ports, scenario.block_size, members)
 
             program = stack.enter_context(Program(self.title, command))
-            yield Router(program, workers, control, scenario.block_size)
+            yield RouterTarget(program, workers, control, scenario.block_size)
 
 
 def vllm_router(folder: Path) -> Driver:
     """Return the driver of vllm-router with its policy `kv_aware`, from its wheel in a virtual environment in `folder`."""
     program = str(Path(python_with(*VLLM_ROUTER, folder)).with_name("vllm-router"))
 
-    def command(ports: Ports, block_size: int, members: Sequence[Member]) -> list[str]:
+    def command(ports: Ports, block_size: int, members: Sequence[RouterWorker]) -> list[str]:
         words = [program, "--host", "127.0.0.1", "--port", str(ports.requests), "--prometheus-port", str(ports.metrics)]
         words += ["--policy", "kv_aware", "--kv-event-block-size", str(block_size), "--kv-event-model", MODEL]
         for member in members:
@@ -304,7 +306,7 @@ def command_router(template: str) -> Driver:
     command that cannot be split or has other fields.
     """
 
-    def command(ports: Ports, block_size: int, members: Sequence[Member]) -> list[str]:
+    def command(ports: Ports, block_size: int, members: Sequence[RouterWorker]) -> list[str]:
         fields = {
             "port": ports.requests,
             "metrics_port": ports.metrics,

@@ -53,7 +53,7 @@ class Tokens(Struct, frozen=True, forbid_unknown_fields=True, rename={"run": "$t
         return list(range(first, first + count))
 
 
-class Engine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An engine: a PUB socket for live batches, a ROUTER socket for replay, and a replay buffer."""
 
     worker: Name | None = None
@@ -187,7 +187,7 @@ class Pause(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag
     seconds: Seconds
 
 
-class Query(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A prompt, and the right answer."""
 
     tokens: Tokens | list[int]
@@ -207,14 +207,14 @@ class Query(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 class Settle(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="settle"):
     """Wait until the answers are right, for `within` seconds at most. What they are is not judged."""
 
-    queries: list[Query]
+    queries: list[CheckQuery]
     within: Seconds = 5.0
 
 
 class Check(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check"):
     """Ask until the answers are right and stay right for a moment, for `within` seconds at most, and judge."""
 
-    queries: list[Query] = []
+    queries: list[CheckQuery] = []
     reports: list[Name] = []
     """Workers that the target must report as not well, because no answer about them can be right."""
     within: Seconds = 8.0
@@ -251,7 +251,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     title: str
     """What happens, in one phrase."""
     group: Literal["dialects", "losses", "restarts", "bytes", "blocks", "registration"]
-    engines: dict[Name, Engine]
+    engines: dict[Name, ScenarioEngine]
     steps: Annotated[list[Step], Meta(min_length=1)]
     block_size: Annotated[int, Meta(ge=1)] = 16
     needs: list[Ability] = []
@@ -261,7 +261,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         return self.engines[engine].worker or engine
 
 
-class Feed(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="feed"):
+class FeedBatches(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="feed"):
     """Give the publisher batches. Each stores one block: batch n of an incarnation stores block n behind block n - 1."""
 
     batches: Annotated[int, Meta(ge=1, le=100_000)]
@@ -316,7 +316,7 @@ class CheckWatched(Struct, frozen=True, forbid_unknown_fields=True, tag_field="d
 
 
 PublisherStep = (
-    Feed | Subscribe | SendRequest | RestartPublisher | EndPublisher | Pause | CheckLive | CheckReplay | CheckWatched
+    FeedBatches | Subscribe | SendRequest | RestartPublisher | EndPublisher | Pause | CheckLive | CheckReplay | CheckWatched
 )
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from kvevents.conform.engine import Address
-from kvevents.conform.scenario import Ability, Query, Scenario
-from kvevents.conform.verdict import Difference
+from kvevents.conform.engine import EngineAddress
+from kvevents.conform.scenario import Ability, CheckQuery, Scenario
+from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ExternalError
 
 
@@ -26,10 +26,10 @@ class RejectedError(ExternalError):
     """The target rejected a registration. The message is its answer."""
 
 
-class Registration(NamedTuple):
+class EngineRegistration(NamedTuple):
     """An engine to follow."""
 
-    address: Address
+    address: EngineAddress
     block_size: int
     tenant: str | None
 
@@ -38,11 +38,11 @@ class Target(ABC):
     """A program under test, for one scenario. Every method returns within a bounded time, or raises `TargetError`."""
 
     @abstractmethod
-    def register(self, registration: Registration) -> None:
+    def register(self, registration: EngineRegistration) -> None:
         """Follow an engine. Raise `RejectedError`."""
 
     @abstractmethod
-    def differences(self, queries: Sequence[Query]) -> list[Difference]:
+    def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
         """Ask, and return what differs from the truth."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Target(ABC):
     def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
         """Handle the end of a worker's engine: end everything else that the referee plays for this worker."""
 
-    def unregister(self, registration: Registration) -> None:
+    def unregister(self, registration: EngineRegistration) -> None:
         """Stop following an engine."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class Target(ABC):
         """End the process with SIGKILL, after it has stored its state."""
         raise NotImplementedError
 
-    def start(self, registrations: Sequence[Registration]) -> None:
+    def start(self, registrations: Sequence[EngineRegistration]) -> None:
         """Start the process again, and register again what it does not remember."""
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class Driver(ABC):
     """Name and version."""
 
     @abstractmethod
-    def target(self, scenario: Scenario, registrations: Sequence[Registration]) -> AbstractContextManager[Target]:
+    def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> AbstractContextManager[Target]:
         """Return a context in which the target runs. `registrations` are those that the scenario makes later.
 
         Raise `TargetError` if it does not start.

@@ -28,7 +28,7 @@ FAILURES: Final = frozenset({Verdict.SILENT, Verdict.UNANSWERED})
 """Verdicts that make a run fail."""
 
 
-class Difference(NamedTuple):
+class WrongAnswer(NamedTuple):
     """An answer about one worker that is not the truth."""
 
     worker: str
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
     """What the answer itself reports against the worker."""
 
 
-class Outcome(NamedTuple):
+class ScenarioOutcome(NamedTuple):
     """The verdict about one look at a target, and why."""
 
     verdict: Verdict
@@ -60,7 +60,9 @@ class Result(msgspec.Struct, frozen=True):
     """Time for which an answer was wrong and nothing reported it, until the end of the scenario at most."""
 
 
-def judge(differences: Sequence[Difference], reports: Mapping[str, str | None], required: Sequence[str] = ()) -> Outcome:
+def judge(
+    differences: Sequence[WrongAnswer], reports: Mapping[str, str | None], required: Sequence[str] = ()
+) -> ScenarioOutcome:
     """Return the verdict about the differences from the truth.
 
     `reports` has for each worker what the target says against it, or None if it says that all is well. `required` are
@@ -74,12 +76,12 @@ def judge(differences: Sequence[Difference], reports: Mapping[str, str | None], 
     concerned = {each.worker for each in differences}
     found = [each.text for each in differences] + [f"nothing says that {name} cannot be followed" for name in unreported]
     if not found:
-        return Outcome(Verdict.REPORTED if required else Verdict.CORRECT, said)
+        return ScenarioOutcome(Verdict.REPORTED if required else Verdict.CORRECT, said)
     silent = bool(unreported) or any(reports.get(name) is None for name in concerned)
-    return Outcome(Verdict.SILENT if silent else Verdict.REPORTED, "; ".join([*found, said] if said else found))
+    return ScenarioOutcome(Verdict.SILENT if silent else Verdict.REPORTED, "; ".join([*found, said] if said else found))
 
 
-def worst(outcomes: Sequence[Outcome]) -> Outcome:
+def worst(outcomes: Sequence[ScenarioOutcome]) -> ScenarioOutcome:
     """Return the worst outcome, the last one if several are equally bad; a correct one without outcomes."""
     order = list(Verdict)
-    return max(reversed(outcomes), key=lambda each: order.index(each.verdict), default=Outcome(Verdict.CORRECT, ""))
+    return max(reversed(outcomes), key=lambda each: order.index(each.verdict), default=ScenarioOutcome(Verdict.CORRECT, ""))

@@ -117,14 +117,14 @@ class Placement(NamedTuple):
     ownership: str | None
 
 
-class Scope(NamedTuple):
+class ClearScope(NamedTuple):
     """What a clear removes: everything, or one tier, or one group, or one group on one tier."""
 
     tier: str | None
     group: int | None
 
 
-_EVERYTHING: Final = Scope(None, None)
+_EVERYTHING: Final = ClearScope(None, None)
 
 
 class BatchPosition(NamedTuple):
@@ -352,18 +352,18 @@ class WorkerCache:
         fields = scope_of(event)
         tier = tier_of(fields["medium"]) if "medium" in fields else None
         group = fields.get("group_idx")
-        scope = Scope(tier, group)
+        scope = ClearScope(tier, group)
         self._end_all("cleared", batch.at, scope)
         self._forget_removed(scope)
         return [self._row_without_block("cleared", batch, position, (tier, fields.get("medium"), group, None, None))]
 
-    def _end_all(self, how: str, at: float | None, scope: Scope) -> None:
+    def _end_all(self, how: str, at: float | None, scope: ClearScope) -> None:
         for value in list(self._blocks):
             for placement in list(self._blocks[value].residencies):
                 if _is_in_scope(placement, scope):
                     self._end_residency(value, placement, how, at)
 
-    def _forget_removed(self, scope: Scope) -> None:
+    def _forget_removed(self, scope: ClearScope) -> None:
         for placement in [placement for placement in self._reuse if _is_in_scope(placement, scope)]:
             self._forgotten += self._reuse.pop(placement).forgotten
 
@@ -405,7 +405,7 @@ def _placement_of(event: BlockStored | BlockRemoved) -> Placement:
     return Placement(tier_of(event.medium), group if -_I63 <= group < _I63 else None, event.locality, event.ownership)
 
 
-def _is_in_scope(placement: Placement, scope: Scope) -> bool:
+def _is_in_scope(placement: Placement, scope: ClearScope) -> bool:
     return scope.tier in {None, placement.tier} and scope.group in {None, placement.group}
 
 

@@ -12,7 +12,7 @@ from kvevents.plane.records import BatchRecord, GapRecord, IncarnationRecord, Jo
 from kvevents.stream import payload_digest
 
 
-class Verdict(Enum):
+class RecordVerdict(Enum):
     """What happens to a bridge's record."""
 
     APPEND = "the record is next"
@@ -46,47 +46,47 @@ class StreamEnd:
 # --- classify a record
 
 
-def classify(end: StreamEnd, record: StreamRecord) -> Verdict:
+def classify(end: StreamEnd, record: StreamRecord) -> RecordVerdict:
     """Return what happens to a bridge's record at the end of its stream."""
-    rule: Callable[[StreamEnd, Any], Verdict] = _CLASSIFY[type(record)]
+    rule: Callable[[StreamEnd, Any], RecordVerdict] = _CLASSIFY[type(record)]
     return rule(end, record)
 
 
-def _classify_join(end: StreamEnd, record: JoinRecord) -> Verdict:
-    return Verdict.DUPLICATE if end.registration == record.registration else Verdict.APPEND
+def _classify_join(end: StreamEnd, record: JoinRecord) -> RecordVerdict:
+    return RecordVerdict.DUPLICATE if end.registration == record.registration else RecordVerdict.APPEND
 
 
-def _classify_leave(end: StreamEnd, _: LeaveRecord) -> Verdict:
-    return Verdict.APPEND if end.is_joined else Verdict.DUPLICATE
+def _classify_leave(end: StreamEnd, _: LeaveRecord) -> RecordVerdict:
+    return RecordVerdict.APPEND if end.is_joined else RecordVerdict.DUPLICATE
 
 
-def _classify_incarnation(end: StreamEnd, record: IncarnationRecord) -> Verdict:
+def _classify_incarnation(end: StreamEnd, record: IncarnationRecord) -> RecordVerdict:
     if not end.is_joined or record.incarnation not in {end.incarnation, end.incarnation + 1}:
-        return Verdict.DIVERGED
+        return RecordVerdict.DIVERGED
     if record.incarnation > end.incarnation:
-        return Verdict.APPEND
+        return RecordVerdict.APPEND
     # Another bridge may have written the number for an incarnation that this bridge has not seen.
-    return Verdict.DUPLICATE if _is_maybe_same(end) else Verdict.DIVERGED
+    return RecordVerdict.DUPLICATE if _is_maybe_same(end) else RecordVerdict.DIVERGED
 
 
-def _classify_batch(end: StreamEnd, record: BatchRecord) -> Verdict:
+def _classify_batch(end: StreamEnd, record: BatchRecord) -> RecordVerdict:
     if not _is_current(end, record.incarnation):
-        return Verdict.DIVERGED
+        return RecordVerdict.DIVERGED
     if record.seq < end.last_seq:
-        return Verdict.DUPLICATE
+        return RecordVerdict.DUPLICATE
     if record.seq == end.last_seq:
-        return Verdict.DUPLICATE if _is_newest(end, record) else Verdict.DIVERGED
+        return RecordVerdict.DUPLICATE if _is_newest(end, record) else RecordVerdict.DIVERGED
     follows = record.seq == end.last_seq + 1 and end.agrees
-    return Verdict.APPEND if follows or end.last_seq < 0 else Verdict.DIVERGED
+    return RecordVerdict.APPEND if follows or end.last_seq < 0 else RecordVerdict.DIVERGED
 
 
-def _classify_gap(end: StreamEnd, record: GapRecord) -> Verdict:
+def _classify_gap(end: StreamEnd, record: GapRecord) -> RecordVerdict:
     if not _is_current(end, record.incarnation):
-        return Verdict.DIVERGED
+        return RecordVerdict.DIVERGED
     if record.last <= end.last_seq:
-        return Verdict.DUPLICATE
+        return RecordVerdict.DUPLICATE
     follows = record.first <= end.last_seq + 1 and end.agrees
-    return Verdict.APPEND if follows or end.last_seq < 0 else Verdict.DIVERGED
+    return RecordVerdict.APPEND if follows or end.last_seq < 0 else RecordVerdict.DIVERGED
 
 
 def can_report_trust(end: StreamEnd, followed: int | None) -> bool:
@@ -110,7 +110,7 @@ def _is_newest(end: StreamEnd, record: BatchRecord) -> bool:
     return end.agrees if end.digest is None else end.digest == payload_digest(record.payload)
 
 
-_CLASSIFY: Final[dict[type[Any], Callable[[StreamEnd, Any], Verdict]]] = {
+_CLASSIFY: Final[dict[type[Any], Callable[[StreamEnd, Any], RecordVerdict]]] = {
     JoinRecord: _classify_join,
     LeaveRecord: _classify_leave,
     BatchRecord: _classify_batch,
@@ -129,42 +129,42 @@ def trim(end: StreamEnd, record: StreamRecord) -> StreamRecord:
     return record
 
 
-def advance(end: StreamEnd, record: StreamRecord, verdict: Verdict) -> StreamEnd:
+def advance(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) -> StreamEnd:
     """Return the end of the stream after the record."""
-    rule: Callable[[StreamEnd, Any, Verdict], StreamEnd] = _ADVANCE[type(record)]
+    rule: Callable[[StreamEnd, Any, RecordVerdict], StreamEnd] = _ADVANCE[type(record)]
     return rule(end, record, verdict)
 
 
-def _advance_batch(end: StreamEnd, record: BatchRecord, verdict: Verdict) -> StreamEnd:
-    if verdict is Verdict.APPEND:
+def _advance_batch(end: StreamEnd, record: BatchRecord, verdict: RecordVerdict) -> StreamEnd:
+    if verdict is RecordVerdict.APPEND:
         # Faster than `replace`, for records of which a page has thousands.
         return StreamEnd(end.registration, end.incarnation, record.seq, end.has_ended, True, record.payload)
     # The newest batch was compared; an earlier one cannot be.
     return replace(end, agrees=end.agrees or record.seq == end.last_seq)
 
 
-def _advance_gap(end: StreamEnd, record: GapRecord, verdict: Verdict) -> StreamEnd:
-    if verdict is Verdict.APPEND:
+def _advance_gap(end: StreamEnd, record: GapRecord, verdict: RecordVerdict) -> StreamEnd:
+    if verdict is RecordVerdict.APPEND:
         return replace(end, last_seq=record.last, agrees=True, newest=None, digest=None, partial_batch=None)
     return end
 
 
-def _advance_incarnation(end: StreamEnd, record: IncarnationRecord, verdict: Verdict) -> StreamEnd:
-    if verdict is Verdict.APPEND:
+def _advance_incarnation(end: StreamEnd, record: IncarnationRecord, verdict: RecordVerdict) -> StreamEnd:
+    if verdict is RecordVerdict.APPEND:
         # Another bridge may write the first batch of the incarnation, which must then be compared.
         return StreamEnd(end.registration, record.incarnation, -1, has_ended=False, agrees=False, newest=None)
     return end
 
 
-def _advance_join(end: StreamEnd, record: JoinRecord, __: Verdict) -> StreamEnd:
+def _advance_join(end: StreamEnd, record: JoinRecord, __: RecordVerdict) -> StreamEnd:
     return replace(end, registration=record.registration)
 
 
-def _advance_leave(end: StreamEnd, _: LeaveRecord, __: Verdict) -> StreamEnd:
+def _advance_leave(end: StreamEnd, _: LeaveRecord, __: RecordVerdict) -> StreamEnd:
     return replace(end, registration=None, has_ended=True)
 
 
-_ADVANCE: Final[dict[type[Any], Callable[[StreamEnd, Any, Verdict], StreamEnd]]] = {
+_ADVANCE: Final[dict[type[Any], Callable[[StreamEnd, Any, RecordVerdict], StreamEnd]]] = {
     JoinRecord: _advance_join,
     LeaveRecord: _advance_leave,
     BatchRecord: _advance_batch,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.backoff import Backoff
 from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
-from kvevents.plane.nats_errors import HINTS, Fault, classify_error, error_text, map_errors
+from kvevents.plane.nats_errors import HINTS, PlaneFault, classify_error, error_text, map_errors
 from kvevents.plane.settings import ConnectionLimits, Credentials, PlaneSettings
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ MAX_LOGGED_ERRORS: Final = 16
 MIN_VERSION: Final = (2, 11)
 """Oldest supported release of nats-server, the oldest that still receives fixes."""
 
-_FIRST_HINTS: Final[dict[Fault, str]] = {
+_FIRST_HINTS: Final[dict[PlaneFault, str]] = {
     "away": "check that it runs, and its name and port",
     "denied": "it rejects this login: check user and password, token, credentials or nkey",
     "timeout": "check that it is a NATS server, and the network in between",
@@ -195,7 +195,7 @@ async def _end(client: PlaneClient, seconds: float) -> None:
 
 
 def _connection_error(failed: list[tuple[str, Exception]]) -> PlaneError:
-    faults: list[Fault] = [classify_error(error) or "away" for _, error in failed]
+    faults: list[PlaneFault] = [classify_error(error) or "away" for _, error in failed]
     fault = faults[0] if len(set(faults)) == 1 else "away"
     reasons = "; ".join(f"{address}: {error_text(error)}" for address, error in failed)
     which = "the NATS server" if len(failed) == 1 else "any of the NATS servers"

@@ -14,12 +14,12 @@ from typing import Final, Literal, TypeAlias
 
 from kvevents.errors import PlaneError
 
-Fault: TypeAlias = Literal[
+PlaneFault: TypeAlias = Literal[
     "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "old", "refused", "timeout", "tls"
 ]
 """Values of `PlaneError.fault`, besides `other`."""
 
-HINTS: Final[dict[Fault, str]] = {
+HINTS: Final[dict[PlaneFault, str]] = {
     "away": "not connected, or JetStream or the stream has no leader: check that enough servers run",
     "backlog": "the send buffer is full: wait until the servers read it",
     "closed": "the connection is closed: open another one",
@@ -35,7 +35,7 @@ HINTS: Final[dict[Fault, str]] = {
     "tls": "check tls_ca, tls_certificate, tls_key and tls_hostname, and that the server uses TLS",
 }
 
-_BY_CODE: Final[dict[int, Fault]] = {
+_BY_CODE: Final[dict[int, PlaneFault]] = {
     10002: "full",  # JSAccountResourcesExceededErr
     10004: "away",  # JSClusterIncompleteErr
     10005: "full",  # JSClusterNoPeersErrF: no server has enough room, or there are too few servers
@@ -85,7 +85,7 @@ def map_errors(activity: str) -> Iterator[None]:
         raise PlaneError(f"{activity}: {error_text(error)}; {HINTS[fault]}", fault=fault) from error
 
 
-def classify_error(error: Exception) -> Fault | None:
+def classify_error(error: Exception) -> PlaneFault | None:
     """Return the kind of fault of an exception of nats-py or of the sockets below; None for any other exception."""
     from nats import errors  # noqa: PLC0415 - an extra
 
@@ -112,7 +112,7 @@ def error_text(error: Exception) -> str:
 
 
 @cache
-def _by_kind() -> tuple[tuple[type[Exception], Fault], ...]:
+def _by_kind() -> tuple[tuple[type[Exception], PlaneFault], ...]:
     """Return faults by exception type. The first match counts, because some types are subclasses of others."""
     from nats import errors  # noqa: PLC0415 - an extra
     from nats.js import errors as js  # noqa: PLC0415 - an extra

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvevents.plane.append_rules import StreamEnd, Verdict, advance, can_report_trust, classify, trim
+from kvevents.plane.append_rules import RecordVerdict, StreamEnd, advance, can_report_trust, classify, trim
 from kvevents.plane.partition_state import PartitionEvent, PartitionState, StreamLeft
 from kvevents.plane.records import (
     VERSION,
@@ -250,9 +250,9 @@ class PageBuilder:
             selection.room -= _size(warning)
         for due, record, size in queue.records:
             verdict = classify(selection.end, record)
-            if selection.room <= 0 or len(selection.records) >= count or (due > now and verdict is Verdict.APPEND):
+            if selection.room <= 0 or len(selection.records) >= count or (due > now and verdict is RecordVerdict.APPEND):
                 break
-            if verdict is Verdict.DIVERGED:
+            if verdict is RecordVerdict.DIVERGED:
                 self._clear(key)
                 self.diverged[key] = None
                 return [], room
@@ -284,9 +284,9 @@ class PageBuilder:
             return None
         return queue.trust if trust_order(queue.trust.trust) < trust_order(report.trust) else None
 
-    def _add(self, selection: _Selection, record: StreamRecord, size: int, verdict: Verdict) -> bool:
+    def _add(self, selection: _Selection, record: StreamRecord, size: int, verdict: RecordVerdict) -> bool:
         """Add one record unless it is a duplicate; return False if there is no room for all of it."""
-        if verdict is Verdict.APPEND:
+        if verdict is RecordVerdict.APPEND:
             trimmed = trim(selection.end, record)
             if size > selection.room:
                 if isinstance(trimmed, BatchRecord) and not selection.records and selection.room == self._page_bytes:
@@ -304,7 +304,7 @@ class PageBuilder:
         selection.records.append(fragment)
         selection.room = 0
         if fragment.offset + len(fragment.payload) == fragment.total:
-            selection.end = advance(selection.end, record, Verdict.APPEND)
+            selection.end = advance(selection.end, record, RecordVerdict.APPEND)
             selection.done += 1
 
     def _fragment(self, end: StreamEnd, record: BatchRecord) -> FragmentRecord:

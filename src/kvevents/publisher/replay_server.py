@@ -115,7 +115,7 @@ class InFlightFrames:
             del self._frames[identity], self._bytes[identity]
 
 
-class Session:
+class ReplySession:
     """One reply in progress."""
 
     __slots__ = ("ending", "identity", "messages", "position", "progressed_at", "started_at", "waiting")
@@ -147,7 +147,7 @@ class StreamingRouter(ABC):
         self._send: Callable[..., None] = zmq.backend.Socket.send.__get__(socket)
         # A consumer in our own process may leave messages unread as long as it likes; that is its own memory.
         self._counts_in_flight = not cast("bytes", socket.last_endpoint).startswith(b"inproc://")
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, ReplySession] = {}
         self._in_flight = InFlightFrames(settings)
         self._deadline: float | None = None
         self._fruitless_turns = 0
@@ -237,7 +237,7 @@ class StreamingRouter(ABC):
         """Return the frames of a message after the identity."""
 
     @abstractmethod
-    def _on_no_progress(self, session: Session, now: float) -> None:
+    def _on_no_progress(self, session: ReplySession, now: float) -> None:
         """Abandon the session if its consumer has made no progress for too long."""
 
     @abstractmethod
@@ -277,7 +277,7 @@ class StreamingRouter(ABC):
         """Reply to a request now, or after the earlier requests of the same consumer."""
         session = self._sessions.get(identity)
         if session is None:
-            self._sessions[identity] = Session(identity, *self._reply_to(request), monotonic())
+            self._sessions[identity] = ReplySession(identity, *self._reply_to(request), monotonic())
         elif len(session.waiting) < self._settings.max_waiting_requests:
             session.waiting.append(request)
         else:
@@ -286,7 +286,7 @@ class StreamingRouter(ABC):
 
     # --- replies
 
-    def _take_turn(self, session: Session) -> bool:
+    def _take_turn(self, session: ReplySession) -> bool:
         """Send some messages; return whether any was sent or the session ended. An exception abandons only this reply."""
         start = session.position
         try:
@@ -322,14 +322,14 @@ class StreamingRouter(ABC):
             send(frame, _MORE)
         send(self._in_flight.track(identity, last) if is_large else last)
 
-    def _finish(self, session: Session) -> None:
+    def _finish(self, session: ReplySession) -> None:
         if session.waiting:
             session.restart(*self._reply_to(session.waiting.popleft()))
         else:
             del self._sessions[session.identity]
         self._count["finished"] += 1
 
-    def _end_session(self, session: Session, reason: str) -> None:
+    def _end_session(self, session: ReplySession, reason: str) -> None:
         # Removed before it is counted, so that a reader of the count finds it removed.
         del self._sessions[session.identity]
         self._count[reason] += 1
@@ -379,7 +379,7 @@ class ReplayServer(StreamingRouter):
     def _has_room(self) -> bool:
         return len(self._sessions) < self._max_sessions
 
-    def _on_no_progress(self, session: Session, now: float) -> None:
+    def _on_no_progress(self, session: ReplySession, now: float) -> None:
         timeout = self._progress_timeout + self._in_flight.bytes_of(session.identity) / self._min_read_rate
         if now - session.progressed_at > timeout:
             self._end_session(session, "abandoned")

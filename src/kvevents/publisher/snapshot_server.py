@@ -28,7 +28,7 @@ import msgspec
 from kvevents.events import MEDIUM_GPU
 from kvevents.publisher.compaction import Compactor, EventTuple
 from kvevents.publisher.replay_buffer import ReplayBuffer
-from kvevents.publisher.replay_server import Session, StreamingRouter
+from kvevents.publisher.replay_server import ReplySession, StreamingRouter
 from kvevents.publisher.settings import SnapshotServerSettings
 from kvevents.publisher.zmq_sockets import Socket
 
@@ -172,7 +172,7 @@ class SnapshotServer(StreamingRouter):
     def _frames_of(self, message: Message) -> list[bytes]:
         return [b"", *message]
 
-    def _on_no_progress(self, session: Session, now: float) -> None:
+    def _on_no_progress(self, session: ReplySession, now: float) -> None:
         if now - session.started_at > self._limits.reply_timeout:
             self._end_session(session, "abandoned")
             logger.warning(

@@ -21,7 +21,14 @@ from kvevents.index import ApplyResult
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
 from kvevents.relay.journal import ForwardedBatch, Journal, Origin, Recovered
 from kvevents.relay.ownership import UpstreamBlocks
-from kvevents.relay.sequencer import OWN_UPSTREAM, RETRACTION_OFFSET, DialectEncoder, IndexedStream, Sequencer, encode_payloads
+from kvevents.relay.sequencer import (
+    OWN_UPSTREAM,
+    RETRACTION_OFFSET,
+    DialectEncoder,
+    IndexedStream,
+    OutputSequencer,
+    encode_payloads,
+)
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, Upstreams, resume_point
@@ -73,7 +80,7 @@ class CheckpointWriter:
         fingerprint: str,
         upstreams: Upstreams,
         transform: PassThrough | Transform,
-        sequencer: Sequencer,
+        sequencer: OutputSequencer,
         buffer: ReplayBuffer,
         checkpoints: Sequence[Checkpoint],
         limits: RelayLimits,

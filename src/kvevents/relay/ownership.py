@@ -25,7 +25,7 @@ _BLOCKS_PER_PIECE: Final = 500_000
 """Blocks in one piece of `UpstreamBlocks.dump`: a few megabytes."""
 
 
-class Placement(NamedTuple):
+class RemovalPlacement(NamedTuple):
     """Where a copy of a block is, in the fields of a removal."""
 
     medium: str | None
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
     ownership: str | None
 
 
-PLACEMENT_FIELDS: Final = frozenset(Placement._fields)
+PLACEMENT_FIELDS: Final = frozenset(RemovalPlacement._fields)
 
 
 class UpstreamBlocks:
@@ -46,7 +46,7 @@ class UpstreamBlocks:
 
     def __init__(self, fields: frozenset[str] = PLACEMENT_FIELDS) -> None:
         self._fields: Final = fields
-        self._placements: dict[Placement, Counter[int]] = {}
+        self._placements: dict[RemovalPlacement, Counter[int]] = {}
         self._count = 0
         self._digest = 0
 
@@ -85,7 +85,7 @@ class UpstreamBlocks:
 
     def load(self, piece: Any) -> None:
         """Add one piece of a `dump`. Raises `msgspec.ValidationError`."""
-        placement, hashes, counts = msgspec.convert(piece, tuple[Placement, list[int], list[int]])
+        placement, hashes, counts = msgspec.convert(piece, tuple[RemovalPlacement, list[int], list[int]])
         copies = self._placements.setdefault(placement, Counter())
         before = len(copies)
         copies.update(dict(zip(hashes, counts, strict=True)))
@@ -128,31 +128,33 @@ class UpstreamBlocks:
             self._count -= 1
         return left >= 0
 
-    def _take(self, placement: Placement) -> Counter[int]:
+    def _take(self, placement: RemovalPlacement) -> Counter[int]:
         copies = self._placements.pop(placement)
         self._count -= len(copies)
         self._digest -= _digest_of(placement, copies.elements())
         return copies
 
     @staticmethod
-    def _removals(placement: Placement, copies: Counter[int]) -> Iterator[KVEvent]:
+    def _removals(placement: RemovalPlacement, copies: Counter[int]) -> Iterator[KVEvent]:
         hashes = list(chain.from_iterable(repeat(each, count) for each, count in copies.items()))
         limit = DEFAULT_WIRE_LIMITS.max_hashes
         for start in range(0, len(hashes), limit):
             yield BlockRemoved(hashes[start : start + limit], **placement._asdict())
 
-    def _placement_of(self, event: BlockStored | BlockRemoved) -> Placement:
-        placement = Placement(event.medium, event.group_idx, event.locality, event.ownership)
+    def _placement_of(self, event: BlockStored | BlockRemoved) -> RemovalPlacement:
+        placement = RemovalPlacement(event.medium, event.group_idx, event.locality, event.ownership)
         if self._fields == PLACEMENT_FIELDS:
             return placement
-        return Placement(**{name: value if name in self._fields else None for name, value in placement._asdict().items()})
+        return RemovalPlacement(
+            **{name: value if name in self._fields else None for name, value in placement._asdict().items()}
+        )
 
 
-def _is_attested(placement: Placement) -> bool:
+def _is_attested(placement: RemovalPlacement) -> bool:
     return placement.locality != "REMOTE" and tier_of(placement.medium) == TIERS[0]
 
 
-def _digest_of(placement: Placement, hashes: Iterable[int]) -> int:
+def _digest_of(placement: RemovalPlacement, hashes: Iterable[int]) -> int:
     """Return what copies of blocks add to a digest; 0 unless they are on the device."""
     if not _is_attested(placement):
         return 0

@@ -52,7 +52,7 @@ from kvevents.relay.sequencer import (
     DialectEncoder,
     HeartbeatSchedule,
     IndexedStream,
-    Sequencer,
+    OutputSequencer,
     encode_payloads,
 )
 from kvevents.relay.settings import RelayLimits, RelaySettings
@@ -131,7 +131,7 @@ class Relay:
         # After the buffer has its history: consumers can request replay at once.
         self._event_server = self._open_event_server(self._buffer, restored.incarnation)
         undo.callback(self._event_server.close, 0.0)
-        self._sequencer = Sequencer(
+        self._sequencer = OutputSequencer(
             self._event_server, self._state, self._journal, encoder, restored.next_number, settings.heartbeat
         )
         self._transform: PassThrough | Transform = PassThrough(self._sequencer, self._report)

@@ -204,7 +204,7 @@ class IndexedStream:
         return sum(each.blocks for each in self._index.workers() if each.source == self._name)
 
 
-class Sequencer:
+class OutputSequencer:
     """Gives each batch its number, applies it to `state`, appends it to the journal and sends it, in this order.
 
     `state` is what consumers hold. `journal` is None if nothing outlives the process. `next_number` is the first number to
@@ -350,7 +350,7 @@ class HeartbeatSchedule:
     """
 
     def __init__(
-        self, sequencer: Sequencer, buffer: ReplayBuffer, rank: int, *, heartbeat: float, trust_interval: float
+        self, sequencer: OutputSequencer, buffer: ReplayBuffer, rank: int, *, heartbeat: float, trust_interval: float
     ) -> None:
         self._sequencer: Final = sequencer
         self._buffer: Final = buffer

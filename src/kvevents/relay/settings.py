@@ -16,7 +16,7 @@ from kvevents.stream import DEFAULT_STREAM_LIMITS, Source, StreamLimits
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 from kvevents.wire.dialects import Dialect
 
-Tokens: TypeAlias = Literal["keep", "hash", "drop"]
+TokenHandling: TypeAlias = Literal["keep", "hash", "drop"]
 """Forward token ids; replace them with block keys, which prompts still match; or replace them with placeholders."""
 
 DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:6557"
@@ -63,7 +63,7 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """First frame of every batch (default: the first engine's)."""
     dialect: Name | None = None
     """Engine and release whose dialect to send, such as vllm-0.24 (default: payloads as received)."""
-    tokens: Tokens = "keep"
+    tokens: TokenHandling = "keep"
     """Forward token ids (keep), replace them with block keys that prompts still match (hash), or with placeholders (drop)."""
     buffer_steps: Positive = 10_000
     """Batches in the replay buffer; older ones are compacted."""

@@ -16,7 +16,14 @@ from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
-from kvevents.relay.sequencer import IndexedStream, Sequencer, encode_payloads, last_heartbeat, loses_events, without_heartbeats
+from kvevents.relay.sequencer import (
+    IndexedStream,
+    OutputSequencer,
+    encode_payloads,
+    last_heartbeat,
+    loses_events,
+    without_heartbeats,
+)
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.stream import BatchReport, RawBatch
 from kvevents.weights import TIERS
@@ -24,7 +31,7 @@ from kvevents.wire import Rejected, decode_batch
 from kvevents.wire.canonical import scope_of
 from kvevents.wire.dialects import Dialect
 
-Report: TypeAlias = Callable[[RawBatch, BatchReport], None]
+ReportFinding: TypeAlias = Callable[[RawBatch, BatchReport], None]
 
 
 class PassThrough:
@@ -32,7 +39,7 @@ class PassThrough:
 
     has_salted_prompts = False
 
-    def __init__(self, sequencer: Sequencer, report: Report) -> None:
+    def __init__(self, sequencer: OutputSequencer, report: ReportFinding) -> None:
         self._sequencer: Final = sequencer
         self._report: Final = report
 
@@ -77,10 +84,10 @@ class Transform:
         self,
         settings: RelaySettings,
         limits: RelayLimits,
-        sequencer: Sequencer,
+        sequencer: OutputSequencer,
         received: Mapping[int, IndexedStream],
         blocks: Mapping[int, UpstreamBlocks],
-        report: Report,
+        report: ReportFinding,
         write_checkpoint: Callable[[], None],
         *,
         was_resumed: bool = False,

@@ -55,7 +55,7 @@ class SecuritySettings:
 DEFAULT_SECURITY_SETTINGS: Final = SecuritySettings()
 
 
-class AllowList:
+class KeyAllowList:
     """The public keys that may connect: given keys, or the keys of a file, or of all `*.key` files of a folder."""
 
     def __init__(self, allowed: tuple[str, ...] | str, settings: SecuritySettings = DEFAULT_SECURITY_SETTINGS) -> None:
@@ -124,7 +124,7 @@ class SocketSecurity:
         self.refused = 0
         """Connections refused because their key is not allowed."""
         self.domain = f"kvevents-{next(_domain_numbers)}"
-        self.allow_list = None if curve.allowed is None else AllowList(curve.allowed, settings)
+        self.allow_list = None if curve.allowed is None else KeyAllowList(curve.allowed, settings)
         self._settings = settings
         self._curve = curve
         self._label = label

@@ -1,9 +1,9 @@
 """The allow-list of endpoints that registrations over HTTP may name, so that clients cannot make the service connect anywhere.
 
-`AllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. It does not resolve
-names. `AllowList.check_addresses` checks every address of a name after it was resolved. The allow-list rejects some spellings
-that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in brackets, zone ids,
-and text after the port. An IPv4-mapped IPv6 address counts as IPv4.
+`EndpointAllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. It does not
+resolve names. `EndpointAllowList.check_addresses` checks every address of a name after it was resolved. The allow-list rejects
+some spellings that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in
+brackets, zone ids, and text after the port. An IPv4-mapped IPv6 address counts as IPv4.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _TcpPattern:
         return self.has(address, port) and self.network is not None and self.network.num_addresses == 1
 
 
-class AllowList:
+class EndpointAllowList:
     """Endpoints that registrations over HTTP may name.
 
     A pattern is `tcp://HOST:PORT`, `ipc:///PATH` or `inproc://NAME`. HOST is a name, `*.SUFFIX`, an IP address or a network

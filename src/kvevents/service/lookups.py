@@ -12,7 +12,7 @@ from kvevents.service.data_plane import DataPlane
 from kvevents.service.errors import UnavailableError
 from kvevents.service.fleet import Fleet
 from kvevents.service.hot_prefixes import HotNode, HotPrefixes
-from kvevents.service.http.thread_pools import Run
+from kvevents.service.http.thread_pools import RunStep
 from kvevents.service.member import MemberMatch
 from kvevents.service.metrics import Metrics
 from kvevents.service.registration import Scope
@@ -26,7 +26,7 @@ _PLAIN: Final = Namespace()
 """Namespace of prompts without LoRA and salt."""
 
 
-class Found(NamedTuple):
+class LookupResult(NamedTuple):
     """How much of a prompt each worker holds."""
 
     rows: list[MemberMatch]
@@ -72,21 +72,21 @@ class Lookups:
 
     async def find(
         self,
-        run: Run,
+        run: RunStep,
         scope: Scope,
         tokens: Any,
         *,
         mm: Sequence[Media] = (),
         expected: bool = False,
         whole_prompt: bool = False,
-    ) -> Found:
+    ) -> LookupResult:
         """Look up a prompt; with `whole_prompt` including its last token, which engines recompute."""
         (rows,), missing = await self.find_many(run, scope, [tokens], mm=mm, expected=expected, whole_prompt=whole_prompt)
-        return Found(rows, missing)
+        return LookupResult(rows, missing)
 
     async def find_many(
         self,
-        run: Run,
+        run: RunStep,
         scope: Scope,
         prompts: Sequence[Any],
         *,
@@ -139,7 +139,7 @@ class Lookups:
             self._metrics.record_lookup(len(tokens), max([row.tokens for row in found], default=0))
             self._sample(scope, tokens)
 
-    async def find_keys(self, run: Run, scope: Scope, keys: list[int], *, local: bool) -> Found:
+    async def find_keys(self, run: RunStep, scope: Scope, keys: list[int], *, local: bool) -> LookupResult:
         """Look up a prompt by block keys: hashes of each block alone if `local`, otherwise rolling keys."""
         if self._shards is None:
             rows, missing = await run(lambda: self._fleet.match_keys(scope, keys, local=local)), ""
@@ -147,7 +147,7 @@ class Lookups:
             self._check_ingest()
             (rows,), missing = await self._shards.find(ShardQuery(**fields_of(scope), keys=[keys], local=local), [])
         self._record(scope, (), rows)
-        return Found(rows, missing)
+        return LookupResult(rows, missing)
 
     def expect(self, scope: Scope, worker: tuple[str, int], request: SelectRequest) -> None:
         """Count a prompt as held by a worker for `expect_seconds`, until its events arrive."""
@@ -165,7 +165,7 @@ class Lookups:
             namespace = _PLAIN if scope.lora is scope.salt is None else Namespace(lora=scope.lora, salt=scope.salt)
             self.hot.record(scope, tokens, size[0], namespace)
 
-    async def hottest(self, run: Run, scope: Scope, limit: int) -> HottestPrefixes:
+    async def hottest(self, run: RunStep, scope: Scope, limit: int) -> HottestPrefixes:
         """Return the prefixes that prompts begin with most."""
         nodes, sampled = await run(self._top_prefixes, scope, limit)
         paths = [list(node.path) for node in nodes]

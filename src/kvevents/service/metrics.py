@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvevents.service.data_plane import HistogramCounts
-from kvevents.service.http.messages import Request
+from kvevents.service.http.messages import HttpRequest
 
 Samples: TypeAlias = Mapping[str, float | None]
 """Values by label text, as `labels` writes it; None is an unknown value, which is left out."""
@@ -80,7 +80,7 @@ class Metrics:
             histogram = self.durations[path] = Histogram(self.DURATION_BOUNDS)
         histogram.observe(seconds)
 
-    def record_ignored_fields(self, request: Request) -> None:
+    def record_ignored_fields(self, request: HttpRequest) -> None:
         """Count the unknown fields of a request that were ignored."""
         if request.ignored:
             self.ignored_fields[request.path] = self.ignored_fields.get(request.path, 0) + len(request.ignored)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from kvevents.backoff import Backoff
 from kvevents.endpoints import split_tcp
 from kvevents.errors import KVEventsError
-from kvevents.service.allow_list import AllowList, EndpointRefusedError
+from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
 from kvevents.service.config import Probing
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.fleet import Fleet
@@ -49,7 +49,7 @@ async def addresses_of(endpoint: str) -> list[str]:
     return [str(address[4][0]) for address in looked_up]
 
 
-async def check_allowed(allowed: AllowList, registration: Registration) -> None:
+async def check_allowed(allowed: EndpointAllowList, registration: Registration) -> None:
     """Raise `EndpointRefusedError` if a client's registration has an endpoint that the allow list excludes.
 
     A name that does not resolve is allowed. The prober checks it again later.
@@ -60,7 +60,7 @@ async def check_allowed(allowed: AllowList, registration: Registration) -> None:
             allowed.check_addresses(endpoint, await addresses_of(endpoint), bind=bind)
 
 
-def check_endpoints(allowed: AllowList, registration: Registration) -> None:
+def check_endpoints(allowed: EndpointAllowList, registration: Registration) -> None:
     """Raise `EndpointRefusedError` as `check_allowed`, but resolve no names."""
     for endpoint, bind in _endpoints(registration):
         allowed.check(endpoint, bind=bind)
@@ -97,7 +97,7 @@ class _Probe:
 class Prober:
     """Probes the endpoint of each source that has no connection, and the replay endpoint of each that gets no replay."""
 
-    def __init__(self, fleet: Fleet, allowed: AllowList, settings: Probing) -> None:
+    def __init__(self, fleet: Fleet, allowed: EndpointAllowList, settings: Probing) -> None:
         self._fleet = fleet
         self._allowed = allowed
         self._settings = settings

@@ -15,7 +15,7 @@ from kvevents.structs import build_decoder_now
 from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, State
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
-Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 LoraId: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 MAX_MEDIA: Final = 1_024
@@ -84,21 +84,21 @@ class Media(Struct, frozen=True, kw_only=True, gc=False):
 class ScopedRequest(Struct, frozen=True, kw_only=True):
     """The scope of prompts. A field with several names accepts any of them; two names must not have different values."""
 
-    model: Name | UnsetType = UNSET
-    model_name: Name | UnsetType = UNSET
-    modelname: Name | UnsetType = UNSET
-    tenant: Name | UnsetType = UNSET
-    tenant_id: Name | UnsetType = UNSET
-    group: Name | UnsetType = UNSET
-    routing_group: Name | UnsetType = UNSET
-    lora: Name | None = None
-    lora_name: Name | None = None
+    model: RequestName | UnsetType = UNSET
+    model_name: RequestName | UnsetType = UNSET
+    modelname: RequestName | UnsetType = UNSET
+    tenant: RequestName | UnsetType = UNSET
+    tenant_id: RequestName | UnsetType = UNSET
+    group: RequestName | UnsetType = UNSET
+    routing_group: RequestName | UnsetType = UNSET
+    lora: RequestName | None = None
+    lora_name: RequestName | None = None
     lora_id: LoraId | None = None
     """Number of the LoRA, for engines whose events have no LoRA name (vLLM before 0.14)."""
-    salt: Name | None = None
-    cache_salt: Name | None = None
-    additionalsalt: Name | None = None
-    additional_salt: Name | None = None
+    salt: RequestName | None = None
+    cache_salt: RequestName | None = None
+    additionalsalt: RequestName | None = None
+    additional_salt: RequestName | None = None
 
     ALIASES: ClassVar = frozenset(
         {
@@ -185,7 +185,7 @@ class MatchManyAnswer(Struct, frozen=True, kw_only=True):
 class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker that may be selected."""
 
-    instance: Name
+    instance: RequestName
     rank: Rank = 0
     load: Annotated[float, Meta(ge=0)] | None = None
     """A number that grows with its work: queued tokens, running requests. Only ratios between candidates count. If a candidate

@@ -23,7 +23,7 @@ import uvloop
 from kvevents.errors import ConfigError
 from kvevents.plane.connection import check_connection
 from kvevents.service.access import Access, Role
-from kvevents.service.allow_list import AllowList
+from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.config import Limits, ServiceConfig, Tls
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.hot_prefixes import MAX_DEPTH, SAMPLES_PER_SECOND
@@ -102,7 +102,7 @@ def check(config: ServiceConfig, watched: Path | None) -> None:
 def check_settings(config: ServiceConfig, watched: Path | None) -> None:
     """Raise `ConfigError` for settings that `kvevents serve` cannot start with, and `MissingDependencyError`."""
     Access(config.access)
-    AllowList(config.allow)
+    EndpointAllowList(config.allow)
     if config.tls is not None:
         _check_tls(config.tls)
     if config.plane is not None:

@@ -18,7 +18,7 @@ from kvevents.errors import ConfigError, EndpointError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.routing import Ties
 from kvevents.service.access import Access, AuditLog
-from kvevents.service.allow_list import AllowList
+from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming, ServiceConfig
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.discovery.files import read_sources
@@ -26,7 +26,7 @@ from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.fleet import Fleet
 from kvevents.service.http.block_listings import BlockListings
-from kvevents.service.http.thread_pools import MATCHING, Run, ThreadPool, ThreadPools
+from kvevents.service.http.thread_pools import MATCHING, RunStep, ThreadPool, ThreadPools
 from kvevents.service.lookups import Lookups
 from kvevents.service.member import HTTP, Member
 from kvevents.service.metrics import Metrics
@@ -73,7 +73,7 @@ class Service:
         self.config = config
         self.access = Access(config.access)
         self.audit = AuditLog()
-        self.allowed = AllowList(config.allow)
+        self.allowed = EndpointAllowList(config.allow)
         self.state_store = StateStore(Path(config.state_dir)) if config.state_dir is not None else None
         self.fleet = Fleet(
             PrefixIndex(memory_limit=config.memory_limit),
@@ -286,7 +286,7 @@ class Service:
 
     # --- answers
 
-    def runner(self, run: Run, workers: int) -> Run:
+    def runner(self, run: RunStep, workers: int) -> RunStep:
         """Return the function that runs the steps of an answer about `workers` workers.
 
         `run`, or one that uses a thread for many.

@@ -20,7 +20,7 @@ from kvevents.events import BlockRemoved, KVEvent, KVEventBatch
 from kvevents.index import ApplyResult, Namespace, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.requests import Sequence
-from kvevents.sim.results import Difference
+from kvevents.sim.results import Disagreement
 from kvevents.stream import Batch, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire.encode import batch_encoder
 
@@ -74,7 +74,7 @@ class AuditCounts:
     """Lookups that could not be compared, because the stream was not exact or batches before them were lost."""
     wrong_unproven: int = 0
     """Lookups in a stream that was not exact in which index and engine differ."""
-    examples: list[Difference] = field(default_factory=list)
+    examples: list[Disagreement] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ class Audit:
         counts.checked += 1
         counts.disagreements += differs
         if differs and len(counts.examples) < MAX_EXAMPLES:
-            counts.examples.append(Difference(*worker, *expected.mark, expected.tokens, expected.cached, found))
+            counts.examples.append(Disagreement(*worker, *expected.mark, expected.tokens, expected.cached, found))
 
 
 _encode: Final = batch_encoder()

@@ -59,7 +59,7 @@ class CacheSize(NamedTuple):
     """Tokens of the sliding window of a second group; None for full attention alone."""
 
 
-class Found(NamedTuple):
+class CachedPrefix(NamedTuple):
     """The cached prefix of a sequence."""
 
     tokens: int
@@ -84,7 +84,7 @@ class PrefixCache:
         self._groups: Final = [_Group(place, window, size.block_size, max_step_tokens) for place, window in enumerate(windows)]
         self._full: Final = self._groups[-1].table
         self._window: Final = None if size.window is None else self._groups[0]
-        self._host: Final = Host(size.host_blocks, event_style.host_medium, self._changes) if size.host_blocks else None
+        self._host: Final = HostMemory(size.host_blocks, event_style.host_medium, self._changes) if size.host_blocks else None
 
     @property
     def host_blocks(self) -> int:
@@ -111,7 +111,7 @@ class PrefixCache:
 
     # --- sequences
 
-    def find(self, sequence: Sequence) -> Found:
+    def find(self, sequence: Sequence) -> CachedPrefix:
         """Return the cached prefix of `sequence`, which holds no blocks. Changes nothing."""
         names = sequence.hashes[: (sequence.known - 1) // self.size.block_size]
         if self._host is not None:
@@ -124,12 +124,12 @@ class PrefixCache:
                 break
             blocks.append(block)
         if self._window is None:
-            return Found(len(blocks) * size, (blocks,))
+            return CachedPrefix(len(blocks) * size, (blocks,))
         reached = self._window.find(names[: len(blocks)])
         boundary = len(blocks) * size if len(blocks) > len(reached) else 0
-        return Found(len(reached) * size, (reached, blocks[: len(reached)]), boundary=boundary)
+        return CachedPrefix(len(reached) * size, (reached, blocks[: len(reached)]), boundary=boundary)
 
-    def _find_on_both(self, names: Items[int], host: Host) -> Found:
+    def _find_on_both(self, names: Items[int], host: HostMemory) -> CachedPrefix:
         blocks, loaded = [], 0
         for name in names:
             block = self._full.whole.get(name)
@@ -139,9 +139,9 @@ class PrefixCache:
                 block = NULL
                 loaded += 1
             blocks.append(block)
-        return Found(len(blocks) * self.size.block_size, (blocks,), loaded)
+        return CachedPrefix(len(blocks) * self.size.block_size, (blocks,), loaded)
 
-    def admit(self, sequence: Sequence, found: Found, tokens: int) -> bool:
+    def admit(self, sequence: Sequence, found: CachedPrefix, tokens: int) -> bool:
         """Give a sequence its cached prefix, and blocks for the next `tokens` tokens.
 
         Returns False, and changes nothing, if not all known tokens of the sequence fit.
@@ -198,7 +198,7 @@ class PrefixCache:
 
     # --- blocks
 
-    def _count_needed(self, tokens: int, found: Found, *, capped: bool = False) -> int:
+    def _count_needed(self, tokens: int, found: CachedPrefix, *, capped: bool = False) -> int:
         """Return how many blocks `tokens` tokens need besides the found ones; `capped` by the blocks that a window can use."""
         needed = -(-tokens // self.size.block_size)
         return sum(
@@ -342,7 +342,7 @@ Change: TypeAlias = "_Filled | tuple[int, int] | KVEvent"
 """A change that is not an event yet, or an event. A tuple is a block evicted from the GPU: place of its group, hash."""
 
 
-class Host:
+class HostMemory:
     """Copies of blocks in host memory, in the order of their last use."""
 
     def __init__(self, size: int, medium: str, changes: list[Change]) -> None:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from kvevents.errors import ConfigError
 from kvevents.events import KVEvent
-from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, Found, PrefixCache
+from kvevents.sim.cache import EVENT_STYLES, CachedPrefix, CacheSize, EventStyle, PrefixCache
 from kvevents.sim.costs import CostModel
 from kvevents.sim.requests import Request, Sequence
 
@@ -74,7 +74,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Step:
+class StepResult:
     """The results of one step."""
 
     first: list[Job] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Step:
     events: list[KVEvent] = field(default_factory=list)
 
 
-class Engine:
+class SimulatedEngine:
     """An engine: a cache, a scheduler and its requests."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Engine:
         self._stuck: tuple[int, int] | None = None
         """Set if the first waiting job did not fit: the pool's `freed`, and the hash of the first block that was not cached."""
         self._reset_wanted = False
-        self._step = Step()
+        self._step = StepResult()
         self._prefilled: list[Job] = []
         """Jobs whose last chunk is in the current step."""
 
@@ -173,9 +173,9 @@ class Engine:
         self._context += work.decoding
         return seconds + self._costs.reload * self.size.block_size * work.loaded
 
-    def end(self) -> Step:
+    def end(self) -> StepResult:
         """Finish the step and return its results."""
-        step, self._step = self._step, Step()
+        step, self._step = self._step, StepResult()
         for order, job in sorted(self._ending.pop(self._number, ()), key=_by_order):
             if job.order == order:
                 self._stop_decoding(job, self._number + 1)
@@ -296,7 +296,7 @@ class Engine:
             work.loaded += found.loaded
             self._chunk(job, chunk, work)
 
-    def _note_stuck(self, sequence: Sequence, found: Found) -> None:
+    def _note_stuck(self, sequence: Sequence, found: CachedPrefix) -> None:
         missed = sequence.hashes[len(found.tables[-1]) :][:1]
         # With a sliding window the result of the lookup depends on more blocks than the one remembered hash.
         self._stuck = (self.cache.pool.freed, missed[0]) if missed and self.size.window is None else None
@@ -323,7 +323,7 @@ class Engine:
 
     # --- answers
 
-    def _answer(self, job: Job, step: Step) -> None:
+    def _answer(self, job: Job, step: StepResult) -> None:
         """Record the first token after a prefill: after the prompt, or after the tokens known at a preemption."""
         sequence = _sequence_of(job)
         if sequence.answered == 0:
@@ -334,7 +334,7 @@ class Engine:
         else:
             self._start_decoding(job)
 
-    def _finish(self, job: Job, step: Step) -> None:
+    def _finish(self, job: Job, step: StepResult) -> None:
         self.cache.release(_sequence_of(job))
         job.order = 0
         step.finished.append(job)

@@ -18,7 +18,7 @@ from kvevents.events import KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import Decision, Policy, Router, Worker, policy
 from kvevents.sim.audit import Audit, Expected, Mark
-from kvevents.sim.engine import Job, Lookup, Step
+from kvevents.sim.engine import Job, Lookup, StepResult
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Distribution, PolicyResult, RequestMetrics, Sampler, SimulatedWorker
 from kvevents.sim.settings import FleetSettings
@@ -129,7 +129,7 @@ class Progress(NamedTuple):
     finished: int
 
 
-class Fleet:
+class SimulatedFleet:
     """Workers, a router, and the requests between them."""
 
     def __init__(
@@ -266,7 +266,7 @@ class Fleet:
             self.metrics.refused += 1
         self._begin(worker)
 
-    def _announce(self, worker: SimulatedWorker, step: Step) -> None:
+    def _announce(self, worker: SimulatedWorker, step: StepResult) -> None:
         for lookup in step.lookups:
             self._on_lookup(worker, lookup)
         if step.events:
@@ -357,7 +357,7 @@ def simulate(
     chosen = chosen or policy(name, settings.seed)
     router = Router(chosen, index, overlay_seconds=settings.overlay)
     sink = DelayedDelivery(timeline, settings.event_delay, settings.wire, audit.apply)
-    fleet = Fleet(settings, router, audit, sink, timeline)
+    fleet = SimulatedFleet(settings, router, audit, sink, timeline)
     fleet.feed(requests)
     reported = 0
     while timeline.next is not None:

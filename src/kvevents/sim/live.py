@@ -18,8 +18,8 @@ from kvevents.errors import ConfigError, ExternalError
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import Router, Worker, policy
 from kvevents.sim.audit import Audit
-from kvevents.sim.fleet import Fleet, Timeline
-from kvevents.sim.network import Address, Fault, Sockets, begin_faults
+from kvevents.sim.fleet import SimulatedFleet, Timeline
+from kvevents.sim.network import RequestedFault, Sockets, WorkerEndpoints, begin_faults
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings, LiveTimers
@@ -34,7 +34,7 @@ STOP_SECONDS: Final = 10.0
 """Time for the thread to end."""
 
 
-class Follower:
+class AuditingFollower:
     """Applies deliveries to an index and audits them.
 
     `incarnation` returns the incarnation of a worker in which a batch with some timestamp was published.
@@ -153,7 +153,7 @@ class LiveFleet:
         pace: float = 1.0,
         host: str = "127.0.0.1",
         base_port: int | None = None,
-        requested: Sequence[Fault] = (),
+        requested: Sequence[RequestedFault] = (),
         timers: LiveTimers | None = None,
     ) -> None:
         if not 0 < pace < float("inf"):
@@ -178,7 +178,7 @@ class LiveFleet:
             sockets = Sockets(settings, host=host, base_port=base_port, proxied=proxied, rebind_seconds=timers.rebind)
             self.sockets = closing.enter_context(sockets)
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
-            self.follower: Final = Follower(self.index, self.sockets.incarnation)
+            self.follower: Final = AuditingFollower(self.index, self.sockets.incarnation)
             closing.callback(self.follower.close)
             router = Router(
                 policy(name, settings.seed),
@@ -186,13 +186,13 @@ class LiveFleet:
                 trust=lambda worker: self.follower.trust.get(worker, "CONNECTING"),
                 overlay_seconds=settings.overlay,
             )
-            self.fleet = Fleet(settings, router, self.follower.audit, self.sockets, self._timeline, clock=time.time)
+            self.fleet = SimulatedFleet(settings, router, self.follower.audit, self.sockets, self._timeline, clock=time.time)
             self.follower.follow(address.source for address in self.addresses)
             self._wait_for_subscriber()
             self._closing: Final = closing.pop_all()
 
     @property
-    def addresses(self) -> list[Address]:
+    def addresses(self) -> list[WorkerEndpoints]:
         """Endpoints of the workers."""
         return list(self.sockets.addresses.values())
 

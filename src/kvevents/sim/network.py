@@ -19,7 +19,7 @@ from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.routing import Worker
-from kvevents.sim.fleet import Fleet
+from kvevents.sim.fleet import SimulatedFleet
 from kvevents.sim.settings import FleetSettings, LiveTimers
 from kvevents.stream import Source
 from kvevents.subscriber.zmq_sockets import destroy_context
@@ -35,7 +35,7 @@ SHUTDOWN_SECONDS: Final = 2.0
 HIGHEST_PORT: Final = 65_535
 
 
-class Address(NamedTuple):
+class WorkerEndpoints(NamedTuple):
     """The endpoints of a worker."""
 
     worker: Worker
@@ -72,7 +72,7 @@ class Sockets:
             )
         self.proxies: Final[dict[Worker, tuple[FaultProxy, FaultProxy]]] = {}
         """Proxies of each worker, for live events and for replay."""
-        self.addresses: Final[dict[Worker, Address]] = {}
+        self.addresses: Final[dict[Worker, WorkerEndpoints]] = {}
         self._settings: Final = settings
         self._host: Final = host
         self._base_port: Final = base_port
@@ -100,7 +100,7 @@ class Sockets:
             self.proxies[worker] = live, replay
             ends = live.endpoint, replay.endpoint
         if first:
-            self.addresses[worker] = Address(worker, *ends)
+            self.addresses[worker] = WorkerEndpoints(worker, *ends)
         self._born.setdefault(worker, []).append(time.time())
 
     def publish(self, worker: Worker, batch: KVEventBatch) -> None:
@@ -169,15 +169,15 @@ class Sockets:
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Target(Protocol):
+class FaultTarget(Protocol):
     """The live fleet into which faults are injected."""
 
     settings: FleetSettings
     timers: LiveTimers
     pace: float
-    fleet: Fleet
+    fleet: SimulatedFleet
     sockets: Sockets
-    requested: list[Fault]
+    requested: list[RequestedFault]
     """Requested faults."""
     injected: Counter[str]
     """Number of recurring faults that were injected, by kind."""
@@ -190,7 +190,7 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     """A kind of fault."""
 
     example: str
@@ -199,7 +199,7 @@ class Kind:
     """Description of its effect with that amount, for `--help`."""
     share: bool
     """Whether its amount is a share (`1%`) instead of a duration (`60s`)."""
-    inject: Callable[[Target, Worker], bool] | None = None
+    inject: Callable[[FaultTarget, Worker], bool] | None = None
     """Injects the fault into one engine each time the duration has passed; returns False if there was nothing to do."""
     lasting: Callable[[FaultProxy, float, int], None] | None = None
     """Applies a lasting fault to the live events of an engine from the beginning: amount and seed."""
@@ -207,7 +207,7 @@ class Kind:
     """Whether it needs proxies before the engines."""
 
 
-class Fault(NamedTuple):
+class RequestedFault(NamedTuple):
     """A requested fault."""
 
     kind: str
@@ -220,18 +220,18 @@ class Fault(NamedTuple):
         return KINDS[self.kind].network
 
 
-def parse_faults(text: str) -> list[Fault]:
+def parse_faults(text: str) -> list[RequestedFault]:
     """Parse faults such as `restart:60s,drop:1%`. Raises `ConfigError`, which lists the known faults."""
     return [_fault(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def _fault(text: str) -> Fault:
+def _fault(text: str) -> RequestedFault:
     name, _, amount = text.partition(":")
     kind = KINDS.get(name)
     if kind is None:
         known = "; ".join(f"{known}:{kind.example} ({kind.effect})" for known, kind in KINDS.items())
         raise ConfigError(f"unknown fault {name!r}: expected {known}")
-    return Fault(name, _share(name, amount) if kind.share else _seconds(name, amount))
+    return RequestedFault(name, _share(name, amount) if kind.share else _seconds(name, amount))
 
 
 def _share(name: str, text: str) -> float:
@@ -248,7 +248,7 @@ def _seconds(name: str, text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def begin_faults(fleet: Target) -> None:
+def begin_faults(fleet: FaultTarget) -> None:
     """Inject the fleet's faults from now on, into engines that its seed selects."""
     for number, fault in enumerate(fleet.requested):
         kind = KINDS[fault.kind]
@@ -263,7 +263,7 @@ def begin_faults(fleet: Target) -> None:
 class _RecurringFault:
     """A fault that is injected into one engine after the other."""
 
-    def __init__(self, fleet: Target, fault: Fault, random: Random) -> None:
+    def __init__(self, fleet: FaultTarget, fault: RequestedFault, random: Random) -> None:
         self._fleet = fleet
         self._fault = fault
         self._workers = _forever_shuffled(list(fleet.fleet.workers), random)
@@ -289,26 +289,26 @@ def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]
 # --- effects
 
 
-def _restart(fleet: Target, worker: Worker) -> bool:
+def _restart(fleet: FaultTarget, worker: Worker) -> bool:
     up = fleet.fleet.workers[worker].is_up
     fleet.fleet.restart(worker, down=fleet.timers.down * fleet.pace)
     return up
 
 
-def _reset(fleet: Target, worker: Worker) -> bool:
+def _reset(fleet: FaultTarget, worker: Worker) -> bool:
     simulated = fleet.fleet.workers[worker]
     if simulated.is_up:
         simulated.engine.reset()
     return simulated.is_up
 
 
-def _cut(fleet: Target, worker: Worker) -> bool:
+def _cut(fleet: FaultTarget, worker: Worker) -> bool:
     for proxy in fleet.sockets.proxies[worker]:
         proxy.cut()
     return True
 
 
-def _stall(fleet: Target, worker: Worker) -> bool:
+def _stall(fleet: FaultTarget, worker: Worker) -> bool:
     if worker in fleet.stalled:
         return False
     fleet.stalled.add(worker)
@@ -318,7 +318,7 @@ def _stall(fleet: Target, worker: Worker) -> bool:
     return True
 
 
-def _resume(fleet: Target, worker: Worker) -> None:
+def _resume(fleet: FaultTarget, worker: Worker) -> None:
     fleet.stalled.discard(worker)
     for proxy in fleet.sockets.proxies[worker]:
         proxy.resume()
@@ -333,12 +333,12 @@ def _delay(live: FaultProxy, seconds: float, _seed: int) -> None:
 
 
 KINDS: Final = {
-    "restart": Kind("60s", "every 60 s an engine is killed and restarts empty", False, inject=_restart, network=False),
-    "reset": Kind("60s", "every 60 s an engine clears its prefix cache", False, inject=_reset, network=False),
-    "drop": Kind("1%", "1% of the live batches are lost in the network", True, lasting=_drop),
-    "delay": Kind("20ms", "live batches arrive 20 ms later", False, lasting=_delay),
-    "cut": Kind("60s", "every 60 s the connections of an engine are cut", False, inject=_cut),
-    "stall": Kind(
+    "restart": FaultKind("60s", "every 60 s an engine is killed and restarts empty", False, inject=_restart, network=False),
+    "reset": FaultKind("60s", "every 60 s an engine clears its prefix cache", False, inject=_reset, network=False),
+    "drop": FaultKind("1%", "1% of the live batches are lost in the network", True, lasting=_drop),
+    "delay": FaultKind("20ms", "live batches arrive 20 ms later", False, lasting=_delay),
+    "cut": FaultKind("60s", "every 60 s the connections of an engine are cut", False, inject=_cut),
+    "stall": FaultKind(
         "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", False, inject=_stall
     ),
 }

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from kvevents.index import PrefixIndex
 from kvevents.routing import Worker
-from kvevents.sim.engine import Engine, Lookup
+from kvevents.sim.engine import Lookup, SimulatedEngine
 from kvevents.sim.settings import FleetSettings
 
 
@@ -48,7 +48,7 @@ class WorkerResult(Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-class Sample(Struct, frozen=True):
+class FleetSample(Struct, frozen=True):
     """The fleet at one moment."""
 
     at: float
@@ -66,7 +66,7 @@ class Sample(Struct, frozen=True):
     """Tokens of these prompts that were found in caches."""
 
 
-class Difference(Struct, frozen=True):
+class Disagreement(Struct, frozen=True):
     """A lookup in which index and engine differ: a defect of the simulation or the index, not a result."""
 
     source: str
@@ -124,8 +124,8 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     batches: int
     events: int
     workers: list[WorkerResult]
-    series: list[Sample]
-    examples: list[Difference] = []
+    series: list[FleetSample]
+    examples: list[Disagreement] = []
     """The first disagreements."""
 
 
@@ -192,12 +192,12 @@ class SimulatedWorker:
         self.seconds = 0.0
         """Computation time of all incarnations."""
         self._settings: Final = settings
-        self._engine: Engine | None = None
+        self._engine: SimulatedEngine | None = None
         self._computed = 0
         self._preemptions = 0
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> SimulatedEngine:
         """The engine of the current incarnation, or of the last one."""
         assert self._engine is not None  # noqa: S101 - a fleet starts all its workers
         return self._engine
@@ -216,7 +216,7 @@ class SimulatedWorker:
         self.is_up = True
         settings = self._settings
         source, rank = self.worker
-        self._engine = Engine(
+        self._engine = SimulatedEngine(
             settings.size,
             settings.costs,
             settings.step_limits,
@@ -295,7 +295,7 @@ class Sampler:
     """Takes samples of a fleet at regular intervals."""
 
     def __init__(self, index: PrefixIndex, workers: Collection[SimulatedWorker]) -> None:
-        self.taken: Final[list[Sample]] = []
+        self.taken: Final[list[FleetSample]] = []
         self.interval = FIRST_INTERVAL
         """Seconds until the next one is due."""
         self._index: Final = index
@@ -309,7 +309,7 @@ class Sampler:
         self._before = metrics.prompt_tokens, metrics.cached_tokens
         engines = [worker.engine for worker in self._workers if worker.is_up]
         self.taken.append(
-            Sample(
+            FleetSample(
                 at=now,
                 running=sum(engine.running for engine in engines),
                 waiting=sum(engine.waiting for engine in engines),
@@ -328,9 +328,9 @@ class Sampler:
         self.interval *= 2
 
 
-def _merge_samples(first: Sample, second: Sample) -> Sample:
+def _merge_samples(first: FleetSample, second: FleetSample) -> FleetSample:
     """Return the later sample, with the tokens of both intervals."""
-    return Sample(
+    return FleetSample(
         second.at,
         second.running,
         second.waiting,

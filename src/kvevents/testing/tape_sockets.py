@@ -32,7 +32,7 @@ REPLY_QUEUE: Final = 1_000
 MAX_WAITING_REPLIES: Final = 100
 """Requests of one consumer that wait for the end of its first one. Further requests are refused."""
 
-Outcome: TypeAlias = Literal["live", "dropped", "skipped", "unseen"]
+SendOutcome: TypeAlias = Literal["live", "dropped", "skipped", "unseen"]
 """`live`: sent and stored for replay. `dropped`: stored, not sent. `skipped`: neither. `unseen`: stored, published before
 the sockets opened."""
 
@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 
     incarnation: int
     batch: LiveBatch
-    outcome: Outcome
+    outcome: SendOutcome
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class TapeSockets:
             self.condition.notify_all()
         return batch.seq
 
-    def _outcome(self, seq: int, seen: bool) -> Outcome:
+    def _outcome(self, seq: int, seen: bool) -> SendOutcome:
         if seq in self.faults.skipped:
             return "skipped"
         if not seen:

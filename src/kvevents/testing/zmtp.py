@@ -29,7 +29,7 @@ _NULL: Final = b"NULL".ljust(20, b"\0")
 
 _MAX_SHORT_SIZE: Final = 255
 
-Kind: TypeAlias = Literal["message", "command", "raw"]
+SegmentKind: TypeAlias = Literal["message", "command", "raw"]
 """`raw` is the greeting, or any part of a stream that is not ZMTP 3 with the NULL mechanism. Only NULL has messages that can be
 recognised; with CURVE they are encrypted and numbered."""
 
@@ -53,7 +53,7 @@ def _frame(flags: int, body: bytes) -> bytes:
 class Segment(NamedTuple):
     """A part of the stream. The `raw` bytes of all segments, followed by `ZmtpSplitter.remainder`, are the stream."""
 
-    kind: Kind
+    kind: SegmentKind
     raw: bytes
     frames: tuple[bytes, ...] = ()
     """The frames of a message."""

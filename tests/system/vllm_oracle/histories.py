@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from kvevents.sim.cache import CacheSize, PrefixCache
 from kvevents.sim.costs import CostModel
-from kvevents.sim.engine import Engine, Job, StepLimits
+from kvevents.sim.engine import Job, SimulatedEngine, StepLimits
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.requests import Sequence as Simulated
 from tests.system.vllm_oracle.comparing import Counts, Streams, expect
@@ -227,7 +227,7 @@ class EngineHistory:
         self._counts = counts
         seqs = self._random.randint(1, min(QUEUE, makings.step_tokens))
         step_limits = StepLimits(max_num_seqs=seqs, max_num_batched_tokens=makings.step_tokens)
-        self._ours = Engine(makings.size, CostModel(step=1.0, token=0.0), step_limits, seed="seed")
+        self._ours = SimulatedEngine(makings.size, CostModel(step=1.0, token=0.0), step_limits, seed="seed")
         self._theirs = RealScheduler(
             makings.size.blocks, makings.block_size, makings.windows,
             max_num_seqs=seqs, max_num_batched_tokens=makings.step_tokens,

@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.cli.doctor.findings import Finding, fail, ok
+from kvevents.cli.doctor.findings import CheckResult, fail, ok
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.security import Curve
 from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake
@@ -120,7 +120,7 @@ _CURVE_FAULTS: Final[dict[CurveOutcome, tuple[str, str]]] = {
 }
 
 
-def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Finding], bool]:
+def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckResult], bool]:
     """Return findings about `endpoint`, and whether it is possible to subscribe to it."""
     if endpoint.startswith("inproc://"):
         return [fail("address", f"{endpoint} exists in the process of the engine only", BINDS)], False
@@ -140,12 +140,12 @@ def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[Findi
     return [ok("address", f"{endpoint} is a publisher ({handshake.detail} socket)")], True
 
 
-def _report_no_socket(check: str, endpoint: str, handshake: Handshake) -> Finding:
+def _report_no_socket(check: str, endpoint: str, handshake: Handshake) -> CheckResult:
     text, advice = _HTTP if handshake.detail == "HTTP" else _WRONG[handshake.outcome]
     return fail(check, f"{endpoint}: {text.format(detail=handshake.detail).strip()}", advice)
 
 
-def _curve_fault(check: str, endpoint: str, handshake: Handshake, curve: Curve, kind: int) -> Finding | None:
+def _curve_fault(check: str, endpoint: str, handshake: Handshake, curve: Curve, kind: int) -> CheckResult | None:
     """Return why `endpoint` does not accept the keys; None if it does."""
     if handshake.outcome == "socket":
         text = f"{endpoint}: it does not use CURVE, but keys are given"
@@ -161,7 +161,7 @@ def _curve_fault(check: str, endpoint: str, handshake: Handshake, curve: Curve, 
     return fail(check, f"{endpoint}: {text}", advice)
 
 
-def _report_other_socket(endpoint: str, kind: str) -> Finding:
+def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
     if kind != "ROUTER":
         return fail("address", f"{endpoint} is a {kind} socket, not a publisher", "check the port; this may be another service")
     before = _endpoint_of_rank(endpoint, -1)
@@ -177,7 +177,7 @@ def _report_other_socket(endpoint: str, kind: str) -> Finding:
     )
 
 
-def check_replay_address(endpoint: str, curve: Curve | None = None) -> Finding | None:
+def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResult | None:
     """Return why `endpoint` cannot answer replay requests; None if it is a ROUTER socket."""
     handshake = perform_handshake(endpoint)
     if handshake.outcome == "refused":

@@ -13,7 +13,7 @@ import msgspec
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.doctor.address import check_address, next_ranks
-from kvevents.cli.doctor.findings import Finding, Verdict, warn, worst
+from kvevents.cli.doctor.findings import CheckResult, Severity, warn, worst
 from kvevents.cli.doctor.replay import (
     USE_REPLAY,
     ReplayResponse,
@@ -28,7 +28,7 @@ from kvevents.cli.doctor.replay import (
 from kvevents.cli.doctor.service import ServiceChecks
 from kvevents.cli.doctor.traffic import (
     MAX_PER_TURN,
-    Sample,
+    TrafficSample,
     check_decoding,
     check_frames,
     check_ranks,
@@ -37,7 +37,7 @@ from kvevents.cli.doctor.traffic import (
     check_trust,
 )
 from kvevents.cli.options import add_access, add_engine_details, add_output, endpoint, positive_seconds, read_curve, service_url
-from kvevents.cli.process import Stop
+from kvevents.cli.process import StopSignal
 from kvevents.cli.service_client import make_client
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
@@ -58,17 +58,17 @@ EXAMPLES: Final = """\
 DEFAULT_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 0.02
 
-_STYLES: Final[dict[Verdict, Style]] = {Verdict.OK: "good", Verdict.WARN: "warn", Verdict.FAIL: "bad"}
+_STYLES: Final[dict[Severity, Style]] = {Severity.OK: "good", Severity.WARN: "warn", Severity.FAIL: "bad"}
 _ADVICE_INDENT: Final = " " * 18
 
 
-class Report(msgspec.Struct, frozen=True):
+class DoctorReport(msgspec.Struct, frozen=True):
     """The JSON output of the checks of an engine."""
 
     endpoint: str
     replay_endpoint: str | None
-    verdict: Verdict
-    findings: list[Finding]
+    verdict: Severity
+    findings: list[CheckResult]
 
 
 class ServiceReport(msgspec.Struct, frozen=True):
@@ -76,8 +76,8 @@ class ServiceReport(msgspec.Struct, frozen=True):
 
     service: str
     version: str | None
-    verdict: Verdict
-    findings: list[Finding]
+    verdict: Severity
+    findings: list[CheckResult]
 
 
 class EngineChecks:
@@ -88,16 +88,16 @@ class EngineChecks:
         self._curve = read_curve(args)
         self._args = args
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[CheckResult]:
         """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
         if not self._args.bind:
             found, publishes = check_address(self._args.endpoint, self._curve)
             yield from found
             if not publishes:
                 return
-        replay: list[Finding] = []
+        replay: list[CheckResult] = []
         response: ReplayResponse | None = None
-        with Stop() as stop, self._sample() as sample:
+        with StopSignal() as stop, self._sample() as sample:
             if self.replay is None:
                 replay.append(self._find_replay(sample, stop))
             if self.replay is not None:
@@ -109,10 +109,10 @@ class EngineChecks:
         yield from self._comparisons(sample, response)
         yield check_trust(status, self._args.duration)
 
-    def _sample(self) -> Sample:
-        return Sample(self._args.endpoint, self._args.topic_prefix, bind=self._args.bind, curve=self._curve)
+    def _sample(self) -> TrafficSample:
+        return TrafficSample(self._args.endpoint, self._args.topic_prefix, bind=self._args.bind, curve=self._curve)
 
-    def _find_replay(self, sample: Sample, stop: Stop) -> Finding:
+    def _find_replay(self, sample: TrafficSample, stop: StopSignal) -> CheckResult:
         """Look for a replay endpoint, and use it if it provably belongs to the stream."""
         if self._args.no_replay or self._args.bind:
             return warn("replay", "no replay endpoint given, so lost batches stay lost", USE_REPLAY)
@@ -124,7 +124,7 @@ class EngineChecks:
         self.replay = found.endpoint
         return found.finding
 
-    def _comparisons(self, sample: Sample, response: ReplayResponse | None) -> Iterator[Finding]:
+    def _comparisons(self, sample: TrafficSample, response: ReplayResponse | None) -> Iterator[CheckResult]:
         """Check whether the replay endpoint belongs to the stream, and whether live batches were lost."""
         proven: str | None = None
         if self.replay is not None and response is not None and response.answered:
@@ -135,7 +135,7 @@ class EngineChecks:
         if (losses := check_losses(sample.numbers, proven, self._curve)) is not None:
             yield losses
 
-    def _watch(self, sample: Sample, stop: Stop) -> StreamStatus:
+    def _watch(self, sample: TrafficSample, stop: StopSignal) -> StreamStatus:
         """Take the sample and subscribe to the stream, at the same time if both can connect."""
         if self._args.bind:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
@@ -147,13 +147,13 @@ class EngineChecks:
             self._repeat(stop, lambda: self._turn(subscriber, sample), lambda: _trust(subscriber) != Trust.REPLAYING)
             return subscriber.statuses()[0]
 
-    def _repeat(self, stop: Stop, turn: Callable[[], None], done: Callable[[], bool] = lambda: False) -> None:
+    def _repeat(self, stop: StopSignal, turn: Callable[[], None], done: Callable[[], bool] = lambda: False) -> None:
         until = time.monotonic() + self._args.duration
         while time.monotonic() < until and not done():
             stop.check()
             turn()
 
-    def _turn(self, subscriber: Subscriber, sample: Sample) -> None:
+    def _turn(self, subscriber: Subscriber, sample: TrafficSample) -> None:
         if self._args.bind:
             subscriber.receive(timeout=POLL_SECONDS)
         else:
@@ -165,7 +165,7 @@ class EngineChecks:
     def _source(self) -> Source:
         return Source(self._args.endpoint, self.replay, topic=self._args.topic_prefix, bind=self._args.bind, curve=self._curve)
 
-    def _traffic(self, sample: Sample, response: ReplayResponse | None, connected: bool) -> Iterator[Finding]:
+    def _traffic(self, sample: TrafficSample, response: ReplayResponse | None, connected: bool) -> Iterator[CheckResult]:
         """Check what arrives. If nothing does, check topic and dialect of the replayed batches."""
         args = self._args
         yield check_traffic(sample, connected=connected)
@@ -189,7 +189,7 @@ def _trust(subscriber: Subscriber) -> Trust:
 def run(args: Namespace) -> int:
     """Run the checks, print each finding, and return the exit code."""
     console = Console()
-    report: Report | ServiceReport
+    report: DoctorReport | ServiceReport
     if args.service is not None:
         service = ServiceChecks(make_client(args))
         found = _collect(service.findings(), console, quiet=args.output == "json")
@@ -197,17 +197,17 @@ def run(args: Namespace) -> int:
     else:
         engine = EngineChecks(args)
         found = _collect(engine.findings(), console, quiet=args.output == "json")
-        report = Report(args.endpoint, engine.replay, worst(found), found)
+        report = DoctorReport(args.endpoint, engine.replay, worst(found), found)
     if args.output == "json":
         console.data(msgspec.json.encode(report))
     else:
         _print_totals(found, console)
-    bad = {Verdict.FAIL, Verdict.WARN} if args.strict else {Verdict.FAIL}
+    bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
     return FAILED if report.verdict in bad else OK
 
 
-def _collect(findings: Iterable[Finding], console: Console, *, quiet: bool) -> list[Finding]:
-    found: list[Finding] = []
+def _collect(findings: Iterable[CheckResult], console: Console, *, quiet: bool) -> list[CheckResult]:
+    found: list[CheckResult] = []
     for finding in findings:
         found.append(finding)
         if not quiet:
@@ -215,18 +215,18 @@ def _collect(findings: Iterable[Finding], console: Console, *, quiet: bool) -> l
     return found
 
 
-def _print_finding(finding: Finding, console: Console) -> None:
+def _print_finding(finding: CheckResult, console: Console) -> None:
     verdict = Span(f"{finding.verdict.value:<6}", _STYLES[finding.verdict])
     console.line(verdict, Span(f"{finding.check:<10}", "bold"), finding.text)
     if finding.advice:
         console.line(_ADVICE_INDENT, Span(f"-> {finding.advice}", "name"))
 
 
-def _print_totals(found: list[Finding], console: Console) -> None:
+def _print_totals(found: list[CheckResult], console: Console) -> None:
     counts = Counter(finding.verdict for finding in found)
     console.line(
         Span(f"{worst(found).value:<6}", _STYLES[worst(found)]),
-        ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict),
+        ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Severity),
     )
 
 

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 
-class Verdict(enum.Enum):
+class Severity(enum.Enum):
     """The severity of a finding."""
 
     OK = "ok"
@@ -15,33 +15,33 @@ class Verdict(enum.Enum):
     FAIL = "fail"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """The result of one check."""
 
     check: str
     """Name of the check, such as `address`, `traffic` or `trust`. Programs rely on it."""
-    verdict: Verdict
+    verdict: Severity
     text: str
     advice: str = ""
     """What to do; empty if nothing has to be done."""
 
 
-def ok(check: str, text: str, advice: str = "") -> Finding:
+def ok(check: str, text: str, advice: str = "") -> CheckResult:
     """Return a finding without a fault."""
-    return Finding(check, Verdict.OK, text, advice)
+    return CheckResult(check, Severity.OK, text, advice)
 
 
-def warn(check: str, text: str, advice: str) -> Finding:
+def warn(check: str, text: str, advice: str) -> CheckResult:
     """Return a finding that something works with limitations."""
-    return Finding(check, Verdict.WARN, text, advice)
+    return CheckResult(check, Severity.WARN, text, advice)
 
 
-def fail(check: str, text: str, advice: str) -> Finding:
+def fail(check: str, text: str, advice: str) -> CheckResult:
     """Return a finding that something does not work."""
-    return Finding(check, Verdict.FAIL, text, advice)
+    return CheckResult(check, Severity.FAIL, text, advice)
 
 
-def worst(findings: list[Finding]) -> Verdict:
+def worst(findings: list[CheckResult]) -> Severity:
     """Return the worst verdict of the findings."""
     found = {finding.verdict for finding in findings}
-    return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in found), Verdict.OK)
+    return next((verdict for verdict in (Severity.FAIL, Severity.WARN) if verdict in found), Severity.OK)

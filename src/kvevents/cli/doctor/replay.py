@@ -14,7 +14,7 @@ import zmq
 
 from kvevents.cli.console import number_range, number_ranges, plural
 from kvevents.cli.doctor.address import check_replay_address, next_ranks
-from kvevents.cli.doctor.findings import Finding, fail, ok, warn
+from kvevents.cli.doctor.findings import CheckResult, fail, ok, warn
 from kvevents.cli.doctor.traffic import DecodedContents, SequenceNumbers
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.errors import EndpointError
@@ -129,7 +129,7 @@ USE_REPLAY: Final = (
 )
 
 
-def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[Finding], ReplayResponse | None]:
+def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckResult], ReplayResponse | None]:
     """Request all batches, and again those that are missing. Return findings and the response."""
     if not endpoint.startswith("inproc://") and (wrong := check_replay_address(endpoint, curve)) is not None:
         return [wrong], None
@@ -156,7 +156,7 @@ def count_topics(response: ReplayResponse) -> Counter[bytes]:
     return Counter(batch.topic for batch in response.batches if batch.topic is not None)
 
 
-def _report_reply(endpoint: str, response: ReplayResponse) -> Finding:
+def _report_reply(endpoint: str, response: ReplayResponse) -> CheckResult:
     if not response.batches:
         if response.malformed:
             return fail("replay", f"{endpoint} answers, but not with batches", "check the port; this may be another service")
@@ -184,8 +184,8 @@ def _is_snapshot(batch: ReplayBatch) -> bool:
     return bool(events) and isinstance(events[0], AllBlocksCleared)
 
 
-def _losses(endpoint: str, response: ReplayResponse, curve: Curve | None) -> list[Finding]:
-    found: list[Finding] = []
+def _losses(endpoint: str, response: ReplayResponse, curve: Curve | None) -> list[CheckResult]:
+    found: list[CheckResult] = []
     if response.cut:
         text = f"the response was cut off after {plural(len(response.batches), 'batch')}, since it does not end"
         found.append(warn("replay", text, "subscribers cut it off as well; check what listens there"))
@@ -199,7 +199,7 @@ def _losses(endpoint: str, response: ReplayResponse, curve: Curve | None) -> lis
     return found
 
 
-def _holes(endpoint: str, response: ReplayResponse, curve: Curve | None) -> Finding:
+def _holes(endpoint: str, response: ReplayResponse, curve: Curve | None) -> CheckResult:
     missing = {seq for first, last in response.holes for seq in range(first, last + 1)}
     text = f"{plural(len(missing), 'batch')} missing inside the response ({number_ranges(response.holes)})"
     left = set(missing)
@@ -240,7 +240,7 @@ _UNREPAIRED: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ReplayComparison:
     """The comparison of live batches with those of a replay endpoint."""
 
     responses: tuple[ReplayResponse, ...]
@@ -270,7 +270,7 @@ class Comparison:
         return f"it does not have {number_range(self.absent[0], self.absent[-1])}, which just arrived"
 
 
-def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None) -> Comparison:
+def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None) -> ReplayComparison:
     """Request the newest live batches from `endpoint`, and compare them."""
     live = dict(numbers.newest)
     responses: list[ReplayResponse] = []
@@ -284,10 +284,10 @@ def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None)
             break
     agreeing = sum(held.get(seq) == payload for seq, payload in live.items())
     different = tuple(seq for seq, payload in live.items() if held.get(seq, payload) != payload)
-    return Comparison(tuple(responses), agreeing, different, tuple(seq for seq in live if seq not in held))
+    return ReplayComparison(tuple(responses), agreeing, different, tuple(seq for seq in live if seq not in held))
 
 
-def check_stream(endpoint: str, comparison: Comparison) -> Finding | None:
+def check_stream(endpoint: str, comparison: ReplayComparison) -> CheckResult | None:
     """Check whether `endpoint` belongs to the published stream; None if that is unknown."""
     if comparison.same_stream is None:
         return None
@@ -297,7 +297,7 @@ def check_stream(endpoint: str, comparison: Comparison) -> Finding | None:
     return fail("replay", f"{endpoint} belongs to another stream: {comparison.difference}", _OWN)
 
 
-def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | None = None) -> Finding | None:
+def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | None = None) -> CheckResult | None:
     """Check whether live batches were lost on the way; None without a live batch.
 
     `endpoint` is a replay endpoint that belongs to the stream. A batch that it does not have was never published.
@@ -323,10 +323,10 @@ def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | 
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ReplayCandidate:
     """A replay endpoint that was found at the usual port."""
 
-    finding: Finding
+    finding: CheckResult
     endpoint: str | None = None
     """The endpoint; None unless it provably belongs to the stream."""
 
@@ -342,30 +342,30 @@ def _candidate_endpoint(endpoint: str) -> str | None:
 
 def find_replay_endpoint(
     endpoint: str, numbers: SequenceNumbers, wait_for_live: Callable[[], None], curve: Curve | None = None
-) -> Candidate:
+) -> ReplayCandidate:
     """Look for the replay endpoint of the engine at `endpoint`. `wait_for_live` waits until `numbers` has a batch."""
     candidate = _candidate_endpoint(endpoint)
     nothing = "no replay endpoint given, so lost batches stay lost"
     if candidate is None:
-        return Candidate(warn("replay", nothing, USE_REPLAY))
+        return ReplayCandidate(warn("replay", nothing, USE_REPLAY))
     handshake = perform_handshake(candidate)
     if handshake.outcome not in {"socket", "curve"} or (handshake.outcome == "socket" and handshake.detail != "ROUTER"):
         found = f"nothing listens at {candidate}" if handshake.outcome == "refused" else f"{candidate} is not a replay endpoint"
-        return Candidate(warn("replay", f"{nothing}; {found}", USE_REPLAY))
+        return ReplayCandidate(warn("replay", f"{nothing}; {found}", USE_REPLAY))
     wait_for_live()
     if not numbers.newest:
         text = f"{nothing}; {candidate} may be one, but no live batch arrived to compare with it"
-        return Candidate(warn("replay", text, f"if it belongs to this engine, use --replay {candidate}"))
+        return ReplayCandidate(warn("replay", text, f"if it belongs to this engine, use --replay {candidate}"))
     comparison = compare(candidate, numbers, curve)
     if not comparison.answered:
         text = f"{nothing}; {candidate} is open and does not answer replay requests"
         advice = (
             f"if it belongs to this engine, which may hang or be busy, try again with --replay {candidate}, then restart it"
         )
-        return Candidate(warn("replay", text, advice))
+        return ReplayCandidate(warn("replay", text, advice))
     if not comparison.same_stream:
-        return Candidate(
+        return ReplayCandidate(
             warn("replay", f"{nothing}; {candidate} belongs to another stream: {comparison.difference}", USE_REPLAY)
         )
     text = f"no replay endpoint given; {candidate} has the live batches as published, and is used here"
-    return Candidate(ok("replay", text, f"use --replay {candidate} with other commands"), candidate)
+    return ReplayCandidate(ok("replay", text, f"use --replay {candidate} with other commands"), candidate)

@@ -9,8 +9,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvevents.cli.console import duration, first_names, percentage, plural, size
-from kvevents.cli.doctor.findings import Finding, Verdict, fail, ok, warn
-from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceError, source_issues, worker_name
+from kvevents.cli.doctor.findings import CheckResult, Severity, fail, ok, warn
+from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceRequestError, source_issues, worker_name
 from kvevents.documentation import documented
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer
@@ -37,16 +37,16 @@ class ServiceChecks:
         """Release of the service, after the first response."""
         self._client = client
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[CheckResult]:
         """Run all checks until a request fails, and yield the findings."""
         try:
             yield from self._findings()
-        except ServiceError as error:
+        except ServiceRequestError as error:
             check = "access" if error.status in {401, 403} else "service"
             other = self._other_port() if error.reason in _NOT_HTTP else None
             yield other or fail(check, error.sentence, error.hint or _LOGS)
 
-    def _other_port(self) -> Finding | None:
+    def _other_port(self) -> CheckResult | None:
         """Return a finding if the port is that of an engine."""
         parts = urlsplit(self._client.url)
         place = f"{parts.hostname}:{parts.port}"
@@ -55,7 +55,7 @@ class ServiceChecks:
         text = f"{self._client.url} uses ZeroMQ instead of HTTP: it is the port of an engine"
         return fail("service", text, f"use the service's port, 8090 by default; kvevents doctor {place} checks the engine")
 
-    def _findings(self) -> Iterator[Finding]:
+    def _findings(self) -> Iterator[CheckResult]:
         health = self._client.get("/health", HealthAnswer, status=UNAVAILABLE)
         ready = self._client.get("/readyz", ReadyAnswer, status=UNAVAILABLE)
         yield from check_ready(ready)
@@ -70,7 +70,7 @@ class ServiceChecks:
         yield check_snapshot(stats, time.time())
 
 
-def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[Finding]:
+def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[CheckResult]:
     """Check the sources of the service."""
     yield from check_discovery(answer)
     sources = answer.sources
@@ -87,7 +87,7 @@ def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[Finding]:
     yield from (finding for finding in checks if finding is not None)
 
 
-def check_version(url: str, stats: StatsAnswer) -> Finding:
+def check_version(url: str, stats: StatsAnswer) -> CheckResult:
     """Check the release of the service."""
     text = f"kvevents {stats.version} answers at {url}, up {duration(stats.uptime_seconds)}"
     if stats.version == version():
@@ -95,7 +95,7 @@ def check_version(url: str, stats: StatsAnswer) -> Finding:
     return ok("service", f"{text}; this command has {version()}")
 
 
-def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[Finding]:
+def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[CheckResult]:
     """Check the faults that the service reports."""
     for warning in health.warnings:
         if warning == stats.snapshot_fault:  # reported below
@@ -110,7 +110,7 @@ def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[Finding]:
         yield ok("health", "no faults")
 
 
-def check_ready(ready: ReadyAnswer) -> Iterator[Finding]:
+def check_ready(ready: ReadyAnswer) -> Iterator[CheckResult]:
     """Check whether the service is ready for routers."""
     if not ready.ready:
         advice = f"it will be ready {ready.deadline_seconds:g} s after its start at the latest; the reasons are below"
@@ -123,7 +123,7 @@ def check_ready(ready: ReadyAnswer) -> Iterator[Finding]:
         yield ok("ready", ready.why)
 
 
-def check_lookups(stats: StatsAnswer) -> Finding:
+def check_lookups(stats: StatsAnswer) -> CheckResult:
     """Check whether lookups find anything."""
     if not stats.lookups:
         return ok("lookups", "none yet")
@@ -139,7 +139,7 @@ def check_lookups(stats: StatsAnswer) -> Finding:
     return (fail if stats.lookups >= ENOUGH_LOOKUPS else warn)("lookups", text, advice)
 
 
-def check_memory(stats: StatsAnswer) -> Finding:
+def check_memory(stats: StatsAnswer) -> CheckResult:
     """Check the memory of the index."""
     used = f"{plural(stats.blocks, 'block')} in {size(stats.index_bytes)}"
     if stats.evicted:
@@ -153,7 +153,7 @@ def check_memory(stats: StatsAnswer) -> Finding:
     return ok("memory", text)
 
 
-def check_snapshot(stats: StatsAnswer, now: float) -> Finding:
+def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
     """Check whether the index survives a restart."""
     if stats.snapshot_fault is not None:
         advice = "check the space and the permissions of the directory; without snapshots a restart begins with less"
@@ -250,7 +250,7 @@ _PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING})
 """Reasons that are normal for a short time."""
 
 
-def check_discovery(answer: SourcesAnswer) -> Iterator[Finding]:
+def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
     """Check the faults of discovery, and whether there is any source."""
     faults = [(name, sentence) for name, sentences in answer.faults.items() for sentence in sentences]
     for name, sentence in faults[:MAX_LISTED]:
@@ -268,7 +268,7 @@ def check_discovery(answer: SourcesAnswer) -> Iterator[Finding]:
         yield ok("discovery", f"{plural(len(answer.sources), 'source')} of {plural(len(instances), 'engine')}")
 
 
-def check_ranks(sources: Sequence[SourceView]) -> Finding | None:
+def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check whether a rank is missing below the highest registered one; None if no engine has several ranks."""
     ranks: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for source in sources:
@@ -286,7 +286,7 @@ def check_ranks(sources: Sequence[SourceView]) -> Finding | None:
     return ok("ranks", "no rank is missing")
 
 
-def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[Finding]:
+def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
     """Check which sources are not EXACT, why, and since when."""
     exact = sum(source.trust.state == "EXACT" for source in sources)
     found = [_trust_finding(source, now) for source in sources if source.trust.state != "EXACT"]
@@ -297,7 +297,7 @@ def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[Finding]:
         yield ok("trust", f"{exact:,} of {plural(len(sources), 'source')} EXACT{confirmed}")
 
 
-def _trust_finding(source: SourceView, now: float) -> Finding:
+def _trust_finding(source: SourceView, now: float) -> CheckResult:
     state = source.trust.state
     since = max(now - source.since, 0.0)
     reason = source_issues(source)
@@ -319,19 +319,19 @@ def _worker_name(source: SourceView) -> str:
     return worker_name(source.instance, source.rank, source.tenant, source.group)
 
 
-_WORST_FIRST: Final = (Verdict.FAIL, Verdict.WARN, Verdict.OK)
+_WORST_FIRST: Final = (Severity.FAIL, Severity.WARN, Severity.OK)
 
 
-def _worst_of(found: Sequence[Finding], check: str) -> Iterator[Finding]:
+def _worst_of(found: Sequence[CheckResult], check: str) -> Iterator[CheckResult]:
     """Return the worst findings, and how many more there are."""
     ordered = sorted(found, key=lambda finding: _WORST_FIRST.index(finding.verdict))
     yield from ordered[:MAX_LISTED]
     if rest := ordered[MAX_LISTED:]:
         text = f"and {plural(len(rest), 'source')} more"
-        yield Finding(check, rest[0].verdict, text, "see `kvevents top`")
+        yield CheckResult(check, rest[0].verdict, text, "see `kvevents top`")
 
 
-def check_block_sizes(sources: Sequence[SourceView]) -> Finding | None:
+def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check whether blocks have the registered size; None before the first block."""
     sizes = sorted({size for source in sources for size in source.block_sizes})
     if not sizes:
@@ -346,7 +346,7 @@ def check_block_sizes(sources: Sequence[SourceView]) -> Finding | None:
     return fail("blocks", f"tokens per block: {text}", "register them with their block size, by which routers divide prompts")
 
 
-def check_lag(sources: Sequence[SourceView]) -> Finding | None:
+def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check the lag of the newest batches; None before the first live batch."""
     lags = {_worker_name(source): source.lag_seconds for source in sources if source.lag_seconds is not None}
     if not lags:
@@ -380,7 +380,7 @@ def _list_lags(seconds: dict[str, float]) -> str:
     return first_names([f"{name} by {duration(seconds[name])}" for name in sorted(seconds, key=lambda name: -seconds[name])])
 
 
-def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[Finding]:
+def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
     """Check for sources that have never sent anything, or nothing recently."""
     following = [source for source in sources if source.trust.state in {"EXACT", "DEGRADED"}]
     ages = {_worker_name(source): now - source.last_event for source in following if source.last_event is not None}
@@ -396,7 +396,7 @@ def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[Finding
         yield ok("traffic", f"all sources send events{newest}")
 
 
-def check_losses(sources: Sequence[SourceView], now: float) -> Iterator[Finding]:
+def check_losses(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
     """Check for recent permanent losses, separately of sources without a replay endpoint; yield nothing without a loss."""
     losing = [source for source in sources if source.lost]
     recent = [source for source in losing if any(now - gap.at < RECENT_SECONDS for gap in source.gaps)]
@@ -419,7 +419,7 @@ def _list_losses(sources: Sequence[SourceView]) -> str:
     return first_names([f"{plural(source.lost, 'batch')} of {_worker_name(source)}" for source in sources])
 
 
-def check_rejected(sources: Sequence[SourceView]) -> Finding | None:
+def check_rejected(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check for events that could not be decoded or applied; None without such events."""
     rejecting = [source for source in sources if source.rejected]
     if not rejecting:

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from kvevents.cli.console import number_ranges, plural
-from kvevents.cli.doctor.findings import Finding, fail, ok, warn
+from kvevents.cli.doctor.findings import CheckResult, fail, ok, warn
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.security import Curve
@@ -149,7 +149,7 @@ def _merged(payloads: list[bytes]) -> bytes | None:
     return msgspec.msgpack.encode([parts[0][0], events, *parts[0][2:]])
 
 
-class Sample:
+class TrafficSample:
     """A SUB socket that receives everything. It is separate from the subscriber, which hides invalid messages."""
 
     def __init__(self, endpoint: str, topic: str = "", *, bind: bool, curve: Curve | None = None) -> None:
@@ -222,7 +222,7 @@ class Sample:
 _TOPICS_SHOWN: Final = 5
 
 
-def check_traffic(sample: Sample, *, connected: bool) -> Finding:
+def check_traffic(sample: TrafficSample, *, connected: bool) -> CheckResult:
     """Check whether messages arrive."""
     seconds = max(round(sample.seconds, 1), 0.1)
     if sample.messages:
@@ -238,7 +238,7 @@ def check_traffic(sample: Sample, *, connected: bool) -> Finding:
     )
 
 
-def check_topic(topics: Counter[bytes], prefix: str) -> Finding | None:
+def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
     """Check whether `prefix` matches the topics; None without a topic."""
     if not topics:
         return None
@@ -265,7 +265,7 @@ def _name(topic: bytes) -> str:
     return repr(topic.decode("utf-8", "backslashreplace"))
 
 
-def check_frames(sample: Sample) -> Finding | None:
+def check_frames(sample: TrafficSample) -> CheckResult | None:
     """Check whether messages have the frames of live batches; None if all have."""
     broken = sample.malformed.total()
     if not broken:
@@ -277,7 +277,7 @@ def check_frames(sample: Sample) -> Finding | None:
     return warn("decoding", text, "something else publishes at this address too; use a separate port for KV events")
 
 
-def check_decoding(contents: DecodedContents, where: str) -> Finding | None:
+def check_decoding(contents: DecodedContents, where: str) -> CheckResult | None:
     """Check whether payloads can be decoded, and which release has written them; None without a batch."""
     if not contents.batches:
         return None
@@ -300,7 +300,7 @@ def check_decoding(contents: DecodedContents, where: str) -> Finding | None:
     return warn("decoding", text, "the rest is delivered; report the engine's release, which may be newer than this kvevents")
 
 
-def check_ranks(ranks: set[int], neighbours: int) -> Finding | None:
+def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
     """Check the data-parallel ranks here and on the next ports; None without further ranks."""
     here = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
@@ -331,7 +331,7 @@ _STALE_WHILE_CONNECTED: Final = frozenset({DegradedReason.SENDER, DegradedReason
 _IDLE: Final = "send the engine a request; the next batch confirms the replay endpoint"
 
 
-def check_trust(status: StreamStatus, seconds: float) -> Finding:
+def check_trust(status: StreamStatus, seconds: float) -> CheckResult:
     """Check the trust that a subscriber reached."""
     counters = status.counters
     so_far = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {counters.lost:,} lost"

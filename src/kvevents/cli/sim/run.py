@@ -17,7 +17,7 @@ import msgspec
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span, duration, percentage, plural
 from kvevents.cli.options import add_output, add_wait_for_subscriber, no_subscriber, positive_int, positive_seconds
-from kvevents.cli.process import Stop
+from kvevents.cli.process import StopSignal
 from kvevents.cli.sim.compare import (
     WorkloadOptions,
     add_fleet,
@@ -31,7 +31,7 @@ from kvevents.cli.sim.compare import (
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
 from kvevents.sim.live import LiveFleet, WorkerView
-from kvevents.sim.network import KINDS, Address, parse_faults
+from kvevents.sim.network import KINDS, WorkerEndpoints, parse_faults
 from kvevents.sim.report import report_settings
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult
@@ -116,7 +116,7 @@ def run(args: Namespace) -> int:
     is_finite = args.requests is not None or args.trace is not None
     workload.count()  # reports errors in the workload before any socket is opened
     with (
-        Stop() as stop,
+        StopSignal() as stop,
         LiveFleet(
             settings, args.policy, pace=args.time_scale, host=args.host, base_port=args.base_port, requested=faults
         ) as fleet,
@@ -181,7 +181,7 @@ def _print_endpoints(fleet: LiveFleet, args: Namespace, console: Console) -> Non
         console.note(Span(f"{source}/{rank}", "name"), f" publishes at {address.endpoint}, replay at {address.replay_endpoint}")
 
 
-def _write_sources(file: Path, addresses: list[Address], model: str, block_size: int) -> None:
+def _write_sources(file: Path, addresses: list[WorkerEndpoints], model: str, block_size: int) -> None:
     text = "# A simulated fleet, for `kvevents serve --sources`.\n"
     for address in addresses:
         source, rank = address.worker

@@ -156,7 +156,7 @@ class EndState(msgspec.Struct, array_like=True, tag=8):
     origins: dict[int, Origin]
 
 
-Record: TypeAlias = (
+JournalRecord: TypeAlias = (
     SkippedNumbers | Batches | UpstreamReset | CheckpointSet | OriginSet | SnapshotPart | SnapshotHead | EndState
 )
 
@@ -165,10 +165,10 @@ Record: TypeAlias = (
 class _AllRecords(msgspec.Struct):
     """Makes msgspec prepare all records when this module is imported."""
 
-    record: Record | None = None
+    record: JournalRecord | None = None
 
 
-_decode: Final = msgspec.msgpack.Decoder(Record).decode
+_decode: Final = msgspec.msgpack.Decoder(JournalRecord).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -217,7 +217,7 @@ class FileWriter:
             os.close(self.fd)
             raise
 
-    def append(self, record: Record) -> None:
+    def append(self, record: JournalRecord) -> None:
         """Write one frame."""
         body = _encode(record)
         length = _LENGTH.pack(len(body))
@@ -268,7 +268,7 @@ def read_header(file: BinaryIO) -> Header:
     return Header(kind, generation, incarnation, first, boot, check, state, size)
 
 
-def read_records(file: BinaryIO, header: Header) -> Iterator[Record]:
+def read_records(file: BinaryIO, header: Header) -> Iterator[JournalRecord]:
     """Read all committed records in order. Raises `DamagedError` at the first invalid one."""
     if os.fstat(file.fileno()).st_size < header.committed:
         raise DamagedError("its end is missing")
@@ -292,7 +292,7 @@ def read_records(file: BinaryIO, header: Header) -> Iterator[Record]:
 
 def tail_records(
     rows: Iterable[tuple[int, bytes]], first: int, end: int, upstream: int, *, max_batches: int, max_bytes: int
-) -> Iterator[Record]:
+) -> Iterator[JournalRecord]:
     """Return numbered payloads as records of all numbers from `first` to `end` - 1.
 
     Numbers without a payload become `SkippedNumbers`. A `Batches` record holds at most `max_batches` payloads, and at most
@@ -321,7 +321,9 @@ def _batches_of(first: int, payloads: list[bytes], upstream: int) -> Batches:
     return Batches(first, [upstream] * len(payloads), zeros, zeros, payloads)
 
 
-def write_snapshot(disk: Disk, folder: Folder, header: Header, records: Sequence[Record], before: FileWriter | None) -> int:
+def write_snapshot(
+    disk: Disk, folder: Folder, header: Header, records: Sequence[JournalRecord], before: FileWriter | None
+) -> int:
     """Write a snapshot, remove the files that it replaces, and return its size. Raises `OSError`.
 
     `before` is the log that ends where the snapshot ends. It is synced and closed first.

@@ -40,14 +40,14 @@ from kvevents.relay.journal.file_format import (
     EndState,
     FileWriter,
     Header,
+    JournalRecord,
     Origin,
-    Record,
     generation_of,
     write_snapshot,
 )
 from kvevents.relay.journal.recovery import Recovered, recover
 
-State: TypeAlias = Literal["new", "disk", "memory", "closed"]
+JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
 """Not begun; everything sent is in the files; the disk fails, and nothing is recorded; closed."""
 
 MIB: Final = 1 << 20
@@ -84,7 +84,7 @@ class JournalLimits:
 class JournalStats:
     """State and counters of a journal."""
 
-    state: State
+    state: JournalState
     reason: str
     """Why the state is "memory", or the last snapshot failed; otherwise empty."""
     bytes: int
@@ -128,7 +128,7 @@ class Journal:
     ) -> None:
         self.path: Final = Path(folder)
         self.limits: Final = limits or JournalLimits()
-        self.state: State = "new"
+        self.state: JournalState = "new"
         self._disk: Final = disk or Disk()
         self._threaded: Final = threaded
         self._end_state = EndState(0, None, {}, {})
@@ -225,7 +225,7 @@ class Journal:
         self._append(file_format.UpstreamReset(upstream, incarnation))
         self._end_state.positions[upstream] = (incarnation, -1)
 
-    def _append(self, record: Record) -> bool:
+    def _append(self, record: JournalRecord) -> bool:
         """Append a record; return whether it is recorded."""
         log = self._log
         if log is None:

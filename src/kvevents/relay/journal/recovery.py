@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvevents.errors import JournalError
 from kvevents.relay.journal import file_format
 from kvevents.relay.journal.disk import TEMPORARY, UNKNOWN_BOOT, Folder
-from kvevents.relay.journal.file_format import Batches, DamagedError, ForwardedBatch, Header, Origin, Positions, Record
+from kvevents.relay.journal.file_format import Batches, DamagedError, ForwardedBatch, Header, JournalRecord, Origin, Positions
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Recovered:
             if isinstance(record, Batches):
                 yield from record.rows()
 
-    def _reread(self, headers: list[Header]) -> Iterator[Record]:
+    def _reread(self, headers: list[Header]) -> Iterator[JournalRecord]:
         for header in headers:
             assert self.folder is not None  # noqa: S101 - it contains the files
             try:
@@ -117,7 +117,7 @@ def _read_file(into: Recovered, folder: Folder, header: Header) -> None:
         raise DamagedError(f"{header.name}: {error}") from error
 
 
-def _apply(into: Recovered, record: Record) -> None:
+def _apply(into: Recovered, record: JournalRecord) -> None:
     match record:
         case Batches():
             _advance(into, record.first, len(record.payloads))

@@ -160,7 +160,7 @@ def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
 # --- the provider
 
 
-class Target(NamedTuple):
+class DnsTarget(NamedTuple):
     """A name to look up, and the kind of server at each of its addresses."""
 
     scheme: str
@@ -203,7 +203,7 @@ class DnsProvider:
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        scheme, host, port = Target.parse(self.target)
+        scheme, host, port = DnsTarget.parse(self.target)
         if scheme == "tcp":
             self.template.registrations(host, f"tcp://{host}:{port or 1}")
 
@@ -237,16 +237,16 @@ class DnsProvider:
             await self.clock.sleep(pause)
 
     async def _resolve(self) -> Resolved:
-        _, host, port = Target.parse(self.target)
+        _, host, port = DnsTarget.parse(self.target)
         return await (self.resolver.services(host) if port is None else self.resolver.addresses(host))
 
     def _fault(self, error: ResolveError, kept: Finding) -> DiscoveryFault:
         known = len(kept.registrations) + len(kept.providers)
         stay = f"; the engines found before ({known}) stay for at most {self.max_stale:g} s" if known else ""
-        return DiscoveryFault(Target.parse(self.target).host, f"{error}{stay}")
+        return DiscoveryFault(DnsTarget.parse(self.target).host, f"{error}{stay}")
 
     def _finding(self, resolved: Resolved) -> Finding:
-        scheme, name, port = Target.parse(self.target)
+        scheme, name, port = DnsTarget.parse(self.target)
         addresses = [f"{bracket_host(host)}:{own or port}" for host, own in resolved.hosts]
         if scheme == "tcp":
             found = [self.template.registrations(address, f"tcp://{address}") for address in addresses]

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeAlias, cast
 
 from kvevents.service.access import Caller, Role
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
-from kvevents.service.http.messages import RAW, Headers, Request, Response, StreamingResponse, problem
+from kvevents.service.http.messages import RAW, Headers, HttpRequest, Response, StreamingResponse, problem
 from kvevents.service.http.origins import OriginPolicy
-from kvevents.service.http.routes import ROUTES, AsyncHandler, Endpoint, Handler
+from kvevents.service.http.routes import ROUTES, AsyncHandler, Handler, Route
 from kvevents.service.http.thread_pools import MATCHING
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
@@ -93,7 +93,7 @@ class App:
         self.service.lookups.count()
 
     async def _respond(
-        self, endpoint: Endpoint | None, methods: dict[str, Endpoint] | None, scope: AsgiScope, receive: Receive
+        self, endpoint: Route | None, methods: dict[str, Route] | None, scope: AsgiScope, receive: Receive
     ) -> Response | StreamingResponse:
         path = scope["path"]
         if methods is None:
@@ -117,7 +117,7 @@ class App:
                 _check_announced(headers.announced, limit)
                 return ADMITTED
             body = await _receive_body(receive, limit)
-            request = Request(
+            request = HttpRequest(
                 scope["method"], path, scope["query_string"], headers, body, caller=caller.name, peer=headers.peer
             )
             _read_parameters(endpoint, request)
@@ -127,7 +127,7 @@ class App:
         except Exception as error:  # noqa: BLE001 - the client gets a response to every error
             return _error_response(endpoint, error)
 
-    def _authorize(self, endpoint: Endpoint, headers: Headers, caller: Caller) -> None:
+    def _authorize(self, endpoint: Route, headers: Headers, caller: Caller) -> None:
         if not endpoint.probe:
             self._origins.check(headers, is_read=endpoint.method == "GET")
         if endpoint.role is None or caller.role >= endpoint.role:
@@ -138,7 +138,7 @@ class App:
         hint = f"use a token with role {endpoint.role.name.lower()}"
         raise UnauthorizedError("this token does not have the required role", "forbidden", hint, status=403)
 
-    async def _handle(self, endpoint: Endpoint, request: Request) -> Response | StreamingResponse:
+    async def _handle(self, endpoint: Route, request: HttpRequest) -> Response | StreamingResponse:
         pool = endpoint.pool
         if endpoint.inline_bytes is not None and len(request.body) > endpoint.inline_bytes:
             pool = MATCHING
@@ -149,7 +149,7 @@ class App:
         return await request.run(cast("Handler", endpoint.handler), self.service, request)
 
 
-def _read_parameters(endpoint: Endpoint, request: Request) -> None:
+def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
     """Set the parameters of the query string. Raises `RefusedError` for unknown ones, except at public endpoints."""
     if not request.query or endpoint.role is None:
         return
@@ -158,7 +158,7 @@ def _read_parameters(endpoint: Endpoint, request: Request) -> None:
     request.wanted = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
 
 
-def _error_response(endpoint: Endpoint, error: Exception) -> Response:
+def _error_response(endpoint: Route, error: Exception) -> Response:
     """Return the response for an error: a `ServiceError` as it is; any other error is logged and returned as status 500."""
     if isinstance(error, ServiceError):
         return problem(error, _HEADERS.get(error.code, ()))
@@ -191,7 +191,7 @@ def _too_large(limit: int) -> TooMuchError:
     return TooMuchError(f"the body has more than {limit} bytes", "too-large", "send less, or raise limits.max_body_bytes")
 
 
-def _not_allowed(method: str, path: str, methods: dict[str, Endpoint]) -> Response:
+def _not_allowed(method: str, path: str, methods: dict[str, Route]) -> Response:
     allowed = sorted(methods) + (["HEAD"] if "GET" in methods else [])
     error = ServiceError(
         f"{path} does not support {method}", "method-not-allowed", f"use {' or '.join(sorted(methods))}", status=405

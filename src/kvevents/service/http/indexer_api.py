@@ -20,8 +20,8 @@ from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.provider import check_load
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
-from kvevents.service.http.messages import Body, Request, Response, answer
-from kvevents.service.lookups import Found
+from kvevents.service.http.messages import Body, HttpRequest, Response, answer
+from kvevents.service.lookups import LookupResult
 from kvevents.service.member import MemberMatch
 from kvevents.service.registration import DEFAULT_GROUP, Registration, Scope
 from kvevents.service.schemas import LoraId
@@ -165,7 +165,7 @@ HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 # --- registration
 
 
-async def register(service: Service, request: Request) -> Response:
+async def register(service: Service, request: HttpRequest) -> Response:
     """Register a rank of an engine, which the service follows from then on."""
     body: RegisterRequest = REGISTER.read(request, service.config.limits)
     registration = _registration(body)
@@ -225,7 +225,7 @@ def _check_endpoint(name: str, endpoint: str) -> None:
         )
 
 
-async def unregister(service: Service, request: Request) -> Response:
+async def unregister(service: Service, request: HttpRequest) -> Response:
     """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
     body: UnregisterRequest = UNREGISTER.read(request, service.config.limits)
     instance, model = str(body.instance_id), pick(body, MODEL)
@@ -267,7 +267,7 @@ async def unregister(service: Service, request: Request) -> Response:
 # --- queries
 
 
-async def query(service: Service, request: Request) -> Response:
+async def query(service: Service, request: HttpRequest) -> Response:
     """Return how much of a prompt each worker holds."""
     body, tokens = await request.run(QUERY.read_tokens, request, "token_ids", service.config.limits)
     service.check_tokens(len(tokens))
@@ -278,7 +278,7 @@ async def query(service: Service, request: Request) -> Response:
     return await run(_answered, service, body, scope, found)
 
 
-async def query_by_hash(service: Service, request: Request) -> Response:
+async def query_by_hash(service: Service, request: HttpRequest) -> Response:
     """Return how much of a prompt each worker holds, by the hashes of its blocks."""
     body, keys = await request.run(_hashes, service, request)
     service.metrics.record_ignored_fields(request)
@@ -289,7 +289,7 @@ async def query_by_hash(service: Service, request: Request) -> Response:
     return await run(_answered, service, body, scope, found)
 
 
-def _hashes(service: Service, request: Request) -> tuple[HashQueryRequest, list[int]]:
+def _hashes(service: Service, request: HttpRequest) -> tuple[HashQueryRequest, list[int]]:
     body: HashQueryRequest = HASH_QUERY.read(request, service.config.limits)
     given = [hashes for hashes in (body.block_hashes, body.seq_hashes, body.block_hash) if hashes is not None]
     if len(given) != 1:
@@ -299,7 +299,7 @@ def _hashes(service: Service, request: Request) -> tuple[HashQueryRequest, list[
     return body, [_unsigned(each) for each in given[0]]
 
 
-def _answered(service: Service, body: IndexerRequest, scope: Scope, found: Found) -> Response:
+def _answered(service: Service, body: IndexerRequest, scope: Scope, found: LookupResult) -> Response:
     rows, missing = found
     if doubtful := service.candidates.of(scope).doubtful:  # they may hold more blocks than the index knows, as their trust says
         holders = {row.member.worker for row in rows}

@@ -14,7 +14,7 @@ import msgspec
 
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, TooMuchError
-from kvevents.service.http.messages import JSON, Request, Response, StreamingResponse, answer
+from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.member import Member
 from kvevents.service.registration import Key
 from kvevents.service.schemas import TrustStatus
@@ -26,7 +26,7 @@ _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "act
 """Status of Dynamo's `/workers` by trust state."""
 
 
-def workers(service: Service, request: Request) -> Response:
+def workers(service: Service, request: HttpRequest) -> Response:
     """List every instance with its ranks, by model and routing group."""
     found: dict[tuple[str, str, str], list[Member]] = {}
     for member in _members(service, request):
@@ -35,7 +35,7 @@ def workers(service: Service, request: Request) -> Response:
     return answer([_instance(members) for members in found.values()], request)
 
 
-def _members(service: Service, request: Request) -> Iterator[Member]:
+def _members(service: Service, request: HttpRequest) -> Iterator[Member]:
     """Yield the members that match the request's filters, in order."""
     for _, member in sorted(service.members().items()):
         own = member.registration.scope[:3]
@@ -77,7 +77,7 @@ def id_of(instance: str) -> int | str:
     return int(instance) if instance.isascii() and instance.isdecimal() and str(int(instance)) == instance else instance
 
 
-def services(service: Service, request: Request) -> Response:
+def services(service: Service, request: HttpRequest) -> Response:
     """List registered ranks as Mooncake does."""
     found = [_service(member) for member in _members(service, request)]
     return answer({"services": found, "count": len(found)}, request)
@@ -100,7 +100,7 @@ def _service(member: Member) -> dict[str, Any]:
     }
 
 
-def global_view(service: Service, request: Request) -> Response:
+def global_view(service: Service, request: HttpRequest) -> Response:
     """List groups of workers that can share cached blocks, as Mooncake does."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
     for member in _members(service, request):
@@ -138,7 +138,7 @@ PIECE_BLOCKS: Final = 1_024
 _DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 
 
-async def dump(service: Service, request: Request) -> StreamingResponse:
+async def dump(service: Service, request: HttpRequest) -> StreamingResponse:
     """Return events that rebuild the index, as Dynamo's replicas request them from each other.
 
     Each event has one block, in no order. The index stores no parents, so `parent_hash` is null. `tokens_hash` is the rolling

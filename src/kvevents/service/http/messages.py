@@ -12,7 +12,7 @@ import msgspec
 from kvevents.index import extract_token_array
 from kvevents.service.config import Limits
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
-from kvevents.service.http.thread_pools import Run, run_inline
+from kvevents.service.http.thread_pools import RunStep, run_inline
 from kvevents.service.schemas import Problem
 from kvevents.service.scope_fields import check_unknown
 
@@ -54,7 +54,7 @@ class Headers:
         """Address and port of the client, from the data plane; for the log."""
 
 
-class Request:
+class HttpRequest:
     """A request with its complete body."""
 
     __slots__ = ("_parameters", "body", "caller", "headers", "ignored", "method", "path", "peer", "query", "run", "wanted")
@@ -75,7 +75,7 @@ class Request:
         """Unknown fields of the body that were ignored."""
         self.wanted: Mapping[str, str] = {}
         """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
-        self.run: Run = run_inline
+        self.run: RunStep = run_inline
         """Calls slow steps: in a thread if the body is large, otherwise in the event loop."""
         self._parameters: dict[str, str] | None = None
 
@@ -130,14 +130,14 @@ class StreamingResponse:
         self.release = release
 
 
-def answer(value: Any, request: Request | None = None, *, status: int = 200) -> Response:
+def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200) -> Response:
     """Return a value as JSON, or as msgpack if the request accepts only that."""
     if request is not None and request.headers.accept == MSGPACK:
         return Response(_encode_msgpack(value), status=status, kind=MSGPACK)
     return Response(_encode(value), status=status)
 
 
-def encoded(value: Any, request: Request) -> msgspec.Raw:
+def encoded(value: Any, request: HttpRequest) -> msgspec.Raw:
     """Encode a value as a part of the response to a request."""
     return msgspec.Raw(_encode_msgpack(value) if request.headers.accept == MSGPACK else _encode(value))
 
@@ -166,7 +166,7 @@ class Body(msgspec.Struct, frozen=True):
         known = frozenset(kind.__struct_fields__) if tolerant else None
         return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind), known)
 
-    def read(self, request: Request, limits: Limits, *, apart: int = 0) -> Any:
+    def read(self, request: HttpRequest, limits: Limits, *, apart: int = 0) -> Any:
         """Decode and check the body; `apart` of its bytes do not count towards its limit. Raises `ServiceError`."""
         _check_size(len(request.body) - apart, limits)
         kind = request.kind
@@ -184,7 +184,7 @@ class Body(msgspec.Struct, frozen=True):
             )
         return self._decode(request, decoder, request.body)
 
-    def read_tokens(self, request: Request, name: str, limits: Limits) -> tuple[Any, Any]:
+    def read_tokens(self, request: HttpRequest, name: str, limits: Limits) -> tuple[Any, Any]:
         """Decode the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""
         lifted = extract_token_array(request.body, name) if request.kind == JSON else None
         if lifted is not None and ESCAPED.search(lifted[0]) is None:
@@ -193,7 +193,7 @@ class Body(msgspec.Struct, frozen=True):
         value = self.read(request, limits)
         return value, getattr(value, name)
 
-    def _decode(self, request: Request, decoder: Any, body: bytes) -> Any:
+    def _decode(self, request: HttpRequest, decoder: Any, body: bytes) -> Any:
         if self.known is None:
             return _decode(decoder, body)
         try:
@@ -202,7 +202,7 @@ class Body(msgspec.Struct, frozen=True):
             known = self._without_unknown(request, decoder, body)
             return _decode(decoder, body if known is None else known)
 
-    def _without_unknown(self, request: Request, decoder: Any, body: bytes) -> bytes | None:
+    def _without_unknown(self, request: HttpRequest, decoder: Any, body: bytes) -> bytes | None:
         """Encode the body without its unknown fields; None if it has none or is malformed."""
         codec: Any = msgspec.json if decoder is self.json else msgspec.msgpack
         try:

@@ -8,30 +8,30 @@ from importlib.resources import files
 from typing import Final
 
 from kvevents.service.exposition import exposition
-from kvevents.service.http.messages import Request, Response, answer
+from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.service import Service
 
 METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-def health(service: Service, request: Request) -> Response:
+def health(service: Service, request: HttpRequest) -> Response:
     """Return whether the service receives events; 503 if the process must be restarted."""
     found = service.health()
     return answer(found, request, status=503 if found.status == "failed" else 200)
 
 
-def live(service: Service, request: Request) -> Response:
+def live(service: Service, request: HttpRequest) -> Response:
     """Return the same as `/health`, under the path that Kubernetes uses."""
     return health(service, request)
 
 
-def ready(service: Service, request: Request) -> Response:
+def ready(service: Service, request: HttpRequest) -> Response:
     """Return whether the service can be queried: enough sources are EXACT or the deadline has passed; 503 before."""
     readiness = service.readiness()
     return answer(readiness, request, status=200 if readiness.ready else 503)
 
 
-def metrics(service: Service, _request: Request) -> Response:
+def metrics(service: Service, _request: HttpRequest) -> Response:
     """Return the metrics in Prometheus' text format."""
     return Response(exposition(service), kind=METRICS)
 
@@ -41,7 +41,7 @@ def _page() -> bytes:
     return (files("kvevents.service") / "page.html").read_bytes()
 
 
-def page(_service: Service, _request: Request) -> Response:
+def page(_service: Service, _request: HttpRequest) -> Response:
     """Return the page that shows the fleet in a browser."""
     nonce = secrets.token_urlsafe(16)
     policy = (

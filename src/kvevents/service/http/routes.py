@@ -15,7 +15,7 @@ import msgspec
 from kvevents.service import schemas
 from kvevents.service.access import Role
 from kvevents.service.http import indexer_api, indexer_listings, probes, shard, v1
-from kvevents.service.http.messages import PROBLEM, Request, Response, StreamingResponse
+from kvevents.service.http.messages import PROBLEM, HttpRequest, Response, StreamingResponse
 from kvevents.service.http.thread_pools import FLEET, LISTING, MATCHING, METRICS
 from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.service.schemas import Problem, ScopedRequest
@@ -23,10 +23,10 @@ from kvevents.service.service import Service
 from kvevents.service.shards import shard_server as shard_schemas
 from kvevents.version import version
 
-Handler: TypeAlias = "Callable[[Service, Request], Response | StreamingResponse]"
-"""Handles a request; `Request.run` calls it."""
-AsyncHandler: TypeAlias = "Callable[[Service, Request], Awaitable[Response | StreamingResponse]]"
-"""Handles a request, and passes its slow steps to `Request.run`."""
+Handler: TypeAlias = "Callable[[Service, HttpRequest], Response | StreamingResponse]"
+"""Handles a request; `HttpRequest.run` calls it."""
+AsyncHandler: TypeAlias = "Callable[[Service, HttpRequest], Awaitable[Response | StreamingResponse]]"
+"""Handles a request, and passes its slow steps to `HttpRequest.run`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class Route:
     """One row of the table."""
 
     method: str
@@ -123,7 +123,7 @@ def _limit(most: int) -> Parameter:
     return Parameter("limit", "maximum number of items", schema={"type": "integer", "minimum": 1, "maximum": most})
 
 
-def openapi(_service: Service, _request: Request) -> Response:
+def openapi(_service: Service, _request: HttpRequest) -> Response:
     """Return the OpenAPI 3.1 document of this API."""
     return Response(_encoded_openapi())
 
@@ -133,9 +133,9 @@ def _encoded_openapi() -> bytes:
     return msgspec.json.encode(openapi_document())
 
 
-ENDPOINTS: Final[tuple[Endpoint, ...]] = (
+ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
-    Endpoint(
+    Route(
         "POST",
         "/register",
         indexer_api.register,
@@ -145,11 +145,11 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         status=201,
         also=((200, "the response of Mooncake's API"),),
     ),
-    Endpoint("POST", "/unregister", indexer_api.unregister, Role.REGISTER, "indexer", indexer_api.UnregisterRequest),
-    Endpoint(
+    Route("POST", "/unregister", indexer_api.unregister, Role.REGISTER, "indexer", indexer_api.UnregisterRequest),
+    Route(
         "POST", "/query", indexer_api.query, Role.READ, "indexer", indexer_api.QueryRequest, inline_bytes=_INLINE_PROMPT_BYTES
     ),
-    Endpoint(
+    Route(
         "POST",
         "/query_by_hash",
         indexer_api.query_by_hash,
@@ -158,7 +158,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         indexer_api.HashQueryRequest,
         inline_bytes=_INLINE_OBJECT_BYTES,
     ),
-    Endpoint(
+    Route(
         "GET",
         "/workers",
         indexer_listings.workers,
@@ -167,11 +167,9 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         pool=FLEET,
         parameters=_INDEXER_FILTERS,
     ),
-    Endpoint("GET", "/services", indexer_listings.services, Role.READ, "indexer", pool=FLEET, parameters=_INDEXER_FILTERS),
-    Endpoint(
-        "GET", "/global_view", indexer_listings.global_view, Role.READ, "indexer", pool=FLEET, parameters=_INDEXER_FILTERS
-    ),
-    Endpoint(
+    Route("GET", "/services", indexer_listings.services, Role.READ, "indexer", pool=FLEET, parameters=_INDEXER_FILTERS),
+    Route("GET", "/global_view", indexer_listings.global_view, Role.READ, "indexer", pool=FLEET, parameters=_INDEXER_FILTERS),
+    Route(
         "GET",
         "/dump",
         indexer_listings.dump,
@@ -180,7 +178,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         parameters=(Parameter("own", "`true` for the blocks of this replica alone, if it holds a shard"),),
     ),
     # The API of kvevents
-    Endpoint(
+    Route(
         "POST",
         "/v1/match",
         v1.match,
@@ -192,7 +190,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         parameters=_RAW,
         inline_bytes=_INLINE_PROMPT_BYTES,
     ),
-    Endpoint(
+    Route(
         "POST",
         "/v1/match_many",
         v1.match_many,
@@ -202,7 +200,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         schemas.MatchManyAnswer,
         pool=MATCHING,
     ),
-    Endpoint(
+    Route(
         "POST",
         "/v1/select",
         v1.select,
@@ -212,7 +210,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         schemas.Selection,
         inline_bytes=_INLINE_OBJECT_BYTES,
     ),
-    Endpoint(
+    Route(
         "GET",
         "/v1/sources",
         v1.sources,
@@ -222,8 +220,8 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         pool=FLEET,
         parameters=_FILTERS,
     ),
-    Endpoint("GET", "/v1/stats", v1.stats, Role.READ, "v1", gives=schemas.StatsAnswer, pool=FLEET),
-    Endpoint(
+    Route("GET", "/v1/stats", v1.stats, Role.READ, "v1", gives=schemas.StatsAnswer, pool=FLEET),
+    Route(
         "GET",
         "/v1/blocks",
         v1.blocks,
@@ -242,7 +240,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
             Parameter("cursor", "`next` of the previous page", schema={"type": "string", "pattern": v1.CURSOR.pattern}),
         ),
     ),
-    Endpoint(
+    Route(
         "GET",
         "/v1/hot",
         v1.hot,
@@ -259,9 +257,9 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
             _limit(v1.MAX_HOT),
         ),
     ),
-    Endpoint("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=_FILTERS, media="text/event-stream"),
+    Route("GET", "/v1/events", v1.events, Role.READ, "v1", parameters=_FILTERS, media="text/event-stream"),
     # Between the replicas of a sharded plane
-    Endpoint(
+    Route(
         "POST",
         "/v1/shard/match",
         shard.match,
@@ -271,7 +269,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         shard_schemas.ShardAnswer,
         inline_bytes=_INLINE_OBJECT_BYTES,
     ),
-    Endpoint(
+    Route(
         "POST",
         "/v1/shard/members",
         shard.members,
@@ -281,7 +279,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         shard_schemas.MemberList,
         pool=FLEET,
     ),
-    Endpoint(
+    Route(
         "POST",
         "/v1/shard/expect",
         shard.expect,
@@ -292,9 +290,9 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         pool=MATCHING,
     ),
     # Probes, metrics, documentation and the page
-    Endpoint("GET", "/health", probes.health, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
-    Endpoint("GET", "/livez", probes.live, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
-    Endpoint(
+    Route("GET", "/health", probes.health, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
+    Route("GET", "/livez", probes.live, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
+    Route(
         "GET",
         "/readyz",
         probes.ready,
@@ -304,12 +302,12 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
         also=((503, "the service is not ready"),),
         probe=True,
     ),
-    Endpoint("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", pool=METRICS),
-    Endpoint("GET", "/openapi.json", openapi, None, "probes"),
-    Endpoint("GET", "/", probes.page, None, "probes", media="text/html"),
+    Route("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", pool=METRICS),
+    Route("GET", "/openapi.json", openapi, None, "probes"),
+    Route("GET", "/", probes.page, None, "probes", media="text/html"),
 )
 
-ROUTES: Final[dict[str, dict[str, Endpoint]]] = {}
+ROUTES: Final[dict[str, dict[str, Route]]] = {}
 """Endpoints by path and method."""
 for _endpoint in ENDPOINTS:
     ROUTES.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint
@@ -362,7 +360,7 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: Endpoint, by_kind: dict[int, Any]) -> dict[str, Any]:
+def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": (endpoint.method.lower() + endpoint.path.replace("/", "_").replace(".", "_")).rstrip("_"),
         "summary": endpoint.summary,
@@ -388,7 +386,7 @@ def _operation(endpoint: Endpoint, by_kind: dict[int, Any]) -> dict[str, Any]:
     return operation
 
 
-def _responses(endpoint: Endpoint, by_kind: dict[int, Any]) -> dict[str, Any]:
+def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     schema = by_kind[id(endpoint.gives)] if endpoint.gives is not None else {}
     content = {endpoint.media: {"schema": schema}}
     found: dict[str, Any] = {

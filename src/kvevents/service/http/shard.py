@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from kvevents.service.errors import ConflictError, ServiceError
-from kvevents.service.http.messages import MSGPACK, Body, Request, Response, answer
+from kvevents.service.http.messages import MSGPACK, Body, HttpRequest, Response, answer
 from kvevents.service.service import Service
 from kvevents.service.shards.shard_server import Expectation, PartitionQuery, ShardQuery, ShardServer
 
@@ -30,7 +30,7 @@ _PROMPTS: Final[dict[bytes, Any]] = {
 }
 
 
-def match(service: Service, request: Request) -> Response:
+def match(service: Service, request: HttpRequest) -> Response:
     """Return how much of some prompts the workers of some partitions hold, as far as this replica serves them."""
     server = _shard_server(service)
     query: ShardQuery = _read(QUERY, service, request)
@@ -40,14 +40,14 @@ def match(service: Service, request: Request) -> Response:
     return answer(server.part(query), request)
 
 
-def members(service: Service, request: Request) -> Response:
+def members(service: Service, request: HttpRequest) -> Response:
     """List the engines of some partitions, as far as this replica serves them."""
     server = _shard_server(service)
     query: PartitionQuery = PARTITIONS.read(request, service.config.limits)
     return answer(server.members(query), request)
 
 
-def expect(service: Service, request: Request) -> Response:
+def expect(service: Service, request: HttpRequest) -> Response:
     """Count a prompt as held by an engine for a while."""
     server = _shard_server(service)
     query: Expectation = _read(EXPECTATION, service, request)
@@ -55,7 +55,7 @@ def expect(service: Service, request: Request) -> Response:
     return answer(server.expect(query), request)
 
 
-def _read(body: Body, service: Service, request: Request) -> Any:
+def _read(body: Body, service: Service, request: HttpRequest) -> Any:
     """Decode the body. Its prompts are bytes that are cheap to decode and have a limit of their own."""
     limits = service.config.limits
     apart = 0

@@ -50,7 +50,7 @@ class ThreadPool:
         self._count -= 1
 
 
-class Run(Protocol):
+class RunStep(Protocol):
     """Calls a slow step of a request: in a thread, or in the event loop."""
 
     def __call__(self, call: Callable[..., T], *arguments: Any) -> Awaitable[T]:

@@ -11,8 +11,8 @@ import msgspec
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import StreamEvent
-from kvevents.service.http.messages import RAW, Body, Request, Response, StreamingResponse, answer, encoded
-from kvevents.service.lookups import Found, FoundMany, HottestPrefixes
+from kvevents.service.http.messages import RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
+from kvevents.service.lookups import FoundMany, HottestPrefixes, LookupResult
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.registration import DEFAULT_GROUP, Scope
 from kvevents.service.schemas import (
@@ -79,7 +79,7 @@ def _trusts(service: Service, scope: Scope) -> list[WorkerTrust]:
 # --- prompts
 
 
-async def match(service: Service, request: Request) -> Response:
+async def match(service: Service, request: HttpRequest) -> Response:
     """Return the longest prefix of a prompt that each worker holds.
 
     The body is a `MatchRequest` as JSON or msgpack, or raw token ids: unsigned 32-bit little-endian numbers with content type
@@ -94,7 +94,7 @@ async def match(service: Service, request: Request) -> Response:
     return await run(_match_answer, service, request, scope, len(tokens), found)
 
 
-def _prompt(service: Service, request: Request) -> tuple[ScopedRequest, Any]:
+def _prompt(service: Service, request: HttpRequest) -> tuple[ScopedRequest, Any]:
     if request.kind == RAW:
         tokens, query = _raw_prompt(request)
     else:
@@ -103,7 +103,7 @@ def _prompt(service: Service, request: Request) -> tuple[ScopedRequest, Any]:
     return query, tokens
 
 
-def _match_answer(service: Service, request: Request, scope: Scope, length: int, found: Found) -> Response:
+def _match_answer(service: Service, request: HttpRequest, scope: Scope, length: int, found: LookupResult) -> Response:
     holders = {row.member.worker for row in found.rows}
     others = [member.empty_match for member in service.candidates.of(scope).members if member.worker not in holders]
     return answer(
@@ -116,7 +116,7 @@ class _RawScope(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=
     """Query parameters of a raw prompt."""
 
 
-def _raw_prompt(request: Request) -> tuple[Any, ScopedRequest]:
+def _raw_prompt(request: HttpRequest) -> tuple[Any, ScopedRequest]:
     if len(request.body) % 4:
         raise RefusedError(
             f"invalid raw body of {len(request.body)} bytes: expected 4 bytes for each token",
@@ -130,7 +130,7 @@ def _raw_prompt(request: Request) -> tuple[Any, ScopedRequest]:
     return memoryview(request.body).cast("I"), query
 
 
-async def match_many(service: Service, request: Request) -> Response:
+async def match_many(service: Service, request: HttpRequest) -> Response:
     """Return the longest prefix of each of several prompts of one scope that each worker holds."""
     query: MatchManyRequest = await request.run(MATCH_MANY.read, request, service.config.limits)
     service.check_tokens(sum(map(len, query.prompts)))
@@ -141,7 +141,9 @@ async def match_many(service: Service, request: Request) -> Response:
     return await request.run(_match_many_answer, service, request, scope, query, found)
 
 
-def _match_many_answer(service: Service, request: Request, scope: Scope, query: MatchManyRequest, found: FoundMany) -> Response:
+def _match_many_answer(
+    service: Service, request: HttpRequest, scope: Scope, query: MatchManyRequest, found: FoundMany
+) -> Response:
     # Each match is encoded alone, because the encoder holds the interpreter lock.
     matches: list[Any] = [
         encoded(PromptMatch(prompt_tokens=len(tokens), holders=_worker_matches(rows)), request)
@@ -150,7 +152,7 @@ def _match_many_answer(service: Service, request: Request, scope: Scope, query: 
     return answer(MatchManyAnswer(matches=matches, workers=_trusts(service, scope), missing=found.missing), request)
 
 
-async def select(service: Service, request: Request) -> Response:
+async def select(service: Service, request: HttpRequest) -> Response:
     """Select the worker for a prompt by what each worker holds, its trust and its load."""
     query, tokens = await request.run(SELECT.read_tokens, request, "tokens", service.config.limits)
     service.check_tokens(len(tokens))
@@ -203,7 +205,7 @@ def _selection_answer(
 # --- the fleet
 
 
-def sources(service: Service, request: Request) -> Response:
+def sources(service: Service, request: HttpRequest) -> Response:
     """List every source with its trust, lag, gaps and counters."""
     views = [member.view() for _, member in sorted(service.members().items())]
     chosen = [view for view in views if _is_wanted(view, request.wanted)]
@@ -214,12 +216,12 @@ def _is_wanted(view: SourceView | StreamEvent, wanted: Mapping[str, str]) -> boo
     return all(getattr(view, name) == value for name, value in wanted.items())
 
 
-def stats(service: Service, request: Request) -> Response:
+def stats(service: Service, request: HttpRequest) -> Response:
     """Return the counters of the service."""
     return answer(service.stats(), request)
 
 
-async def hot(service: Service, request: Request) -> Response:
+async def hot(service: Service, request: HttpRequest) -> Response:
     """Return the tree of prefixes that prompts begin with most."""
     wanted = request.wanted
     model = wanted.get("model")
@@ -233,7 +235,7 @@ async def hot(service: Service, request: Request) -> Response:
     return await request.run(_hot_answer, service, request, scope, model, found)
 
 
-def _hot_answer(service: Service, request: Request, scope: Scope, model: str, found: HottestPrefixes) -> Response:
+def _hot_answer(service: Service, request: HttpRequest, scope: Scope, model: str, found: HottestPrefixes) -> Response:
     workers = _trusts(service, scope)
     return answer(
         HotAnswer(model=model, sampled=found.sampled, prefixes=found.prefixes, workers=workers, missing=found.missing), request
@@ -251,7 +253,7 @@ def _number(wanted: Any, name: str, default: int, most: int) -> int:
     return int(text)
 
 
-def blocks(service: Service, request: Request) -> Response:
+def blocks(service: Service, request: HttpRequest) -> Response:
     """List the blocks of one worker at one moment, in pages and in no order."""
     wanted = request.wanted
     member = _member(service, wanted)
@@ -299,7 +301,7 @@ def _rank(text: str) -> int:
 # --- events
 
 
-def events(service: Service, request: Request) -> StreamingResponse:
+def events(service: Service, request: HttpRequest) -> StreamingResponse:
     """Stream server-sent events: changes of trust, losses, and up to four times a second the batches of each source."""
     if len(service.fleet.event_bus) >= service.config.limits.max_listeners:
         raise UnavailableError(

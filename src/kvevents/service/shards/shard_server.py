@@ -17,7 +17,7 @@ from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration, Scope
-from kvevents.service.schemas import Name, Rank, ScopedRequest, SourceView
+from kvevents.service.schemas import Rank, RequestName, ScopedRequest, SourceView
 from kvevents.service.scope_fields import scope_of
 from kvevents.structs import build_decoder_now
 from kvevents.weights import State
@@ -104,7 +104,7 @@ class MemberList(Struct, frozen=True, kw_only=True):
 class Expectation(ScopedRequest, frozen=True, kw_only=True):
     """A request to add a speculative entry: the rank will hold the prompt."""
 
-    instance: Name
+    instance: RequestName
     rank: Rank
     prompt: Prompt
     seconds: Annotated[float, Meta(gt=0, le=60)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.errors import MissingDependencyError
 from kvevents.sim.report.text import capacity_blocks, percent, span, visible
-from kvevents.sim.results import Comparison, PolicyResult, Sample, WorkerResult
+from kvevents.sim.results import Comparison, FleetSample, PolicyResult, WorkerResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -282,7 +282,9 @@ def _range(values: list[float], to_text: Callable[[float], str]) -> str:
 # --- over time
 
 
-def _over_time(draw: Callable[[Axes, list[float], list[Sample], Comparison], None]) -> Callable[[Figure, Comparison], None]:
+def _over_time(
+    draw: Callable[[Axes, list[float], list[FleetSample], Comparison], None],
+) -> Callable[[Figure, Comparison], None]:
     """Return a function that draws a pane for each policy, all with the same scales."""
 
     def draw_panes(figure: Figure, comparison: Comparison) -> None:
@@ -309,7 +311,7 @@ def _short_number(value: float) -> str:
     return f"{value:g}"
 
 
-def _contents(axes: Axes, at: list[float], series: list[Sample], comparison: Comparison) -> None:
+def _contents(axes: Axes, at: list[float], series: list[FleetSample], comparison: Comparison) -> None:
     unique = [sample.unique for sample in series]
     blocks = [sample.blocks for sample in series]
     axes.fill_between(at, unique, color=SERIES[0], linewidth=0, label="different blocks")
@@ -319,7 +321,7 @@ def _contents(axes: Axes, at: list[float], series: list[Sample], comparison: Com
         axes.axhline(capacity, color=INK, linewidth=1, linestyle="--", label="capacity")
 
 
-def _queues(axes: Axes, at: list[float], series: list[Sample], _comparison: Comparison) -> None:
+def _queues(axes: Axes, at: list[float], series: list[FleetSample], _comparison: Comparison) -> None:
     running = [sample.running for sample in series]
     axes.fill_between(at, running, color=SERIES[0], alpha=0.4, linewidth=0, label="running")
     both = [sample.running + sample.waiting for sample in series]
@@ -340,7 +342,7 @@ def _hit_rates_over_time(figure: Figure, comparison: Comparison) -> None:
     _legend(figure, axes)
 
 
-def hit_rates(series: Sequence[Sample]) -> tuple[list[float], list[float]]:
+def hit_rates(series: Sequence[FleetSample]) -> tuple[list[float], list[float]]:
     """Return times and hit rates for at most `MAX_POINTS` equal intervals; intervals without lookups are left out."""
     step = -(-len(series) // MAX_POINTS)
     times, rates = [], []
@@ -362,7 +364,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 # --- all of them
 
 
-def _fullest_sample(result: PolicyResult) -> Sample | None:
+def _fullest_sample(result: PolicyResult) -> FleetSample | None:
     return max(result.series, key=lambda sample: sample.blocks, default=None)
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvevents.sim.report.figures import DRAWINGS, Drawing
 from kvevents.sim.report.text import COLUMNS, Cell, cells, summary, traffic_text, visible
-from kvevents.sim.results import Comparison, Difference, PolicyResult
+from kvevents.sim.results import Comparison, Disagreement, PolicyResult
 from kvevents.version import version
 
 _STYLE: Final = Path(__file__).with_name("style.css")
@@ -130,7 +130,7 @@ def _audit_text(result: PolicyResult) -> str:
     return f"{text}; {result.batches:,} batches with {result.events:,} events."
 
 
-def _example(one: Difference) -> str:
+def _example(one: Disagreement) -> str:
     return (
         f"{one.source}/{one.rank}, incarnation {one.incarnation}, batch {one.seq}, event {one.position}:"
         f" of {one.prompt:,} tokens the engine found {one.cached:,}, the index {one.indexed:,}."

@@ -149,16 +149,16 @@ def _audit_text(results: Sequence[PolicyResult]) -> str:
     return "no lookup was compared with the index" if any(result.requests for result in results) else ""
 
 
-Settings: TypeAlias = Mapping[str, str | int | float | bool | None]
+ReportSettings: TypeAlias = Mapping[str, str | int | float | bool | None]
 
 
-def report_settings(fleet: FleetSettings, traffic: Settings) -> dict[str, str | int | float | bool | None]:
+def report_settings(fleet: FleetSettings, traffic: ReportSettings) -> dict[str, str | int | float | bool | None]:
     """Return the settings of a fleet and its requests, with the real number of blocks and the source of the costs."""
     found = msgspec.structs.asdict(fleet) | {"blocks": fleet.size.blocks, "cost_source": fleet.costs.source}
     return found | dict(traffic)
 
 
-def traffic_text(settings: Settings) -> str:
+def traffic_text(settings: ReportSettings) -> str:
     """Return a fleet and its requests as one line: `8 engines, llama-3.1-8b-h100, 200 requests of chat, seed 0`."""
     engines, ranks = settings.get("engines"), settings.get("ranks")
     parts = [
@@ -171,7 +171,7 @@ def traffic_text(settings: Settings) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def capacity_blocks(settings: Settings) -> int | None:
+def capacity_blocks(settings: ReportSettings) -> int | None:
     """Return the capacity of all caches of the fleet in blocks; None if the settings do not give it."""
     known = [value for name in ("engines", "ranks", "blocks", "host_blocks") if isinstance(value := settings.get(name), int)]
     if len(known) < 4:
@@ -180,7 +180,7 @@ def capacity_blocks(settings: Settings) -> int | None:
     return engines * ranks * (blocks + host)
 
 
-def _source(settings: Settings) -> str:
+def _source(settings: ReportSettings) -> str:
     trace, workload, requests = (settings.get(name) for name in ("trace", "workload", "requests"))
     count = f"{requests:,} request{'' if requests == 1 else 's'} of " if isinstance(requests, int) else ""
     if trace is not None:
@@ -188,12 +188,12 @@ def _source(settings: Settings) -> str:
     return "" if workload is None else f"{count}the packaged sample" if workload == "trace" else f"{count}{workload}"
 
 
-def _pace(settings: Settings) -> str:
+def _pace(settings: ReportSettings) -> str:
     rate, speed = settings.get("rate"), settings.get("speed")
     return f"{rate:g} requests a second" if rate is not None else f"{speed:g} times as fast" if speed is not None else ""
 
 
-Value: TypeAlias = float | None
+SettingValue: TypeAlias = float | None
 
 BEST: Final = "*"
 """Mark after the best value of a column."""
@@ -212,16 +212,16 @@ class Column:
     """One column of the table."""
 
     title: str
-    value: Callable[[PolicyResult], Value]
+    value: Callable[[PolicyResult], SettingValue]
     to_text: Callable[[float], str]
     best: Literal["least", "most"] | None = None
 
 
-def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], Value]:
+def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], SettingValue]:
     return lambda result: None if result.ttft is None else value(result.ttft)
 
 
-def _if_looked_up(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], Value]:
+def _if_looked_up(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], SettingValue]:
     """Return the value; None if no prompt was looked up, since rates are undefined then."""
     return lambda result: value(result) if result.prompt_tokens else None
 

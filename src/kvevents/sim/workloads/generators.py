@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, TypeAlias
 from kvevents.errors import ConfigError
 from kvevents.sim.requests import Drawn, Request, Text
 
-Gap: TypeAlias = Callable[[float, float, Random], float]
+DrawGap: TypeAlias = Callable[[float, float, Random], float]
 """Returns the seconds to the next arrival for a mean gap, a coefficient of variation and a random generator."""
 
 
@@ -38,7 +38,7 @@ def _bursty(mean: float, variation: float, random: Random) -> float:
     return random.gammavariate(shape, mean / shape)
 
 
-ARRIVALS: Final[Mapping[str, Gap]] = MappingProxyType({"constant": _constant, "poisson": _poisson, "bursty": _bursty})
+ARRIVALS: Final[Mapping[str, DrawGap]] = MappingProxyType({"constant": _constant, "poisson": _poisson, "bursty": _bursty})
 """Arrival processes by name. `constant`: one request every `1 / rate` seconds. `poisson`: independent requests. `bursty`: gaps
 of a gamma distribution; a coefficient of variation above 1 makes bursts (1 is `poisson`), like `burstiness` of
 `vllm bench serve` (`1 / variation**2`)."""
@@ -116,11 +116,11 @@ class Turn(NamedTuple):
     output: Text
     pause: float | None
     """Seconds until the session is due again; None after its last turn."""
-    begins: Sequence[Session] = ()
+    begins: Sequence[TrafficSession] = ()
     """Sessions that begin when this turn is answered."""
 
 
-class Session(NamedTuple):
+class TrafficSession(NamedTuple):
     """The turns of one conversation or agent."""
 
     name: str
@@ -164,7 +164,7 @@ class Traffic(ABC):
         return schedule(times, self.sessions(random))
 
     @abstractmethod
-    def sessions(self, random: Random) -> Iterator[Session]:
+    def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """Yield sessions without end, in the order of their beginnings."""
 
     def tenant(self, random: Random) -> tuple[str | None, str | None]:
@@ -187,12 +187,12 @@ class Traffic(ABC):
                 raise ConfigError(f"invalid {name} {getattr(self, name)}: expected {what}")
 
 
-def schedule(times: Iterable[float], sessions: Iterator[Session], max_waiting: int = MAX_WAITING) -> Iterator[Request]:
+def schedule(times: Iterable[float], sessions: Iterator[TrafficSession], max_waiting: int = MAX_WAITING) -> Iterator[Request]:
     """Yield a request at each of `times`, from the session that has been due for longest or from a new one.
 
     At most `max_waiting` sessions wait for their next turn.
     """
-    waiting: list[tuple[float, int, Session]] = []
+    waiting: list[tuple[float, int, TrafficSession]] = []
     order = 0
     for now in times:
         is_due = waiting and (waiting[0][0] <= now or len(waiting) >= max_waiting)
@@ -242,7 +242,7 @@ class SharedPrompts(Traffic):
         self._check_at_least_one("prompts", "users")
         self._check_each(("popularity",), lambda value: value >= 0, "at least 0")
 
-    def sessions(self, random: Random) -> Iterator[Session]:
+    def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`. A session is one question, named after the user."""
         writer = Writer(random)
         systems = [(writer.write(self.system.draw(random)), *self.tenant(random)) for _ in range(self.prompts)]
@@ -252,7 +252,7 @@ class SharedPrompts(Traffic):
             system, lora, salt = users[user]
             prompt = system + writer.write(self.question.draw(random))
             turn = Turn(prompt, writer.write(self.answer.draw(random)), None)
-            yield Session(f"user-{user}", iter((turn,)), lora, salt)
+            yield TrafficSession(f"user-{user}", iter((turn,)), lora, salt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +279,7 @@ class LlmD(Traffic):
         super().__post_init__()
         self._check_at_least_one("groups", "users", "system", "question", "output")
 
-    def sessions(self, random: Random) -> Iterator[Session]:
+    def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`. A session is one question, named after the user."""
         writer = Writer(random)
         asked: list[tuple[str, Text, str | None, str | None]] = []
@@ -288,7 +288,7 @@ class LlmD(Traffic):
             asked += [(f"user-{group}.{user}", system + writer.write(self.question), lora, salt) for user in range(self.users)]
         random.shuffle(asked)
         for name, prompt, lora, salt in cycle(asked):
-            yield Session(name, iter((Turn(prompt, writer.write(self.output), None),)), lora, salt)
+            yield TrafficSession(name, iter((Turn(prompt, writer.write(self.output), None),)), lora, salt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +329,7 @@ class Agents(Traffic):
         self._check_each(("delegating",), lambda value: 0 <= value <= 1, "a share from 0 to 1")
         self._check_each(("popularity",), lambda value: value >= 0, "at least 0")
 
-    def sessions(self, random: Random) -> Iterator[Session]:
+    def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`."""
         writer = Writer(random)
         schemas = [writer.write(self.schema.draw(random)) for _ in range(self.kinds)]
@@ -337,7 +337,7 @@ class Agents(Traffic):
         for number in count():
             (schema,) = random.choices(schemas, cum_weights=weights)
             lora, salt = self.tenant(random)
-            agent = _Agent(self, Session(f"agent-{number}", iter(()), lora, salt), writer, random)
+            agent = _Agent(self, TrafficSession(f"agent-{number}", iter(()), lora, salt), writer, random)
             yield agent.begun(schema, self.turns, self.delegating)
 
 
@@ -346,11 +346,11 @@ class _Agent:
     """One agent. Its session is the template of its sub-agents' sessions."""
 
     settings: Agents
-    session: Session
+    session: TrafficSession
     writer: Writer
     random: Random
 
-    def begun(self, context: Text, turns: float, delegating: float) -> Session:
+    def begun(self, context: Text, turns: float, delegating: float) -> TrafficSession:
         return self.session._replace(turns=self._work(context, turns, delegating))
 
     def _work(self, context: Text, turns: float, delegating: float) -> Iterator[Turn]:
@@ -415,7 +415,7 @@ class Chat(Traffic):
         self._check_at_least_one("apps", "turns", "context")
         self._check_each(("preamble", "popularity"), lambda value: value >= 0, "at least 0")
 
-    def sessions(self, random: Random) -> Iterator[Session]:
+    def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`."""
         writer = Writer(random)
         preamble = writer.write(self.preamble) if self.preamble else Text()
@@ -423,7 +423,7 @@ class Chat(Traffic):
         weights = zipf(self.apps, self.popularity)
         for number in count():
             (system,) = random.choices(systems, cum_weights=weights)
-            yield Session(f"chat-{number}", self._turns(system, writer, random), *self.tenant(random))
+            yield TrafficSession(f"chat-{number}", self._turns(system, writer, random), *self.tenant(random))
 
     def _turns(self, context: Text, writer: Writer, random: Random) -> Iterator[Turn]:
         prompt = context + writer.write(self.user.draw(random))
