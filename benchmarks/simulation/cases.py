@@ -16,10 +16,10 @@ import msgspec
 
 from benchmarks.simulation.ladder import Stage, climb
 from kvevents.routing import policy
-from kvevents.sim.fleet import simulate
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_fleet import simulate
 from kvevents.sim.workloads import SAMPLE, read_trace, rescaled, workload
 
 TRACE: Final = Path(os.environ.get("KVEVENTS_MOONCAKE_TRACE", "conversation_trace.jsonl.gz"))

@@ -22,10 +22,10 @@ from kvevents.routing import TIER_WEIGHTS, TRUST_WEIGHTS, Router, Ties
 from kvevents.routing.policies import DECODING_WEIGHT, break_tie
 from kvevents.routing.policy_types import Candidate, Choice, Prompt
 from kvevents.sim.audit import Audit
-from kvevents.sim.engine import SimulatedEngine
-from kvevents.sim.fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_engine import SimulatedEngine
+from kvevents.sim.simulated_fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents_native._native import Scorer
 
 LOAD_WEIGHT: Final = 0.1

@@ -16,9 +16,9 @@ from kvevents.events import BlockStored, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.routing import Router, policy
 from kvevents.sim.audit import Audit
-from kvevents.sim.fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.requests import Request
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.workloads import LlmD, arrivals
 from kvevents.stream import RawBatch
 from kvevents.wire.encode import batch_encoder

@@ -17,10 +17,10 @@ from benchmarks.simulation.engine_load import BLOCK, TRAFFIC, waiting_tokens
 from kvevents.index import PrefixIndex
 from kvevents.routing import Decision, Router, Worker, policy
 from kvevents.sim.audit import Audit
-from kvevents.sim.engine import SimulatedEngine
-from kvevents.sim.fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.results import PolicyResult
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_engine import SimulatedEngine
+from kvevents.sim.simulated_fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.wire.load import EngineLoad
 
 POLL_SECONDS: Final = 1.0

@@ -8,8 +8,8 @@ import time
 from benchmarks.indexing import procfs
 from benchmarks.processes import send_line
 from benchmarks.simulation.cases import to_stderr, trace, trace_path
-from kvevents.sim.fleet import simulate
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_fleet import simulate
 from kvevents.sim.workloads import SAMPLE
 
 

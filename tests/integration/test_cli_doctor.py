@@ -18,8 +18,8 @@ import zmq
 from cli_cases import RECORDING, RUN, SECONDS, Program, adjacent, refusing, run, tape_of
 from cli_doctor_cases import findings, one, server
 from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
-from kvevents.cli.doctor import service
-from kvevents.cli.doctor.service import ENOUGH_LOOKUPS
+from kvevents.cli.doctor import service_checks as checks
+from kvevents.cli.doctor.service_checks import ENOUGH_LOOKUPS
 from kvevents.cli.doctor.traffic import check_topic
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
@@ -433,18 +433,18 @@ def view(**more: Any) -> SourceView:
 
 
 def test_block_sizes_declared_and_seen() -> None:
-    assert service.check_block_sizes([view(block_sizes=[])]) is None
-    assert one(service.check_block_sizes([view()])) == ("ok", "blocks of 16 tokens, as registered")
-    assert one(service.check_block_sizes([view(declared_block_size=None, block_sizes=[16, 32])]))[0] == "ok"
-    verdict, text = one(service.check_block_sizes([view(), view(block_sizes=[32])]))
+    assert checks.check_block_sizes([view(block_sizes=[])]) is None
+    assert one(checks.check_block_sizes([view()])) == ("ok", "blocks of 16 tokens, as registered")
+    assert one(checks.check_block_sizes([view(declared_block_size=None, block_sizes=[16, 32])]))[0] == "ok"
+    verdict, text = one(checks.check_block_sizes([view(), view(block_sizes=[32])]))
     assert (verdict, text) == ("fail", "tokens per block: engine-001/0 is registered with 16 and sends 32")
 
 
 def test_lag_and_clocks() -> None:
-    assert service.check_lag([view(lag_seconds=None)]) is None
-    assert one(service.check_lag([view()])) == ("ok", "the newest batches came within 3 ms")
-    assert one(service.check_lag([view(lag_seconds=30.0)])) == ("warn", "the newest batch was late: engine-001/0 by 30 s")
-    ahead = one(service.check_lag([view(lag_seconds=-300.0)]))
+    assert checks.check_lag([view(lag_seconds=None)]) is None
+    assert one(checks.check_lag([view()])) == ("ok", "the newest batches came within 3 ms")
+    assert one(checks.check_lag([view(lag_seconds=30.0)])) == ("warn", "the newest batch was late: engine-001/0 by 30 s")
+    ahead = one(checks.check_lag([view(lag_seconds=-300.0)]))
     assert ahead == ("warn", "clocks are ahead of the service's: engine-001/0 by 5 min")
 
 
@@ -461,29 +461,29 @@ def test_load_of_engines() -> None:
 
 
 def test_silence() -> None:
-    (never,) = service.check_traffic([view(last_event=None, blocks=0)], 1010.0)
+    (never,) = checks.check_traffic([view(last_event=None, blocks=0)], 1010.0)
     assert one(never) == ("warn", "nothing ever arrived from engine-001/0")
-    (silent,) = service.check_traffic([view(last_event=10.0)], 1010.0)
+    (silent,) = checks.check_traffic([view(last_event=10.0)], 1010.0)
     assert one(silent) == ("warn", "silent: engine-001/0 for 17 min")
-    assert list(service.check_traffic([source(1, "STALE")], 1010.0)) == []
+    assert list(checks.check_traffic([source(1, "STALE")], 1010.0)) == []
 
 
 def test_losses_and_rejected_events() -> None:
     gap = {"first": 3, "last": 4, "incarnation": 0, "at": 1000.0}
     losing = [view(lost=2, gaps=[gap], rejected={"bad-token": 3})]
-    assert [*service.check_losses([view()], 1010.0)] == []
-    (lossy,) = service.check_losses(losing, 1010.0)
+    assert [*checks.check_losses([view()], 1010.0)] == []
+    (lossy,) = checks.check_losses(losing, 1010.0)
     assert one(lossy) == ("warn", "permanently lost, some within the last hour: 2 batches of engine-001/0")
-    (old,) = service.check_losses(losing, 9010.0)
+    (old,) = checks.check_losses(losing, 9010.0)
     assert one(old)[0] == "ok"
     doubted = {"state": "DEGRADED", "reason": "no replay endpoint", "reason_codes": ["no-replay"]}
     without_replay = view(lost=1, gaps=[gap], trust=doubted)
-    mute, lossy = service.check_losses([*losing, without_replay], 1010.0)
+    mute, lossy = checks.check_losses([*losing, without_replay], 1010.0)
     assert one(mute)[1].endswith("without a replay endpoint: 1 batch of engine-001/0")
     assert "register the engine with its replay endpoint" in mute.advice
     assert one(lossy)[1].endswith("within the last hour: 2 batches of engine-001/0")
     assert "buffer_steps" in lossy.advice
-    assert one(service.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
+    assert one(checks.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -493,26 +493,26 @@ def test_every_reason_has_advice(reason: Reason) -> None:
         reason, "DEGRADED"
     )
     trust = {"state": state, "reason": "why", "reason_codes": [reason]}
-    (finding,) = service.check_trust([view(trust=trust)], 9010.0)
-    assert reason in service._ADVICE
-    assert finding.advice == service._ADVICE[reason].format(endpoint="tcp://10.0.0.7:5557")
+    (finding,) = checks.check_trust([view(trust=trust)], 9010.0)
+    assert reason in checks._ADVICE
+    assert finding.advice == checks._ADVICE[reason].format(endpoint="tcp://10.0.0.7:5557")
 
 
 def test_many_doubtful_sources_are_summed_up() -> None:
     sources = [source(number, "DEGRADED") for number in range(30)] + [source(99, "STALE")]
-    findings = [*service.check_trust(sources, 1010.0)]
-    assert len(findings) == service.MAX_LISTED + 1
+    findings = [*checks.check_trust(sources, 1010.0)]
+    assert len(findings) == checks.MAX_LISTED + 1
     assert "engine-099/0 is STALE" in findings[0].text
     assert findings[-1].text == "and 21 sources more"
 
 
 def test_a_source_that_is_still_coming_up() -> None:
-    (coming,) = service.check_trust([source(1, "REPLAYING")], 1001.0)
+    (coming,) = checks.check_trust([source(1, "REPLAYING")], 1001.0)
     assert (coming.verdict.value, coming.advice) == ("warn", "wait a moment, and run doctor again")
     unproven = {"state": "REPLAYING", "reason": "", "reason_codes": [Reason.REPLAYING, Reason.REPLAY_UNPROVEN]}
-    (coming,) = service.check_trust([view(trust=unproven)], 1001.0)
+    (coming,) = checks.check_trust([view(trust=unproven)], 1001.0)
     assert coming.advice == "wait a moment, and run doctor again"
-    (stuck,) = service.check_trust([source(1, "CONNECTING")], 1100.0)
+    (stuck,) = checks.check_trust([source(1, "CONNECTING")], 1100.0)
     assert stuck.verdict.value == "fail"
     assert "kvevents doctor tcp://10.0.0.7:5557" in stuck.advice
 
@@ -521,44 +521,44 @@ def test_history_of_an_idle_engine_is_a_note_until_a_live_batch_has_come() -> No
     """Replay without a live batch is not a fault, and advice is printed; after a live batch it is a warning."""
     reason = "no live batch has confirmed yet what the replay endpoint says"
     unproven = {"state": "DEGRADED", "reason": reason, "reason_codes": [Reason.REPLAY_UNPROVEN]}
-    (idle,) = service.check_trust([view(trust=unproven, batches=3, replayed=3)], 1010.0)
+    (idle,) = checks.check_trust([view(trust=unproven, batches=3, replayed=3)], 1010.0)
     assert idle.verdict.value == "ok"
     assert reason in idle.text
     assert idle.advice == "send the engine a request; the next batch confirms the replay endpoint"
-    (busy,) = service.check_trust([view(trust=unproven, batches=3, replayed=2)], 1010.0)
+    (busy,) = checks.check_trust([view(trust=unproven, batches=3, replayed=2)], 1010.0)
     assert busy.verdict.value == "warn"
     assert "belongs to another engine" in busy.advice
     both = unproven | {"reason_codes": [Reason.REPLAY_UNPROVEN, Reason.LOST]}
-    (lost,) = service.check_trust([view(trust=both, batches=3, replayed=3)], 1010.0)
+    (lost,) = checks.check_trust([view(trust=both, batches=3, replayed=3)], 1010.0)
     assert lost.verdict.value == "warn"
     assert "buffer_steps" in lost.advice
-    findings = [*service.check_trust([view(trust=unproven, batches=3, replayed=3)] * 20 + [source(99, "DEGRADED")], 1010.0)]
+    findings = [*checks.check_trust([view(trust=unproven, batches=3, replayed=3)] * 20 + [source(99, "DEGRADED")], 1010.0)]
     assert findings[0].verdict.value == "warn", "the worst first"
     assert findings[-1].verdict.value == "ok"
 
 
 def test_memory_and_snapshots() -> None:
-    assert one(service.check_memory(stats(memory_limit=None))) == ("ok", "12,345 blocks in 3.0 MiB, without a limit")
-    assert one(service.check_memory(stats()))[0] == "ok"
-    near = one(service.check_memory(stats(memory_limit=3 << 20)))
+    assert one(checks.check_memory(stats(memory_limit=None))) == ("ok", "12,345 blocks in 3.0 MiB, without a limit")
+    assert one(checks.check_memory(stats()))[0] == "ok"
+    near = one(checks.check_memory(stats(memory_limit=3 << 20)))
     assert near == ("warn", "12,345 blocks in 3.0 MiB, 100% of the limit of 3.0 MiB")
-    assert "7 blocks were refused" in one(service.check_memory(stats(evicted=7)))[1]
-    assert one(service.check_snapshot(stats(snapshot_fault="the disk is full"), 10.0)) == ("fail", "the disk is full")
-    assert one(service.check_snapshot(stats(snapshot_at=10.0), 20.0)) == ("ok", "the last one is 10 s old")
-    assert one(service.check_snapshot(stats(snapshot_at=10.0), 4_000.0))[0] == "warn"
+    assert "7 blocks were refused" in one(checks.check_memory(stats(evicted=7)))[1]
+    assert one(checks.check_snapshot(stats(snapshot_fault="the disk is full"), 10.0)) == ("fail", "the disk is full")
+    assert one(checks.check_snapshot(stats(snapshot_at=10.0), 20.0)) == ("ok", "the last one is 10 s old")
+    assert one(checks.check_snapshot(stats(snapshot_at=10.0), 4_000.0))[0] == "warn"
 
 
 def test_readiness_and_health() -> None:
     def ready(**more: object) -> list[str]:
         answer = msgspec.structs.replace(READY, **more)
-        return [finding.verdict.value for finding in service.check_ready(answer)]
+        return [finding.verdict.value for finding in checks.check_ready(answer)]
 
     assert (ready(), ready(ready=False), ready(sources=2)) == (["ok"], ["warn"], ["warn"])
-    [empty] = service.check_ready(msgspec.structs.replace(READY, ready=False, sources=0, exact=0))
+    [empty] = checks.check_ready(msgspec.structs.replace(READY, ready=False, sources=0, exact=0))
     assert "when an engine is registered" in str(empty.advice), "the deadline does not help there"
     failed = HealthAnswer(status="failed", warnings=["the service no longer receives events: RuntimeError: x"])
-    assert [finding.verdict.value for finding in service.check_health(failed, stats())] == ["fail"]
-    assert [finding.verdict.value for finding in service.check_health(HealthAnswer(status="failed", warnings=[]), stats())] == [
+    assert [finding.verdict.value for finding in checks.check_health(failed, stats())] == ["fail"]
+    assert [finding.verdict.value for finding in checks.check_health(HealthAnswer(status="failed", warnings=[]), stats())] == [
         "fail"
     ]
 

@@ -36,9 +36,9 @@ from kvevents.cli.sim.compare import (
 )
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES
-from kvevents.sim.fleet import Progress
 from kvevents.sim.results import Comparison, Disagreement
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_fleet import Progress
 from sim_cases import growing_conversations
 from sim_report_cases import result
 

@@ -19,7 +19,7 @@ from kvevents.cli import main
 from kvevents.conform.drivers import RunningIndexer
 from kvevents.conform.player import play
 from kvevents.conform.publisher import publisher_driver
-from kvevents.conform.router import command_router
+from kvevents.conform.router_target import command_router
 from kvevents.conform.scenario import Check, CheckWatched, PublisherScenario, Scenario, Settle, shipped_scenarios
 from kvevents.conform.verdict import Verdict
 from kvevents.errors import ConfigError

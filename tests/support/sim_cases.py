@@ -14,10 +14,10 @@ from kvevents.routing import Policy, Router, policy
 from kvevents.sim.audit import Audit
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import CostModel
-from kvevents.sim.engine import Job, SimulatedEngine, StepLimits, StepResult
-from kvevents.sim.fleet import DelayedDelivery, SimulatedFleet, Timeline
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_engine import Job, SimulatedEngine, StepLimits, StepResult
+from kvevents.sim.simulated_fleet import DelayedDelivery, SimulatedFleet, Timeline
 from sim_model import Mirror, contents
 
 SECONDS = CostModel(step=1.0, token=0.001, pair=0.00001, weights=0.002, context=0.00002, reload=0.0001)

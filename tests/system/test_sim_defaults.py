@@ -14,9 +14,9 @@ from kvevents.cli import main
 from kvevents.cli.console import Console
 from kvevents.cli.sim.compare import print_comparison
 from kvevents.routing import policy
-from kvevents.sim.fleet import simulate
 from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_fleet import simulate
 from kvevents.sim.workloads import workload
 
 DOCUMENT = paths.ROOT / "docs" / "reference" / "cli.md"

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 import paths
-from kvevents.conform.engine import payload_of
 from kvevents.conform.publisher import ReceivedStream, judge_stream
 from kvevents.conform.redialect import in_dialect
 from kvevents.conform.report import make_run, to_json, to_junit
@@ -28,6 +27,7 @@ from kvevents.conform.scenario import (
     read_scenario,
     shipped_scenarios,
 )
+from kvevents.conform.scripted_engine import payload_of
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, WrongAnswer, judge, worst
 from kvevents.errors import ConfigError
 from kvevents.wire import decode_batch, dialect_for, dialects

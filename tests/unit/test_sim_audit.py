@@ -16,9 +16,9 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbe
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.sim.audit import MAX_EXAMPLES, Audit, Expected, Mark
 from kvevents.sim.cache import CacheSize
-from kvevents.sim.engine import StepLimits
 from kvevents.sim.requests import Sequence
 from kvevents.sim.results import Disagreement
+from kvevents.sim.simulated_engine import StepLimits
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset
 from kvevents.wire.encode import batch_encoder
 from sim_cases import Run, request

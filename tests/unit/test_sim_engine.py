@@ -1,4 +1,4 @@
-"""`kvevents.sim.engine`: limits of a step, the order of requests, the times of events, and that every run ends."""
+"""`kvevents.sim.simulated_engine`: limits of a step, the order of requests, the times of events, and that every run ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockStored
 from kvevents.sim.cache import CacheSize
-from kvevents.sim.engine import SimulatedEngine, StepLimits
 from kvevents.sim.requests import Request
+from kvevents.sim.simulated_engine import SimulatedEngine, StepLimits
 from sim_cases import SECONDS, Run, request
 
 NONE = {"host_blocks": st.just(0), "window": st.none()}

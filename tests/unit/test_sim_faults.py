@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
-from kvevents.sim.fleet import Timeline
 from kvevents.sim.network import KINDS, RequestedFault, begin_faults, parse_faults
 from kvevents.sim.settings import LiveTimers
+from kvevents.sim.simulated_fleet import Timeline
 
 # --- as text
 

@@ -1,4 +1,4 @@
-"""`kvevents.sim.fleet`: whole runs, under every policy, in every dialect, through restarts."""
+"""`kvevents.sim.simulated_fleet`: whole runs, under every policy, in every dialect, through restarts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.routing import POLICIES, Load, policy
-from kvevents.sim.fleet import PROGRESS_EVERY, Progress, SimulatedFleet, simulate
 from kvevents.sim.requests import Request
 from kvevents.sim.results import MAX_SAMPLES, PolicyResult
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_fleet import PROGRESS_EVERY, Progress, SimulatedFleet, simulate
 from sim_cases import conversations, fleet_of, play, request
 
 SMALL = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}

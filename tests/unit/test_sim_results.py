@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.index import PrefixIndex
-from kvevents.sim.engine import Job, Lookup
 from kvevents.sim.results import FIRST_INTERVAL, MAX_SAMPLES, Distribution, RequestMetrics, Sampler, SimulatedWorker
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_engine import Job, Lookup
 from sim_cases import request
 
 # --- distributions

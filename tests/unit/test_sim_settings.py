@@ -7,8 +7,8 @@ import pytest
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import PRESETS
-from kvevents.sim.engine import StepLimits
 from kvevents.sim.settings import DEFAULT_PRESET, MAX_WORKERS, FleetSettings
+from kvevents.sim.simulated_engine import StepLimits
 from sim_cases import request
 
 

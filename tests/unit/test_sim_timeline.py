@@ -1,4 +1,4 @@
-"""`kvevents.sim.fleet`."""
+"""`kvevents.sim.simulated_fleet`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.sim.fleet import Timeline
+from kvevents.sim.simulated_fleet import Timeline
 
 
 @given(st.lists(st.integers(0, 5)))

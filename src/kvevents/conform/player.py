@@ -10,8 +10,8 @@ from functools import singledispatchmethod
 from typing import Any, Final
 
 from kvevents.conform import scenario as steps
-from kvevents.conform.engine import POLL_SECONDS, ScriptedEngine
 from kvevents.conform.scenario import CheckQuery, Scenario
+from kvevents.conform.scripted_engine import POLL_SECONDS, ScriptedEngine
 from kvevents.conform.target import Driver, EngineRegistration, RejectedError, Target, TargetError
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, judge, worst
 

@@ -22,9 +22,9 @@ import msgspec
 import zmq
 
 from kvevents.conform import scenario as steps
-from kvevents.conform.process import Program
 from kvevents.conform.scenario import PublisherScenario
 from kvevents.conform.target import TargetError
+from kvevents.conform.target_process import Program
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored

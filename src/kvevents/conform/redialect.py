@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from kvevents.conform.engine import payload_of
 from kvevents.conform.scenario import Publish, Scenario
+from kvevents.conform.scripted_engine import payload_of
 from kvevents.wire import Dialect, decode_batch, encode_batch
 
 DEFAULT_MEDIUM = "GPU"

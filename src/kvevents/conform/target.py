@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from kvevents.conform.engine import EngineAddress
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
+from kvevents.conform.scripted_engine import EngineAddress
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ExternalError
 

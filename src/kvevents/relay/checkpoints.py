@@ -20,8 +20,7 @@ from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.index import ApplyResult
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
 from kvevents.relay.journal import ForwardedBatch, Journal, Origin, Recovered
-from kvevents.relay.ownership import UpstreamBlocks
-from kvevents.relay.sequencer import (
+from kvevents.relay.output_sequencer import (
     OWN_UPSTREAM,
     RETRACTION_OFFSET,
     DialectEncoder,
@@ -29,6 +28,7 @@ from kvevents.relay.sequencer import (
     OutputSequencer,
     encode_payloads,
 )
+from kvevents.relay.ownership import UpstreamBlocks
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, Upstreams, resume_point

@@ -47,7 +47,7 @@ from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.checkpoints import CheckpointWriter, restore
 from kvevents.relay.journal import Disk, Journal, JournalStats
-from kvevents.relay.sequencer import (
+from kvevents.relay.output_sequencer import (
     RETRACTION_OFFSET,
     DialectEncoder,
     HeartbeatSchedule,

@@ -15,8 +15,7 @@ import msgspec
 from kvevents.errors import EncodeError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex, tier_of
-from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
-from kvevents.relay.sequencer import (
+from kvevents.relay.output_sequencer import (
     IndexedStream,
     OutputSequencer,
     encode_payloads,
@@ -24,6 +23,7 @@ from kvevents.relay.sequencer import (
     loses_events,
     without_heartbeats,
 )
+from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.stream import BatchReport, RawBatch
 from kvevents.weights import TIERS

@@ -10,11 +10,11 @@ module, as `kvevents.index` does.
 """
 
 from kvevents.sim.costs import PRESETS, CostModel, cost_model
-from kvevents.sim.fleet import Progress, simulate
 from kvevents.sim.live import LiveFleet, WorkerView
 from kvevents.sim.requests import Drawn, Request, Text
 from kvevents.sim.results import Comparison, Distribution, LiveResult, PolicyResult
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_fleet import Progress, simulate
 
 __all__ = [
     "PRESETS",

@@ -1,6 +1,6 @@
 """A fleet in real time: simulated engines that publish over real sockets, and a router that follows them.
 
-Engines, router and traffic are those of `kvevents.sim.fleet`, in real time or `pace` times as fast. Their events pass
+Engines, router and traffic are those of `kvevents.sim.simulated_fleet`, in real time or `pace` times as fast. Their events pass
 publishers, sockets, a subscriber and an index like those of real engines. Any other consumer can subscribe to the same sockets.
 """
 
@@ -18,11 +18,11 @@ from kvevents.errors import ConfigError, ExternalError
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import Router, Worker, policy
 from kvevents.sim.audit import Audit
-from kvevents.sim.fleet import SimulatedFleet, Timeline
 from kvevents.sim.network import RequestedFault, Sockets, WorkerEndpoints, begin_faults
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings, LiveTimers
+from kvevents.sim.simulated_fleet import SimulatedFleet, Timeline
 from kvevents.stream import Batch, DegradedReason, Gap, RawBatch, Reset, Source
 from kvevents.subscriber import StreamStatus, Subscriber
 

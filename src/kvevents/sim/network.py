@@ -19,8 +19,8 @@ from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.routing import Worker
-from kvevents.sim.fleet import SimulatedFleet
 from kvevents.sim.settings import FleetSettings, LiveTimers
+from kvevents.sim.simulated_fleet import SimulatedFleet
 from kvevents.stream import Source
 from kvevents.subscriber.zmq_sockets import destroy_context
 from kvevents.testing import FaultProxy

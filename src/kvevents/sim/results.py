@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from kvevents.index import PrefixIndex
 from kvevents.routing import Worker
-from kvevents.sim.engine import Lookup, SimulatedEngine
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_engine import Lookup, SimulatedEngine
 
 
 class Distribution(Struct, frozen=True):

@@ -11,8 +11,8 @@ from kvevents.routing import Worker
 from kvevents.settings import Name, Positive, Range, Settings, Unit
 from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, check_size
 from kvevents.sim.costs import CostModel, cost_model
-from kvevents.sim.engine import StepLimits
 from kvevents.sim.requests import Request
+from kvevents.sim.simulated_engine import StepLimits
 from kvevents.wire import Dialect
 
 DEFAULT_PRESET: Final = "qwen3-32b-2xh100"

@@ -2,8 +2,8 @@
 
 from kvevents.subscriber.aio import AsyncSubscriber
 from kvevents.subscriber.front_end import Outcome, Sink
-from kvevents.subscriber.load import LoadSubscriber
 from kvevents.subscriber.load_readings import LoadReading, LoadSettings, LoadSource
+from kvevents.subscriber.load_subscriber import LoadSubscriber
 from kvevents.subscriber.multiplexer import StreamStatus
 from kvevents.subscriber.sync import Subscriber
 from kvevents.subscriber.transport import Connection, Transport

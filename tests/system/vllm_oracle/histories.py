@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 
 from kvevents.sim.cache import CacheSize, PrefixCache
 from kvevents.sim.costs import CostModel
-from kvevents.sim.engine import Job, SimulatedEngine, StepLimits
 from kvevents.sim.requests import Request, Text
 from kvevents.sim.requests import Sequence as Simulated
+from kvevents.sim.simulated_engine import Job, SimulatedEngine, StepLimits
 from tests.system.vllm_oracle.comparing import Counts, Streams, expect
 from tests.system.vllm_oracle.vllm_blocks import RealCache, request
 from tests.system.vllm_oracle.vllm_scheduler import RealScheduler

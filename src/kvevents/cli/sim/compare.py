@@ -23,11 +23,11 @@ from kvevents.cli.options import add_output, number, positive_int
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.errors import ConfigError, ExternalError, KVEventsError
 from kvevents.routing import POLICIES
-from kvevents.sim.fleet import Progress, simulate
 from kvevents.sim.report import Cell, check_matplotlib, page, report_settings, rows, summary, traffic_text
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_fleet import Progress, simulate
 from kvevents.sim.workloads import WORKLOADS, rescaled, workload
 
 # --- options of the fleet and of its requests, which `kvevents sim run` has too

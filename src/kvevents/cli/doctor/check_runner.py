@@ -25,7 +25,7 @@ from kvevents.cli.doctor.replay import (
     decode_response,
     find_replay_endpoint,
 )
-from kvevents.cli.doctor.service import ServiceChecks
+from kvevents.cli.doctor.service_checks import ServiceChecks
 from kvevents.cli.doctor.traffic import (
     MAX_PER_TURN,
     TrafficSample,

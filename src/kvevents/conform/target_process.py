@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final, NamedTuple, Self
 
-from kvevents.conform.engine import POLL_SECONDS
+from kvevents.conform.scripted_engine import POLL_SECONDS
 from kvevents.conform.target import TargetError
 from kvevents.errors import ExternalError
 from kvevents.testing.ports import reserve_port

@@ -18,10 +18,10 @@ from kvevents.events import KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import Decision, Policy, Router, Worker, policy
 from kvevents.sim.audit import Audit, Expected, Mark
-from kvevents.sim.engine import Job, Lookup, StepResult
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Distribution, PolicyResult, RequestMetrics, Sampler, SimulatedWorker
 from kvevents.sim.settings import FleetSettings
+from kvevents.sim.simulated_engine import Job, Lookup, StepResult
 from kvevents.stream import RawBatch, Reset
 from kvevents.wire import Dialect
 from kvevents.wire.dialects import NEWEST_VLLM

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from kvevents.conform.http import request
-from kvevents.conform.process import Program, python_with
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
 from kvevents.conform.target import Driver, EngineRegistration, Target
+from kvevents.conform.target_process import Program, python_with
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, BlockStored, KVEvent, KVEventBatch
