@@ -450,13 +450,13 @@ def test_lag_and_clocks() -> None:
 
 def test_load_of_engines() -> None:
     """Nothing is said of fleets whose engines report none; a reading that is missing is a warning."""
-    assert service.check_load([view()]) is None
+    assert checks.check_load([view()]) is None
     load = LoadView(running=3, waiting=1, waiting_uncached_tokens=None, used_tokens=0, max_tokens=0, age_seconds=0.1)
-    assert one(service.check_load([view(load=load), view(load=load), view()])) == (
+    assert one(checks.check_load([view(load=load), view(load=load), view()])) == (
         "ok",
         "6 requests running and 2 waiting; 2 of 3 sources report it",
     )
-    verdict, text = one(service.check_load([view(load=load), view(load_fault="/metrics does not answer")]))
+    verdict, text = one(checks.check_load([view(load=load), view(load_fault="/metrics does not answer")]))
     assert (verdict, text) == ("warn", "unknown of engine-001/0: /metrics does not answer")
 
 

@@ -63,7 +63,7 @@ def _age(source: PolledSource, now: float) -> str:
     return "never" if source.last_event is None else duration(max(now - source.last_event, 0.0))
 
 
-def _load(source: Source, _now: float) -> str:
+def _load(source: PolledSource, _now: float) -> str:
     if source.load is None:
         return "?" if source.load_fault is not None else ""
     return f"{source.load.running:,} / {source.load.waiting:,}"

@@ -362,7 +362,7 @@ def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
     return ok("lag", f"the newest batches came within {1000 * max(0.0, *lags.values()):,.0f} ms")
 
 
-def check_load(sources: Sequence[SourceView]) -> Finding | None:
+def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check the load that engines report; None if none reports it."""
     loads = [source.load for source in sources if source.load is not None]
     faults = [f"{_worker_name(source)}: {source.load_fault}" for source in sources if source.load_fault is not None]
