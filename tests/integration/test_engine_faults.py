@@ -25,7 +25,7 @@ from kvevents.wire.encode import batch_encoder
 from publisher_cases import wait_until
 from vllm_stand_in import Vllm
 
-ENDPOINTS = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+ENDPOINTS = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
 SETTINGS = '{"heartbeat": 0.05, "limits": {"error_delay": 0.001, "poll_interval": 60}}'
 """Without polls, whose log lines about single batches depend on time."""
 BLOCKS = 8
@@ -34,6 +34,7 @@ BLOCKS = 8
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm]:
     monkeypatch.setenv(VARIABLE, SETTINGS)
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     with vllm_stand_in.installed() as found:
         yield found
 

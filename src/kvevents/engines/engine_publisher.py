@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvevents.endpoints import split_tcp, with_bound_port
+from kvevents.endpoints import split_tcp
 from kvevents.errors import ClosedError
 from kvevents.events import Heartbeat
 from kvevents.publisher import ZmqEventPublisher
@@ -244,12 +244,15 @@ class EnginePublisher(ZmqEventPublisher):
         return first
 
     def _changed_endpoints(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options with the ports that the OS chose for us; the engine's publisher adds its rank to them."""
+        """Return the options with the ports that the OS chose for us; the engine's publisher adds its rank to them.
+
+        Only for wildcards: the engines' publishers connect to other hosts in place of binding, so those get another port.
+        """
         changed = dict(options)
         for name, bound in (("endpoint", self._bound), ("replay_endpoint", self._replay_bound)):
-            found, configured = split_tcp(with_bound_port(options.get(name), bound) or ""), split_tcp(options.get(name) or "")
-            if found is not None and configured is not None and configured[1] == 0:
-                changed[name] = f"tcp://{found[0]}:{found[1] - self._data_parallel_rank}"
+            found, configured = split_tcp(bound or ""), split_tcp(options.get(name) or "")
+            if found is not None and configured == ("*", 0):
+                changed[name] = f"tcp://*:{found[1] - self._data_parallel_rank}"
         return changed
 
     def shutdown(self, timeout: float | None = None) -> Any:

@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Self
+from unittest import mock
 
 import msgspec
 import zmq
@@ -25,6 +26,7 @@ from kvevents import Source, Subscriber
 from kvevents.engines import vllm as plugin
 from kvevents.engines.plugin import VARIABLE
 from kvevents.index import PrefixIndex
+from kvevents.publisher.event_server import EventSocket
 from kvevents.wire.attestation import DIGEST_MASK, block_term
 from tests.system.vllm_releases import stand_ins
 from tools.stand_in import Anything
@@ -59,6 +61,8 @@ class Findings:
     """Whether hits of requests in report mode "full" are left out."""
     reset: str = ""
     """Whether a reset of the idle engine is published without a further step."""
+    takeover: str = ""
+    """Whether vLLM's own publisher continues the stream when sending fails: every batch in its replay, without a gap."""
 
 
 class Engine:
@@ -281,6 +285,7 @@ def drive(seed: int, *, is_hybrid: bool) -> Findings:
             sent, received = engine.sent, consumer.payloads(len(engine.sent))
             found.payloads = "yes" if sent == received else f"different: {len(received)} received, {len(sent)} sent"
             found.reset = _reset(engine, consumer)
+            found.takeover = _take_over(engine)
     finally:
         engine.publisher.shutdown()
     return found
@@ -311,6 +316,35 @@ def _reset(engine: Engine, consumer: Consumer) -> str:
     if len(consumer.payloads(len(engine.sent) + 1)) > len(engine.sent):
         return "yes"
     return "not published"
+
+
+def _take_over(engine: Engine) -> str:
+    """Break the sockets of the publisher, and read the replay of the one that takes over."""
+    with mock.patch.object(EventSocket, "send", side_effect=RuntimeError("broken on purpose")):
+        engine.run(engine.request(REQUESTS + 2, [88_000 + at for at in range(4 * BLOCK_SIZE)]))
+        deadline = time.monotonic() + SECONDS
+        while engine.publisher._successor is None:
+            if time.monotonic() > deadline:
+                return "vLLM's own publisher does not take over"
+            time.sleep(0.01)
+    own = engine.publisher._successor
+    engine.run(engine.request(REQUESTS + 3, [99_000 + at for at in range(4 * BLOCK_SIZE)]))
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        socket.connect(own._replay.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+        while True:
+            messages = replay(socket)
+            if messages and messages[-1][-1] == engine.sent[-1]:
+                break
+            if time.monotonic() > deadline:
+                return f"its replay has {len(messages)} batches, and not the newest one"
+    finally:
+        socket.close(0)
+    numbers = [int.from_bytes(frames[-2], "big") for frames in messages]
+    if numbers != list(range(numbers[0], numbers[-1] + 1)):
+        return f"numbers are missing from {numbers[0]} to {numbers[-1]}"
+    missing = {*engine.sent} - {frames[-1] for frames in messages}
+    return f"{len(missing)} batches are missing" if missing else "yes"
 
 
 def main() -> None:
