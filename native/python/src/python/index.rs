@@ -571,13 +571,13 @@ impl NativeIndex {
     /// Restores a snapshot from `read`, which returns at most as many bytes as requested, and none at the end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
         let index = self.index(py)?;
-        py.detach(|| snapshot::restore(index, Pieces::new(read))).map_err(unread)
+        py.detach(|| snapshot::restore(index, Pieces::new(read))).map_err(snapshot_exception)
     }
 
     /// Adds the contents of a snapshot from `read`, as in `_restore`. Returns the added workers.
     fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
         let index = self.undamaged(py)?;
-        let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(unread)?;
+        let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(snapshot_exception)?;
         Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
     }
 

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 
 fn exception(py: Python<'_>, name: &str, text: &str) -> PyErr {
     let raised = || py.import("kvevents.errors")?.getattr(name)?.call1((text,));
-    exception().map_or_else(|error| error, PyErr::from_value)
+    raised().map_or_else(|error| error, PyErr::from_value)
 }
 
 /// The exception for an index that a panic has damaged.
