@@ -1,8 +1,9 @@
 """Install the wheels of dist/ into fresh environments, outside of the checkout, and use them: `make wheels-check`.
 
 The pure wheel alone goes into an environment of each CPython from 3.11 on that is on the path or among pyenv's, with nothing on
-the path that could compile. Both wheels, with all extras, go into one of the oldest, where the commands and the snippets of the
-documents run too: their tests come from the checkout, and `kvevents` from the wheels. Dependencies come from the package index.
+the path that could compile. Both wheels, with all extras, go into one of the oldest and one of the newest. There the commands
+and snippets of the documents run too: their tests come from the checkout, `kvevents` from the wheels. Dependencies come from
+the package index.
 """
 
 from __future__ import annotations
@@ -202,8 +203,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             check_pure(python, wheel, Path(folder))
     if not given.pure:
-        with tempfile.TemporaryDirectory() as folder:
-            check_whole(found[0], dist, wheel, Path(folder))
+        for python in dict.fromkeys((found[0], found[-1])):
+            with tempfile.TemporaryDirectory() as folder:
+                check_whole(python, dist, wheel, Path(folder))
 
 
 if __name__ == "__main__":
