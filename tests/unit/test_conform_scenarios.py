@@ -14,8 +14,6 @@ import pytest
 
 import paths
 from kvevents.conform.publisher import ReceivedStream, judge_stream
-from kvevents.conform.redialect import in_dialect
-from kvevents.conform.report import make_run, to_json, to_junit
 from kvevents.conform.scenario import (
     GROUPS,
     Check,
@@ -23,12 +21,13 @@ from kvevents.conform.scenario import (
     PublisherScenario,
     Scenario,
     expand,
+    in_dialect,
     json_schema,
     read_scenario,
     shipped_scenarios,
 )
 from kvevents.conform.scripted_engine import payload_of
-from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, WrongAnswer, judge, worst
+from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, WrongAnswer, judge, make_run, to_json, to_junit, worst
 from kvevents.errors import ConfigError
 from kvevents.wire import decode_batch, dialect_for, dialects
 

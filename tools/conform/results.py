@@ -17,9 +17,8 @@ from typing import Final
 
 import msgspec
 
-from kvevents.conform.report import ConformRun
 from kvevents.conform.scenario import GROUPS, PublisherScenario, shipped_scenarios
-from kvevents.conform.verdict import Result, Verdict
+from kvevents.conform.verdict import ConformRun, Result, Verdict
 from tools.released import CHECKOUT
 
 RESULTS: Final = CHECKOUT / "docs" / "reference" / "conformance.json"

@@ -88,11 +88,11 @@ impl Overlay {
 
     /// Whether `expire` has anything to do.
     pub fn is_due(&self, now: f64) -> bool {
-        self.size > self.limit || self.over(now).is_some()
+        self.size > self.limit || self.next_expired(now).is_some()
     }
 
     /// The next decision that is over.
-    fn over(&self, now: f64) -> Option<u64> {
+    fn next_expired(&self, now: f64) -> Option<u64> {
         let &(end, number) = self.ends.first()?;
         (end <= order(now)).then_some(number)
     }
@@ -103,7 +103,7 @@ impl Overlay {
             let (&number, _) = overlay.decisions.first_key_value()?;
             (overlay.size > overlay.limit).then_some(number)
         };
-        while let Some(decision) = self.over(now).or_else(|| oldest(self)).and_then(|number| self.end(number)) {
+        while let Some(decision) = self.next_expired(now).or_else(|| oldest(self)).and_then(|number| self.end(number)) {
             let confirmed = held(&decision.worker, &decision.keys);
             *(if confirmed { &mut self.confirmed } else { &mut self.expired }) += 1;
         }

@@ -68,7 +68,8 @@ async def _read(settings: PlaneSettings) -> PlaneView:
         layout = await find_plane(client.jetstream(), settings.name)
         if layout is None:
             raise PlaneError(
-                f"plane {settings.name!r} does not exist at {settings.where}; start a bridge, which creates it", fault="missing"
+                f"plane {settings.name!r} does not exist at {settings.server_list}; start a bridge, which creates it",
+                fault="missing",
             )
         return await inspect_plane(client.jetstream(), layout)
 

@@ -11,11 +11,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from kvevents.conform.http import ANSWER_SECONDS, request
 from kvevents.conform.indexer import ABILITIES, Indexer
 from kvevents.conform.scenario import Ability, Scenario
 from kvevents.conform.scripted_engine import wait_until
-from kvevents.conform.target import Driver, EngineRegistration, Target, TargetError
+from kvevents.conform.target import ANSWER_SECONDS, Driver, EngineRegistration, Target, TargetError, request
 from kvevents.conform.target_process import Program, python_with
 from kvevents.errors import MissingDependencyError
 from kvevents.version import version

@@ -7,9 +7,16 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.conform.http import ANSWER_SECONDS, TargetResponse, request
 from kvevents.conform.scenario import Ability, CheckQuery
-from kvevents.conform.target import EngineRegistration, RejectedError, Target, TargetError
+from kvevents.conform.target import (
+    ANSWER_SECONDS,
+    EngineRegistration,
+    RejectedError,
+    Target,
+    TargetError,
+    TargetResponse,
+    request,
+)
 from kvevents.conform.verdict import WrongAnswer
 
 ACCEPTED: Final = frozenset({200, 201})

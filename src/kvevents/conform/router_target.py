@@ -19,9 +19,8 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.conform.http import request
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
-from kvevents.conform.target import Driver, EngineRegistration, Target
+from kvevents.conform.target import Driver, EngineRegistration, Target, request
 from kvevents.conform.target_process import Program, python_with
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ConfigError

@@ -110,7 +110,7 @@ class CreatePublisher(Protocol):
     def __call__(
         self, settings: EngineSettings, rank: int, options: dict[str, Any], own: OwnPublisher | None
     ) -> EnginePublisher:
-        """Return the publisher, which `own` takes over from if it fails. May raise anything.
+        """Return the publisher. If it fails later, the engine's own publisher (`own`) continues the stream. May raise anything.
 
         `options` are those of the engine's own constructor.
         """

@@ -245,14 +245,14 @@ def _install_hooks() -> bool:
             continue
         if _HOOKED not in owner.__dict__:
             original = getattr(owner, method_name)
-            setattr(owner, method_name, functools.wraps(original)(_linking(original)))
+            setattr(owner, method_name, functools.wraps(original)(_link_when_created(original)))
             setattr(owner, _HOOKED, True)
         return True
     logger.info("kvevents: no attestation: this release of SGLang publishes its events from an unknown method")
     return False
 
 
-def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
+def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
     """Link the publisher of a scheduler with its cache when the scheduler publishes for the first time."""
 
     def publish_kv_events(emitter: Any) -> Any:

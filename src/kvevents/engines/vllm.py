@@ -108,7 +108,7 @@ def _create_publisher(
 ) -> VllmEventPublisher:
     publisher = VllmEventPublisher(settings, rank, options, own)
     attests = False
-    with _failing_open(publisher):
+    with _log_exceptions(publisher):
         attests = _install_hooks() and settings.attestation
         _created.publisher = publisher
         if attests:
@@ -125,7 +125,7 @@ _created = threading.local()
 
 
 @contextmanager
-def _failing_open(publisher: EnginePublisher) -> Iterator[None]:
+def _log_exceptions(publisher: EnginePublisher) -> Iterator[None]:
     """Report an exception of a hook; the engine goes on."""
     try:
         yield
@@ -144,9 +144,9 @@ def _install_hooks() -> bool:
     pool = importlib.import_module("vllm.v1.core.block_pool")
     managers = importlib.import_module("vllm.v1.core.kv_cache_manager")
     schedulers = importlib.import_module("vllm.v1.core.sched.scheduler")
-    _hook(schedulers.Scheduler, "reset_prefix_cache", _after_reset)
+    _hook(schedulers.Scheduler, "reset_prefix_cache", _publish_after_reset)
     if hasattr(pool.BlockPool, _ANNOUNCE_AGAIN):
-        _hook(pool.BlockPool, _ANNOUNCE_AGAIN, _no_announcement)
+        _hook(pool.BlockPool, _ANNOUNCE_AGAIN, _without_announcements)
     elif _has_report_mode():
         logger.warning("kvevents: no attestation: this release of vLLM announces cached blocks again in an unknown way")
         return False
@@ -156,10 +156,10 @@ def _install_hooks() -> bool:
         return False
     event = importlib.import_module(_EVENTS_MODULE).BlockStored
     has_groups = "group_idx" in event.__struct_fields__
-    _hook(block_map, "insert", functools.partial(_counting_insert, has_groups=has_groups))
-    _hook(block_map, "pop", functools.partial(_counting_pop, has_groups=has_groups))
-    _hook(managers.KVCacheManager, "__init__", _linking)
-    _hook(managers.KVCacheManager, "take_events", _recording)
+    _hook(block_map, "insert", functools.partial(_count_insertions, has_groups=has_groups))
+    _hook(block_map, "pop", functools.partial(_count_removals, has_groups=has_groups))
+    _hook(managers.KVCacheManager, "__init__", _link_when_created)
+    _hook(managers.KVCacheManager, "take_events", _record_before_publish)
     return True
 
 
@@ -179,7 +179,7 @@ def _hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[.
     setattr(owner, _HOOKED, hooked | {name})
 
 
-def _no_announcement(_original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
     """Leave out announcements of blocks that are cached already, and of positions of a sliding window that hold no block.
 
     On the wire they look like further copies, which nothing would ever remove. Consumers that join late get full history.
@@ -191,7 +191,7 @@ def _no_announcement(_original: Callable[..., Any]) -> Callable[..., Any]:
     return emit_cached_block_events
 
 
-def _counting_insert(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
+def _count_insertions(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
     term = _term_of_key(has_groups=has_groups)
 
     def insert(block_map: Any, key: Any, block: Any) -> Any:
@@ -199,13 +199,13 @@ def _counting_insert(original: Callable[..., Any], *, has_groups: bool) -> Calla
         try:
             block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) + term(key)) & DIGEST_MASK
         except Exception as error:  # noqa: BLE001 - the engine goes on
-            _spoil(block_map, error)
+            _invalidate_digest(block_map, error)
         return result
 
     return insert
 
 
-def _counting_pop(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
+def _count_removals(original: Callable[..., Any], *, has_groups: bool) -> Callable[..., Any]:
     term = _term_of_key(has_groups=has_groups)
 
     def pop(block_map: Any, key: Any, block_id: Any) -> Any:
@@ -214,13 +214,13 @@ def _counting_pop(original: Callable[..., Any], *, has_groups: bool) -> Callable
             try:
                 block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) - term(key)) & DIGEST_MASK
             except Exception as error:  # noqa: BLE001 - the engine goes on
-                _spoil(block_map, error)
+                _invalidate_digest(block_map, error)
         return block
 
     return pop
 
 
-def _spoil(block_map: Any, error: Exception) -> None:
+def _invalidate_digest(block_map: Any, error: Exception) -> None:
     """Make `_digest_of` fail for this map, which reports the error and ends the attestation."""
     with suppress(Exception):
         block_map.kvevents_digest = error
@@ -243,7 +243,7 @@ def _term_of_key(*, has_groups: bool) -> Callable[[Any], int]:
     return term
 
 
-def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
+def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
     """Link a new KVCacheManager with the publisher that its scheduler has created just before."""
 
     def init(manager: Any, *arguments: Any, **named: Any) -> None:
@@ -251,13 +251,13 @@ def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
         publisher = getattr(_created, "publisher", None)
         _created.publisher = None
         if publisher is not None and _created.attests:
-            with _failing_open(publisher):
+            with _log_exceptions(publisher):
                 manager.kvevents_publisher = publisher
 
     return init
 
 
-def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
+def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
     """Record the digest of the cache at the moment at which the scheduler takes all events, just before it publishes them."""
 
     def take_events(manager: Any) -> Any:
@@ -291,14 +291,14 @@ def _digest_of(manager: Any) -> int:
     return total & DIGEST_MASK
 
 
-def _after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     """Publish a reset of the cache at once. vLLM would do it in the next step, which an idle engine does not make."""
 
     def reset_prefix_cache(scheduler: Any, *arguments: Any, **named: Any) -> Any:
         result = original(scheduler, *arguments, **named)
         publisher = getattr(scheduler, "kv_event_publisher", None)
         if isinstance(publisher, VllmEventPublisher):
-            with _failing_open(publisher):
+            with _log_exceptions(publisher):
                 events = scheduler.kv_cache_manager.take_events()
                 if events:
                     batch = importlib.import_module(_EVENTS_MODULE).KVEventBatch

@@ -159,7 +159,7 @@ def _require_nats(settings: PlaneSettings) -> None:
         if find_spec(module) is None:
             raise MissingDependencyError(f"a plane needs {module}, which is not installed: pip install 'kvevents[plane]'")
     if settings.over_web and find_spec("aiohttp") is None:
-        raise MissingDependencyError(f"{settings.where}: WebSocket also needs aiohttp: pip install 'nats-py[aiohttp]'")
+        raise MissingDependencyError(f"{settings.server_list}: WebSocket also needs aiohttp: pip install 'nats-py[aiohttp]'")
 
 
 def _nats_failures() -> tuple[type[Exception], ...]:

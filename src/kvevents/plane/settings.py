@@ -170,7 +170,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         for url in self.servers:
             _check_url(url)
         if len({scheme in _WEB for scheme in self._schemes()}) > 1:
-            raise ConfigError(f"servers mix WebSocket and TCP: {self.where}; use one of them for all servers")
+            raise ConfigError(f"servers mix WebSocket and TCP: {self.server_list}; use one of them for all servers")
         self._check_streams()
         self._check_login()
         self._check_inbox()
@@ -184,7 +184,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check_login(self) -> None:
         if len({_login_of(url) for url in self.servers} - {Login()}) > 1:
-            raise ConfigError(f"the URLs have different logins: {self.where}; use the same login for all servers")
+            raise ConfigError(f"the URLs have different logins: {self.server_list}; use the same login for all servers")
         ways = [name for name in ("credentials", "nkey", "token") if getattr(self, name) is not None]
         if any(_login_of(url) != Login() for url in self.servers):
             ways.append("the login in the URL")
@@ -210,7 +210,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             if (path := getattr(self, name)) is not None:
                 _read_start(name, path)
         if "ws" in self._schemes() and any(getattr(self, name) is not None for name in _TLS_FIELDS):
-            raise ConfigError(f"{self.where}: ws:// has no TLS; use wss://, or remove the tls_ settings")
+            raise ConfigError(f"{self.server_list}: ws:// has no TLS; use wss://, or remove the tls_ settings")
 
     def _schemes(self) -> set[str]:
         return {urlsplit(url).scheme for url in self.servers}
@@ -221,7 +221,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         return tuple(_address(urlsplit(url)) for url in self.servers)
 
     @property
-    def where(self) -> str:
+    def server_list(self) -> str:
         """The servers for messages, without logins."""
         return ", ".join(map(without_login, self.servers))
 
@@ -263,7 +263,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         return seed
 
     def __repr__(self) -> str:
-        return f"<PlaneSettings {self.name!r} at {self.where}>"
+        return f"<PlaneSettings {self.name!r} at {self.server_list}>"
 
     def __rich_repr__(self) -> Any:
         """Leave out secrets, however the settings are printed."""

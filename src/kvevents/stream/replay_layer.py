@@ -189,7 +189,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
             # The snapshot also contains what is missing before it, so the batch with its number need not wait any more.
             self._early.pop(seq)
             waiting = None
-        elif waiting is not None and not self._agree(seq, waiting.payload, payload, live=not waiting.replayed):
+        elif waiting is not None and not self._check_equal(seq, waiting.payload, payload, live=not waiting.replayed):
             return
         if seq == self._order.next_seq:
             self._progress(fetch)
@@ -224,7 +224,7 @@ class ReplayLayer(DeliveryLayer[BatchT]):
         fetch.snapshot_part = -2
         return False
 
-    def _agree(self, seq: int, known: bytes, received: bytes, *, live: bool) -> bool:
+    def _check_equal(self, seq: int, known: bytes, received: bytes, *, live: bool) -> bool:
         """Return whether two messages with one number are equal. If not, reset. `live` says that one of them came live."""
         if known == received:
             self.counters.duplicates += 1

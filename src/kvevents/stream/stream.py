@@ -293,7 +293,7 @@ class Stream(ReplayLayer[BatchT]):
             self._apply(Input.GAP if self._can_replay else Input.GAP_WITHOUT_REPLAY)
         elif waiting.payload != live.payload and begins_with_clear(waiting.payload):
             self.counters.duplicates += 1
-        elif not self._agree(live.seq, waiting.payload, live.payload, live=True):
+        elif not self._check_equal(live.seq, waiting.payload, live.payload, live=True):
             self._sequence(live)
 
     def _quarantine_frame(self, live: Live) -> None:
