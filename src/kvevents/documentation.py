@@ -15,7 +15,7 @@ def documentation() -> str | None:
 
 
 def documented(page: str) -> str:
-    """Say where a page is, such as `operations/runbook#kveventssourcedegraded`, for use after "see"."""
+    """Return the address of a documentation page such as `operations/runbook#kveventssourcedegraded`, for use after "see"."""
     base = documentation()
     name, separator, heading = page.partition("#")
     return f"{base}/{name}/{separator}{heading}" if base else f"{page} in the documentation of kvevents"

@@ -14,6 +14,7 @@ import pytest
 
 import paths
 from kvevents.conform.publisher import ReceivedStream, judge_stream
+from kvevents.conform.redialect import in_dialect
 from kvevents.conform.scenario import (
     GROUPS,
     Check,
@@ -21,7 +22,6 @@ from kvevents.conform.scenario import (
     PublisherScenario,
     Scenario,
     expand,
-    in_dialect,
     json_schema,
     read_scenario,
     shipped_scenarios,

@@ -20,9 +20,9 @@ use super::unkept::Unkept;
 pub const MAX_LIVE: usize = 1 << 24;
 /// Most blocks and hashes that wait for an unknown parent or for tokens.
 pub const MAX_WAITING: usize = 1 << 16;
-/// Most dead ancestors beyond the number of blocks with copies.
+/// Most dead ancestors: this number plus the number of blocks with copies.
 pub const MAX_DEAD: usize = 1 << 16;
-/// Most copies beyond the first ones, beyond the number of blocks with copies.
+/// Most further copies of blocks: this number plus the number of blocks with copies.
 pub const MAX_EXTRA: usize = 1 << 20;
 /// Most bytes of LoRA names, salts and extra keys, each counted once.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;

@@ -19,7 +19,7 @@ pub struct Record {
     pub key: u64,
     /// Number of the block before it, or `ROOT`.
     pub parent: u32,
-    /// How many blocks have it as their parent.
+    /// Number of blocks that have it as their parent.
     pub children: u32,
     /// Number of its attributes.
     pub attributes: u32,

@@ -96,12 +96,12 @@ fn dead_place(arena: &Arena, secret: Secret, number: u32) -> u64 {
 }
 
 impl Blocks {
-    /// How many blocks have copies.
+    /// Number of blocks that have copies.
     pub fn live(&self) -> usize {
         self.live.len()
     }
 
-    /// How many blocks have no copies.
+    /// Number of blocks that have no copies.
     pub fn dead(&self) -> usize {
         self.dead.len()
     }
@@ -342,7 +342,7 @@ impl Blocks {
         Some(number)
     }
 
-    /// Makes a block the one that is found by its hash.
+    /// Makes a block the one that a lookup by its hash returns.
     fn make_latest(&mut self, hash: u64, number: u32) {
         if let Some(list) = self.same_hash.get_mut(&hash)
             && let Some(at) = list.iter().rposition(|&other| other == number)

@@ -1,7 +1,7 @@
 //! Exported events as payloads that `Compactor::apply` reads again.
 //!
-//! They are map events in the names of `kvevents.events`, without what is nil. An event that does not fit in a payload is cut between
-//! two blocks, of which the first one is then the parent of the second.
+//! They are map events in the names of `kvevents.events`, without what is nil. An event that does not fit in a payload is divided between
+//! two blocks; the second part names the last block of the first part as its parent.
 
 use super::event::{ExportedEvent, Location, Store, join_extra_keys, split_extra_keys};
 

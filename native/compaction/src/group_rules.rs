@@ -56,7 +56,7 @@ impl GroupRules {
         known.map(|known| known.rule)
     }
 
-    /// How many groups have a rule.
+    /// Number of groups that have a rule.
     pub fn len(&self) -> usize {
         self.0.len()
     }

@@ -58,7 +58,7 @@ impl Compactor {
         self.scratch.shrink();
     }
 
-    /// Applies a payload that `payloads` has returned. What it stores repeatedly has several copies, and is not announced again.
+    /// Applies a payload that `payloads` has returned. Repeated stores in it mean several copies, not repeated announcements.
     pub fn restore(&mut self, payload: &[u8], schema: &Schema) {
         self.is_restoring = true;
         self.apply(payload, schema);

@@ -105,7 +105,7 @@ impl Unkept {
         });
     }
 
-    /// How many hashes are exported.
+    /// Number of hashes that are exported.
     pub fn len(&self) -> usize {
         self.groups.iter().map(|group| group.total).sum()
     }

@@ -1,5 +1,5 @@
-//! How long the scanner takes: nanoseconds per block of 16 tokens and per event, the best of many runs; and beside it what the token
-//! ids alone take one by one, as decoders that return a value at a time read them.
+//! Measures the scanner: nanoseconds per block of 16 tokens and per event, the best of many runs; and, to compare, the time to read the
+//! token ids one by one.
 //!
 //! `cargo run --release --no-default-features --example scan_timing`
 

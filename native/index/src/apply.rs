@@ -27,7 +27,7 @@ use prefetching::{Ahead, Ring};
 const FIRST: usize = 4;
 /// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
 const FEW_BLOCKS: usize = 8;
-/// The same for tokens of one block.
+/// Tokens of one block up to which an event is hashed while the lock is held.
 const FEW_TOKENS: usize = 1_024;
 
 /// A payload with its scanned events.

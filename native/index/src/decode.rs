@@ -247,7 +247,8 @@ pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
     Batch { events, ..batch }
 }
 
-/// The same for callers that scan the events: each event is encoded in the one form that `scan` reads, and dropped before the next is read.
+/// Reads a batch for callers that scan its events: each event is encoded in the one form that `scan` reads, and dropped before the next is
+/// read.
 pub fn normalise(payload: &[u8], limits: &Limits) -> Normalised {
     let (mut normaliser, mut heartbeat, mut has_digests) = (Normaliser::default(), None, false);
     let batch = read_batch(payload, limits, |event| {

@@ -1,4 +1,5 @@
-//! What an engine holds, by its own hashes, for lookups of prompts that records of blocks cannot answer (`crate::groups::Method::Hashes`).
+//! The blocks of an engine by its own hashes, for lookups of prompts that records of blocks cannot answer
+//! (`crate::groups::Method::Hashes`).
 
 use std::collections::HashMap;
 use std::sync::Arc;

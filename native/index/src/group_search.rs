@@ -6,7 +6,7 @@
 use crate::groups::{GroupKind, Groups};
 
 /// Tokens of a prompt that an engine finds cached, at most `longest`. `end` is the last position at which a block of the prompt can end.
-/// `is_held` says whether the block of a group, by its place in `Groups::known`, that ends at a position is held.
+/// `is_held` returns whether a group, by its index in `Groups::known`, holds the block that ends at a position.
 pub fn find(groups: &Groups, end: usize, longest: usize, is_held: impl Fn(usize, usize) -> bool) -> usize {
     if groups.known().next().is_none() {
         return 0;

@@ -183,7 +183,7 @@ impl Groups {
         self.known().any(|group| group.kind == GroupKind::State)
     }
 
-    /// How its prompts are looked up.
+    /// Returns the method by which its prompts are looked up.
     pub fn method(&self) -> Method {
         let mut known = self.known();
         let (first, second) = (known.next(), known.next());

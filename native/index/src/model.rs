@@ -118,7 +118,7 @@ impl State {
 type Found = Vec<(u32, u32)>;
 
 /// Runs a writer beside a lookup of a prompt, in all orders. Returns the results of sound lookups, and the number of others.
-fn look_beside(
+fn run_lookup_beside(
     prompt: &'static [u64],
     make: impl Fn() -> State + Send + Sync + 'static,
     write: impl Fn(&mut State) + Send + Sync + 'static,
@@ -163,7 +163,7 @@ fn a_slot_is_read_as_a_whole() {
         state.shared.publish();
         state
     };
-    let (found, unsound) = look_beside(&[1, 2], make, |state| {
+    let (found, unsound) = run_lookup_beside(&[1, 2], make, |state| {
         state.toggle(0, FIRST + 1);
         assert_eq!(
             state.add_holder(1, &[1, 3], Some(FIRST)),
@@ -176,8 +176,8 @@ fn a_slot_is_read_as_a_whole() {
     assert!(unsound > 0);
 }
 
-/// A prompt goes on in another chunk. A stream that has one of both blocks loses it, and gets the other one afterwards.
-fn look_at_two_chunks(loses_first: bool) -> BTreeSet<Found> {
+/// A prompt continues in another chunk. A stream that has one of both blocks loses it, and gets the other one afterwards.
+fn lookup_of_two_chunks(loses_first: bool) -> BTreeSet<Found> {
     let make = move || {
         let mut state = State::new();
         assert_eq!(state.add_holder(0, &[1], None), FIRST);
@@ -189,7 +189,7 @@ fn look_at_two_chunks(loses_first: bool) -> BTreeSet<Found> {
         state.shared.publish();
         state
     };
-    let (found, unsound) = look_beside(&[1, 2], make, move |state| {
+    let (found, unsound) = run_lookup_beside(&[1, 2], make, move |state| {
         let numbers = [FIRST, CHUNK as u32];
         for number in if loses_first { numbers } else { [numbers[1], numbers[0]] } {
             state.toggle(1, number);
@@ -203,8 +203,8 @@ fn look_at_two_chunks(loses_first: bool) -> BTreeSet<Found> {
 #[test]
 fn chunks_are_read_at_one_moment() {
     let (never, first) = (vec![(0, 2)], vec![(0, 2), (1, 1)]);
-    assert_eq!(look_at_two_chunks(true), BTreeSet::from([first.clone(), never.clone()]));
-    assert_eq!(look_at_two_chunks(false), BTreeSet::from([never, first]));
+    assert_eq!(lookup_of_two_chunks(true), BTreeSet::from([first.clone(), never.clone()]));
+    assert_eq!(lookup_of_two_chunks(false), BTreeSet::from([never, first]));
 }
 
 /// A block gets a set of holders that is new: a lookup knows it as soon as a slot has its number.
@@ -216,7 +216,7 @@ fn holders_are_known_before_slots_name_them() {
         state.shared.publish();
         state
     };
-    let (found, unsound) = look_beside(&[1], make, |state| {
+    let (found, unsound) = run_lookup_beside(&[1], make, |state| {
         state.add_holder(1, &[1], None);
         state.shared.publish();
     });
@@ -233,7 +233,7 @@ fn memory_that_is_given_back_is_not_read() {
         state.shared.publish();
         state
     };
-    let (found, _) = look_beside(&[1], make, |state| {
+    let (found, _) = run_lookup_beside(&[1], make, |state| {
         state.toggle(0, 0);
         state.shared.publish();
         assert_eq!(state.add_holder(1, &[1], None), 0);

@@ -103,7 +103,11 @@ impl Overlay {
             let (&number, _) = overlay.decisions.first_key_value()?;
             (overlay.size > overlay.limit).then_some(number)
         };
-        while let Some(decision) = self.next_expired(now).or_else(|| oldest(self)).and_then(|number| self.end(number)) {
+        while let Some(decision) = self
+            .next_expired(now)
+            .or_else(|| oldest(self))
+            .and_then(|number| self.end(number))
+        {
             let confirmed = held(&decision.worker, &decision.keys);
             *(if confirmed { &mut self.confirmed } else { &mut self.expired }) += 1;
         }

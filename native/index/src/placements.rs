@@ -52,8 +52,8 @@ impl Placement {
     }
 }
 
-/// How copies of blocks of one group count in an attestation (`kvevents.events.Heartbeat` has the formula): those on the device do, others
-/// are 0.
+/// How copies of blocks of one group count in an attestation (`kvevents.events.Heartbeat` has the formula): those on the device count,
+/// others contribute 0.
 #[derive(Clone, Copy, Debug)]
 pub struct AttestedGroup {
     salt: u64,

@@ -428,7 +428,7 @@ impl Records {
 
     /// The memory of a slot in use, to be changed.
     #[inline]
-    fn changing(&mut self, number: u32) -> &Memory {
+    fn memory_to_change(&mut self, number: u32) -> &Memory {
         let at = number >> BITS;
         let chunk = &mut self.chunks[at as usize];
         let memory = chunk.memory.as_deref().expect("a slot in use has memory");
@@ -481,7 +481,7 @@ impl Records {
 
     #[inline]
     fn put_state(&mut self, number: u32, state: u64) {
-        self.changing(number).slots[0].states[(number & MASK) as usize].store(state, Ordering::Relaxed);
+        self.memory_to_change(number).slots[0].states[(number & MASK) as usize].store(state, Ordering::Relaxed);
     }
 
     #[inline]
@@ -542,7 +542,7 @@ impl Records {
     pub fn unlink(&mut self, number: u32) -> u64 {
         let key = self.key(number);
         self.put_state(number, self.state(number) & !state(0, LINKED));
-        self.changing(number).slots[0].words[(number & MASK) as usize].store(key, Ordering::Relaxed);
+        self.memory_to_change(number).slots[0].words[(number & MASK) as usize].store(key, Ordering::Relaxed);
         key
     }
 
@@ -614,7 +614,7 @@ impl Records {
     /// Writes a head into a slot that was taken.
     #[inline]
     pub fn put_head(&mut self, number: u32, key: u64, hash: u64, context: u32, set: u32) {
-        let (slots, at) = (&self.changing(number).slots[0], (number & MASK) as usize);
+        let (slots, at) = (&self.memory_to_change(number).slots[0], (number & MASK) as usize);
         slots.words[at].store(key, Ordering::Relaxed);
         slots.hashes[at].store(hash, Ordering::Relaxed);
         slots.states[at].store(state(set, context), Ordering::Relaxed);
@@ -624,7 +624,7 @@ impl Records {
     #[inline]
     pub fn put_linked(&mut self, number: u32, local: u64, key: u64, hash: u64, context: u32, set: u32) {
         let at = (number & MASK) as usize;
-        let memory = self.changing(number);
+        let memory = self.memory_to_change(number);
         let slots = &memory.slots[0];
         slots.words[at].store(local, Ordering::Relaxed);
         slots.hashes[at].store(hash, Ordering::Relaxed);
@@ -666,7 +666,7 @@ impl Records {
     /// Releases slots. A block that is linked to the last one must have been unlinked.
     pub fn remove(&mut self, Row { first, length }: Row) {
         let at = (first & MASK) as usize;
-        for slot in &self.changing(first).slots[0].states[at..at + length as usize] {
+        for slot in &self.memory_to_change(first).slots[0].states[at..at + length as usize] {
             slot.store(state(FREE, 0), Ordering::Relaxed);
         }
         self.give(first, length);

@@ -126,7 +126,7 @@ pub struct Event {
     pub tokens: Run,
     /// Range of the keys in `Scratch::hashes`; for a removal, of the number of remaining copies of each block.
     pub keys: Run,
-    /// What a store says of where its blocks come from.
+    /// Whether the blocks of a store are new copies.
     pub origin: Origin,
     /// Hash of the block before the first one; None for the root.
     pub parent: Option<u64>,

@@ -29,7 +29,7 @@ impl<T> ShardedTable<T> {
         (hash >> SHIFT) as usize % PARTS
     }
 
-    /// How many entries there are.
+    /// Number of entries.
     pub fn len(&self) -> usize {
         self.length
     }

@@ -277,8 +277,8 @@ impl Stream {
 
     /// Compares what it holds on the device with an attestation of its engine; None as for `agrees`.
     ///
-    /// A sender that attests announces each copy once: that holds for its stores from now on, and with an attestation that agrees for all
-    /// before.
+    /// A sender that attests announces each copy once: that applies to its stores from now on, and after an equal attestation also to all
+    /// earlier ones.
     pub fn attest(&mut self, shared: &mut SharedState, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
         self.has_attested = true;
@@ -1466,7 +1466,7 @@ const SPARSE: usize = 64;
 #[derive(Clone, Copy, Debug)]
 pub struct Leaving {
     hash: u64,
-    /// Where it is looked for.
+    /// Its position in the table.
     spot: TableHash,
     seat: Seat,
     /// The number in the table's entry; None if the hash has no entry.

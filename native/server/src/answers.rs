@@ -18,7 +18,7 @@ pub(crate) struct Row {
     pub(crate) disk: u32,
     /// Over all tiers.
     pub(crate) tokens: u32,
-    /// How many of these it certainly holds: fewer where some of its blocks might be gone.
+    /// How many of these it certainly holds: fewer if some of its blocks might be gone.
     pub(crate) certain: u32,
     /// Whether it certainly holds all of this, on each tier.
     pub(crate) is_certain: bool,

@@ -14,14 +14,15 @@
 //! In each state, a client that does not read its answers is cut off after `unread_seconds`, unless it has taken `MIN_TAKEN`
 //! bytes since.
 //!
-//! At `max_clients` connections a new one takes the place of another that has no request in progress: of the oldest one that
-//! never sent a request in `YOUNG`, else of the one that is idle for the longest time. If each has a request in progress, the new one is
+//! At `max_clients` connections a new one replaces another without a request in progress: the oldest one that has sent no request within
+//! `YOUNG`, else the one that is idle for the longest time. If each has a request in progress, the new one is
 //! *reserved*: only probes are answered on it. There are at most `reserved_clients` of these, and the oldest one among them that
 //! does not wait for the service makes room for the next. So connections that do nothing, or are slow, never keep a probe from
 //! its answer.
 //!
-//! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. What all of them hold beyond that is at most
-//! `max_received_bytes`; the request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes` are kept:
+//! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. All connections together hold at most
+//! `max_received_bytes` beyond that; a request that would exceed it is refused. Of answers that clients have not read, `max_unread_bytes`
+//! are kept:
 //! above that the connection with the most is cut off.
 
 use std::collections::{BTreeMap, HashMap};

@@ -145,7 +145,7 @@ impl Endpoints {
         }
     }
 
-    /// The same for messages of gRPC, as JSON.
+    /// Answers a gRPC message, as JSON.
     pub(crate) fn answer_match(&self, mut message: MatchRequest) -> Option<Vec<u8>> {
         let tokens = Some(std::mem::take(&mut message.tokens));
         let table = self.table()?;
@@ -194,7 +194,7 @@ impl Endpoints {
         }
     }
 
-    /// The same for a prompt, whose token ids do not count towards the limit of JSON.
+    /// Reads a prompt, whose token ids do not count towards the limit of JSON.
     fn read_prompt<T: DeserializeOwned>(
         &self,
         head: &Head,

@@ -1,7 +1,7 @@
 //! Messages of `src/kvevents/service/proto/kvevents/v1/query.proto`, and of the standard `grpc.health.v1`.
 //!
-//! Each has the fields of a body of `/v1`: a request is written as such a body for the control plane, and an answer is read from
-//! one. So both planes answer calls as they answer HTTP requests.
+//! Each has the fields of a body of `/v1`: requests are converted to these bodies for the control plane, and its answers are converted
+//! back. So both planes answer calls as they answer HTTP requests.
 
 use std::collections::HashMap;
 

@@ -111,7 +111,7 @@ impl Problem {
         response
     }
 
-    /// The same as HTTP/1.1 has it on the wire.
+    /// Returns the response as bytes of HTTP/1.1.
     pub(crate) fn written(&self) -> Vec<u8> {
         let (body, status) = (self.json(), self.status);
         let phrase = status.canonical_reason().unwrap_or_default();

@@ -3,8 +3,8 @@
 //! Theory of operation. Candidates without a connection are left out while another one has one: a worker that is STALE, or where
 //! nothing listens, takes a prompt only if no other worker can. The score of each of the rest is the share of the prompt that it
 //! must compute, 0 to 1, plus `load_weight` times its load over the mean load. Both are pure numbers, so that neither the length
-//! of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of equal scores the one that
-//! computes less is taken, since avoided work helps all requests. Candidates that are equal in that too are chosen in rotation; each
+//! of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of candidates with equal scores the one that
+//! computes less is chosen, since avoided work helps all requests. Candidates that are equal in that too are chosen in rotation; each
 //! process begins at a random place, so that many routers do not send to one worker at once.
 //!
 //! *Loads* are those of the request if it gives any. Otherwise they are the requests that engines report of themselves and the selections

@@ -141,7 +141,7 @@ impl Trust {
 }
 
 impl Worker {
-    /// The trust in an answer about it, all of whose blocks are certainly there, or not.
+    /// Returns the trust in an answer about the worker; all of its blocks certainly exist if the flag is set.
     pub(crate) fn trust_in(&self, is_certain: bool) -> &Trust {
         match &self.trust_if_uncertain {
             Some(trust) if !is_certain => trust,

@@ -61,7 +61,7 @@ class Watch(NamedTuple):
 
     source: Source
     registration: bytes = b""
-    """What replicas need to know about the engine, at most `MAX_REGISTRATION_BYTES`; the bridge does not interpret it."""
+    """Data of the engine for replicas, at most `MAX_REGISTRATION_BYTES`; the bridge does not interpret it."""
 
     @property
     def key(self) -> StreamKey:
@@ -192,7 +192,7 @@ class EngineReader(threading.Thread):
         return outcomes
 
     def batch_report(self, batch: RawBatch) -> BatchReport | None:
-        """Return what the stream must know of a batch. A doubted stream starts over if its sender can send all of it.
+        """Return the report about a batch for its stream. A doubted stream starts over if its sender can send all of it.
 
         Senders whose heartbeats have digests can. Whether the engine holds what was delivered, which would end the doubts too,
         only a replica can find out.
@@ -262,7 +262,7 @@ class _Outcome:
 
 
 def inspect_payload(payload: bytes) -> BatchReport | None:
-    """Return what a stream needs to know of a batch: whether everything was cleared, and its sender's heartbeat.
+    """Return the parts of a batch that its stream needs: whether everything was cleared, and its sender's heartbeat.
 
     Most batches have neither. Their bytes show it without decoding, because MessagePack stores text unchanged.
     """

@@ -54,7 +54,7 @@ class JoinRecord(_StreamRecord, frozen=True, array_like=True, tag="j", gc=False)
     """A bridge follows the stream, or its registration has changed."""
 
     registration: bytes
-    """What replicas need to know about the engine; the log does not interpret it."""
+    """Data of the engine for replicas; the log does not interpret it."""
 
 
 class LeaveRecord(_StreamRecord, frozen=True, array_like=True, tag="l", gc=False):

@@ -173,7 +173,7 @@ class CheckpointWriter:
 def snapshot_parts(history: CompactedHistory | None, number: int, blocks: Mapping[int, UpstreamBlocks]) -> list[bytes]:
     """Return a snapshot for the journal.
 
-    The state of the buffer's history, and which upstream owns which blocks as of `number`.
+    It has the state of the buffer's history, and which upstream owns which blocks as of `number`.
     """
     ownership = [Ownership(number), *(Ownership(number, [(at, piece)]) for at, each in blocks.items() for piece in each.dump())]
     payloads = [] if history is None else history.payloads

@@ -389,17 +389,19 @@ class Service:
             return "not every way of discovery has answered"
         if members < (expected := self.config.ready.expected):
             return f"{members} of {expected} expected sources are registered"
-        is_covered = self.shards is None or not self.shards.uncovered
+        is_covered = self.shards is None or not self.shards.uncovered_partitions
         is_enough = caught_up >= self.config.ready.quorum * members
         return "" if is_covered and is_enough else self._summary(members, exact, caught_up)
 
     def _summary(self, members: int, exact: int, caught_up: int) -> str:
-        uncovered = [] if self.shards is None else self.shards.uncovered
+        uncovered_partitions = [] if self.shards is None else self.shards.uncovered_partitions
         expected = self.config.ready.expected
         text = f"{exact} of {members} sources are EXACT"
         text += f", {caught_up - exact} wait for a live batch" if caught_up > exact else ""
         text += f", and {expected} were expected" if members < expected else ""
-        return text + (f"; no replica holds {len(uncovered)} partitions of the plane" if uncovered else "")
+        return text + (
+            f"; no replica holds {len(uncovered_partitions)} partitions of the plane" if uncovered_partitions else ""
+        )
 
     def stats(self) -> StatsAnswer:
         """Return the numbers of `/v1/stats`."""

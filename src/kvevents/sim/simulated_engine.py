@@ -111,7 +111,8 @@ class SimulatedEngine:
         """Admitted jobs with known tokens that are not computed yet."""
         self._decoding: Final[dict[Job, None]] = {}
         self._due: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """Jobs by the step in which they begin or fill a block, with the admission for which that holds."""
+        """Jobs by the step in which they begin or fill a block. Each entry has the job's admission number; entries of an
+        earlier admission are ignored."""
         self._ending: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
         """Jobs by the step in which they produce their last token."""
         self._number = 0

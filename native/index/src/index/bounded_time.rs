@@ -9,7 +9,7 @@ use crate::step_counter::{self, Steps};
 
 /// Steps for each byte of a payload: some hundred milliseconds for a megabyte.
 const PER_BYTE: usize = 40;
-/// What may be saved up before, for partial clears and for blocks that share a hash.
+/// Budget that can be saved up before, for partial clears and for blocks that share a hash.
 const SAVED: usize = 3 << 20;
 /// For each block that was stored before: partial clears may look at it so often.
 const PER_BLOCK: usize = 20;

@@ -11,11 +11,12 @@
 //! Numbers are little-endian. A sum is the XXH3-64 of the payload, seeded with the sum before it plus the length (of the first frame:
 //! plus the XXH3-64 of the head), so that no frame can be lost, moved, or left over from another file.
 //!
-//! The payloads together are items, each beginning with one byte that says which. Counts are LEB128, hashes and other numbers fixed.
+//! The payloads together are items, each beginning with one byte for its kind. Counts are LEB128, hashes and other numbers fixed.
 //!
 //! ```text
 //! PLANE    tier, locality?, ownership?, group          placements are numbered as they come
-//! STREAM   source, rank, incarnation, last number, whether it attests, sums of groups of unknown kinds, whether there are salts that it misses, groups, hashing?, lookahead, salts; then, up to DONE, what belongs to it:
+//! STREAM   source, rank, incarnation, last number, whether it attests, sums of groups of unknown kinds, whether there are salts that it
+//! misses, groups, hashing?, lookahead, salts; then, up to DONE, what belongs to it:
 //!   CONTEXT  block size, eagle, lora, salt             numbered as they come, from 0 again after 2^16
 //!   RUN      how many, u16; which kind; context; its placements, each with the least and the most copies; then hash and word of every block
 //!   SEVERAL  hash, key, context                        of hashes with several blocks all, the oldest first
@@ -25,8 +26,9 @@
 //! LABEL    source, model
 //! ```
 //!
-//! Words are rolling keys in a run of kind KEYS. In one of kind CHAIN each block is after the one before it, and only the first word is a key, the
-//! others are local hashes; in one of kind REST all are, and the first block is after the last one of the run before.
+//! In a run of kind KEYS, words are rolling keys. In a run of kind CHAIN each block is the child of the previous one; the first word is a
+//! key, and the others are local hashes. In a run of kind REST all words are local hashes, and the first block is the child of the last
+//! block of the previous run.
 //!
 //! Streams come in the order of their workers, and blocks in that of their records, which is mostly that of their chains. A file may hold
 //! some workers of an index alone, with their fences and the labels of their sources.

@@ -102,12 +102,12 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// The events of all dialects. The error says which limit is too low.
+    /// The events of all dialects. The error names the limit that is too low.
     pub fn new(limits: Limits) -> Result<Self, String> {
         Self::of_layouts(&LAYOUTS, limits)
     }
 
-    /// Keys are found fastest in the order in which they are sent. The error says which name is unknown, or what is missing.
+    /// Keys are found fastest in the order in which they are sent. The error names the unknown or missing name.
     pub(super) fn of_layouts(events: &[(&str, &[&str], &[&str])], limits: Limits) -> Result<Self, String> {
         if limits.max_nesting < NESTING_NEEDED {
             return Err(format!(

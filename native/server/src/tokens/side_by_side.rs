@@ -1,7 +1,7 @@
 //! Reads numbers from several positions of an array at the same time, on any processor.
 //!
-//! In an array of numbers every comma separates two of them, so reading can begin after any comma. What is read after one counts only
-//! if reading from the front comes there: so any other content of the text is detected.
+//! In an array of numbers every comma separates two of them, so reading can begin after any comma. Numbers that are read from such a
+//! position count only if reading from the front arrives at it, so any other content of the text is detected.
 
 use super::{digits, gap, of_digits};
 

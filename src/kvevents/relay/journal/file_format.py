@@ -148,7 +148,7 @@ class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class EndState(msgspec.Struct, array_like=True, tag=8):
-    """What is known after all batches; the last record of a snapshot."""
+    """The state after all batches; the last record of a snapshot."""
 
     next_number: int
     checkpoint: bytes | None

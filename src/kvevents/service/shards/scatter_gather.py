@@ -176,7 +176,7 @@ class ScatterGather:
         return {key: member for key, member in list(self._members.items()) if member.partition not in served}
 
     @property
-    def uncovered(self) -> list[int]:
+    def uncovered_partitions(self) -> list[int]:
         """Partitions that no replica announces."""
         layout = self.answering.layout()
         held = set(self.answering.served()).union(*(each.held for each in self._present().values()))
