@@ -34,8 +34,8 @@ pub const MAX_UNKEPT: usize = 1 << 22;
 
 /// Blocks that partial clears can examine, per stored block and at the beginning. As in the index: engines clear far less often than
 /// they store.
-const LOOKS_PER_BLOCK: usize = 16;
-const FIRST_LOOKS: usize = 1 << 20;
+const EXAMINATIONS_PER_BLOCK: usize = 16;
+const FIRST_EXAMINATIONS: usize = 1 << 20;
 /// Blocks of one payload whose room is kept for the next.
 const MAX_KEPT: usize = 1 << 14;
 
@@ -184,7 +184,7 @@ impl State {
         above.map_or(Ok(()), |(_, _, what)| Err(*what))
     }
 
-    fn check_looks(&self) -> Result<(), Reason> {
+    fn check_examinations(&self) -> Result<(), Reason> {
         if self.blocks.is_spent() {
             return Err("blocks that share a hash");
         }
@@ -291,7 +291,7 @@ impl State {
                 announcement,
                 reused_on,
             });
-            self.check_looks()?;
+            self.check_examinations()?;
             match stored {
                 Stored::New(number) => self.link(hash, number)?,
                 Stored::Known(number) => self.note_repeated(hash, number, announcement),
@@ -345,7 +345,7 @@ impl State {
                 continue;
             };
             let stored = self.store_behind(above, hash, announcement, &mut content);
-            self.check_looks()?;
+            self.check_examinations()?;
             parent = match stored {
                 Stored::Known(number) => {
                     self.note_repeated(hash, number, announcement);
@@ -411,7 +411,7 @@ impl State {
                     continue;
                 };
                 let stored = self.store_behind(number, item.hash, announcement, &mut content);
-                self.check_looks()?;
+                self.check_examinations()?;
                 match stored {
                     Stored::New(number) => linked.push_back((item.hash, number)),
                     Stored::Known(number) => self.note_repeated(item.hash, number, announcement),
@@ -442,7 +442,7 @@ impl State {
                 self.waiting
                     .remove_where(hash, |announcement| removable.placement >> announcement & 1 != 0);
             }
-            self.check_looks()?;
+            self.check_examinations()?;
         }
         self.check_limits()
     }
@@ -465,7 +465,7 @@ impl State {
             return Ok(());
         }
         self.looked += self.blocks.live() + self.waiting.len();
-        if self.looked > FIRST_LOOKS + LOOKS_PER_BLOCK * self.stored {
+        if self.looked > FIRST_EXAMINATIONS + EXAMINATIONS_PER_BLOCK * self.stored {
             return Err("clears");
         }
         self.waiting.clear(|announcement| announcements >> announcement & 1 != 0);

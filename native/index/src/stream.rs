@@ -90,9 +90,9 @@ struct ProcessOwned {
 }
 
 /// Blocks that a partial clear may examine for each stored block: engines clear far less often than they store.
-const LOOKS_PER_BLOCK: usize = 16;
+const EXAMINATIONS_PER_BLOCK: usize = 16;
 /// Blocks that partial clears may examine before any block is stored.
-const FIRST_LOOKS: usize = 1 << 20;
+const FIRST_EXAMINATIONS: usize = 1 << 20;
 /// Examinations of blocks that share a hash, per byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty
 /// bytes for each page that comes or goes, so a page may share its hash with as many others as the limit allows.
 const ALIKE_PER_BYTE: usize = 16;
@@ -105,7 +105,7 @@ const SAMPLES: u8 = 4;
 /// Entries of a table from which on it is not moved while other threads wait.
 const LARGE: usize = 1 << 14;
 /// Cost, in examinations, of computing the key of a block whose parent is unknown.
-const LOOKS_PER_KEY: usize = 8;
+const EXAMINATIONS_PER_KEY: usize = 8;
 
 /// One stream. Its writer holds its lock, and also that of the shared part while blocks change.
 #[derive(Debug)]
@@ -256,7 +256,7 @@ impl Stream {
             fresh: Vec::new(),
             own: Vec::new(),
             schemes: Vec::new(),
-            looks: FIRST_LOOKS,
+            looks: FIRST_EXAMINATIONS,
             alike: usize::MAX,
             is_spent: false,
             evicted_when_whole: 0,
@@ -417,7 +417,7 @@ impl Stream {
         (self.misses_salts, self.has_new_groups) = (false, false);
         (self.attested, self.has_attested) = (None, false);
         self.schemes.clear();
-        self.looks = FIRST_LOOKS;
+        self.looks = FIRST_EXAMINATIONS;
         self.evicted_when_whole = self.counters.evicted;
         writer.drop_schemes(self.number);
         writer.use_lookup(self.number, None);
@@ -533,7 +533,7 @@ impl Stream {
         let (mut known, mut own, mut looks) = (None, None, 0);
         self.table.for_each_match_at(seat, |number| {
             looks += if parent.is_none() && shared.records.is_linked(number) {
-                LOOKS_PER_KEY
+                EXAMINATIONS_PER_KEY
             } else {
                 1
             };
@@ -553,7 +553,7 @@ impl Stream {
         if !self.several.is_empty() {
             self.alike = self.alike.saturating_sub(looks);
         }
-        self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK);
+        self.looks = self.looks.saturating_add(EXAMINATIONS_PER_BLOCK);
         if let Some(number) = own {
             self.copy(shared, hash, number, placement);
             self.make_newest(hash, number);
@@ -732,7 +732,7 @@ impl Stream {
         self.digest = hashes.iter().zip(keys).fold(self.digest, sum);
         self.attestation = self.attestation.wrapping_add(attested);
         self.blocks += count;
-        self.looks = self.looks.saturating_add(LOOKS_PER_BLOCK * count);
+        self.looks = self.looks.saturating_add(EXAMINATIONS_PER_BLOCK * count);
     }
 
     /// A placement that the stream has named.

@@ -247,9 +247,9 @@ impl Endpoints {
                 ..scope.clone()
             });
             let scope = with_items.as_ref().unwrap_or(scope);
-            let mut matches = table.index.matched_within(tokens, usable.len(), scope);
+            let mut matches = table.index.match_prefix(tokens, usable.len(), scope);
             if options.expected {
-                table.index.believed(usable, scope, monotonic(), &mut matches);
+                table.index.extend_by_overlay(usable, scope, monotonic(), &mut matches);
             }
             self.rows(table, &matches, &mut rows);
         }
@@ -296,7 +296,7 @@ impl Endpoints {
         let mut rows = Vec::new();
         for scope in &found.within {
             for size in &found.block_sizes {
-                let matches = table.index.matched_keys(&keys, Some(*size), &scope.model)?;
+                let matches = table.index.match_rolling_keys(&keys, Some(*size), &scope.model)?;
                 self.rows(table, &matches, &mut rows);
             }
         }

@@ -1,6 +1,6 @@
 //! Selection of the worker for a prompt.
 //!
-//! Theory of operation. Candidates without a connection are left out while another one has one: a worker that is STALE, or where
+//! Theory of operation. Candidates without a connection are left out while another candidate has a connection: a worker that is STALE, or where
 //! nothing listens, takes a prompt only if no other worker can. The score of each of the rest is the share of the prompt that it
 //! must compute, 0 to 1, plus `load_weight` times its load over the mean load. Both are pure numbers, so that neither the length
 //! of a prompt nor the unit of load matters, and in a fleet without load caches alone decide. Of candidates with equal scores the one that

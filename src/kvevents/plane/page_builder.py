@@ -68,7 +68,7 @@ class _StreamQueue:
     """The incarnation that the bridge follows; None after the stream has left the log. The log can be at a later one that the
     bridge does not know, and the bridge's trust is not about that one."""
     agreed: int | None = None
-    """The incarnation of the log that is known to be the followed one."""
+    """The incarnation in the log that is known to equal the followed incarnation."""
 
 
 class _Commit(NamedTuple):

@@ -46,12 +46,12 @@ impl Ours {
 
 impl Find for Reader {
     fn find(&self, tokens: &[u32]) -> u64 {
-        let found = self.index.matched(tokens, &Scope::default());
+        let found = self.index.match_prompt(tokens, &Scope::default());
         found.hits.iter().map(|hit| u64::from(hit.tokens[0])).sum::<u64>() / self.size
     }
 
     fn scores(&self, tokens: &[u32]) -> Scores {
-        let found = self.index.matched(tokens, &Scope::default());
+        let found = self.index.match_prompt(tokens, &Scope::default());
         let score = |hit: &Hit| {
             let worker = self.names.iter().position(|name| *name == found.worker(hit).source);
             (worker.expect("it was named here") as u32, hit.tokens[0] / self.size as u32)

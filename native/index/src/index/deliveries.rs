@@ -80,15 +80,15 @@ impl Index {
     /// Applies a batch in any form that a peer may send. No lock is held while it is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         let stream = (source, rank);
-        match self.scanned(&self.schema, stream, incarnation, seq, payload, &mut |_, _| {}) {
+        match self.apply_scanned(&self.schema, stream, incarnation, seq, payload, &mut |_, _| {}) {
             Some(outcome) => outcome.into(),
-            None => self.decoded(stream, incarnation, seq, payload),
+            None => self.apply_decoded(stream, incarnation, seq, payload),
         }
     }
 
     /// Applies `decode::normalised` events, which can exceed the limits of peers. None for other payloads.
     pub fn normalised(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> Option<Outcome> {
-        self.scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {})
+        self.apply_scanned(&self.normalised, (source, rank), incarnation, seq, payload, &mut |_, _| {})
     }
 
     /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are
@@ -111,7 +111,7 @@ impl Index {
     }
 
     #[cold]
-    fn decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
+    fn apply_decoded(&self, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         let read = normalise(payload, self.schema.limits());
         let is_limited = self.limits.memory.is_some();
         let (mut agrees, mut attested) = (None, None);
@@ -122,7 +122,7 @@ impl Index {
                 .attestation
                 .and_then(|attestation| stream.attest(shared, attestation, is_limited));
         };
-        let outcome = self.scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
+        let outcome = self.apply_scanned(&self.normalised, stream, incarnation, seq, &read.payload, &mut compare);
         let found = BatchReport {
             heartbeat: read.heartbeat,
             rejected: read.rejected,
@@ -136,7 +136,7 @@ impl Index {
     }
 
     /// Applies a payload that the scanner reads by a schema, and then calls `then`. Returns None and changes nothing for other payloads.
-    fn scanned(
+    fn apply_scanned(
         &self,
         schema: &Schema,
         (source, rank): (&str, i64),

@@ -186,28 +186,28 @@ impl Index {
     ///
     /// Hashes are made without the lock, first a few of them, since of many prompts not even the beginning is known. The answer describes
     /// one moment: the last try reads every block of every scheme, and counts if no writer has changed one of them meanwhile.
-    pub fn matched(&self, tokens: &[u32], scope: &Scope) -> Matches {
-        self.matched_within(tokens, tokens.len(), scope)
+    pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
+        self.match_prefix(tokens, tokens.len(), scope)
     }
 
     /// Does the same for prefixes of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover it.
-    pub fn matched_within(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
+    pub fn match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
         let locks = (|| Some(self.view.read()), || Some(self.shared_lock.read()));
-        self.matched_by(tokens, longest, scope, locks).unwrap_or_default()
+        self.match_by_hashes(tokens, longest, scope, locks).unwrap_or_default()
     }
 
     /// Does the same, or returns None if it would have to wait for a lock.
-    pub fn try_matched(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
-        self.try_matched_within(tokens, tokens.len(), scope)
+    pub fn try_match_prompt(&self, tokens: &[u32], scope: &Scope) -> Option<Matches> {
+        self.try_match_prefix(tokens, tokens.len(), scope)
     }
 
-    /// Calls `matched_within`, or returns None if it would have to wait for a lock.
-    pub fn try_matched_within(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Option<Matches> {
+    /// Calls `match_prefix`, or returns None if it would have to wait for a lock.
+    pub fn try_match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Option<Matches> {
         let locks = (|| self.view.try_read(), || self.shared_lock.try_read());
-        self.matched_by(tokens, longest, scope, locks)
+        self.match_by_hashes(tokens, longest, scope, locks)
     }
 
-    fn matched_by<'a>(
+    fn match_by_hashes<'a>(
         &'a self,
         tokens: &[u32],
         longest: usize,
@@ -301,7 +301,7 @@ impl Index {
     }
 
     /// Does the same for keys that the caller has computed. None if block sizes differ and none is given.
-    pub fn matched_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
+    pub fn match_rolling_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
             let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
             loop {
@@ -400,7 +400,7 @@ impl Index {
     }
 
     /// Extends an answer by the decisions of the overlay.
-    pub fn believed(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
+    pub fn extend_by_overlay(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
         if self.overlay_at(now).is_empty() {
             return;
         }

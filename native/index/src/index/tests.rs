@@ -61,7 +61,7 @@ fn removal(hashes: &[u64]) -> Vec<u8> {
 }
 
 fn tokens_of(index: &Index, tokens: &[u32]) -> Vec<u32> {
-    let found = index.matched(tokens, &Scope::default());
+    let found = index.match_prompt(tokens, &Scope::default());
     found.hits.iter().map(|hit| hit.tokens[0]).collect()
 }
 
@@ -94,16 +94,16 @@ fn a_lookup_passes_writers() {
     let (index, stored) = (index(), payload("BlockStored"));
     index.batch("a", 0, 0, 0, &stored);
     let mut writer = index.shared_lock.write();
-    let found = index.try_matched(&[1, 2], &Scope::default()).unwrap();
+    let found = index.try_match_prompt(&[1, 2], &Scope::default()).unwrap();
     assert_eq!(found.worker(&found.hits[0]).source, "a");
     assert_eq!(tokens_of(&index, &[1, 2]), [2]);
     let set = writer.records.set(0);
     writer.records.put_set(0, EMPTY);
-    assert!(index.try_matched(&[1, 2], &Scope::default()).is_none());
+    assert!(index.try_match_prompt(&[1, 2], &Scope::default()).is_none());
     assert_eq!(tokens_of(&index, &[3, 4]), [0; 0]);
     writer.records.put_set(0, set);
     drop(writer);
-    assert!(index.try_matched(&[1, 2], &Scope::default()).is_some());
+    assert!(index.try_match_prompt(&[1, 2], &Scope::default()).is_some());
 }
 
 /// Chains come and go, and take each other's slots: a lookup meanwhile finds what was there at one moment, and never credits one with the
@@ -131,10 +131,10 @@ fn what_a_lookup_finds_was_true_at_one_moment() {
         });
         let [one, two] = [1, 2].map(tokens);
         while !ended.load(Ordering::SeqCst) {
-            let found = index.matched(&one, &Scope::default());
+            let found = index.match_prompt(&one, &Scope::default());
             let kept = found.hits.iter().find(|hit| found.worker(hit).source == "kept");
             assert_eq!(kept.map(|hit| hit.tokens[0]), Some(2 * BLOCKS as u32));
-            let found = index.matched(&two, &Scope::default());
+            let found = index.match_prompt(&two, &Scope::default());
             assert!(found.hits.iter().all(|hit| found.worker(hit).source == "busy"));
         }
     });

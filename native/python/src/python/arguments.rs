@@ -119,10 +119,10 @@ fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut
 
 pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Tokens> {
     if let Ok(list) = given.cast::<PyList>() {
-        return listed(given, || list.len(), ffi::PyList_GetItem, turns);
+        return read_item(given, || list.len(), ffi::PyList_GetItem, turns);
     }
     if let Ok(tuple) = given.cast::<PyTuple>() {
-        return listed(given, || tuple.len(), ffi::PyTuple_GetItem, turns);
+        return read_item(given, || tuple.len(), ffi::PyTuple_GetItem, turns);
     }
     let (buffer, kind) = integers_of(given).ok_or_else(|| not_tokens(given))?;
     if buffer.item_count() == 0 {
@@ -137,7 +137,7 @@ pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyRe
 }
 
 /// Reads a number of a list or a tuple, borrowed while it is read. Other threads can change the list only when the GIL is released.
-fn listed(
+fn read_item(
     given: &Bound<'_, PyAny>,
     length: impl Fn() -> usize,
     item_at: unsafe extern "C" fn(*mut ffi::PyObject, ffi::Py_ssize_t) -> *mut ffi::PyObject,

@@ -54,12 +54,12 @@ impl Compactor {
     }
 
     /// Calls `work` for an operation that takes negligible time.
-    fn look<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut SharedState) -> R + Sync) -> PyResult<R> {
+    fn run_brief<R: Send>(&self, py: Python<'_>, work: impl Fn(&mut SharedState) -> R + Sync) -> PyResult<R> {
         self.with(py, |shared| Some(work(shared)), &work)
     }
 
     /// Calls `work` for a long operation, with the GIL released.
-    fn work<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut SharedState) -> R + Send) -> PyResult<R> {
+    fn run_long<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut SharedState) -> R + Send) -> PyResult<R> {
         self.with(py, |_| None, work)
     }
 }
@@ -85,7 +85,7 @@ impl Compactor {
     #[pyo3(signature = (payload, own=false))]
     fn apply(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
         if own {
-            return self.work(py, |shared| shared.restore(payload, &self.ours));
+            return self.run_long(py, |shared| shared.restore(payload, &self.ours));
         }
         let quick =
             |shared: &mut SharedState| (payload.len() < BRIEF && shared.apply_quick(payload, &self.peers)).then_some(());
@@ -105,7 +105,7 @@ impl Compactor {
         };
         let done = self.with(py, quick, work)?;
         if done < payloads.len() {
-            self.work(py, |shared| shared.apply_many(&payloads[done..], &self.peers))?;
+            self.run_long(py, |shared| shared.apply_many(&payloads[done..], &self.peers))?;
         }
         drop(held);
         Ok(())
@@ -113,7 +113,7 @@ impl Compactor {
 
     /// Returns the events that rebuild the state after a clear, or None.
     fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<Bound<'py, PyTuple>>>> {
-        let (events, mut turns) = (self.work(py, |shared| shared.events())?, Turns::new(py));
+        let (events, mut turns) = (self.run_long(py, |shared| shared.events())?, Turns::new(py));
         let plain = |event: &ExportedEvent| {
             turns.spend(numbers_of(event))?;
             plain(py, event)
@@ -131,7 +131,7 @@ impl Compactor {
                 "invalid ts {ts}: expected seconds since the epoch"
             )));
         }
-        let (encoded, mut turns) = (self.work(py, |shared| shared.payloads(limit, ts))?, Turns::new(py));
+        let (encoded, mut turns) = (self.run_long(py, |shared| shared.payloads(limit, ts))?, Turns::new(py));
         let bytes = |payload: &Vec<u8>| {
             turns.spend(payload.len() / COPIES_PER_NUMBER)?;
             Ok(PyBytes::new(py, payload))
@@ -141,56 +141,56 @@ impl Compactor {
 
     /// Records that a part of the stream was not received.
     fn mark_partial(&self, py: Python<'_>) -> PyResult<()> {
-        self.look(py, SharedState::mark_partial)
+        self.run_brief(py, SharedState::mark_partial)
     }
 
     /// Removes everything.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
-        self.work(py, SharedState::clear)
+        self.run_long(py, SharedState::clear)
     }
 
     /// Drops the state, and ignores events until the stream is cleared.
     fn invalidate(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
         let reason = known.ok_or_else(|| PyValueError::new_err("invalid reason: expected batches, payloads or digests"))?;
-        self.work(py, |shared| shared.invalidate(reason))
+        self.run_long(py, |shared| shared.invalidate(reason))
     }
 
     #[getter]
     fn partial(&self, py: Python<'_>) -> PyResult<bool> {
-        self.look(py, |shared| shared.is_partial())
+        self.run_brief(py, |shared| shared.is_partial())
     }
 
     #[getter]
     fn live(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |shared| shared.live())
+        self.run_brief(py, |shared| shared.live())
     }
 
     #[getter]
     fn nodes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |shared| shared.nodes())
+        self.run_brief(py, |shared| shared.nodes())
     }
 
     #[getter]
     fn bytes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.look(py, |shared| shared.bytes())
+        self.run_brief(py, |shared| shared.bytes())
     }
 
     #[getter]
     fn lost(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
-        self.look(py, |shared| shared.invalid_reason())
+        self.run_brief(py, |shared| shared.invalid_reason())
     }
 
     /// Locks the state and calls `call`.
     #[cfg(feature = "testing")]
     fn _locked(&self, py: Python<'_>, call: Py<PyAny>) -> PyResult<()> {
-        self.work(py, |_| Python::attach(|py| call.call0(py)).map(drop))?
+        self.run_long(py, |_| Python::attach(|py| call.call0(py)).map(drop))?
     }
 
     /// Panics in the middle of a change, for tests.
     #[cfg(feature = "testing")]
     fn _break(&self, py: Python<'_>) -> PyResult<()> {
-        self.work(py, |_| panic!("as a test"))
+        self.run_long(py, |_| panic!("as a test"))
     }
 }
 

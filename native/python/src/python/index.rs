@@ -145,21 +145,21 @@ impl NativeIndex {
     }
 
     /// Matches one prompt. It never waits for a lock while it holds the GIL, and copies memory that other threads could change without it.
-    fn matched(&self, py: Python<'_>, tokens: &Tokens, longest: usize, scope: &Scope) -> PyResult<Matches> {
+    fn match_prompt(&self, py: Python<'_>, tokens: &Tokens, longest: usize, scope: &Scope) -> PyResult<Matches> {
         let index = self.undamaged(py)?;
         if tokens.len() < MANY_TOKENS
-            && let Some(found) = index.try_matched_within(tokens.slice(), longest, scope)
+            && let Some(found) = index.try_match_prefix(tokens.slice(), longest, scope)
         {
             return Ok(found);
         }
         let copy = tokens.copied(&mut Turns::new(py))?;
-        Ok(py.detach(|| index.matched_within(&copy, longest, scope)))
+        Ok(py.detach(|| index.match_prefix(&copy, longest, scope)))
     }
 
     /// Applies a payload. It never waits for a lock while it holds the GIL.
     fn batch(&self, py: Python<'_>, stream: (&str, i64), incarnation: i64, seq: i64, payload: &[u8]) -> PyResult<ApplyResult> {
         let ((source, rank), index) = (stream, self.index(py)?);
-        caught(index, || {
+        run_change(index, || {
             if payload.len() < MANY_BYTES
                 && let Some(outcome) = index.try_batch(source, rank, incarnation, seq, payload)
             {
@@ -225,7 +225,7 @@ fn work_of(applied: &ApplyResult) -> usize {
 }
 
 /// Does work that changes the index. A panic that leaves it half changed raises the error that every later call raises.
-fn caught<R>(index: &Index, work: impl FnOnce() -> R) -> PyResult<R> {
+fn run_change<R>(index: &Index, work: impl FnOnce() -> R) -> PyResult<R> {
     catch_unwind(AssertUnwindSafe(work)).or_else(|panic| {
         if index.is_damaged() {
             Python::attach(|py| Err(damaged(py)))
@@ -283,7 +283,7 @@ impl NativeIndex {
     ) -> PyResult<Option<Py<PyAny>>> {
         let index = self.index(py)?;
         let apply = || py.detach(|| index.normalised(source, rank, incarnation, seq, payload));
-        let outcome = caught(index, apply)?;
+        let outcome = run_change(index, apply)?;
         outcome.map(|outcome| self.outcome_object(py, outcome)).transpose()
     }
 
@@ -312,7 +312,7 @@ impl NativeIndex {
             }
             Ok(applied)
         };
-        let applied = caught(index, || py.detach(apply))??;
+        let applied = run_change(index, || py.detach(apply))??;
         let object = |applied| {
             turns.spend(work_of(&applied))?;
             Self::found(slf, applied)
@@ -344,7 +344,7 @@ impl NativeIndex {
             }
             Ok(odd)
         };
-        let (odd, mut turns) = (caught(index, || py.detach(apply))??, Turns::new(py));
+        let (odd, mut turns) = (run_change(index, || py.detach(apply))??, Turns::new(py));
         let object = |(at, applied)| {
             turns.spend(work_of(&applied))?;
             Ok((at, Self::found(slf, applied)?))
@@ -373,7 +373,7 @@ impl NativeIndex {
 
     fn _reset(&self, py: Python<'_>, source: &str, rank: i64, incarnation: i64) -> PyResult<Py<PyAny>> {
         let index = self.index(py)?;
-        let outcome = caught(index, || py.detach(|| index.reset(source, rank, incarnation)))?;
+        let outcome = run_change(index, || py.detach(|| index.reset(source, rank, incarnation)))?;
         self.outcome_object(py, outcome)
     }
 
@@ -398,10 +398,10 @@ impl NativeIndex {
         let given = tokens_of(tokens, &mut Turns::new(py))?;
         let scope = scope_of(namespace)?;
         let longest = max_tokens.unwrap_or(usize::MAX).min(given.len());
-        let mut found = this.matched(py, &given, longest, &scope)?;
+        let mut found = this.match_prompt(py, &given, longest, &scope)?;
         if overlay {
             let (index, now, tokens) = (this.index(py)?, Self::now(slf)?, given.copied(&mut Turns::new(py))?);
-            py.detach(|| index.believed(&tokens[..longest], &scope, now, &mut found));
+            py.detach(|| index.extend_by_overlay(&tokens[..longest], &scope, now, &mut found));
         }
         Ok(Match { found })
     }
@@ -424,7 +424,7 @@ impl NativeIndex {
                 copies.push(tokens_of(prompt, &mut turns)?.into_owned(&mut turns)?);
                 tokens += copies.last().map_or(0, Vec::len) + 1;
             }
-            let matched: Vec<Matches> = py.detach(|| copies.iter().map(|tokens| index.matched(tokens, &scope)).collect());
+            let matched: Vec<Matches> = py.detach(|| copies.iter().map(|tokens| index.match_prompt(tokens, &scope)).collect());
             found.extend(matched.into_iter().map(|found| Match { found }));
             py.check_signals()?;
         }
@@ -451,7 +451,7 @@ impl NativeIndex {
             .map(|scheme| scheme.size);
         let model = scope_of(namespace)?.model;
         let index = self.undamaged(py)?;
-        let found = py.detach(|| index.matched_keys(&keys, size, &model));
+        let found = py.detach(|| index.match_rolling_keys(&keys, size, &model));
         let found = found
             .ok_or_else(|| PyValueError::new_err("workers have blocks of different sizes: give the block_size of the keys"))?;
         Ok(Match { found })
@@ -465,12 +465,12 @@ impl NativeIndex {
 
     fn _set_drafts(&self, py: Python<'_>, source: &str, groups: Option<Vec<i64>>) -> PyResult<()> {
         let index = self.index(py)?;
-        caught(index, || py.detach(|| index.set_drafts(source, groups)))
+        run_change(index, || py.detach(|| index.set_drafts(source, groups)))
     }
 
     fn _remove(&self, py: Python<'_>, source: &str, rank: Option<i64>) -> PyResult<usize> {
         let index = self.index(py)?;
-        caught(index, || py.detach(|| index.remove(source, rank)))
+        run_change(index, || py.detach(|| index.remove(source, rank)))
     }
 
     fn _admit(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<()> {
@@ -585,7 +585,7 @@ impl NativeIndex {
     #[cfg(feature = "testing")]
     fn _break(&self, py: Python<'_>) -> PyResult<()> {
         let index = self.index(py)?;
-        caught(index, || {
+        run_change(index, || {
             py.detach(|| {
                 let _writer = index.shared_lock.write();
                 panic!("as a test");

@@ -72,7 +72,7 @@ fn saved(index: &Index, sources: &[&str]) -> Vec<u8> {
 /// Blocks that each worker holds of the chain that begins with `first`.
 fn held(index: &Index, first: u64, count: u64) -> Vec<(String, u64)> {
     let keys: Vec<u64> = (first..first + count).collect();
-    let hits = index.matched_keys(&keys, Some(2), &None).unwrap();
+    let hits = index.match_rolling_keys(&keys, Some(2), &None).unwrap();
     let held = |hit: &Hit| (hits.worker(hit).source.clone(), u64::from(hit.tokens[3] / 2));
     hits.hits.iter().map(held).collect()
 }
