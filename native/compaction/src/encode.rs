@@ -73,7 +73,13 @@ impl PayloadWriter {
 
     /// Returns the end of the blocks from `first` on that fit in an event of `overhead` bytes plus the blocks. At least one block fits, if
     /// necessary in a payload of its own.
-    fn fitting(&mut self, first: usize, count: usize, overhead: usize, bytes_of: impl Fn(usize) -> usize) -> usize {
+    fn end_of_fitting_blocks(
+        &mut self,
+        first: usize,
+        count: usize,
+        overhead: usize,
+        bytes_of: impl Fn(usize) -> usize,
+    ) -> usize {
         loop {
             let mut left = self.limit.checked_sub(self.out.len() + overhead);
             let mut end = first;
@@ -102,7 +108,7 @@ impl PayloadWriter {
         }
         let overhead = blocks.overhead();
         while first == 0 || first < count {
-            let end = self.fitting(first, count, overhead, |at| blocks.bytes_of(at));
+            let end = self.end_of_fitting_blocks(first, count, overhead, |at| blocks.bytes_of(at));
             self.write(|out| blocks.write(first, end, out));
             first = end.max(1);
         }
@@ -117,7 +123,7 @@ impl PayloadWriter {
         let mut first = 0;
         while first < hashes.len() {
             let overhead = empty.len() + ARRAY;
-            let end = self.fitting(first, hashes.len(), overhead, |at| number_bytes(hashes[at]));
+            let end = self.end_of_fitting_blocks(first, hashes.len(), overhead, |at| number_bytes(hashes[at]));
             self.write(|out| write_removal(&hashes[first..end], location, out));
             first = end;
         }

@@ -352,7 +352,7 @@ impl Endpoints {
             workers: answers::held(table, &rows),
             missing: "",
         };
-        written(&answer, head)
+        encode_answer(&answer, head)
     }
 
     fn many_matches(&self, table: &Table, asked: &MatchMany, head: &Head) -> Option<Vec<u8>> {
@@ -385,7 +385,7 @@ impl Endpoints {
             workers: found.workers.iter().map(trust).collect(),
             missing: "",
         };
-        written(&answer, head)
+        encode_answer(&answer, head)
     }
 
     fn select(&self, table: &Table, asked: &Select, head: &Head) -> Option<Vec<u8>> {
@@ -426,7 +426,7 @@ impl Endpoints {
         {
             table.expect(place, &found.scope, tokens, asked.expect_seconds);
         }
-        written(&selected, head)
+        encode_answer(&selected, head)
     }
 
     fn check_tokens(&self, count: usize) -> Option<()> {
@@ -472,7 +472,7 @@ fn raw(query_string: &str, body: &[u8]) -> Option<Match> {
     Some(asked)
 }
 
-fn written<T: Serialize>(answer: &T, head: &Head) -> Option<Vec<u8>> {
+fn encode_answer<T: Serialize>(answer: &T, head: &Head) -> Option<Vec<u8>> {
     if head.wants_msgpack {
         rmp_serde::to_vec_named(answer).ok()
     } else {

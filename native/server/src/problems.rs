@@ -112,7 +112,7 @@ impl Problem {
     }
 
     /// Returns the response as bytes of HTTP/1.1.
-    pub(crate) fn written(&self) -> Vec<u8> {
+    pub(crate) fn as_http1(&self) -> Vec<u8> {
         let (body, status) = (self.json(), self.status);
         let phrase = status.canonical_reason().unwrap_or_default();
         let mut text = format!(

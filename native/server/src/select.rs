@@ -45,7 +45,7 @@ impl Terms {
     }
 
     /// Returns the weight of a trust state.
-    fn believed(&self, state: State) -> f64 {
+    fn weight_of_trust(&self, state: State) -> f64 {
         let given = self.trust.0.iter().find(|(of, _)| *of == state);
         given.map_or(0.0, |(_, weight)| *weight)
     }
@@ -278,8 +278,8 @@ fn choose<'a>(
         let held = one.tiers.0.unwrap_or_default();
         let reach = |at: usize| tiers[at].map_or(0, |tier| held[tier].into());
         let (tokens, whole) = (one.tokens.into(), question.prompt_tokens as u64);
-        let doubtful = terms.believed(State::Degraded);
-        let believed = score::trust_weight(tokens, one.certain.into(), terms.believed(one.state), doubtful);
+        let doubtful = terms.weight_of_trust(State::Degraded);
+        let believed = score::trust_weight(tokens, one.certain.into(), terms.weight_of_trust(one.state), doubtful);
         let inexact = one.inexact_tiers();
         let credit = if inexact.is_empty() {
             believed * weights.saved(tokens, whole, reach)

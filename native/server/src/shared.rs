@@ -19,7 +19,7 @@ use crate::settings::Settings;
 pub(crate) const MAX_SILENCE: u32 = 50;
 /// Size of a body from which on a separate thread reads it, so that it does not delay other clients.
 const MANY_BYTES: usize = 1 << 16;
-/// The same for a prompt, whose token ids are read faster.
+/// Size of the body of a prompt from which on a separate thread reads it; token ids are read faster.
 const MANY_PROMPT_BYTES: usize = 1 << 20;
 
 /// Status and body of the answers to probes.

@@ -134,7 +134,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Socket<S> {
             && let Some(problem) = this.refusal(only)
         {
             count(&this.connections.refusals, problem.reason);
-            this.refusal = Some((problem.written(), 0));
+            this.refusal = Some((problem.as_http1(), 0));
             this.lingers = true;
             return this.write_refusal(cx, offered);
         }

@@ -240,7 +240,7 @@ impl Table {
         if let Some(found) = self.remembered.read().get(asked) {
             return Some(found.clone());
         }
-        let found = Arc::new(self.find(self.resolved(asked)?)?);
+        let found = Arc::new(self.find(self.resolve_model(asked)?)?);
         let mut remembered = self.remembered.write();
         if remembered.len() >= MAX_REMEMBERED {
             remembered.clear();
@@ -250,7 +250,7 @@ impl Table {
     }
 
     /// The scope with the base model if its model is an adapter's name. None if several models have that adapter.
-    fn resolved(&self, asked: &Scope) -> Option<Scope> {
+    fn resolve_model(&self, asked: &Scope) -> Option<Scope> {
         let fleet = asked.fleet();
         let is_adapter = match &asked.lora {
             None => true,

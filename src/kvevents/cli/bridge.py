@@ -154,7 +154,7 @@ class BridgeProcess:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set, and then for `SHUTDOWN_SECONDS` at most."""
-        work = asyncio.create_task(self._work(stop))
+        work = asyncio.create_task(self._run_tasks(stop))
         waiting = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +175,7 @@ class BridgeProcess:
         faults = sum(len(sentences) for sentences in self._discovery.faults().values())
         return BridgeSample(self.bridge.status(), trusts, self._config.bridge.max_queued_bytes, faults)
 
-    async def _work(self, stop: asyncio.Event) -> None:
+    async def _run_tasks(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(each) for each in (self._discover(), self._log_state())]
             await self.bridge.run(stop)

@@ -183,7 +183,7 @@ class Bridge:
                     PartitionWriter(self, client, layout, partition, plane, self.id, page_bytes, unreadable)
                     for partition in range(layout.partitions)
                 ]
-                await self._work(stop)
+                await self._run_tasks(stop)
         finally:
             await asyncio.to_thread(self._reader.stop)
 
@@ -211,7 +211,7 @@ class Bridge:
             for partition in self._partitions:
                 partition.on_connected()
 
-    async def _work(self, stop: asyncio.Event) -> None:
+    async def _run_tasks(self, stop: asyncio.Event) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._reader.start()

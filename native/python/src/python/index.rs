@@ -571,7 +571,8 @@ impl NativeIndex {
     /// Restores a snapshot from `read`, which returns at most as many bytes as requested, and none at the end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
         let index = self.index(py)?;
-        py.detach(|| snapshot::restore(index, Pieces::new(read))).map_err(snapshot_exception)
+        py.detach(|| snapshot::restore(index, Pieces::new(read)))
+            .map_err(snapshot_exception)
     }
 
     /// Adds the contents of a snapshot from `read`, as in `_restore`. Returns the added workers.

@@ -79,7 +79,7 @@ impl Scorer {
                 match inexact.get(&at) {
                     None => believed * self.weights.saved(tokens[at], length, reach),
                     Some(names) => {
-                        let weights = self.believed_by_tier(tiers.py(), believed, names)?;
+                        let weights = self.trusted_weights(tiers.py(), believed, names)?;
                         weights.saved(tokens[at], length, reach)
                     }
                 }
@@ -99,7 +99,7 @@ impl Scorer {
 
 impl Scorer {
     /// Returns the weights of tiers, multiplied by `doubtful` for those in `names`, and by `believed` for the others.
-    fn believed_by_tier(&self, py: Python<'_>, believed: f64, names: &[String]) -> PyResult<TierWeights> {
+    fn trusted_weights(&self, py: Python<'_>, believed: f64, names: &[String]) -> PyResult<TierWeights> {
         let known: Vec<String> = self.tiers.iter().map(|name| name.extract(py)).collect::<PyResult<_>>()?;
         let factor = |at: usize| if names.contains(&known[at]) { self.doubtful } else { believed };
         let has_other = names.iter().any(|name| !known.contains(name));
