@@ -40,6 +40,8 @@ CAPACITY: Final = 96 * PAGE
 WINDOW_CAPACITY: Final = 48 * PAGE
 """The same for the layers of a model that have sliding windows."""
 VOCABULARY: Final = 256
+TREES: Final = ("radix", "unified-python", "unified-rust", "swa", "swa-python", "swa-rust", "mamba-python")
+"""Kinds of trees; those with a suffix are `UnifiedRadixCache` with that core. Its Rust core for Mamba needs a whole server."""
 SALTS: Final = (None, None, "a", "b")
 ADAPTERS: Final = (None, None, None, "adapter-0", "adapter-1")
 SECONDS: Final = 20.0
@@ -73,8 +75,8 @@ class Result(msgspec.Struct):
 
     @property
     def is_failed(self) -> bool:
-        """Whether a prediction was wrong. A tree is attested, except one with windows, which is never EXACT."""
-        return self.wrong > 0 or self.is_attested == self.tree.startswith("swa")
+        """Whether a prediction was wrong. A tree is attested, except one with windows or states, which is never EXACT."""
+        return self.wrong > 0 or self.is_attested == self.tree.startswith(("swa", "mamba"))
 
 
 class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -129,7 +131,7 @@ class Tree:
         self.has_salts = "cache_salt" in named
         self._tokens: Any = (lambda found: array("q", found)) if "array" in str(named["token_ids"].annotation) else list
         self._base = base
-        self.has_windows = kind.startswith("swa")
+        self.has_windows, self.has_states = kind.startswith("swa"), kind.startswith("mamba")
         options: dict[str, Any] = {
             "disable": False,
             "req_to_token_pool": None,
@@ -154,8 +156,9 @@ class Tree:
             components = importlib.import_module("sglang.srt.mem_cache.unified_cache.components")
             os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = kind.rpartition("-")[2]
             types_of = components.ComponentType
-            options["tree_components"] = (types_of.FULL, types_of.SWA) if self.has_windows else (types_of.FULL,)
-            options |= _windows() if self.has_windows else {}
+            others = (types_of.SWA,) * self.has_windows + (types_of.MAMBA,) * self.has_states
+            options["tree_components"] = (types_of.FULL, *others)
+            options |= _windows() if self.has_windows else _states() if self.has_states else {}
             self.cache = unified.UnifiedRadixCache(params.CacheInitParams(**options))
 
     def draw_scope(self, drawn: random.Random) -> Scope:
@@ -177,7 +180,8 @@ class Tree:
         torch = importlib.import_module("torch")  # only the engine's environment has it
         tokens = tokens[: len(tokens) // PAGE * PAGE]  # as SGLang's scheduler does; newer trees do it themselves
         value = torch.arange(len(tokens), dtype=torch.int64)
-        self.cache.insert(self._base.InsertParams(key=self.key(tokens, scope), value=value))
+        state = {"mamba_value": torch.zeros(1, dtype=torch.int64)} if self.has_states else {}
+        self.cache.insert(self._base.InsertParams(key=self.key(tokens, scope), value=value, **state))
 
     def evict(self, tokens: int) -> None:
         self.cache.evict(self._base.EvictParams(num_tokens=tokens))
@@ -212,6 +216,19 @@ def _windows() -> dict[str, Any]:
         setattr(pool, name, lambda indices: indices)
     pool.full_attn_allocator = pool.swa_attn_allocator = mock.MagicMock(name="allocator")
     return {"token_to_kv_pool_allocator": pool, "sliding_window_size": 2 * PAGE}
+
+
+def _states() -> dict[str, Any]:
+    """Options of a tree of a model with Mamba layers. Settings that it reads of a whole server are given here."""
+    component = importlib.import_module("sglang.srt.mem_cache.unified_cache.components.mamba")
+    component.mamba_cache_chunk_size = lambda: PAGE
+    component.mamba_checkpoint_grid = lambda _: PAGE
+    unlimited = types.SimpleNamespace(mamba_max_states_per_path=-1)
+    component.get_exec = lambda: types.SimpleNamespace(mamba=unlimited)
+    kind = importlib.import_module("sglang.srt.mem_cache.memory_pool").HybridReqToTokenPool
+    pool = mock.MagicMock(spec=kind, device="cpu")
+    pool.mamba_allocator = mock.MagicMock(name="mamba_allocator")
+    return {"req_to_token_pool": pool, "enable_mamba_extra_buffer": True}
 
 
 def start(tree: Tree) -> Any:
@@ -309,7 +326,7 @@ def run(release: str, kind: str, seed: int, requests: int, recorder: Recorder) -
                 result.resets += 1
         emitter.publish()
         deadline = time.monotonic() + SECONDS
-        while not tree.has_windows and not result.is_attested and time.monotonic() < deadline:
+        while not (tree.has_windows or tree.has_states) and not result.is_attested and time.monotonic() < deadline:
             delivery = subscriber.receive(timeout=1.0)
             is_heartbeat = delivery is not None and _is_heartbeat(index.apply(delivery))
             result.is_attested = is_heartbeat and all(worker.attested is True for worker in index.workers())
@@ -376,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path, help="folder of the unpacked wheel")
     parser.add_argument("release")
-    parser.add_argument("tree", choices=("radix", "unified-python", "unified-rust", "swa", "swa-python", "swa-rust"))
+    parser.add_argument("tree", choices=TREES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--blocks", type=int, default=0, help="of the tree in which the attestation is measured")

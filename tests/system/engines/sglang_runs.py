@@ -26,7 +26,7 @@ RELEASES: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("0.5.10", "0.5.11", "0.5.12.post1", "0.5.13.post1"), ("radix",)),
     "0.5.17": ("radix", "swa"),
     **dict.fromkeys(("0.5.20", "0.5.22"), ("unified-rust",)),
-    "0.5.23": ("radix", "unified-python", "unified-rust", "swa-python", "swa-rust"),
+    "0.5.23": ("radix", "unified-python", "unified-rust", "swa-python", "swa-rust", "mamba-python"),
 }
 """The trees of each release that are run. `unified-rust` is the newest release's default."""
 SECONDS: Final = 1200.0
@@ -34,7 +34,7 @@ SECONDS: Final = 1200.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if no prediction was wrong and all runs without sliding windows were attested, 1 otherwise."""
+    """Return 0 if no prediction was wrong and all runs without sliding windows and states were attested, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.engines.sglang_runs", description=__doc__)
     parser.add_argument("--release", action="append", choices=list(RELEASES), help="may be repeated (the newest)")
     parser.add_argument("--all", action="store_true", help="all releases")

@@ -225,7 +225,7 @@ _ADVICE: Final[dict[Reason, str]] = {
         f"install kvevents in the engine: its plugin omits repeated announcements; see {documented('guides/engines')}"
     ),
     Reason.STORES_ONLY: "none is needed: the configuration says that removals of a tier are not announced",
-    Reason.SENDER: "check the relay: its own upstream is not exact",
+    Reason.SENDER: "see the reason: the upstream of a relay is not exact, or the engine does not announce everything",
     Reason.SILENT: f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}",
     Reason.EVICTED: "raise --memory-limit, or distribute the engines over several services",
     Reason.BLOCK_SIZE: "register it with its block size, or without one",
