@@ -63,6 +63,8 @@ class EnginePublisher(ZmqEventPublisher):
     _is_attestation_stopped = False
     _incompleteness = ""
     """Why the engine's events do not describe its cache."""
+    _must_say_so = False
+    """Whether a heartbeat with this reason must precede the next batch."""
     _own: OwnPublisher | None = None
     _successor: Any = None
     """The engine's own publisher, once it has taken over."""
@@ -110,9 +112,19 @@ class EnginePublisher(ZmqEventPublisher):
         return digest if accepted == self._count_taken() else None
 
     def report_incomplete_events(self, reason: str) -> None:
-        """Let heartbeats say that the events do not describe the engine's cache, so that no consumer takes them as EXACT."""
-        self._incompleteness = reason
-        self.logger.warning("kvevents: consumers treat the stream as DEGRADED: %s", reason)
+        """Let heartbeats say that the events do not describe the engine's cache, so that no consumer takes them as EXACT.
+
+        The first of them precedes the next batch.
+        """
+        self._incompleteness, self._must_say_so = reason, True
+        unseen = "; heartbeats are off, so consumers do not see it" if self._digest_tracker is None else ""
+        self.logger.warning("kvevents: the stream is not exact: %s%s", reason, unseen)
+
+    def _publish_burst(self, encode: Encode) -> None:
+        if self._must_say_so and self._digest_tracker is not None:
+            self._send_heartbeat(self._digest_tracker, encode)
+            self._must_say_so = False
+        super()._publish_burst(encode)
 
     def _heartbeat(self, tracker: DigestTracker, number: int) -> Heartbeat:
         found = super()._heartbeat(tracker, number)

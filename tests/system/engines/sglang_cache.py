@@ -220,7 +220,7 @@ def _windows() -> dict[str, Any]:
 
 def _states() -> dict[str, Any]:
     """Options of a tree of a model with Mamba layers. Settings that it reads of a whole server are given here."""
-    component = importlib.import_module("sglang.srt.mem_cache.unified_cache.components.mamba")
+    component: Any = importlib.import_module("sglang.srt.mem_cache.unified_cache.components.mamba")
     component.mamba_cache_chunk_size = lambda: PAGE
     component.mamba_checkpoint_grid = lambda _: PAGE
     unlimited = types.SimpleNamespace(mamba_max_states_per_path=-1)
