@@ -16,10 +16,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import paths
 from cli_cases import Ended, Program, run
 from kvevents.cli.bridge import StateLogger, encode_registration
-from kvevents.plane import bridge_metrics
 from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.security import Curve
@@ -346,20 +344,6 @@ def test_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
         "discovery has no faults any more",
     ]
     assert caplog.messages == expected
-
-
-def test_the_guide_lists_each_metric() -> None:
-    """Settings are in the reference, which is generated from them."""
-    text = (paths.ROOT / "docs" / "guides" / "plane.md").read_text()
-    rows = " ".join(re.findall(r"^\|([^|]*)\|", text, re.MULTILINE))
-    listed = set(re.findall(r"`(\w+)[{`]", rows))
-    exported = {
-        *bridge_metrics._GAUGES,
-        *(f"{name}_total" for name in bridge_metrics._COUNTERS),
-        *bridge_metrics._PARTITIONS,
-        "streams",
-    }
-    assert exported - listed == set()
 
 
 # --- wrong usage -------------------------------------------------------------------------------------------------------------

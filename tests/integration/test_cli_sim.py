@@ -249,7 +249,7 @@ def dies(_pipe: Connection, policy: str, *_: object) -> None:
 
 
 def test_a_process_that_dies_is_reported_and_ends_the_others(traffic: WorkloadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_work", dies)
+    monkeypatch.setattr(parallel, "_run_in_child", dies)
     with pytest.raises(WorkerError, match="the process for round-robin was killed by SIGKILL before the simulation was done"):
         run_policies(TWO, FLEET, traffic, jobs=2, on_progress=no_progress)
 

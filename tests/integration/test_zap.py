@@ -329,7 +329,7 @@ def test_from_an_engines_configuration(context: Context, tmp_path: Path) -> None
     ("wrong", "message"),
     [
         (lambda _: Curve(), "curve needs key_file"),
-        (lambda path: Curve(key_file=path, public_key="x" * 40), "not that of curve.key_file"),
+        (lambda path: Curve(key_file=path, public_key="x" * 40), "differs from that in curve.key_file"),
         (lambda _: server(("short",)), "curve.allowed"),
         (lambda path: Curve(key_file=path, server_key=FRIEND.public, allowed=()), "is for a CURVE server"),
     ],
