@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
-State: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
+TrustState: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
 """Trust state of a stream, as in `kvevents.Trust`."""
 
 TIER_WEIGHTS: Final[Mapping[str, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
 """Value of a cached token by tier; 1 is as good as in GPU memory, 0 as bad as computing it."""
 TIERS: Final = tuple(TIER_WEIGHTS)
 """Known tiers, the fastest first. The index defines them in `native/index/src/placements.rs`, with the media of each."""
-TRUST_WEIGHTS: Final[Mapping[State, float]] = {
+TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
     "EXACT": 1.0,
     "REPLAYING": 0.8,
     "DEGRADED": 0.5,

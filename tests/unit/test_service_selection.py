@@ -18,14 +18,14 @@ from kvevents.routing.policies import EQUAL
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.service.selection import SelectError, Standing, select
-from kvevents.weights import DISTANCE_LOST, State
+from kvevents.weights import DISTANCE_LOST, TrustState
 from kvevents_native._native import EngineLoads
 
 PROMPT = list(range(100))
-STATES: list[State] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
+STATES: list[TrustState] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
 EXACT = Standing.of(TrustStatus("EXACT"))
-CONNECTED: list[State] = ["EXACT", "REPLAYING", "DEGRADED"]
-MemberMatch = tuple[float, State, tuple[int, int, int, int]]
+CONNECTED: list[TrustState] = ["EXACT", "REPLAYING", "DEGRADED"]
+MemberMatch = tuple[float, TrustState, tuple[int, int, int, int]]
 """Load, state, and how much longer each tier reaches than the one before: gpu, cpu, disk, and an unknown one."""
 
 
@@ -41,7 +41,7 @@ def held_of(**tiers: int) -> WorkerMatch:
 def choose(
     candidates: list[Candidate],
     held: dict[int, WorkerMatch],
-    states: dict[int, State] | None = None,
+    states: dict[int, TrustState] | None = None,
     ties: Ties | None = None,
     loads: EngineLoads | None = None,
     stores_only: tuple[str, ...] = (),
@@ -111,7 +111,7 @@ def test_tokens_that_no_tier_names_count_as_the_lowest() -> None:
 @pytest.mark.parametrize(
     ("state", "saved"), [("EXACT", 60 + 0.5 * 20), ("REPLAYING", 0.8 * 60 + 0.5 * 20), ("DEGRADED", 0.5 * 80), ("STALE", 0.0)]
 )
-def test_tokens_that_might_be_gone_cost_only_their_own_credit(state: State, saved: float) -> None:
+def test_tokens_that_might_be_gone_cost_only_their_own_credit(state: TrustState, saved: float) -> None:
     """They count as those of a DEGRADED worker, and the answer's trust does not lower the credit of the others."""
     doubted = TrustStatus("DEGRADED" if state == "EXACT" else state, "might be gone", (Reason.UNCERTAIN_COPIES,))
     hit = WorkerMatch(instance="", rank=0, tokens=80, certain=60, tiers={"gpu": 80}, trust=doubted)
@@ -135,7 +135,7 @@ def test_an_exact_worker_with_everything_and_mean_load_wins() -> None:
 @pytest.mark.parametrize(
     ("state", "believed"), [("EXACT", 1), ("REPLAYING", 0.8), ("DEGRADED", 0.5), ("CONNECTING", 0), ("STALE", 0)]
 )
-def test_trust_scales_what_is_believed(state: State, believed: float) -> None:
+def test_trust_scales_what_is_believed(state: TrustState, believed: float) -> None:
     """What a stale worker is said to hold counts for nothing."""
     found = choose(candidates_of(0), {0: held_of(gpu=100)}, {0: state})
     assert score(found, 0).uncached == pytest.approx(1 - believed)
@@ -311,7 +311,7 @@ def test_a_worker_without_a_connection_is_never_chosen_before_one_with(
     trust = {state: data.draw(shares) for state in STATES}
     found = ask(fleet, tie=tie, ties=Ties(Random(seed)), trust=trust, load_weight=data.draw(st.floats(0, 1000)))
     states = [row[1] for row in fleet]
-    groups: list[list[State]] = [CONNECTED, ["CONNECTING"], ["STALE"]]
+    groups: list[list[TrustState]] = [CONNECTED, ["CONNECTING"], ["STALE"]]
     first = next(group for group in groups if any(state in group for state in states))
     assert found.trust.state in first
     assert found.trust.state == states[int(found.instance[1:])]
@@ -468,7 +468,7 @@ def test_another_medium_without_removals_counts_as_degraded() -> None:
 
 
 @pytest.mark.parametrize("state", ["REPLAYING", "DEGRADED", "STALE"])
-def test_nothing_of_a_worker_that_is_not_exact_is_believed_less_again(state: State) -> None:
+def test_nothing_of_a_worker_that_is_not_exact_is_believed_less_again(state: TrustState) -> None:
     held = {0: held_of(gpu=40, cpu=100)}
     found = choose(candidates_of(0), held, {0: state}, stores_only=("cpu",))
     assert score(found, 0).uncached == score(choose(candidates_of(0), held, {0: state}), 0).uncached

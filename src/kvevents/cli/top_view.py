@@ -35,7 +35,7 @@ _TRUST_STYLES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class SourceColumn:
     """One column of the table."""
 
     title: str
@@ -85,28 +85,28 @@ def _count_style(count: int) -> str:
     return "red" if count else "dim"
 
 
-ISSUES: Final = Column("why", lambda source, _: source_issues(source), 1, "left")
+ISSUES: Final = SourceColumn("why", lambda source, _: source_issues(source), 1, "left")
 """The column with the problems of a source; it gets the remaining width."""
 MIN_ISSUES: Final = 16
 COLUMNS: Final = (
-    Column(
+    SourceColumn(
         "worker",
         lambda source, _: worker_name(source.instance, source.rank, source.tenant, source.group),
         0,
         "left",
         lambda _: "cyan",
     ),
-    Column("model", lambda source, _: source.model, 9, "left"),
-    Column("trust", _trust, 0, "left", lambda source: _TRUST_STYLES.get(source.trust.state, "")),
-    Column("blocks", lambda source, _: f"{source.blocks:,}", 2),
-    Column("tiers", _tiers, 10, "left"),
-    Column("batches/s", lambda source, _: _rate(source.rate), 4),
-    Column("running / waiting", _load, 6, style=lambda source: "red" if source.load_fault is not None else ""),
-    Column("lag", _lag, 6),
-    Column("last", _age, 5),
-    Column("lost", lambda source, _: _count(source.lost), 3, style=lambda source: _count_style(source.lost)),
-    Column("gaps", lambda source, _: _count(source.gap_count), 8, style=lambda source: _count_style(source.gap_count)),
-    Column("restarts", lambda source, _: _count(source.resets), 7),
+    SourceColumn("model", lambda source, _: source.model, 9, "left"),
+    SourceColumn("trust", _trust, 0, "left", lambda source: _TRUST_STYLES.get(source.trust.state, "")),
+    SourceColumn("blocks", lambda source, _: f"{source.blocks:,}", 2),
+    SourceColumn("tiers", _tiers, 10, "left"),
+    SourceColumn("batches/s", lambda source, _: _rate(source.rate), 4),
+    SourceColumn("running / waiting", _load, 6, style=lambda source: "red" if source.load_fault is not None else ""),
+    SourceColumn("lag", _lag, 6),
+    SourceColumn("last", _age, 5),
+    SourceColumn("lost", lambda source, _: _count(source.lost), 3, style=lambda source: _count_style(source.lost)),
+    SourceColumn("gaps", lambda source, _: _count(source.gap_count), 8, style=lambda source: _count_style(source.gap_count)),
+    SourceColumn("restarts", lambda source, _: _count(source.resets), 7),
     ISSUES,
 )
 
@@ -238,17 +238,17 @@ def _table(sources: Sequence[PolledSource], now: float, width: int, *, dim: bool
     return table
 
 
-def _text(column: Column, source: PolledSource, now: float) -> Text:
+def _text(column: SourceColumn, source: PolledSource, now: float) -> Text:
     return Text(printable(column.cell(source, now)), column.style(source))
 
 
-def _column_width(column: Column, cells: Sequence[Text]) -> int:
+def _column_width(column: SourceColumn, cells: Sequence[Text]) -> int:
     """Return the width that a column needs; 0 if all its cells are empty."""
     widest = max(cell.cell_len for cell in cells)
     return max(widest, len(column.title)) if widest else 0
 
 
-def _select_columns(widths: dict[Column, int], width: int) -> dict[Column, int]:
+def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceColumn, int]:
     """Return the columns that fit, with their widths."""
     kept = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items() if wide}
 

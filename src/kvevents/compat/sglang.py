@@ -364,11 +364,11 @@ def namespaced_block_hash(block_hash: int, *, namespace_seed: bytes | None) -> i
 
 _BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - to recognise them in settings
 
-Address: TypeAlias = tuple[str, int]
+HostPort: TypeAlias = tuple[str, int]
 """Host, without brackets, and port."""
 
 
-def _split_tcp(endpoint: str | None) -> Address | None:
+def _split_tcp(endpoint: str | None) -> HostPort | None:
     """Return host and port of a `tcp://` endpoint. An IPv6 host needs brackets, since its port is ambiguous without them."""
     if not endpoint or not endpoint.startswith("tcp://"):
         return None
@@ -402,7 +402,7 @@ def parse_tcp_port(endpoint: str | None) -> int | None:
     return None if found is None else found[1]
 
 
-def parse_advertisable_tcp(endpoint: str | None) -> Address | None:
+def parse_advertisable_tcp(endpoint: str | None) -> HostPort | None:
     """Return host and port as `/server_info` reports them, an IPv6 host in brackets."""
     found = _split_tcp(endpoint)
     if found is None:
@@ -411,7 +411,7 @@ def parse_advertisable_tcp(endpoint: str | None) -> Address | None:
     return (f"[{host}]" if _is_ipv6(host) else host), port
 
 
-def parse_bindable_tcp(endpoint: str | None) -> Address | None:
+def parse_bindable_tcp(endpoint: str | None) -> HostPort | None:
     """Return host and port if the host is a wildcard; SGLang connects to all other hosts."""
     found = _split_tcp(endpoint)
     return found if found is not None and found[0] in _BINDABLE_HOSTS else None
@@ -423,7 +423,7 @@ def resolve_load_pub_range(
     replay_endpoint: str | None,
     dp_size: int,
     load_publish_endpoint: str | None = None,
-) -> tuple[Address | None, str | None]:
+) -> tuple[HostPort | None, str | None]:
     """Return the address at which rank 0 publishes its load, or the reason why it publishes none.
 
     Rank r publishes r ports higher. `load_publish_endpoint` is `off` or empty (no address and no reason), `auto` (the ports
@@ -445,7 +445,7 @@ def _do_overlap(one: int | None, other: int, size: int) -> bool:
 
 def _load_address_after_events(
     kv_endpoint: str | None, replay_endpoint: str | None, dp_size: int, _mode: str
-) -> tuple[Address | None, str | None]:
+) -> tuple[HostPort | None, str | None]:
     events = parse_bindable_tcp(kv_endpoint)
     if events is None:
         why = "it is not set" if kv_endpoint is None else f"it is {kv_endpoint!r}"
@@ -459,7 +459,7 @@ def _load_address_after_events(
 
 def _load_address_as_configured(
     kv_endpoint: str | None, replay_endpoint: str | None, dp_size: int, mode: str
-) -> tuple[Address | None, str | None]:
+) -> tuple[HostPort | None, str | None]:
     if parse_tcp_port(kv_endpoint) is None:
         absent = "without --kv-events-config" if kv_endpoint is None else f"for endpoint {kv_endpoint!r}"
         return None, (

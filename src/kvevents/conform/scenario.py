@@ -20,8 +20,8 @@ VERSION: Final = 1
 """Version of the format. It rises when an older player would misunderstand a file."""
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexadecimal digits")]
-Name = Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
-Seconds = Annotated[float, Meta(ge=0.0, le=60.0)]
+PlainName = Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
+WaitSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 Ability = Literal["kill", "lora", "ranks", "register", "reports", "salt", "tenants", "unregister"]
 """What a target must be able to do: be killed and started again, match within an adapter, distinguish ranks of a worker, accept
 engines while it runs, report single workers, match within a cache salt, separate tenants, remove engines while it runs."""
@@ -56,13 +56,13 @@ class Tokens(Struct, frozen=True, forbid_unknown_fields=True, rename={"run": "$t
 class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An engine: a PUB socket for live batches, a ROUTER socket for replay, and a replay buffer."""
 
-    worker: Name | None = None
+    worker: PlainName | None = None
     """Name of the worker in answers; the name of the engine by default. Ranks of one worker share it."""
     rank: Annotated[int, Meta(ge=0, le=1023)] = 0
     topic: str = ""
     replay: Literal["answers", "none", "dead", "silent"] = "answers"
     """`none`: the target is given no replay endpoint. `dead`: nothing listens at it. `silent`: it never answers."""
-    replay_of: Name | None = None
+    replay_of: PlainName | None = None
     """The target is given the replay endpoint of this engine instead, which is a wrong setting."""
     address: Literal["engine", "unreachable", "unresolvable", "silent"] = "engine"
     """What the target is given as the endpoint: this engine's, a port where nothing listens, a name that does not exist, or a
@@ -88,7 +88,7 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 class Register(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="register"):
     """Register the engine with the target, and wait up to 15 s until it subscribes, unless the target rejects it."""
 
-    engine: Name
+    engine: PlainName
     tenant: str | None = None
     block_size: int | None = None
     """Block size of the registration; that of the scenario by default."""
@@ -97,13 +97,13 @@ class Register(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 class Unregister(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="unregister"):
     """Remove the engine from the target."""
 
-    engine: Name
+    engine: PlainName
 
 
 class Publish(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="publish"):
     """Give a batch the next sequence number, store it for replay, and send it. It is `batch` in msgpack, or `payload`."""
 
-    engine: Name
+    engine: PlainName
     batch: Any = None
     payload: Hex | None = None
     lost: bool = False
@@ -114,63 +114,63 @@ class Publish(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 class Skip(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="skip"):
     """Use up the engine's next sequence number without a batch, as engines do that cannot encode one."""
 
-    engine: Name
+    engine: PlainName
 
 
 class Resend(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="resend"):
     """Send the live message of a stored batch, again or late: a duplicate, or a message out of order."""
 
-    engine: Name
+    engine: PlainName
     seq: int
 
 
 class Send(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="send"):
     """Send a message of any frames from the PUB socket. It takes no sequence number and is not stored."""
 
-    engine: Name
+    engine: PlainName
     frames: list[Hex]
 
 
 class Restart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="restart"):
     """End the engine's process and start another at the same endpoints: nothing stored, sequence numbers from 0."""
 
-    engine: Name
+    engine: PlainName
 
 
 class Stop(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="stop"):
     """End the engine's process."""
 
-    engine: Name
+    engine: PlainName
 
 
 class Cut(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="cut"):
     """Close the target's connections to the engine, and refuse new ones until `heal`."""
 
-    engine: Name
+    engine: PlainName
 
 
 class Stall(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="stall"):
     """Let the network deliver nothing, with all connections open, until `heal`."""
 
-    engine: Name
+    engine: PlainName
 
 
 class HalfOpen(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="half-open"):
     """Let the connections that are open now deliver nothing for ever, as if a peer were replaced without closing them."""
 
-    engine: Name
+    engine: PlainName
 
 
 class Heal(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="heal"):
     """End `cut` or `stall`."""
 
-    engine: Name
+    engine: PlainName
 
 
 class AwaitSubscriber(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="await-subscriber"):
     """Wait up to 15 s until the target subscribes, again after a restart or a cut."""
 
-    engine: Name
+    engine: PlainName
 
 
 class Kill(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="kill"):
@@ -184,7 +184,7 @@ class Start(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag
 class Pause(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="pause"):
     """Wait."""
 
-    seconds: Seconds
+    seconds: WaitSeconds
 
 
 class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -208,16 +208,16 @@ class Settle(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", ta
     """Wait until the answers are right, for `within` seconds at most. What they are is not judged."""
 
     queries: list[CheckQuery]
-    within: Seconds = 5.0
+    within: WaitSeconds = 5.0
 
 
 class Check(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check"):
     """Ask until the answers are right and stay right for a moment, for `within` seconds at most, and judge."""
 
     queries: list[CheckQuery] = []
-    reports: list[Name] = []
+    reports: list[PlainName] = []
     """Workers that the target must report as not well, because no answer about them can be right."""
-    within: Seconds = 8.0
+    within: WaitSeconds = 8.0
 
 
 Step = (
@@ -247,11 +247,11 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
     version: Literal[1]
     """Version of this format."""
-    name: Name
+    name: PlainName
     title: str
     """What happens, in one phrase."""
     group: Literal["dialects", "losses", "restarts", "bytes", "blocks", "registration"]
-    engines: dict[Name, ScenarioEngine]
+    engines: dict[PlainName, ScenarioEngine]
     steps: Annotated[list[Step], Meta(min_length=1)]
     block_size: Annotated[int, Meta(ge=1)] = 16
     needs: list[Ability] = []
@@ -270,7 +270,7 @@ class FeedBatches(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do
 class Subscribe(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="subscribe"):
     """Connect a SUB socket, and wait until its connection is open."""
 
-    reader: Name
+    reader: PlainName
     stalls: bool = False
     """Whether it reads nothing and has a short queue, like a consumer that hangs."""
 
@@ -292,10 +292,10 @@ class EndPublisher(Struct, frozen=True, forbid_unknown_fields=True, tag_field="d
 class CheckLive(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check-live"):
     """Read until a reader has received these numbers, each once and in order, with what was given for them."""
 
-    reader: Name
+    reader: PlainName
     first: int
     last: int
-    within: Seconds = 8.0
+    within: WaitSeconds = 8.0
 
 
 class CheckReplay(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag="check-replay"):
@@ -304,15 +304,15 @@ class CheckReplay(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     start: int
     consumers: Annotated[int, Meta(ge=1, le=100)] = 1
     """Concurrent requests, each from a socket of its own."""
-    delay: Seconds = 0.0
+    delay: WaitSeconds = 0.0
     """Time until the consumers begin to read."""
-    within: Seconds = 8.0
+    within: WaitSeconds = 8.0
 
 
 class CheckWatched(Struct, frozen=True, forbid_unknown_fields=True, tag_field="do", tag="check-watched"):
     """Read live batches for some seconds, after 10 batches if the publisher can be fed, and compare them with their replay."""
 
-    seconds: Seconds
+    seconds: WaitSeconds
 
 
 PublisherStep = (
@@ -326,7 +326,7 @@ class PublisherScenario(
     """What a publisher is given, and what its consumers must receive."""
 
     version: Literal[1]
-    name: Name
+    name: PlainName
     title: str
     steps: Annotated[list[PublisherStep], Meta(min_length=1)]
     group: Literal["publishing"] = "publishing"

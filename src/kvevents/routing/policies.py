@@ -26,7 +26,7 @@ from kvevents.routing.policy_types import (
     check_range,
     check_weights,
 )
-from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, State
+from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, TrustState
 from kvevents_native import _native
 from kvevents_native._native import Scorer, Ties
 
@@ -289,7 +289,7 @@ class PrefixAwareSettings:
         for name in ("wait_weight", "load_weight", "decoding_weight", "context_weight"):
             check_range(name, getattr(self, name), 0, finite=True)
         check_weights("tiers", self.tiers)
-        check_weights("trust", self.trust, get_args(State))
+        check_weights("trust", self.trust, get_args(TrustState))
         check_range("guard", self.guard, 1)
         check_count("guard_requests", self.guard_requests)
         check_name("tie", self.tie, TIES)

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
-from typing import Final, TypeAlias
+from typing import Final
 
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError
 from kvevents.service.errors import ServiceError
+from kvevents.service.hosts import Address, Network
 from kvevents.service.registration import MAX_NAME_BYTES
-
-Address: TypeAlias = IPv4Address | IPv6Address
-Network: TypeAlias = IPv4Network | IPv6Network
 
 DEFAULT_ALLOW: Final = (
     "tcp://127.0.0.0/8:*",

@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 from msgspec import Struct
 
 from kvevents.service.schemas import TrustStatus
-from kvevents.weights import State
+from kvevents.weights import TrustState
 
 MAX_QUEUED: Final = 1_024
 """Most events that wait for one slow client. The client receives the number of the events beyond that."""
@@ -27,7 +27,7 @@ class SourceEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="stat
     tenant: str
     group: str
     trust: TrustStatus
-    was: State
+    was: TrustState
 
 
 class BatchesEvent(Struct, frozen=True, kw_only=True, tag_field="type", tag="batches"):

@@ -35,9 +35,9 @@ from kvevents.service.schemas import StatsAnswer
 from kvevents.service.service import Service
 from kvevents.service.shards.scatter_gather import ScatterGather
 from kvevents.stream import StreamCounters
-from kvevents.weights import TIERS, State
+from kvevents.weights import TIERS, TrustState
 
-STATES: Final[tuple[State, ...]] = get_args(State)
+STATES: Final[tuple[TrustState, ...]] = get_args(TrustState)
 CLOSE_REASONS: Final = (
     "full",
     "evicted",

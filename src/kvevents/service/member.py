@@ -14,7 +14,7 @@ from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import GapView, LoadView, SourceView, TrustStatus, WorkerMatch
 from kvevents.stream import Trust
 from kvevents.subscriber import LoadReading, StreamStatus
-from kvevents.weights import DISTANCE_LOST, State, distance_of
+from kvevents.weights import DISTANCE_LOST, TrustState, distance_of
 from kvevents.wire.load import EngineLoad
 
 _NO_TOKENS: Final = {"gpu": 0, "cpu": 0, "disk": 0}
@@ -108,7 +108,7 @@ class Member:
             instance=self.instance, rank=self.registration.rank, tokens=0, certain=0, tiers=_NO_TOKENS, trust=self.trust_status
         )
 
-    def update_trust(self, trust: Trust, now: float) -> State | None:
+    def update_trust(self, trust: Trust, now: float) -> TrustState | None:
         """Set the trust from the subscriber's report and all known faults. Return the former state if it has changed."""
         sentences = [trust.reason] if trust.reason else []
         if trust == Trust.EXACT and self.index_faults:
@@ -130,10 +130,10 @@ class Member:
         fault = self.faults.get(which)
         return [] if fault is None or trust == Trust.EXACT else [fault]
 
-    def set_trust(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> State | None:
+    def set_trust(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> TrustState | None:
         """Set state and reasons. Return the former state if it has changed."""
         former = self.trust_status
-        status = TrustStatus(cast("State", trust.name), trust.reason, reasons, trust.attested)
+        status = TrustStatus(cast("TrustState", trust.name), trust.reason, reasons, trust.attested)
         if status == former:
             return None
         self.revision.advance()
@@ -315,7 +315,7 @@ _UNCERTAIN: Final = "some of these blocks were announced several times and remov
 @lru_cache(maxsize=256)
 def _if_uncertain(status: TrustStatus) -> TrustStatus:
     """Return the trust in a match that has blocks which might be gone."""
-    state: State = "DEGRADED" if status.state == "EXACT" else status.state
+    state: TrustState = "DEGRADED" if status.state == "EXACT" else status.state
     reason = f"{status.reason}; {_UNCERTAIN}" if status.reason else _UNCERTAIN
     return TrustStatus(state, reason, (*status.reason_codes, Reason.UNCERTAIN_COPIES))
 

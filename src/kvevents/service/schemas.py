@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.structs import build_decoder_now
-from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, State
+from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, TrustState
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
@@ -60,7 +60,7 @@ class Problem(Struct, frozen=True, kw_only=True):
 class TrustStatus(Struct, frozen=True):
     """The trust in what the index knows of a worker."""
 
-    state: State
+    state: TrustState
     reason: str = ""
     """Why the state is not EXACT, as a sentence."""
     reason_codes: tuple[Reason, ...] = ()
@@ -202,7 +202,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     """Value of a token on each tier; 1 is the cost of computing it."""
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.1
     """Cost of the mean load; 1 is the cost of computing the whole prompt. The decision record 0008 explains the default."""
-    trust: dict[State, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
+    trust: dict[TrustState, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
     """Factor on a worker's match in each trust state."""
     tie: Literal["rotate", "random", "first"] = "rotate"
     """Choice between candidates with equal scores."""
@@ -401,7 +401,7 @@ class StatsAnswer(Struct, frozen=True, kw_only=True):
 
     version: str
     uptime_seconds: float
-    sources: dict[State, int]
+    sources: dict[TrustState, int]
     """Sources by trust state."""
     workers: int
     blocks: int

@@ -26,7 +26,7 @@ from kvevents.service.tracing import Http, find_tracer, record_lookup, with_span
 
 AsgiScope: TypeAlias = dict[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
-Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+AsgiSend: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
 
 log = logging.getLogger(__name__)
 ADMITTED: Final = Response(status=204)
@@ -58,7 +58,7 @@ class App:
             self._handle_http = with_spans(tracer, self._http)
             service.lookups.on_lookup = record_lookup
 
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: AsgiSend) -> None:
         """Handle an ASGI 3 connection."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
@@ -68,7 +68,7 @@ class App:
         else:  # the service has no websockets
             await send({"type": "websocket.close"})
 
-    async def _http(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+    async def _http(self, scope: AsgiScope, receive: Receive, send: AsgiSend) -> None:
         began = perf_counter()
         method, path = scope["method"], scope["path"]
         methods = ROUTES.get(path)
@@ -199,13 +199,13 @@ def _not_allowed(method: str, path: str, methods: dict[str, Route]) -> Response:
     return problem(error, ((b"allow", ", ".join(allowed).encode()),))
 
 
-async def _send(response: Response, send: Send, *, body: bool) -> None:
+async def _send(response: Response, send: AsgiSend, *, body: bool) -> None:
     headers = [(b"content-type", response.kind), (b"content-length", b"%d" % len(response.body)), *response.headers]
     await send({"type": "http.response.start", "status": response.status, "headers": headers})
     await send({"type": "http.response.body", "body": response.body if body else b""})
 
 
-async def _stream(response: StreamingResponse, receive: Receive, send: Send, *, body: bool) -> None:
+async def _stream(response: StreamingResponse, receive: Receive, send: AsgiSend, *, body: bool) -> None:
     headers = [(b"content-type", response.kind), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     if not body:
@@ -236,7 +236,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _lifespan(receive: Receive, send: Send) -> None:
+async def _lifespan(receive: Receive, send: AsgiSend) -> None:
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

@@ -40,7 +40,7 @@ from kvevents.service.shards.shard_server import (
     ShardServer,
 )
 from kvevents.stream import Trust
-from kvevents.weights import State
+from kvevents.weights import TrustState
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class RemoteMember(Member):
         """See `Member`. Only the digest of the salt is known here."""
         return super().admits(scope) and self.description.salt_digest in {None, scope.salt_digest}
 
-    def store_trust(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> State | None:
+    def store_trust(self, state: str, reason: str, reason_codes: tuple[Reason, ...], now: float) -> TrustState | None:
         """Set the trust of the engine. Return the former state if it has changed."""
         return self.set_trust(Trust(state, reason), reason_codes, now)
 

@@ -20,7 +20,7 @@ from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import Rank, RequestName, ScopedRequest, SourceView
 from kvevents.service.scope_fields import scope_of
 from kvevents.structs import build_decoder_now
-from kvevents.weights import State
+from kvevents.weights import TrustState
 
 Partition: TypeAlias = Annotated[int, Meta(ge=0, le=255)]
 PartitionList: TypeAlias = Annotated[list[Partition], Meta(max_length=256)]
@@ -55,7 +55,7 @@ class ShardMatch(Struct, frozen=True, array_like=True):
     """How many of `tokens` it certainly holds."""
     is_certain: bool
     """Whether it certainly holds all of this, on each tier."""
-    state: State
+    state: TrustState
     reason: str
     reason_codes: tuple[Reason, ...] = ()
     attested: bool = False

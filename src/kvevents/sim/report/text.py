@@ -208,7 +208,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ReportColumn:
     """One column of the table."""
 
     title: str
@@ -235,15 +235,17 @@ def _format_whole(value: float) -> str:
 
 
 COLUMNS: Final = (
-    Column("TTFT p50", _ttft(lambda ttft: ttft.p50), _seconds, "least"),
-    Column("p90", _ttft(lambda ttft: ttft.p90), _seconds, "least"),
-    Column("p99", _ttft(lambda ttft: ttft.p99), _seconds, "least"),
-    Column("hit rate", _if_looked_up(lambda result: result.hit_rate), percent, "most"),
-    Column("tokens/s", _if_looked_up(lambda result: result.output_tokens_per_second), lambda value: f"{value:,.1f}", "most"),
-    Column("imbalance", _if_looked_up(lambda result: result.imbalance), lambda value: f"{value:.2f}", "least"),
-    Column("preemptions", lambda result: result.preemptions, _format_whole, "least"),
-    Column("checked", lambda result: result.checked, _format_whole),
-    Column("disagreements", lambda result: result.disagreements, _format_whole),
+    ReportColumn("TTFT p50", _ttft(lambda ttft: ttft.p50), _seconds, "least"),
+    ReportColumn("p90", _ttft(lambda ttft: ttft.p90), _seconds, "least"),
+    ReportColumn("p99", _ttft(lambda ttft: ttft.p99), _seconds, "least"),
+    ReportColumn("hit rate", _if_looked_up(lambda result: result.hit_rate), percent, "most"),
+    ReportColumn(
+        "tokens/s", _if_looked_up(lambda result: result.output_tokens_per_second), lambda value: f"{value:,.1f}", "most"
+    ),
+    ReportColumn("imbalance", _if_looked_up(lambda result: result.imbalance), lambda value: f"{value:.2f}", "least"),
+    ReportColumn("preemptions", lambda result: result.preemptions, _format_whole, "least"),
+    ReportColumn("checked", lambda result: result.checked, _format_whole),
+    ReportColumn("disagreements", lambda result: result.disagreements, _format_whole),
 )
 
 
@@ -263,7 +265,7 @@ def rows(comparison: Comparison) -> list[list[Cell]]:
     return [[Cell(f"{line[0].text:<{widths[0]}}"), *map(_pad_cell, line[1:], widths[1:], COLUMNS)] for line in table]
 
 
-def _column(column: Column, results: Sequence[PolicyResult]) -> list[Cell]:
+def _column(column: ReportColumn, results: Sequence[PolicyResult]) -> list[Cell]:
     values = [column.value(result) for result in results]
     texts = [NONE if value is None else column.to_text(value) for value in values]
     known = [value for value in values if value is not None]
@@ -273,6 +275,6 @@ def _column(column: Column, results: Sequence[PolicyResult]) -> list[Cell]:
     return [Cell(text, text == best) for text in texts]
 
 
-def _pad_cell(cell: Cell, width: int, column: Column) -> Cell:
+def _pad_cell(cell: Cell, width: int, column: ReportColumn) -> Cell:
     mark = BEST if cell.best else "" if column.best is None else " "
     return Cell(f"{cell.text:>{width}}{mark}", cell.best)
