@@ -255,7 +255,7 @@ def test_partitions_without_a_holder_are_reported_until_they_have_one(server: Na
         assert (header.status, "no replica answers" in header.headers["kvevents-missing"]) == (200, True)
         stale = {instance for instance, state, _ in sources(one) if state == "STALE"}
         assert stale <= lost
-        assert 'kvevents_shard_partitions{state="uncovered_partitions"}' in one.get("/metrics").body.decode()
+        assert 'kvevents_shard_partitions{state="uncovered"}' in one.get("/metrics").body.decode()
         until("the other's partitions", lambda: one.served == frozenset(range(PARTITIONS)))
         until("a whole answer", lambda: plane.is_right(one))
         assert {state for _, state, _ in sources(one)} == {"EXACT"}

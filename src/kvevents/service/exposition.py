@@ -464,11 +464,11 @@ def _write_shards(page: MetricsPage, replica: Replica, shards: ScatterGather) ->
     partitions = {
         'state="serving"': len(replica.served),
         'state="assigned"': len(replica.wanted),
-        'state="uncovered_partitions"': len(shards.uncovered_partitions),
+        'state="uncovered"': len(shards.uncovered_partitions),
     }
     page.gauge(
         "kvevents_shard_partitions",
-        "Partitions by state: serving by this replica, assigned to it, or uncovered_partitions because no replica holds them.",
+        "Partitions by state: serving by this replica, assigned to it, or uncovered because no replica holds them.",
         dict(partitions),
     )
     page.gauge("kvevents_shard_replicas", "Other replicas that announce themselves.", {"": shards.replicas})
