@@ -148,14 +148,13 @@ pub struct BlockStored {
     pub kv_cache_spec_sliding_window: Option<i128>,
     pub locality: Option<String>,
     pub ownership: Option<String>,
-    pub session_id: Option<String>,
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
     pub origin: Option<String>,
-    pub skipped_parent_block_hash: Option<u64>,
-    pub skipped_token_ids: Option<Vec<i128>>,
-    pub skipped_extra_keys: Option<Vec<Option<Vec<Value>>>>,
     pub block_keys: Option<Vec<u64>>,
+    /// The fields of engines that the index does not use, by name (`scan::layouts::unused_fields`); None for those that
+    /// the event does not have.
+    pub unused_fields: Vec<(&'static str, Option<Value>)>,
     /// Fields that this release does not know, by name, or by position in array events.
     pub unknown_fields: Vec<(String, Value)>,
 }

@@ -48,8 +48,8 @@ pub enum Field {
     Lookahead,
     /// Not used, but it must be text or nil.
     IgnoredText,
-    /// Not used, but it must be an integer or nil.
-    IgnoredInt,
+    /// Not used, but it must be a hash as an integer, or nil.
+    IgnoredHash,
     /// Not used, but it must be a list of integers or nil.
     IgnoredInts,
     /// Not used, but it must be extra keys or nil.
@@ -442,7 +442,7 @@ impl<'a> Scanner<'a> {
             Field::CopyCounts => self.copy_counts(event)?,
             Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
             Field::IgnoredText => drop(self.text()?),
-            Field::IgnoredInt => (self.reader.nil() || self.reader.int().is_some()).then_some(())?,
+            Field::IgnoredHash => (self.reader.nil() || self.reader.int().is_some()).then_some(())?,
             Field::IgnoredInts => self.ints()?,
             Field::IgnoredExtraKeys => drop(self.extra_keys()?),
             Field::Lookahead => event.lookahead = self.int_lists()?,

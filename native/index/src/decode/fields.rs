@@ -3,7 +3,8 @@
 use std::borrow::Cow;
 
 use crate::msgpack::{Int, Reader};
-use crate::scan::Limits;
+use crate::scan::layouts::unused_fields;
+use crate::scan::{Field, Limits};
 use crate::step_counter;
 
 use super::refusal::Refusal;
@@ -103,10 +104,6 @@ fn usual_keys(raw: &[u8]) -> Option<Vec<Option<Vec<Value>>>> {
     }
 }
 
-fn skipped_parent(raw: &[u8]) -> Option<u64> {
-    Hash::read(raw).ok()?.canonical("skipped_parent_block_hash").ok()
-}
-
 fn integers(raw: &[u8]) -> Result<Vec<i128>, Reason> {
     list(raw)?.map(|item| integer(item).ok_or(Reason::BadField)).collect()
 }
@@ -136,13 +133,10 @@ impl<'f, 'a> Fields<'f, 'a> {
             kv_cache_spec_sliding_window: self.integer("kv_cache_spec_sliding_window")?,
             locality: self.text("locality")?,
             ownership: self.text("ownership")?,
-            session_id: self.text("session_id")?,
+            unused_fields: self.unused()?,
             lookahead_token_ids: self.lookahead()?,
             cache_salt: self.text("cache_salt")?,
             origin: self.text("origin")?,
-            skipped_parent_block_hash: self.read_or_leave("skipped_parent_block_hash", skipped_parent),
-            skipped_token_ids: self.read_or_leave("skipped_token_ids", |raw| integers(raw).ok()),
-            skipped_extra_keys: self.skipped_extra_keys()?,
             block_keys: self.keys()?,
             unknown_fields: self.rest()?,
         })
@@ -318,16 +312,33 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of lists of integers", read)
     }
 
-    /// The extra keys of each skipped block; any other value stays in the event as an unknown field.
-    fn skipped_extra_keys(&mut self) -> Result<Option<Vec<Option<Vec<Value>>>>, Refusal<'a>> {
-        let name = "skipped_extra_keys";
+    /// The fields that the index does not use. A bad text is refused as in Python; any other bad value stays in the event as an unknown field.
+    fn unused(&mut self) -> Result<Vec<(&'static str, Option<Value>)>, Refusal<'a>> {
+        let mut found = Vec::new();
+        for (name, kind) in unused_fields() {
+            let hash = |raw| Some(Value::Int(Hash::read(raw).ok()?.canonical(name).ok()?.into()));
+            let list_of = |values: Vec<i128>| Value::List(values.into_iter().map(Value::Int).collect());
+            let value = match kind {
+                Field::IgnoredText => self.text(name)?.map(Value::Text),
+                Field::IgnoredHash => self.read_or_leave(name, hash),
+                Field::IgnoredInts => self.read_or_leave(name, |raw| integers(raw).ok().map(list_of)),
+                Field::IgnoredExtraKeys => self.unused_extra_keys(name)?,
+                _ => continue,
+            };
+            found.push((name, value));
+        }
+        Ok(found)
+    }
+
+    fn unused_extra_keys(&mut self, name: &'static str) -> Result<Option<Value>, Refusal<'a>> {
         let limit = self.limits.max_hashes;
         let raw = self.get(name);
-        let Some(keys) = self.read_or_leave(name, |raw| if declared(raw) > limit { None } else { usual_keys(raw) }) else {
+        let Some(blocks) = self.read_or_leave(name, |raw| if declared(raw) > limit { None } else { usual_keys(raw) }) else {
             return Ok(None);
         };
         self.free.take(&name.into(), raw.unwrap_or_default())?;
-        Ok(Some(keys))
+        let block = |keys: Option<Vec<Value>>| keys.map_or(Value::Nil, Value::List);
+        Ok(Some(Value::List(blocks.into_iter().map(block).collect())))
     }
 
     /// The field, read by `read`; one that it cannot read stays in the event as an unknown field.

@@ -90,11 +90,22 @@ pub(super) fn field(name: &str) -> Result<Field, String> {
         "lookahead_token_ids" => Field::Lookahead,
         "block_keys" => Field::BlockKeys,
         "origin" => Field::Origin,
-        "skipped_parent_block_hash" => Field::IgnoredInt,
+        "skipped_parent_block_hash" => Field::IgnoredHash,
         "skipped_token_ids" => Field::IgnoredInts,
         "skipped_extra_keys" => Field::IgnoredExtraKeys,
         "remaining_copy_counts" => Field::CopyCounts,
         "block_digests" | "heartbeat" | "parent_block_digest" | "unknown_fields" => Field::IgnoredNil,
         _ => return Err(format!("unknown field {name}")),
+    })
+}
+
+/// The fields of stores that engines send and the index does not use, each with the kind of its value.
+pub fn unused_fields() -> impl Iterator<Item = (&'static str, Field)> {
+    let fields = STORED_MAP.iter().filter_map(|&name| Some((name, field(name).ok()?)));
+    fields.filter(|(_, kind)| {
+        matches!(
+            kind,
+            Field::IgnoredText | Field::IgnoredHash | Field::IgnoredInts | Field::IgnoredExtraKeys
+        )
     })
 }

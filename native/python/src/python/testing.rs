@@ -190,15 +190,13 @@ fn stored_of(plain: &Bound<'_, PyDict>, event: &BlockStored) -> PyResult<()> {
     plain.set_item("kv_cache_spec_sliding_window", event.kv_cache_spec_sliding_window)?;
     plain.set_item("locality", &event.locality)?;
     plain.set_item("ownership", &event.ownership)?;
-    plain.set_item("session_id", &event.session_id)?;
     plain.set_item("lookahead_token_ids", &event.lookahead_token_ids)?;
     plain.set_item("cache_salt", &event.cache_salt)?;
     plain.set_item("origin", &event.origin)?;
-    plain.set_item("skipped_parent_block_hash", event.skipped_parent_block_hash)?;
-    plain.set_item("skipped_token_ids", &event.skipped_token_ids)?;
-    let skipped = event.skipped_extra_keys.as_ref();
-    let skipped = skipped.map(|blocks| blocks.iter().map(block).collect::<PyResult<Vec<_>>>());
-    plain.set_item("skipped_extra_keys", skipped.transpose()?)?;
+    for (name, value) in &event.unused_fields {
+        let value = value.as_ref().map(|value| value_of(py, value)).transpose()?;
+        plain.set_item(name, value)?;
+    }
     plain.set_item("block_keys", &event.block_keys)?;
     rest_of(plain, &event.unknown_fields)
 }
