@@ -428,14 +428,24 @@ def test_a_forked_child_does_not_take_over(start: Callable[..., Any]) -> None:
     assert publisher.stats().dropped["ended"] == 1
 
 
-def test_a_terminated_context_is_survived(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminated_context_is_survived(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket raises this after another part of the process has terminated its context."""
+
+    def send(*_arguments: Any) -> None:
+        raise zmq.ContextTerminated
+
     scheduler = start()
     publisher = scheduler.kv_event_publisher
-    publisher._server._context.destroy(linger=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventSocket, "send", send)
+        for block in range(BLOCKS):
+            scheduler.pool.store(block + 1, block)
+            scheduler.step()
+        wait_until(lambda: publisher._successor is not None, "the takeover")
+    assert scheduler.reset_prefix_cache()
     for block in range(BLOCKS):
         scheduler.pool.store(block + 1, block)
         scheduler.step()
-    wait_until(lambda: publisher._successor is not None, "the takeover")
     follow(publisher, lambda index: blocks_of(index) == BLOCKS)
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvevents.wire import encode_batch
 from publisher_cases import (  # noqa: F401 - fixtures, used by being here
     ANY,
     DEADLINE,
+    QUICK,
     Socket,
     ask,
     batch,
@@ -109,6 +111,18 @@ def test_unsent_batches_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     publisher._thread.join(DEADLINE)
     assert not publisher._thread.is_alive()
     publisher._server._context.term()
+
+
+def test_shutdown_does_not_wait_for_a_socket_that_stays_open(caplog: pytest.LogCaptureFixture) -> None:
+    """ZeroMQ ends no context that has an open socket, and has no limit for it."""
+    publisher = ZmqEventPublisher(0, ANY, ANY, settings=replace(QUICK, term_timeout=0.05))
+    open_socket = publisher._server._context.socket(zmq.PUB)
+    report = publisher.shutdown(0.1)
+    assert report.flushed is False
+    assert "did not end the publisher's context" in caplog.text
+    open_socket.close(linger=0)
+    publisher._server.close()
+    assert publisher._server._is_closed
 
 
 def test_shutdown_does_not_wait_for_a_subscriber_that_does_not_read(context: Context) -> None:

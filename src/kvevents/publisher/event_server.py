@@ -27,7 +27,7 @@ from kvevents.publisher.replay_server import ReplayServer, StreamingRouter
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings, RouterSettings
 from kvevents.publisher.snapshot_server import SnapshotServer, live_topic
 from kvevents.publisher.stats import FailureLog, ReplayStats
-from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Reconnector, Socket, bind, close_socket, open_socket
+from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Reconnector, Socket, bind, close_socket, open_socket, start_termination
 from kvevents.security import Curve
 from kvevents.security.zap import SocketSecurity, secure_sockets
 
@@ -150,6 +150,7 @@ class EventServer:
         self._are_events_closed = self._is_closed = False
         self._failures = FailureLog(logger, endpoint, settings.log_interval)
         self._flush_until = float("inf")
+        self._termination: threading.Thread | None = None
         self._replay: ReplayServer | None = None
         self._snapshots: SnapshotServer | None = None
         self.replay_bound: str | None = None
@@ -337,12 +338,22 @@ class EventServer:
         servers = self._servers()
         for server in servers:
             server.close()
-        if self._owns_context:
-            self._context.term()
+        if self._owns_context and not self._end_context(deadline):
+            return False
         self._is_closed = True
         if not self._owns_context:
             return None
         return monotonic() < min([self._flush_until, *(server.flush_until for server in servers)])
+
+    def _end_context(self, deadline: float) -> bool:
+        """Return whether ZeroMQ has ended the context, `term_timeout` seconds after `deadline` at the latest."""
+        if self._termination is None:
+            self._termination = start_termination(self._context)
+        if self._termination.ident is not None:  # it was started
+            self._termination.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE + self._settings.term_timeout)
+        if self._termination.is_alive():
+            logger.warning("%s: ZeroMQ did not end the publisher's context; its thread and memory remain", self.bound)
+        return not self._termination.is_alive()
 
     def after_fork(self) -> None:
         """Replace the locks in a forked child, in which none of the threads exists."""

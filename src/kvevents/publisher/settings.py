@@ -125,6 +125,8 @@ class PublisherSettings:
     """Seconds between two polls of everything except the queue: subscriptions, losses to log, requested barriers."""
     error_delay: float = 0.1
     """Seconds to wait after a failed burst, as in vLLM, so that a persistent fault does not keep a CPU busy."""
+    term_timeout: float = 5.0
+    """Seconds beyond the time for flushing in which ZeroMQ must end the publisher's context; a shutdown waits no longer."""
     loss_quiet_time: float = 10.0
     """Seconds without a further dropped batch after which a run of drops counts as over."""
     log_interval: float = 10.0

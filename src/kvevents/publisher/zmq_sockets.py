@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
@@ -83,6 +84,19 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
     _unbind_inproc(socket)
     socket.close(linger=int(linger * 1000))
     return now + int(linger * 1000) / 1000
+
+
+def start_termination(context: zmq.Context[Any]) -> threading.Thread:
+    """Terminate a context whose sockets are closed, in a daemon thread, which is returned.
+
+    ZeroMQ has no limit for this, and a socket that is still open blocks it for ever.
+    """
+    thread = threading.Thread(target=context.term, daemon=True, name="zmq-term")
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending and starts no threads any more
+        context.term()
+    return thread
 
 
 def _unbind_inproc(socket: Socket) -> None:
