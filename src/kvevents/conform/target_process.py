@@ -98,8 +98,10 @@ class Program:
         """Write to its stdin. Raise `TargetError` if it ends, or does not read within `seconds`."""
         descriptor, rest, deadline = self._running.stdin.fileno(), memoryview(data), time.monotonic() + seconds
         os.set_blocking(descriptor, False)
+        poll = select.poll()  # select() takes no descriptor above 1,023
+        poll.register(descriptor, select.POLLOUT)
         while rest:
-            if not select.select([], [descriptor], [], max(0.0, deadline - time.monotonic()))[1]:
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise TargetError(f"{self.title} did not read its input within {seconds:g} s")
             try:
                 rest = rest[os.write(descriptor, rest) :]
