@@ -155,6 +155,13 @@ def test_a_load_that_cannot_be_read_or_is_not_allowed_is_refused(service: Servic
     assert answer.reason == reason
 
 
+@pytest.mark.parametrize("drafts", [[-1], [2**31], [2**70], list(range(65))])
+def test_draft_groups_that_no_engine_can_have_are_400(service: Service, drafts: list[int]) -> None:
+    answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557", drafts=drafts))
+    assert answer.status == 400
+    assert "drafts" in answer.json["detail"]
+
+
 @pytest.mark.parametrize("tier", ["gpu", "CPU", "Disk", "", "cpuu"])
 def test_a_tier_without_removals_that_could_never_match_is_400(service: Service, tier: str) -> None:
     answer = service.post("/register", registration(1, "tcp://127.0.0.1:5557", stores_only=[tier]))

@@ -363,11 +363,12 @@ def test_the_settings_of_a_registration_come_back_after_a_restart(tmp_path: Path
     with engine() as made:
         with serving("--state-dir", tmp_path) as service:
             load = f"http://127.0.0.1:{quiet_port()}"
-            assert service.register("e", made.publisher, stores_only=["cpu", "NVME"], load=load).status == 201
+            assert service.register("e", made.publisher, stores_only=["cpu", "NVME"], drafts=[1], load=load).status == 201
             before = service.exact("e")
             assert service.end().code == 0
         with serving("--state-dir", tmp_path) as service:
             after = service.exact("e")
             until("a request", lambda: str(service.source("e")["load_fault"]).startswith(f"{load}/metrics does not answer"))
     assert before["stores_only"] == after["stores_only"] == ["cpu", "NVME"]
+    assert before["drafts"] == after["drafts"] == [1]
     assert before["trust"]["reason_codes"] == after["trust"]["reason_codes"] == ["stores-only"]

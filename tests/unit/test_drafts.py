@@ -50,6 +50,7 @@ def test_the_last_block_of_a_hit_is_computed_again_as_long_as_the_setting_holds(
     assert tokens("known", 12) == 12
 
 
-def test_a_draft_group_is_a_number() -> None:
-    with pytest.raises((ConfigError, msgspec.ValidationError)):
-        msgspec.convert({"model": "llama", "drafts": ["gpu"]}, Template)
+@pytest.mark.parametrize("drafts", [["gpu"], [-1], [2**31], list(range(65))])
+def test_a_draft_group_is_the_number_of_a_group(drafts: list[object]) -> None:
+    with pytest.raises((ConfigError, msgspec.ValidationError), match="drafts"):
+        msgspec.convert({"model": "llama", "drafts": drafts}, Template)

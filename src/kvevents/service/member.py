@@ -243,6 +243,7 @@ class Member:
             blocks=self.blocks,
             tiers=self.tiers,
             stores_only=list(registration.stores_only),
+            drafts=None if registration.drafts is None else list(registration.drafts),
             orphans=info.orphans if info is not None else 0,
             uncertain=info.uncertain if info is not None else 0,
             block_sizes=self.block_sizes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from hashlib import sha256
 from typing import Final, NamedTuple, TypeAlias
 
@@ -20,6 +21,10 @@ MAX_NAME_BYTES: Final = 512
 """Longest name of an instance, a model, a tenant, a LoRA or an endpoint."""
 MAX_BLOCK_SIZE: Final = 1 << 20
 """Largest block in tokens. Engines use 1 to 256."""
+MAX_DRAFT_GROUPS: Final = 64
+"""Most draft groups of one engine. Engines have a few KV cache groups in all."""
+MAX_GROUP: Final = (1 << 31) - 1
+"""Largest number of a KV cache group."""
 SEPARATOR: Final = "\x1f"
 """Separates the parts of a name inside the index. No part can contain it."""
 
@@ -121,6 +126,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.rank < 0 or self.rank >= 1 << 32:
             raise ConfigError(f"rank {self.rank} is not from 0 to 2**32 - 1")
         check_stores_only(self.stores_only)
+        check_drafts(self.drafts)
         if self.block_size is not None and not 0 < self.block_size <= MAX_BLOCK_SIZE:
             raise ConfigError(f"block_size is {self.block_size}; it must be from 1 to {MAX_BLOCK_SIZE} tokens")
 
@@ -151,6 +157,17 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             curve=self.curve,
             stores_only=self.stores_only,
         )
+
+
+def check_drafts(drafts: Collection[int] | None) -> None:
+    """Raise `ConfigError` unless these can be the KV cache groups of a draft model."""
+    if drafts is None:
+        return
+    if len(drafts) > MAX_DRAFT_GROUPS:
+        raise ConfigError(f"drafts has {len(drafts)} KV cache groups; the most is {MAX_DRAFT_GROUPS}, and [] means all")
+    for group in drafts:
+        if not 0 <= group <= MAX_GROUP:
+            raise ConfigError(f"drafts has {group}; KV cache groups have numbers from 0 to 2**31 - 1")
 
 
 def check_same_engine(registration: Registration, other: Registration) -> None:

@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.security import Curve
-from kvevents.service.registration import DEFAULT_GROUP, Registration, Scope
+from kvevents.service.registration import DEFAULT_GROUP, Registration, Scope, check_drafts
 from kvevents.settings import Range, Settings, convert
 from kvevents.stream.deliveries import check_stores_only
 from kvevents.structs import build_decoder_now
@@ -239,6 +239,7 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         check_stores_only(self.stores_only)
+        check_drafts(self.drafts)
         if self.load not in {None, NO_LOAD}:
             check_load(self._load_of(0, _ANY_HOST) or "")
 

@@ -85,7 +85,7 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     type: str | None = None
     stores_only: Annotated[list[str], Meta(max_length=MAX_TIERS)] = []
     """Tiers from which the engine announces no removals, such as `cpu`; no field of the original APIs."""
-    drafts: Annotated[list[int], Meta(max_length=MAX_TIERS)] | None = None
+    drafts: list[int] | None = None
     """KV cache groups of its draft model (EAGLE, MTP), `[]` for all; no field of the original APIs."""
     load: str | None = None
     """Where the load is read: `tcp://HOST:PORT` of SGLang's load stream, or `http://HOST:PORT` of a server with metrics; no
