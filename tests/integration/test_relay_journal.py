@@ -20,11 +20,29 @@ from hypothesis import strategies as st
 from kvevents.errors import ExternalError, JournalError
 from kvevents.relay.journal import Batches, Journal, JournalLimits, Origin, Recovered, file_format
 from kvevents.relay.journal.disk import Folder
-from relay_journal_cases import TINY, Killed, Model, TornError, WatchedDisk, batches_of, crash, no_failure, open_journal
+from relay_journal_cases import (
+    TINY,
+    Killed,
+    Model,
+    TornError,
+    WatchedDisk,
+    batches_of,
+    crash,
+    no_failure,
+    open_journal,
+    release_all,
+    release_later,
+)
 
 Step: TypeAlias = Callable[[Journal, Model], None]
 LIFE = 7
 OWN = 65_535
+
+
+@pytest.fixture(autouse=True)
+def no_file_stays_open() -> Iterator[None]:
+    yield
+    release_all()
 
 
 @pytest.fixture
@@ -337,6 +355,7 @@ def changed(tmp_path: Path, content: dict[str, bytes]) -> Recovered:
     found = journal.recover()
     crash(journal)
     found.folder = Folder(folder)
+    release_later(found.folder.close)
     return found
 
 

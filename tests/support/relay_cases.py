@@ -261,6 +261,8 @@ class World:
         self.relay = MemoryRelay(
             self.settings(**settings), self, limits=limits, clock=self.clock, transport=self._transport(), disk=found
         )
+        if self.relay._journal is not None:
+            self._stack.callback(crash, self.relay._journal)  # at the end of a test, so that its files do not stay open
         self.station.buffer = self.relay._buffer
         self.station.reconnect()
         return self.relay

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from kvevents.relay.journal import Batches, Disk, ForwardedBatch, Journal, JournalLimits, Recovered
 from kvevents.relay.journal.disk import BOOT_ID_FILE
@@ -79,7 +80,23 @@ class WatchedDisk(Disk):
 
 def open_journal(folder: Path, limits: JournalLimits = TINY, disk: Disk | None = None) -> Journal:
     """Open a journal that writes snapshots at once, and does not sync the real disk."""
-    return Journal(folder, limits, disk=disk or WatchedDisk(), threaded=False)
+    journal = Journal(folder, limits, disk=disk or WatchedDisk(), threaded=False)
+    release_later(lambda: crash(journal))
+    return journal
+
+
+_opened: Final[list[Callable[[], None]]] = []
+
+
+def release_later(release: Callable[[], None]) -> None:
+    """Call `release` at the end of the test, so that no file stays open in the process of the tests."""
+    _opened.append(release)
+
+
+def release_all() -> None:
+    """Release what tests have left open, as the system does for a process that ends."""
+    while _opened:
+        _opened.pop()()
 
 
 def crash(journal: Journal) -> None:
