@@ -152,7 +152,7 @@ def test_wrong_uses_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[
     empty.mkdir()
     for words, message in (
         ([], "name a target"),
-        (["ours", "--only", "nothing-like-this"], "no scenario has the name of --only"),
+        (["ours", "--only", "nothing-like-this"], "no scenario fits --only nothing-like-this; --list prints all scenarios"),
         (["ours", "--scenarios", str(wrong)], f"invalid {wrong}"),
         (["ours", "--scenarios", str(empty)], f"{empty} holds no scenario"),
     ):

@@ -184,7 +184,8 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
         readers = [each for each in chosen if isinstance(each, Scenario) and each.group != "dialects"]
         chosen = list[AnyScenario](found for each in readers if (found := in_dialect(each, args.dialect)) is not None)
     if not chosen:
-        raise ConfigError("no scenario has the name of --only; --list prints all scenarios")
+        filters = [*(f"--only {text}" for text in args.only), *([f"--dialect {args.dialect}"] if args.dialect else [])]
+        raise ConfigError(f"no scenario fits {' '.join(filters)}; --list prints all scenarios")
     return chosen
 
 

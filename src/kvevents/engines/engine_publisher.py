@@ -28,9 +28,6 @@ from kvevents.events import Heartbeat
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.compaction import DigestTracker, Encode, SequencedPayload
 
-_CLOSE_SECONDS = 1.0
-"""Limit of closing the sockets before the engine's own publisher binds their ports."""
-
 
 class OwnPublisher(NamedTuple):
     """How to create the engine's own publisher."""
@@ -236,7 +233,7 @@ class EnginePublisher(ZmqEventPublisher):
         sent: list[SequencedPayload] = []
         with suppress(Exception):  # if the buffer is what has failed, its batches are a gap
             sent = self._buffer.buffered()
-        self._server.close(_CLOSE_SECONDS)
+        self._server.close(self.SHUTDOWN_TIMEOUT)
         successor = own.create(**self._changed_endpoints(own.options))
         # Both engines' publishers have these two attributes in all releases that the plugins support.
         if not hasattr(successor, "_seq_gen"):

@@ -445,9 +445,10 @@ class ZmqEventPublisher(QueuedPublisher):
     def shutdown(self, timeout: float | None = None) -> ShutdownReport:
         """Stop accepting, send what is queued, finish replies in progress, close: all within `timeout` seconds.
 
-        None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread get a tenth of a second more. It may be called repeatedly and from
-        several threads; all calls return the same report. A call after an interrupted one, as by Ctrl-C, completes the
-        shutdown. The report, and one log warning, list what could not be sent. In a forked child it does nothing.
+        None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread get a tenth of a second more, and the end of ZeroMQ's context at
+        most `PublisherSettings.term_timeout`. It may be called repeatedly and from several threads; all calls return the same
+        report. A call after an interrupted one, as by Ctrl-C, completes the shutdown. The report, and one log warning, list
+        what could not be sent. In a forked child it does nothing.
         """
         if self._pid != os.getpid():
             return self._make_report()

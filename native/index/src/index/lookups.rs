@@ -474,7 +474,7 @@ struct Answer<'a> {
 }
 
 /// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be made,
-/// the hit is what the engine finds at most, of which nothing is certain. If the prompt must be hashed first, returns the scheme for that.
+/// the hit is the most that the engine can find, and none of it is certain. If the prompt must be hashed first, returns the scheme for that.
 fn find_by_hashes(
     view: &View,
     hashed: &[HashedPrompt],
