@@ -310,7 +310,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     """Blocks by tier."""
     stores_only: list[str]
     """Tiers from which the engine announces no removals: `EXACT` is about the others."""
-    drafts: list[int] | None
+    drafts: list[int] | None = None
     """KV cache groups of its draft model, as registered; an empty list means all, null no draft model."""
     orphans: int
     """Blocks that wait for their parent."""
