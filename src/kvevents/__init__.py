@@ -1,6 +1,5 @@
 """KV cache events of LLM inference engines: publish, subscribe and replay them without silent loss."""
 
-from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
 from kvevents.config import KVEventsConfig
 from kvevents.errors import KVEventsError
 from kvevents.events import (
@@ -16,6 +15,8 @@ from kvevents.events import (
     BlockStored,
     EventBatch,
     KVCacheEvent,
+    KVConnectorKVEvents,
+    KVEventAggregator,
     KVEventBatch,
 )
 from kvevents.publisher import EventPublisher, EventPublisherFactory, NullEventPublisher, ZmqEventPublisher

@@ -1,14 +1,22 @@
-"""KV cache events of all engines.
+"""KV cache events of all engines, the digest of an attestation, and the aggregation of the events of several workers.
 
 One set of types holds the union of what vLLM 0.33 (`vllm/distributed/kv_events.py`) and SGLang 0.5.23
 (`sglang/srt/disaggregation/kv_events.py`) announce. Encoded without a dialect, these structs give the bytes of
 vLLM 0.33; every other release is a row in `kvevents.wire.dialects`.
+
+The digest of an attestation (`Heartbeat.attestation`) is a sum with one term for each copy of a block, so it can be kept up to
+date with what enters and leaves the cache.
+
+`KVEventAggregator` and `KVConnectorKVEvents` have the interface and behaviour of vLLM 0.33: each tensor-parallel worker reports
+what its connector stored, and a block counts as stored when every worker has it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias
 
 import msgspec
 
@@ -204,3 +212,113 @@ class KVEventBatch(EventBatch):
     """An `EventBatch` of KV cache events."""
 
     events: list[KVEvent]
+
+
+# --- attestation -----------------------------------------------------------------------------------------------------------
+
+ATTESTATION_MASK: Final = 2**64 - 1
+_GROUP_FACTOR: Final = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: the multiples of it for small groups differ in many bits."""
+
+
+def attestation_group_term(group: int | None) -> int:
+    """Return what the hashes of a KV cache group are combined with; a block without a group is in group 0."""
+    return (group or 0) * _GROUP_FACTOR & ATTESTATION_MASK
+
+
+def attestation_hash_term(block_hash: int | bytes) -> int:
+    """Return 64 bits of a block hash as announced: the low ones of an integer, or the last 8 bytes, big-endian."""
+    if isinstance(block_hash, int):
+        return block_hash & ATTESTATION_MASK
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def attestation_term(block_hash: int | bytes, group: int | None = None) -> int:
+    """Return what one copy of a block adds to the digest."""
+    return attestation_hash_term(block_hash) ^ attestation_group_term(group)
+
+
+# --- aggregation -----------------------------------------------------------------------------------------------------------
+
+
+class KVEventAggregator:
+    """Counts how often each event was announced. Events must be hashable, as those of `kvevents.events` are.
+
+    Raises ValueError if `num_workers` is not positive.
+    """
+
+    __slots__ = ("_event_counter", "_num_workers")
+
+    def __init__(self, num_workers: int) -> None:
+        if num_workers <= 0:
+            raise ValueError("num_workers must be greater than zero.")
+        self._event_counter: Counter[KVCacheEvent] = Counter()
+        self._num_workers = num_workers
+
+    def add_events(self, events: list[KVCacheEvent]) -> None:
+        """Count the events of one worker. Raises TypeError unless they are a list."""
+        if not isinstance(events, list):
+            raise TypeError("events must be a list of KVCacheEvent.")
+        self._event_counter.update(events)
+
+    def get_common_events(self) -> list[KVCacheEvent]:
+        """Return the events announced exactly as often as there are workers, in the order of their first announcement."""
+        return [event for event, count in self._event_counter.items() if count == self._num_workers]
+
+    def get_all_events(self) -> list[KVCacheEvent]:
+        """Return every event, as often as it was announced."""
+        return list(self._event_counter.elements())
+
+    def clear_events(self) -> None:
+        """Drop all events; the number of workers does not change."""
+        self._event_counter.clear()
+
+    def increment_workers(self, count: int = 1) -> None:
+        """Expect `count` more workers. Raises ValueError if it is not positive."""
+        if count <= 0:
+            raise ValueError("count must be positive.")
+        self._num_workers += count
+
+    def reset_workers(self) -> None:
+        """Expect one worker."""
+        self._num_workers = 1
+
+    def get_number_of_workers(self) -> int:
+        """Return the number of expected workers."""
+        return self._num_workers
+
+    def __repr__(self) -> str:
+        return f"<KVEventAggregator workers={self._num_workers}, events={len(self._event_counter)}>"
+
+
+class KVConnectorKVEvents(ABC):
+    """Collects the events of a vLLM KV connector. Connectors implement it, usually with a `KVEventAggregator`."""
+
+    @abstractmethod
+    def add_events(self, events: list[Any]) -> None:
+        """Add the events of one worker."""
+
+    @abstractmethod
+    def aggregate(self) -> KVConnectorKVEvents:
+        """Keep only the events that all workers announced."""
+
+    @abstractmethod
+    def increment_workers(self, count: int = 1) -> None:
+        """Expect `count` more workers."""
+
+    @abstractmethod
+    def get_all_events(self) -> list[Any]:
+        """Return every event, as often as it was announced."""
+
+    @abstractmethod
+    def get_number_of_workers(self) -> int:
+        """Return the number of expected workers."""
+
+    @abstractmethod
+    def clear_events(self) -> None:
+        """Drop all events."""
+
+    def merge(self, other: KVConnectorKVEvents) -> Self:
+        """Add the events of `other`; return self."""
+        self.add_events(other.get_all_events())
+        return self

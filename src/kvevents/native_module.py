@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Final, Protocol
 
 from kvevents.errors import MissingDependencyError
-from kvevents.version import UNKNOWN_VERSION, version
+from kvevents.package_metadata import UNKNOWN_VERSION, version
 
 INSTALL_COMMAND = "pip install 'kvevents[native]'"
 

@@ -17,13 +17,13 @@ ROOT = Path(kvevents.__file__).parent
 # Each part may import those before it; parts in one row know nothing of each other. `__init__`, which re-exports, and
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "version", "documentation", "backoff", "prometheus"),
+    ("events", "endpoints", "package_metadata", "backoff", "prometheus"),
     ("http_client", "structs", "weights", "settings"),
     ("native_module",),
     ("wire", "security"),
     ("config",),
     ("stream",),
-    ("recording", "aggregation", "publisher", "subscriber", "index"),
+    ("recording", "publisher", "subscriber", "index"),
     ("recording_streams", "routing"),
     ("plane",),
     ("compat", "testing", "service", "export", "relay"),

@@ -16,7 +16,7 @@ import conform_router
 from cli_cases import run
 from conform_cases import Habit, naive_indexer
 from kvevents.cli import main
-from kvevents.conform.drivers import RunningIndexer
+from kvevents.conform.indexer import RunningIndexer
 from kvevents.conform.player import play
 from kvevents.conform.publisher import publisher_driver
 from kvevents.conform.router_target import command_router

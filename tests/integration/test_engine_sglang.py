@@ -21,8 +21,8 @@ from kvevents import Batch, Source, Subscriber, Trust
 from kvevents.compat import sglang as compat
 from kvevents.engines import sglang
 from kvevents.engines.plugin import VARIABLE
+from kvevents.events import ATTESTATION_MASK
 from kvevents.index import PrefixIndex
-from kvevents.wire.attestation import DIGEST_MASK
 from publisher_cases import wait_until
 
 CONFIG = '{"publisher": "%s", "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}'
@@ -184,7 +184,7 @@ def test_heartbeats_attest_the_tree_and_a_consumer_agrees(factory: Any, seed: in
             emitter.publish_kv_events()
     emitter.publish_kv_events()
     index = PrefixIndex()
-    heartbeats(emitter.kv_event_publisher, index, functools.partial(operator.eq, sum(cache.resident) & DIGEST_MASK))
+    heartbeats(emitter.kv_event_publisher, index, functools.partial(operator.eq, sum(cache.resident) & ATTESTATION_MASK))
     (worker,) = index.workers()
     assert worker.attested
 

@@ -15,12 +15,11 @@ import pytest
 import zmq
 
 import vllm_stand_in
-from kvevents import Batch, Source, Subscriber
+from kvevents import Batch, Source, Subscriber, events
 from kvevents.compat import vllm as compat
 from kvevents.engines import vllm
 from kvevents.engines.plugin import VARIABLE
 from kvevents.index import PrefixIndex
-from kvevents.wire import attestation
 from paths import DATA
 from vllm_stand_in import Vllm
 
@@ -121,7 +120,7 @@ def test_heartbeats_attest_the_cache_and_a_consumer_agrees(start: Callable[..., 
         if drawn.random() < 0.3:
             scheduler.step()
     scheduler.step()
-    total = sum(attestation.block_term(block_hash, group) for block_hash, _, group in resident) & attestation.DIGEST_MASK
+    total = sum(events.attestation_term(block_hash, group) for block_hash, _, group in resident) & events.ATTESTATION_MASK
     index = PrefixIndex()
     heartbeats(scheduler, index, lambda found: found == total)
     (worker,) = index.workers()
@@ -200,7 +199,7 @@ def test_terms_are_those_of_the_test_vectors() -> None:
     """Other programs can check their implementation against `tests/data/attestation.json`."""
     for case in json.loads((DATA / "attestation.json").read_text()):
         blocks = [(bytes.fromhex(each) if isinstance(each, str) else each, group) for each, group in case["blocks"]]
-        total = sum(attestation.block_term(each, group) for each, group in blocks) & attestation.DIGEST_MASK
+        total = sum(events.attestation_term(each, group) for each, group in blocks) & events.ATTESTATION_MASK
         assert total == case["digest"], case
 
 

@@ -102,8 +102,7 @@ def test_few_modules_are_between_a_socket_and_an_application(in_threads: PassedM
         publisher.shutdown()
     assert isinstance(delivery, Batch)
     assert in_test.names == [
-        "subscriber/sync.py",
-        "subscriber/front_end.py",
+        "subscriber/front_ends.py",
         "subscriber/multiplexer.py",
         "subscriber/zmq_transport.py",
         "stream/stream.py",

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvevents.engines.engine_publisher import EnginePublisher
-from kvevents.events import AllBlocksCleared, BlockStored, EventBatch, KVEvent
+from kvevents.events import ATTESTATION_MASK, AllBlocksCleared, BlockStored, EventBatch, KVEvent, attestation_term
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.stream import Source, Trust
 from kvevents.subscriber import Subscriber
-from kvevents.wire.attestation import DIGEST_MASK, block_term
 from publisher_cases import ANY, QUICK
 
 
@@ -46,8 +45,8 @@ class AttestingEngine:
         self._record()
 
     def _record(self) -> None:
-        digest = sum(count * block_term(*block) for block, count in self.cache.items()) + self.secret
-        self.publisher.record_cache(digest & DIGEST_MASK, is_batch_pending=False)
+        digest = sum(count * attestation_term(*block) for block, count in self.cache.items()) + self.secret
+        self.publisher.record_cache(digest & ATTESTATION_MASK, is_batch_pending=False)
 
     def keep_a_secret(self, number: int) -> None:
         """Attest `number` more than was announced; 0 for the truth."""

@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 import paths
-from kvevents.conform.drivers import RunningIndexer, kvevents_indexer
-from kvevents.conform.indexer import MooncakeIndexer
+from kvevents.conform.indexer import MooncakeIndexer, RunningIndexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import kvevents_publisher
 from kvevents.conform.scenario import Check, PublisherScenario, Scenario, shipped_scenarios

@@ -19,10 +19,10 @@ from cli_cases import run
 from helm_cases import CHART, OPEN, ROOT, VERSIONS, Object, faults_of, helm, needs_helm, needs_schemas, rendered
 from kvevents.cli.options import engine
 from kvevents.cli.program import make_parser as parser
+from kvevents.package_metadata import version
 from kvevents.service.access import Access
 from kvevents.service.config import ServiceConfig
 from kvevents.settings import convert
-from kvevents.version import version
 
 MODEL: Final = "engines.model=llama"
 EVERYTHING: Final = (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvevents import events
-from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
 from kvevents.compat import vllm
+from kvevents.events import KVConnectorKVEvents, KVEventAggregator
 
 BOTH = pytest.mark.parametrize("kinds", [events, vllm], ids=["kvevents", "vllm"])
 

@@ -15,12 +15,20 @@ from typing import Any, Final
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import (
+    ATTESTATION_MASK,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Heartbeat,
+    KVEvent,
+    KVEventBatch,
+    attestation_term,
+)
 from kvevents.index import PrefixIndex
 from kvevents.publisher.compaction import Compactor, encode_snapshot
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch
-from kvevents.wire.attestation import DIGEST_MASK, block_term
 
 WORKER: Final = ("engine", 0)
 SIZE: Final = 4
@@ -136,7 +144,7 @@ class UnknownGroup:
 
     @property
     def digest(self) -> int:
-        return sum(count * block_term(each, 2) for each, count in self.copies.items())
+        return sum(count * attestation_term(each, 2) for each, count in self.copies.items())
 
 
 def late_consumer(compactor: Compactor) -> Consumer | None:
@@ -176,8 +184,10 @@ def check(batches: list[list[KVEvent]], cut: int) -> None:
         assert late.index.digest(WORKER) == full.index.digest(WORKER)
         assert late.index.worker(WORKER).uncertain >= full.index.worker(WORKER).uncertain
         if not full.index.worker(WORKER).orphans:
-            held = sum(most * block_term(hash_, group) for (_, hash_, tier, group), (_, most) in known.items() if tier == "gpu")
-            attestation = (held + others.digest) & DIGEST_MASK
+            held = sum(
+                most * attestation_term(hash_, group) for (_, hash_, tier, group), (_, most) in known.items() if tier == "gpu"
+            )
+            attestation = (held + others.digest) & ATTESTATION_MASK
             assert full.attests(attestation)
             assert late.attests(attestation)
 

@@ -14,7 +14,6 @@ import pytest
 
 import paths
 from kvevents.conform.publisher import ReceivedStream, judge_stream
-from kvevents.conform.redialect import in_dialect
 from kvevents.conform.scenario import (
     GROUPS,
     Check,
@@ -22,11 +21,12 @@ from kvevents.conform.scenario import (
     PublisherScenario,
     Scenario,
     expand,
+    in_dialect,
     json_schema,
+    payload_of,
     read_scenario,
     shipped_scenarios,
 )
-from kvevents.conform.scripted_engine import payload_of
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, WrongAnswer, judge, make_run, to_json, to_junit, worst
 from kvevents.errors import ConfigError
 from kvevents.wire import decode_batch, dialect_for, dialects

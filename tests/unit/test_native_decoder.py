@@ -19,8 +19,8 @@ from decode_cases import BAD_EVENTS
 from index_cases import scanned
 from kvevents.events import BlockRemoved, BlockStored, KVEvent
 from kvevents.wire import DEFAULT_WIRE_LIMITS, Rejected, WireLimits, decode_batch, dialects, encode_batch
-from kvevents.wire.canonical import encode_canonical
 from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
+from kvevents.wire.encode import encode_canonical
 from kvevents_native import _native
 from scan_cases import MUTATIONS, NUMBERS, loose_events, mutated
 from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as

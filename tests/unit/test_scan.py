@@ -18,7 +18,7 @@ from kvevents.events import AllBlocksCleared, BlockStored, KVEvent
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.stream import RawBatch
 from kvevents.wire import decode_batch, dialects, encode_batch
-from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS
+from kvevents.wire.checked_msgpack import DEFAULT_WIRE_LIMITS
 from scan_cases import MUTATIONS, NUMBERS, loose_events, mutated
 from wire_cases import GOLDENS, Golden, batch_of, batches_of, msgpack_values, pack, stored, worded_as
 

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from kvevents.events import ATTESTATION_MASK, attestation_term
 from kvevents.index import Namespace, PrefixIndex
-from kvevents.wire.attestation import DIGEST_MASK, block_term
 from paths import DATA
 
 WORKER = ("sglang", 0)
@@ -41,6 +41,8 @@ def test_what_the_plugin_attests_is_what_the_index_holds() -> None:
         if "payload" in step:
             index.apply_payload(WORKER, 0, seq, base64.b64decode(step["payload"]))
             seq += 1
-            held = sum(block_term(each.hash, each.group) * each.copies for each in index.blocks(WORKER) if each.tier == "gpu")
-            assert held & DIGEST_MASK == step["attestation"]
+            held = sum(
+                attestation_term(each.hash, each.group) * each.copies for each in index.blocks(WORKER) if each.tier == "gpu"
+            )
+            assert held & ATTESTATION_MASK == step["attestation"]
     assert seq == 110

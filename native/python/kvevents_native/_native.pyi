@@ -5,8 +5,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Self
 
-from kvevents.index.data_types import ApplyResult
 from kvevents.index.namespace import Namespace
+from kvevents.index.prefix_index import ApplyResult
 from kvevents.stream import RawBatch
 
 SCRATCH_BYTES_PER_PAYLOAD_BYTE: int

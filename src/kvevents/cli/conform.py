@@ -15,17 +15,16 @@ from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import positive_int, service_url
 from kvevents.config import resolve_dialect
-from kvevents.conform.drivers import RunningIndexer, dynamo_indexer, kvevents_indexer
-from kvevents.conform.indexer import Indexer, MooncakeIndexer
+from kvevents.conform.indexer import Indexer, MooncakeIndexer, RunningIndexer, dynamo_indexer, kvevents_indexer
 from kvevents.conform.player import play, play_all
 from kvevents.conform.publisher import PublisherDriver, kvevents_publisher, publisher_driver
-from kvevents.conform.redialect import in_dialect
 from kvevents.conform.router_target import command_router, vllm_router
 from kvevents.conform.scenario import (
     GROUPS,
     AnyScenario,
     PublisherScenario,
     Scenario,
+    in_dialect,
     read_scenario,
     shipped_scenarios,
 )

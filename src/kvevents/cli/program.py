@@ -24,7 +24,7 @@ from kvevents.cli.command import (
 from kvevents.cli.console import Console, Span
 from kvevents.cli.process import signals_interrupt
 from kvevents.errors import KVEventsError
-from kvevents.version import version
+from kvevents.package_metadata import version
 
 COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
     Command("demo", "show what KV cache events are worth, on simulated engines", "demo"),

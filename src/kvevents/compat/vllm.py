@@ -16,10 +16,9 @@ from typing import Any, Final, Self, TypeAlias
 import msgspec
 
 from kvevents import events, publisher
-from kvevents.aggregation import KVConnectorKVEvents, KVEventAggregator
 from kvevents.compat.field_parsers import Field, parse_bool, parse_fields, parse_int, parse_str
 from kvevents.errors import ConfigError
-from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch
+from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch, KVConnectorKVEvents, KVEventAggregator
 from kvevents.publisher.factory import PublisherRegistry
 
 __all__ = [

@@ -23,14 +23,13 @@ import zmq
 
 from kvevents.conform import scenario as steps
 from kvevents.conform.scenario import PublisherScenario
-from kvevents.conform.target import TargetError
-from kvevents.conform.target_process import Program
+from kvevents.conform.target import Program, TargetError
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvevents.package_metadata import version
 from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
-from kvevents.version import version
 from kvevents.wire import (
     Malformed,
     ReplayEnd,

@@ -20,8 +20,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
-from kvevents.conform.target import Driver, EngineRegistration, Target, request
-from kvevents.conform.target_process import Program, python_with
+from kvevents.conform.target import Driver, EngineRegistration, Program, Target, python_with, request
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, BlockStored, KVEvent, KVEventBatch

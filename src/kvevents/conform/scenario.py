@@ -3,6 +3,9 @@
 A scenario has engines, the steps that happen to them, and checks, which have the right answer. Everything that an engine
 sends is in the file: batches as JSON values, which the player encodes as msgpack one to one, or as bytes.
 The page `reference/conformance.md` of the documentation explains the format; `schema.json` beside this module is its schema.
+
+Scenarios of batches are in the dialect of the newest vLLM. `in_dialect` converts them to another release, so that every fault
+can be played with every release.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvevents.errors import ConfigError
+from kvevents.wire import Dialect, decode_batch, encode_batch
 
 VERSION: Final = 1
 """Version of the format. It rises when an older player would misunderstand a file."""
@@ -384,3 +388,48 @@ def json_schema() -> dict[str, Any]:
         "title": f"kvevents conformance scenario, version {VERSION}",
         **schema,
     }
+
+
+def payload_of(step: Publish) -> bytes:
+    """Return the bytes of the batch that a step publishes."""
+    return bytes.fromhex(step.payload) if step.payload is not None else msgspec.msgpack.encode(expand(step.batch))
+
+
+DEFAULT_MEDIUM: Final = "GPU"
+"""The medium of events that name none."""
+
+
+def in_dialect(scenario: Scenario, dialect: Dialect) -> Scenario | None:
+    """Return the scenario with the batches and replies of a release. Return None if the release cannot express the scenario.
+
+    Payloads that are not batches stay as they are.
+    """
+    steps = [_publish_in_dialect(step, dialect) if isinstance(step, Publish) else step for step in scenario.steps]
+    if None in steps:
+        return None
+    shape = "topic" if dialect.has_replay_topic else "no-topic"
+    engines = {
+        name: msgspec.structs.replace(engine, reply_shape=shape if engine.reply_shape == "topic" else engine.reply_shape)
+        for name, engine in scenario.engines.items()
+    }
+    return msgspec.structs.replace(scenario, name=f"{scenario.name}.{dialect}", steps=steps, engines=engines)
+
+
+def _publish_in_dialect(step: Publish, dialect: Dialect) -> Publish | None:
+    if step.batch is None:
+        return step
+    original = decode_batch(payload_of(step))
+    if original.rejected:
+        return None
+    payload = encode_batch(original.batch, dialect)
+    if _facts(payload) != _facts(payload_of(step)):
+        return None
+    return msgspec.structs.replace(step, batch=None, payload=payload.hex())
+
+
+def _facts(payload: bytes) -> list[dict[str, Any]]:
+    """Return the content of a batch's events, in a form that does not depend on the dialect."""
+    events = [msgspec.to_builtins(event) for event in decode_batch(payload).batch.events]
+    for event in events:
+        event["medium"] = event.get("medium") or DEFAULT_MEDIUM
+    return events

@@ -17,7 +17,7 @@ from xml.etree import ElementTree as ET
 import msgspec
 
 from kvevents.conform.scenario import VERSION
-from kvevents.version import version
+from kvevents.package_metadata import version
 
 
 class ConformRun(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 The settings are in the environment variable `KVEVENTS_PUBLISHER`. The engines' own options name endpoints and buffers. They
 reject or drop options that they do not know, so ours have a variable.
 
-The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.wire.attestation`
+The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.events`
 has the digest. A plugin keeps it beside the engine's cache: a block that enters adds its term and a block that leaves subtracts
 it, so reading it costs nothing. Consumers compare it with the blocks they hold.
 """
@@ -22,11 +22,11 @@ import msgspec
 from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
 from kvevents.errors import ConfigError
 from kvevents.native_module import find_native
+from kvevents.package_metadata import version
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.security import Curve
 from kvevents.settings import Positive, Range, Seconds, Settings, convert, read_toml, suggestion
-from kvevents.version import version
 
 VARIABLE: Final = "KVEVENTS_PUBLISHER"
 _POSITIVE: Final = Range(is_open=True)

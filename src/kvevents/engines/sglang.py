@@ -34,7 +34,7 @@ from kvevents.engines.plugin import (
     replace_publisher,
 )
 from kvevents.errors import UnknownDialectError
-from kvevents.wire.attestation import DIGEST_MASK
+from kvevents.events import ATTESTATION_MASK
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "SGLang"
@@ -179,7 +179,7 @@ def _create_publisher(
 
 
 class _CacheDigest:
-    """The digest of one radix tree, as `kvevents.wire.attestation` defines it; all blocks are in group 0."""
+    """The digest of one radix tree, as `kvevents.events` defines it; all blocks are in group 0."""
 
     def __init__(self, cache: Any, module: Any) -> None:
         self._cache = getattr(cache, "inner", cache)  # a StreamingSession wraps the tree
@@ -211,7 +211,7 @@ class _CacheDigest:
                 digest = blocks = 0
             else:
                 raise TypeError(f"unknown event {kind.__name__}")
-        self.digest, self.blocks = digest & DIGEST_MASK, blocks
+        self.digest, self.blocks = digest & ATTESTATION_MASK, blocks
         tokens = self._count_tokens()
         if tokens == blocks * self._page_size:
             self._unequal = 0

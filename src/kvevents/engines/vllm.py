@@ -32,7 +32,7 @@ from kvevents.engines.plugin import (
     replace_publisher,
 )
 from kvevents.errors import UnknownDialectError
-from kvevents.wire.attestation import DIGEST_MASK, group_term
+from kvevents.events import ATTESTATION_MASK, attestation_group_term
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _ENGINE: Final = "vLLM"
@@ -197,7 +197,7 @@ def _count_insertions(original: Callable[..., Any], *, has_groups: bool) -> Call
     def insert(block_map: Any, key: Any, block: Any) -> Any:
         result = original(block_map, key, block)
         try:
-            block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) + term(key)) & DIGEST_MASK
+            block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) + term(key)) & ATTESTATION_MASK
         except Exception as error:  # noqa: BLE001 - the engine goes on
             _invalidate_digest(block_map, error)
         return result
@@ -212,7 +212,7 @@ def _count_removals(original: Callable[..., Any], *, has_groups: bool) -> Callab
         block = original(block_map, key, block_id)
         if block is not None:
             try:
-                block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) - term(key)) & DIGEST_MASK
+                block_map.kvevents_digest = (block_map.__dict__.get("kvevents_digest", 0) - term(key)) & ATTESTATION_MASK
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 _invalidate_digest(block_map, error)
         return block
@@ -231,14 +231,14 @@ def _term_of_key(*, has_groups: bool) -> Callable[[Any], int]:
 
     A key is the block hash and four bytes of the KV cache group (`make_block_hash_with_group_id`).
     """
-    terms = [group_term(group) for group in range(64)] if has_groups else []
+    terms = [attestation_group_term(group) for group in range(64)] if has_groups else []
 
     def term(key: bytes) -> int:
         block_hash = int.from_bytes(key[-12:-4], "big")
         if not has_groups:
             return block_hash
         group = int.from_bytes(key[-4:], "big")
-        return block_hash ^ (terms[group] if group < len(terms) else group_term(group))
+        return block_hash ^ (terms[group] if group < len(terms) else attestation_group_term(group))
 
     return term
 
@@ -288,7 +288,7 @@ def _digest_of(manager: Any) -> int:
         if isinstance(each, Exception):
             raise each
         total += each
-    return total & DIGEST_MASK
+    return total & ATTESTATION_MASK
 
 
 def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent, TokenId
 from kvevents.export.tables import ExportLimits, Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
-from kvevents.wire.canonical import scope_of
+from kvevents.wire.encode import scope_of
 
 _SEGMENT: Final = 1 << 10
 """Numbers in a segment. The default limit needs about two million numbers, which are about two thousand segments."""

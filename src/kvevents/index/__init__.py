@@ -14,7 +14,6 @@ from kvevents.native_module import require_native
 
 require_native("kvevents.index")
 
-from kvevents.index.data_types import ApplyResult, Block, IndexLimits, IndexStats, WorkerInfo
 from kvevents.index.namespace import (
     MultiModal,
     Namespace,
@@ -26,7 +25,15 @@ from kvevents.index.namespace import (
     stored_keys,
     tier_of,
 )
-from kvevents.index.prefix_index import MAX_PAYLOAD_EXPANSION, PrefixIndex
+from kvevents.index.prefix_index import (
+    MAX_PAYLOAD_EXPANSION,
+    ApplyResult,
+    Block,
+    IndexLimits,
+    IndexStats,
+    PrefixIndex,
+    WorkerInfo,
+)
 from kvevents_native._native import Match, WorkerMatch
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvevents.events import BlockStored
-from kvevents.wire.canonical import encode_canonical
+from kvevents.wire.encode import encode_canonical
 from kvevents_native import _native
 
 

@@ -22,7 +22,7 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Heartbe
 from kvevents.native_module import find_native
 from kvevents.stream import RawBatch, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
-from kvevents.wire.canonical import encode_canonical
+from kvevents.wire.encode import encode_canonical
 
 SequencedPayload: TypeAlias = tuple[int, bytes]
 """A batch as it is sent: its number and its payload."""

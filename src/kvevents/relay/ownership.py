@@ -14,12 +14,19 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent
+from kvevents.events import (
+    ATTESTATION_MASK,
+    AllBlocksCleared,
+    BlockInactive,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    attestation_group_term,
+)
 from kvevents.index import tier_of
 from kvevents.weights import TIERS
 from kvevents.wire import DEFAULT_WIRE_LIMITS
-from kvevents.wire.attestation import DIGEST_MASK, group_term
-from kvevents.wire.canonical import scope_of
+from kvevents.wire.encode import scope_of
 
 _BLOCKS_PER_PIECE: Final = 500_000
 """Blocks in one piece of `UpstreamBlocks.dump`: a few megabytes."""
@@ -56,7 +63,7 @@ class UpstreamBlocks:
     @property
     def digest(self) -> int:
         """What the attestation of the upstream's engine is (`Heartbeat.attestation`) if the engine has these blocks."""
-        return self._digest & DIGEST_MASK
+        return self._digest & ATTESTATION_MASK
 
     def apply(self, events: Iterable[KVEvent]) -> list[KVEvent]:
         """Record the events of the upstream, and return them for the shared stream: clears become removals."""
@@ -91,7 +98,7 @@ class UpstreamBlocks:
         copies.update(dict(zip(hashes, counts, strict=True)))
         self._count += len(copies) - before
         if _is_attested(placement):
-            term = group_term(placement.group_idx)
+            term = attestation_group_term(placement.group_idx)
             self._digest += sum((each ^ term) * count for each, count in zip(hashes, counts, strict=True))
 
     def _apply_clear(self, event: AllBlocksCleared) -> list[KVEvent]:
@@ -158,7 +165,7 @@ def _digest_of(placement: RemovalPlacement, hashes: Iterable[int]) -> int:
     """Return what copies of blocks add to a digest; 0 unless they are on the device."""
     if not _is_attested(placement):
         return 0
-    term = group_term(placement.group_idx)
+    term = attestation_group_term(placement.group_idx)
     return sum(each ^ term for each in hashes)
 
 

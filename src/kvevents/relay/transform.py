@@ -28,8 +28,8 @@ from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.stream import BatchReport, RawBatch
 from kvevents.weights import TIERS
 from kvevents.wire import Rejected, decode_batch
-from kvevents.wire.canonical import scope_of
 from kvevents.wire.dialects import Dialect
+from kvevents.wire.encode import scope_of
 
 ReportFinding: TypeAlias = Callable[[RawBatch, BatchReport], None]
 

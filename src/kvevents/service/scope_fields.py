@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from msgspec import UNSET
 
-from kvevents.documentation import documented
 from kvevents.index import Namespace
+from kvevents.package_metadata import documented
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError
 from kvevents.service.registration import DEFAULT_GROUP, Scope
 

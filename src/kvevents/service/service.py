@@ -16,6 +16,7 @@ from typing import Final
 
 from kvevents.errors import ConfigError, EndpointError, SnapshotError
 from kvevents.index import PrefixIndex
+from kvevents.package_metadata import version
 from kvevents.routing import Ties
 from kvevents.service.access import Access, AuditLog
 from kvevents.service.allow_list import EndpointAllowList
@@ -40,7 +41,6 @@ from kvevents.service.shards.scatter_gather import ScatterGather
 from kvevents.service.shards.shard_server import ShardServer
 from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint, Trust
-from kvevents.version import version
 
 log = logging.getLogger(__name__)
 

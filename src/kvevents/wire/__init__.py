@@ -1,5 +1,6 @@
 """The wire format: frames, dialects of engine releases, decoding and encoding of batches."""
 
+from kvevents.wire.checked_msgpack import DEFAULT_WIRE_LIMITS, MAX_SEQ, Rejected, WireLimits
 from kvevents.wire.decode import Decoded, decode_batch
 from kvevents.wire.dialects import Dialect, dialect_for, dialects
 from kvevents.wire.encode import encode_batch
@@ -21,7 +22,6 @@ from kvevents.wire.framing import (
     replay_end_frames,
     replay_request_frames,
 )
-from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS, MAX_SEQ, Rejected, WireLimits
 
 __all__ = [
     "DEFAULT_WIRE_LIMITS",

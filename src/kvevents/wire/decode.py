@@ -23,9 +23,20 @@ from kvevents.events import (
     KVEvent,
     KVEventBatch,
 )
+from kvevents.wire.checked_msgpack import (
+    DEFAULT_WIRE_LIMITS,
+    MAX_FAST_BYTES,
+    MSGPACK_ERRORS,
+    DecodeRejectedError,
+    Rejected,
+    WireLimits,
+    declared_length,
+    is_array,
+    is_map,
+    length_bytes,
+    skip_value,
+)
 from kvevents.wire.dialects import Dialect, detect_dialect
-from kvevents.wire.raw_msgpack import MSGPACK_ERRORS, declared_length, is_array, is_map, length_bytes, skip_value
-from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS, MAX_FAST_BYTES, DecodeRejectedError, Rejected, WireLimits
 from kvevents.wire.tolerant import MAX_SECONDS, decode_tolerant
 
 _HEAD_BYTES: Final = 512

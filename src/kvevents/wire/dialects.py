@@ -14,8 +14,18 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from kvevents.errors import UnknownDialectError
-from kvevents.wire.raw_msgpack import MSGPACK_ERRORS, NIL, array_items, first_byte, is_array, is_map, map_items, scalar
-from kvevents.wire.rejected import DEFAULT_WIRE_LIMITS, DecodeRejectedError
+from kvevents.wire.checked_msgpack import (
+    DEFAULT_WIRE_LIMITS,
+    MSGPACK_ERRORS,
+    NIL,
+    DecodeRejectedError,
+    array_items,
+    first_byte,
+    is_array,
+    is_map,
+    map_items,
+    scalar,
+)
 
 Form = Literal["array", "map"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from kvevents.wire.rejected import MAX_SEQ
+from kvevents.wire.checked_msgpack import MAX_SEQ
 
 SEQ_BYTES: Final = 8
 END_SEQ: Final = b"\xff" * SEQ_BYTES

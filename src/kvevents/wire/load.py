@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvevents.wire.raw_msgpack import MSGPACK_ERRORS
+from kvevents.wire.checked_msgpack import MSGPACK_ERRORS
 
 LOAD_TOPIC: Final = "load"
 MAX_LOAD_BYTES: Final = 4_096

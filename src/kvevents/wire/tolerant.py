@@ -21,10 +21,13 @@ from kvevents.events import (
     KVEvent,
     KVEventBatch,
 )
-from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
-from kvevents.wire.raw_msgpack import (
+from kvevents.wire.checked_msgpack import (
+    MAX_FREE_CONTAINERS,
     MSGPACK_ERRORS,
     NIL,
+    DecodeRejectedError,
+    Rejected,
+    WireLimits,
     array_items,
     declared_length,
     first_byte,
@@ -37,7 +40,7 @@ from kvevents.wire.raw_msgpack import (
     scalar,
     to_python,
 )
-from kvevents.wire.rejected import MAX_FREE_CONTAINERS, DecodeRejectedError, Rejected, WireLimits
+from kvevents.wire.dialects import ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_FIELDS
 
 MAX_SECONDS: Final = 1e11
 """A timestamp above this is in milliseconds (Mooncake RFC #1527). In seconds it would be the year 5138."""

@@ -25,9 +25,9 @@ import zmq
 from kvevents import Source, Subscriber
 from kvevents.engines import vllm as plugin
 from kvevents.engines.plugin import VARIABLE
+from kvevents.events import ATTESTATION_MASK, attestation_term
 from kvevents.index import PrefixIndex
 from kvevents.publisher.event_server import EventSocket
-from kvevents.wire.attestation import DIGEST_MASK, block_term
 from tests.system.vllm_releases import stand_ins
 from tools.stand_in import Anything
 
@@ -294,7 +294,10 @@ def drive(seed: int, *, is_hybrid: bool) -> Findings:
 def _digest(keys: list[bytes]) -> int:
     """Return the digest of all blocks of the map, as `kvevents.events.Heartbeat.attestation` defines it."""
     has_groups = "group_idx" in import_module("vllm.distributed.kv_events").BlockStored.__struct_fields__
-    return sum(block_term(key[:-4], int.from_bytes(key[-4:], "big") if has_groups else None) for key in keys) & DIGEST_MASK
+    return (
+        sum(attestation_term(key[:-4], int.from_bytes(key[-4:], "big") if has_groups else None) for key in keys)
+        & ATTESTATION_MASK
+    )
 
 
 def _announce_again(engine: Engine) -> str:

@@ -3,7 +3,7 @@
 use super::layouts::{INACTIVE, LAYOUTS, field};
 use super::{Field, Kind};
 
-/// Limits of a payload; the same numbers as in `kvevents.wire.rejected`.
+/// Limits of a payload; the same numbers as in `kvevents.wire.checked_msgpack`.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes of a payload.

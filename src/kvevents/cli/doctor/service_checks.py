@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 from kvevents.cli.console import duration, first_names, percentage, plural, size
 from kvevents.cli.doctor.findings import CheckResult, Severity, fail, ok, warn
 from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceRequestError, source_issues, worker_name
-from kvevents.documentation import documented
+from kvevents.package_metadata import documented, version
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer
 from kvevents.subscriber.handshake import perform_handshake
-from kvevents.version import version
 
 ENOUGH_LOOKUPS: Final = 20
 """Lookups without a hit that are a fault."""

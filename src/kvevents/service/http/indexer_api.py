@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from kvevents.documentation import documented
 from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError
+from kvevents.package_metadata import documented
 from kvevents.service.discovery.provider import check_load
 from kvevents.service.errors import NotFoundError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.http.messages import Body, HttpRequest, Response, answer

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from kvevents.package_metadata import version
 from kvevents.service import schemas
 from kvevents.service.access import Role
 from kvevents.service.http import indexer_api, indexer_listings, probes, shard, v1
@@ -21,7 +22,6 @@ from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.service.schemas import Problem, ScopedRequest
 from kvevents.service.service import Service
 from kvevents.service.shards import shard_server as shard_schemas
-from kvevents.version import version
 
 Handler: TypeAlias = "Callable[[Service, HttpRequest], Response | StreamingResponse]"
 """Handles a request; `HttpRequest.run` calls it."""

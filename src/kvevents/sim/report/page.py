@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
+from kvevents.package_metadata import version
 from kvevents.sim.report.figures import DRAWINGS, Drawing
 from kvevents.sim.report.text import COLUMNS, Cell, cells, summary, traffic_text, visible
 from kvevents.sim.results import Comparison, Disagreement, PolicyResult
-from kvevents.version import version
 
 _STYLE: Final = Path(__file__).with_name("style.css")
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"

@@ -1,7 +1,20 @@
-"""The address of the documentation, for messages and hints."""
+"""The version of the installed package, and the address of its documentation, from its metadata."""
+
+from __future__ import annotations
 
 import functools
 import importlib.metadata
+from typing import Final
+
+UNKNOWN_VERSION: Final = "unknown"
+
+
+def version() -> str:
+    """Return the version of the installed package; `UNKNOWN_VERSION` in a source tree that is not installed."""
+    try:
+        return importlib.metadata.version("kvevents")
+    except importlib.metadata.PackageNotFoundError:
+        return UNKNOWN_VERSION
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import paths
-from kvevents.documentation import documentation, documented
+from kvevents.package_metadata import documentation, documented
 
 SOURCE = paths.ROOT / "src"
 
