@@ -18,8 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.errors import ExternalError, JournalError
-from kvevents.relay.journal import Batches, Journal, JournalLimits, Origin, Recovered, file_format
-from kvevents.relay.journal.disk import Folder
+from kvevents.relay import journal_format
+from kvevents.relay.journal import Journal, JournalLimits
+from kvevents.relay.journal_disk import Folder
+from kvevents.relay.journal_format import Batches, Origin
+from kvevents.relay.journal_recovery import Recovered
 from relay_journal_cases import (
     TINY,
     Killed,
@@ -224,12 +227,12 @@ def test_a_tail_is_split_into_frames() -> None:
     """By number of batches, by bytes and at missing numbers, also at both ends."""
     rows = [(at, b"x") for at in (2, 3, 4, 5, 6, 7, 8, 11, 14)] + [(15, bytes(5)), (16, bytes(6)), (17, bytes(50)), (18, b"")]
     shape = [
-        (each.first, each.last) if isinstance(each, file_format.SkippedNumbers) else [each.first, len(each.payloads)]
-        for each in file_format.tail_records(rows, 1, 21, OWN, max_batches=3, max_bytes=10)
-        if isinstance(each, file_format.SkippedNumbers | Batches)
+        (each.first, each.last) if isinstance(each, journal_format.SkippedNumbers) else [each.first, len(each.payloads)]
+        for each in journal_format.tail_records(rows, 1, 21, OWN, max_batches=3, max_bytes=10)
+        if isinstance(each, journal_format.SkippedNumbers | Batches)
     ]
     assert shape == [(1, 1), [2, 3], [5, 3], [8, 1], (9, 10), [11, 1], (12, 13), [14, 2], [16, 1], [17, 1], [18, 1], (19, 20)]
-    assert list(file_format.tail_records([], 4, 4, OWN, max_batches=3, max_bytes=10)) == []
+    assert list(journal_format.tail_records([], 4, 4, OWN, max_batches=3, max_bytes=10)) == []
 
 
 # --- kills, disk failures and damage at any point
@@ -372,7 +375,7 @@ def test_bytes_that_were_not_acknowledged_are_ignored(tmp_path: Path, path: Path
     """Whatever their content: the next process writes another log."""
     model, content = history(path)
     newest = max(name for name in content if name.endswith("log"))
-    for rest in (b"\0", b"garbage" * 100, content[newest][file_format.FRAMES_AT :]):
+    for rest in (b"\0", b"garbage" * 100, content[newest][journal_format.FRAMES_AT :]):
         found = changed(tmp_path, {**content, newest: content[newest] + rest})
         assert not found.incomplete
         assert model.is_in(found)
@@ -697,7 +700,7 @@ def test_files_of_a_later_release_are_not_touched(path: Path) -> None:
     store(journal, model, [1])
     crash(journal)
     (file,) = path.glob("*.log")
-    later = file_format.MAGIC + struct.pack("<HH", 3, 200) + bytes(184)
+    later = journal_format.MAGIC + struct.pack("<HH", 3, 200) + bytes(184)
     file.write_bytes(later + struct.pack("<I", zlib.crc32(later)))
     journal = open_journal(path)
     with pytest.raises(JournalError, match="has version 3, and this release reads version 2: use the release that wrote it"):

@@ -15,7 +15,8 @@ from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.stats import ReplayStats
 from kvevents.relay import Relay, RelayLimits, RelaySettings
-from kvevents.relay.journal import Disk, Journal
+from kvevents.relay.journal import Journal
+from kvevents.relay.journal_disk import Disk
 from kvevents.stream import Batch, Gap, RawBatch, Reset, Source, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing import FakeEngine, FakeTransport, VirtualClock

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvevents.relay.journal import Batches, Disk, ForwardedBatch, Journal, JournalLimits, Recovered
-from kvevents.relay.journal.disk import BOOT_ID_FILE
-from kvevents.relay.journal.file_format import SkippedNumbers
+from kvevents.relay.journal import Journal, JournalLimits
+from kvevents.relay.journal_disk import BOOT_ID_FILE, Disk
+from kvevents.relay.journal_format import Batches, ForwardedBatch, SkippedNumbers
+from kvevents.relay.journal_recovery import Recovered
 
 TINY = JournalLimits(compact_bytes=2_000, max_log_bytes=1 << 20, probe_bytes=10)
 """A snapshot is due after a few batches."""

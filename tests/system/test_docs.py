@@ -28,7 +28,7 @@ from kvevents.compat import sglang, vllm
 from kvevents.endpoints import should_bind
 from kvevents.index import PrefixIndex
 from kvevents.plane import records, snapshots
-from kvevents.relay.journal import file_format
+from kvevents.relay import journal_format
 from kvevents.stream import TRANSITIONS, Checkpoint
 from kvevents.wire import encode_batch
 from ports import quiet_port
@@ -58,7 +58,7 @@ def test_versions_of_formats_are_those_of_the_code() -> None:
     [index] = re.findall(r"pub const VERSION: u32 = (\d+);", frames)
     assert rows == {
         "index snapshot": index,
-        "relay journal": str(file_format.VERSION),
+        "relay journal": str(journal_format.VERSION),
         "pages of a plane's log": str(records.VERSION),
         "snapshot of a plane's partition": str(snapshots.VERSION),
     }

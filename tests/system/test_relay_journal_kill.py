@@ -15,7 +15,8 @@ LIFE = 5
 CHILD = """
 import sys
 from dataclasses import replace
-from kvevents.relay.journal import Batches, Journal
+from kvevents.relay.journal import Journal
+from kvevents.relay.journal_format import Batches
 from relay_journal_cases import TINY, payload_of
 journal = Journal(sys.argv[1], replace(TINY, max_log_bytes=1 << 30))  # slow disks delay snapshots
 found = journal.recover()

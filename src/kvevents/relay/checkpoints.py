@@ -19,7 +19,9 @@ import msgspec
 from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.index import ApplyResult
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
-from kvevents.relay.journal import ForwardedBatch, Journal, Origin, Recovered
+from kvevents.relay.journal import Journal
+from kvevents.relay.journal_format import ForwardedBatch, Origin
+from kvevents.relay.journal_recovery import Recovered
 from kvevents.relay.output_sequencer import (
     OWN_UPSTREAM,
     RETRACTION_OFFSET,
@@ -28,10 +30,9 @@ from kvevents.relay.output_sequencer import (
     OutputSequencer,
     encode_payloads,
 )
-from kvevents.relay.ownership import UpstreamBlocks
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
-from kvevents.relay.upstreams import Position, Upstreams, resume_point
+from kvevents.relay.upstreams import Position, UpstreamBlocks, Upstreams, resume_point
 from kvevents.stream import Checkpoint, DegradedReason, Fingerprint, Gap, Reset
 from kvevents.structs import build_decoder_now
 from kvevents.subscriber import StreamStatus

@@ -17,7 +17,8 @@ from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
-from kvevents.relay.journal import Batches, Journal, Origin
+from kvevents.relay.journal import Journal
+from kvevents.relay.journal_format import Batches, Origin
 from kvevents.stream import BatchReport, RawBatch, Reset, Trust, trust_order
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch, encode_batch
 from kvevents.wire.dialects import Dialect, detect_dialect, dialect_for

@@ -46,7 +46,8 @@ from kvevents.publisher.compaction import Compactor
 from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.checkpoints import CheckpointWriter, restore
-from kvevents.relay.journal import Disk, Journal, JournalStats
+from kvevents.relay.journal import Journal, JournalStats
+from kvevents.relay.journal_disk import Disk
 from kvevents.relay.output_sequencer import (
     RETRACTION_OFFSET,
     DialectEncoder,

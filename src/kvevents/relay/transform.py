@@ -23,8 +23,8 @@ from kvevents.relay.output_sequencer import (
     loses_events,
     without_heartbeats,
 )
-from kvevents.relay.ownership import PLACEMENT_FIELDS, UpstreamBlocks
 from kvevents.relay.settings import RelayLimits, RelaySettings
+from kvevents.relay.upstreams import PLACEMENT_FIELDS, UpstreamBlocks
 from kvevents.stream import BatchReport, RawBatch
 from kvevents.weights import TIERS
 from kvevents.wire import Rejected, decode_batch

@@ -33,9 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from kvevents.relay.journal import file_format
-from kvevents.relay.journal.disk import TEMPORARY, Disk, Folder, open_folder
-from kvevents.relay.journal.file_format import (
+from kvevents.relay import journal_format
+from kvevents.relay.journal_disk import TEMPORARY, Disk, Folder, open_folder
+from kvevents.relay.journal_format import (
     Batches,
     EndState,
     FileWriter,
@@ -45,7 +45,7 @@ from kvevents.relay.journal.file_format import (
     generation_of,
     write_snapshot,
 )
-from kvevents.relay.journal.recovery import Recovered, recover
+from kvevents.relay.journal_recovery import Recovered, recover
 
 JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
 """Not begun; everything sent is in the files; the disk fails, and nothing is recorded; closed."""
@@ -168,8 +168,8 @@ class Journal:
         assert found.incarnation is not None  # noqa: S101 - or it is not
         self._incarnation = found.incarnation
         self._end_state = EndState(found.next_number, found.checkpoint, dict(found.positions), dict(found.origins))
-        sizes = {kind: sum(each.committed for each in found.headers if each.kind == kind) for kind in file_format.SUFFIXES}
-        self._snapshot_bytes, self._closed_logs = sizes[file_format.SNAPSHOT], sizes[file_format.LOG]
+        sizes = {kind: sum(each.committed for each in found.headers if each.kind == kind) for kind in journal_format.SUFFIXES}
+        self._snapshot_bytes, self._closed_logs = sizes[journal_format.SNAPSHOT], sizes[journal_format.LOG]
         self._start([each.name for each in found.headers])
 
     def _start(self, continued: Sequence[str]) -> None:
@@ -178,12 +178,12 @@ class Journal:
                 raise self._open_error or _DELETED
             names = self._folder.names()
             self._generation = _newest_generation(names)
-            self._log = log = self._new_log(file_format.OPEN)
+            self._log = log = self._new_log(journal_format.OPEN)
             # After a power failure the log before must be known to be continued.
             self._disk.sync(log.fd)
             self._disk.sync(self._folder.fd)
             if continued:
-                self._set_state(continued[-1], file_format.CONTINUED)
+                self._set_state(continued[-1], journal_format.CONTINUED)
             for name in names:
                 if name not in continued and (generation_of(name) is not None or name == _PROBE):
                     with suppress(OSError):  # recovery ignores it
@@ -207,22 +207,22 @@ class Journal:
 
     def skip(self, number: int) -> None:
         """Record that no batch has the next number."""
-        self._append(file_format.SkippedNumbers(number, number))
+        self._append(journal_format.SkippedNumbers(number, number))
         self._end_state.next_number += 1
 
     def set_checkpoint(self, checkpoint: bytes) -> None:
         """Record the relay's checkpoint. It replaces the one before."""
-        self._append(file_format.CheckpointSet(checkpoint))
+        self._append(journal_format.CheckpointSet(checkpoint))
         self._end_state.checkpoint = checkpoint
 
     def set_origin(self, upstream: int, origin: Origin) -> None:
         """Record the batch of an upstream from which the next batches are made. It replaces the one before."""
-        self._append(file_format.OriginSet(upstream, origin))
+        self._append(journal_format.OriginSet(upstream, origin))
         self._end_state.origins[upstream] = origin
 
     def reset(self, upstream: int, incarnation: int) -> None:
         """Record that an upstream began a new incarnation."""
-        self._append(file_format.UpstreamReset(upstream, incarnation))
+        self._append(journal_format.UpstreamReset(upstream, incarnation))
         self._end_state.positions[upstream] = (incarnation, -1)
 
     def _append(self, record: JournalRecord) -> bool:
@@ -265,19 +265,19 @@ class Journal:
         before = self._log
         try:
             # In state "memory" batches are missing before the new log, until the snapshot is complete.
-            log = self._new_log(file_format.OPEN if self.state == "disk" else file_format.BROKEN, before)
+            log = self._new_log(journal_format.OPEN if self.state == "disk" else journal_format.BROKEN, before)
         except OSError as error:
             self._stop_recording(error)
             return False
         self._log = log
         self._closed_logs += 0 if before is None else before.size
         end = self._end_state.next_number
-        header = Header(file_format.SNAPSHOT, log.header.generation, self._incarnation, end)
+        header = Header(journal_format.SNAPSHOT, log.header.generation, self._incarnation, end)
         limits = self.limits
         records = (
-            file_format.SnapshotHead(number, is_partial),
-            *map(file_format.SnapshotPart, parts),
-            *file_format.tail_records(
+            journal_format.SnapshotHead(number, is_partial),
+            *map(journal_format.SnapshotPart, parts),
+            *journal_format.tail_records(
                 tail, number + 1, end, upstream, max_batches=limits.frame_batches, max_bytes=limits.frame_bytes
             ),
             copy.deepcopy(self._end_state),
@@ -306,7 +306,7 @@ class Journal:
         self._snapshots += 1
         if self.state == "memory":
             try:
-                write.log.set_state(file_format.OPEN)
+                write.log.set_state(journal_format.OPEN)
             except OSError as failure:
                 self._stop_recording(failure)
                 return
@@ -374,12 +374,12 @@ class Journal:
         """Begin a log after the one before, if there is one. It gets its final name when its header is written."""
         assert self._folder is not None  # noqa: S101 - the callers check
         self._generation += 1
-        header = Header(file_format.LOG, self._generation, self._incarnation, self._end_state.next_number, state=state)
+        header = Header(journal_format.LOG, self._generation, self._incarnation, self._end_state.next_number, state=state)
         log = FileWriter(self._disk, self._folder, header.name + TEMPORARY, header)
         try:
             self._disk.rename(header.name + TEMPORARY, header.name, self._folder.fd)
             if before is not None:
-                self._set_state(before.header.name, file_format.CONTINUED)
+                self._set_state(before.header.name, journal_format.CONTINUED)
         except BaseException:
             log.close()
             raise
@@ -390,7 +390,7 @@ class Journal:
         assert self._folder is not None  # noqa: S101 - as above
         file = self._disk.open(name, self._folder.fd)
         try:
-            self._disk.overwrite(file, file_format.STATE_AT, state)
+            self._disk.overwrite(file, journal_format.STATE_AT, state)
         except BaseException:
             os.close(file)
             raise
@@ -404,7 +404,7 @@ class Journal:
         self._in_background(sync)
 
     def _close_log(self, log: FileWriter) -> None:
-        log.set_state(file_format.CLOSED)
+        log.set_state(journal_format.CLOSED)
         self._disk.sync(log.fd)
         log.close()
 
@@ -423,10 +423,10 @@ class Journal:
         if self._folder is None:
             return True
         try:
-            names = [name for name in self._folder.names() if name.endswith(file_format.SUFFIXES[file_format.LOG])]
+            names = [name for name in self._folder.names() if name.endswith(journal_format.SUFFIXES[journal_format.LOG])]
             for name in names:
                 try:
-                    self._set_state(name, file_format.BROKEN)
+                    self._set_state(name, journal_format.BROKEN)
                 except OSError:
                     self._disk.remove(name, self._folder.fd)
         except OSError:

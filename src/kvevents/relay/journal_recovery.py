@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvevents.errors import JournalError
-from kvevents.relay.journal import file_format
-from kvevents.relay.journal.disk import TEMPORARY, UNKNOWN_BOOT, Folder
-from kvevents.relay.journal.file_format import Batches, DamagedError, ForwardedBatch, Header, JournalRecord, Origin, Positions
+from kvevents.relay import journal_format
+from kvevents.relay.journal_disk import TEMPORARY, UNKNOWN_BOOT, Folder
+from kvevents.relay.journal_format import Batches, DamagedError, ForwardedBatch, Header, JournalRecord, Origin, Positions
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Recovered:
 
     def parts(self) -> Iterator[bytes]:
         """Return the state of the snapshot. Raises `JournalError` if it cannot be read again."""
-        return (record.payload for record in self._reread(self.headers[:1]) if isinstance(record, file_format.SnapshotPart))
+        return (record.payload for record in self._reread(self.headers[:1]) if isinstance(record, journal_format.SnapshotPart))
 
     def batches(self) -> Iterator[ForwardedBatch]:
         """Return all batches after the state. Raises `JournalError` if they cannot be read again."""
@@ -51,7 +51,7 @@ class Recovered:
             assert self.folder is not None  # noqa: S101 - it contains the files
             try:
                 with self.folder.read(header.name) as file:
-                    yield from file_format.read_records(file, header)
+                    yield from journal_format.read_records(file, header)
             except (DamagedError, OSError) as error:
                 path = self.folder.path / header.name
                 raise JournalError(f"cannot read {path} again: {error}; choose another folder for the journal") from error
@@ -78,17 +78,17 @@ def _find_files(found: Recovered, folder: Folder) -> None:
     damage = ""
     headers: list[Header] = []
     for name in sorted(folder.names()):
-        if file_format.generation_of(name) is None or name.endswith(TEMPORARY):
+        if journal_format.generation_of(name) is None or name.endswith(TEMPORARY):
             continue
         try:
             with folder.read(name) as file:
-                header = file_format.read_header(file)
+                header = journal_format.read_header(file)
         except DamagedError as error:
             damage = f"{name}: {error}"
             continue
-        if header.version > file_format.VERSION:
+        if header.version > journal_format.VERSION:
             raise JournalError(
-                f"{folder.path / name} has version {header.version}, and this release reads version {file_format.VERSION}:"
+                f"{folder.path / name} has version {header.version}, and this release reads version {journal_format.VERSION}:"
                 " use the release that wrote it, or choose another folder"
             )
         if header.name != name:
@@ -96,9 +96,9 @@ def _find_files(found: Recovered, folder: Folder) -> None:
         headers.append(header)
     found.incarnation = max((each.incarnation for each in headers), default=None)
     newest = sorted((each for each in headers if each.incarnation == found.incarnation), key=lambda each: each.generation)
-    snapshots = [each for each in newest if each.kind == file_format.SNAPSHOT]
+    snapshots = [each for each in newest if each.kind == journal_format.SNAPSHOT]
     base = snapshots[-1].generation if snapshots else 0
-    logs = [each for each in newest if each.kind == file_format.LOG and each.generation >= base]
+    logs = [each for each in newest if each.kind == journal_format.LOG and each.generation >= base]
     found.headers = [*snapshots[-1:], *logs]
     if damage:
         raise DamagedError(damage)
@@ -106,12 +106,12 @@ def _find_files(found: Recovered, folder: Folder) -> None:
 
 def _read_file(into: Recovered, folder: Folder, header: Header) -> None:
     try:
-        if header.kind == file_format.LOG:  # a snapshot's header has the number after its batches
+        if header.kind == journal_format.LOG:  # a snapshot's header has the number after its batches
             _advance(into, header.first, 0)
         with folder.read(header.name) as file:
-            for record in file_format.read_records(file, header):
+            for record in journal_format.read_records(file, header):
                 _apply(into, record)
-        if header.kind == file_format.SNAPSHOT:
+        if header.kind == journal_format.SNAPSHOT:
             _advance(into, header.first, 0)
     except DamagedError as error:
         raise DamagedError(f"{header.name}: {error}") from error
@@ -122,20 +122,20 @@ def _apply(into: Recovered, record: JournalRecord) -> None:
         case Batches():
             _advance(into, record.first, len(record.payloads))
             into.positions.update(record.positions())
-        case file_format.SkippedNumbers():
+        case journal_format.SkippedNumbers():
             _advance(into, record.first, record.last - record.first + 1)
-        case file_format.UpstreamReset():
+        case journal_format.UpstreamReset():
             into.positions[record.upstream] = (record.incarnation, -1)
-        case file_format.CheckpointSet():
+        case journal_format.CheckpointSet():
             into.checkpoint = record.checkpoint
-        case file_format.OriginSet():
+        case journal_format.OriginSet():
             into.origins[record.upstream] = record.origin
-        case file_format.SnapshotHead():
+        case journal_format.SnapshotHead():
             into.snapshot_number, into.partial, into.next_number = record.number, record.partial, record.number + 1
-        case file_format.EndState():
+        case journal_format.EndState():
             _advance(into, record.next_number, 0)
             into.checkpoint, into.positions, into.origins = record.checkpoint, record.positions, record.origins
-        case file_format.SnapshotPart():
+        case journal_format.SnapshotPart():
             pass
 
 
@@ -147,14 +147,14 @@ def _advance(into: Recovered, first: int, count: int) -> None:
 
 def _check_complete(found: Recovered, boot_id: bytes) -> None:
     """Raise `DamagedError` if valid files might not hold all that was sent."""
-    logs = [each for each in found.headers if each.kind == file_format.LOG]
+    logs = [each for each in found.headers if each.kind == journal_format.LOG]
     first, newest = found.headers[0].generation, logs[-1] if logs else None
     if newest is None or [each.generation for each in logs] != list(range(first, first + len(logs))):
         raise DamagedError("a log is missing")
-    if newest.state == file_format.CONTINUED:
+    if newest.state == journal_format.CONTINUED:
         raise DamagedError(f"the log after {newest.name} is missing")
-    states = {file_format.OPEN, file_format.CLOSED, file_format.CONTINUED}
+    states = {journal_format.OPEN, journal_format.CLOSED, journal_format.CONTINUED}
     if any(each.state not in states for each in logs):
         raise DamagedError("the disk failed to record what was sent last")
-    if newest.state == file_format.OPEN and not newest.boot == boot_id != UNKNOWN_BOOT:
+    if newest.state == journal_format.OPEN and not newest.boot == boot_id != UNKNOWN_BOOT:
         raise DamagedError("the machine was restarted, and what was sent last might not have reached the disk")
