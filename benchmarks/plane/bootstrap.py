@@ -160,7 +160,7 @@ async def _replica(url: str) -> None:
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
-    from kvevents.service.replica.replica import Replica  # noqa: PLC0415 - as above
+    from kvevents.service.replica import Replica  # noqa: PLC0415 - as above
 
     configure_threads()
     fleet = Fleet(PrefixIndex(), max_sources=1_000)

@@ -102,10 +102,10 @@ async def _replica(url: str, count: int, skipped: int) -> None:
     from kvevents.cli.process import configure_threads  # noqa: PLC0415 - as above
     from kvevents.index import PrefixIndex  # noqa: PLC0415 - as above
     from kvevents.plane.settings import PlaneSettings  # noqa: PLC0415 - as above
+    from kvevents.service import index_build  # noqa: PLC0415 - as above
     from kvevents.service.fleet import Fleet  # noqa: PLC0415 - as above
     from kvevents.service.follower import IndexSink  # noqa: PLC0415 - as above
-    from kvevents.service.replica import index_build  # noqa: PLC0415 - as above
-    from kvevents.service.replica.replica import Replica  # noqa: PLC0415 - as above
+    from kvevents.service.replica import Replica  # noqa: PLC0415 - as above
     from kvevents.stream import RawBatch  # noqa: PLC0415 - as above
 
     seen: list[tuple[float, list[bytes]]] = []

@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError, UsageError
+from kvevents.service.access import Address
 from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
-from kvevents.service.hosts import Address
 
 DEFAULT = EndpointAllowList()
 OPEN = EndpointAllowList(["tcp://0.0.0.0/0:*", "tcp://[::/0]:*"])

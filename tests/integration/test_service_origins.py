@@ -12,12 +12,11 @@ import pytest
 
 from cli_cases import run
 from kvevents.errors import ConfigError
-from kvevents.service.access import AccessConfig, TokenConfig
+from kvevents.service.access import AccessConfig, HostPatterns, TokenConfig, host_of
 from kvevents.service.config import ServiceConfig, Tls
 from kvevents.service.errors import ServiceError
-from kvevents.service.hosts import HostPatterns, host_of
+from kvevents.service.http.app import OriginPolicy
 from kvevents.service.http.messages import Headers
-from kvevents.service.http.origins import OriginPolicy
 from service_cases import Answer, Service, exchange, registration, serving, write
 
 TOKEN = "a-token-of-the-test"  # noqa: S105

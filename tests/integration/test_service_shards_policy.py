@@ -1,4 +1,4 @@
-"""`kvevents.service.shards.peers`: which announced replicas are queried."""
+"""`kvevents.service.peers`: which announced replicas are queried."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from certificate_cases import make_certificates
 from kvevents.errors import ConfigError
 from kvevents.service.config import ServiceConfig, ShardSettings
-from kvevents.service.shards.peers import PeerPolicy, Peers, PeerUnavailableError
-from kvevents.service.shards.shard_server import ExpectationAnswer, PartitionQuery
+from kvevents.service.peers import PeerPolicy, Peers, PeerUnavailableError
+from kvevents.service.shard_server import ExpectationAnswer, PartitionQuery
 from kvevents.settings import convert
 
 POD = "http://kv-0.kv-peers.ns.svc:8090"

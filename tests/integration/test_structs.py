@@ -14,7 +14,7 @@ ALONE = {"cli", "engines", "sim", "compat", "testing"}
 """Parts that read what they are given before they begin another thread."""
 
 VARIABLES = {"kind"}
-"""In `shards/peers.py`, whose callers name `Part`, `Members` and `Noted`."""
+"""In `service/peers.py`, whose callers name `Part`, `Members` and `Noted`."""
 
 
 def decoded() -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvevents.relay.ownership import UpstreamBlocks
+from kvevents.relay.upstreams import UpstreamBlocks
 
 MEDIA = st.sampled_from([None, "GPU", "CPU"])
 GROUPS = st.sampled_from([None, 0, 1])

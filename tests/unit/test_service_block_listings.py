@@ -1,4 +1,4 @@
-"""`kvevents.service.http.block_listings`: a page costs its size, and stored listings are bounded."""
+"""`kvevents.service.lookups`: a page costs its size, and stored listings are bounded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvevents.index import Block
 from kvevents.service.errors import NotFoundError
-from kvevents.service.http.block_listings import BlockListings
+from kvevents.service.lookups import BlockListings
 from kvevents.service.schemas import TrustStatus
 
 BIG = st.integers(0, 2**64 - 1)

@@ -11,14 +11,14 @@ import pytest
 
 from kvevents.service.config import Limits, ServiceConfig
 from kvevents.service.errors import ConflictError, ServiceError, TooMuchError
-from kvevents.service.http import shard
+from kvevents.service.http import v1
 from kvevents.service.http.messages import Body, Headers, HttpRequest
 from kvevents.service.http.routes import ROUTES
 from kvevents.service.http.thread_pools import MATCHING, ThreadPools
 from kvevents.service.member import Member, MemberMatch
+from kvevents.service.scatter_gather import MAX_INLINE_TOKENS, ScatterGather
 from kvevents.service.schemas import MAX_MEDIA, MatchRequest
-from kvevents.service.shards.scatter_gather import MAX_INLINE_TOKENS, ScatterGather
-from kvevents.service.shards.shard_server import Expectation, ExpectationAnswer, PartitionQuery, ShardQuery
+from kvevents.service.shard_server import Expectation, ExpectationAnswer, PartitionQuery, ShardQuery
 
 LIMIT = 10_000
 LIMITS = Limits(max_json_bytes=LIMIT)
@@ -56,7 +56,7 @@ def asked(path: str, body: dict[str, Any], codec: Any = msgspec.msgpack, *, shar
     return bytes(answered.body)
 
 
-@pytest.mark.parametrize("handler", [shard.match, shard.members, shard.expect])
+@pytest.mark.parametrize("handler", [v1.shard_match, v1.shard_members, v1.shard_expect])
 def test_a_service_without_a_share_reads_no_body(handler: Any) -> None:
     with pytest.raises(ConflictError):
         handler(service(shards=False), request("/v1/shard/match", b"\xc1" * 5))

@@ -1,5 +1,5 @@
 //! Access control for the plain cases. The control plane decides about all others (`kvevents.service.access`,
-//! `kvevents.service.http.origins`): a request that is admitted here is admitted there too.
+//! `kvevents.service.http.app`): a request that is admitted here is admitted there too.
 
 use std::net::IpAddr;
 

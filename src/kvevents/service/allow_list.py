@@ -18,8 +18,8 @@ from typing import Final
 
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError
+from kvevents.service.access import Address, Network
 from kvevents.service.errors import ServiceError
-from kvevents.service.hosts import Address, Network
 from kvevents.service.registration import MAX_NAME_BYTES
 
 DEFAULT_ALLOW: Final = (

@@ -12,9 +12,8 @@ from kvevents.errors import ConfigError
 from kvevents.plane.replicas import MAX_HOLDERS, ShardTimers, is_url
 from kvevents.plane.settings import PlaneSettings
 from kvevents.security import Curve
-from kvevents.service.access import AccessConfig
+from kvevents.service.access import AccessConfig, HostPatterns, is_loopback
 from kvevents.service.discovery.provider import SourceTable, Template
-from kvevents.service.hosts import HostPatterns, is_loopback
 from kvevents.settings import Bytes, FilePath, FolderPath, Host, Name, Port, Positive, Range, Seconds, Settings, Unit, Url
 from kvevents.structs import build_decoder_now
 from kvevents.subscriber import LoadSettings

@@ -30,10 +30,10 @@ from kvevents.plane.partition_state import PartitionState
 from kvevents.service.data_plane import Counts
 from kvevents.service.member import Member
 from kvevents.service.metrics import Histogram, MetricsPage, Samples, labels
-from kvevents.service.replica.replica import Replica
+from kvevents.service.replica import Replica
+from kvevents.service.scatter_gather import ScatterGather
 from kvevents.service.schemas import StatsAnswer
 from kvevents.service.service import Service
-from kvevents.service.shards.scatter_gather import ScatterGather
 from kvevents.stream import StreamCounters
 from kvevents.weights import TIERS, TrustState
 

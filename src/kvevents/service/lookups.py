@@ -1,24 +1,33 @@
-"""Prefix lookups of the control plane: in this process's index, or with the replicas that hold the other shards."""
+"""Queries of the index by the control plane: prefix lookups, and listings of one worker's blocks in pages.
+
+Lookups use this process's index, or ask the replicas that hold the other shards. Listings use this process's index only.
+
+The index has no order at which a page of blocks could begin. So the request for the first page copies all blocks of the
+worker, in 32 bytes each, and all pages together are the blocks of one moment. A listing is dropped after its last page, after
+some time without a request, and when newer listings need the memory; the client then starts over.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvevents.index import Namespace
+from kvevents.index import Block, Namespace
 from kvevents.service.data_plane import DataPlane
-from kvevents.service.errors import UnavailableError
+from kvevents.service.errors import NotFoundError, UnavailableError
 from kvevents.service.fleet import Fleet
 from kvevents.service.hot_prefixes import HotNode, HotPrefixes
 from kvevents.service.http.thread_pools import RunStep
 from kvevents.service.member import MemberMatch
 from kvevents.service.metrics import Metrics
-from kvevents.service.registration import Scope
-from kvevents.service.schemas import HotPrefix, Media, SelectRequest
-from kvevents.service.shards.scatter_gather import ScatterGather, packed
-from kvevents.service.shards.shard_server import Expectation, ShardQuery, fields_of
+from kvevents.service.registration import Key, Scope
+from kvevents.service.scatter_gather import ScatterGather, packed
+from kvevents.service.schemas import BlocksAnswer, BlockView, HotPrefix, Media, SelectRequest, TrustStatus
+from kvevents.service.shard_server import Expectation, ShardQuery, fields_of
 
 MAX_UNCOUNTED: Final = 64
 """Uncounted lookups above which the next lookup counts them."""
@@ -191,3 +200,91 @@ def _prefixes(nodes: list[HotNode], found: list[list[MemberMatch]]) -> list[HotP
         )
         for node, rows in zip(nodes, found, strict=True)
     ]
+
+
+# --- listings of blocks
+
+
+class _Listing:
+    """The blocks of one worker at one moment."""
+
+    def __init__(self, key: Key, blocks: Iterable[Block], trust: Callable[[], TrustStatus]) -> None:
+        self.key: Final = key
+        self.used_at = 0.0
+        self._numbers: Final = array("Q")
+        """Four numbers for each block: key, hash, tier number with group, and copies."""
+        self._tiers: Final[list[str]] = []
+        places: dict[str, int] = {}
+        for block in blocks:
+            place = places.get(block.tier)
+            if place is None:
+                place = places[block.tier] = len(places)
+                self._tiers.append(block.tier)
+            self._numbers.extend((block.key, block.hash, place << 32 | block.group, block.copies))
+        self.trust: Final = trust()  # after the blocks: trust drops before blocks do
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 4
+
+    def page(self, start: int, limit: int) -> list[BlockView]:
+        """Return at most `limit` blocks from block number `start`."""
+        numbers = self._numbers[4 * start : 4 * (start + limit)]
+        return [
+            BlockView(
+                key=f"{numbers[at]:016x}",
+                hash=f"{numbers[at + 1]:016x}",
+                tier=self._tiers[numbers[at + 2] >> 32],
+                group=numbers[at + 2] & 0xFFFF_FFFF,
+                copies=numbers[at + 3],
+            )
+            for at in range(0, len(numbers), 4)
+        ]
+
+
+class BlockListings:
+    """Listings with further pages. Only one thread may use it.
+
+    All listings together have at most `max_blocks` blocks, except that the newest one may be larger. Each is dropped `seconds`
+    after its last request.
+    """
+
+    def __init__(self, max_blocks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_blocks: Final = max_blocks
+        self._seconds: Final = seconds
+        self._clock: Final = clock
+        self._listings: Final[dict[str, _Listing]] = {}
+        """Listings by name, least recently used first."""
+
+    def __len__(self) -> int:
+        return len(self._listings)
+
+    def first(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], TrustStatus]) -> BlocksAnswer:
+        """Return the first page of a worker's blocks. `trust` is called after the blocks were read."""
+        listing = _Listing(key, blocks, trust)
+        self._expire()
+        return self._page(secrets.token_hex(8), listing, 0, limit)
+
+    def next(self, key: Key, cursor: str, limit: int) -> BlocksAnswer:
+        """Return the page at a cursor of the same worker. Raises `NotFoundError` if its listing was dropped."""
+        self._expire()
+        name, _, place = cursor.partition(".")
+        listing = self._listings.pop(name, None)
+        if listing is None or listing.key != key:
+            raise NotFoundError(f"unknown cursor {cursor!r} for this worker", "no-cursor", "start over without a cursor")
+        return self._page(name, listing, int(place), limit)
+
+    def _page(self, name: str, listing: _Listing, start: int, limit: int) -> BlocksAnswer:
+        end = start + limit
+        more = end < len(listing)
+        if more:
+            listing.used_at = self._clock()
+            self._listings[name] = listing
+            while len(self._listings) > 1 and sum(map(len, self._listings.values())) > self._max_blocks:
+                del self._listings[next(iter(self._listings))]
+        blocks = listing.page(start, limit)
+        return BlocksAnswer(total=len(listing), blocks=blocks, next=f"{name}.{end}" if more else None, trust=listing.trust)
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._seconds
+        for name in [name for name, listing in self._listings.items() if listing.used_at < oldest]:
+            del self._listings[name]

@@ -17,8 +17,8 @@ from kvevents.service.fleet import Fleet
 from kvevents.service.member import Member
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Scope
+from kvevents.service.scatter_gather import ScatterGather
 from kvevents.service.schemas import Candidate, Selection, SelectRequest, TrustStatus, WorkerMatch
-from kvevents.service.shards.scatter_gather import ScatterGather
 from kvevents.weights import TIERS, distance_of
 from kvevents_native import _native
 

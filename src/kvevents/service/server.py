@@ -27,12 +27,11 @@ from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.config import Limits, ServiceConfig, Tls
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.hot_prefixes import MAX_DEPTH, SAMPLES_PER_SECOND
-from kvevents.service.http.app import App
-from kvevents.service.http.origins import OriginPolicy
+from kvevents.service.http.app import App, OriginPolicy
 from kvevents.service.http.routes import ENDPOINTS
+from kvevents.service.peers import Peers
 from kvevents.service.selection import terms_of
 from kvevents.service.service import Service
-from kvevents.service.shards.peers import Peers
 
 RESERVED_FILES: Final = 256
 """Files, pipes and sockets that are not client connections. The subscriber checks the room for its engines itself."""

@@ -26,19 +26,18 @@ from kvevents.service.discovery.files import read_sources
 from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.errors import ConflictError, RefusedError, ServiceError, TooMuchError
 from kvevents.service.fleet import Fleet
-from kvevents.service.http.block_listings import BlockListings
 from kvevents.service.http.thread_pools import MATCHING, RunStep, ThreadPool, ThreadPools
-from kvevents.service.lookups import Lookups
+from kvevents.service.lookups import BlockListings, Lookups
 from kvevents.service.member import HTTP, Member
 from kvevents.service.metrics import Metrics
+from kvevents.service.peers import Peers
 from kvevents.service.prober import Prober, check_allowed, check_endpoints
 from kvevents.service.registration import SEPARATOR, Key, Registration
-from kvevents.service.replica.replica import Replica
+from kvevents.service.replica import Replica
+from kvevents.service.scatter_gather import ScatterGather
 from kvevents.service.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.service.selection import CandidateCache
-from kvevents.service.shards.peers import Peers
-from kvevents.service.shards.scatter_gather import ScatterGather
-from kvevents.service.shards.shard_server import ShardServer
+from kvevents.service.shard_server import ShardServer
 from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint, Trust
 

@@ -22,8 +22,8 @@ from kvevents.plane.replicas import ShardTimers
 from kvevents.plane.settings import PlaneSettings
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
-from kvevents.service.replica.index_build import IndexBuild
-from kvevents.service.replica.replica import Replica
+from kvevents.service.index_build import IndexBuild
+from kvevents.service.replica import Replica
 from kvevents.stream import Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
 from tests.system.chaos.consumer import BRISK, BRISK_SOCKETS

@@ -1,27 +1,31 @@
 """The table of HTTP endpoints, and the OpenAPI document that is generated from it.
 
-Dispatch, roles, metrics and `/openapi.json` all read the table.
+Dispatch, roles, metrics and `/openapi.json` all read the table. The handlers of probes, of metrics and of the page are here
+too; those of other endpoints are in the modules of their APIs.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.resources import files
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from kvevents.package_metadata import version
 from kvevents.service import schemas
+from kvevents.service import shard_server as shard_schemas
 from kvevents.service.access import Role
-from kvevents.service.http import indexer_api, indexer_listings, probes, shard, v1
-from kvevents.service.http.messages import PROBLEM, HttpRequest, Response, StreamingResponse
+from kvevents.service.exposition import exposition
+from kvevents.service.http import indexer_api, indexer_listings, v1
+from kvevents.service.http.messages import PROBLEM, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.thread_pools import FLEET, LISTING, MATCHING, METRICS
 from kvevents.service.registration import MAX_NAME_BYTES
 from kvevents.service.schemas import Problem, ScopedRequest
 from kvevents.service.service import Service
-from kvevents.service.shards import shard_server as shard_schemas
 
 Handler: TypeAlias = "Callable[[Service, HttpRequest], Response | StreamingResponse]"
 """Handles a request; `HttpRequest.run` calls it."""
@@ -116,11 +120,55 @@ _RAW: Final = (
 _INLINE_PROMPT_BYTES: Final = 1 << 20
 _INLINE_OBJECT_BYTES: Final = 1 << 16
 """Two thousand candidates or three thousand hashes, which Python reads."""
+METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _FAILED: Final = ((503, "the process failed and must be restarted"),)
 
 
 def _limit(most: int) -> Parameter:
     return Parameter("limit", "maximum number of items", schema={"type": "integer", "minimum": 1, "maximum": most})
+
+
+def health(service: Service, request: HttpRequest) -> Response:
+    """Return whether the service receives events; 503 if the process must be restarted."""
+    found = service.health()
+    return answer(found, request, status=503 if found.status == "failed" else 200)
+
+
+def live(service: Service, request: HttpRequest) -> Response:
+    """Return the same as `/health`, under the path that Kubernetes uses."""
+    return health(service, request)
+
+
+def ready(service: Service, request: HttpRequest) -> Response:
+    """Return whether the service can be queried: enough sources are EXACT or the deadline has passed; 503 before."""
+    readiness = service.readiness()
+    return answer(readiness, request, status=200 if readiness.ready else 503)
+
+
+def metrics(service: Service, _request: HttpRequest) -> Response:
+    """Return the metrics in Prometheus' text format."""
+    return Response(exposition(service), kind=METRICS_TYPE)
+
+
+@cache
+def _page() -> bytes:
+    return (files("kvevents.service") / "page.html").read_bytes()
+
+
+def page(_service: Service, _request: HttpRequest) -> Response:
+    """Return the page that shows the fleet in a browser."""
+    nonce = secrets.token_urlsafe(16)
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = (
+        (b"content-security-policy", policy.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cache-control", b"no-store"),
+    )
+    return Response(_page().replace(b"{{nonce}}", nonce.encode()), kind=b"text/html; charset=utf-8", headers=headers)
 
 
 def openapi(_service: Service, _request: HttpRequest) -> Response:
@@ -262,7 +310,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     Route(
         "POST",
         "/v1/shard/match",
-        shard.match,
+        v1.shard_match,
         Role.READ,
         "shard",
         shard_schemas.ShardQuery,
@@ -272,7 +320,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     Route(
         "POST",
         "/v1/shard/members",
-        shard.members,
+        v1.shard_members,
         Role.READ,
         "shard",
         shard_schemas.PartitionQuery,
@@ -282,7 +330,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     Route(
         "POST",
         "/v1/shard/expect",
-        shard.expect,
+        v1.shard_expect,
         Role.READ,
         "shard",
         shard_schemas.Expectation,
@@ -290,21 +338,21 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
         pool=MATCHING,
     ),
     # Probes, metrics, documentation and the page
-    Route("GET", "/health", probes.health, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
-    Route("GET", "/livez", probes.live, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
+    Route("GET", "/health", health, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
+    Route("GET", "/livez", live, None, "probes", gives=schemas.HealthAnswer, also=_FAILED, probe=True),
     Route(
         "GET",
         "/readyz",
-        probes.ready,
+        ready,
         None,
         "probes",
         gives=schemas.ReadyAnswer,
         also=((503, "the service is not ready"),),
         probe=True,
     ),
-    Route("GET", "/metrics", probes.metrics, Role.READ, "probes", media="text/plain", pool=METRICS),
+    Route("GET", "/metrics", metrics, Role.READ, "probes", media="text/plain", pool=METRICS),
     Route("GET", "/openapi.json", openapi, None, "probes"),
-    Route("GET", "/", probes.page, None, "probes", media="text/html"),
+    Route("GET", "/", page, None, "probes", media="text/html"),
 )
 
 ROUTES: Final[dict[str, dict[str, Route]]] = {}

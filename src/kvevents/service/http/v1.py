@@ -1,9 +1,14 @@
-"""The `/v1` API of kvevents. `kvevents.service.schemas` has the types of its requests and responses."""
+"""The `/v1` API of kvevents. `kvevents.service.schemas` has the types of its requests and responses.
+
+The endpoints of `/v1/shard` are for the replicas of a sharded plane. Replicas send msgpack; JSON works too.
+`kvevents.service.shard_server` has the types of these messages.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +16,7 @@ import msgspec
 from kvevents.index import Block
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import StreamEvent
-from kvevents.service.http.messages import RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
+from kvevents.service.http.messages import MSGPACK, RAW, Body, HttpRequest, Response, StreamingResponse, answer, encoded
 from kvevents.service.lookups import FoundMany, HottestPrefixes, LookupResult
 from kvevents.service.member import Member, MemberMatch
 from kvevents.service.registration import DEFAULT_GROUP, Scope
@@ -35,6 +40,7 @@ from kvevents.service.scope_fields import scope_of
 from kvevents.service.selection import SelectError, Standing
 from kvevents.service.selection import select as select_worker
 from kvevents.service.service import Service
+from kvevents.service.shard_server import Expectation, PartitionQuery, ShardQuery, ShardServer
 from kvevents.structs import build_decoder_now
 
 MATCH: Final = Body.of(MatchRequest)
@@ -324,3 +330,65 @@ async def _events(service: Service, wanted: Mapping[str, str]) -> AsyncIterator[
             elif _is_wanted(event, wanted):
                 kind = event.__struct_config__.tag
                 yield b"event: %b\ndata: %b\n\n" % (str(kind).encode(), msgspec.json.encode(event))
+
+
+# --- requests between the replicas of a sharded plane
+
+SHARD_QUERY: Final = Body.of(ShardQuery)
+SHARD_PARTITIONS: Final = Body.of(PartitionQuery)
+SHARD_EXPECTATION: Final = Body.of(Expectation)
+
+
+class _ShardPrompts(msgspec.Struct):
+    """The prompts of a body, without its other fields."""
+
+    prompts: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+
+
+_SHARD_PROMPTS: Final[dict[bytes, Any]] = {
+    b"application/json": msgspec.json.Decoder(_ShardPrompts),
+    MSGPACK: msgspec.msgpack.Decoder(_ShardPrompts),
+}
+
+
+def shard_match(service: Service, request: HttpRequest) -> Response:
+    """Return how much of some prompts the workers of some partitions hold, as far as this replica serves them."""
+    server = _shard_server(service)
+    query: ShardQuery = _read_shard_body(SHARD_QUERY, service, request)
+    service.check_tokens(sum(len(prompt) // 4 for prompt in query.prompts) + sum(map(len, query.keys)))
+    if any(max(keys, default=0) >> 64 for keys in query.keys):
+        raise ServiceError("a key has more than 64 bits", "bad-hash", "send rolling keys or hashes of blocks", status=422)
+    return answer(server.part(query), request)
+
+
+def shard_members(service: Service, request: HttpRequest) -> Response:
+    """List the engines of some partitions, as far as this replica serves them."""
+    server = _shard_server(service)
+    query: PartitionQuery = SHARD_PARTITIONS.read(request, service.config.limits)
+    return answer(server.members(query), request)
+
+
+def shard_expect(service: Service, request: HttpRequest) -> Response:
+    """Count a prompt as held by an engine for a while."""
+    server = _shard_server(service)
+    query: Expectation = _read_shard_body(SHARD_EXPECTATION, service, request)
+    service.check_tokens(len(query.prompt) // 4)
+    return answer(server.expect(query), request)
+
+
+def _read_shard_body(body: Body, service: Service, request: HttpRequest) -> Any:
+    """Decode the body. Its prompts are bytes that are cheap to decode and have a limit of their own."""
+    limits = service.config.limits
+    apart = 0
+    if len(request.body) > limits.max_json_bytes and (decoder := _SHARD_PROMPTS.get(request.kind)) is not None:
+        with suppress(ValueError, RecursionError):  # a malformed body is rejected for its size
+            found = decoder.decode(request.body)
+            apart = len(found.prompts) + len(found.prompt)
+    return body.read(request, limits, apart=apart)
+
+
+def _shard_server(service: Service) -> ShardServer:
+    if service.shards is None:
+        raise ConflictError("this service holds no shard of a plane", "no-shard", "send the request to /v1/match")
+    return service.shards.answering

@@ -30,9 +30,9 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
+from kvevents.service.index_build import IndexBuild, Snapshotter
 from kvevents.service.registration import Registration
-from kvevents.service.replica.coordination import Assignment, ConsistencyCheck
-from kvevents.service.replica.index_build import IndexBuild, Snapshotter
+from kvevents.service.replica_coordination import Assignment, ConsistencyCheck
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ import msgspec
 
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.http_client import HttpConnections, HttpError, RequestLimits
-from kvevents.service.access import token_of_file
+from kvevents.service.access import HostPatterns, address_of, is_loopback, token_of_file
 from kvevents.service.config import ShardSettings
-from kvevents.service.hosts import HostPatterns, address_of, is_loopback
 
 _LOOPBACK: Final = ("127.0.0.0/8", "::1", "localhost")
 

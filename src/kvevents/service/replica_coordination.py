@@ -16,7 +16,7 @@ from kvevents.plane.leases import Lease, LeaseHolder, lease_key
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.replicas import DIGEST_PREFIX, SHARD_PREFIX, ReplicaDigests, ShardAnnouncement, ShardAssignment
 from kvevents.service.config import ShardSettings
-from kvevents.service.shards.peers import PeerPolicy
+from kvevents.service.peers import PeerPolicy
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue

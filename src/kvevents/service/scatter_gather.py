@@ -24,11 +24,11 @@ import msgspec
 from kvevents.plane.replicas import ShardAnnouncement, plan_queries
 from kvevents.service.errors import NotFoundError
 from kvevents.service.member import Member, MemberMatch
+from kvevents.service.peers import Peers, PeerUnavailableError
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Scope
 from kvevents.service.scope_fields import scope_of
-from kvevents.service.shards.peers import Peers, PeerUnavailableError
-from kvevents.service.shards.shard_server import (
+from kvevents.service.shard_server import (
     Expectation,
     ExpectationAnswer,
     MemberDescription,
