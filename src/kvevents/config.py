@@ -13,8 +13,7 @@ import msgspec
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError, UnknownDialectError
 from kvevents.security import Curve
-from kvevents.settings import convert
-from kvevents.structs import build_decoder_now
+from kvevents.settings import build_decoder_now, convert
 from kvevents.wire.dialects import Dialect, dialect_for
 
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
@@ -32,6 +31,13 @@ def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
         return value
     engine, _, release = value.partition("-")
     return dialect_for(engine, release or "latest")
+
+
+def check_counts(**counts: int) -> None:
+    """Raise `ConfigError`, which names the setting, for a number below 0."""
+    for name, value in counts.items():
+        if value < 0:
+            raise ConfigError(f"{name} is {value}; it must be at least 0")
 
 
 def check_heartbeat(every: float | None) -> None:
@@ -81,9 +87,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         check_heartbeat(self.heartbeat)
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 batches")
+        check_counts(buffer_steps=self.buffer_steps, hwm=self.hwm, max_queue_size=self.max_queue_size)
         _check_endpoint("endpoint", self.endpoint)
         for name in ("replay_endpoint", "snapshot_endpoint"):
             if (endpoint := getattr(self, name)) is not None:

@@ -20,6 +20,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias
 
 import msgspec
 
+__all__ = [
+    "MEDIUM_CPU",
+    "MEDIUM_CPU_PINNED",
+    "MEDIUM_DISK",
+    "MEDIUM_EXTERNAL",
+    "MEDIUM_GPU",
+    "MEDIUM_STORAGE",
+    "AllBlocksCleared",
+    "BlockInactive",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "ExtraKey",
+    "Heartbeat",
+    "KVCacheEvent",
+    "KVConnectorKVEvents",
+    "KVEvent",
+    "KVEventAggregator",
+    "KVEventBatch",
+    "TokenId",
+    "UnknownFields",
+]
+
 MEDIUM_GPU: Final = "GPU"
 """Device memory (vLLM, SGLang)."""
 MEDIUM_CPU: Final = "CPU"

@@ -2,6 +2,8 @@
 
 A settings struct is the only definition of its settings: names, types, units, defaults and help texts (the docstrings below the
 fields). `kvevents.cli.settings_parser` derives options and environment variables from it.
+
+`build_decoder_now` is for every struct that is decoded, settings or not: it makes that safe in several threads.
 """
 
 from __future__ import annotations
@@ -19,6 +21,19 @@ import msgspec
 from msgspec import Struct
 
 from kvevents.errors import ConfigError
+
+StructType = TypeVar("StructType", bound=type[msgspec.Struct])
+
+
+def build_decoder_now(kind: StructType) -> StructType:
+    """Build msgspec's type information of a struct when its module is imported, not at its first use.
+
+    Decorate each struct that is passed to `decode` or `convert`. msgspec (up to 0.22) stores the type information where other
+    threads see it before it is complete: two threads that decode a struct for the first time can crash the process.
+    """
+    msgspec.json.Decoder(kind)
+    return kind
+
 
 T = TypeVar("T", bound=Struct)
 

@@ -18,10 +18,10 @@ ROOT = Path(kvevents.__file__).parent
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("events", "endpoints", "package_metadata", "backoff", "prometheus"),
-    ("http_client", "structs", "weights", "settings"),
+    ("http_client", "weights", "settings"),
     ("native_module",),
     ("wire", "security"),
-    ("config",),
+    ("config", "zap"),
     ("stream",),
     ("recording", "publisher", "subscriber", "index"),
     ("recording_streams", "routing"),

@@ -95,7 +95,7 @@ def test_json_reaches_every_field() -> None:
         ),
         ('{"format": "other"}', "format is 'other'"),
         ('{"hwm": "many"}', r"hwm"),
-        ('{"hwm": -1}', "hwm is -1; it must be at least 0 batches"),
+        ('{"hwm": -1}', "hwm is -1; it must be at least 0"),
         ('{"buffer_steps": -5}', "buffer_steps is -5"),
         ('{"max_queue_size": -5}', "max_queue_size is -5"),
         ('{"endpoint": "5557"}', "endpoint is '5557'; expected tcp://HOST:PORT"),

@@ -20,7 +20,7 @@ from kvevents.index import PrefixIndex
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.base import QueuedPublisher
 from kvevents.publisher.event_server import EventServer, EventSocket
-from kvevents.security.keys import KeyPair, write_pair
+from kvevents.security import KeyPair, write_pair
 from kvevents.wire.encode import batch_encoder
 from publisher_cases import wait_until
 from vllm_stand_in import Vllm

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from chromium import Chromium, find_chromium
 from kvevents.errors import MissingDependencyError
 from kvevents.sim.report import page, report_settings, rows, summary, traffic_text
-from kvevents.sim.report.figures import DRAWINGS, MAX_DOTS, MAX_POINTS, _sample_dots, hit_rates
-from kvevents.sim.report.text import COLUMNS, capacity_blocks, cells, span
+from kvevents.sim.report_figures import DRAWINGS, MAX_DOTS, MAX_POINTS, _sample_dots, hit_rates
+from kvevents.sim.report_text import COLUMNS, capacity_blocks, cells, span
 from kvevents.sim.results import Comparison, Disagreement, Distribution, FleetSample, PolicyResult
 from kvevents.sim.settings import FleetSettings
 from sim_report_cases import result

@@ -13,10 +13,19 @@ from zmq.auth import create_certificates, load_certificate
 from zmq.utils import z85
 
 from certificate_pairs import make_pair, put
+from kvevents import zap
 from kvevents.errors import ConfigError
-from kvevents.security import Curve, zap
-from kvevents.security.keys import MAX_FILE_BYTES, KeyPair, read_pair, read_public_keys, write_pair, z85_decode, z85_encode
-from kvevents.security.zap import KeyAllowList, SecuritySettings
+from kvevents.security import (
+    MAX_FILE_BYTES,
+    Curve,
+    KeyPair,
+    read_pair,
+    read_public_keys,
+    write_pair,
+    z85_decode,
+    z85_encode,
+)
+from kvevents.zap import KeyAllowList, SecuritySettings
 
 
 @given(st.binary(min_size=32, max_size=32))

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.generators`."""
+"""`kvevents.sim.workload_generators`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.generators`."""
+"""`kvevents.sim.workload_generators`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from kvevents.errors import ConfigError
 from kvevents.sim.requests import Request, Text
+from kvevents.sim.workload_generators import answer_seconds
 from kvevents.sim.workloads import Chat, Lengths
-from kvevents.sim.workloads.generators import answer_seconds
 
 
 def talks(chat: Chat, count: int = 2_000, seed: int = 3) -> dict[str | None, list[Request]]:

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.traces`."""
+"""`kvevents.sim.workload_traces`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.sim.requests import Drawn, Request, Text
+from kvevents.sim.workload_traces import ANSWERS, PIECE_TOKENS, MooncakeReader
 from kvevents.sim.workloads import MooncakeRow, mooncake_rows, workload
-from kvevents.sim.workloads.traces import ANSWERS, PIECE_TOKENS, MooncakeReader
 
 
 def row(**fields: object) -> bytes:

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.recorded`."""
+"""`kvevents.sim.workload_recordings`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import paths
 from kvevents.errors import RecordingError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import RecordedFrame, RecordingWriter
+from kvevents.sim.workload_recordings import ANSWER_GAP, CHUNK_GAP, MAX_OPEN
 from kvevents.sim.workloads import RecordedRequests, from_recording
-from kvevents.sim.workloads.recorded import ANSWER_GAP, CHUNK_GAP, MAX_OPEN
 from kvevents.wire import Dialect, dialect_for, encode_batch, live_frames
 
 CAPTURE = paths.DATA / "vllm-0.32-captures.jsonl.gz"

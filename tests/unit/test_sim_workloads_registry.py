@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.registry`."""
+"""`kvevents.sim.workloads`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.traces`."""
+"""`kvevents.sim.workload_traces`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workloads.traces import ANSWERS, PlainReader, plain_row
+from kvevents.sim.workload_traces import ANSWERS, PlainReader, plain_row
 
 
 def read(line: str, number: int = 1) -> Request:

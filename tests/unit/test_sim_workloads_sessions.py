@@ -1,8 +1,8 @@
-"""`kvevents.sim.workloads.traces`."""
+"""`kvevents.sim.workload_traces`."""
 
 from __future__ import annotations
 
-from kvevents.sim.workloads.traces import SHARED_AFTER, Sessions
+from kvevents.sim.workload_traces import SHARED_AFTER, Sessions
 
 
 def test_a_prompt_that_goes_on_belongs_to_the_session() -> None:

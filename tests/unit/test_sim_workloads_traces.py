@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.traces`."""
+"""`kvevents.sim.workload_traces`."""
 
 from __future__ import annotations
 

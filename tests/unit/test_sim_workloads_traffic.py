@@ -1,4 +1,4 @@
-"""`kvevents.sim.workloads.generators`."""
+"""`kvevents.sim.workload_generators`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.sim.requests import Request, Text
-from kvevents.sim.workloads import Chat, Lengths
-from kvevents.sim.workloads.generators import (
+from kvevents.sim.workload_generators import (
     FIRST_TOKEN_SECONDS,
     TOKEN_SECONDS,
     TrafficSession,
@@ -24,6 +23,7 @@ from kvevents.sim.workloads.generators import (
     turns_of,
     zipf,
 )
+from kvevents.sim.workloads import Chat, Lengths
 
 TEXT = Text([(1, 10)])
 

@@ -17,8 +17,7 @@ from kvevents.cli.command import CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.endpoints import MAX_PORT, split_tcp, validate_endpoint
 from kvevents.errors import ConfigError, ExternalError
-from kvevents.security import Curve
-from kvevents.security.keys import read_public_keys, z85_decode
+from kvevents.security import Curve, read_public_keys, z85_decode
 from kvevents.stream import Source
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0

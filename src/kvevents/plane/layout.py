@@ -24,7 +24,7 @@ from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, ReceivedMessage, Tail
 from kvevents.plane.settings import PlaneSettings
-from kvevents.structs import build_decoder_now
+from kvevents.settings import build_decoder_now
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext

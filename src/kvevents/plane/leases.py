@@ -34,8 +34,7 @@ import msgspec
 from kvevents.errors import PlaneError
 from kvevents.plane.layout import LEASE_SECONDS, Layout
 from kvevents.plane.nats_errors import map_errors
-from kvevents.settings import Seconds, Settings
-from kvevents.structs import build_decoder_now
+from kvevents.settings import Seconds, Settings, build_decoder_now
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext

@@ -44,8 +44,8 @@ from kvevents.plane.records import (
     TrustRecord,
     extend_history,
 )
+from kvevents.settings import build_decoder_now
 from kvevents.stream import PERSISTENT_REASONS, Checkpoint, Fingerprint, Gap, RawBatch, Reset, payload_digest
-from kvevents.structs import build_decoder_now
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 
 _KEPT: Final = frozenset(doubt.name for doubt in PERSISTENT_REASONS)

@@ -28,8 +28,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvevents.plane.records import StreamKey
-from kvevents.settings import Seconds, Settings
-from kvevents.structs import build_decoder_now
+from kvevents.settings import Seconds, Settings, build_decoder_now
 
 SHARD_PREFIX: Final = "shard."
 """Prefix of the keys of announcements in the lease bucket; the replica's name follows."""

@@ -28,9 +28,8 @@ from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import StreamKey, Tail
 from kvevents.plane.replicas import DIGEST_PREFIX, ReplicaDigests
-from kvevents.settings import Seconds, Settings
+from kvevents.settings import Seconds, Settings, build_decoder_now
 from kvevents.stream import DegradedReason
-from kvevents.structs import build_decoder_now
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext

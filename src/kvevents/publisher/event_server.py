@@ -29,7 +29,7 @@ from kvevents.publisher.snapshot_server import SnapshotServer, live_topic
 from kvevents.publisher.stats import FailureLog, ReplayStats
 from kvevents.publisher.zmq_sockets import FLUSH_GRACE, Reconnector, Socket, bind, close_socket, open_socket, start_termination
 from kvevents.security import Curve
-from kvevents.security.zap import SocketSecurity, secure_sockets
+from kvevents.zap import SocketSecurity, secure_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class EventServer:
     the incarnation, by which consumers of the draft distinguish the incarnations of a sender. `rank` is part of these answers.
     context: a context to use, which the caller terminates; by default the server creates one, and `close` terminates it.
 
-    Raises `EndpointError` when a socket cannot be bound, and what `kvevents.security.zap.secure_sockets` raises. No socket
+    Raises `EndpointError` when a socket cannot be bound, and what `kvevents.zap.secure_sockets` raises. No socket
     stays open then.
     """
 

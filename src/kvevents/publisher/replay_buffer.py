@@ -204,13 +204,7 @@ class ReplayBuffer:
         """Why the last snapshot could not be built."""
 
     @classmethod
-    def compacting(
-        cls,
-        steps: int,
-        dialect: Dialect | None = None,
-        *,
-        settings: ReplayBufferSettings = _DEFAULTS,
-    ) -> Self:
+    def compacting(cls, steps: int, dialect: Dialect | None = None, *, settings: ReplayBufferSettings = _DEFAULTS) -> Self:
         """Return a buffer with snapshots in `dialect`; without compaction if the native module is not installed."""
         return cls(steps, Compactor.create(), batch_encoder(dialect), settings=settings)
 

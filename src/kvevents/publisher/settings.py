@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvevents.security.zap import DEFAULT_SECURITY_SETTINGS, SecuritySettings
 from kvevents.wire import DEFAULT_WIRE_LIMITS
+from kvevents.zap import DEFAULT_SECURITY_SETTINGS, SecuritySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from kvevents.config import KVEventsConfig, check_heartbeat, resolve_dialect
+from kvevents.config import KVEventsConfig, check_counts, check_heartbeat, resolve_dialect
 from kvevents.endpoints import offset_endpoint_port, port_collision, should_bind, with_bound_port
 from kvevents.errors import ConfigError
 from kvevents.events import BlockRemoved, Heartbeat, KVEventBatch
@@ -106,7 +106,7 @@ class ZmqEventPublisher(QueuedPublisher):
         snapshot_endpoint: str | None = None,
         settings: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS,
     ) -> None:
-        _check_counts(data_parallel_rank=data_parallel_rank, buffer_steps=buffer_steps, hwm=hwm, max_queue_size=max_queue_size)
+        check_counts(data_parallel_rank=data_parallel_rank, buffer_steps=buffer_steps, hwm=hwm, max_queue_size=max_queue_size)
         check_heartbeat(heartbeat)
         super().__init__(data_parallel_rank, max_queue_size, settings.burst)
         self._settings = settings
@@ -494,9 +494,3 @@ class ZmqEventPublisher(QueuedPublisher):
     def _after_fork(self) -> None:
         self._server.after_fork()
         self._end_in_child(f"it belongs to process {self._pid}, and this process is a fork of it; create a publisher here")
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 0:
-            raise ConfigError(f"{name} is {value}; it cannot be negative")

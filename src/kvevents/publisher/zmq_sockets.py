@@ -14,7 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
-from kvevents.security.zap import SocketSecurity
+from kvevents.zap import SocketSecurity
 
 Socket = zmq.Socket[bytes]
 

@@ -33,8 +33,8 @@ from kvevents.relay.output_sequencer import (
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, UpstreamBlocks, Upstreams, resume_point
+from kvevents.settings import build_decoder_now
 from kvevents.stream import Checkpoint, DegradedReason, Fingerprint, Gap, Reset
-from kvevents.structs import build_decoder_now
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import decode_batch
 

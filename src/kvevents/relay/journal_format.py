@@ -32,7 +32,7 @@ from zlib import crc32
 import msgspec
 
 from kvevents.relay.journal_disk import TEMPORARY, UNKNOWN_BOOT, Disk, Folder
-from kvevents.structs import build_decoder_now
+from kvevents.settings import build_decoder_now
 
 MAGIC: Final = b"kvejrnl\n"
 VERSION: Final = 2

@@ -62,7 +62,7 @@ from kvevents.relay.transform import PassThrough, Transform, received_streams
 from kvevents.relay.upstreams import Upstreams, lowest_trust
 from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Trust
 from kvevents.subscriber import StreamStatus
-from kvevents.subscriber.transport import Transport
+from kvevents.subscriber.multiplexer import Transport
 
 log = logging.getLogger(__name__)
 

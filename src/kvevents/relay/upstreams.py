@@ -42,7 +42,7 @@ from kvevents.stream import (
     trust_order,
 )
 from kvevents.subscriber import StreamStatus, Subscriber
-from kvevents.subscriber.transport import Transport
+from kvevents.subscriber.multiplexer import Transport
 from kvevents.weights import TIERS
 from kvevents.wire import DEFAULT_WIRE_LIMITS
 from kvevents.wire.encode import scope_of

@@ -14,8 +14,21 @@ from kvevents.plane.settings import PlaneSettings
 from kvevents.security import Curve
 from kvevents.service.access import AccessConfig, HostPatterns, is_loopback
 from kvevents.service.discovery.provider import SourceTable, Template
-from kvevents.settings import Bytes, FilePath, FolderPath, Host, Name, Port, Positive, Range, Seconds, Settings, Unit, Url
-from kvevents.structs import build_decoder_now
+from kvevents.settings import (
+    Bytes,
+    FilePath,
+    FolderPath,
+    Host,
+    Name,
+    Port,
+    Positive,
+    Range,
+    Seconds,
+    Settings,
+    Unit,
+    Url,
+    build_decoder_now,
+)
 from kvevents.subscriber import LoadSettings
 
 _REPLICA: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")

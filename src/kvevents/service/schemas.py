@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import MAX_NAME_BYTES
-from kvevents.structs import build_decoder_now
+from kvevents.settings import build_decoder_now
 from kvevents.weights import TIER_WEIGHTS, TRUST_WEIGHTS, TrustState
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]

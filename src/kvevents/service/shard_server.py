@@ -19,7 +19,7 @@ from kvevents.service.reasons import Reason
 from kvevents.service.registration import Registration, Scope
 from kvevents.service.schemas import Rank, RequestName, ScopedRequest, SourceView
 from kvevents.service.scope_fields import scope_of
-from kvevents.structs import build_decoder_now
+from kvevents.settings import build_decoder_now
 from kvevents.weights import TrustState
 
 Partition: TypeAlias = Annotated[int, Meta(ge=0, le=255)]

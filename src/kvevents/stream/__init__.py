@@ -1,7 +1,17 @@
 """One stream, sans I/O: frames in, ordered deliveries and trust out."""
 
-from kvevents.stream.checkpoint import Checkpoint, StreamPosition
-from kvevents.stream.deliveries import Batch, BatchT, Delivery, Gap, RawBatch, RawDelivery, Reset, Source
+from kvevents.stream.deliveries import (
+    Batch,
+    BatchT,
+    Checkpoint,
+    Delivery,
+    Gap,
+    RawBatch,
+    RawDelivery,
+    Reset,
+    Source,
+    StreamPosition,
+)
 from kvevents.stream.delivery_layer import BatchReport, StreamCounters, inspect_events
 from kvevents.stream.identity import Fingerprint, payload_digest
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits

@@ -8,8 +8,7 @@ from itertools import repeat
 from typing import Any, ClassVar, Final, Generic
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
-from kvevents.stream.checkpoint import StreamPosition
-from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch, Source
+from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch, Source, StreamPosition
 from kvevents.stream.identity import CrossCheck, Fingerprint, FingerprintChain, NewestBatch, Quarantine
 from kvevents.stream.limits import StreamLimits
 from kvevents.stream.replay_fetch import CheckSchedule, ReplayFetch, RequestPacer

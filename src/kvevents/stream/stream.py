@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, overload
 
 from kvevents.errors import ConfigError
-from kvevents.stream.checkpoint import Checkpoint
-from kvevents.stream.deliveries import Batch, BatchT, Gap, RawBatch, Reset, Source
+from kvevents.stream.deliveries import Batch, BatchT, Checkpoint, Gap, RawBatch, Reset, Source
 from kvevents.stream.delivery_layer import UNCONNECTED
 from kvevents.stream.identity import NewestBatch, payload_digest
 from kvevents.stream.limits import DEFAULT_STREAM_LIMITS, StreamLimits

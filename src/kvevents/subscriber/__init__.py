@@ -3,8 +3,7 @@
 from kvevents.subscriber.front_ends import AsyncSubscriber, Outcome, Sink, Subscriber
 from kvevents.subscriber.load_readings import LoadReading, LoadSettings, LoadSource
 from kvevents.subscriber.load_subscriber import LoadSubscriber
-from kvevents.subscriber.multiplexer import StreamStatus
-from kvevents.subscriber.transport import Connection, Transport
+from kvevents.subscriber.multiplexer import Connection, StreamStatus, Transport
 from kvevents.subscriber.zmq_sockets import SocketOptions
 from kvevents.subscriber.zmq_transport import ZmqTransport
 

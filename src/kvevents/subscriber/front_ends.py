@@ -27,8 +27,7 @@ from kvevents.stream import (
     StreamLimits,
     Trust,
 )
-from kvevents.subscriber.multiplexer import DEFAULT_CONCURRENT_REPLAYS, Multiplexer, StreamStatus
-from kvevents.subscriber.transport import Transport
+from kvevents.subscriber.multiplexer import DEFAULT_CONCURRENT_REPLAYS, Multiplexer, StreamStatus, Transport
 from kvevents.subscriber.zmq_transport import ZmqTransport
 
 Sources: TypeAlias = Source | str | Iterable[Source | str]

@@ -25,8 +25,7 @@ import msgspec
 from kvevents.endpoints import validate_endpoint
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.security import Curve
-from kvevents.settings import Positive, Range, Seconds, Settings, Unit
-from kvevents.structs import build_decoder_now
+from kvevents.settings import Positive, Range, Seconds, Settings, Unit, build_decoder_now
 from kvevents.wire.load import LOAD_TOPIC, EngineLoad
 
 MAX_METRICS_BYTES: Final = 4 << 20

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final, Self
 import zmq
 
 from kvevents.errors import EndpointError
-from kvevents.security.zap import SocketSecurity, secure_sockets
 from kvevents.subscriber.load_readings import (
     LoadReading,
     LoadSettings,
@@ -33,6 +32,7 @@ from kvevents.subscriber.load_readings import (
 from kvevents.subscriber.zmq_sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
 from kvevents.wire.framing import Malformed, parse_live
 from kvevents.wire.load import MAX_LOAD_BYTES, EngineLoad, decode_load
+from kvevents.zap import SocketSecurity, secure_sockets
 
 if TYPE_CHECKING:
     from kvevents.subscriber.load_polling import LoadPoller

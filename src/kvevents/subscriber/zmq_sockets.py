@@ -15,7 +15,7 @@ import zmq
 
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
-from kvevents.security.zap import SocketSecurity
+from kvevents.zap import SocketSecurity
 
 DESCRIPTORS_PER_SOURCE: Final = 8
 """A source needs up to 6: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""

@@ -94,6 +94,31 @@ class DecodeRejectedError(Exception):
         return Rejected(self.reason, str(self)[:_MAX_DETAIL], index, bytes(memoryview(raw)[:MAX_RAW_BYTES]))
 
 
+class FreeFormBudget:
+    """Limits how much one batch may hold in fields of free form, in bytes and in containers."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes_left = max_bytes
+        self._containers_left = MAX_FREE_CONTAINERS
+
+    def take_bytes(self, name: str, size: int) -> None:
+        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` above the limit."""
+        if size > self._bytes_left:
+            raise DecodeRejectedError(
+                "oversized", f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"
+            )
+        self._bytes_left -= size
+
+    def take_container(self, name: str) -> None:
+        """Count a list or a map in the field `name`. Raise `DecodeRejectedError` above the limit."""
+        if not self._containers_left:
+            raise DecodeRejectedError(
+                "oversized", f"{name} has more lists and maps than the {MAX_FREE_CONTAINERS} that a batch may have"
+            )
+        self._containers_left -= 1
+
+
 MSGPACK_ERRORS: Final = (ValueError, RecursionError, OverflowError)
 """Everything that msgspec raises for the bytes of a peer. Its own errors are a `ValueError`, as are those for text that is not
 UTF-8 and for times after the year 9999."""

@@ -22,10 +22,10 @@ from kvevents.events import (
     KVEventBatch,
 )
 from kvevents.wire.checked_msgpack import (
-    MAX_FREE_CONTAINERS,
     MSGPACK_ERRORS,
     NIL,
     DecodeRejectedError,
+    FreeFormBudget,
     Rejected,
     WireLimits,
     array_items,
@@ -303,31 +303,6 @@ _BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
 # --- fields ------------------------------------------------------------------------------------------------------------------
 
 
-class FreeFormBudget:
-    """Limits how much one batch may hold in fields of free form, in bytes and in containers."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes_left = max_bytes
-        self._containers_left = MAX_FREE_CONTAINERS
-
-    def take_bytes(self, name: str, size: int) -> None:
-        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` above the limit."""
-        if size > self._bytes_left:
-            raise DecodeRejectedError(
-                "oversized", f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"
-            )
-        self._bytes_left -= size
-
-    def take_container(self, name: str) -> None:
-        """Count a list or a map in the field `name`. Raise `DecodeRejectedError` above the limit."""
-        if not self._containers_left:
-            raise DecodeRejectedError(
-                "oversized", f"{name} has more lists and maps than the {MAX_FREE_CONTAINERS} that a batch may have"
-            )
-        self._containers_left -= 1
-
-
 class FieldReader:
     """Reads the raw fields of one event, each with its own type and within its own limit.
 
@@ -459,14 +434,10 @@ class FieldReader:
 
     def heartbeat(self) -> Heartbeat | None:
         """Return a heartbeat of kvevents. Anything else under this name stays an unknown field."""
-        raw = self._optional("heartbeat")
-        if raw is None:
-            return None
-        with suppress(*MSGPACK_ERRORS):
-            heartbeat = _HEARTBEAT.decode(raw)
+        heartbeat: Heartbeat | None = self._read_or_leave("heartbeat", _HEARTBEAT)
+        if heartbeat is not None:
             del self._fields["heartbeat"]
-            return heartbeat
-        return None
+        return heartbeat
 
     def unknown_fields(self) -> dict[str, Any] | None:
         """Return the fields that no other method has read, within the limits of free form."""

@@ -36,7 +36,7 @@ _OUTCOMES: Final[dict[int, CurveOutcome]] = {
 def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_TIMEOUT) -> CurveOutcome:
     """Connect a socket of `kind`, and return the outcome of the first CURVE handshake.
 
-    A server of kvevents refuses a key without an error, so that the peer retries (see `kvevents.security.zap`); the outcome is
+    A server of kvevents refuses a key without an error, so that the peer retries (see `kvevents.zap`); the outcome is
     then `silent` or `dropped`.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

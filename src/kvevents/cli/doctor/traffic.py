@@ -16,10 +16,10 @@ from kvevents.cli.doctor.findings import CheckResult, fail, ok, warn
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.security import Curve
-from kvevents.security.zap import secure_sockets
 from kvevents.stream import DegradedReason, Trust
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import Decoded, Live, decode_batch, parse_live
+from kvevents.zap import secure_sockets
 
 MAX_NEWEST: Final = 32
 """Batches whose payloads are kept for the comparison with replay."""

@@ -50,7 +50,7 @@ from kvevents.service.discovery.provider import (
     replace_wildcard_host,
 )
 from kvevents.service.registration import Scope
-from kvevents.structs import build_decoder_now
+from kvevents.settings import build_decoder_now
 from kvevents.subscriber.load_readings import METRICS_PATH
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'

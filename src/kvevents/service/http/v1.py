@@ -41,7 +41,7 @@ from kvevents.service.selection import SelectError, Standing
 from kvevents.service.selection import select as select_worker
 from kvevents.service.service import Service
 from kvevents.service.shard_server import Expectation, PartitionQuery, ShardQuery, ShardServer
-from kvevents.structs import build_decoder_now
+from kvevents.settings import build_decoder_now
 
 MATCH: Final = Body.of(MatchRequest)
 MATCH_MANY: Final = Body.of(MatchManyRequest)

@@ -24,7 +24,7 @@ from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEventBa
 from kvevents.recording import RecordingReader, StrPath, read_recording
 from kvevents.recording_streams import OrderedBatch, OrderingLimits, RecordedStream, RecordingStreams
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workloads.traces import ANSWERS, Sessions
+from kvevents.sim.workload_traces import ANSWERS, Sessions
 from kvevents.wire import decode_batch
 
 ANSWER_GAP: Final = 30.0

@@ -1,4 +1,4 @@
-"""The table of workloads by name, and the packaged sample trace."""
+"""Workloads of a simulated fleet: `Request` objects from generators, traces and recordings, and the workloads by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,35 @@ from typing import Any, Final, Protocol, cast
 from kvevents.errors import ConfigError
 from kvevents.recording import StrPath
 from kvevents.sim.requests import Request
-from kvevents.sim.workloads.generators import Agents, Chat, Lengths, LlmD, SharedPrompts, rescaled
-from kvevents.sim.workloads.traces import MooncakeRow, mooncake_rows, read_trace
+from kvevents.sim.workload_generators import ARRIVALS, Agents, Chat, Lengths, LlmD, SharedPrompts, Traffic, arrivals, rescaled
+from kvevents.sim.workload_recordings import RecordedRequests, from_recording
+from kvevents.sim.workload_traces import MooncakeRow, mooncake_rows, read_trace, write_rows, write_trace
+
+__all__ = [
+    "ARRIVALS",
+    "SAMPLE",
+    "WORKLOADS",
+    "Agents",
+    "Chat",
+    "Lengths",
+    "LlmD",
+    "MooncakeRow",
+    "RecordedRequests",
+    "SharedPrompts",
+    "Trace",
+    "Traffic",
+    "Workload",
+    "arrivals",
+    "from_recording",
+    "make_sample",
+    "mooncake_rows",
+    "read_trace",
+    "rescaled",
+    "settings_of",
+    "workload",
+    "write_rows",
+    "write_trace",
+]
 
 SAMPLE: Final = Path(__file__).with_name("sample.jsonl.gz")
 """Ten minutes of generated conversations in Mooncake's format, half as long as those of Mooncake's trace."""

@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from kvevents.errors import MissingDependencyError
-from kvevents.sim.report.text import capacity_blocks, percent, span, visible
+from kvevents.sim.report_text import capacity_blocks, percent, span, visible
 from kvevents.sim.results import Comparison, FleetSample, PolicyResult, WorkerResult
 
 if TYPE_CHECKING:

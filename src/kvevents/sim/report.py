@@ -1,4 +1,7 @@
-"""A comparison as one self-contained HTML file, without scripts, fonts or requests to the network."""
+"""Reports of a comparison of policies: one self-contained HTML file, without scripts, fonts or requests to the network.
+
+`report_text` has the table and the summary of one sentence, `report_figures` the figures.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from kvevents.package_metadata import version
-from kvevents.sim.report.figures import DRAWINGS, Drawing
-from kvevents.sim.report.text import COLUMNS, Cell, cells, summary, traffic_text, visible
+from kvevents.sim.report_figures import DRAWINGS, Drawing, check_matplotlib
+from kvevents.sim.report_text import COLUMNS, Cell, cells, report_settings, rows, summary, traffic_text, visible
 from kvevents.sim.results import Comparison, Disagreement, PolicyResult
 
-_STYLE: Final = Path(__file__).with_name("style.css")
+__all__ = ["Cell", "check_matplotlib", "page", "report_settings", "rows", "summary", "traffic_text"]
+
+_STYLE: Final = Path(__file__).with_name("report.css")
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 """Content security policy: the page loads nothing."""
 _LONG: Final = frozenset({"cost_source", "trace"})
