@@ -14,8 +14,7 @@ from pathlib import Path
 
 from kvevents import Batch, Delivery, Gap, Reset, Source, Subscriber
 from kvevents.cli.console import Console, Span, plural
-from kvevents.cli.delivery_loop import TrustChanges
-from kvevents.cli.event_format import LineFormat
+from kvevents.cli.delivery_output import LineFormat, TrustChanges
 from kvevents.recording import live_batches
 from kvevents.testing import Faults, TapePlayer
 

@@ -114,7 +114,7 @@ def test_a_service_its_metrics_top_and_doctor_count_no_loss(old_engine: ZmqEvent
 
 def test_a_gap_that_is_lost_is_still_one() -> None:
     """Only `compacted` gaps are snapshots."""
-    from kvevents.cli.event_format import LineFormat  # noqa: PLC0415
+    from kvevents.cli.delivery_output import LineFormat  # noqa: PLC0415
 
     texts = ["".join(str(part) for part in LineFormat().gap(Gap("a", 0, 1, 3, 0, compacted))) for compacted in (False, True)]
     assert ["GAP     #1 to #3: 3 batches permanently lost" in text for text in texts] == [True, False]

@@ -30,8 +30,15 @@ from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, error
 from kvevents.cli import main
 from kvevents.cli.console import duration, first_names, percentage, size
 from kvevents.cli.options import service_url
-from kvevents.cli.poller import ORDERS, Frame, PolledSource, in_order
-from kvevents.cli.service_client import ServiceClient, ServiceRequestError, worker_name
+from kvevents.cli.service_client import (
+    SOURCE_ORDERS,
+    PolledSource,
+    PollResult,
+    ServiceClient,
+    ServiceRequestError,
+    sort_sources,
+    worker_name,
+)
 from kvevents.cli.top_view import TopView
 from kvevents.events import KVEventBatch
 from kvevents.service.schemas import HealthAnswer, LoadView, Problem
@@ -545,7 +552,7 @@ def drawn(
     sources: list[PolledSource], width: int = 120, height: int | None = None, *, limit: int | None = None, **more: Any
 ) -> list[str]:
     console = RichConsole(width=width, force_terminal=False, highlight=False)
-    made = Frame(at=1010.0, service="http://x:1", ready=READY, stats=stats(), sources=sources, **more)
+    made = PollResult(at=1010.0, service="http://x:1", ready=READY, stats=stats(), sources=sources, **more)
     with console.capture() as captured:
         console.print(TopView(limit, console).draw(made, width, height))
     return captured.get().splitlines()
@@ -615,7 +622,7 @@ def test_orders() -> None:
         source(3, "DEGRADED", rate=9.0, blocks=6, lag_seconds=-4.0, last_event=20.0, lost=5),
         source(4, "EXACT", rate=0.0, blocks=1, lag_seconds=0.0, last_event=10.0, lost=0),
     ]
-    firsts = {order: [one.instance[-1] for one in in_order(rows, order)] for order in ORDERS}
+    firsts = {order: [one.instance[-1] for one in sort_sources(rows, order)] for order in SOURCE_ORDERS}
     assert firsts == {
         "trust": ["2", "3", "1", "4"],
         "name": ["1", "2", "3", "4"],

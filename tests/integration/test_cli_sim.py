@@ -20,10 +20,8 @@ import msgspec
 import pytest
 
 from cli_cases import RECORDING, RUN, Program, run
-from kvevents.cli import main
-from kvevents.cli.sim import compare as compare_module
-from kvevents.cli.sim import compare as parallel
-from kvevents.cli.sim.compare import (
+from kvevents.cli import main, sim_compare
+from kvevents.cli.sim_compare import (
     DEFAULT_REQUESTS,
     WorkerError,
     WorkloadOptions,
@@ -135,7 +133,7 @@ def test_a_report_is_written_beside_the_table(compare: Any, tmp_path: Path) -> N
 
 def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = result("random", disagreements=2, examples=[Disagreement("engine-1", 0, 0, 17, 1, 4_096, 512, 528)])
-    monkeypatch.setattr(compare_module, "run_policies", lambda *_, **__: [wrong])
+    monkeypatch.setattr(sim_compare, "run_policies", lambda *_, **__: [wrong])
     code, out, err = compare()
     assert code == 1
     assert "DISAGREED on 2 of 100 lookups" in out
@@ -205,7 +203,7 @@ def test_wrong_usage_is_code_2(args: list[str], capsys: pytest.CaptureFixture[st
 
 def test_without_matplotlib_a_report_is_refused_before_the_work(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delattr(compare_module, "run_policies")
+    monkeypatch.delattr(sim_compare, "run_policies")
     code, out, err = compare("--html", "report.html")
     assert (code, out) == (1, "")
     assert "pip install 'kvevents[sim]'" in err
@@ -249,7 +247,7 @@ def dies(_pipe: Connection, policy: str, *_: object) -> None:
 
 
 def test_a_process_that_dies_is_reported_and_ends_the_others(traffic: WorkloadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_run_in_child", dies)
+    monkeypatch.setattr(sim_compare, "_run_in_child", dies)
     with pytest.raises(WorkerError, match="the process for round-robin was killed by SIGKILL before the simulation was done"):
         run_policies(TWO, FLEET, traffic, jobs=2, on_progress=no_progress)
 
@@ -280,13 +278,13 @@ def test_an_interrupt_ends_every_process(traffic: WorkloadOptions) -> None:
 
 
 def test_an_interrupt_is_reported(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_module, "run_policies", interrupting)
+    monkeypatch.setattr(sim_compare, "run_policies", interrupting)
     assert compare() == (130, "", "interrupted after 0 of 5 simulations; their results are discarded\n")
 
 
 def test_processes_do_not_see_ctrl_c() -> None:
     """The terminal sends it to them as well; they would each print a traceback."""
-    with parallel._block_interrupts():
+    with sim_compare._block_interrupts():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 

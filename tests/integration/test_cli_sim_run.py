@@ -16,11 +16,10 @@ import msgspec
 import pytest
 
 from cli_cases import Ended, Program
-from kvevents.cli import main
+from kvevents.cli import main, sim_run
 from kvevents.cli.console import Console
 from kvevents.cli.service_client import worker_name
-from kvevents.cli.sim import run as run_module
-from kvevents.cli.sim.run import MAX_ROWS, ViewTiming, fleet_line, fleet_table, live_view, streams_line
+from kvevents.cli.sim_run import MAX_ROWS, ViewTiming, fleet_line, fleet_table, live_view, streams_line
 from kvevents.service.discovery.files import read_sources
 from kvevents.sim.network import HIGHEST_PORT
 from kvevents.sim.results import LiveResult, StreamResult
@@ -301,7 +300,7 @@ def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
 def test_a_terminal_gets_the_table_and_a_quiet_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     shown: list[str] = []
-    monkeypatch.setattr(run_module, "fleet_table", lambda fleet: shown.extend([fleet.name]))
+    monkeypatch.setattr(sim_run, "fleet_table", lambda fleet: shown.extend([fleet.name]))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     fleet: Any = type("Fleet", (), {"name": "mine"})()

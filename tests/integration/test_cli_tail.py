@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cli_cases import KVEVENTS, RECORDING, RUN, SECONDS, Program, adjacent, environment, refusing, run, tape_of
-from kvevents.cli.event_format import encode_delivery, encode_trust
+from kvevents.cli.delivery_output import encode_delivery, encode_trust
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kvevents.recording import live_batches
 from kvevents.stream import Batch, Gap, Reset, Trust

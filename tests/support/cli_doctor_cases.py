@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cli_cases import SECONDS, Ended
-from kvevents.cli.doctor.findings import CheckResult
+from kvevents.cli.doctor import CheckResult
 
 
 def findings(ended: Ended) -> dict[str, dict[str, str]]:

@@ -17,7 +17,7 @@ import pytest
 
 from cli_cases import SECONDS, Program
 from kvevents.cli import main
-from kvevents.cli.poller import PolledSource
+from kvevents.cli.service_client import PolledSource
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.schemas import ReadyAnswer, StatsAnswer

@@ -40,7 +40,7 @@ PARTS = (
     "cli.plane",
     "cli.relay",
     "cli.serve",
-    "cli.sim.",
+    "cli.sim_",
 )
 USERS = tuple(f"kvevents.{part}" for part in PARTS)
 for module in pkgutil.walk_packages(kvevents.__path__, "kvevents."):

@@ -12,7 +12,7 @@ import pytest
 import paths
 from kvevents.cli import main
 from kvevents.cli.console import Console
-from kvevents.cli.sim.compare import print_comparison
+from kvevents.cli.sim_compare import print_comparison
 from kvevents.routing import policy
 from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings

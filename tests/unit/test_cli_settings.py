@@ -13,16 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvevents.cli import bridge, plane, relay, serve
+from kvevents.cli import bridge, plane, relay, serve, sim_compare
 from kvevents.cli.command import CommandLineError, CommandParser
-from kvevents.cli.settings_parser import Setting, SettingsParser, SettingsValues
-from kvevents.cli.sim import compare
-from kvevents.cli.source_options import read_sources
+from kvevents.cli.settings_parser import Setting, SettingsParser, SettingsValues, read_sources
 from kvevents.errors import ConfigError
 from kvevents.settings import Range, Unit, parts_of
 from kvevents.sim.costs import PRESETS
 
-COMMANDS: dict[str, Any] = {"serve": serve, "bridge": bridge, "relay": relay, "plane": plane, "compare": compare}
+COMMANDS: dict[str, Any] = {"serve": serve, "bridge": bridge, "relay": relay, "plane": plane, "compare": sim_compare}
 """The module of each command."""
 SUBJECTS = st.text("abc", min_size=1, max_size=8)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from index_cases import scanned
 from kvevents import BlockInactive, BlockStored, Source, Subscriber, Trust
-from kvevents.cli.event_format import LineFormat
+from kvevents.cli.delivery_output import LineFormat
 from kvevents.events import BlockRemoved, EventBatch, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.stream import RawBatch

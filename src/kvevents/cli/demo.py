@@ -10,8 +10,8 @@ from typing import Final
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span, plural
 from kvevents.cli.options import positive_int
-from kvevents.cli.sim.compare import positive, report_disagreements
-from kvevents.cli.sim.run import note_delay
+from kvevents.cli.sim_compare import positive, report_disagreements
+from kvevents.cli.sim_run import note_delay
 from kvevents.sim.live import LiveFleet
 from kvevents.sim.network import parse_faults
 from kvevents.sim.results import PolicyResult, StreamResult

@@ -12,8 +12,7 @@ import msgspec
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.options import add_output
-from kvevents.cli.settings_parser import SettingsParser, SettingsValues
-from kvevents.cli.source_options import LOGIN_SETTINGS
+from kvevents.cli.settings_parser import LOGIN_SETTINGS, SettingsParser, SettingsValues
 from kvevents.errors import PlaneError
 from kvevents.plane.connection import open_client, require_jetstream
 from kvevents.plane.layout import find_plane

@@ -72,10 +72,10 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
   kvevents sim fit measured.csv --cache-tokens 276184 | tee model.json
 """,
         (
-            Command("compare", "compare routing policies on the same requests", "sim.compare"),
-            Command("run", "run a fleet that publishes over real sockets", "sim.run"),
-            Command("convert", "convert a recording to a trace of requests", "sim.convert"),
-            Command("fit", "fit a cost model to measurements of an engine", "sim.fit"),
+            Command("compare", "compare routing policies on the same requests", "sim_compare"),
+            Command("run", "run a fleet that publishes over real sockets", "sim_run"),
+            Command("convert", "convert a recording to a trace of requests", "sim_convert"),
+            Command("fit", "fit a cost model to measurements of an engine", "sim_fit"),
         ),
     ),
 )

@@ -12,7 +12,7 @@ import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Part, Span, Style, first_names, percentage, plural, printable
-from kvevents.cli.event_format import trust_style
+from kvevents.cli.delivery_output import trust_style
 from kvevents.cli.options import add_output, add_service
 from kvevents.cli.service_client import ServiceClient, make_client, worker_name
 from kvevents.errors import ConfigError, MissingDependencyError

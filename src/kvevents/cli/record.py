@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from kvevents.cli.console import Console, plural
-from kvevents.cli.delivery_loop import DeliveryLoop
+from kvevents.cli.delivery_output import DeliveryLoop
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
 from kvevents.cli.process import StopSignal
 from kvevents.errors import UsageError

@@ -8,8 +8,7 @@ from typing import Final, Protocol
 import msgspec
 
 from kvevents.cli.console import Console
-from kvevents.cli.delivery_loop import DeliveryLoop, TrustChanges
-from kvevents.cli.event_format import Detail, LineFormat, encode_delivery, encode_trust
+from kvevents.cli.delivery_output import DeliveryLoop, Detail, LineFormat, TrustChanges, encode_delivery, encode_trust
 from kvevents.cli.options import add_limits, add_output, add_source, note_missing_endpoints, read_sources, source_name
 from kvevents.cli.process import StopSignal
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored, KVEvent

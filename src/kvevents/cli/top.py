@@ -18,8 +18,7 @@ import msgspec
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console
 from kvevents.cli.options import add_output, add_service, positive_int, positive_seconds
-from kvevents.cli.poller import ORDERS, Frame, Poller
-from kvevents.cli.service_client import make_client
+from kvevents.cli.service_client import SOURCE_ORDERS, Poller, PollResult, make_client
 from kvevents.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def _show_live(poller: Poller, args: Namespace) -> None:
                 return
 
 
-def _limit_sources(frame: Frame, limit: int | None) -> Frame:
+def _limit_sources(frame: PollResult, limit: int | None) -> PollResult:
     return frame if limit is None else msgspec.structs.replace(frame, sources=frame.sources[:limit])
 
 
@@ -131,7 +130,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add_service(parser)
     parser.add_argument(
-        "--sort", choices=ORDERS, default="trust", help="what comes first: the worst, or the most (default: %(default)s)"
+        "--sort", choices=SOURCE_ORDERS, default="trust", help="what comes first: the worst, or the most (default: %(default)s)"
     )
     parser.add_argument(
         "--limit",

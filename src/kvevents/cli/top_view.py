@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvevents.cli.console import duration, percentage, plural, printable, size
-from kvevents.cli.poller import Frame, PolledSource
-from kvevents.cli.service_client import source_issues, worker_name
+from kvevents.cli.service_client import PolledSource, PollResult, source_issues, worker_name
 from kvevents.service.schemas import StatsAnswer
 
 MAX_NAME: Final = 40
@@ -117,24 +116,24 @@ class TopView:
     def __init__(self, limit: int | None, console: Console | None = None) -> None:
         self._limit = limit
         self._console = console or _console()
-        self._last: Frame | None = None
+        self._last: PollResult | None = None
 
     @property
     def is_terminal(self) -> bool:
         """Whether a live view is possible."""
         return self._console.is_terminal and not self._console.is_dumb_terminal
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: PollResult) -> None:
         """Print a frame with all sources."""
         self._console.print(self.draw(frame, self._console.width, None))
 
     @contextmanager
-    def live(self) -> Iterator[Callable[[Frame], None]]:
+    def live(self) -> Iterator[Callable[[PollResult], None]]:
         """Use the whole terminal. The yielded function shows the next frame."""
         with Live(console=self._console, screen=True, auto_refresh=False) as live:
             yield lambda frame: live.update(self.draw(frame, self._console.width, self._console.height), refresh=True)
 
-    def draw(self, frame: Frame, width: int, height: int | None) -> RenderableType:
+    def draw(self, frame: PollResult, width: int, height: int | None) -> RenderableType:
         """Return a frame. A frame with an error is followed by the last one without."""
         if frame.error is None:
             self._last = frame
@@ -160,7 +159,7 @@ def _console() -> Console:
 # --- the lines above the table
 
 
-def _failure_lines(frame: Frame, last: Frame | None) -> list[Text]:
+def _failure_lines(frame: PollResult, last: PollResult | None) -> list[Text]:
     if frame.error is None or frame.failing_since is None:
         return []
     since = datetime.fromtimestamp(frame.failing_since, UTC).astimezone().strftime("%H:%M:%S")
@@ -169,7 +168,7 @@ def _failure_lines(frame: Frame, last: Frame | None) -> list[Text]:
     return [*lines, Text("its last state:", "dim")] if last is not None else lines
 
 
-def _head(frame: Frame, width: int) -> list[Text]:
+def _head(frame: PollResult, width: int) -> list[Text]:
     stats, ready = frame.stats, frame.ready
     if stats is None or ready is None:
         return []
@@ -188,7 +187,7 @@ def _count_in_state(stats: StatsAnswer, name: str) -> int:
     return next((count for state, count in stats.sources.items() if state == name), 0)
 
 
-def _facts(frame: Frame, stats: StatsAnswer) -> list[Text]:
+def _facts(frame: PollResult, stats: StatsAnswer) -> list[Text]:
     limit = "" if stats.memory_limit is None else f" of {size(stats.memory_limit)}"
     rate = "" if frame.lookups_per_second is None else f" ({_rate(frame.lookups_per_second)}/s)"
     facts = [
@@ -217,7 +216,7 @@ def _wrap_facts(facts: Sequence[Text], width: int) -> list[Text]:
     return lines
 
 
-def _faults(frame: Frame) -> list[Text]:
+def _faults(frame: PollResult) -> list[Text]:
     faults = [f"{name}: {sentence}" for name, sentences in frame.faults.items() for sentence in sentences]
     lines = [Text(printable(sentence), "red") for sentence in faults[:MAX_FAULTS]]
     rest = len(faults) - MAX_FAULTS

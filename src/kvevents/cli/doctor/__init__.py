@@ -1,3 +1,47 @@
-"""`kvevents doctor`: examine an engine, or a service with its engines."""
+"""`kvevents doctor`: examine an engine, or a service with its engines. This module has the results of its checks."""
 
 from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Severity(enum.Enum):
+    """The severity of a finding."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class CheckResult(msgspec.Struct, frozen=True):
+    """The result of one check."""
+
+    check: str
+    """Name of the check, such as `address`, `traffic` or `trust`. Programs rely on it."""
+    verdict: Severity
+    text: str
+    advice: str = ""
+    """What to do; empty if nothing has to be done."""
+
+
+def ok(check: str, text: str, advice: str = "") -> CheckResult:
+    """Return a finding without a fault."""
+    return CheckResult(check, Severity.OK, text, advice)
+
+
+def warn(check: str, text: str, advice: str) -> CheckResult:
+    """Return a finding that something works with limitations."""
+    return CheckResult(check, Severity.WARN, text, advice)
+
+
+def fail(check: str, text: str, advice: str) -> CheckResult:
+    """Return a finding that something does not work."""
+    return CheckResult(check, Severity.FAIL, text, advice)
+
+
+def worst(findings: list[CheckResult]) -> Severity:
+    """Return the worst verdict of the findings."""
+    found = {finding.verdict for finding in findings}
+    return next((verdict for verdict in (Severity.FAIL, Severity.WARN) if verdict in found), Severity.OK)

@@ -12,8 +12,8 @@ import msgspec
 
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span, Style
+from kvevents.cli.doctor import CheckResult, Severity, warn, worst
 from kvevents.cli.doctor.address import check_address, next_ranks
-from kvevents.cli.doctor.findings import CheckResult, Severity, warn, worst
 from kvevents.cli.doctor.replay import (
     USE_REPLAY,
     ReplayResponse,

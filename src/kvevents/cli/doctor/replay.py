@@ -13,8 +13,8 @@ from typing import Final
 import zmq
 
 from kvevents.cli.console import number_range, number_ranges, plural
+from kvevents.cli.doctor import CheckResult, fail, ok, warn
 from kvevents.cli.doctor.address import check_replay_address, next_ranks
-from kvevents.cli.doctor.findings import CheckResult, fail, ok, warn
 from kvevents.cli.doctor.traffic import DecodedContents, SequenceNumbers
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.errors import EndpointError

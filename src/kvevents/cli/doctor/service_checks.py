@@ -9,7 +9,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvevents.cli.console import duration, first_names, percentage, plural, size
-from kvevents.cli.doctor.findings import CheckResult, Severity, fail, ok, warn
+from kvevents.cli.doctor import CheckResult, Severity, fail, ok, warn
 from kvevents.cli.service_client import UNAVAILABLE, ServiceClient, ServiceRequestError, source_issues, worker_name
 from kvevents.package_metadata import documented, version
 from kvevents.service.reasons import Reason

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from kvevents.cli.console import number_ranges, plural
-from kvevents.cli.doctor.findings import CheckResult, fail, ok, warn
+from kvevents.cli.doctor import CheckResult, fail, ok, warn
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.security import Curve

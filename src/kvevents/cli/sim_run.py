@@ -18,7 +18,7 @@ from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span, duration, percentage, plural
 from kvevents.cli.options import add_output, add_wait_for_subscriber, no_subscriber, positive_int, positive_seconds
 from kvevents.cli.process import StopSignal
-from kvevents.cli.sim.compare import (
+from kvevents.cli.sim_compare import (
     WorkloadOptions,
     add_fleet,
     add_workload,

@@ -1,1 +1,0 @@
-"""`kvevents sim`: a fleet of simulated engines."""
