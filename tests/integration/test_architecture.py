@@ -18,7 +18,7 @@ ROOT = Path(kvevents.__file__).parent
 # `errors`, which imports nothing, are aside.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("events", "endpoints", "package_metadata", "backoff", "prometheus"),
-    ("http_client", "weights", "settings"),
+    ("http_client", "zmtp", "weights", "settings"),
     ("native_module",),
     ("wire", "security"),
     ("config", "zap"),

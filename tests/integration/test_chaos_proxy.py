@@ -11,7 +11,7 @@ import zmq
 
 from kvevents.errors import ConfigError
 from kvevents.testing import FaultProxy
-from kvevents.testing.zmtp import ZmtpSplitter, message
+from kvevents.zmtp import ZmtpSplitter, message
 
 SECONDS = 10
 """Deadline of every wait."""

@@ -25,8 +25,8 @@ from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.reasons import Reason
 from kvevents.service.schemas import HealthAnswer, LoadView, SourceView
-from kvevents.subscriber.handshake import perform_handshake
 from kvevents.testing import Faults, TapePlayer
+from kvevents.zmtp import perform_handshake
 
 LOOK = ("--duration", "0.6")
 

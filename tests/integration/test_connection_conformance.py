@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from connection_cases import DEADLINE, PAYLOAD, RIGS, TOPIC, Reader, RealRig, Recorder, Rig, descriptors
+from kvevents import zmtp
 from kvevents.errors import EndpointError
 from kvevents.stream import FetchRequest, Source
-from kvevents.testing import zmtp
 from kvevents.wire import live_frames
 from ports import LOOPBACK
 

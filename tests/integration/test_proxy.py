@@ -17,8 +17,8 @@ import zmq
 
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing import FaultProxy, ProxyLimits, TapePlayer
-from kvevents.testing.zmtp import Segment, ZmtpSplitter
 from kvevents.wire import replay_request_frames
+from kvevents.zmtp import Segment, ZmtpSplitter
 
 SECONDS = 10
 """Deadline of every wait; nothing waits for it unless it fails."""

@@ -14,9 +14,10 @@ from typing import Any, Final, Protocol
 
 import zmq
 
+from kvevents import zmtp
 from kvevents.stream import Source
 from kvevents.subscriber import Connection, SocketOptions, Transport, ZmqTransport
-from kvevents.testing import FakeEngine, FakeTransport, zmtp
+from kvevents.testing import FakeEngine, FakeTransport
 from kvevents.wire import (
     Live,
     ReplayBatch,

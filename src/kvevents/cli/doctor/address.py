@@ -14,8 +14,8 @@ from zmq.utils.monitor import parse_monitor_message
 from kvevents.cli.doctor import CheckResult, fail, ok
 from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
 from kvevents.security import Curve
-from kvevents.subscriber.handshake import Handshake, HandshakeOutcome, perform_handshake
 from kvevents.subscriber.zmq_sockets import destroy_context
+from kvevents.zmtp import Handshake, HandshakeOutcome, perform_handshake
 
 CURVE_TIMEOUT: Final = 3.0
 """Seconds to connect and for the CURVE handshake, which takes milliseconds."""
