@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvevents.plane.membership import EngineLiveness, UnclaimedEngines
+from kvevents.plane.bridge_rules import EngineLiveness, UnclaimedEngines
 from kvevents.plane.records import StreamKey, TrustRecord
 
 DEAD = 10.0

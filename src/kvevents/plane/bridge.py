@@ -33,6 +33,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvevents.errors import ConfigError, PlaneError
+from kvevents.plane.bridge_rules import REACHED, EngineLiveness, UnclaimedEngines
 from kvevents.plane.connection import open_client, require_jetstream
 from kvevents.plane.engine_reader import (
     MAX_REGISTRATION_BYTES,
@@ -43,7 +44,6 @@ from kvevents.plane.engine_reader import (
     size_of,
 )
 from kvevents.plane.layout import Layout, create_plane
-from kvevents.plane.membership import REACHED, EngineLiveness, UnclaimedEngines
 from kvevents.plane.partition_state import TrustReport
 from kvevents.plane.partition_writer import PartitionStatus, PartitionWriter
 from kvevents.plane.records import GapRecord, HeartbeatRecord, JoinRecord, LeaveRecord, StreamKey, StreamRecord, TrustRecord

@@ -2,7 +2,7 @@
 
 Theory of operation. The server accepts a page only if the partition ends where its writer believes
 (`Nats-Expected-Last-Sequence`). A bridge whose page is rejected reads what others have written and builds the page again. The
-builder then classifies each of its queued records (`append_rules`):
+builder then classifies each of its queued records (`bridge_rules`):
 
 - The log has the record: it is dropped. Before a bridge writes to an incarnation that another bridge has begun, it must have
   seen that the log's newest batch equals its own, byte for byte. Once is enough, because every other bridge has done the same.
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvevents.plane.append_rules import RecordVerdict, StreamEnd, advance, can_report_trust, classify, trim
+from kvevents.plane.bridge_rules import RecordVerdict, StreamEnd, advance_end, can_report_trust, classify_record, trim_record
 from kvevents.plane.partition_state import PartitionEvent, PartitionState, StreamLeft
 from kvevents.plane.records import (
     VERSION,
@@ -249,7 +249,7 @@ class PageBuilder:
             selection.records.append(warning)
             selection.room -= _size(warning)
         for due, record, size in queue.records:
-            verdict = classify(selection.end, record)
+            verdict = classify_record(selection.end, record)
             if selection.room <= 0 or len(selection.records) >= count or (due > now and verdict is RecordVerdict.APPEND):
                 break
             if verdict is RecordVerdict.DIVERGED:
@@ -287,14 +287,14 @@ class PageBuilder:
     def _add(self, selection: _Selection, record: StreamRecord, size: int, verdict: RecordVerdict) -> bool:
         """Add one record unless it is a duplicate; return False if there is no room for all of it."""
         if verdict is RecordVerdict.APPEND:
-            trimmed = trim(selection.end, record)
+            trimmed = trim_record(selection.end, record)
             if size > selection.room:
                 if isinstance(trimmed, BatchRecord) and not selection.records and selection.room == self._page_bytes:
                     self._add_fragment(selection, trimmed)
                 return False
             selection.records.append(trimmed)
             selection.room -= size
-        selection.end = advance(selection.end, record, verdict)
+        selection.end = advance_end(selection.end, record, verdict)
         selection.done += 1
         return True
 
@@ -304,7 +304,7 @@ class PageBuilder:
         selection.records.append(fragment)
         selection.room = 0
         if fragment.offset + len(fragment.payload) == fragment.total:
-            selection.end = advance(selection.end, record, RecordVerdict.APPEND)
+            selection.end = advance_end(selection.end, record, RecordVerdict.APPEND)
             selection.done += 1
 
     def _fragment(self, end: StreamEnd, record: BatchRecord) -> FragmentRecord:

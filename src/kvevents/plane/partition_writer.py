@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
+from kvevents.plane.bridge_rules import BridgePeers
 from kvevents.plane.layout import Layout, create_buckets, create_partition, partition_info
-from kvevents.plane.membership import BridgePeers
 from kvevents.plane.nats_errors import map_errors
 from kvevents.plane.page_builder import PageBuilder
 from kvevents.plane.partition_reader import PartitionReader, ReadFailure
