@@ -17,10 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvevents.events import BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.service.config import ServiceConfig
-from kvevents.service.http.app import App
+from kvevents.service.http.app import MAX_PATH, App, find_tracer
 from kvevents.service.registration import Registration
 from kvevents.service.service import Service
-from kvevents.service.tracing import MAX_PATH, find_tracer
 from kvevents.stream import RawBatch
 from kvevents.wire import encode_batch
 from service_cases import serving

@@ -23,7 +23,7 @@ from kvevents.plane.records import StreamKey, Tail
 from kvevents.plane.settings import ReaderLimits
 from kvevents.plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture
 from kvevents.service.follower import Follower, IndexSink
-from kvevents.service.replica_coordination import ConsistencyCheck
+from kvevents.service.peers import ConsistencyCheck
 from kvevents.stream import DegradedReason
 
 if TYPE_CHECKING:

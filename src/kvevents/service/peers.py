@@ -1,4 +1,4 @@
-"""Requests to other replicas, within a bound of time and size.
+"""The other replicas of a plane: requests to them, within a bound of time and size, which partitions each holds, and digests.
 
 Theory of operation. Replicas announce their URLs in a bucket of the plane, and every user with permission to write there can
 announce any URL. Prompts and the token of this replica are sent to announced URLs. So the host of an announced URL must match
@@ -8,19 +8,33 @@ the named one.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvevents.errors import ConfigError, ExternalError
+from kvevents.errors import ConfigError, ExternalError, PlaneError
 from kvevents.http_client import HttpConnections, HttpError, RequestLimits
+from kvevents.plane.layout import Layout, list_entries
+from kvevents.plane.leases import Lease, LeaseHolder, lease_key
+from kvevents.plane.nats_errors import map_errors
+from kvevents.plane.replicas import DIGEST_PREFIX, SHARD_PREFIX, ReplicaDigests, ShardAnnouncement, ShardAssignment
 from kvevents.service.access import HostPatterns, address_of, is_loopback, token_of_file
 from kvevents.service.config import ShardSettings
+
+if TYPE_CHECKING:
+    from nats.js.kv import KeyValue
+
+    from kvevents.plane.nats_client import PlaneClient
+
 
 _LOOPBACK: Final = ("127.0.0.0/8", "::1", "localhost")
 
@@ -153,3 +167,233 @@ def _tls(settings: ShardSettings) -> ssl.SSLContext:
                 "PEM files, the key without password"
             ) from error
     return context
+
+
+# --- shares and digests
+
+LEASE_RETRY_SECONDS: Final = 0.5
+"""Pause between two attempts to acquire the lease of the replica's name."""
+_EXCHANGE_SECONDS: Final = 5.0
+
+
+class Assignment:
+    """The partitions that one replica is to hold. `served` returns those that it serves now."""
+
+    def __init__(self, name: str, settings: ShardSettings | None, served: Callable[[], frozenset[int]]) -> None:
+        self.fault = ""
+        """Why this replica cannot take part in the plane at the moment; empty if it can."""
+        self._name: Final = name
+        self._settings: Final = settings
+        self._shown: Final = served
+        self.refused: dict[str, str] = {}
+        """Why other replicas must not be queried, by name."""
+        self._partitions = frozenset[int]()
+        self._since: float | None = None
+        self.assignment: ShardAssignment | None = None
+        """The other replicas; None if this one holds all partitions, and before the plane is found."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other replicas hold the other partitions."""
+        return self._settings is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the partitions to hold are known."""
+        if (settings := self._settings) is None:
+            return True
+        return self._since is not None and time.monotonic() - self._since >= settings.pace.settle_seconds
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """Partitions to hold."""
+        if not self.is_shared:
+            return self._partitions
+        return self.assignment.assigned if self.assignment is not None and self.is_settled else frozenset()
+
+    @property
+    def spare(self) -> frozenset[int]:
+        """Partitions that may be released."""
+        return self.assignment.releasable(time.monotonic()) if self.assignment is not None else frozenset()
+
+    def begin(self, layout: Layout) -> None:
+        """Set the layout of the plane."""
+        self._partitions = frozenset(range(layout.partitions))
+        if self._settings is not None and self.assignment is None:
+            self.assignment = ShardAssignment(
+                self._name, layout.partitions, self._settings.replication_factor, self._settings.pace
+            )
+
+    async def run(self, client: PlaneClient, layout: Layout) -> None:
+        """Announce this replica and read the announcements of the others, as long as it has the lease of its name."""
+        self.begin(layout)
+        if (settings := self._settings) is None or (assignment := self.assignment) is None:
+            return
+        part = _ShareAnnouncements(self._name, settings, assignment, self._shown, self.refused)
+        while True:
+            lease = Lease(client.jetstream(), layout, lease_key("replica", self._name), LeaseHolder.current())
+            try:
+                await self._acquire_name(lease)
+                keeping = asyncio.create_task(lease.renew_until_lost())
+                try:
+                    await self._announce(part, client, layout, keeping, settings.pace.announce_seconds)
+                finally:
+                    keeping.cancel()
+            finally:
+                await lease.release()
+
+    async def _acquire_name(self, lease: Lease) -> None:
+        while True:
+            try:
+                if await lease.acquire():
+                    self.fault = ""
+                    return
+                owner = lease.rival or "another process"
+                fault = f"{owner} is replica {self._name!r} too: give each process its own --replica-name"
+            except PlaneError as error:
+                fault = str(error)
+            self._set_fault(fault)
+            await asyncio.sleep(LEASE_RETRY_SECONDS)
+
+    def _set_fault(self, fault: str) -> None:
+        if fault != self.fault:
+            log.warning("%s", fault)
+        self.fault = fault
+
+    async def _announce(
+        self, part: _ShareAnnouncements, client: PlaneClient, layout: Layout, keeping: asyncio.Task[str], pause: float
+    ) -> None:
+        try:
+            while not keeping.done():
+                try:
+                    async with asyncio.timeout(_EXCHANGE_SECONDS):
+                        await part.exchange(client, layout)
+                    self._since = time.monotonic() if self._since is None else self._since
+                except (PlaneError, TimeoutError) as error:
+                    self._set_fault(f"cannot query the other replicas: {error or 'no answer in time'}")
+                else:
+                    self.fault = ""
+                await asyncio.sleep(pause)
+            self._set_fault(f"the lease of the name {self._name!r} was lost: {keeping.result()}")
+        finally:
+            with suppress(PlaneError, TimeoutError):
+                async with asyncio.timeout(_EXCHANGE_SECONDS):
+                    await part.leave(client, layout)
+
+
+class _ShareAnnouncements:
+    """The announcements of a replica that holds a share, and of the others."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: ShardSettings,
+        assignment: ShardAssignment,
+        served: Callable[[], frozenset[int]],
+        refused: dict[str, str],
+    ) -> None:
+        self._refused: Final = refused
+        self._policy: Final = PeerPolicy(settings)
+        self._name: Final = name
+        self._settings: Final = settings
+        self._assignment: Final = assignment
+        self._shown: Final = served
+        self._number = time.time_ns()
+        """Number of the announcement. It begins at another value in each process."""
+
+    async def exchange(self, client: PlaneClient, layout: Layout) -> None:
+        """Write the announcement of this replica, and read those of the others. Raises `PlaneError`."""
+        served = self._shown()
+        self._number += 1
+        own = ShardAnnouncement(self._settings.url.rstrip("/"), self._settings.replication_factor, sorted(served), self._number)
+        with map_errors("announcing the partitions of this replica"):
+            bucket = await client.jetstream().key_value(layout.leases)
+            await bucket.put(SHARD_PREFIX + self._name, own.encode())
+        found = await list_entries(client.jetstream(), layout, "reading the partitions of the other replicas", SHARD_PREFIX)
+        said = {name: ShardAnnouncement.decode(value) for name, value in found.items() if name != self._name}
+        others = {name: announced for name, announced in said.items() if announced is not None}
+        self._assignment.update(self._select_allowed(others), served, time.monotonic())
+
+    def _select_allowed(self, others: dict[str, ShardAnnouncement]) -> dict[str, ShardAnnouncement]:
+        """Return the announcements with an allowed URL. A refused one is logged once and ignored."""
+        refused = {name: why for name, said in others.items() if (why := self._policy.refusal(said.url))}
+        for name in sorted(refused):
+            if self._refused.get(name) != refused[name]:
+                log.warning("replica %s is not queried: %s; see shard.allow", name, refused[name])
+        self._refused.clear()
+        self._refused.update(refused)
+        return {name: said for name, said in others.items() if name not in refused}
+
+    async def leave(self, client: PlaneClient, layout: Layout) -> None:
+        """Remove the announcement of this replica. Raises `PlaneError`."""
+        with map_errors("withdrawing the announcement of this replica"):
+            bucket = await client.jetstream().key_value(layout.leases)
+            await bucket.delete(SHARD_PREFIX + self._name)
+
+
+class ConsistencyCheck:
+    """Compares the contents of one replica's index with those of the others, by digests."""
+
+    def __init__(self, name: str, turn_seconds: float) -> None:
+        self._turn_seconds: Final = turn_seconds
+        self.disagreements = 0
+        """Number of times that another replica had other contents at the same position."""
+        self.write_fault = ""
+        """Why this replica cannot publish its digests, such as missing permission to write; empty if it can."""
+        self._name: Final = name
+        self._differs_since: float | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether another replica has other contents. Either of them can be wrong."""
+        return self._differs_since is not None
+
+    def forget(self) -> None:
+        """Reset the result, because the index was replaced."""
+        self._differs_since = None
+
+    async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:
+        """Compare digests with the other replicas. Return why the index must be rebuilt; empty if it need not be."""
+        try:
+            others = await self._exchange(client, layout, own)
+        except PlaneError as error:
+            log.debug("cannot query the other replicas: %s", error)
+            return ""
+        now = time.monotonic()
+        against = Counter(own.agrees(replica_digests) for replica_digests in others.values())
+        if not against[False]:
+            if against[True] or not others:
+                self._differs_since = None
+            return ""
+        if self._differs_since is None:
+            self._differs_since = now
+            self.disagreements += 1
+            log.error("%d of %d replicas have other contents at the same position", against[False], len(others))
+        turn = sorted([self._name, *others]).index(self._name)
+        outvoted = against[False] > against[True] + 1
+        in_turn = against[False] == against[True] + 1 and now - self._differs_since > (turn + 1) * self._turn_seconds
+        is_due = (outvoted or in_turn) and now - built_at > self._turn_seconds
+        return "the other replicas have other contents" if is_due else ""
+
+    async def _exchange(self, client: PlaneClient, layout: Layout, own: ReplicaDigests) -> dict[str, ReplicaDigests]:
+        """Publish the digests of this replica, and return those of the others."""
+        js = client.jetstream()
+        with map_errors("publishing the digests of this replica"):
+            await self._publish(await js.key_value(layout.leases), own)
+        found = await list_entries(js, layout, "reading the digests of the other replicas", DIGEST_PREFIX)
+        said = {name: ReplicaDigests.decode(value) for name, value in found.items() if name != self._name}
+        return {name: replica_digests for name, replica_digests in said.items() if replica_digests is not None}
+
+    async def _publish(self, bucket: KeyValue, own: ReplicaDigests) -> None:
+        """Publish the digests of this replica. A replica without permission to write continues without it."""
+        try:
+            with map_errors("publishing the digests of this replica"):
+                await bucket.put(DIGEST_PREFIX + self._name, own.encode())
+        except PlaneError as error:
+            if error.fault != "denied":
+                raise
+            if not self.write_fault:
+                log.warning("this replica publishes no digests: %s", error)
+            self.write_fault = str(error)
+        else:
+            self.write_fault = ""

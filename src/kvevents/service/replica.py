@@ -31,8 +31,8 @@ from kvevents.plane.snapshots import Snapshots
 from kvevents.service.config import ShardSettings
 from kvevents.service.fleet import Fleet
 from kvevents.service.index_build import IndexBuild, Snapshotter
+from kvevents.service.peers import Assignment, ConsistencyCheck
 from kvevents.service.registration import Registration
-from kvevents.service.replica_coordination import Assignment, ConsistencyCheck
 from kvevents.stream import Checkpoint
 
 if TYPE_CHECKING:
