@@ -320,7 +320,7 @@ fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
     direct.batch("a", 0, 0, 0, payload);
     let payloads = compactor.payloads(usize::MAX, 1.5).expect("they have an order of events");
     late.batch("a", 0, 0, 0, &payloads[0]);
-    let digest = |index: &Index| index.stream("a", 0).map(|stream| stream.lock().digest);
+    let digest = |index: &Index| index.stream("a", 0).map(|stream| stream.lock().tally.digest);
     assert_eq!(digest(&direct), digest(&late));
 }
 

@@ -1,6 +1,6 @@
 //! Prefetches memory for the blocks of an event before they are placed.
 
-use super::Chain;
+use super::stores::Chain;
 use crate::shared::{Block, SharedState};
 use crate::stream::Stream;
 use crate::table::{Reach, Stage, TableHash};

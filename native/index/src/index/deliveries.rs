@@ -177,7 +177,7 @@ impl Index {
             if stream.gone
                 || incarnation != stream.incarnation
                 || !stream.waiting.is_empty()
-                || stream.has_alike()
+                || stream.has_collisions()
                 || stream.must_resize(QUICK_BLOCKS)
             {
                 return None;
@@ -278,7 +278,7 @@ impl Room {
         stream.grant(payload.len());
         let mut cleared = false;
         for event in &scratch.events {
-            cleared |= stream.event(writer, &read, event, work);
+            cleared |= stream.apply_event(writer, &read, event, work);
         }
         stream.doubt_fresh(writer);
         stream.publish_groups(writer);

@@ -21,19 +21,19 @@ pub(super) struct Rank {
     pub(super) stream: Arc<Mutex<Stream>>,
     number: u32,
     /// Its incarnation.
-    life: Arc<AtomicI64>,
+    incarnation: Arc<AtomicI64>,
 }
 
 impl Rank {
     fn new(rank: i64, stream: Arc<Mutex<Stream>>) -> Self {
         let locked = stream.lock();
-        let (number, life) = (locked.number, locked.life.clone());
+        let (number, incarnation) = (locked.number, locked.published_incarnation.clone());
         drop(locked);
         Self {
             rank,
             stream,
             number,
-            life,
+            incarnation,
         }
     }
 }
@@ -207,8 +207,8 @@ impl Index {
             rank: rank.rank,
         };
         for rank in &removed {
-            let life = rank.life.load(Ordering::Relaxed);
-            self.fence(&mut registry, worker_of(rank), life);
+            let incarnation = rank.incarnation.load(Ordering::Relaxed);
+            self.fence(&mut registry, worker_of(rank), incarnation);
         }
         drop(registry);
         // Streams may be busy for long, as when a snapshot is written: they are waited for while no lock is held that others need.
@@ -222,7 +222,7 @@ impl Index {
                 continue;
             }
             stream.gone = true;
-            // It may have begun another life meanwhile.
+            // It may have begun another incarnation meanwhile.
             if let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank)) {
                 *fence = stream.incarnation.max(*fence);
             }

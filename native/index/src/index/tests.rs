@@ -76,7 +76,11 @@ fn a_batch_is_applied_at_once_or_not_at_all() {
     );
     assert_eq!(index.try_batch("a", 0, 0, 1, &stored), Some(Outcome::Duplicate));
     assert_eq!(index.try_batch("a", 0, 0, 2, &stored), Some(Outcome::Applied(false)));
-    assert_eq!(index.try_batch("a", 0, 1, 3, &stored), None, "a new life has all to forget");
+    assert_eq!(
+        index.try_batch("a", 0, 1, 3, &stored),
+        None,
+        "a new incarnation begins without blocks"
+    );
     assert_eq!(
         index.try_batch("a", 0, 0, 3, b"\xC1"),
         None,

@@ -529,7 +529,7 @@ impl NativeIndex {
 
     fn _digest(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<u128>> {
         let index = self.undamaged(py)?;
-        Ok(py.detach(|| index.stream(source, rank).map(|stream| stream.lock().digest)))
+        Ok(py.detach(|| index.stream(source, rank).map(|stream| stream.lock().tally.digest)))
     }
 
     fn _speculate(

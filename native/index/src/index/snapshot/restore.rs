@@ -274,7 +274,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         let refused = &self.room;
         let read = (
             stream.blocks as u64 + refused.count,
-            stream.digest.wrapping_add(refused.digest),
+            stream.tally.digest.wrapping_add(refused.digest),
         );
         stream.counters.evicted += refused.count;
         if read != (blocks, digest) {

@@ -129,8 +129,8 @@ impl<W: Write> Saving<'_, W> {
         }
         self.out.byte(DONE);
         self.out.count(stream.blocks as u64);
-        self.out.fixed(stream.digest as u64);
-        self.out.fixed((stream.digest >> 64) as u64);
+        self.out.fixed(stream.tally.digest as u64);
+        self.out.fixed((stream.tally.digest >> 64) as u64);
         self.out.drain()
     }
 
@@ -337,7 +337,7 @@ impl<W: Write> Saving<'_, W> {
     // --- the rest of a stream
 
     fn several(&mut self, stream: &Stream) -> io::Result<()> {
-        for (&hash, numbers) in stream.ordered() {
+        for (hash, numbers) in stream.ordered() {
             for piece in numbers.chunks(HOLD_BYTES / 16) {
                 let shared = self.index.shared_lock.read();
                 for &number in piece {

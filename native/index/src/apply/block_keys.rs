@@ -1,0 +1,184 @@
+//! The keys of the blocks of a store, from its tokens and extra keys.
+
+use std::sync::LazyLock;
+
+use super::{Read, Work};
+use crate::groups::GroupKind;
+use crate::keys::{self, Scheme};
+use crate::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, extra_keys, scan};
+
+/// A store with tokens.
+pub(super) struct TokenStore<'a> {
+    pub(super) hashes: &'a [u64],
+    pub(super) tokens: &'a [u32],
+    pub(super) pairs: bool,
+    pub(super) scheme: Scheme,
+    pub(super) lora: u64,
+    /// The event's own salt.
+    pub(super) salt: Option<u64>,
+    pub(super) placement: u16,
+}
+
+impl<'a> TokenStore<'a> {
+    /// Reads the contents of an event, without its salt and placement.
+    pub(super) fn read(read: &Read<'a>, event: &Event) -> Result<Self, &'static str> {
+        let hashes = event.hashes.slice(&read.scratch.hashes);
+        let tokens = event.tokens.slice(&read.scratch.tokens);
+        let (size, count) = (event.block_size, (tokens.len() >> u32::from(event.pairs)) as u64);
+        if size == 0 || size > u64::from(u32::MAX) || Some(count) != size.checked_mul(hashes.len() as u64) {
+            return Err("length-mismatch");
+        }
+        if event.unkeyable {
+            return Err("bad-token");
+        }
+        let lora = match (read.bytes(event.lora_name), event.lora_id) {
+            (Some(name), _) => keys::lora_name(name),
+            (None, Some(id)) => keys::lora_id(id),
+            (None, None) => 0,
+        };
+        let scheme = Scheme {
+            size: size as u32,
+            eagle: event.pairs,
+        };
+        Ok(Self {
+            hashes,
+            tokens,
+            pairs: event.pairs,
+            scheme,
+            lora,
+            salt: None,
+            placement: 0,
+        })
+    }
+
+    /// Tokens that the hash of block `at` covers.
+    pub(super) fn window<'b>(&'b self, at: usize, buffer: &'b mut Vec<u32>) -> &'b [u32] {
+        let size = self.scheme.size as usize;
+        if !self.pairs {
+            return &self.tokens[at * size..][..size];
+        }
+        let pairs = &self.tokens[at * size * 2..][..size * 2];
+        buffer.clear();
+        buffer.extend(pairs.iter().step_by(2));
+        buffer.push(pairs[pairs.len() - 1]);
+        buffer
+    }
+}
+
+/// Keys of the blocks of one stored event.
+#[derive(Debug, Default)]
+pub struct StoredKeys {
+    /// Keys of all blocks; empty if they have no keys.
+    pub keys: Vec<u64>,
+    /// The event's own salt's part of the seed; 0 for a root without one, None if the parent's salt applies.
+    pub salt: Option<u64>,
+    /// Why there are no keys.
+    pub unkeyed: Option<&'static str>,
+}
+
+/// Keys of the blocks of the only event of a payload, which `normalised` has written, after a block of which the key and the salt's part
+/// of the seed are known. None if that is not one stored event.
+pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
+    static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
+    let (mut scratch, mut work) = (Scratch::default(), Work::default());
+    scan(payload, SCHEMA.as_ref()?, &mut scratch)?;
+    let read = Read {
+        payload,
+        scratch: &scratch,
+    };
+    let [event] = &scratch.events[..] else { return None };
+    if event.kind != Kind::Stored {
+        return None;
+    }
+    let salt = salt_of(&read, event, &mut work.extras);
+    let keys = keys_after(&read, event, salt, parent, &mut work);
+    Some(StoredKeys {
+        salt,
+        unkeyed: keys.as_ref().err().copied(),
+        keys: keys.unwrap_or_default(),
+    })
+}
+
+fn keys_after(
+    read: &Read<'_>,
+    event: &Event,
+    salt: Option<u64>,
+    parent: Option<(u64, u64)>,
+    work: &mut Work,
+) -> Result<Vec<u64>, &'static str> {
+    if !GroupKind::from_spec(read.text(event.spec_kind), None).is_some_and(GroupKind::is_full) {
+        return Err("other-group");
+    }
+    if event.keyed {
+        event.size_of_keyed().ok_or("length-mismatch")?;
+        return Ok(event.keys.slice(&read.scratch.hashes).to_vec());
+    }
+    if event.tokens.length == 0 {
+        return Err("no-tokens");
+    }
+    let store = TokenStore::read(read, event)?;
+    let parent = event.parent.map(|_| parent.ok_or("parent-unknown")).transpose()?;
+    let seed = keys::seed(store.lora, salt.or(parent.map(|(_, salt)| salt)).unwrap_or(0));
+    hash_all(&store, 0, parent.map(|(key, _)| key), seed, work);
+    Ok(std::mem::take(&mut work.keys))
+}
+
+/// Returns the part of the seed for the salt of an event; 0 for a root without a salt. Leaves the event's other extra keys in `extras`.
+pub(super) fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
+    let is_root = event.parent.is_none();
+    let bare = extras_of(read.bytes(event.extra_keys), read.bytes(event.lora_name), is_root, extras);
+    let own = read.bytes(event.cache_salt).map(keys::salt);
+    if is_root { Some(own.or(bare).unwrap_or(0)) } else { own }
+}
+
+/// Local hashes and keys of the blocks from `first` on, into `work`.
+pub(super) fn hash_all(store: &TokenStore<'_>, first: usize, parent: Option<u64>, seed: u64, work: &mut Work) {
+    let count = store.hashes.len() - first;
+    let mut roller = keys::Roller::new(parent, count, &mut work.locals, &mut work.keys);
+    let size = store.scheme.size as usize;
+    if work.extras.is_empty() && !store.pairs {
+        for block in store.tokens[first * size..].chunks_exact(size) {
+            roller.push(keys::local(block, seed));
+        }
+    } else {
+        for at in first..store.hashes.len() {
+            let mut extras: Vec<u64> = extras_at(&work.extras, at).collect();
+            roller.push(keys::local_with(store.window(at, &mut work.window), &mut extras, seed));
+        }
+    }
+}
+
+/// Extra keys of one block; `extras` are in the order of their blocks.
+pub fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64> + '_ {
+    let start = extras.partition_point(|(block, _)| *block < at);
+    extras[start..]
+        .iter()
+        .take_while(move |(block, _)| *block == at)
+        .map(|(_, extra)| *extra)
+}
+
+/// Reads extra keys into `(block, hash)`, and returns the salt, which is a plain text key of a root.
+pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, root: bool, found: &mut Vec<(usize, u64)>) -> Option<u64> {
+    found.clear();
+    let raw = raw?;
+    let (mut salt, mut last) = (None, usize::MAX);
+    extra_keys(raw, |block, extra| {
+        let first = block != last;
+        last = block;
+        let hash = match extra {
+            Extra::Text(text) if first && lora == Some(text.as_bytes()) => return,
+            Extra::Text(text) if block == 0 && root && salt.is_none() => {
+                salt = Some(keys::salt(text.as_bytes()));
+                return;
+            }
+            Extra::Text(text) => keys::untagged(text.as_bytes()),
+            Extra::Bytes(bytes) => keys::untagged(bytes),
+            Extra::Int(number) => number as u64,
+            Extra::Pair(Id::Int(number), _) => number as u64,
+            Extra::Pair(Id::Text(id), offset) => keys::item_at(keys::item_text(id), offset),
+            Extra::Pair(Id::Bytes(id), offset) => keys::item_at(keys::item_bytes(id), offset),
+        };
+        found.push((block, hash));
+    });
+    salt
+}

@@ -1,0 +1,93 @@
+//! What stores tell about the groups of an engine, its hashes and the salts of its prompts.
+
+use super::Read;
+use crate::engine_hash::Sample;
+use crate::groups::GroupKind;
+use crate::scan::{Event, Extra, extra_keys, first_ints};
+use crate::shared::SharedState;
+use crate::stream::Stream;
+
+/// Prompts with salts of one batch whose salts are learned.
+const MAX_SALTED: usize = 1_024;
+
+impl Stream {
+    /// Learns a group of the engine.
+    #[inline]
+    pub(super) fn learn(&mut self, shared: &SharedState, group: i64, kind: GroupKind, size: u32) -> Result<(), &'static str> {
+        if self.groups.kind(group).is_none() && self.groups.all().len() >= shared.limits.groups {
+            return Err("too-many-groups");
+        }
+        self.has_new_groups |= self.groups.learn(group, kind, size);
+        Ok(())
+    }
+
+    /// Learns from the first blocks of a prompt how the engine hashes prompts, and which salts they have.
+    #[inline]
+    pub(super) fn learn_hashing(&mut self, read: &Read<'_>, event: &Event) {
+        if event.lookahead.is_some() && !self.groups.has_lookahead {
+            (self.groups.has_lookahead, self.has_new_groups) = (true, true);
+        }
+        if !self.groups.has_unknown_inputs && has_unknown_inputs(read, event) {
+            (self.groups.has_unknown_inputs, self.has_new_groups) = (true, true);
+        }
+        let is_plain = event.lora_name.is_none() && event.lora_id.is_none() && !event.pairs && !event.unkeyable;
+        let is_wanted =
+            event.extra_keys.is_some() || (self.groups.hashing.is_none() && self.sample.is_none() && self.samples_left > 0);
+        if is_wanted && is_plain && event.parent.is_none() {
+            self.learn_from_root(read, event);
+        }
+    }
+
+    #[cold]
+    fn learn_from_root(&mut self, read: &Read<'_>, event: &Event) {
+        let (mut salt, mut is_plain) = (None, true);
+        if let Some(raw) = read.bytes(event.extra_keys) {
+            extra_keys(raw, |block, extra| match extra {
+                Extra::Text(text) if block == 0 && salt.is_none() => salt = Some(text),
+                _ => is_plain &= block > 0,
+            });
+        }
+        let (hashes, tokens) = (
+            event.hashes.slice(&read.scratch.hashes),
+            event.tokens.slice(&read.scratch.tokens),
+        );
+        let size = usize::try_from(event.block_size).unwrap_or(usize::MAX);
+        let is_whole = size.checked_mul(hashes.len()) == Some(tokens.len());
+        let mut lookahead = Vec::new();
+        if let Some(raw) = read.bytes(event.lookahead) {
+            first_ints(raw, &mut lookahead);
+        }
+        let is_known = is_plain && is_whole && event.lookahead.is_some() != lookahead.is_empty();
+        let sample = || Sample::from_block(tokens.get(..size).filter(|_| is_known)?, &lookahead, *hashes.first()?);
+        match salt {
+            None if self.groups.hashing.is_none() && self.sample.is_none() => {
+                self.sample = sample();
+                self.has_new_groups |= self.groups.needs_hashing();
+            }
+            None => {}
+            Some(salt) => {
+                let may_need = self.group_cache.is_some() || self.groups.all().len() > 1 || self.last < 0;
+                let sample = if may_need && self.salted.len() < MAX_SALTED {
+                    sample()
+                } else {
+                    None
+                };
+                match sample {
+                    Some(sample) => self.salted.push((salt.to_owned(), sample)),
+                    None => self.misses_salts |= is_whole && is_plain,
+                }
+            }
+        }
+    }
+}
+
+/// Whether the hashes of a store cover a LoRA or multimodal items.
+fn has_unknown_inputs(read: &Read<'_>, event: &Event) -> bool {
+    let mut others = event.lora_name.is_some() || event.lora_id.is_some();
+    if let Some(raw) = read.bytes(event.extra_keys) {
+        extra_keys(raw, |block, extra| {
+            others |= block > 0 || event.parent.is_some() || !matches!(extra, Extra::Text(_));
+        });
+    }
+    others
+}

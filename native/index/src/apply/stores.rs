@@ -1,0 +1,499 @@
+//! Stores: their blocks are placed after the blocks that precede them, or wait for these.
+
+use std::collections::VecDeque;
+
+use super::block_keys::{TokenStore, extras_at, hash_all, salt_of};
+use super::prefetching::{Ahead, Ring};
+use super::{Read, Work, is_on_device};
+use crate::contexts::Context;
+use crate::copies::Origin;
+use crate::groups::GroupKind;
+use crate::keys::{self, Scheme};
+use crate::page_pool;
+use crate::pending::{Content, Waiting};
+use crate::records::{Records, Row};
+use crate::scan::Event;
+use crate::shared::SharedState;
+use crate::stream::Stream;
+use crate::table::Stage;
+use crate::yielding_lock::{WORK_PER_HOLD, Writer};
+
+/// Number of blocks of an event that are prefetched before the event is hashed.
+const FIRST: usize = 4;
+/// Blocks up to which an event is hashed while the lock is held, since taking it twice would cost more.
+const FEW_BLOCKS: usize = 8;
+/// Tokens of one block up to which an event is hashed while the lock is held.
+const FEW_TOKENS: usize = 1_024;
+
+/// Blocks of one event, each the parent of the next.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chain<'a> {
+    pub(super) hashes: &'a [u64],
+    pub(super) keys: &'a [u64],
+    /// None for blocks that were stored by their keys: those have no parents.
+    pub(super) locals: Option<&'a [u64]>,
+    pub(super) context: u32,
+    pub(super) placement: u16,
+}
+
+/// Why some blocks were placed, and not all of them.
+enum Pause {
+    /// All blocks were placed.
+    Done,
+    /// This block was placed, and pending blocks wait for it.
+    Awaited { next: usize, number: u32 },
+    /// Too many blocks are equal to the next one in hash and placement.
+    Alike,
+}
+
+/// A row of slots that is being filled.
+#[derive(Default)]
+struct OpenRow {
+    stretch: Row,
+    used: u32,
+    set: u32,
+    /// Position of the first block in its chain.
+    first: usize,
+}
+
+impl Stream {
+    pub(super) fn apply_store(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        read: &Read<'_>,
+        event: &Event,
+        work: &mut Work,
+    ) {
+        writer.spend(1);
+        let kind = read.text(event.spec_kind).unwrap_or("none");
+        if let Err(reason) = self.store(writer, read, event, work) {
+            self.counters.reject(kind, reason);
+        }
+    }
+
+    fn store(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        read: &Read<'_>,
+        event: &Event,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
+        let (kind, group) = (read.text(event.spec_kind), event.group.unwrap_or(0));
+        let known = GroupKind::from_spec(kind, event.window).unwrap_or(GroupKind::Unknown);
+        if known == GroupKind::Unknown {
+            self.learn(writer, group, known, 0)?;
+            self.count_unkept(
+                group,
+                is_on_device(read, event),
+                event.hashes.slice(&read.scratch.hashes),
+                true,
+            );
+            return Err("unknown-kind");
+        }
+        self.origin = event.origin;
+        let hashes = event.hashes.slice(&read.scratch.hashes);
+        let size = u32::try_from(event.block_size).unwrap_or(0);
+        if !known.is_full() || (event.tokens.length == 0 && !event.keyed) {
+            if !known.is_full() && size > 0 {
+                self.learn(writer, group, known, size)?;
+                self.learn_hashing(read, event);
+            }
+            let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
+            for &hash in hashes {
+                self.store_without_tokens(writer, hash, placement);
+                self.spend(writer, 1);
+            }
+            return Ok(());
+        }
+        if event.keyed {
+            return self.store_by_keys(writer, read, event, work);
+        }
+        let store = TokenStore::read(read, event)?;
+        self.learn(writer, group, known, size)?;
+        if kind.is_some() {
+            self.learn_hashing(read, event);
+        }
+        let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
+        let salt = salt_of(read, event, &mut work.extras);
+        self.store_tokens(
+            writer,
+            &TokenStore {
+                salt,
+                placement,
+                ..store
+            },
+            event.parent,
+            work,
+        )
+    }
+
+    /// Applies a store with keys, which identify its namespace and all blocks before it.
+    fn store_by_keys(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        read: &Read<'_>,
+        event: &Event,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
+        let size = event.size_of_keyed().ok_or("length-mismatch")?;
+        let kind = GroupKind::from_spec(read.text(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
+        self.learn(writer, event.group.unwrap_or(0), kind, size)?;
+        let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
+        if event.hashes.length == 0 {
+            return Ok(());
+        }
+        if !self.cut_by(writer, Scheme { size, eagle: false }) {
+            return Err("too-many-block-sizes");
+        }
+        self.prepare_placement(writer, event.hashes.length as usize, || {});
+        let context = writer.contexts.retain(Context::keyed(size)).ok_or("too-many-contexts")?;
+        let chain = Chain {
+            hashes: event.hashes.slice(&read.scratch.hashes),
+            keys: event.keys.slice(&read.scratch.hashes),
+            locals: None,
+            context,
+            placement,
+        };
+        let placed = self.place_all(writer, &chain, &mut work.ring, None);
+        writer.contexts.release(context);
+        placed
+    }
+
+    fn store_tokens(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        store: &TokenStore<'_>,
+        parent: Option<u64>,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
+        // Where their hashes belong is known before their keys are.
+        for &hash in store.hashes.iter().take(FIRST) {
+            self.prefetch(writer.spot(hash), Stage::Bucket);
+        }
+        for at in 0..store.hashes.len() {
+            let awaited = if at == 0 { parent } else { Some(store.hashes[at - 1]) };
+            let Some(awaited) = awaited else {
+                return self.place_after(writer, store, at, None, work);
+            };
+            if let Some(found) = self.newest(writer, awaited) {
+                return self.place_after(writer, store, at, Some(found), work);
+            }
+            let content = Content {
+                tokens: store.window(at, &mut work.window).into(),
+                extras: extras_at(&work.extras, at).collect(),
+                scheme: store.scheme,
+                lora: store.lora,
+                salt: store.salt,
+            };
+            if self.origin == Origin::Reused && self.waiting.has(store.hashes[at], store.placement) {
+                continue;
+            }
+            let orphan = Waiting {
+                hash: store.hashes[at],
+                placement: store.placement,
+                awaited,
+                content: Some(content),
+            };
+            self.add_orphan(writer, orphan);
+            writer.spend(2);
+        }
+        Ok(())
+    }
+
+    fn store_without_tokens(&mut self, shared: &mut SharedState, hash: u64, placement: u16) {
+        match self.newest(shared, hash) {
+            Some(number) => self.copy_without_tokens(shared, hash, number, placement),
+            None if self.origin == Origin::Reused => {}
+            None => {
+                let untied = Waiting {
+                    hash,
+                    placement,
+                    awaited: hash,
+                    content: None,
+                };
+                self.add_orphan(shared, untied);
+            }
+        }
+    }
+
+    /// Adds a block to the pending blocks of its parent.
+    fn add_orphan(&mut self, shared: &mut SharedState, waiting: Waiting) {
+        if !self.may_grow(shared) {
+            self.counters.dropped += 1;
+            return;
+        }
+        let limits = shared.limits;
+        let bytes = limits.memory.map_or(usize::MAX, |memory| memory / 8);
+        self.counters.dropped += self
+            .waiting
+            .push_within(waiting, limits.orphans, limits.orphan_bytes.min(bytes));
+    }
+
+    /// Applies the blocks of an event from `first` on after `parent`. Each is the parent of the next.
+    fn place_after(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        store: &TokenStore<'_>,
+        first: usize,
+        parent: Option<u32>,
+        work: &mut Work,
+    ) -> Result<(), &'static str> {
+        let salt_of = |parent| writer.contexts.get(writer.records.context(parent)).salt;
+        let salt = store.salt.unwrap_or_else(|| parent.map_or(0, salt_of));
+        let before = parent.map(|parent| writer.records.key(parent));
+        let context = Context {
+            scheme: store.scheme,
+            lora: store.lora,
+            salt,
+        };
+        if !self.cut_by(writer, store.scheme) {
+            return Err("too-many-block-sizes");
+        }
+        let number = writer.contexts.retain(context).ok_or("too-many-contexts")?;
+        let count = store.hashes.len() - first;
+        self.prepare_placement(writer, count, || hash_all(store, first, before, context.seed(), work));
+        let chain = Chain {
+            hashes: &store.hashes[first..],
+            keys: &work.keys,
+            locals: Some(&work.locals),
+            context: number,
+            placement: store.placement,
+        };
+        let placed = self.place_all(writer, &chain, &mut work.ring, parent);
+        writer.contexts.release(number);
+        placed
+    }
+
+    /// Prepares blocks for their placement, in part while other threads may read and write. No other thread changes the blocks of this
+    /// stream meanwhile.
+    fn prepare_placement(&mut self, writer: &mut Writer<'_, SharedState>, count: usize, work: impl FnOnce()) {
+        if count > FEW_BLOCKS || page_pool::are_short() {
+            writer.unlocked(|| {
+                page_pool::prepare();
+                work();
+            });
+        } else {
+            work();
+        }
+    }
+
+    /// Places blocks after a record.
+    fn place_all(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        chain: &Chain<'_>,
+        ring: &mut Ring,
+        mut parent: Option<u32>,
+    ) -> Result<(), &'static str> {
+        let count = chain.hashes.len();
+        let keys = if chain.locals.is_some() {
+            writer.view.heads.reach()
+        } else {
+            writer.view.keyed.reach()
+        };
+        let mut blocks = Ahead {
+            chain,
+            ring,
+            reach: self.reach().max(keys),
+        };
+        blocks.start(self, writer);
+        let mut at = 0;
+        while at < count {
+            let end = count.min(at + WORK_PER_HOLD);
+            if !self.may_grow(writer) {
+                self.refuse_new(writer, chain, at, parent);
+                return Ok(());
+            }
+            match self.place_some(writer, &mut blocks, at, end, &mut parent) {
+                Pause::Done => {
+                    self.spend(writer, end - at);
+                    at = end;
+                }
+                Pause::Awaited { next, number } => {
+                    self.spend(writer, next - at);
+                    self.place_orphans(writer, chain.hashes[next - 1], number);
+                    at = next;
+                }
+                Pause::Alike => return Err("too-many-alike"),
+            }
+        }
+        Ok(())
+    }
+
+    fn place_some(
+        &mut self,
+        shared: &mut SharedState,
+        blocks: &mut Ahead<'_>,
+        start: usize,
+        end: usize,
+        parent: &mut Option<u32>,
+    ) -> Pause {
+        let (chain, mut open) = (blocks.chain, OpenRow::default());
+        // Whether the block before is new, so that no stream holds one after it, except across a hole.
+        let mut is_new = false;
+        for at in start..end {
+            let block = blocks.next(self, shared, at);
+            let is_awaited = !self.waiting.is_empty() && self.waiting.awaits(block.hash);
+            if let Some(before) = parent.filter(|_| is_new && !is_awaited) {
+                let seat = self.seat(block.hash_spot);
+                if !self.knows(shared, block.hash, seat) && !shared.is_listed(&block) {
+                    if open.used == open.stretch.length {
+                        self.close_row(shared, chain, &mut open);
+                        if !self.open_row(shared, chain, &mut open, before, at, end - at) {
+                            return Pause::Alike;
+                        }
+                    }
+                    let number = open.stretch.first + open.used;
+                    if Records::next(before) == Some(number) && (open.used > 0 || shared.may_link(before, block.context)) {
+                        shared
+                            .records
+                            .put_linked(number, block.local, block.key, block.hash, block.context, open.set);
+                    } else {
+                        shared.put_head(number, &block, open.set);
+                    }
+                    self.enter_own(shared, block.hash_spot, seat, number);
+                    open.used += 1;
+                    *parent = Some(number);
+                    continue;
+                }
+            }
+            self.close_row(shared, chain, &mut open);
+            let Some(placed) = self.place(shared, &block, chain.placement, *parent) else {
+                return Pause::Alike;
+            };
+            if chain.locals.is_some() {
+                (*parent, is_new) = (Some(placed.number), placed.is_new);
+            }
+            if is_awaited && placed.is_unknown {
+                let number = placed.number;
+                return Pause::Awaited { next: at + 1, number };
+            }
+        }
+        self.close_row(shared, chain, &mut open);
+        Pause::Done
+    }
+
+    /// Takes slots for new blocks. Returns false if all slot numbers are used.
+    fn open_row(
+        &mut self,
+        shared: &mut SharedState,
+        chain: &Chain<'_>,
+        open: &mut OpenRow,
+        parent: u32,
+        first: usize,
+        count: usize,
+    ) -> bool {
+        let Some(stretch) = shared.records.take(Some(parent), count) else {
+            return false;
+        };
+        let set = shared.sets.single(chain.placement, self.number, stretch.length);
+        *open = OpenRow {
+            stretch,
+            used: 0,
+            set,
+            first,
+        };
+        true
+    }
+
+    /// Counts the blocks that were put into slots, and releases the other slots.
+    fn close_row(&mut self, shared: &mut SharedState, chain: &Chain<'_>, open: &mut OpenRow) {
+        let OpenRow {
+            stretch,
+            used,
+            set,
+            first,
+        } = std::mem::take(open);
+        let left = stretch.length - used;
+        if left > 0 {
+            shared.records.give(stretch.first + used, left);
+            shared.sets.give(set, left);
+        }
+        if used > 0 {
+            shared.contexts.add(chain.context, used);
+            let new = first..first + used as usize;
+            self.count_new(&chain.hashes[new.clone()], &chain.keys[new], chain.placement);
+        }
+    }
+
+    /// Adds copies of blocks that the stream holds. The others, and all blocks after them, are refused at the memory limit.
+    fn refuse_new(&mut self, writer: &mut Writer<'_, SharedState>, chain: &Chain<'_>, first: usize, mut parent: Option<u32>) {
+        for at in first..chain.hashes.len() {
+            let block = chain.block(writer, at);
+            let Some(number) = self.find(writer, &block, parent) else {
+                self.counters.evicted += (chain.hashes.len() - at) as u64;
+                return;
+            };
+            self.copy(writer, block.hash, number, chain.placement);
+            parent = chain.locals.map(|_| number);
+            self.spend(writer, 1);
+        }
+    }
+
+    /// Places the pending blocks whose parent is this block, then those whose parents they are, and so on.
+    fn place_orphans(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
+        // What waited came in other events, of which that is not known any more.
+        let origin = std::mem::take(&mut self.origin);
+        let mut queue = VecDeque::from([(hash, number)]);
+        while let Some((hash, above)) = queue.pop_front() {
+            while let Some(item) = self.take_awaiting(hash) {
+                let (hash, placement) = (item.hash, item.placement);
+                let Some(content) = item.content else {
+                    self.copy(writer, hash, above, placement);
+                    self.spend(writer, 1);
+                    continue;
+                };
+                match self.place_orphan(writer, hash, placement, content, above) {
+                    Ok(Some(number)) => queue.push_back((hash, number)),
+                    Ok(None) => {}
+                    Err(reason) => self.counters.reject("none", reason),
+                }
+                self.spend(writer, 2);
+            }
+        }
+        self.origin = origin;
+    }
+
+    /// Places an orphan after its parent. Returns its record if its hash was unknown.
+    fn place_orphan(
+        &mut self,
+        writer: &mut Writer<'_, SharedState>,
+        hash: u64,
+        placement: u16,
+        mut content: Content,
+        parent: u32,
+    ) -> Result<Option<u32>, &'static str> {
+        if !self.may_grow(writer) {
+            self.counters.evicted += 1;
+            return Ok(None);
+        }
+        let salt_of = |parent| writer.contexts.get(writer.records.context(parent)).salt;
+        let context = Context {
+            scheme: content.scheme,
+            lora: content.lora,
+            salt: content.salt.unwrap_or_else(|| salt_of(parent)),
+        };
+        if !self.cut_by(writer, content.scheme) {
+            return Err("too-many-block-sizes");
+        }
+        let mut hashed = || keys::local_with(&content.tokens, &mut content.extras, context.seed());
+        let local = if content.tokens.len() > FEW_TOKENS {
+            writer.unlocked(hashed)
+        } else {
+            hashed()
+        };
+        let number = writer.contexts.retain(context).ok_or("too-many-contexts")?;
+        let chain = Chain {
+            hashes: &[hash],
+            keys: &[keys::chained(writer.records.key(parent), local)],
+            locals: Some(&[local]),
+            context: number,
+            placement,
+        };
+        let block = chain.block(writer, 0);
+        let placed = self.place(writer, &block, placement, Some(parent));
+        writer.contexts.release(number);
+        let placed = placed.ok_or("too-many-alike")?;
+        Ok(placed.is_unknown.then_some(placed.number))
+    }
+}

@@ -1,0 +1,164 @@
+//! The hashes of a stream that mean several blocks, and the work that these may cause.
+
+use std::collections::HashMap;
+
+use crate::step_counter;
+
+/// Examinations of blocks that share a hash, per byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty
+/// bytes for each page that comes or goes, so a page may share its hash with as many others as the limit allows.
+const EXAMINATIONS_PER_BYTE: usize = 16;
+/// Most of these examinations that are saved for later payloads.
+const MOST_EXAMINATIONS: usize = 1 << 20;
+/// Blocks of one hash that are examined even without any budget left.
+const FEW_BLOCKS: usize = 8;
+
+/// The blocks of hashes with several blocks.
+///
+/// A peer chooses hashes, so a payload may cause only as many examinations of such blocks as its length allows.
+#[derive(Debug)]
+pub struct Collisions {
+    /// Records by hash, the newest last; at least two for each.
+    lists: HashMap<u64, Vec<u32>>,
+    /// Number of records in all lists.
+    blocks: usize,
+    /// Remaining examinations; unlimited before the first payload.
+    examinations: usize,
+    /// Whether a removal was skipped because none remained.
+    has_skipped: bool,
+}
+
+impl Default for Collisions {
+    fn default() -> Self {
+        Self {
+            lists: HashMap::new(),
+            blocks: 0,
+            examinations: usize::MAX,
+            has_skipped: false,
+        }
+    }
+}
+
+impl Collisions {
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.lists.is_empty()
+    }
+
+    /// The blocks of a hash, the newest last; None if it does not mean several.
+    #[inline]
+    pub fn get(&self, hash: u64) -> Option<&[u32]> {
+        if self.lists.is_empty() {
+            return None;
+        }
+        self.lists.get(&hash).map(Vec::as_slice)
+    }
+
+    /// All hashes with their blocks, in no order.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, &[u32])> {
+        self.lists.iter().map(|(hash, list)| (*hash, list.as_slice()))
+    }
+
+    /// Adds a block of a hash that means at least the block `known`.
+    pub fn add(&mut self, hash: u64, known: u32, number: u32) {
+        step_counter::count_growth(self.lists.len(), self.lists.capacity());
+        let list = self.lists.entry(hash).or_insert_with(|| vec![known]);
+        self.blocks += if list.len() == 1 { 2 } else { 1 };
+        list.push(number);
+    }
+
+    /// Makes a block the newest of its hash.
+    pub fn make_newest(&mut self, hash: u64, number: u32) {
+        if self.lists.is_empty() {
+            return;
+        }
+        if let Some(list) = self.lists.get_mut(&hash)
+            && let Some(at) = list.iter().position(|&other| other == number)
+        {
+            list.remove(at);
+            list.push(number);
+        }
+    }
+
+    /// Removes a block; a hash with only one other block is not listed any more.
+    pub fn remove(&mut self, hash: u64, number: u32) {
+        let Some(list) = self.lists.get_mut(&hash) else { return };
+        step_counter::count(list.len());
+        self.examinations = self.examinations.saturating_sub(list.len());
+        list.retain(|&other| other != number);
+        self.blocks -= 1;
+        if list.len() < 2 {
+            self.blocks -= list.len();
+            self.lists.remove(&hash);
+            if self.lists.is_empty() {
+                self.lists = HashMap::new();
+            }
+        }
+    }
+
+    /// Replaces the record of a block.
+    pub fn exchange(&mut self, hash: u64, from: u32, to: u32) {
+        let list = self.lists.get_mut(&hash).into_iter().flatten();
+        list.filter(|number| **number == from).for_each(|number| *number = to);
+    }
+
+    /// Puts the blocks of a listed hash in another order.
+    pub fn put(&mut self, hash: u64, ordered: Vec<u32>) {
+        self.lists.insert(hash, ordered);
+    }
+
+    /// Removes all blocks; the remaining examinations stay.
+    pub fn clear(&mut self) {
+        (self.lists, self.blocks) = (HashMap::new(), 0);
+    }
+
+    /// Adds the examinations that one payload allows.
+    pub fn grant(&mut self, payload: usize) {
+        self.examinations = self
+            .examinations
+            .min(MOST_EXAMINATIONS)
+            .saturating_add(EXAMINATIONS_PER_BYTE.saturating_mul(payload));
+    }
+
+    /// Counts examinations.
+    #[inline]
+    pub fn spend(&mut self, examinations: usize) {
+        self.examinations = self.examinations.saturating_sub(examinations);
+    }
+
+    /// Whether all blocks of a hash may be examined. False if no examinations remain, and the hash has more than a few blocks.
+    #[inline]
+    pub fn may_examine(&self, hash: u64) -> bool {
+        self.examinations > 0 || self.lists.get(&hash).is_none_or(|list| list.len() <= FEW_BLOCKS)
+    }
+
+    /// Records that a removal was skipped because no examinations remained.
+    pub fn skip_removal(&mut self) {
+        self.has_skipped = true;
+    }
+
+    /// Whether a removal was skipped since the last call.
+    pub fn take_skipped(&mut self) -> bool {
+        std::mem::take(&mut self.has_skipped)
+    }
+
+    /// Hashes, and those for which there is room.
+    #[inline]
+    pub fn room(&self) -> (usize, usize) {
+        (self.lists.len(), self.lists.capacity())
+    }
+
+    pub fn reserve(&mut self, hashes: usize) {
+        self.lists.reserve(hashes);
+    }
+
+    /// Approximate heap bytes.
+    pub fn bytes(&self) -> usize {
+        self.lists.capacity() * (size_of::<(u64, Vec<u32>)>() + 1) + self.blocks * 8
+    }
+
+    /// Whether the number of blocks is correct.
+    #[cfg(test)]
+    pub fn is_counted(&self) -> bool {
+        self.lists.values().map(Vec::len).sum::<usize>() == self.blocks
+    }
+}

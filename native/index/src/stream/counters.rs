@@ -1,0 +1,50 @@
+//! Counts of the input of a stream that was refused or had no effect.
+
+use std::collections::HashMap;
+
+/// Counters of unusable input of a stream.
+#[derive(Clone, Debug, Default)]
+pub struct Counters {
+    /// Rejected stores, by kind of group and reason.
+    pub rejected: HashMap<(String, &'static str), u64>,
+    /// Removals of hashes that the stream does not hold.
+    pub unknown: u64,
+    /// Blocks dropped from the waiting queue.
+    pub dropped: u64,
+    /// Blocks that were refused at the memory limit.
+    pub evicted: u64,
+    /// Deliveries that came twice.
+    pub duplicates: u64,
+    /// Deliveries of an incarnation that has ended.
+    pub void: u64,
+    /// Gaps.
+    pub gaps: u64,
+    /// Events that change nothing.
+    pub neutral: u64,
+}
+
+/// Most kinds of groups that are counted under their own name, since a peer chooses names.
+const MAX_KINDS: usize = 64;
+
+impl Counters {
+    /// Counts a rejected store.
+    pub fn reject(&mut self, kind: &str, reason: &'static str) {
+        let known = self.rejected.len() < MAX_KINDS || self.rejected.contains_key(&(kind.into(), reason));
+        let kind = if known { kind } else { "other" };
+        *self.rejected.entry((kind.chars().take(64).collect(), reason)).or_default() += 1;
+    }
+
+    /// Adds the counters of a stream that has ended.
+    pub fn add(&mut self, other: &Self) {
+        for ((kind, reason), count) in &other.rejected {
+            *self.rejected.entry((kind.clone(), reason)).or_default() += count;
+        }
+        self.unknown += other.unknown;
+        self.dropped += other.dropped;
+        self.evicted += other.evicted;
+        self.duplicates += other.duplicates;
+        self.void += other.void;
+        self.gaps += other.gaps;
+        self.neutral += other.neutral;
+    }
+}

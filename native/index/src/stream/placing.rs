@@ -1,0 +1,193 @@
+//! Stores of a stream: blocks that it holds from now on, and further copies of those that it holds already.
+
+use super::{Foreign, Stream, is_block};
+use crate::copies::{Copies, Origin};
+use crate::shared::{Block, ByHash, SharedState};
+use crate::step_counter;
+use crate::table::{Seat, TableHash};
+use crate::yielding_lock::WORK_PER_HOLD;
+
+/// Blocks that a partial clear may examine for each stored block: engines clear far less often than they store.
+const EXAMINATIONS_PER_BLOCK: usize = 16;
+/// Cost, in examinations, of computing the key of a block whose parent is unknown.
+const EXAMINATIONS_PER_KEY: usize = 8;
+
+/// The outcome of placing a block.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed {
+    /// Its record.
+    pub number: u32,
+    /// Whether the stream had no block of this hash.
+    pub is_unknown: bool,
+    /// Whether no stream held it before.
+    pub is_new: bool,
+}
+
+impl Stream {
+    /// Adds one copy of a block. `parent` is the record of its parent, if that is known. None if too many blocks equal it.
+    #[inline]
+    pub fn place(&mut self, shared: &mut SharedState, block: &Block, placement: u16, parent: Option<u32>) -> Option<Placed> {
+        let hash = block.hash;
+        if !self.collisions.may_examine(hash) {
+            return None;
+        }
+        let seat = self.table.seat(block.hash_spot);
+        let (mut known, mut own, mut looks) = (None, None, 0);
+        self.table.for_each_match_at(seat, |number| {
+            looks += if parent.is_none() && shared.records.is_linked(number) {
+                EXAMINATIONS_PER_KEY
+            } else {
+                1
+            };
+            if shared.records.hash(number) == hash {
+                known = Some(number);
+                if is_block(shared, number, block, parent) {
+                    own = known;
+                }
+            }
+            own.is_none()
+        });
+        if own.is_none() && !self.foreign.is_empty() {
+            own = self.foreign_of(shared, hash, |number| is_block(shared, number, block, parent));
+            known = known.or_else(|| self.foreign_of(shared, hash, |_| true));
+        }
+        step_counter::count(looks);
+        if !self.collisions.is_empty() {
+            self.collisions.spend(looks);
+        }
+        self.examinations_left = self.examinations_left.saturating_add(EXAMINATIONS_PER_BLOCK);
+        if let Some(number) = own {
+            self.copy(shared, hash, number, placement);
+            self.collisions.make_newest(hash, number);
+            return Some(Placed {
+                number,
+                is_unknown: false,
+                is_new: false,
+            });
+        }
+        let limit = shared.limits.blocks_per_hash;
+        if known.is_some() && self.collisions.get(hash).is_some_and(|list| list.len() >= limit) {
+            return None;
+        }
+        let (number, is_new) = shared.add_holder(block, parent, placement, self.number, &mut self.added)?;
+        self.enter(shared, block, seat, number, is_new);
+        self.blocks += 1;
+        self.count_in(hash, block.key, placement);
+        if let Some(other) = known {
+            self.collisions.add(hash, other, number);
+        }
+        Some(Placed {
+            number,
+            is_unknown: known.is_none(),
+            is_new,
+        })
+    }
+
+    /// Applies a store to a block that the stream has: one more copy, or nothing if the store states that the block was resident before.
+    #[inline]
+    pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
+        if shared.sets.holds(shared.records.set(number), placement, self.number) {
+            if self.origin == Origin::Reused {
+                let change = self.copies.assure(number, placement);
+                return self.note(shared, number, placement, change);
+            }
+            let (length, capacity) = self.copies.room();
+            step_counter::count_growth(length, capacity);
+            let is_certain = self.has_attested || self.origin == Origin::New;
+            let change = self.copies.store(number, placement, is_certain);
+            self.note(shared, number, placement, change);
+            if !is_certain && self.groups.all().len() > 1 {
+                self.repeated.push(number);
+            }
+            let key = shared.records.key(number);
+            self.tally += self.named(placement).marks.copy(hash, key);
+        } else {
+            let key = shared.records.key(number);
+            shared.toggle(number, placement, self.number, &mut self.added);
+            self.count_in(hash, key, placement);
+        }
+    }
+
+    /// Does the same for a store without tokens, as of groups with sliding windows. See `doubt_fresh`.
+    pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
+        let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
+        if !is_held || self.copies.get(number, placement).is_doubtful() {
+            match self.origin {
+                // A block that no group of this kind holds is announced as reused where the window of a hit does not reach.
+                Origin::Reused if !is_held => return,
+                Origin::Unstated if !self.has_attested => self.fresh.push((number, placement)),
+                _ => {}
+            }
+        }
+        self.copy(shared, hash, number, placement);
+    }
+
+    /// Ends a batch: a block of a window that it has made resident, and whose block with full attention it has announced again, might not
+    /// be there; nor one that might have been gone before.
+    ///
+    /// vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the
+    /// group does not hold. A request that is computed again is announced alike.
+    pub fn doubt_fresh(&mut self, shared: &mut SharedState) {
+        let (mut fresh, mut repeated) = (std::mem::take(&mut self.fresh), std::mem::take(&mut self.repeated));
+        if !fresh.is_empty() && !repeated.is_empty() {
+            repeated.sort_unstable();
+            for &(number, placement) in &fresh {
+                // Its slot might be free again, or another block's.
+                let is_held =
+                    || shared.records.is_used(number) && shared.sets.holds(shared.records.set(number), placement, self.number);
+                if repeated.binary_search(&number).is_ok() && is_held() {
+                    let Copies { most, .. } = self.copies.get(number, placement);
+                    let change = self.copies.set(number, placement, Copies { least: 0, most });
+                    self.note(shared, number, placement, change);
+                }
+            }
+        }
+        if fresh.capacity().max(repeated.capacity()) <= WORK_PER_HOLD {
+            fresh.clear();
+            repeated.clear();
+            (self.fresh, self.repeated) = (fresh, repeated);
+        }
+    }
+
+    /// Counts the first copy of a block on a placement.
+    #[inline]
+    fn count_in(&mut self, hash: u64, key: u64, placement: u16) {
+        let named = self.named_mut(placement);
+        named.held += 1;
+        let copy = named.marks.copy(hash, key);
+        self.tally += copy;
+    }
+
+    /// Counts blocks that are new on a placement, and were entered.
+    #[inline]
+    pub fn count_new(&mut self, hashes: &[u64], keys: &[u64], placement: u16) {
+        let count = hashes.len();
+        let named = self.named_mut(placement);
+        named.held += count;
+        let copies = named.marks.copies(hashes, keys);
+        self.tally += copies;
+        self.blocks += count;
+        self.examinations_left = self.examinations_left.saturating_add(EXAMINATIONS_PER_BLOCK * count);
+    }
+
+    /// Enters a record under the hash of its block.
+    #[inline]
+    fn enter(&mut self, shared: &SharedState, block: &Block, seat: Seat, number: u32, is_new: bool) {
+        let hash = block.hash;
+        if is_new || shared.records.hash(number) == hash {
+            self.enter_own(shared, block.hash_spot, seat, number);
+        } else {
+            let place = shared.secret.place(hash);
+            step_counter::count_growth(self.foreign.len(), self.foreign.capacity());
+            self.foreign
+                .insert_unique(place, Foreign { hash, number }, |entry| shared.secret.place(entry.hash));
+        }
+    }
+
+    /// Enters a record under its own hash.
+    #[inline]
+    pub fn enter_own(&mut self, shared: &SharedState, spot: TableHash, seat: Seat, number: u32) {
+        let hashes = ByHash(&shared.records, shared.secret);
+        self.table.insert_at(seat, spot, number, &hashes);
+    }
+}

@@ -1,0 +1,411 @@
+//! Removals of a stream: of copies by their hashes, of what clears name, and of everything.
+
+use hashbrown::HashTable;
+
+use super::room::LARGE;
+use super::tally::{CopyMarks, Tally};
+use super::{NamedPlacement, Stream};
+use crate::copies::{Copies, CopyTable};
+use crate::holder_sets::EMPTY;
+use crate::pending::Queue;
+use crate::records::{Records, Row};
+use crate::shared::{ByHash, SharedState};
+use crate::step_counter;
+use crate::table::{Seat, Table, TableHash};
+use crate::yielding_lock::Writer;
+
+impl Stream {
+    /// Takes one copy from the oldest block of each of a few hashes on `placement`, or from a pending block; counts the hashes that have no
+    /// copy.
+    pub fn remove(&mut self, shared: &mut SharedState, hashes: &[u64], placement: u16, leaving: &mut Vec<Leaving>) {
+        leaving.clear();
+        leaving.extend(hashes.iter().map(|&hash| {
+            let spot = shared.spot(hash);
+            Leaving {
+                hash,
+                spot,
+                seat: self.table.seat_ahead(spot),
+                number: None,
+            }
+        }));
+        for each in &mut *leaving {
+            self.table.for_each_match_at(each.seat, |number| {
+                each.number = Some(number);
+                false
+            });
+            if let Some(number) = each.number {
+                shared.records.prefetch_all(number);
+            }
+        }
+        let (mut gone, mut keys) = (Gone::new(self.named(placement).marks), KeyCache::default());
+        for each in leaving {
+            if self.remove_single(shared, each, placement, &mut keys, &mut gone) {
+                continue;
+            }
+            self.apply_removals(shared, placement, &mut gone);
+            if !self.remove_oldest(shared, each.hash, placement) && !self.waiting.remove(each.hash, placement) {
+                self.counters.unknown += 1;
+            }
+        }
+        self.apply_removals(shared, placement, &mut gone);
+    }
+
+    /// The usual case: a hash means one block, of which there is one copy. The common changes of these blocks are only collected, as are
+    /// the records to remove. In all other cases it returns false and changes nothing.
+    #[inline]
+    fn remove_single(
+        &mut self,
+        shared: &mut SharedState,
+        leaving: &Leaving,
+        placement: u16,
+        keys: &mut KeyCache,
+        gone: &mut Gone,
+    ) -> bool {
+        let Leaving {
+            hash,
+            spot,
+            seat,
+            number,
+        } = *leaving;
+        if !self.collisions.is_empty() {
+            return false;
+        }
+        let seat = self.table.seat_again(seat, spot);
+        // Another block with the same tag is rare, and so is one that this event has removed already, whose set is empty.
+        let is_meant = |number: u32| shared.records.hash(number) == hash && shared.records.is_used(number);
+        let Some(number) = number.filter(|&number| is_meant(number)) else {
+            return false;
+        };
+        if !self.copies.is_empty() && self.copies.contains(number, placement) {
+            return false;
+        }
+        let set = shared.records.set(number);
+        if set == gone.from {
+            gone.moved += 1;
+        } else {
+            shared.sets.move_all(gone.from, gone.to, std::mem::take(&mut gone.moved));
+            gone.from = NONE;
+            if !shared.sets.holds(set, placement, self.number) {
+                return false;
+            }
+            let rest = shared.sets.moved(set, placement, self.number, &mut self.removed);
+            (gone.from, gone.to, gone.leaves) = (set, rest, !shared.sets.knows(rest, self.number));
+        }
+        gone.tally += gone.marks.copy(hash, keys.key(&shared.records, number));
+        gone.held += 1;
+        shared.records.put_set(number, gone.to);
+        if gone.leaves {
+            self.table
+                .remove_at(seat, spot, number, &ByHash(&shared.records, shared.secret));
+            self.blocks -= 1;
+        }
+        if gone.to == EMPTY && !gone.row.extend(number) {
+            shared.forget_row(std::mem::replace(&mut gone.row, Row::single(number)));
+        }
+        true
+    }
+
+    /// Applies the collected changes.
+    fn apply_removals(&mut self, shared: &mut SharedState, placement: u16, gone: &mut Gone) {
+        let Gone {
+            from,
+            to,
+            moved,
+            tally,
+            held,
+            row,
+            ..
+        } = std::mem::replace(gone, Gone::new(self.named(placement).marks));
+        shared.sets.move_all(from, to, moved);
+        self.tally -= tally;
+        self.named_mut(placement).held -= held;
+        shared.forget_row(row);
+    }
+
+    /// Removes one copy of a hash in the unusual cases: several blocks or copies, or a record with another hash.
+    #[inline(never)]
+    fn remove_oldest(&mut self, shared: &mut SharedState, hash: u64, placement: u16) -> bool {
+        if !self.collisions.may_examine(hash) {
+            self.collisions.skip_removal();
+            return false;
+        }
+        let mut looks = 0;
+        let held = |number: &u32| {
+            looks += 1;
+            shared.sets.holds(shared.records.set(*number), placement, self.number)
+        };
+        let found = match self.collisions.get(hash) {
+            Some(list) => list.iter().copied().find(held),
+            None => self.newest(shared, hash).filter(held),
+        };
+        step_counter::count(looks);
+        self.collisions.spend(looks);
+        let Some(number) = found else { return false };
+        let key = shared.records.key(number);
+        self.tally -= self.named(placement).marks.copy(hash, key);
+        if self.remove_copy(shared, number, placement) {
+            return true;
+        }
+        shared.toggle(number, placement, self.number, &mut self.removed);
+        self.forget_copies(shared, number, placement);
+        self.named_mut(placement).held -= 1;
+        if !shared.sets.knows(shared.records.set(number), self.number) {
+            self.leave(shared, hash, number);
+        }
+        true
+    }
+
+    /// Removes one of several copies; returns false and changes nothing if there is only one.
+    #[inline]
+    fn remove_copy(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> bool {
+        let Some(change) = self.copies.take(number, placement) else {
+            return false;
+        };
+        self.note(shared, number, placement, change);
+        true
+    }
+
+    /// Removes one copy of a hash; the event states how many copies are left.
+    pub fn remove_to(&mut self, shared: &mut SharedState, hash: u64, placement: u16, left: u32) {
+        let held = |&number: &u32| shared.sets.holds(shared.records.set(number), placement, self.number);
+        let Some(number) = self.newest(shared, hash).filter(held) else {
+            while self.waiting.remove(hash, placement) && left == 0 {}
+            return;
+        };
+        if left == 0 {
+            return self.drop_block(shared, hash, number, |other| other == placement);
+        }
+        let known = self.copies.get(number, placement).most;
+        let key = shared.records.key(number);
+        let copy = self.named(placement).marks.copy(hash, key);
+        self.tally -= copy.times(known);
+        self.tally += copy.times(left);
+        let change = self.copies.set(number, placement, Copies { least: left, most: left });
+        self.note(shared, number, placement, change);
+    }
+
+    /// Removes a block that the stream holds on no placement any more.
+    fn leave(&mut self, shared: &mut SharedState, hash: u64, number: u32) {
+        let place = shared.secret.place(hash);
+        if shared.records.hash(number) == hash {
+            self.table.remove(place, number, &ByHash(&shared.records, shared.secret));
+        } else if let Ok(entry) = self
+            .foreign
+            .find_entry(place, |entry| entry.hash == hash && entry.number == number)
+        {
+            entry.remove();
+            self.shrink_foreign(shared);
+        }
+        self.collisions.remove(hash, number);
+        self.blocks -= 1;
+        shared.sweep(number);
+    }
+
+    fn shrink_foreign(&mut self, shared: &SharedState) {
+        let (length, capacity) = (self.foreign.len(), self.foreign.capacity());
+        if length == 0 {
+            self.foreign = HashTable::new();
+        } else if (64..=LARGE).contains(&capacity) && self.must_shrink() {
+            self.foreign.shrink_to(length * 2, |entry| shared.secret.place(entry.hash));
+        }
+    }
+
+    /// Drops every copy of one block on the placements that `meant` accepts.
+    pub fn drop_block(&mut self, shared: &mut SharedState, hash: u64, number: u32, meant: impl Fn(u16) -> bool) {
+        let placements: Vec<u16> = shared
+            .sets
+            .placements(shared.records.set(number), self.number)
+            .filter(|&placement| meant(placement))
+            .collect();
+        if placements.is_empty() {
+            return;
+        }
+        let key = shared.records.key(number);
+        for placement in placements {
+            shared.toggle(number, placement, self.number, &mut self.removed);
+            let copies = self.forget_copies(shared, number, placement);
+            let named = self.named_mut(placement);
+            named.held -= 1;
+            let copy = named.marks.copy(hash, key);
+            self.tally -= copy.times(copies.most);
+        }
+        if !shared.sets.knows(shared.records.set(number), self.number) {
+            self.leave(shared, hash, number);
+        }
+    }
+
+    /// Drops every copy on the placements that `meant` accepts. Returns false if clears were so frequent that all blocks had to be removed.
+    pub fn clear(&mut self, writer: &mut Writer<'_, SharedState>, meant: impl Fn(u16) -> bool) -> bool {
+        let looks = self.blocks + self.waiting.len();
+        let has_any = |named: &NamedPlacement| named.held > 0 || self.waiting.is_on(named.placement);
+        if !self.named.iter().any(|named| meant(named.placement) && has_any(named)) {
+            return true;
+        }
+        if self.examinations_left < looks {
+            self.forget(writer);
+            return false;
+        }
+        self.examinations_left -= looks;
+        let bound = writer.records.bound();
+        let (numbers, foreign) = writer.unlocked(|| {
+            self.waiting.clear(&meant);
+            let foreign: Vec<(u32, u64)> = self.foreign().collect();
+            (in_removal_order(self.own_numbers(), self.blocks, bound), foreign)
+        });
+        step_counter::count(looks);
+        for number in numbers {
+            let hash = writer.records.hash(number);
+            self.drop_block(writer, hash, number, &meant);
+            self.spend(writer, 1);
+        }
+        for (number, hash) in foreign {
+            self.drop_block(writer, hash, number, &meant);
+            self.spend(writer, 1);
+        }
+        true
+    }
+
+    /// Removes every block, which lookups see at once. The rules of groups stay.
+    pub fn forget(&mut self, writer: &mut Writer<'_, SharedState>) {
+        let number = self.number;
+        self.unkept.clear();
+        self.changed_copies.clear();
+        if let Some(cache) = &self.group_cache {
+            cache.write().clear();
+        }
+        if self.blocks == 0 && self.waiting.is_empty() {
+            return;
+        }
+        writer.show(number, false);
+        step_counter::count(self.blocks + self.waiting.len());
+        writer.end_doubts(number);
+        let bound = writer.records.bound();
+        let numbers = writer.unlocked(|| {
+            let numbers = in_removal_order(self.numbers(), self.blocks, bound);
+            (self.table, self.foreign) = (Table::dense(), HashTable::new());
+            (self.copies, self.waiting) = (CopyTable::default(), Queue::default());
+            self.collisions.clear();
+            numbers
+        });
+        for record in numbers {
+            let set = writer.records.set(record);
+            let without = writer.sets.without(set, number);
+            writer.records.put_set(record, without);
+            writer.sweep(record);
+            writer.spend(1);
+        }
+        (self.blocks, self.tally) = (0, Tally::default());
+        self.named.iter_mut().for_each(|named| named.held = 0);
+        writer.show(number, true);
+    }
+
+    /// Removes every block if a removal was skipped, since a block that is gone must not match. Returns whether it did so.
+    pub fn remove_some_blocks(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
+        let is_spent = self.collisions.take_skipped();
+        if is_spent {
+            self.forget(writer);
+        }
+        is_spent
+    }
+}
+
+/// Records in the order in which they are removed: from the ends of runs, so that no block is linked to a removed one.
+fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32) -> Vec<u32> {
+    if count < bound as usize / SPARSE {
+        let mut found: Vec<u32> = numbers.collect();
+        found.sort_unstable_by(|one, other| other.cmp(one));
+        return found;
+    }
+    let mut marked = vec![0_u64; (bound as usize).div_ceil(64)];
+    for number in numbers {
+        marked[number as usize >> 6] |= 1 << (number & 63);
+    }
+    let mut found = Vec::with_capacity(count);
+    for (at, &word) in marked.iter().enumerate().rev() {
+        let mut bits = word;
+        while bits != 0 {
+            let bit = 63 - bits.leading_zeros();
+            bits &= !(1 << bit);
+            found.push((at << 6) as u32 + bit);
+        }
+    }
+    found
+}
+
+/// Ratio of an index's records to a stream's above which the stream's records are sorted instead of marked in a bitmap.
+const SPARSE: usize = 64;
+
+/// A hash to remove.
+#[derive(Clone, Copy, Debug)]
+pub struct Leaving {
+    hash: u64,
+    /// Its position in the table.
+    spot: TableHash,
+    seat: Seat,
+    /// The number in the table's entry; None if the hash has no entry.
+    number: Option<u32>,
+}
+
+/// The removals of one event with equal sets, which are not counted yet.
+struct Gone {
+    /// The sets of the last block, before and after its removal.
+    from: u32,
+    to: u32,
+    /// Whether the stream is no longer in that set.
+    leaves: bool,
+    /// Number of blocks that have moved from the first set to the second.
+    moved: u32,
+    /// How blocks on this placement contribute to the stream's sums, and what these blocks contributed.
+    marks: CopyMarks,
+    tally: Tally,
+    held: usize,
+    /// Records without holders.
+    row: Row,
+}
+
+/// No set.
+const NONE: u32 = u32::MAX;
+
+impl Gone {
+    fn new(marks: CopyMarks) -> Self {
+        Self {
+            from: NONE,
+            to: NONE,
+            leaves: false,
+            moved: 0,
+            marks,
+            tally: Tally::default(),
+            held: 0,
+            row: Row::default(),
+        }
+    }
+}
+
+/// Number of slots whose keys are cached together.
+const REMEMBERED: usize = 8;
+
+/// Keys that were computed for a block and can be used for the blocks before it, as long as no slot gets another block.
+#[derive(Clone, Copy, Debug, Default)]
+struct KeyCache {
+    /// One more than the number of the group.
+    group: u32,
+    known: u8,
+    keys: [u64; REMEMBERED],
+}
+
+impl KeyCache {
+    #[inline]
+    fn key(&mut self, records: &Records, number: u32) -> u64 {
+        let (group, at) = (number / REMEMBERED as u32 + 1, number as usize % REMEMBERED);
+        if self.group != group {
+            (self.group, self.known) = (group, 0);
+        }
+        if self.known >> at & 1 == 0 {
+            records.keys_up_to(number, |at, key| {
+                self.known |= 1 << at;
+                self.keys[at] = key;
+            });
+        }
+        self.keys[at]
+    }
+}

@@ -1,0 +1,88 @@
+//! Memory of a stream: when its tables move, and whether the memory limit allows more blocks.
+
+use std::sync::atomic::Ordering;
+
+use super::Stream;
+use crate::hasher::Secret;
+use crate::shared::SharedState;
+use crate::yielding_lock::{WORK_PER_HOLD, Writer};
+
+/// Entries of a table from which on it is not moved while other threads wait.
+pub(super) const LARGE: usize = 1 << 14;
+/// Growth of the index's tables while some blocks are placed.
+const TABLE_GROWTH: usize = 16 << 10;
+/// Denominator of the part of the memory limit that is reserved for streams that hold less than the others.
+const RESERVE: usize = 16;
+
+impl Stream {
+    /// Whether a large table can grow with this many additional blocks, or must shrink: both take long, since all of it is moved.
+    #[inline]
+    pub fn must_resize(&self, blocks: usize) -> bool {
+        let is_tight = |length: usize, capacity: usize| length >= LARGE && capacity - length < blocks;
+        is_tight(self.foreign.len(), self.foreign.capacity())
+            || is_tight(self.collisions.room().0, self.collisions.room().1)
+            || is_tight(self.copies.room().0, self.copies.room().1)
+            || self.foreign.capacity() > LARGE && self.must_shrink()
+    }
+
+    /// Moves those tables, while no thread waits for the shared part.
+    pub fn make_room(&mut self, blocks: usize, secret: Secret) {
+        if self.foreign.capacity() > LARGE && self.must_shrink() {
+            self.foreign
+                .shrink_to(self.foreign.len() * 2, |entry| secret.place(entry.hash));
+        }
+        if self.must_resize(blocks) {
+            self.foreign.reserve(blocks, |entry| secret.place(entry.hash));
+            self.collisions.reserve(blocks);
+            self.copies.reserve(blocks);
+        }
+    }
+
+    /// Counts work, as `Writer::spend`, and makes room for what comes next.
+    #[inline]
+    pub fn spend(&mut self, writer: &mut Writer<'_, SharedState>, work: usize) {
+        if writer.spend(work) && self.must_resize(2 * WORK_PER_HOLD) {
+            let secret = writer.secret;
+            writer.unlocked(|| self.make_room(2 * WORK_PER_HOLD, secret));
+        }
+    }
+
+    pub(super) fn must_shrink(&self) -> bool {
+        self.foreign.len() * 4 < self.foreign.capacity()
+    }
+
+    /// Updates its bytes in the total of the shared part.
+    pub fn recount(&mut self, shared: &mut SharedState) {
+        let bytes = self.bytes();
+        shared.streams_bytes = shared.streams_bytes.wrapping_add(bytes.wrapping_sub(self.counted));
+        self.counted = bytes;
+    }
+
+    /// Whether the memory limit allows this stream to hold more blocks. The last part of the memory is reserved for streams that hold fewer
+    /// blocks than the others.
+    #[inline]
+    pub fn may_grow(&mut self, shared: &mut SharedState) -> bool {
+        match shared.limits.memory {
+            None => true,
+            Some(limit) => self.may_grow_within(shared, limit),
+        }
+    }
+
+    #[cold]
+    fn may_grow_within(&mut self, shared: &mut SharedState, limit: usize) -> bool {
+        self.recount(shared);
+        let next = shared.bytes() + shared.streams_bytes + shared.records.growth(WORK_PER_HOLD) + TABLE_GROWTH.min(limit / 8);
+        if next > limit {
+            return false;
+        }
+        if next <= limit - limit / RESERVE {
+            return true;
+        }
+        let blocks = |number: usize, known: usize| if number == self.number as usize { self.blocks } else { known };
+        let counts = (shared.view.members.iter().enumerate())
+            .filter_map(|(number, member)| Some(blocks(number, member.as_ref()?.blocks.load(Ordering::Relaxed))))
+            .filter(|&count| count > 0);
+        let (sum, streams) = counts.fold((0, 0), |(sum, streams), count| (sum + count, streams + 1));
+        self.blocks * streams < sum
+    }
+}
