@@ -156,7 +156,7 @@ def test_no_modules_of_a_crate_use_each_other(crate: str) -> None:
 NATIVE = {
     Path("routing/policies.py"),
     Path("service/data_plane.py"),
-    Path("service/fleet.py"),
+    Path("service/follower.py"),
     Path("service/selection.py"),
 }
 """Modules that import the native module, besides those of the index."""

@@ -176,7 +176,7 @@ def test_a_service_shows_the_load_of_its_sources(engine: Engine, tmp_path: Path)
         assert member.view().load is None
     finally:
         fleet.follower.stop()
-        fleet.close_loads()
+        fleet.loads.close()
 
 
 @pytest.mark.parametrize(("port", "expected"), [(5559, "tcp://10.0.0.1:5560"), (None, None), (65_535, None), (-3, None)])

@@ -9,9 +9,9 @@ is that of the events in the order in which the tree queued them, and it is sent
 tokens on the GPU (evictable and protected) equals the count of the blocks in the digest. A store or removal that the tree did
 not announce, or announced twice, makes them differ. Reading both takes constant time.
 
-Everything fails open. A fault while the publisher is created leaves SGLang with its own. If publishing fails later, the own
-publisher takes over. A fault in a hook ends the attestation. Each is logged once. The page `guides/sglang.md` of the
-documentation lists the releases with which this module was run.
+Everything fails open. A fault while the publisher is created leaves SGLang with its own. If publishing fails later, that one
+takes over. A fault in a hook ends the attestation. Each is logged once. The page `guides/sglang.md` of the documentation lists
+the releases with which this module was run.
 """
 
 from __future__ import annotations

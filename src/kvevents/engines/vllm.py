@@ -4,9 +4,9 @@ vLLM loads the entry points of the group `vllm.general_plugins` in every process
 scheduler. `register` replaces the entry `zmq` of `EventPublisherFactory`, since vLLM's configuration allows no other name. The
 hooks into the block pool are installed when vLLM creates a publisher, so other processes have none.
 
-Everything fails open. A fault while the publisher is created leaves vLLM with its own. If publishing fails later, the own
-publisher takes over. A fault in a hook ends the attestation. Each is logged once. The page `guides/vllm.md` of the
-documentation lists the releases with which this module was run.
+Everything fails open. A fault while the publisher is created leaves vLLM with its own. If publishing fails later, that one
+takes over. A fault in a hook ends the attestation. Each is logged once. The page `guides/vllm.md` of the documentation lists
+the releases with which this module was run.
 """
 
 from __future__ import annotations

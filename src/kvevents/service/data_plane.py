@@ -115,7 +115,9 @@ class DataPlane:
         upstream, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         upstream.setblocking(False)
         with sender:
-            native = _native.DataPlane(_encode(settings), listening.fileno(), sender.fileno(), self._service.fleet.engine_loads)
+            native = _native.DataPlane(
+                _encode(settings), listening.fileno(), sender.fileno(), self._service.fleet.loads.requests
+            )
         self._native = native
         self._upstream = upstream
         asyncio.get_running_loop().add_reader(upstream, _accept_all, upstream, accept)

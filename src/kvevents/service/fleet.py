@@ -12,23 +12,21 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
-from kvevents.errors import KVEventsError, UnknownSourceError
+from kvevents.errors import UnknownSourceError
 from kvevents.index import Match, MultiModal, Namespace, PrefixIndex, keys_from_local_hashes
 from kvevents.security import Curve
 from kvevents.service.config import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.service.errors import ConflictError, NotFoundError, TooMuchError, UnavailableError
 from kvevents.service.event_bus import BatchesEvent, EventBus, LossEvent, SnapshotEvent, SourceEvent, StreamEvent
-from kvevents.service.follower import Follower, IndexSink, Listener, timestamp_of
+from kvevents.service.follower import Follower, IndexSink, Listener, LoadFollower, timestamp_of
 from kvevents.service.member import HTTP, Member, MemberMatch, Revision
 from kvevents.service.reasons import Reason
 from kvevents.service.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.schemas import GapView, Media
 from kvevents.service.scope_fields import Scopes
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Trust
-from kvevents.subscriber import LoadReading, LoadSettings, LoadSource, LoadSubscriber, Subscriber
+from kvevents.subscriber import LoadSettings, Subscriber
 from kvevents.wire import Rejected, decode_batch
-from kvevents.wire.load import EngineLoad
-from kvevents_native import _native
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +93,7 @@ class Fleet(Listener):
         """How many of them the next refresh takes."""
         self._refresh_due = 0.0
         self._trust_due = 0.0
-        self.engine_loads: Final = _native.EngineLoads(load.max_age_seconds)
-        """The requests that engines report, and the selections since, by source name and rank."""
-        self._load_settings = load
-        self._loads: LoadSubscriber | None = None
-        """The load of engines that report it; opened with the first of them. The follower's thread writes it."""
+        self.loads: Final = LoadFollower(load)
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink), sink)
 
@@ -170,35 +164,11 @@ class Fleet(Listener):
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))
         self.follower.subscriber.add(source, resume)
-        self._follow_load(member)
+        if registration.load is not None:
+            member.load = self.loads.follow(registration, self.curve)
         self.index.set_model(name, registration.scope.name)
         self.index.set_drafts(name, registration.drafts)
         log.info("%s: following %s", registration.label, registration.endpoint)
-
-    def _follow_load(self, member: Member) -> None:
-        """Read the load of a rank that reports it. An endpoint that cannot be used costs the load only."""
-        registration = member.registration
-        if registration.load is None:
-            return
-        name, rank = registration.key
-        try:
-            loads = self._loads or LoadSubscriber(settings=self._load_settings, on_load=self._on_load)
-            self._loads = loads
-            loads.add(LoadSource(registration.load, name, rank, curve=registration.curve or self.curve))
-        except KVEventsError as error:
-            fault = f"its load is not received: {error}"
-            log.warning("%s: %s", registration.label, fault)
-            member.load = lambda: LoadReading(None, None, 0, 0, fault)
-            return
-        member.load = lambda: loads.reading((name, rank))
-
-    def _on_load(self, worker: Key, load: EngineLoad) -> None:
-        self.engine_loads.report(*worker, load.requests)
-
-    def close_loads(self) -> None:
-        """Stop receiving load."""
-        if self._loads is not None:
-            self._loads.close()
 
     def unregister(self, key: Key) -> Future[int]:
         """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
@@ -231,9 +201,7 @@ class Fleet(Listener):
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
         self.follower.subscriber.remove(name, rank)
-        if self._loads is not None:
-            self._loads.remove((name, rank))
-            self.engine_loads.remove(name, rank)
+        self.loads.leave((name, rank))
         if self._is_followed(name, rank):  # a stream of a log that joined again meanwhile
             return 0
         blocks = self.index.remove_worker((name, rank))

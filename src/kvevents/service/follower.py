@@ -15,9 +15,13 @@ import msgspec
 
 from kvevents.errors import KVEventsError
 from kvevents.index import ApplyResult, PrefixIndex
+from kvevents.security import Curve
+from kvevents.service.registration import Registration
 from kvevents.stream import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, Trust
-from kvevents.subscriber import StreamStatus
+from kvevents.subscriber import LoadReading, LoadSettings, LoadSource, LoadSubscriber, StreamStatus
 from kvevents.wire import Rejected
+from kvevents.wire.load import EngineLoad
+from kvevents_native import _native
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -212,3 +216,45 @@ def timestamp_of(payload: bytes) -> float | None:
         return msgspec.msgpack.decode(first, type=float)
     except (msgspec.MsgspecError, IndexError, ValueError, RecursionError):  # RecursionError: deeply nested lists
         return None
+
+
+class LoadFollower:
+    """Receives the load of the ranks that report it. `follow` and `leave` are called in the follower's thread."""
+
+    def __init__(self, settings: LoadSettings) -> None:
+        self._settings = settings
+        self._subscriber: LoadSubscriber | None = None
+        """Opened with the first rank that reports its load."""
+        self.requests: Final = _native.EngineLoads(settings.max_age_seconds)
+        """The requests that engines report, and the selections since, by source name and rank."""
+
+    def follow(self, registration: Registration, curve: Curve | None) -> Callable[[], LoadReading | None]:
+        """Receive the load of a rank that has an endpoint for it; return what reads it.
+
+        `curve` is for registrations without keys. An endpoint that cannot be used costs only the load.
+        """
+        endpoint, (name, rank) = registration.load or "", registration.key
+        try:
+            source = LoadSource(endpoint, name, rank, curve=registration.curve or curve)
+            subscriber = self._subscriber or LoadSubscriber(settings=self._settings, on_load=self._on_load)
+            self._subscriber = subscriber
+            subscriber.add(source)
+        except KVEventsError as error:
+            fault = f"its load is not received: {error}"
+            log.warning("%s: %s", registration.label, fault)
+            return lambda: LoadReading(None, None, 0, 0, fault)
+        return lambda: subscriber.reading((name, rank))
+
+    def leave(self, worker: tuple[str, int]) -> None:
+        """Stop receiving the load of a rank."""
+        if self._subscriber is not None:
+            self._subscriber.remove(worker)
+            self.requests.remove(*worker)
+
+    def close(self) -> None:
+        """Stop receiving load."""
+        if self._subscriber is not None:
+            self._subscriber.close()
+
+    def _on_load(self, worker: tuple[str, int], load: EngineLoad) -> None:
+        self.requests.report(*worker, load.requests)

@@ -259,7 +259,7 @@ class ScatterGather:
             else:
                 self._members[key] = RemoteMember(each, self._partition_of(key), now)
             if (load := each.view.load) is not None:
-                self.answering.fleet.engine_loads.report(*key, load.running + load.waiting, load.age_seconds)
+                self.answering.fleet.loads.requests.report(*key, load.running + load.waiting, load.age_seconds)
         for key in [key for key, member in self._members.items() if member.partition in answer.partitions and key not in came]:
             del self._members[key]
         before = self._known.get(name)

@@ -160,7 +160,7 @@ class Service:
             if not self._is_remembered:
                 await self._remember()
         await asyncio.to_thread(self.fleet.follower.stop)
-        await asyncio.to_thread(self.fleet.close_loads)
+        await asyncio.to_thread(self.fleet.loads.close)
         if self.state_store is not None:
             self.state_store.close()
 

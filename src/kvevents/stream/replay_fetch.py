@@ -167,7 +167,7 @@ class RequestPacer:
         return True
 
     def reset(self) -> None:
-        """Allow a whole burst: the requests so far have led to a live batch."""
+        """Allow a whole burst of requests again, since a live batch has arrived."""
         self.next_at = NOW
 
 

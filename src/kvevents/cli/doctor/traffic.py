@@ -30,7 +30,7 @@ MAX_GAP: Final = 10_000
 
 
 class SequenceNumbers:
-    """The sequence numbers of one stream's live batches. Several topics are several streams, of which none is kept."""
+    """The sequence numbers of one stream's live batches. None are kept if there are several topics, which number apart."""
 
     def __init__(self, topic: str) -> None:
         self.received = 0

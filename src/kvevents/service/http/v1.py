@@ -204,7 +204,7 @@ def _selection_answer(
     for row in found:
         if not row.is_certain and (standing := standings.get(row.member.worker)) is not None:
             standings[row.member.worker] = standing._replace(match_trust=row.trust_status)
-    chosen = select_worker(query, candidates, held, standings, service.ties, service.fleet.engine_loads)
+    chosen = select_worker(query, candidates, held, standings, service.ties, service.fleet.loads.requests)
     return msgspec.structs.replace(chosen, missing=missing) if missing else chosen
 
 
