@@ -17,7 +17,7 @@ FUZZ ?= 20
 # Where images set it, each of the hundreds of programs that the tests start would compile all of our modules again: 1 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suite unit integration system coverage crate lint types bench bench-native bench-check bench-native-program figures docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
+.PHONY: help demo test suite unit integration system coverage collected crate lint types mypy pyright bench bench-native bench-check bench-native-program figures docs engines conform chaos plane-chaos partitions soak fuzz fuzz-native model sanitize dist wheels-check pure-check licences version image deny clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,7 +27,7 @@ demo: $(NATIVE)  ## `kvevents demo`: what events are worth, on simulated engines
 
 # What `suite` needs is made first: make would begin all the other targets before it came back to one that had to wait.
 test: $(STAMP)  ## Everything that CI checks, two things at a time: the longest first, the others beside it
-	+$(MAKE) --no-print-directory --jobs 2 $(NATIVE) $(TESTS_STAMP) types
+	+$(MAKE) --no-print-directory --jobs 2 $(NATIVE) $(TESTS_STAMP) pyright mypy collected
 	+$(MAKE) --no-print-directory --jobs 2 suite crate lint
 
 PYTEST := $(BIN)/python -m pytest
@@ -36,6 +36,10 @@ PARALLEL := --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 suite: $(NATIVE) $(TESTS_STAMP)
 	$(PYTEST) $(PARALLEL)
+
+# pytest compiles tests with explained assertions when it imports them: 10 s of CPU for each process of a suite that finds none compiled.
+collected: $(NATIVE) $(TESTS_STAMP)
+	@echo "$(PYTEST) --collect-only"; said=$$($(PYTEST) --collect-only -qq) || { echo "$$said"; exit 1; }
 
 unit: $(NATIVE)  ## Tests without processes and sockets, with a third of the examples of properties: less than a minute
 	HYPOTHESIS_PROFILE=quick $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/unit
@@ -60,8 +64,12 @@ lint: $(STAMP)
 	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --workspace --all-targets --all-features -- -D warnings
 	PYO3_PYTHON=$(abspath $(BIN)/python) cargo clippy $(CARGO_FLAGS) --package kvevents-python --features python -- -D warnings  # as in wheels
 
-types: $(STAMP)
+types: mypy pyright
+
+mypy: $(STAMP)
 	$(BIN)/mypy
+
+pyright: $(STAMP)
 	$(BIN)/pyright
 
 bench: $(NATIVE) $(BENCH_STAMP)  ## Ratios against the engines' released classes and Dynamo's indexer, loaded from their wheels (downloads about 440 MB once)
