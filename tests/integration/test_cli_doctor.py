@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import zmq
 
 from cli_cases import RECORDING, RUN, SECONDS, Program, adjacent, refusing, run, tape_of
 from cli_doctor_cases import findings, one, server
-from cli_service_cases import BLOCK, READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
+from cli_service_cases import READY, TOKEN, Served, blocks, engine, guarded, serving, source, stats, until
 from kvevents.cli.doctor import service_checks as checks
 from kvevents.cli.doctor.service_checks import ENOUGH_LOOKUPS
 from kvevents.cli.doctor.traffic import check_topic
@@ -302,7 +303,16 @@ def test_an_engine_port_given_as_the_service() -> None:
 
 
 def test_a_service_that_wants_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_ready() -> bool:
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=SECONDS)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        finally:
+            connection.close()
+
     with guarded(tmp_path) as (url, _):
+        until(is_ready)
         found = examined(url)
         assert found["access"]["verdict"] == "fail"
         assert "KVEVENTS_TOKEN" in found["access"]["advice"]
@@ -374,9 +384,9 @@ def test_a_port_that_is_open_to_every_host() -> None:
 
 
 def test_an_engine_of_another_block_size_than_declared() -> None:
-    with serving() as served, engine(blocks(2)) as one:
+    with serving() as served, engine(blocks(2)) as one, publishing_on(one):
         served.register("engine-0", one, block_size=32)
-        served.wait("engine-0/0", lambda source: source["block_sizes"] == [BLOCK] and source["trust"]["state"] == "DEGRADED")
+        served.wait("engine-0/0", lambda source: source["trust"]["reason_codes"] == ["block-size"])
         found = examined(served.url)
     assert found["blocks"]["text"] == "tokens per block: engine-0/0 is registered with 32 and sends 16"
     assert "its block size" in found["trust"]["advice"]

@@ -85,9 +85,9 @@ def test_a_table_shows_how_much_each_worker_holds(fleet: Served) -> None:
     assert "█ down to gpu" in ended.err
 
 
-def test_an_encoding_without_block_characters_has_a_bar_too(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    out = run("query", *PROMPT, "--whole-prompt", "--service", fleet.url).out
+def test_an_encoding_without_block_characters_has_a_bar_too(fleet: Served) -> None:
+    with Program("query", *PROMPT, "--whole-prompt", "--service", fleet.url, PYTHONIOENCODING="ascii") as querying:
+        out = querying.end().out
     assert f"{'#' * 12}{'=' * 12}" in out
     assert f"{'#' * 12}{'.' * 12}" in out
 

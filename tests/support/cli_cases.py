@@ -11,10 +11,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from tempfile import TemporaryFile
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 import paths
+from forked_commands import command_server
 from kvevents.errors import EndpointError
 from kvevents.recording import LiveBatch
 from kvevents.testing import Faults, TapePlayer
@@ -49,9 +51,13 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(*args: object, stdin: bytes = b"") -> Ended:
     """`kvevents` with these arguments, from beginning to end."""
-    command = [*KVEVENTS, *map(str, args)]
-    done = subprocess.run(command, input=stdin, capture_output=True, timeout=SECONDS, env=environment(), check=False)
-    return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
+    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+        given.write(stdin)
+        given.seek(0)
+        code = command_server().run([*map(str, args)], (given, out, err), environment(), SECONDS)
+        out.seek(0)
+        err.seek(0)
+        return Ended(code, out.read().decode(), err.read().decode())
 
 
 class Lines:
