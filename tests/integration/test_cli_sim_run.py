@@ -152,7 +152,7 @@ def test_its_sources_are_as_a_service_reads_them(fleet: Callable[..., Ended], tm
     file.write_text("[[sources")
     model = 'a "model" \\ of ours \u00e9'
     ended = fleet(
-        "--sources",
+        "--write-sources",
         file,
         "--engines",
         1,
@@ -182,7 +182,7 @@ def test_a_service_follows_it(tmp_path: Path) -> None:
     file = tmp_path / "fleet.toml"
     wrong = ("--faults", "drop:5%,reset:300ms")
     with program(
-        *ENDLESS, "--time-scale", 4, *wrong, "--sources", file, "--wait-for-subscriber", 20, "--output=json"
+        *ENDLESS, "--time-scale", 4, *wrong, "--write-sources", file, "--wait-for-subscriber", 20, "--output=json"
     ) as running:
         running.err.wait("engine-1/0 publishes")
         with serving("--sources", file) as service:
@@ -225,10 +225,10 @@ def test_it_runs_without_a_subscriber(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (["--base-port", "99999999"], r".*99999999.*"),
         (["--host", "no such host"], r".*no such host.*"),
-        (["--sources", "/none/fleet.toml"], r"cannot write /none/fleet.toml: No such file or directory"),
-        (["--sources", "/none", "--model", "a\x7f"], r"invalid --model 'a\\x7f': expected printable characters"),
-        (["--sources", "/none", "--model", "a\udcff"], r"invalid --model 'a\\udcff': expected printable characters"),
-        (["--sources", "/"], r"cannot write /: Is a directory"),
+        (["--write-sources", "/none/fleet.toml"], r"cannot write /none/fleet.toml: No such file or directory"),
+        (["--write-sources", "/none", "--model", "a\x7f"], r"invalid --model 'a\\x7f': expected printable characters"),
+        (["--write-sources", "/none", "--model", "a\udcff"], r"invalid --model 'a\\udcff': expected printable characters"),
+        (["--write-sources", "/"], r"cannot write /: Is a directory"),
         (["--trace", "/none/trace.jsonl"], r"cannot read /none/trace.jsonl: .*"),
         (["--trace", os.devnull], r"/dev/null has no requests; .*"),
         (["--dialect", "llama-1.0"], r".*llama.*"),

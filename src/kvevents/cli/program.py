@@ -67,7 +67,7 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
         """\
   kvevents sim compare
   kvevents sim compare --policy prefix-aware --policy round-robin --workload agents --rate 8
-  kvevents sim run --engines 8 --faults restart:60s,drop:1% --sources fleet.toml
+  kvevents sim run --engines 8 --faults restart:60s,drop:1% --write-sources fleet.toml
   kvevents sim convert run.jsonl.gz requests.jsonl.gz
   kvevents sim fit measured.csv --cache-tokens 276184 | tee model.json
 """,

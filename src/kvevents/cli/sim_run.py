@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION: Final = (
     "Run a fleet of simulated engines that publish events over real sockets, with a router that sends requests to them, and "
-    "with faults. Any consumer can subscribe to it: the endpoints are printed at the start, and --sources writes them to a "
-    "file for `kvevents serve`. The fleet runs until Ctrl-C, unless --requests, --trace or --duration limits it."
+    "with faults. Any consumer can subscribe to it: the endpoints are printed at the start, and --write-sources writes them to "
+    "a file for `kvevents serve`. The fleet runs until Ctrl-C, unless --requests, --trace or --duration limits it."
 )
 EXAMPLES: Final = """\
   kvevents sim run
-  kvevents sim run --engines 8 --dialect vllm-0.24 --faults restart:60s,drop:1% --sources fleet.toml
+  kvevents sim run --engines 8 --dialect vllm-0.24 --faults restart:60s,drop:1% --write-sources fleet.toml
   kvevents serve --sources fleet.toml                in another terminal, and then: kvevents top
   kvevents sim run --requests 500 --time-scale 10 -o json | jq .policies[0].ttft
 """
@@ -95,7 +95,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="port of the first worker's events; its replay port is the next one, and so on (default: free ports)",
     )
     parser.add_argument(
-        "--sources",
+        "--write-sources",
         type=Path,
         metavar="FILE",
         help="write the endpoints to FILE, which is replaced, for `kvevents serve --sources` (default: no file)",
@@ -173,9 +173,9 @@ def _repeat(workload: WorkloadOptions) -> Iterator[Request]:
 
 
 def _print_endpoints(fleet: LiveFleet, args: Namespace, console: Console) -> None:
-    if args.sources is not None:
-        _write_sources(args.sources, fleet.addresses, args.model, fleet.settings.block_size)
-        console.note(f"wrote {args.sources}; try: kvevents serve --sources {args.sources}")
+    if args.write_sources is not None:
+        _write_sources(args.write_sources, fleet.addresses, args.model, fleet.settings.block_size)
+        console.note(f"wrote {args.write_sources}; try: kvevents serve --sources {args.write_sources}")
     for address in fleet.addresses:
         source, rank = address.worker
         console.note(Span(f"{source}/{rank}", "name"), f" publishes at {address.endpoint}, replay at {address.replay_endpoint}")

@@ -30,7 +30,7 @@ MAX_GAP: Final = 10_000
 
 
 class SequenceNumbers:
-    """The sequence numbers of one stream's live batches. None are kept if there are several topics, which number apart."""
+    """The sequence numbers of one stream's live batches. Several topics have several sequences, so none is kept then."""
 
     def __init__(self, topic: str) -> None:
         self.received = 0
