@@ -185,8 +185,9 @@ class DeliveryLayer(Generic[BatchT]):
     def _trust_while_following(self) -> Trust:
         if self._ledger:
             stale = self._is_silent or (DegradedReason.SENDER in self._ledger and self._heartbeats.trust == Trust.STALE)
-            reasons = [reason for reason in DegradedReason if reason in self.degraded_reasons]
-            return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(map(self._describe_reason, reasons)))
+            found = self.degraded_reasons
+            reasons = [self._describe_reason(reason) for reason in DegradedReason if reason in found]
+            return (Trust.STALE if stale else Trust.DEGRADED).with_reason("; ".join(reasons))
         if not self._is_unproven:
             return Trust.ATTESTED if self._ledger.is_attested else Trust.EXACT
         if self._cross_check.last_live is not None and not self._checks.failed_comparisons:
