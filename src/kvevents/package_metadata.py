@@ -9,8 +9,12 @@ from typing import Final
 UNKNOWN_VERSION: Final = "unknown"
 
 
+@functools.cache
 def version() -> str:
-    """Return the version of the installed package; `UNKNOWN_VERSION` in a source tree that is not installed."""
+    """Return the version of the installed package; `UNKNOWN_VERSION` in a source tree that is not installed.
+
+    It is read once, from files: a process whose package is replaced meanwhile still has the modules of the first one.
+    """
     try:
         return importlib.metadata.version("kvevents")
     except importlib.metadata.PackageNotFoundError:
