@@ -22,7 +22,7 @@ from kvevents.plane.settings import BridgeOptions
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.security import Curve
 from kvevents.service.registration import Registration
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at
 from ports import quiet_port
 from publisher_cases import ANY, batch, publishing
@@ -33,12 +33,6 @@ pytestmark = needs_nats
 SECONDS = 20.0
 MODEL = "m"
 PARTITION = ("--partitions", 2, "--partition-size", "64MiB")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module", name="brisk")

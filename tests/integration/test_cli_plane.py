@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import nats
-import pytest
 
 from cli_cases import Ended, run
 from kvevents.plane.connection import open_client
@@ -22,18 +20,12 @@ from kvevents.plane.records import Page, encode_page
 from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement
 from kvevents.plane.snapshots import VERSION, SnapshotInfo, SnapshotList
 from kvevents.plane.status import BRIDGE_SCAN_PAGES, PartitionView, PlaneView, ShardView, format_partitions
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import bridging, plane_at
 from service_cases import engine, serving, until
 from service_replica_cases import watch_of
 
 pytestmark = needs_nats
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 def status(*args: object) -> Ended:

@@ -13,18 +13,12 @@ from attestation_cases import AttestingEngine
 from kvevents.events import AllBlocksCleared, BlockRemoved
 from kvevents.plane.bridge import Watch
 from kvevents.service.registration import Registration
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import bridging, plane_at
 from relay_cases import block
 from service_cases import Service, serving, until
 
 pytestmark = needs_nats
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,12 @@ from kvevents.plane.partition_state import StreamLeft
 from kvevents.plane.records import FragmentRecord
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Gap, RawBatch, Reset, Source
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, Log, Running, bridging, plane_at
 from publisher_cases import batch, held
 from service_cases import until
 
 pytestmark = needs_nats
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 @pytest.fixture(name="plane")

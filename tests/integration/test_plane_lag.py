@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -14,18 +13,12 @@ from kvevents.plane.partition_state import PartitionState
 from kvevents.plane.records import BatchRecord, HeartbeatRecord, JoinRecord, Record, TrustRecord
 from kvevents.plane.settings import PlaneSettings
 from kvevents.stream import Trust
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, Running, bridging, plane_at
 from plane_subscriber_cases import pushed, subscriber
 from service_cases import engine, until
 from service_replica_cases import watch_of
 from service_replica_digest_cases import Serving
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 @needs_nats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +12,9 @@ from bridge_cases import with_js
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.plane.layout import Layout, PartitionMetadata, create_partition, create_plane, find_plane, partition_info
 from kvevents.plane.settings import PlaneSettings
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
 
 pytestmark = needs_nats
-
-
-@pytest.fixture(scope="module", name="server")
-def server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 def plane(server: NatsServer, name: str, partitions: int = 3, **more: Any) -> PlaneSettings:

@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from kvevents.plane import leases
 from kvevents.plane.connection import open_client
 from kvevents.plane.layout import LEASE_SECONDS
 from kvevents.plane.leases import Lease, LeaseHolder, LeaseTimers, lease_key, lease_name
-from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats
+from nats_servers import NatsServer, nats_cluster, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at
 from plane_lease_cases import KEY, Bucket, Clock, bucket
 
@@ -33,12 +33,6 @@ pytestmark = needs_nats
 SHORT = 3.0
 """Of a lease that a test waits for: longer than a busy machine keeps a process waiting."""
 WAIT = 20.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 def held(lease: Lease) -> bool:

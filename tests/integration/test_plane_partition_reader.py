@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import reduce
 from pathlib import Path
@@ -32,16 +32,10 @@ from kvevents.plane.records import (
     history_header,
 )
 from kvevents.plane.settings import PlaneSettings, ReaderLimits
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, plane_at
 
 pytestmark = needs_nats
-
-
-@pytest.fixture(scope="module", name="server")
-def server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 class Partition:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import nats
 import pytest
@@ -15,17 +14,11 @@ from kvevents.plane.records import VERSION, BatchRecord, JoinRecord, Page, Recei
 from kvevents.plane.replicas import DIGEST_PREFIX, PartitionDigest, ReplicaDigests
 from kvevents.plane.settings import MAX_PARTITIONS, ReaderLimits
 from kvevents.plane.status import PlaneView, inspect_plane
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import plane_at
 
 STREAMS = 20_000
 LARGE_NAME = "default\x1fdefault\x1fengine-with-a-name-as-pods-have-them-7d4b9c6f5-%05d"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 def digests(count: int) -> dict[StreamKey, str]:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import nats
-import pytest
 from nats.js import JetStreamContext
 
 from certificate_cases import make_certificates
 from kvevents.plane.layout import Layout
 from kvevents.plane.records import ResetRecord
 from kvevents.plane.snapshots import Snapshots
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, bridging, plane_at
 from service_cases import engine, engines, serving, until
 from service_replica_cases import watch_of
 
 pytestmark = needs_nats
 T = TypeVar("T")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 def test_a_replica_answers_as_a_service_that_follows_the_engines(server: NatsServer) -> None:

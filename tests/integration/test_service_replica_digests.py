@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kvevents.plane.settings import PlaneSettings, ReaderLimits, ReplicaTimers
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Running, bridging, plane_at
 from service_cases import engine, until
 from service_replica_cases import watch_of
@@ -18,12 +18,6 @@ pytestmark = needs_nats
 READER = ReaderLimits(digest_pages=2)
 TIMERS = ReplicaTimers(compare_seconds=0.05, turn_seconds=0.5, rebuild_seconds=0.5)
 KEY = ("default\x1fdefault\x1fone", 0)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 @contextmanager

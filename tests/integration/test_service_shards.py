@@ -15,7 +15,7 @@ import pytest
 
 from kvevents.plane.layout import Layout
 from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement, assigned_replicas
-from nats_servers import NatsServer, nats_server, needs_nats
+from nats_servers import NatsServer, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import bridging, plane_at
 from service_cases import MODEL, Client, Engine, engines, until
 from service_replica_cases import watch_of
@@ -25,12 +25,6 @@ pytestmark = needs_nats
 PARTITIONS: Final = 16
 ENGINES: Final = 6
 PROMPT: Final = list(range(96))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 class Plane:

@@ -180,6 +180,13 @@ def nats_server(home: Path, **options: Any) -> Iterator[NatsServer]:
         yield _first(lambda: stack.enter_context(NatsServer(home, **options)))
 
 
+@pytest.fixture(scope="module", name="server")
+def server_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """A server for all tests of a module, which give their planes different names."""
+    with nats_server(tmp_path_factory.mktemp("nats")) as found:
+        yield found
+
+
 class NatsCluster:
     """Three servers that share their streams; a context manager.
 

@@ -21,19 +21,13 @@ from kvevents.plane.replicas import DIGEST_PREFIX, PartitionDigest, ReplicaDiges
 from kvevents.plane.settings import PlaneSettings
 from kvevents.plane.snapshots import Snapshots, capture
 from kvevents.stream import Gap, Reset
-from nats_servers import NatsCluster, NatsServer, nats_cluster, nats_server, needs_nats
+from nats_servers import NatsCluster, NatsServer, nats_cluster, nats_server, needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import SECONDS, Log, Running, bridging, plane_at
 from publisher_cases import batch
 from service_cases import until
 
 pytestmark = needs_nats
 PARTITION_BYTES = 1 << 20
-
-
-@pytest.fixture(scope="module", name="server")
-def server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    with nats_server(tmp_path_factory.mktemp("nats")) as found:
-        yield found
 
 
 @pytest.fixture(name="plane")
