@@ -12,7 +12,7 @@ use crate::placements::{Placement, TIERS, tier};
 use crate::scan::{Event, Kind, Scratch, Span};
 use crate::shared::SharedState;
 use crate::step_counter;
-use crate::stream::{Leaving, Place, Stream};
+use crate::stream::{Place, RemovalTarget, Stream};
 use crate::yielding_lock::{WORK_PER_HOLD, Writer};
 
 /// A payload with its scanned events.
@@ -42,7 +42,7 @@ pub struct Work {
     extras: Vec<(usize, u64)>,
     window: Vec<u32>,
     ring: Ring,
-    leaving: Vec<Leaving>,
+    targets: Vec<RemovalTarget>,
 }
 
 /// Number of blocks for which memory is kept from one event to the next.
@@ -112,7 +112,7 @@ impl Stream {
             return;
         }
         for some in hashes.chunks(WORK_PER_HOLD) {
-            self.remove(writer, some, placement, &mut work.leaving);
+            self.remove(writer, some, placement, &mut work.targets);
             if self.remove_some_blocks(writer) {
                 return self.counters.reject("none", "too-many-alike");
             }
@@ -125,7 +125,7 @@ impl Stream {
         step_counter::count(1 + self.held().count());
         let medium = read.text(event.medium).map(tier);
         if medium.is_none() && event.group.is_none() {
-            self.forget(writer);
+            self.remove_all(writer);
             return true;
         }
         if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {

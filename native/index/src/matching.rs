@@ -187,7 +187,7 @@ impl Walk {
     #[inline]
     fn list_more(&mut self, view: &View, keyed: bool, key: u64, meant: impl Fn(u32) -> bool) {
         let table = if keyed { &view.keyed } else { &view.heads };
-        table.for_each_match(view.spot(key), |number| {
+        table.for_each_match(view.mixed(key), |number| {
             if let Some(chunk) = self.seen.chunk(view, number)
                 && chunk.word(number) == key
                 && meant(chunk.context(number))

@@ -98,8 +98,8 @@ impl State {
             local,
             context: self.context,
             keyed: false,
-            key_spot: self.shared.spot(key),
-            hash_spot: self.shared.spot(key),
+            mixed_key: self.shared.mixed(key),
+            mixed_hash: self.shared.mixed(key),
         };
         let held = self
             .shared

@@ -78,7 +78,7 @@ impl View {
 
     /// The position of a key in the tables.
     #[inline]
-    pub fn spot(&self, key: u64) -> TableHash {
+    pub fn mixed(&self, key: u64) -> TableHash {
         TableHash::from(self.secret.place(key))
     }
 

@@ -59,10 +59,10 @@ pub struct Block {
     pub context: u32,
     /// Whether it was stored by its key.
     pub keyed: bool,
-    /// Position of its key in the tables.
-    pub key_spot: TableHash,
-    /// Position of its hash in the table of a stream.
-    pub hash_spot: TableHash,
+    /// Its key, mixed for the tables of records.
+    pub mixed_key: TableHash,
+    /// Its hash, mixed for the table of a stream.
+    pub mixed_hash: TableHash,
 }
 
 /// The shared part of an index, for one writer at a time. Lookups read its `view`, and slots of records, meanwhile.
@@ -113,9 +113,9 @@ impl SharedState {
             + self.view.members.len() * MEMBER_BYTES
     }
 
-    /// The position of a key or hash in the tables.
+    /// A key or hash, mixed with the secret of this index, by which tables place it: a peer that chooses values cannot choose places.
     #[inline]
-    pub fn spot(&self, value: u64) -> TableHash {
+    pub fn mixed(&self, value: u64) -> TableHash {
         TableHash::from(self.secret.place(value))
     }
 
@@ -126,11 +126,11 @@ impl SharedState {
 
     /// Lists a record by its key.
     #[inline]
-    fn insert(&mut self, keyed: bool, spot: TableHash, number: u32) {
+    fn insert(&mut self, keyed: bool, mixed: TableHash, number: u32) {
         let hashes = ByKey(&self.records, self.secret);
         let view = &mut *self.view.change();
         let table = if keyed { &mut view.keyed } else { &mut view.heads };
-        table.insert(spot, number, &hashes);
+        table.insert(mixed, number, &hashes);
     }
 
     /// Whether a head has the key of a block in its context; for a block stored by its key, whether another block stored by its key has it.
@@ -138,7 +138,7 @@ impl SharedState {
     pub fn is_listed(&self, block: &Block) -> bool {
         let records = &self.records;
         let same = |number: u32| records.word(number) == block.key && records.context(number) == block.context;
-        self.table(block.keyed).find(block.key_spot, same).is_some()
+        self.table(block.keyed).find(block.mixed_key, same).is_some()
     }
 
     /// Whether a number is of a head with this key and context.
@@ -175,7 +175,7 @@ impl SharedState {
         }
         let (records, sets) = (&self.records, &self.sets);
         let (mut same_key, mut is_twin, mut found) = (0, false, None);
-        self.table(keyed).for_each_match(block.key_spot, |number| {
+        self.table(keyed).for_each_match(block.mixed_key, |number| {
             step_counter::count(1);
             if records.word(number) == key {
                 same_key += 1;
@@ -225,7 +225,7 @@ impl SharedState {
             self.records.put_linked(number, local, key, hash, context, set);
         } else {
             self.records.put_head(number, key, hash, context, set);
-            self.insert(keyed, block.key_spot, number);
+            self.insert(keyed, block.mixed_key, number);
         }
         if is_twin {
             self.mark_twins(keyed, key, context);
@@ -243,14 +243,14 @@ impl SharedState {
     #[inline]
     pub fn put_head(&mut self, number: u32, block: &Block, set: u32) {
         self.records.put_head(number, block.key, block.hash, block.context, set);
-        self.insert(block.keyed, block.key_spot, number);
+        self.insert(block.keyed, block.mixed_key, number);
     }
 
     /// Makes a linked block a head.
     pub fn list(&mut self, number: u32) {
         debug_assert!(self.records.is_linked(number));
         let key = self.records.unlink(number);
-        self.insert(false, self.spot(key), number);
+        self.insert(false, self.mixed(key), number);
     }
 
     /// Makes the block that is linked to a block a head.
@@ -276,7 +276,7 @@ impl SharedState {
 
     /// Visits all records that are listed by a key.
     pub fn for_each_twin(&self, keyed: bool, key: u64, mut visit: impl FnMut(u32)) {
-        self.table(keyed).for_each_match(self.spot(key), |number| {
+        self.table(keyed).for_each_match(self.mixed(key), |number| {
             if self.records.word(number) == key {
                 visit(number);
             }
@@ -329,7 +329,7 @@ impl SharedState {
 
     /// Removes a head, or a block that was stored by its key, from its table.
     fn unlist(&mut self, number: u32, context: u32) {
-        let spot = self.spot(self.records.word(number));
+        let mixed = self.mixed(self.records.word(number));
         let hashes = ByKey(&self.records, self.secret);
         let view = &mut *self.view.change();
         let table = if self.contexts.get(context).is_keyed() {
@@ -337,7 +337,7 @@ impl SharedState {
         } else {
             &mut view.heads
         };
-        table.remove(spot, number, &hashes);
+        table.remove(mixed, number, &hashes);
     }
 
     /// All records of the last block of a chain that begins with the first block of a prompt.

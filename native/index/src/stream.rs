@@ -17,7 +17,7 @@ use parking_lot::RwLock;
 
 use self::collisions::Collisions;
 pub use self::counters::Counters;
-pub use self::removal::Leaving;
+pub use self::removal::RemovalTarget;
 use self::tally::{CopyMarks, Tally};
 use crate::copies::{Change, Copies, CopyTable, Origin};
 use crate::engine_hash::Sample;
@@ -29,7 +29,7 @@ use crate::pending::{Queue, Waiting};
 use crate::placements::{AttestedGroup, Placement};
 use crate::records::Records;
 use crate::shared::{Block, SharedState};
-use crate::table::{Reach, Seat, Stage, Table, TableHash};
+use crate::table::{CacheLevel, Stage, Table, TableHash, TablePosition};
 use crate::yielding_lock::Writer;
 
 /// A block whose hash in this stream differs from that of its record.
@@ -284,7 +284,7 @@ impl Stream {
 
     /// Records a block size of this incarnation; false if it has used too many.
     #[inline]
-    pub fn cut_by(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
+    pub fn admit_scheme(&mut self, shared: &mut SharedState, scheme: Scheme) -> bool {
         self.schemes.contains(&scheme) || self.add_scheme(shared, scheme)
     }
 
@@ -319,8 +319,8 @@ impl Stream {
     }
 
     /// Begins another incarnation of the publisher: nothing of the previous one remains.
-    pub fn begin(&mut self, writer: &mut Writer<'_, SharedState>, incarnation: i64) {
-        self.forget(writer);
+    pub fn begin_incarnation(&mut self, writer: &mut Writer<'_, SharedState>, incarnation: i64) {
+        self.remove_all(writer);
         self.leave_placements(writer);
         self.groups.forget();
         (self.group_cache, self.sample, self.samples_left) = (None, None, SAMPLES);
@@ -336,8 +336,8 @@ impl Stream {
     }
 
     /// Leaves the shared part and removes all its blocks.
-    pub fn quit(&mut self, writer: &mut Writer<'_, SharedState>) {
-        self.forget(writer);
+    pub fn leave_index(&mut self, writer: &mut Writer<'_, SharedState>) {
+        self.remove_all(writer);
         self.leave_placements(writer);
         writer.leave(self.number);
         writer.streams_bytes = writer.streams_bytes.wrapping_sub(self.counted);
@@ -354,14 +354,14 @@ impl Stream {
 
     /// Prefetches the memory for a lookup of a hash, in the stages of a table.
     #[inline]
-    pub fn prefetch(&self, spot: TableHash, stage: Stage) {
-        self.table.prefetch(spot, stage);
+    pub fn prefetch(&self, mixed: TableHash, stage: Stage) {
+        self.table.prefetch(mixed, stage);
     }
 
     /// The caches in which its table probably is.
     #[inline]
-    pub fn reach(&self) -> Reach {
-        self.table.reach()
+    pub fn cache_level(&self) -> CacheLevel {
+        self.table.cache_level()
     }
 
     fn foreign_of(&self, shared: &SharedState, hash: u64, fits: impl Fn(u32) -> bool) -> Option<u32> {
@@ -381,14 +381,14 @@ impl Stream {
         }
         let found = self
             .table
-            .find(shared.spot(hash), |number| shared.records.hash(number) == hash);
+            .find(shared.mixed(hash), |number| shared.records.hash(number) == hash);
         found.or_else(|| self.foreign_of(shared, hash, |_| true))
     }
 
     /// The record of a block, if the stream holds that one.
     pub fn find(&self, shared: &SharedState, block: &Block, parent: Option<u32>) -> Option<u32> {
         let same = |number| is_block(shared, number, block, parent);
-        let found = self.table.find(block.hash_spot, |number| {
+        let found = self.table.find(block.mixed_hash, |number| {
             shared.records.hash(number) == block.hash && same(number)
         });
         found.or_else(|| self.foreign_of(shared, block.hash, same))
@@ -396,9 +396,9 @@ impl Stream {
 
     /// Whether the stream holds some block of this hash.
     #[inline]
-    pub fn knows(&self, shared: &SharedState, hash: u64, seat: Seat) -> bool {
+    pub fn knows(&self, shared: &SharedState, hash: u64, position: TablePosition) -> bool {
         let mut found = false;
-        self.table.for_each_match_at(seat, |number| {
+        self.table.for_each_match_at(position, |number| {
             found = shared.records.hash(number) == hash;
             !found
         });
@@ -407,8 +407,8 @@ impl Stream {
 
     /// The position of a hash in the stream's table.
     #[inline]
-    pub fn seat(&self, spot: TableHash) -> Seat {
-        self.table.seat(spot)
+    pub fn position_of(&self, mixed: TableHash) -> TablePosition {
+        self.table.position_of(mixed)
     }
 
     /// Publishes to lookups that a block might be gone, or certainly exists again.

@@ -59,14 +59,14 @@ impl From<u64> for TableHash {
 /// The position of a hash in a table at one moment, or that it was not looked up. It has two words, so that it is passed in registers: four
 /// numbers and an option would be passed through memory, with stalls of the processor.
 #[derive(Clone, Copy, Debug)]
-pub struct Seat {
+pub struct TablePosition {
     /// Number of the segment, and of the bucket in it.
     place: u64,
     /// `Table::moves` at that moment, and the tag.
     seen: u64,
 }
 
-impl Seat {
+impl TablePosition {
     const NONE: Self = Self {
         place: u64::MAX,
         seen: u64::MAX,
@@ -107,7 +107,7 @@ impl Seat {
     }
 }
 
-impl Default for Seat {
+impl Default for TablePosition {
     fn default() -> Self {
         Self::NONE
     }
@@ -124,7 +124,7 @@ pub enum Stage {
 
 /// Memory of a table that is always in a near cache: a prefetch of it costs more than it saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Reach {
+pub enum CacheLevel {
     /// All of the table is in a near cache.
     Near,
     /// The directory and the segments' headers are in a near cache.
@@ -146,7 +146,7 @@ pub struct Table {
     depth: u32,
     len: usize,
     buckets: usize,
-    /// Counts moves of entries or segments: a seat from before a move is invalid.
+    /// Counts moves of entries or segments: a position from before a move is invalid.
     moves: u32,
     dense: bool,
 }
@@ -197,13 +197,13 @@ impl Table {
 
     /// The part of the table that is probably in a near cache.
     #[inline]
-    pub fn reach(&self) -> Reach {
+    pub fn cache_level(&self) -> CacheLevel {
         if self.buckets <= NEAR_BUCKETS {
-            Reach::Near
+            CacheLevel::Near
         } else if self.segments.len() <= MIDDLE_SEGMENTS {
-            Reach::Middle
+            CacheLevel::Middle
         } else {
-            Reach::Far
+            CacheLevel::Far
         }
     }
 
@@ -226,42 +226,46 @@ impl Table {
 
     /// The position of a hash; none while the table is empty.
     #[inline]
-    pub fn seat(&self, spot: impl Into<TableHash>) -> Seat {
-        let TableHash { skewed } = spot.into();
+    pub fn position_of(&self, mixed: impl Into<TableHash>) -> TablePosition {
+        let TableHash { skewed } = mixed.into();
         let Some(&number) = self.directory.get(self.entry(skewed)) else {
-            return Seat::NONE;
+            return TablePosition::NONE;
         };
         let segment = &self.segments[number as usize];
-        Seat::new(number, segment.home(skewed) as u32, self.moves, segment.tag(skewed))
+        TablePosition::new(number, segment.home(skewed) as u32, self.moves, segment.tag(skewed))
     }
 
     /// The position of a hash, whose bucket is prefetched.
     #[inline]
-    pub fn seat_ahead(&self, spot: TableHash) -> Seat {
-        let seat = self.seat(spot);
-        if !seat.is_none() {
-            prefetch::line(self.segments[seat.segment()].bucket(seat.home()));
+    pub fn position_ahead(&self, mixed: TableHash) -> TablePosition {
+        let position = self.position_of(mixed);
+        if !position.is_none() {
+            prefetch::line(self.segments[position.segment()].bucket(position.home()));
         }
-        seat
+        position
     }
 
     /// The position of a hash: the earlier one in this table, if nothing has moved since.
     #[inline]
-    pub fn seat_again(&self, before: Seat, spot: TableHash) -> Seat {
-        if before.holds(self.moves) { before } else { self.seat(spot) }
+    pub fn position_again(&self, before: TablePosition, mixed: TableHash) -> TablePosition {
+        if before.holds(self.moves) {
+            before
+        } else {
+            self.position_of(mixed)
+        }
     }
 
     /// Prefetches the memory on the way to a hash: first its position in the directory, then its segment, then its bucket. In a large table
     /// each step is a cache miss on which the next one depends.
     #[inline]
-    pub fn prefetch(&self, spot: TableHash, stage: Stage) {
-        if let Some(entry) = self.directory.get(self.entry(spot.skewed)) {
+    pub fn prefetch(&self, mixed: TableHash, stage: Stage) {
+        if let Some(entry) = self.directory.get(self.entry(mixed.skewed)) {
             match stage {
                 Stage::Directory => prefetch::line(entry),
                 Stage::Segment => prefetch::line(&self.segments[*entry as usize]),
                 Stage::Bucket => {
                     let segment = &self.segments[*entry as usize];
-                    prefetch::line(segment.bucket(segment.home(spot.skewed)));
+                    prefetch::line(segment.bucket(segment.home(mixed.skewed)));
                 }
             }
         }
@@ -269,23 +273,23 @@ impl Table {
 
     /// Visits records that can have this hash, until `visit` returns false.
     #[inline]
-    pub fn for_each_match(&self, spot: impl Into<TableHash>, visit: impl FnMut(u32) -> bool) {
-        self.for_each_match_at(self.seat(spot), visit);
+    pub fn for_each_match(&self, mixed: impl Into<TableHash>, visit: impl FnMut(u32) -> bool) {
+        self.for_each_match_at(self.position_of(mixed), visit);
     }
 
     /// Does the same from the position of the hash.
     #[inline]
-    pub fn for_each_match_at(&self, seat: Seat, visit: impl FnMut(u32) -> bool) {
-        if !seat.is_none() {
-            self.segments[seat.segment()].for_each_match(seat.home(), seat.tag(), visit);
+    pub fn for_each_match_at(&self, position: TablePosition, visit: impl FnMut(u32) -> bool) {
+        if !position.is_none() {
+            self.segments[position.segment()].for_each_match(position.home(), position.tag(), visit);
         }
     }
 
     /// The first record that can have this hash and for which `fits` returns true.
     #[inline]
-    pub fn find(&self, spot: impl Into<TableHash>, mut fits: impl FnMut(u32) -> bool) -> Option<u32> {
+    pub fn find(&self, mixed: impl Into<TableHash>, mut fits: impl FnMut(u32) -> bool) -> Option<u32> {
         let mut found = None;
-        self.for_each_match(spot, |record| {
+        self.for_each_match(mixed, |record| {
             if fits(record) {
                 found = Some(record);
             }
@@ -296,22 +300,22 @@ impl Table {
 
     /// Adds an entry. `hashes` returns the hashes of entries that have to move.
     #[inline]
-    pub fn insert(&mut self, spot: impl Into<TableHash>, record: u32, hashes: &impl Hashes) {
-        let spot = spot.into();
-        self.insert_at(self.seat(spot), spot, record, hashes);
+    pub fn insert(&mut self, mixed: impl Into<TableHash>, record: u32, hashes: &impl Hashes) {
+        let mixed = mixed.into();
+        self.insert_at(self.position_of(mixed), mixed, record, hashes);
     }
 
     /// Does the same at the position of the hash.
     #[inline]
-    pub fn insert_at(&mut self, seat: Seat, spot: TableHash, record: u32, hashes: &impl Hashes) {
+    pub fn insert_at(&mut self, position: TablePosition, mixed: TableHash, record: u32, hashes: &impl Hashes) {
         self.len += 1;
-        if !seat.is_none() {
-            let segment = &mut self.segments[seat.segment()];
+        if !position.is_none() {
+            let segment = &mut self.segments[position.segment()];
             if segment.has_room() {
-                return segment.put(seat.home(), seat.tag(), record);
+                return segment.put(position.home(), position.tag(), record);
             }
         }
-        self.insert_with_room(spot, record, hashes);
+        self.insert_with_room(mixed, record, hashes);
     }
 
     #[cold]
@@ -330,20 +334,20 @@ impl Table {
 
     /// Removes an entry; false if it is not there.
     #[inline]
-    pub fn remove(&mut self, spot: impl Into<TableHash>, record: u32, hashes: &impl Hashes) -> bool {
-        let spot = spot.into();
-        self.remove_at(self.seat(spot), spot, record, hashes)
+    pub fn remove(&mut self, mixed: impl Into<TableHash>, record: u32, hashes: &impl Hashes) -> bool {
+        let mixed = mixed.into();
+        self.remove_at(self.position_of(mixed), mixed, record, hashes)
     }
 
     /// Does the same from the position of the hash.
     #[inline]
-    pub fn remove_at(&mut self, seat: Seat, spot: TableHash, record: u32, hashes: &impl Hashes) -> bool {
-        if seat.is_none() {
+    pub fn remove_at(&mut self, position: TablePosition, mixed: TableHash, record: u32, hashes: &impl Hashes) -> bool {
+        if position.is_none() {
             return false;
         }
-        let at = seat.segment();
+        let at = position.segment();
         let segment = &mut self.segments[at];
-        if !segment.take(seat.home(), seat.tag(), record) {
+        if !segment.take(position.home(), position.tag(), record) {
             return false;
         }
         self.len -= 1;
@@ -351,7 +355,7 @@ impl Table {
             self.clear();
         } else if Segment::may_shrink(2 * segment.used(), segment.size()) {
             self.moves = self.moves.wrapping_add(1);
-            self.shrink(spot.skewed, at, hashes);
+            self.shrink(mixed.skewed, at, hashes);
         }
         true
     }

@@ -102,24 +102,24 @@ proptest! {
         prop_assert_eq!(table.bytes(), 0);
     }
 
-    /// A seat from before leads where a new one does, whatever has come, gone and moved meanwhile.
+    /// A position from before leads where a new one does, whatever was added, removed and moved meanwhile.
     #[test]
     fn seats_serve_until_something_moves(runs in runs()) {
         let mut model = HashMap::new();
         let mut table = if runs.len() % 2 == 0 { Table::new() } else { Table::dense() };
         let records = (0..6_u32).flat_map(|kind| (0..3000).step_by(29).map(move |record| record | kind << 28));
-        let spots: Vec<TableHash> = records.map(|record| hash_of(record).into()).collect();
+        let pair: Vec<TableHash> = records.map(|record| hash_of(record).into()).collect();
         for run in &runs {
-            let before: Vec<_> = spots.iter().map(|&spot| table.seat_ahead(spot)).collect();
+            let before: Vec<_> = pair.iter().map(|&mixed| table.position_ahead(mixed)).collect();
             if run.first % 8 == 0 {
                 table.clear();
                 model.clear();
             }
             apply(&mut table, &mut model, run);
-            for (&spot, &seat) in spots.iter().zip(&before) {
+            for (&mixed, &position) in pair.iter().zip(&before) {
                 let (mut found, mut expected) = (Vec::new(), Vec::new());
-                table.for_each_match_at(table.seat_again(seat, spot), |record| { found.push(record); true });
-                table.for_each_match(spot, |record| { expected.push(record); true });
+                table.for_each_match_at(table.position_again(position, mixed), |record| { found.push(record); true });
+                table.for_each_match(mixed, |record| { expected.push(record); true });
                 prop_assert_eq!(found, expected);
             }
         }

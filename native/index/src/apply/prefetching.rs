@@ -3,23 +3,23 @@
 use super::stores::Chain;
 use crate::shared::{Block, SharedState};
 use crate::stream::Stream;
-use crate::table::{Reach, Stage, TableHash};
+use crate::table::{CacheLevel, Stage, TableHash};
 
 /// Blocks between one prefetch step and the next: placing this many takes longer than a memory access.
 const AHEAD: usize = 8;
 /// Number of prefetched blocks that are remembered, a power of two.
 const RING: usize = 4 * AHEAD;
 
-/// Table positions of a block: by its key, and by its hash.
-type Spots = (TableHash, TableHash);
+/// The mixed key and the mixed hash of a block, by which tables find it.
+type MixedPair = (TableHash, TableHash);
 
 /// Prefetched blocks, by their number modulo `RING`; kept from one run to the next to avoid allocations.
 #[derive(Debug)]
-pub(super) struct Ring(Box<[Spots; RING]>);
+pub(super) struct Ring(Box<[MixedPair; RING]>);
 
 impl Default for Ring {
     fn default() -> Self {
-        Self(Box::new([Spots::default(); RING]))
+        Self(Box::new([MixedPair::default(); RING]))
     }
 }
 
@@ -27,24 +27,24 @@ impl Chain<'_> {
     /// The block `at`.
     #[inline]
     pub(super) fn block(&self, shared: &SharedState, at: usize) -> Block {
-        self.block_at(self.spots(shared, at), at)
+        self.block_at(self.pair(shared, at), at)
     }
 
     #[inline]
-    fn spots(&self, shared: &SharedState, at: usize) -> Spots {
-        (shared.spot(self.keys[at]), shared.spot(self.hashes[at]))
+    fn pair(&self, shared: &SharedState, at: usize) -> MixedPair {
+        (shared.mixed(self.keys[at]), shared.mixed(self.hashes[at]))
     }
 
     #[inline]
-    fn block_at(&self, (key_spot, hash_spot): Spots, at: usize) -> Block {
+    fn block_at(&self, (mixed_key, mixed_hash): MixedPair, at: usize) -> Block {
         Block {
             hash: self.hashes[at],
             key: self.keys[at],
             local: self.locals.map_or(0, |locals| locals[at]),
             context: self.context,
             keyed: self.locals.is_none(),
-            key_spot,
-            hash_spot,
+            mixed_key,
+            mixed_hash,
         }
     }
 }
@@ -55,16 +55,16 @@ pub(super) struct Ahead<'a> {
     pub(super) chain: &'a Chain<'a>,
     pub(super) ring: &'a mut Ring,
     /// The part of the tables that is in a near cache.
-    pub(super) reach: Reach,
+    pub(super) cache_level: CacheLevel,
 }
 
 impl Ahead<'_> {
     /// Steps that are needed.
     fn steps(&self) -> usize {
-        match self.reach {
-            Reach::Near => 0,
-            Reach::Middle => 1,
-            Reach::Far => 3,
+        match self.cache_level {
+            CacheLevel::Near => 0,
+            CacheLevel::Middle => 1,
+            CacheLevel::Far => 3,
         }
     }
 
@@ -72,14 +72,14 @@ impl Ahead<'_> {
     pub(super) fn start(&mut self, stream: &Stream, shared: &SharedState) {
         let first = (self.steps() * AHEAD).min(self.chain.hashes.len());
         for at in 0..first {
-            let spots = self.chain.spots(shared, at);
+            let pair = self.chain.pair(shared, at);
             let stage = match at / AHEAD {
                 0 => Stage::Bucket,
                 1 => Stage::Segment,
                 _ => Stage::Directory,
             };
-            prefetch_spots(stream, shared, spots, stage);
-            self.ring.0[at] = spots;
+            prefetch_pair(stream, shared, pair, stage);
+            self.ring.0[at] = pair;
         }
     }
 
@@ -87,15 +87,15 @@ impl Ahead<'_> {
     #[inline]
     pub(super) fn next(&mut self, stream: &Stream, shared: &SharedState, at: usize) -> Block {
         let count = self.chain.hashes.len();
-        match self.reach {
-            Reach::Near => return self.chain.block(shared, at),
-            Reach::Middle => self.add_block(stream, shared, at + AHEAD, Stage::Bucket),
-            Reach::Far => {
+        match self.cache_level {
+            CacheLevel::Near => return self.chain.block(shared, at),
+            CacheLevel::Middle => self.add_block(stream, shared, at + AHEAD, Stage::Bucket),
+            CacheLevel::Far => {
                 if at + AHEAD < count {
-                    prefetch_spots(stream, shared, self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
+                    prefetch_pair(stream, shared, self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
                 }
                 if at + 2 * AHEAD < count {
-                    prefetch_spots(stream, shared, self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
+                    prefetch_pair(stream, shared, self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
                 }
                 self.add_block(stream, shared, at + 3 * AHEAD, Stage::Directory);
             }
@@ -107,17 +107,17 @@ impl Ahead<'_> {
     #[inline]
     fn add_block(&mut self, stream: &Stream, shared: &SharedState, at: usize, stage: Stage) {
         if at < self.chain.hashes.len() {
-            let spots = self.chain.spots(shared, at);
-            prefetch_spots(stream, shared, spots, stage);
-            self.ring.0[at % RING] = spots;
+            let pair = self.chain.pair(shared, at);
+            prefetch_pair(stream, shared, pair, stage);
+            self.ring.0[at % RING] = pair;
         }
     }
 }
 
 #[inline(always)]
-fn prefetch_spots(stream: &Stream, shared: &SharedState, (key_spot, hash_spot): Spots, stage: Stage) {
-    if shared.view.heads.reach() > Reach::Near {
-        shared.view.heads.prefetch(key_spot, stage);
+fn prefetch_pair(stream: &Stream, shared: &SharedState, (mixed_key, mixed_hash): MixedPair, stage: Stage) {
+    if shared.view.heads.cache_level() > CacheLevel::Near {
+        shared.view.heads.prefetch(mixed_key, stage);
     }
-    stream.prefetch(hash_spot, stage);
+    stream.prefetch(mixed_hash, stage);
 }

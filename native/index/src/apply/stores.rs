@@ -142,7 +142,7 @@ impl Stream {
         if event.hashes.length == 0 {
             return Ok(());
         }
-        if !self.cut_by(writer, Scheme { size, eagle: false }) {
+        if !self.admit_scheme(writer, Scheme { size, eagle: false }) {
             return Err("too-many-block-sizes");
         }
         self.prepare_placement(writer, event.hashes.length as usize, || {});
@@ -168,7 +168,7 @@ impl Stream {
     ) -> Result<(), &'static str> {
         // Where their hashes belong is known before their keys are.
         for &hash in store.hashes.iter().take(FIRST) {
-            self.prefetch(writer.spot(hash), Stage::Bucket);
+            self.prefetch(writer.mixed(hash), Stage::Bucket);
         }
         for at in 0..store.hashes.len() {
             let awaited = if at == 0 { parent } else { Some(store.hashes[at - 1]) };
@@ -246,7 +246,7 @@ impl Stream {
             lora: store.lora,
             salt,
         };
-        if !self.cut_by(writer, store.scheme) {
+        if !self.admit_scheme(writer, store.scheme) {
             return Err("too-many-block-sizes");
         }
         let number = writer.contexts.retain(context).ok_or("too-many-contexts")?;
@@ -287,14 +287,14 @@ impl Stream {
     ) -> Result<(), &'static str> {
         let count = chain.hashes.len();
         let keys = if chain.locals.is_some() {
-            writer.view.heads.reach()
+            writer.view.heads.cache_level()
         } else {
-            writer.view.keyed.reach()
+            writer.view.keyed.cache_level()
         };
         let mut blocks = Ahead {
             chain,
             ring,
-            reach: self.reach().max(keys),
+            cache_level: self.cache_level().max(keys),
         };
         blocks.start(self, writer);
         let mut at = 0;
@@ -335,8 +335,8 @@ impl Stream {
             let block = blocks.next(self, shared, at);
             let is_awaited = !self.waiting.is_empty() && self.waiting.awaits(block.hash);
             if let Some(before) = parent.filter(|_| is_new && !is_awaited) {
-                let seat = self.seat(block.hash_spot);
-                if !self.knows(shared, block.hash, seat) && !shared.is_listed(&block) {
+                let position = self.position_of(block.mixed_hash);
+                if !self.knows(shared, block.hash, position) && !shared.is_listed(&block) {
                     if open.used == open.stretch.length {
                         self.close_row(shared, chain, &mut open);
                         if !self.open_row(shared, chain, &mut open, before, at, end - at) {
@@ -351,7 +351,7 @@ impl Stream {
                     } else {
                         shared.put_head(number, &block, open.set);
                     }
-                    self.enter_own(shared, block.hash_spot, seat, number);
+                    self.enter_own(shared, block.mixed_hash, position, number);
                     open.used += 1;
                     *parent = Some(number);
                     continue;
@@ -473,7 +473,7 @@ impl Stream {
             lora: content.lora,
             salt: content.salt.unwrap_or_else(|| salt_of(parent)),
         };
-        if !self.cut_by(writer, content.scheme) {
+        if !self.admit_scheme(writer, content.scheme) {
             return Err("too-many-block-sizes");
         }
         let mut hashed = || keys::local_with(&content.tokens, &mut content.extras, context.seed());

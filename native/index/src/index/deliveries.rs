@@ -207,7 +207,7 @@ impl Index {
     /// Removes all blocks of a stream; `incarnation` begins.
     pub fn reset(&self, source: &str, rank: i64, incarnation: i64) -> Outcome {
         self.delivery(source, rank, incarnation, |stream, writer| {
-            stream.begin(writer, incarnation);
+            stream.begin_incarnation(writer, incarnation);
             Outcome::Applied(false)
         })
     }
@@ -241,7 +241,7 @@ impl Index {
             }
             let mut writer = self.shared_lock.write();
             if incarnation > stream.incarnation {
-                stream.begin(&mut writer, incarnation);
+                stream.begin_incarnation(&mut writer, incarnation);
             }
             return self.applied(&mut stream, &mut writer, apply);
         }

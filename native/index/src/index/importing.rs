@@ -47,7 +47,7 @@ impl ImportedStream {
     pub fn leave(&self, shared_lock: &YieldingRwLock<SharedState>) {
         let mut stream = self.stream.lock();
         stream.gone = true;
-        stream.quit(&mut shared_lock.write());
+        stream.leave_index(&mut shared_lock.write());
     }
 }
 

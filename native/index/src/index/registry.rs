@@ -228,7 +228,7 @@ impl Index {
             }
             blocks += stream.blocks;
             let mut writer = self.shared_lock.write();
-            stream.quit(&mut writer);
+            stream.leave_index(&mut writer);
             drop(writer);
             self.ended.lock().add(&stream.counters);
         }

@@ -4,7 +4,7 @@ use super::{Foreign, Stream, is_block};
 use crate::copies::{Copies, Origin};
 use crate::shared::{Block, ByHash, SharedState};
 use crate::step_counter;
-use crate::table::{Seat, TableHash};
+use crate::table::{TableHash, TablePosition};
 use crate::yielding_lock::WORK_PER_HOLD;
 
 /// Blocks that a partial clear may examine for each stored block: engines clear far less often than they store.
@@ -31,9 +31,9 @@ impl Stream {
         if !self.collisions.may_examine(hash) {
             return None;
         }
-        let seat = self.table.seat(block.hash_spot);
+        let position = self.table.position_of(block.mixed_hash);
         let (mut known, mut own, mut looks) = (None, None, 0);
-        self.table.for_each_match_at(seat, |number| {
+        self.table.for_each_match_at(position, |number| {
             looks += if parent.is_none() && shared.records.is_linked(number) {
                 EXAMINATIONS_PER_KEY
             } else {
@@ -70,7 +70,7 @@ impl Stream {
             return None;
         }
         let (number, is_new) = shared.add_holder(block, parent, placement, self.number, &mut self.added)?;
-        self.enter(shared, block, seat, number, is_new);
+        self.enter(shared, block, position, number, is_new);
         self.blocks += 1;
         self.count_in(hash, block.key, placement);
         if let Some(other) = known {
@@ -172,10 +172,10 @@ impl Stream {
 
     /// Enters a record under the hash of its block.
     #[inline]
-    fn enter(&mut self, shared: &SharedState, block: &Block, seat: Seat, number: u32, is_new: bool) {
+    fn enter(&mut self, shared: &SharedState, block: &Block, position: TablePosition, number: u32, is_new: bool) {
         let hash = block.hash;
         if is_new || shared.records.hash(number) == hash {
-            self.enter_own(shared, block.hash_spot, seat, number);
+            self.enter_own(shared, block.mixed_hash, position, number);
         } else {
             let place = shared.secret.place(hash);
             step_counter::count_growth(self.foreign.len(), self.foreign.capacity());
@@ -186,8 +186,8 @@ impl Stream {
 
     /// Enters a record under its own hash.
     #[inline]
-    pub fn enter_own(&mut self, shared: &SharedState, spot: TableHash, seat: Seat, number: u32) {
+    pub fn enter_own(&mut self, shared: &SharedState, mixed: TableHash, position: TablePosition, number: u32) {
         let hashes = ByHash(&shared.records, shared.secret);
-        self.table.insert_at(seat, spot, number, &hashes);
+        self.table.insert_at(position, mixed, number, &hashes);
     }
 }

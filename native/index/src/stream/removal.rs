@@ -11,25 +11,25 @@ use crate::pending::Queue;
 use crate::records::{Records, Row};
 use crate::shared::{ByHash, SharedState};
 use crate::step_counter;
-use crate::table::{Seat, Table, TableHash};
+use crate::table::{Table, TableHash, TablePosition};
 use crate::yielding_lock::Writer;
 
 impl Stream {
     /// Takes one copy from the oldest block of each of a few hashes on `placement`, or from a pending block; counts the hashes that have no
     /// copy.
-    pub fn remove(&mut self, shared: &mut SharedState, hashes: &[u64], placement: u16, leaving: &mut Vec<Leaving>) {
-        leaving.clear();
-        leaving.extend(hashes.iter().map(|&hash| {
-            let spot = shared.spot(hash);
-            Leaving {
+    pub fn remove(&mut self, shared: &mut SharedState, hashes: &[u64], placement: u16, targets: &mut Vec<RemovalTarget>) {
+        targets.clear();
+        targets.extend(hashes.iter().map(|&hash| {
+            let mixed = shared.mixed(hash);
+            RemovalTarget {
                 hash,
-                spot,
-                seat: self.table.seat_ahead(spot),
+                mixed,
+                position: self.table.position_ahead(mixed),
                 number: None,
             }
         }));
-        for each in &mut *leaving {
-            self.table.for_each_match_at(each.seat, |number| {
+        for each in &mut *targets {
+            self.table.for_each_match_at(each.position, |number| {
                 each.number = Some(number);
                 false
             });
@@ -37,17 +37,17 @@ impl Stream {
                 shared.records.prefetch_all(number);
             }
         }
-        let (mut gone, mut keys) = (Gone::new(self.named(placement).marks), KeyCache::default());
-        for each in leaving {
-            if self.remove_single(shared, each, placement, &mut keys, &mut gone) {
+        let (mut pending, mut keys) = (PendingRemovals::new(self.named(placement).marks), KeyCache::default());
+        for each in targets {
+            if self.remove_single(shared, each, placement, &mut keys, &mut pending) {
                 continue;
             }
-            self.apply_removals(shared, placement, &mut gone);
+            self.apply_removals(shared, placement, &mut pending);
             if !self.remove_oldest(shared, each.hash, placement) && !self.waiting.remove(each.hash, placement) {
                 self.counters.unknown += 1;
             }
         }
-        self.apply_removals(shared, placement, &mut gone);
+        self.apply_removals(shared, placement, &mut pending);
     }
 
     /// The usual case: a hash means one block, of which there is one copy. The common changes of these blocks are only collected, as are
@@ -56,21 +56,21 @@ impl Stream {
     fn remove_single(
         &mut self,
         shared: &mut SharedState,
-        leaving: &Leaving,
+        target: &RemovalTarget,
         placement: u16,
         keys: &mut KeyCache,
-        gone: &mut Gone,
+        pending: &mut PendingRemovals,
     ) -> bool {
-        let Leaving {
+        let RemovalTarget {
             hash,
-            spot,
-            seat,
+            mixed,
+            position,
             number,
-        } = *leaving;
+        } = *target;
         if !self.collisions.is_empty() {
             return false;
         }
-        let seat = self.table.seat_again(seat, spot);
+        let position = self.table.position_again(position, mixed);
         // Another block with the same tag is rare, and so is one that this event has removed already, whose set is empty.
         let is_meant = |number: u32| shared.records.hash(number) == hash && shared.records.is_used(number);
         let Some(number) = number.filter(|&number| is_meant(number)) else {
@@ -80,34 +80,36 @@ impl Stream {
             return false;
         }
         let set = shared.records.set(number);
-        if set == gone.from {
-            gone.moved += 1;
+        if set == pending.from {
+            pending.moved += 1;
         } else {
-            shared.sets.move_all(gone.from, gone.to, std::mem::take(&mut gone.moved));
-            gone.from = NONE;
+            shared
+                .sets
+                .move_all(pending.from, pending.to, std::mem::take(&mut pending.moved));
+            pending.from = NONE;
             if !shared.sets.holds(set, placement, self.number) {
                 return false;
             }
             let rest = shared.sets.moved(set, placement, self.number, &mut self.removed);
-            (gone.from, gone.to, gone.leaves) = (set, rest, !shared.sets.knows(rest, self.number));
+            (pending.from, pending.to, pending.leaves) = (set, rest, !shared.sets.knows(rest, self.number));
         }
-        gone.tally += gone.marks.copy(hash, keys.key(&shared.records, number));
-        gone.held += 1;
-        shared.records.put_set(number, gone.to);
-        if gone.leaves {
+        pending.tally += pending.marks.copy(hash, keys.key(&shared.records, number));
+        pending.held += 1;
+        shared.records.put_set(number, pending.to);
+        if pending.leaves {
             self.table
-                .remove_at(seat, spot, number, &ByHash(&shared.records, shared.secret));
+                .remove_at(position, mixed, number, &ByHash(&shared.records, shared.secret));
             self.blocks -= 1;
         }
-        if gone.to == EMPTY && !gone.row.extend(number) {
-            shared.forget_row(std::mem::replace(&mut gone.row, Row::single(number)));
+        if pending.to == EMPTY && !pending.row.extend(number) {
+            shared.forget_row(std::mem::replace(&mut pending.row, Row::single(number)));
         }
         true
     }
 
     /// Applies the collected changes.
-    fn apply_removals(&mut self, shared: &mut SharedState, placement: u16, gone: &mut Gone) {
-        let Gone {
+    fn apply_removals(&mut self, shared: &mut SharedState, placement: u16, pending: &mut PendingRemovals) {
+        let PendingRemovals {
             from,
             to,
             moved,
@@ -115,7 +117,7 @@ impl Stream {
             held,
             row,
             ..
-        } = std::mem::replace(gone, Gone::new(self.named(placement).marks));
+        } = std::mem::replace(pending, PendingRemovals::new(self.named(placement).marks));
         shared.sets.move_all(from, to, moved);
         self.tally -= tally;
         self.named_mut(placement).held -= held;
@@ -150,7 +152,7 @@ impl Stream {
         self.forget_copies(shared, number, placement);
         self.named_mut(placement).held -= 1;
         if !shared.sets.knows(shared.records.set(number), self.number) {
-            self.leave(shared, hash, number);
+            self.remove_record(shared, hash, number);
         }
         true
     }
@@ -185,7 +187,7 @@ impl Stream {
     }
 
     /// Removes a block that the stream holds on no placement any more.
-    fn leave(&mut self, shared: &mut SharedState, hash: u64, number: u32) {
+    fn remove_record(&mut self, shared: &mut SharedState, hash: u64, number: u32) {
         let place = shared.secret.place(hash);
         if shared.records.hash(number) == hash {
             self.table.remove(place, number, &ByHash(&shared.records, shared.secret));
@@ -230,7 +232,7 @@ impl Stream {
             self.tally -= copy.times(copies.most);
         }
         if !shared.sets.knows(shared.records.set(number), self.number) {
-            self.leave(shared, hash, number);
+            self.remove_record(shared, hash, number);
         }
     }
 
@@ -242,7 +244,7 @@ impl Stream {
             return true;
         }
         if self.examinations_left < looks {
-            self.forget(writer);
+            self.remove_all(writer);
             return false;
         }
         self.examinations_left -= looks;
@@ -266,7 +268,7 @@ impl Stream {
     }
 
     /// Removes every block, which lookups see at once. The rules of groups stay.
-    pub fn forget(&mut self, writer: &mut Writer<'_, SharedState>) {
+    pub fn remove_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
         self.unkept.clear();
         self.changed_copies.clear();
@@ -303,7 +305,7 @@ impl Stream {
     pub fn remove_some_blocks(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         let is_spent = self.collisions.take_skipped();
         if is_spent {
-            self.forget(writer);
+            self.remove_all(writer);
         }
         is_spent
     }
@@ -337,17 +339,17 @@ const SPARSE: usize = 64;
 
 /// A hash to remove.
 #[derive(Clone, Copy, Debug)]
-pub struct Leaving {
+pub struct RemovalTarget {
     hash: u64,
-    /// Its position in the table.
-    spot: TableHash,
-    seat: Seat,
+    /// The hash, mixed for the table.
+    mixed: TableHash,
+    position: TablePosition,
     /// The number in the table's entry; None if the hash has no entry.
     number: Option<u32>,
 }
 
 /// The removals of one event with equal sets, which are not counted yet.
-struct Gone {
+struct PendingRemovals {
     /// The sets of the last block, before and after its removal.
     from: u32,
     to: u32,
@@ -366,7 +368,7 @@ struct Gone {
 /// No set.
 const NONE: u32 = u32::MAX;
 
-impl Gone {
+impl PendingRemovals {
     fn new(marks: CopyMarks) -> Self {
         Self {
             from: NONE,

@@ -21,7 +21,7 @@ impl Stream {
     ) -> Option<u32> {
         let known = self.blocks;
         let scheme = shared.contexts.get(block.context).scheme;
-        if !self.cut_by(shared, scheme) {
+        if !self.admit_scheme(shared, scheme) {
             return None;
         }
         let Placed { number, .. } = self.place(shared, block, placements.first()?.0, parent)?;
@@ -92,9 +92,9 @@ impl Stream {
     /// under another hash than the record's.
     pub fn exchange(&mut self, shared: &mut SharedState, from: u32, to: u32) -> bool {
         let hash = shared.records.hash(from);
-        let spot = shared.spot(hash);
+        let mixed = shared.mixed(hash);
         let holds_both = shared.sets.knows(shared.records.set(to), self.number);
-        if holds_both || self.table.find(spot, |number| number == from).is_none() {
+        if holds_both || self.table.find(mixed, |number| number == from).is_none() {
             return false;
         }
         let placements: Vec<u16> = shared.sets.placements(shared.records.set(from), self.number).collect();
@@ -105,9 +105,9 @@ impl Stream {
             let change = self.copies.set(to, placement, copies);
             self.note(shared, to, placement, change);
         }
-        self.table.remove(spot, from, &ByHash(&shared.records, shared.secret));
+        self.table.remove(mixed, from, &ByHash(&shared.records, shared.secret));
         if shared.records.hash(to) == hash {
-            self.table.insert(spot, to, &ByHash(&shared.records, shared.secret));
+            self.table.insert(mixed, to, &ByHash(&shared.records, shared.secret));
         } else {
             let place = shared.secret.place(hash);
             self.foreign

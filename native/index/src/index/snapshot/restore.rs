@@ -377,10 +377,10 @@ impl<'a, R: Read> Restoring<'a, R> {
                     local: word,
                     context,
                     keyed,
-                    key_spot: shared.spot(key),
-                    hash_spot: shared.spot(hash),
+                    mixed_key: shared.mixed(key),
+                    mixed_hash: shared.mixed(hash),
                 };
-                stream.prefetch(block.hash_spot, Stage::Bucket);
+                stream.prefetch(block.mixed_hash, Stage::Bucket);
                 room.before = Some(key);
                 room.blocks.push((block, is_linked));
             }

@@ -42,7 +42,7 @@ fn hold(index: &Index, source: &str, first: u64, count: u64) {
         group: 0,
     };
     let placement = stream.use_placement(&mut writer, placement).unwrap();
-    assert!(stream.cut_by(&mut writer, SCHEME));
+    assert!(stream.admit_scheme(&mut writer, SCHEME));
     let context = Context {
         scheme: SCHEME,
         lora: 0,
@@ -56,8 +56,8 @@ fn hold(index: &Index, source: &str, first: u64, count: u64) {
             local: 0,
             context,
             keyed: false,
-            key_spot: writer.spot(key),
-            hash_spot: writer.spot(key + 1),
+            mixed_key: writer.mixed(key),
+            mixed_hash: writer.mixed(key + 1),
         };
         stream.put(&mut writer, &block, &[(placement, Copies::ONE)], None).unwrap();
     }
