@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import zmq
 
-import vllm_stand_in
 from kvevents import Reset, Source, Subscriber, Trust
 from kvevents.engines import vllm
 from kvevents.engines.plugin import VARIABLE
@@ -23,7 +22,7 @@ from kvevents.publisher.event_server import EventServer, EventSocket
 from kvevents.security import KeyPair, write_pair
 from kvevents.wire.encode import batch_encoder
 from publisher_cases import wait_until
-from vllm_stand_in import Vllm
+from vllm_stand_in import Vllm, installed_engine, schedulers_of_a_test  # noqa: F401 - fixtures
 
 ENDPOINTS = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
 SETTINGS = '{"heartbeat": 0.05, "limits": {"error_delay": 0.001, "poll_interval": 60}}'
@@ -31,27 +30,21 @@ SETTINGS = '{"heartbeat": 0.05, "limits": {"error_delay": 0.001, "poll_interval"
 BLOCKS = 8
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm]:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, SETTINGS)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    with vllm_stand_in.installed() as found:
-        yield found
 
 
 @pytest.fixture
-def start(engine: Vllm) -> Iterator[Callable[..., Any]]:
+def start(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Start a scheduler with these options, after vLLM has loaded its plugins."""
-    schedulers: list[Any] = []
 
     def begin(**options: Any) -> Any:
         load_plugins()
-        schedulers.append(engine.scheduler(**{**ENDPOINTS, **options}))
-        return schedulers[-1]
+        return schedule(**{**ENDPOINTS, **options})
 
-    yield begin
-    for each in schedulers:
-        each.kv_event_publisher.shutdown()
+    return begin
 
 
 def load_plugins() -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,38 +14,20 @@ import msgspec
 import pytest
 import zmq
 
-import vllm_stand_in
 from kvevents import Batch, Source, Subscriber, events
 from kvevents.compat import vllm as compat
 from kvevents.engines import vllm
 from kvevents.engines.plugin import VARIABLE
 from kvevents.index import PrefixIndex
 from paths import DATA
-from vllm_stand_in import Vllm
+from vllm_stand_in import ENDPOINTS, Vllm, installed_engine, schedulers_of_a_test  # noqa: F401 - fixtures
 
-ENDPOINTS = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
 OFTEN = '{"heartbeat": 0.05}'
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Vllm]:
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, OFTEN)
-    with vllm_stand_in.installed() as found:
-        yield found
-
-
-@pytest.fixture
-def start(engine: Vllm) -> Iterator[Callable[..., Any]]:
-    """Start a scheduler with these options."""
-    schedulers: list[Any] = []
-
-    def begin(**options: Any) -> Any:
-        schedulers.append(engine.scheduler(**{**ENDPOINTS, **options}))
-        return schedulers[-1]
-
-    yield begin
-    for each in schedulers:
-        each.kv_event_publisher.shutdown()
 
 
 def heartbeats(scheduler: Any, index: PrefixIndex, until: Callable[[int | None], bool]) -> None:
@@ -72,12 +54,12 @@ def events_of(scheduler: Any, count: int) -> list[Any]:
     return found
 
 
-def test_the_publisher_is_replaced_once_and_keeps_the_name_that_vllm_knows(start: Callable[..., Any], engine: Vllm) -> None:
+def test_the_publisher_is_replaced_once_and_keeps_the_name_that_vllm_knows(schedule: Callable[..., Any], engine: Vllm) -> None:
     vllm.register()
     first = engine.factory._registry["zmq"]
     vllm.register()
     assert engine.factory._registry["zmq"] is first
-    publisher = start().kv_event_publisher
+    publisher = schedule().kv_event_publisher
     assert isinstance(publisher, vllm.VllmEventPublisher)
     config = publisher.get_publisher_config()
     assert config.publisher == "zmq"
@@ -92,7 +74,7 @@ def test_another_replacement_is_left_alone(engine: Vllm, caplog: pytest.LogCaptu
     assert "has replaced the publisher 'zmq' already" in caplog.text
 
 
-def test_options_of_later_releases_are_accepted(start: Callable[..., Any], engine: Vllm) -> None:
+def test_options_of_later_releases_are_accepted(schedule: Callable[..., Any], engine: Vllm) -> None:
     vllm.register()
     publisher = engine.factory._registry["zmq"](data_parallel_rank=0, **ENDPOINTS, compression="zstd")
     assert isinstance(publisher, vllm.VllmEventPublisher)
@@ -106,10 +88,10 @@ def test_the_plugin_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, engine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_heartbeats_attest_the_cache_and_a_consumer_agrees(start: Callable[..., Any], seed: int) -> None:
+def test_heartbeats_attest_the_cache_and_a_consumer_agrees(schedule: Callable[..., Any], seed: int) -> None:
     """Random stores, copies and evictions in two groups; what the pool holds at the end is what the index holds."""
     vllm.register()
-    scheduler, drawn = start(), random.Random(seed)
+    scheduler, drawn = schedule(), random.Random(seed)
     resident: list[tuple[int, int, int]] = []
     for block in range(200):
         if resident and drawn.random() < 0.4:
@@ -127,10 +109,10 @@ def test_heartbeats_attest_the_cache_and_a_consumer_agrees(start: Callable[..., 
     assert worker.attested
 
 
-def test_no_heartbeat_attests_while_a_batch_is_pending(start: Callable[..., Any]) -> None:
+def test_no_heartbeat_attests_while_a_batch_is_pending(schedule: Callable[..., Any]) -> None:
     """The state after the events that the scheduler took is that of the batch that it publishes next."""
     vllm.register()
-    scheduler = start()
+    scheduler = schedule()
     scheduler.pool.store(5, 0)
     scheduler.kv_cache_manager.take_events()
     publisher = scheduler.kv_event_publisher
@@ -139,9 +121,9 @@ def test_no_heartbeat_attests_while_a_batch_is_pending(start: Callable[..., Any]
     heartbeats(scheduler, PrefixIndex(), lambda found: found == 5)
 
 
-def test_blocks_that_are_cached_already_are_not_announced_again(start: Callable[..., Any]) -> None:
+def test_blocks_that_are_cached_already_are_not_announced_again(schedule: Callable[..., Any]) -> None:
     vllm.register()
-    scheduler = start()
+    scheduler = schedule()
     scheduler.pool.store(1, 0)
     scheduler.pool.emit_cached_block_events(1)
     scheduler.pool.store(2, 1)
@@ -151,12 +133,12 @@ def test_blocks_that_are_cached_already_are_not_announced_again(start: Callable[
 
 @pytest.mark.parametrize(("release", "event_form", "frames"), [("0.12.0", list, 3), ("0.24.0", dict, 3), ("0.33.0", dict, 4)])
 def test_heartbeats_and_replies_have_the_layout_of_the_release(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, release: str, event_form: type, frames: int
+    schedule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, release: str, event_form: type, frames: int
 ) -> None:
     """Consumers that were written for a release read arrays before 0.24, and replies without a topic before 0.26."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=release))
     vllm.register()
-    publisher = start().kv_event_publisher
+    publisher = schedule().kv_event_publisher
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(publisher.replay_endpoint)
         messages: list[list[bytes]] = []
@@ -170,9 +152,9 @@ def test_heartbeats_and_replies_have_the_layout_of_the_release(
     assert type(event) is event_form
 
 
-def test_a_reset_of_an_idle_engine_is_published_at_once(start: Callable[..., Any]) -> None:
+def test_a_reset_of_an_idle_engine_is_published_at_once(schedule: Callable[..., Any]) -> None:
     vllm.register()
-    scheduler = start()
+    scheduler = schedule()
     scheduler.pool.store(1, 0)
     scheduler.step()
     assert scheduler.reset_prefix_cache()
@@ -180,12 +162,12 @@ def test_a_reset_of_an_idle_engine_is_published_at_once(start: Callable[..., Any
 
 
 def test_without_the_native_package_it_publishes_and_says_what_is_missing(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    schedule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="vllm.kvevents")
     monkeypatch.setitem(sys.modules, "kvevents_native._native", None)
     vllm.register()
-    scheduler = start()
+    scheduler = schedule()
     monkeypatch.undo()
     assert isinstance(scheduler.kv_event_publisher, vllm.VllmEventPublisher)
     scheduler.pool.store(1, 0)
@@ -204,7 +186,7 @@ def test_terms_are_those_of_the_test_vectors() -> None:
 
 
 def test_lines_of_the_publisher_appear_in_the_engines_log(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    schedule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM configures its own logger only: a process without other handlers passes the lines of kvevents to it, once each."""
     own = logging.getLogger("kvevents")
@@ -213,8 +195,8 @@ def test_lines_of_the_publisher_appear_in_the_engines_log(
     monkeypatch.setattr(own, "level", logging.NOTSET)
     caplog.set_level("INFO", logger="vllm")
     vllm.register()
-    start()
-    start()
+    schedule()
+    schedule()
     logging.getLogger("kvevents.publisher.zmq_publisher").warning("the queue is full")
     assert [each.getMessage() for each in caplog.records].count("the queue is full") == 1
     assert any("publishing KV events of rank 0" in each.getMessage() for each in caplog.records)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
+
+import pytest
 
 from kvevents.compat import vllm as compat
 from own_publisher import OwnPublisher
+
+ENDPOINTS: Final = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+"""As vLLM's configuration has them: any free ports."""
 
 
 class BlockHashToBlockMap:
@@ -154,3 +159,24 @@ def installed() -> Iterator[Vllm]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+@pytest.fixture(name="engine")
+def installed_engine() -> Iterator[Vllm]:
+    """The stand-in, importable during the test."""
+    with installed() as found:
+        yield found
+
+
+@pytest.fixture(name="schedule")
+def schedulers_of_a_test(engine: Vllm) -> Iterator[Callable[..., Any]]:
+    """Start a scheduler with these options, whose publisher listens at any ports of this machine."""
+    schedulers: list[Any] = []
+
+    def begin(**options: Any) -> Any:
+        schedulers.append(engine.scheduler(**{**ENDPOINTS, **options}))
+        return schedulers[-1]
+
+    yield begin
+    for each in schedulers:
+        each.kv_event_publisher.shutdown()
