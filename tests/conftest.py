@@ -24,13 +24,18 @@ settings.load_profile(PROFILE)
 LONG: Final = frozenset(
     f"test_{name}.py"
     for name in (
+        "conform_ours",
         "deploy_runs",
+        "docs_blocks",
+        "examples",
         "packaging",
         "plane_bridge_servers",
         "plane_chaos",
         "plane_observability",
         "relay_journal_kill",
+        "service_restart",
         "service_scale",
+        "service_shards",
         "service_shards_processes",
         "sim_defaults",
         "stream_model",
