@@ -1,4 +1,4 @@
-//! What stores tell about the groups of an engine, its hashes and the salts of its prompts.
+//! What stores show about the groups of an engine, its hashes and the salts of its prompts.
 
 use super::Read;
 use crate::engine_hash::Sample;
