@@ -28,7 +28,7 @@ OTHERS: Final = frozenset({"demo", "conform", "export", "sim"})
 
 
 class CommandServer:
-    """The process that forks, as the one who asks it sees it; a command at a time."""
+    """A process that forks for each command, and runs one at a time."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -39,7 +39,10 @@ class CommandServer:
         self._answers = self._socket.makefile("r")
 
     def run(self, arguments: Sequence[str], files: Sequence[IO[bytes]], environment: Mapping[str, str], seconds: float) -> int:
-        """The exit code of a command with these three standard files. It is killed, and an error raised, after `seconds`."""
+        """Return the exit code of a command whose stdin, stdout and stderr are `files`.
+
+        After `seconds` the command is killed, and `TimeoutExpired` is raised.
+        """
         assert of_python(environment) == self._python, "Python reads its variables when it starts: use `Program`"
         asked = json.dumps({"arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}).encode()  # noqa: PTH109 - as given
         with self._asking:
@@ -65,20 +68,20 @@ class CommandServer:
 
 
 def of_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that Python itself reads."""
+    """Return the variables that Python reads when it starts."""
     return {name: value for name, value in environment.items() if name.startswith("PYTHON")}
 
 
 @cache
 def command_server() -> CommandServer:
-    """The one of this process, which ends with it."""
+    """Return the server of this process, which ends with it."""
     made = CommandServer()
     atexit.register(made.close)
     return made
 
 
 def serve(asked: socket.socket) -> dict[str, Any] | None:
-    """Fork for each command. Return in each fork what it is to run, and in the process itself `None` at the end."""
+    """Fork for each command. Return in each fork the command that it runs, and in the server None at the end."""
     while True:
         head, files, _, _ = socket.recv_fds(asked, 4, 3)
         if not head:

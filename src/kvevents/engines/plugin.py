@@ -226,9 +226,9 @@ class _EngineLogHandler(logging.Handler):
 
 
 def show_in_engine_log(engine: str) -> None:
-    """Have the lines of the publisher itself, such as a queue that is full, appear in the engine's log.
+    """Write what the publisher logs, such as that its queue is full, to the log of the engine.
 
-    vLLM configures its own logger only, so lines of other loggers would be lost, or have no time. Does nothing if the process
+    vLLM configures only its own logger, so lines of other loggers would be lost, or have no time. Does nothing if the process
     has handlers for them already.
     """
     own, target = logging.getLogger("kvevents"), engine_logger(engine)

@@ -133,7 +133,7 @@ class _Marks:
     def __init__(self, max_marks: int) -> None:
         self._max_marks = max_marks
         self._newest: list[int] = []
-        """Marks in rising order. After the first mark, it is empty only if all marks have ended."""
+        """Marks in rising order. After the first mark, it is empty only if all marks were removed."""
         self._since: int | None = None
         """The first of the marks that are no longer stored, all of which are below the stored ones."""
 
@@ -147,8 +147,8 @@ class _Marks:
             evicted = newest.pop(0)
             self._since = evicted if self._since is None else min(self._since, evicted)
 
-    def end(self, before: int) -> bool:
-        """Remove the marks below a number. Return whether no mark is left."""
+    def remove_below(self, before: int) -> bool:
+        """Remove the marks below the number `before`. Return whether no mark is left."""
         if self._since is not None:
             self._since = max(self._since, before) if before <= self._newest[0] else None
         self._newest = [mark for mark in self._newest if mark >= before]
@@ -269,7 +269,7 @@ class TrustLedger:
 
     def _end_before(self, reasons: frozenset[DegradedReason], seq: int | None) -> None:
         for reason in reasons & self._marks.keys():
-            if seq is None or self._marks[reason].end(seq):
+            if seq is None or self._marks[reason].remove_below(seq):
                 del self._marks[reason]
 
 
