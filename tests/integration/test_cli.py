@@ -83,6 +83,7 @@ def test_wrong_usage_ends_with_code_2_and_a_reason(args: list[str], capsys: pyte
         ),
         ("relay --endpiont=x 127.0.0.1:5557", "kvevents relay: error: unknown option --endpiont; did you mean --endpoint?"),
         ("tail --zzz x 127.0.0.1:5557", "kvevents tail: error: unknown option --zzz"),
+        ("tail -z 127.0.0.1:5557", "kvevents tail: error: unknown option -z"),
         ("plane status --ouptut", "kvevents plane status: error: unknown option --ouptut; did you mean --output?"),
         ("sim compare --polcy x", "kvevents sim compare: error: unknown option --polcy; did you mean --policy?"),
         ("tail 5557 -- --zzz", "kvevents tail: error: argument ENDPOINT: invalid endpoint '5557'"),

@@ -118,7 +118,12 @@ class CommandParser(ArgumentParser):
             options = [*takewhile(lambda word: word.startswith("-"), given)]
             self._check_options(options)
             self._check_command(given[len(options) :])
-        return super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
+        if self._commands is None:
+            for word in rest:
+                if word.startswith("-"):
+                    self._reject("option", word, [*self._option_string_actions])
+        return parsed, rest
 
     def _declare(self, command: Command) -> None:
         module = command.load()

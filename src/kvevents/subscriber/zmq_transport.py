@@ -154,7 +154,7 @@ class StallDetector:
         return self._longest / 2 or None
 
     def begin_wait(self) -> None:
-        """Record that the application waits for deliveries, which reads the sockets."""
+        """Record that the application waits for deliveries, and that sockets are read meanwhile."""
         self.is_stalled = self._clock() - self._waited_at > self._longest
 
     def end_wait(self) -> None:
