@@ -53,8 +53,9 @@ system: $(NATIVE) $(TESTS_STAMP)  ## Tests with Prometheus, a browser, clusters,
 coverage: $(NATIVE) $(TESTS_STAMP)  ## The whole suite, then a report of the lines and the modules that no test reaches
 	$(PYTEST) $(PARALLEL) --cov=kvevents --cov-report=term-missing:skip-covered
 
-crate:  # no document has tests: with those, all libraries would be compiled a second time
+crate:  # only the document of the index has tests; those of the others would compile all libraries a second time
 	+cargo test $(CARGO_FLAGS) --workspace --lib --tests
+	+cargo test $(CARGO_FLAGS) --package kvevents-index --doc
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
