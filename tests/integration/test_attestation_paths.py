@@ -39,9 +39,11 @@ class Way:
             stack.callback(engine.close)
         self.proxy = stack.enter_context(FaultProxy(self.engine.publisher.endpoint))
         """On the way of live batches of the first engine."""
+        self.replay_proxy = stack.enter_context(FaultProxy(self.engine.publisher.replay_endpoint))
+        """On the way of its replay answers."""
         self.relays: list[Relay] = []
         self.consumers: list[AttestedConsumer] = []
-        sources = [Source(self.proxy.endpoint, self.engine.publisher.replay_endpoint, name="e0")]
+        sources = [Source(self.proxy.endpoint, self.replay_proxy.endpoint, name="e0")]
         sources += [each.source for each in self.engines[1:]]
         for at in range({"direct": 0, "relay of a relay": 2}.get(path, 1)):
             journal = str(folder / "journal") if path == "relay with a journal" else None
@@ -195,6 +197,26 @@ def test_an_attestation_waits_for_the_batches_before_it(way: Way) -> None:
     way.proxy.heal()
     way.until(lambda: consumer.is_attested and consumer.hashes >= way.hashes)
     assert all(consumer.attested)
+
+
+def test_a_burst_that_evicts_the_first_answer_leaves_nothing_in_doubt(way: Way) -> None:
+    """A stream begins with one replayed batch, and the engine evicts it before a live batch has confirmed it.
+
+    Everything is requested again, and is confirmed before the small replay buffer has evicted that too.
+    """
+    consumer = way.consumer()
+
+    def upstream() -> StreamStatus:
+        return way.relays[0].status().upstreams[0] if way.relays else consumer.subscriber.status()
+
+    way.proxy.delay()
+    way.until(lambda: upstream().counters.delivered > 0)
+    way.replay_proxy.delay()
+    fill(way)
+    way.proxy.heal()
+    way.until(lambda: upstream().counters.live >= len(way.hashes))
+    way.replay_proxy.heal()
+    way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_on_all_tiers)
 
 
 def test_blocks_that_only_the_attestation_counts_are_in_compacted_history(way: Way) -> None:

@@ -2108,6 +2108,24 @@ def test_an_unproven_answer_that_has_left_the_buffer_is_void(wire: Wire) -> None
     assert wire.taken() == ["g0-1", "r2"]
 
 
+def test_after_everything_was_requested_again_the_next_live_batch_is_compared_at_once(wire: Wire) -> None:
+    """A small replay buffer moves on: what it has brought is confirmed now, or it has been evicted by the next check."""
+    wire.feed(live(0), live(2))
+    assert wire.asked() == 1
+    wire.answer(replayed(1), END)
+    for _ in range(LIMITS.max_incomplete_answers):
+        assert wire.asked() == 1
+        wire.answer(replayed(2), END)
+    assert wire.asked() == 0
+    wire.answer(replayed(2), replayed(3), END)
+    while (start := wire.asked()) is not None:
+        wire.answer(*(replayed(seq) for seq in range(max(start, 2), 4)), END)
+    wire.feed(live(4))
+    assert wire.asked() == 3, "at once"
+    wire.answer(replayed(3), replayed(4), END)
+    assert wire.stream.degraded_reasons == {DegradedReason.LOST}
+
+
 # --- limits
 
 

@@ -160,6 +160,8 @@ class DeliveryLayer(Generic[BatchT]):
         """Why to start over when deliveries are taken next, because of a heartbeat."""
         self._heartbeats.begin_incarnation()
         self._ledger.begin_incarnation()
+        # At once: a small replay buffer may soon evict what this incarnation fetches, and then nothing can confirm it.
+        self._checks.reset_comparisons()
 
     def _apply(self, input_: Input, *context: Any) -> None:
         """Enter the state that the table gives for an input, and carry out its action."""
