@@ -82,6 +82,7 @@ def test_a_router_gets_the_verdict_that_it_deserves(scenario: str, verdict: Verd
         ("truncates", "publisher-replay", Verdict.REPORTED),
         ("stutters", "publisher-live", Verdict.SILENT),
         ("exits", "publisher-hostile-requests", Verdict.UNANSWERED),
+        ("exits-late", "publisher-hostile-requests", Verdict.UNANSWERED),
     ],
 )
 def test_a_publisher_gets_the_verdict_that_it_deserves(habit: str, scenario: str, verdict: Verdict) -> None:

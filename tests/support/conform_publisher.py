@@ -1,7 +1,7 @@
 """A publisher with a known fault: `conform_publisher.py HABIT ENDPOINT REPLAY_ENDPOINT`. For tests of the referee.
 
 `forgets`: the newest batch is missing in replies. `truncates`: the oldest one is. `exits`: an invalid request ends the
-process. `stutters`: each live batch comes twice.
+process. `exits-late`: the valid request after an invalid one does. `stutters`: each live batch comes twice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ def main(habit: str, endpoint: str, replay_endpoint: str) -> None:
 
 
 def answer(habit: str, router: zmq.Socket[bytes], payloads: list[bytes]) -> None:
+    had_invalid_request = False
     while True:
         request = parse_replay_request(router.recv_multipart())
+        is_invalid = isinstance(request, Malformed)
+        if (habit == "exits" and is_invalid) or (habit == "exits-late" and had_invalid_request and not is_invalid):
+            os._exit(3)
         if isinstance(request, Malformed):
-            if habit == "exits":
-                os._exit(3)
+            had_invalid_request = True
             continue
         numbers = range(request.start, len(payloads))
         kept = {"forgets": numbers[:-1], "truncates": numbers[1:]}.get(habit, numbers)

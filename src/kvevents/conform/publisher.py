@@ -248,10 +248,12 @@ class PublisherPlayer:
                 self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, wanted, possible))
 
     def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> ReceivedStream:
-        """Read a reply until its end marker, a silence, or until time is up."""
+        """Read a reply until its end marker, a silence, or until time is up. Raise `TargetError` if the publisher has ended."""
         deadline, batches = time.monotonic() + seconds, list[tuple[int, bytes]]()
         while time.monotonic() < deadline:
             if not dealer.poll(int(SILENCE_SECONDS * 1000)):
+                if self._publisher.program is not None:
+                    self._publisher.program.check()
                 return ReceivedStream(batches, "the reply has no end marker")
             message = parse_replay_reply(dealer.recv_multipart())
             if isinstance(message, ReplayEnd):
