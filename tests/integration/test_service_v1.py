@@ -356,7 +356,8 @@ def test_select_never_takes_a_dead_engine_while_another_lives(service: Service, 
             service.exact("other", blocks=4)
         until("stale", lambda: service.trust("other")[0] == "STALE")
         assert service.register("refused", nowhere, model_name=model).status == 201
-        until("refused", lambda: "nothing listens" in service.trust("refused")[1])
+        # The service has tried to connect to both itself: until then it does not know that one without a connection is dead.
+        until("refused", lambda: all("nothing listens at" in service.trust(dead)[1] for dead in ("other", "refused")))
         body = {"model": model, "tokens": tokens, "explain": True}
         loads = [{"instance": name, "load": 50.0}, {"instance": "other"}, {"instance": "refused"}]
         every: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from kvevents.backoff import Clock
 T = TypeVar("T")
 
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Steps:

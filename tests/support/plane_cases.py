@@ -21,7 +21,7 @@ from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Gap, RawBatch, Reset, Source
 from service_cases import until
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def plane_at(*urls: str, partitions: int = 2, **more: Any) -> PlaneSettings:

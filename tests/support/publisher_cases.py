@@ -14,7 +14,7 @@ import zmq
 from kvevents.events import BlockStored, EventBatch
 from kvevents.publisher import PublisherSettings, ZmqEventPublisher
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 """Seconds after which a test gives up waiting; nothing takes this long unless it is broken."""
 ANY = "tcp://127.0.0.1:*"
 QUICK = PublisherSettings(max_sleep=0.005, poll_interval=0.002)

@@ -31,7 +31,7 @@ from publisher_cases import ANY, last_endpoint, publishing
 
 T = TypeVar("T")
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 """Seconds after which a test gives up waiting; nothing takes this long unless it is broken."""
 PAUSE = 0.01
 """Seconds between two polls of a service in another process."""
