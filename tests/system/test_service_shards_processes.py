@@ -32,6 +32,8 @@ NAMES: Final = ("a", "b", "c")
 FAILURES: Final = "kvevents_shard_request_failures_total"
 ANSWERS: Final = 50
 """That each replica gives after something has happened."""
+REQUEST_INTERVAL: Final = 0.005
+"""Seconds between an answer and the next request. Without it the clients keep the CPUs from the replicas."""
 
 
 class Shares(NamedTuple):
@@ -122,7 +124,7 @@ class Asking:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(REQUEST_INTERVAL):
             answer = self._client.post("/v1/match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})
             found = answer.json if answer.status == 200 else {}
             if found.get("missing") != "" or {each["instance"]: each["tokens"] for each in found["workers"]} != HELD:
