@@ -39,6 +39,7 @@ class Way:
             stack.callback(engine.close)
         self.proxy = stack.enter_context(FaultProxy(self.engine.publisher.endpoint))
         """On the way of live batches of the first engine."""
+        assert self.engine.publisher.replay_endpoint is not None
         self.replay_proxy = stack.enter_context(FaultProxy(self.engine.publisher.replay_endpoint))
         """On the way of its replay answers."""
         self.relays: list[Relay] = []
