@@ -1,6 +1,7 @@
-"""What `deploy/` holds works: the same commands, as processes with real sockets, carry an engine's events to clients.
+"""The manifests in `deploy/` work: their commands run as processes with real sockets and carry an engine's events to clients.
 
-Only what a cluster would give is replaced: names of Services and pods, folders of volumes, and ports, all by the same distance.
+The tests replace only what a cluster provides: names of Services and pods, folders of volumes, and ports, which are all
+shifted by the same number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 from cli_cases import SECONDS, Program
-from cluster_cases import (  # noqa: F401 - a fixture, used by being here
+from cluster_cases import (  # noqa: F401 - a fixture, which pytest finds by name
     Cluster,
     cluster_fixture,
     until,
@@ -34,17 +35,17 @@ PLAIN: Final = DEPLOY / "kubernetes"
 PROMPT: Final = list(range(16))
 
 
-def documents(path: Path) -> list[Object]:
+def read_documents(path: Path) -> list[Object]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
-def containers(each: Object) -> dict[str, Object]:
+def containers_by_name(each: Object) -> dict[str, Object]:
     return {container["name"]: container for container in each["spec"]["template"]["spec"]["containers"]}
 
 
 @contextmanager
-def vllm(cluster: Cluster, container: Object, rank: int = 0) -> Iterator[EventPublisher]:
-    """vLLM's publisher, with the configuration of the container: it listens only at endpoints with a `*`."""
+def run_vllm_publisher(cluster: Cluster, container: Object, rank: int = 0) -> Iterator[EventPublisher]:
+    """Run vLLM's publisher with the configuration of the container: it listens only at endpoints with a `*`."""
     [config] = [arg.partition("=")[2] for arg in container["args"] if arg.startswith("--kv-events-config=")]
     settings = KVEventsConfig(**json.loads(cluster.local(config)))
     publisher = EventPublisherFactory.create(settings, rank)
@@ -56,8 +57,8 @@ def vllm(cluster: Cluster, container: Object, rank: int = 0) -> Iterator[EventPu
         publisher.shutdown()
 
 
-def first_stored(cluster: Cluster, port: int, replay_port: int) -> BlockStored:
-    """The first block that a consumer receives at these ports."""
+def receive_first_block(cluster: Cluster, port: int, replay_port: int) -> BlockStored:
+    """Return the first block that a consumer receives at these ports."""
     source = Source(f"tcp://127.0.0.1:{cluster.port(port)}", f"tcp://127.0.0.1:{cluster.port(replay_port)}")
     with Subscriber(source) as subscriber:
         end = time.monotonic() + SECONDS
@@ -67,11 +68,11 @@ def first_stored(cluster: Cluster, port: int, replay_port: int) -> BlockStored:
             for event in events:
                 if isinstance(event, BlockStored):
                     return event
-    raise AssertionError(f"nothing came within {SECONDS} s: {subscriber!r}")
+    raise AssertionError(f"no block was received within {SECONDS} s: {subscriber!r}")
 
 
-def found_workers(cluster: Cluster, model: str) -> list[str]:
-    """The workers that hold the whole prompt."""
+def find_workers(cluster: Cluster, model: str) -> list[str]:
+    """Return the workers that hold the whole prompt."""
     status, body = cluster.get(8090, "/v1/match", {"model": model, "tokens": [*PROMPT, 99]})  # engines recompute the last token
     if status != 200:
         return []
@@ -81,20 +82,20 @@ def found_workers(cluster: Cluster, model: str) -> list[str]:
 
 
 def check_probes(cluster: Cluster, container: Object, *programs: Program) -> None:
-    """What the kubelet asks is answered with 200."""
+    """Assert that each probe of the kubelet is answered with 200."""
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         if name in container:
-            asked = container[name]["httpGet"]
-            until(lambda asked=asked: cluster.get(ports[asked["port"]], asked["path"])[0] == 200, *programs)  # type: ignore[misc]
+            probe = container[name]["httpGet"]
+            until(lambda probe=probe: cluster.get(ports[probe["port"]], probe["path"])[0] == 200, *programs)  # type: ignore[misc]
 
 
-def test_the_relay_of_the_example_carries_what_the_engine_beside_it_publishes(cluster: Cluster) -> None:
+def test_the_relay_of_the_example_forwards_the_events_of_the_engine_beside_it(cluster: Cluster) -> None:
     """The engine listens, the relay connects to it, and a consumer receives the events at the relay's ports."""
-    [pod] = documents(EXAMPLE)
-    found = containers(pod)
-    with vllm(cluster, found["engine"]), cluster.run(found["kvevents-relay"]["args"]) as relay:
-        assert first_stored(cluster, 6557, 6558).token_ids == PROMPT
+    [pod] = read_documents(EXAMPLE)
+    found = containers_by_name(pod)
+    with run_vllm_publisher(cluster, found["engine"]), cluster.run(found["kvevents-relay"]["args"]) as relay:
+        assert receive_first_block(cluster, 6557, 6558).token_ids == PROMPT
         check_probes(cluster, found["kvevents-relay"], relay)
 
 
@@ -102,35 +103,35 @@ def test_the_relay_of_the_example_carries_what_the_engine_beside_it_publishes(cl
 @needs_nats
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_chart_carries_events_from_engines_to_clients_of_replicas(cluster: Cluster, ranks: int) -> None:
-    """Relays, bridges and a replica with the arguments that the chart renders; ranks are followed one by one."""
+    """The relays, the bridge and the replica run with the arguments that the chart renders; each rank is a worker."""
     settings = ["engines.model=llama", "plane.copies=1", "plane.partitions=2", "plane.partitionSize=16MiB", OPEN]
     if ranks > 1:
         settings += [f"engines.ranks={ranks}", "engines.replayPort=6567", "relay.engineReplayPort=5567"]
     objects = rendered(*settings)
-    relays = relays_of(settings, cluster.folder)
-    bridge = workload(objects, "plane-kvevents-bridge-active")["bridge"]
-    replica = workload(objects, "plane-kvevents-replica")["replica"]
+    relays = render_relays(settings, cluster.folder)
+    bridge = containers_of_workload(objects, "plane-kvevents-bridge-active")["bridge"]
+    replica = containers_of_workload(objects, "plane-kvevents-replica")["replica"]
     [config] = [each["data"]["bridge.toml"] for each in objects if each["kind"] == "ConfigMap"]
     cluster.write("/etc/kvevents/config/bridge.toml", config)
     replay = 5558 if ranks == 1 else 5567
     kv_events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": f"tcp://*:{replay}"}
     engine = {"args": [f"--kv-events-config={json.dumps(kv_events)}"]}
     with nats_server(cluster.folder / "nats") as nats, ExitStack() as stack:
-        publishers = [stack.enter_context(vllm(cluster, engine, rank)) for rank in range(ranks)]
+        publishers = [stack.enter_context(run_vllm_publisher(cluster, engine, rank)) for rank in range(ranks)]
         names = {"nats://nats:4222": nats.url}
         programs = [stack.enter_context(cluster.run(each["args"], **names)) for each in (*relays, bridge, replica)]
-        until(lambda: len(found_workers(cluster, "llama")) == ranks, *programs)
+        until(lambda: len(find_workers(cluster, "llama")) == ranks, *programs)
         for rank, publisher in enumerate(publishers):
-            publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what replay has brought
+            publisher.publish(KVEventBatch(time.time(), [], rank))  # a live batch confirms what was replayed
         check_probes(cluster, replica, *programs)
         check_probes(cluster, bridge, *programs)
-        assert sorted(name.rpartition("/")[2] for name in found_workers(cluster, "llama")) == [
+        assert sorted(name.rpartition("/")[2] for name in find_workers(cluster, "llama")) == [
             str(rank) for rank in range(ranks)
         ]
 
 
-def relays_of(settings: Sequence[str], folder: Path) -> list[Object]:
-    """The containers of the named template, as a chart includes them that depends on this one."""
+def render_relays(settings: Sequence[str], folder: Path) -> list[Object]:
+    """Return the containers that the named template renders in a chart that depends on this one."""
     chart = folder / "engines"
     (chart / "templates").mkdir(parents=True)
     (chart / "Chart.yaml").write_text("apiVersion: v1\nname: engines\nversion: 1.0.0\n")
@@ -140,28 +141,28 @@ def relays_of(settings: Sequence[str], folder: Path) -> list[Object]:
         '        {{- include "kvevents.relay.container" (dict "root" .Subcharts.kvevents) | nindent 8 }}\n'
     )
     objects = rendered(*(f"kvevents.{setting}" for setting in settings), chart=chart)
-    return list(workload(objects, "engine").values())
+    return list(containers_of_workload(objects, "engine").values())
 
 
-def workload(objects: list[Object], name: str) -> dict[str, Object]:
+def containers_of_workload(objects: list[Object], name: str) -> dict[str, Object]:
     [found] = [each for each in objects if each["kind"] in {"Deployment", "StatefulSet"} and each["metadata"]["name"] == name]
-    return containers(found)
+    return containers_by_name(found)
 
 
 def test_a_plain_service_finds_engines_behind_a_headless_service(cluster: Cluster) -> None:
-    """deploy/kubernetes: no NATS, no relay; the service finds what the engine holds, and its stream is EXACT."""
-    [engine] = documents(PLAIN / "engine.yaml")
-    config, headless, service, deployment = documents(PLAIN / "serve.yaml")
-    serve = containers(deployment)["serve"]
+    """deploy/kubernetes needs no NATS and no relay: the service finds the engine's blocks, and its stream is EXACT."""
+    [engine] = read_documents(PLAIN / "engine.yaml")
+    config, headless, service, deployment = read_documents(PLAIN / "serve.yaml")
+    serve = containers_by_name(deployment)["serve"]
     cluster.write("/etc/kvevents/kvevents.toml", config["data"]["kvevents.toml"])
     labels = engine["spec"]["template"]["metadata"]["labels"]
     assert headless["spec"]["selector"].items() <= labels.items()
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
-    ports = {port["containerPort"] for port in containers(engine)["engine"]["ports"]}
+    ports = {port["containerPort"] for port in containers_by_name(engine)["engine"]["ports"]}
     assert {port["port"] for port in headless["spec"]["ports"]} <= ports
-    [model] = [arg.partition("=")[2] for arg in containers(engine)["engine"]["args"] if arg.startswith("--model=")]
-    with vllm(cluster, containers(engine)["engine"]) as publisher, cluster.run(serve["args"]) as program:
-        until(lambda: found_workers(cluster, model), program)
+    [model] = [arg.partition("=")[2] for arg in containers_by_name(engine)["engine"]["args"] if arg.startswith("--model=")]
+    with run_vllm_publisher(cluster, containers_by_name(engine)["engine"]) as publisher, cluster.run(serve["args"]) as program:
+        until(lambda: find_workers(cluster, model), program)
         publisher.publish(KVEventBatch(time.time(), [BlockStored([7], None, [7] * 16, 16, medium="GPU")], 0))
         until(lambda: b'"state":"EXACT"' in cluster.get(8090, "/v1/sources")[1], program)
         check_probes(cluster, serve, program)
@@ -170,8 +171,8 @@ def test_a_plain_service_finds_engines_behind_a_headless_service(cluster: Cluste
 @needs_schemas
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", [EXAMPLE, *sorted(PLAIN.glob("*.yaml"))], ids=lambda path: path.name)
-def test_manifests_are_what_kubernetes_takes(path: Path, version: str) -> None:
-    """Each object of each manifest, by Kubernetes' own schemas."""
+def test_manifests_match_the_schemas_of_kubernetes(path: Path, version: str) -> None:
+    """Each object of each manifest matches Kubernetes' own schema."""
     assert SCHEMAS.is_dir()
-    for each in documents(path):
+    for each in read_documents(path):
         assert faults_of(each, version) == [], each["metadata"]["name"]

@@ -65,7 +65,7 @@ def test_versions_of_formats_are_those_of_the_code() -> None:
 
 
 def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of docs/developers/testing.md does what it says, one after the other."""
+    """Every block of docs/developers/testing.md runs without an error, one after the other."""
     monkeypatch.chdir(DOCS.parent)
     names: dict[str, object] = {}
     for block in python_blocks(DOCS / "developers" / "testing.md"):
@@ -73,7 +73,7 @@ def test_the_examples_of_the_testing_guide_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_example_of_publishing_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both batches are sent."""
+    """The example reports that both batches are sent."""
     (block,) = python_blocks(DOCS / "guides" / "publishing.md")
     exec(block, {})  # noqa: S102 - our own document
     assert re.match(r"tcp://127\.0\.0\.1:\d+ ShutdownReport\(sent=2, unsent=0, ", capsys.readouterr().out)
@@ -87,7 +87,7 @@ def test_the_examples_about_traffic_run(name: str, capsys: pytest.CaptureFixture
 
 
 def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """DeliveryLoop an engine until its first batch; one more rank is there for the last of them."""
+    """The first example follows an engine until its first batch; another rank is added before the last example."""
     following, matching, moving = python_blocks(DOCS / "concepts" / "prefix-match.md")
     tokens = prompt(1)
     with engine() as made:
@@ -105,7 +105,7 @@ def test_the_examples_of_the_index_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_examples_of_streams_run() -> None:
-    """DeliveryLoop an engine until its first batch, and going on with what was saved in another process."""
+    """The examples follow an engine until its first batch, and resume in another process from the saved state."""
     following, load = python_blocks(DOCS / "concepts" / "stream.md")
     (saving,) = python_blocks(DOCS / "concepts" / "replay.md")
     with engine() as made:
@@ -128,7 +128,7 @@ def test_the_examples_of_streams_run() -> None:
 
 
 def snippet(path: Path, heading: str, *replaced: tuple[str, str]) -> list[str]:
-    """The command that runs the Python below a heading, with each of these texts replaced where it stands."""
+    """Return the command that runs the Python below a heading, with each of these texts replaced."""
     section = path.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     [block] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     for old, new in replaced:
@@ -139,11 +139,11 @@ def snippet(path: Path, heading: str, *replaced: tuple[str, str]) -> list[str]:
 
 @pytest.fixture
 def ports() -> tuple[tuple[str, str], ...]:
-    """The ports that documents name, and quiet ones in their place."""
+    """Return the ports that documents name, each with a free port to replace it."""
     return tuple((f":{port}", f":{quiet_port()}") for port in (5557, 5558))
 
 
-def test_the_snippet_of_the_readme_prints_what_stands_below_it(ports: tuple[tuple[str, str], ...]) -> None:
+def test_the_snippet_of_the_readme_prints_the_output_shown_below_it(ports: tuple[tuple[str, str], ...]) -> None:
     ran = subprocess.run(snippet(README, "Try it", *ports), capture_output=True, text=True, timeout=60, check=False)
     [shown] = blocks(README, "text")
     assert (ran.stdout, ran.stderr, ran.returncode) == (shown, "", 0)
@@ -153,7 +153,7 @@ ROUTERS = DOCS / "quickstart" / "routers.md"
 
 
 def test_the_snippets_for_routers_work_with_each_other(ports: tuple[tuple[str, str], ...]) -> None:
-    """What one publishes another reads, and in a third the prompt is found; all as the page has them, but faster."""
+    """One snippet publishes, a second reads, and a third finds the prompt; they are as on the page, but publish faster."""
     faster = (("range(60)", "range(5000)"), ("sleep(1)", "sleep(0.02)"))
     with Program(command=snippet(ROUTERS, "An engine to read from", *ports, *faster)) as publisher:
         with Program(command=snippet(ROUTERS, "Read a stream", *ports)) as reader:
@@ -165,7 +165,7 @@ def test_the_snippets_for_routers_work_with_each_other(ports: tuple[tuple[str, s
 
 
 def test_the_publisher_for_routers_ends_with_a_report(ports: tuple[tuple[str, str], ...]) -> None:
-    """The last lines of that snippet, too."""
+    """The last lines of the publisher's snippet run as well."""
     quick = (*ports, ("range(60)", "range(3)"), ("sleep(1)", "sleep(0.01)"))
     with Program(command=snippet(ROUTERS, "An engine to read from", *quick)) as publisher:
         ended = publisher.end()
@@ -175,7 +175,7 @@ def test_the_publisher_for_routers_ends_with_a_report(ports: tuple[tuple[str, st
 
 @pytest.mark.parametrize("page", ["quickstart/engines.md", "guides/vllm.md", "guides/sglang.md"])
 def test_engines_with_these_options_listen(page: str) -> None:
-    """vLLM and SGLang take the JSON, and publish at the ports of the snippets; neither connects instead."""
+    """vLLM and SGLang accept the JSON and listen at the ports of the snippets; neither connects instead."""
     found = re.findall(r"^(vllm|python).*\n  '(\{.*\})'$", (DOCS / page).read_text(), re.MULTILINE)
     assert found
     for program, options in found:
@@ -194,8 +194,8 @@ def python_blocks(path: Path) -> list[str]:
 # --- every document
 
 
-def test_nothing_is_misspelt() -> None:
-    """Documents, docstrings, comments and messages. Tests misspell options on purpose."""
+def test_codespell_finds_no_misspelt_word() -> None:
+    """codespell reads documents, docstrings, comments and messages, but not tests, because they misspell options on purpose."""
     read = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "src", "native", "deploy", "observability"]
     read += ["examples", "benchmarks", "tools", "tests/README.md", "mkdocs.yml", "Makefile"]
     command = [sys.executable, "-m", "codespell_lib", *read]
@@ -207,13 +207,13 @@ every_document = pytest.mark.parametrize("path", documents(), ids=lambda path: s
 
 
 def blocks(path: Path, *languages: str) -> list[str]:
-    """Fenced blocks of these languages; of none where the language is empty."""
+    """Return the fenced blocks of these languages; an empty name selects blocks without a language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
     return [text for language, text in found if language in languages]
 
 
 def commands(path: Path) -> list[list[str]]:
-    """Arguments of each `kvevents` in a block, up to a pipe or a comment."""
+    """Return the arguments of each `kvevents` command in a block, up to a pipe or a comment."""
     found = []
     for block in blocks(path, "sh", "console", ""):
         for line in block.replace("\\\n", " ").splitlines():
@@ -226,8 +226,8 @@ def commands(path: Path) -> list[list[str]]:
 
 
 @every_document
-def test_commands_of_documents_are_those_of_the_program(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is parsed, and nothing runs: commands, options, and what values look like."""
+def test_the_program_accepts_the_commands_of_documents(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command is parsed but does not run: the parser checks commands, options and the form of values."""
     for words in commands(path):
         code: object = 0
         try:
@@ -237,13 +237,13 @@ def test_commands_of_documents_are_those_of_the_program(path: Path, capsys: pyte
         assert code == 0, (words, capsys.readouterr().err)
 
 
-def test_there_are_commands_to_look_at() -> None:
+def test_documents_have_at_least_40_commands() -> None:
     assert sum(len(commands(path)) for path in documents()) >= 40
 
 
 @every_document
-def test_documents_link_to_what_there_is(path: Path) -> None:
-    """Files, headings, targets of make, modules to run, and files of the repository that are named."""
+def test_links_and_names_in_documents_refer_to_existing_targets(path: Path) -> None:
+    """Files, headings, targets of make, modules to run, and files of the repository that are named all exist."""
     text, root = path.read_text(), DOCS.parent
     for place, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)(?:#([^)]*))?\)", text):
         target = path.parent / place if place else path
@@ -260,15 +260,15 @@ def test_documents_link_to_what_there_is(path: Path) -> None:
 
 
 def headings(path: Path) -> set[str]:
-    """What links to them say."""
+    """Return the anchors of the headings of a document, as links write them."""
     plain = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @every_document
-def test_blocks_of_documents_are_what_they_say_they_are(path: Path) -> None:
-    """JSON, perhaps a document a line, TOML, and Python whose imports there are."""
+def test_blocks_of_documents_are_valid_in_their_language(path: Path) -> None:
+    """JSON blocks parse as one document or one per line, TOML blocks parse, and the imports of Python blocks exist."""
     for text in blocks(path, "json"):
         try:
             json.loads(text)

@@ -1,7 +1,7 @@
 """Every block of code in a document is executed, or a reason says why it is not.
 
-Commands run in the order of their document, in a folder with the files that they name; an engine and a service are at
-the addresses that they name. Python is executed by the tests in `PYTHON`.
+Commands run in the order of their document, in a folder with the files that they name. The addresses of documents are
+replaced by those of a running engine and service. The tests in `PYTHON` execute the Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from service_cases import Engine, engine, prompt, serving
 
 DOCS = paths.ROOT / "docs"
 
-NOT_EXECUTED = {
+REASONS_BY_LANGUAGE = {
     "mermaid": "a picture",
     "text": "what a command or a snippet prints",
     "rust": "the crate compiles them: cargo test --doc",
@@ -40,13 +40,13 @@ NOT_EXECUTED = {
 }
 """Why blocks of these languages are not executed here."""
 
-ELSEWHERE = {
+REASONS_BY_PROGRAM = {
     "make": "test_docs.py looks the target up; what it does takes minutes",
     "pip": "make wheels-check installs the wheels",
     "docker": "there is no container engine; the pipeline builds the image",
     "kubectl": "there is no cluster; test_helm_chart.py validates the manifests",
     "helm": "there is no cluster; test_helm_chart.py renders the chart with this command",
-    "printf": "a step of the same walk: test_helm_chart.py",
+    "printf": "a step of the same guide: test_helm_chart.py",
     "vllm": "test_docs.py: the options are those of the release's configuration",
     "python -m sglang.launch_server": "as for vllm",
     "echo": "changes an installed SGLang",
@@ -55,20 +55,20 @@ ELSEWHERE = {
 }
 """Why these programs do not run here."""
 
-NOT_RUN = {
+REASONS_BY_COMMAND = {
     "kvevents demo": "half a minute: make wheels-check runs it; test_cli_demo.py",
     "kvevents top": "needs a terminal: test_cli_service.py",
     "kvevents sim compare\n": "test_sim_defaults.py compares each word of what it prints",
     "kvevents serve --nats nats://n1.example:4222": "three hosts: test_service_shards_processes.py runs such replicas",
-    "kvevents conform": "minutes, and downloads: test_conform.py plays a scenario",
+    "kvevents conform": "minutes, and downloads: test_conform.py runs a scenario",
     "kvevents plane status --nats nats://HOST:4222 --plane NAME": "the same command runs in guides/plane.md",
     "curl -s http://REPLICA:8090/readyz": "the same command runs in operations/runbook.md",
-    "make": "see ELSEWHERE",
+    "make": "see REASONS_BY_PROGRAM",
 }
-"""Why these commands do not run here, by how they begin."""
+"""Why these commands do not run here, by the beginning of the command."""
 
 PYTHON = {
-    "README.md": "test_the_snippet_of_the_readme_prints_what_stands_below_it",
+    "README.md": "test_the_snippet_of_the_readme_prints_the_output_shown_below_it",
     "docs/quickstart/routers.md": "test_the_snippets_for_routers_work_with_each_other",
     "docs/concepts/prefix-match.md": "test_the_examples_of_the_index_run",
     "docs/concepts/stream.md": "test_the_examples_of_streams_run",
@@ -97,14 +97,14 @@ RUN_BY_OTHER_TESTS = {"docs/guides/service.md": ("curl", "test_the_requests_work
 """Programs in documents whose commands another test runs, and that test."""
 
 
-def name(path: Path) -> str:
+def relative_name(path: Path) -> str:
     return str(path.relative_to(paths.ROOT))
 
 
 def has_reason(path: Path, command: ShellCommand) -> bool:
-    by_other, _ = RUN_BY_OTHER_TESTS.get(name(path), ("", ""))
-    return command.program in {*ELSEWHERE, by_other} or any(
-        f"{command.text.split('#')[0].strip()}\n".startswith(each) for each in NOT_RUN
+    by_other, _ = RUN_BY_OTHER_TESTS.get(relative_name(path), ("", ""))
+    return command.program in {*REASONS_BY_PROGRAM, by_other} or any(
+        f"{command.text.split('#')[0].strip()}\n".startswith(each) for each in REASONS_BY_COMMAND
     )
 
 
@@ -115,16 +115,16 @@ def shell_commands(path: Path) -> list[ShellCommand]:
 def is_executed(path: Path, block: Block) -> bool:
     tests = {"python": PYTHON, "toml": TOML, "json": JSON}
     if block.language in tests:
-        return name(path) in tests[block.language]
+        return relative_name(path) in tests[block.language]
     if block.language not in SHELLS:
-        return block.language in NOT_EXECUTED
+        return block.language in REASONS_BY_LANGUAGE
     runnable = {"kvevents", "curl", "python -m tools.plane_sizing"}
     return all(command.program in runnable or has_reason(path, command) for command in commands_of(block))
 
 
 def test_every_block_is_executed_or_has_a_reason() -> None:
     missing = [
-        f"{name(path)}:{block.line} {block.language}"
+        f"{relative_name(path)}:{block.line} {block.language}"
         for path in documents()
         for block in blocks_of(path)
         if not is_executed(path, block)
@@ -133,7 +133,7 @@ def test_every_block_is_executed_or_has_a_reason() -> None:
 
 
 def test_no_reason_is_out_of_date() -> None:
-    """Tests that are named exist, and so do the documents and commands that have a reason."""
+    """The tests, documents and commands that the tables name exist."""
     tests = "\n".join(each.read_text(encoding="utf-8") for each in paths.TESTS.rglob("test_*.py"))
     for table in (PYTHON, TOML, JSON):
         for document, test in table.items():
@@ -141,24 +141,24 @@ def test_no_reason_is_out_of_date() -> None:
             assert f"def {test}(" in tests, test
     assert {test for _, test in RUN_BY_OTHER_TESTS.values()} <= set(JSON.values())
     used = {command.program for path in documents() for command in shell_commands(path)}
-    assert set(ELSEWHERE) <= used
+    assert set(REASONS_BY_PROGRAM) <= used
     texts = [f"{command.text.split('#')[0].strip()}\n" for path in documents() for command in shell_commands(path)]
-    assert [each for each in NOT_RUN if not any(text.startswith(each) for text in texts)] == []
+    assert [each for each in REASONS_BY_COMMAND if not any(text.startswith(each) for text in texts)] == []
 
 
 # --- commands
 
 
-class Places(NamedTuple):
-    """What stands for the addresses of documents."""
+class Addresses(NamedTuple):
+    """The engine and the service that replace the addresses of documents."""
 
     engine: Engine
     service: str
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[Places]:
-    """An engine that publishes a block every 20 ms, and a service that follows it."""
+def addresses() -> Iterator[Addresses]:
+    """Yield an engine that publishes a block every 20 ms, and a service that follows it."""
     with engine(heartbeat=0.2) as made, serving("--port", "0") as service:
         ended = threading.Event()
 
@@ -174,32 +174,34 @@ def places() -> Iterator[Places]:
         thread.start()
         try:
             service.exact(7)
-            yield Places(made, service.url)
+            yield Addresses(made, service.url)
         finally:
             ended.set()
             thread.join()
 
 
-def substitutes(places: Places, folder: Path) -> dict[str, str]:
-    live, replay = places.engine.endpoint, places.engine.replay_endpoint or ""
+def substitutes(addresses: Addresses, folder: Path) -> dict[str, str]:
+    live, replay = addresses.engine.endpoint, addresses.engine.replay_endpoint or ""
     found = {"--worker engine-0=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558": f"--worker engine-0={live},{replay}"}
     for host in ("127.0.0.1", "10.0.0.7"):
         found |= {f"tcp://{host}:5557": live, f"tcp://{host}:5558": replay}
         found |= {f"{host}:5557": live.removeprefix("tcp://"), f"{host}:5558": replay.removeprefix("tcp://")}
     return found | {
-        "http://127.0.0.1:8090": places.service,
-        "http://HOST:8090": places.service,
+        "http://127.0.0.1:8090": addresses.service,
+        "http://HOST:8090": addresses.service,
         "http://10.0.0.7:8000": "http://127.0.0.1:9",
         "engines.default.svc": "localhost",
         "/var/lib/kvevents": str(folder / "state"),
     }
 
 
-def write_files(folder: Path, places: Places) -> None:
-    """The files that commands of documents read."""
+def write_files(folder: Path, addresses: Addresses) -> None:
+    """Write the files that commands of documents read."""
     for each in ("vllm", "run", "pod-0", "pod-1"):
         shutil.copy(RECORDING, folder / f"{each}.jsonl.gz")
-    (folder / "fleet.toml").write_text(f'[[sources]]\ninstance = "e"\nmodel = "llama"\nendpoint = "{places.engine.endpoint}"\n')
+    (folder / "fleet.toml").write_text(
+        f'[[sources]]\ninstance = "e"\nmodel = "llama"\nendpoint = "{addresses.engine.endpoint}"\n'
+    )
     rows = [f"prefill,{n},1,{n / 10_000 + (n / 50_000) ** 2}" for n in (1000, 4000, 8000, 16000)]
     rows += [f"decode,{n},{m},{0.01 + n * m / 10_000_000}" for n in (1000, 4000) for m in (1, 8, 32)]
     (folder / "measured.csv").write_text("\n".join(["kind,tokens,sequences,seconds", *rows, ""]))
@@ -215,61 +217,65 @@ def pages_with_commands() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def seen() -> set[str]:
-    """The checks of `doctor` that ran already: several documents have the same, and each takes seconds."""
+def checked() -> set[str]:
+    """Return the `doctor` commands that ran already: several documents have the same one, and each takes seconds."""
     return set()
 
 
-def walk(path: Path, reader: Reader, seen: set[str]) -> None:
-    """Run the commands of a document, and compare what they print with what it shows."""
+def run_commands(path: Path, reader: Reader, checked: set[str]) -> None:
+    """Run the commands of a document, and compare their output with what the document shows."""
     for command in shell_commands(path):
         words = command.text.split("#")[0].strip()
-        if has_reason(path, command) or words in seen:
+        if has_reason(path, command) or words in checked:
             continue
         if words.startswith("kvevents doctor"):
-            seen.add(words)
+            checked.add(words)
         printed = reader.run(command)
         if printed and command.output.strip():
             assert same_shape(command.output, printed), (command.text, printed)
     reader.stop()
 
 
-@pytest.mark.parametrize("path", [path for path in pages_with_commands() if name(path) != "docs/guides/plane.md"], ids=name)
-def test_the_commands_of_a_document_work(path: Path, places: Places, seen: set[str], tmp_path: Path) -> None:
-    write_files(tmp_path, places)
-    ours = substitutes(places, tmp_path)
-    ours |= {f"127.0.0.1:{port}": f"127.0.0.1:{quiet_port()}" for port in (6557, 6558, 5657, 5658, 5567)}
-    if name(path) == "docs/guides/recordings.md":
+@pytest.mark.parametrize(
+    "path", [path for path in pages_with_commands() if relative_name(path) != "docs/guides/plane.md"], ids=relative_name
+)
+def test_the_commands_of_a_document_work(path: Path, addresses: Addresses, checked: set[str], tmp_path: Path) -> None:
+    write_files(tmp_path, addresses)
+    replaced = substitutes(addresses, tmp_path)
+    replaced |= {f"127.0.0.1:{port}": f"127.0.0.1:{quiet_port()}" for port in (6557, 6558, 5657, 5658, 5567)}
+    if relative_name(path) == "docs/guides/recordings.md":
         (tmp_path / "run.jsonl.gz").unlink()
-        ours["--wait-for-subscriber"] = "--wait-for-subscriber --endpoint tcp://127.0.0.1:* --replay-endpoint tcp://127.0.0.1:*"
-    if name(path) == "docs/operations/sizing.md":
-        ours["python -m tools.plane_sizing"] = f"cd {paths.ROOT} && python -m tools.plane_sizing"
-    with Reader(tmp_path, ours) as reader:
-        walk(path, reader, seen)
+        replaced["--wait-for-subscriber"] = (
+            "--wait-for-subscriber --endpoint tcp://127.0.0.1:* --replay-endpoint tcp://127.0.0.1:*"
+        )
+    if relative_name(path) == "docs/operations/sizing.md":
+        replaced["python -m tools.plane_sizing"] = f"cd {paths.ROOT} && python -m tools.plane_sizing"
+    with Reader(tmp_path, replaced) as reader:
+        run_commands(path, reader, checked)
 
 
-def test_the_commands_for_a_plane_work(places: Places, seen: set[str], tmp_path: Path) -> None:
+def test_the_commands_for_a_plane_work(addresses: Addresses, checked: set[str], tmp_path: Path) -> None:
     path = DOCS / "guides" / "plane.md"
     with (
         nats_server(tmp_path / "nats") as server,
-        Reader(tmp_path, substitutes(places, tmp_path) | {"nats://127.0.0.1:4222": server.url}) as reader,
+        Reader(tmp_path, substitutes(addresses, tmp_path) | {"nats://127.0.0.1:4222": server.url}) as reader,
     ):
-        walk(path, reader, seen)
+        run_commands(path, reader, checked)
 
 
 # --- other languages
 
 
-def test_the_client_of_grpc_in_the_guide_works(places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the contract of the checkout; it imports modules that are generated from it."""
+def test_the_client_of_grpc_in_the_guide_works(addresses: Addresses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client imports modules that are generated from the protocol definition in this checkout."""
     monkeypatch.syspath_prepend(str(paths.ROOT / "src/kvevents/service/proto/kvevents/v1"))
     [block] = [each for each in blocks_of(DOCS / "guides" / "service.md") if each.language == "python"]
     names: dict[str, Any] = {"grpc": grpc}
-    exec(block.text.replace("127.0.0.1:8090", places.service.removeprefix("http://")), names)  # noqa: S102 - our own document
+    exec(block.text.replace("127.0.0.1:8090", addresses.service.removeprefix("http://")), names)  # noqa: S102 - our own document
     assert [worker.instance for worker in names["answer"].workers] == ["7"]
 
 
-def accepted(command: str, folder: Path, text: str, *more: object) -> None:
+def check_settings(command: str, folder: Path, text: str, *more: object) -> None:
     tomllib.loads(text)
     (folder / "settings.toml").write_text(text)
     ended = run(command, "--config", folder / "settings.toml", *more, "--check")
@@ -278,13 +284,13 @@ def accepted(command: str, folder: Path, text: str, *more: object) -> None:
 
 def test_the_settings_in_the_guide_to_kubernetes_are_accepted(tmp_path: Path) -> None:
     [block] = [each for each in blocks_of(DOCS / "guides" / "kubernetes.md") if each.language == "toml"]
-    accepted("serve", tmp_path, block.text, "--port", 0)
+    check_settings("serve", tmp_path, block.text, "--port", 0)
 
 
 def test_the_settings_in_the_guide_to_planes_are_accepted(tmp_path: Path) -> None:
     [block] = [each for each in blocks_of(DOCS / "guides" / "plane.md") if each.language == "toml"]
     Operator().credentials(tmp_path / "bridge.creds")
-    accepted("bridge", tmp_path, block.text.replace("/etc/kvevents/", f"{tmp_path}/"))
+    check_settings("bridge", tmp_path, block.text.replace("/etc/kvevents/", f"{tmp_path}/"))
 
 
 def test_the_scenario_in_the_reference_is_valid() -> None:

@@ -1,4 +1,4 @@
-"""The examples, as processes."""
+"""The examples work when they run as processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 
 import paths
 from cli_cases import SECONDS, Ended, Program, tape_of
-from cluster_cases import (  # noqa: F401 - a fixture, used by being here
+from cluster_cases import (  # noqa: F401 - a fixture, which pytest finds by name
     Cluster,
     cluster_fixture,
     until,
@@ -31,20 +31,20 @@ from ports import quiet_port
 EXAMPLES = paths.ROOT / "examples"
 
 
-def logged(err: str) -> set[str]:
-    """What the log says of endpoints, each once; a line of another shape comes out as it is."""
+def logged_states(err: str) -> set[str]:
+    """Return what the log reports of endpoints, each state once; a line of another form is returned unchanged."""
     return {(re.match(r"tcp://[\w.:]+: ([\w ]+): ", line) or [line, line])[1] for line in err.splitlines()}
 
 
-def example(name: str, *args: object) -> Program:
+def start_example(name: str, *args: object) -> Program:
     return Program(EXAMPLES / name, *args, command=[sys.executable])
 
 
 def test_the_recorded_run_delivers_what_was_published() -> None:
-    with example("recorded_run.py") as demo:
+    with start_example("recorded_run.py") as demo:
         ended = demo.end()
     assert ended.code == 0, ended.out + ended.err
-    assert logged(ended.err) <= {"no connection"}  # while the engine restarts
+    assert logged_states(ended.err) <= {"no connection"}  # while the engine restarts
     counts = re.findall(r"life (\d): +(\d+) published, +(\d+) delivered, .*: equal, in order, byte for byte", ended.out)
     assert counts == [("0", "79", "79"), ("1", "35", "35")]
     assert "RESET   incarnation 1 begins" in ended.out
@@ -52,39 +52,39 @@ def test_the_recorded_run_delivers_what_was_published() -> None:
     assert "\x1b[" not in ended.out
 
 
-def test_one_end_publishes_and_the_other_reads() -> None:
-    with example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
+def test_the_subscribers_read_what_the_publisher_sends() -> None:
+    with start_example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
         endpoints = publisher.out.wait("tcp://").split()
-        with example("subscribe.py", *endpoints) as subscriber:
+        with start_example("subscribe.py", *endpoints) as subscriber:
             subscriber.out.wait(r"^0 \[BlockStored\(block_hashes=\[1\], parent_block_hash=None")
             subscriber.out.wait(r"^\d+ \[BlockStored.* EXACT")
-        with example("async_subscribe.py", ",".join(endpoints)) as subscriber:
+        with start_example("async_subscribe.py", ",".join(endpoints)) as subscriber:
             subscriber.out.wait(r"Batch\(source='pod-0', rank=0, incarnation=0, seq=\d+,.* EXACT")
 
 
 def test_the_router_chooses_the_engine_that_holds_the_prompt() -> None:
-    """Two engines hold one prompt each. An invalid line is reported, and the next line is read; Ctrl-C ends it."""
+    """Two engines hold one prompt each. An invalid line is reported, and the next line is read; Ctrl-C ends the router."""
     with ExitStack() as stack:
-        tapes = [stack.enter_context(tape_of(stored(first))) for first in (1, 2)]
+        tapes = [stack.enter_context(tape_of(encode_block_of(first))) for first in (1, 2)]
         for tape in tapes:
             tape.play()
-        router = stack.enter_context(example("router.py", *(f"{tape.endpoint},{tape.replay_endpoint}" for tape in tapes)))
+        router = stack.enter_context(start_example("router.py", *(f"{tape.endpoint},{tape.replay_endpoint}" for tape in tapes)))
         assert router.process.stdin
         for first in (1, 2):
-            ask = f"{','.join([str(first)] * 16)},9\n".encode()
-            until(lambda ask=ask, first=first: answered(router, ask, rf"chose engine-{first - 1} .* holds 16 of 17 tokens"))  # type: ignore[misc]
-        assert answered(router, b"one,two\n", "^not a prompt: invalid literal")
+            req = f"{','.join([str(first)] * 16)},9\n".encode()
+            until(lambda req=req, first=first: answers(router, req, rf"chose engine-{first - 1} .* holds 16 of 17 tokens"))  # type: ignore[misc]
+        assert answers(router, b"one,two\n", "^not a prompt: invalid literal")
         ended = router.interrupt()
     assert ended.code == 0, ended
 
 
-def stored(first: int) -> tuple[bytes, int, bytes]:
-    """A block of 16 times one token."""
+def encode_block_of(first: int) -> tuple[bytes, int, bytes]:
+    """Return a batch with one block, which has the same token 16 times."""
     return b"", 0, encode_batch(KVEventBatch(1.0, [BlockStored([first], None, [first] * 16, 16)], 0))
 
 
-def answered(router: Program, line: bytes, expected: str) -> bool:
-    """Whether the answer to this line is the expected one."""
+def answers(router: Program, line: bytes, expected: str) -> bool:
+    """Return whether the router answers this line as expected."""
     assert router.process.stdin
     before = len(router.out.all)
     router.process.stdin.write(line)
@@ -94,9 +94,9 @@ def answered(router: Program, line: bytes, expected: str) -> bool:
 
 
 def test_a_service_names_the_engine_for_a_prompt() -> None:
-    """And a model that it does not know in one sentence."""
+    """An unknown model and a service that does not run are reported in one sentence."""
     with (
-        tape_of(stored(1)) as tape,
+        tape_of(encode_block_of(1)) as tape,
         Program(
             "serve", "--port", 0, "--model", "m", "--worker", f"engine-0={tape.endpoint},{tape.replay_endpoint}"
         ) as service,
@@ -105,23 +105,23 @@ def test_a_service_names_the_engine_for_a_prompt() -> None:
         url = re.search(r"http://[\d.]+:\d+", service.err.wait("http://"))
         assert url
         prompt = ",".join(["1"] * 16 + ["9"])
-        until(lambda: "engine-0: " in asked("m", prompt, url[0]).out, service)
-        until(lambda: "holds 16 of 17 tokens" in asked("m", prompt, url[0]).out, service)
-        unknown = asked("other", prompt, url[0])
+        until(lambda: "engine-0: " in query_service("m", prompt, url[0]).out, service)
+        until(lambda: "holds 16 of 17 tokens" in query_service("m", prompt, url[0]).out, service)
+        unknown = query_service("other", prompt, url[0])
         assert unknown.code == 1
         assert re.search(r"^query_service.py: http://.* answered 404: .*other", unknown.err)
-    gone = asked("m", "1", "http://127.0.0.1:9")
-    assert (gone.code, gone.err[:68]) == (1, "query_service.py: no service answers at http://127.0.0.1:9; start one"[:68])
-    assert "argument tokens: invalid token_ids value: '1,x'" in asked("m", "1,x", "http://127.0.0.1:9").err
+    stopped = query_service("m", "1", "http://127.0.0.1:9")
+    assert (stopped.code, stopped.err[:68]) == (1, "query_service.py: no service answers at http://127.0.0.1:9; start one"[:68])
+    assert "argument tokens: invalid token_ids value: '1,x'" in query_service("m", "1,x", "http://127.0.0.1:9").err
 
 
-def asked(model: str, prompt: str, url: str) -> Ended:
-    with example("query_service.py", model, prompt, "--service", url) as query:
+def query_service(model: str, prompt: str, url: str) -> Ended:
+    with start_example("query_service.py", model, prompt, "--service", url) as query:
         return query.end()
 
 
 class FakeEngine(BaseHTTPRequestHandler):
-    """The HTTP side of vLLM as far as the router of the example uses it; a real one does not run here. Its events are real."""
+    """The HTTP side of vLLM as far as the router of the example uses it. Only this part is fake; the events are real."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -135,12 +135,12 @@ class FakeEngine(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, *args: Any) -> None:
-        """Keep quiet."""
+        """Log nothing."""
 
 
 @contextmanager
-def fake_engine() -> Iterator[str]:
-    """Its URL."""
+def run_fake_engine() -> Iterator[str]:
+    """Yield the URL of the fake engine."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -151,34 +151,34 @@ def fake_engine() -> Iterator[str]:
 
 
 def test_the_openai_endpoint_sends_a_prompt_to_the_engine_that_has_it_cached() -> None:
-    """The engine answers through it; an engine that is gone is 502."""
+    """The engine's answer is returned to the client; the router answers 502 for an engine that stopped."""
     port = quiet_port()
     with ExitStack() as stack:
-        tapes = [stack.enter_context(tape_of(stored(first))) for first in (1, 2)]
+        tapes = [stack.enter_context(tape_of(encode_block_of(first))) for first in (1, 2)]
         engines = ExitStack()
         stack.push(engines)
-        urls = [engines.enter_context(fake_engine()) for _ in tapes]
+        urls = [engines.enter_context(run_fake_engine()) for _ in tapes]
         for tape in tapes:
             tape.play()
         arguments = [f"{url},{tape.endpoint},{tape.replay_endpoint}" for url, tape in zip(urls, tapes, strict=True)]
-        router = stack.enter_context(example("fastapi_router.py", *arguments, "--port", port))
+        router = stack.enter_context(start_example("fastapi_router.py", *arguments, "--port", port))
         for first in (1, 2):
-            until(lambda first=first: completed(port, first) == (200, f"engine-{first - 1}", "16"), router)  # type: ignore[misc]
+            until(lambda first=first: complete(port, first) == (200, f"engine-{first - 1}", "16"), router)  # type: ignore[misc]
         engines.close()
-        assert completed(port, 1)[0] == 502
+        assert complete(port, 1)[0] == 502
         ended = router.interrupt()
     assert "Traceback" not in ended.err, ended.err
 
 
-def test_the_openai_endpoint_says_what_is_wrong_with_an_engine() -> None:
-    with example("fastapi_router.py", "http://127.0.0.1:9,tcp://bad,tcp://127.0.0.1:5558") as router:
+def test_the_openai_endpoint_reports_an_invalid_address_of_an_engine() -> None:
+    with start_example("fastapi_router.py", "http://127.0.0.1:9,tcp://bad,tcp://127.0.0.1:5558") as router:
         ended = router.end()
     assert ended.code == 2
     assert ended.err.splitlines()[-1].startswith("fastapi_router.py: error: invalid endpoint 'tcp://bad'")
 
 
-def completed(port: int, first: int) -> tuple[int, str | None, str | None]:
-    """Status, engine and cached tokens of a completion; status 0 while nothing listens."""
+def complete(port: int, first: int) -> tuple[int, str | None, str | None]:
+    """Return status, engine and cached tokens of a completion; the status is 0 while nothing listens."""
     connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     body = json.dumps({"model": "m", "prompt": " ".join([str(first)] * 16 + ["9"])})
     try:
@@ -194,7 +194,7 @@ def completed(port: int, first: int) -> tuple[int, str | None, str | None]:
 
 
 def test_the_example_of_a_test_passes() -> None:
-    """As pasted: with pytest and kvevents alone."""
+    """The example needs only pytest and kvevents, as for a user who copies it."""
     command = [
         sys.executable,
         "-m",
@@ -212,8 +212,8 @@ def test_the_example_of_a_test_passes() -> None:
     assert "5 passed" in ended.out
 
 
-def test_only_the_key_that_is_allowed_reads_events() -> None:
-    with example("curve.py") as curve:
+def test_only_a_client_with_an_allowed_key_receives_events() -> None:
+    with start_example("curve.py") as curve:
         ended = curve.end()
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
@@ -223,21 +223,21 @@ def test_only_the_key_that_is_allowed_reads_events() -> None:
 
 
 def test_the_settings_of_the_engine_image_are_the_defaults() -> None:
-    """As the file says; a name that the plugin does not know would be an error."""
+    """The file has the defaults, as its comment says; the plugin would reject a name that it does not know."""
     file = EXAMPLES / "engine-image" / "publisher.toml"
     assert read_settings({VARIABLE: str(file)}) == EngineSettings()
 
 
 def test_the_index_shows_how_much_of_a_prompt_each_worker_holds() -> None:
-    """An engine that publishes the prompt beside one that is not there; Ctrl-C ends it without a word."""
+    """One engine publishes the prompt, the other does not run; Ctrl-C ends the example without an error."""
     prompt = ",".join(["1"] * 16 + ["2"] * 16 + ["1"])
-    with example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
+    with start_example("publish.py", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
         endpoints = ",".join(publisher.out.wait("tcp://").split())
-        with example("prefix_index.py", "--prompt", prompt, endpoints, f"tcp://127.0.0.1:{quiet_port()}") as index:
+        with start_example("prefix_index.py", "--prompt", prompt, endpoints, f"tcp://127.0.0.1:{quiet_port()}") as index:
             index.out.wait(r"^engine-0: 32 of 33 tokens, by tier \{'gpu': 32.*, EXACT$")
             ended = index.interrupt()
     assert ended.code == 0
-    assert logged(ended.err) <= {"no connection"}
+    assert logged_states(ended.err) <= {"no connection"}
     assert re.search("^engine-1: 0 of 33 tokens, CONNECTING", ended.out, re.MULTILINE)
 
 
@@ -250,8 +250,8 @@ def test_the_index_shows_how_much_of_a_prompt_each_worker_holds() -> None:
         (["tcp://127.0.0.1"], 1, "invalid endpoint 'tcp://127.0.0.1': expected tcp://HOST:PORT"),
     ],
 )
-def test_the_index_says_what_is_wrong_with_its_arguments(arguments: list[str], code: int, message: str) -> None:
-    with example("prefix_index.py", *arguments) as index:
+def test_the_index_reports_wrong_arguments(arguments: list[str], code: int, message: str) -> None:
+    with start_example("prefix_index.py", *arguments) as index:
         ended = index.end()
     assert (ended.code, ended.out) == (code, "")
     assert f"prefix_index.py: {'error: ' if code == 2 else ''}{message}" in ended.err
@@ -268,7 +268,7 @@ def test_the_index_says_what_is_wrong_with_its_arguments(arguments: list[str], c
     ],
 )
 def test_ctrl_c_ends_an_example_without_a_traceback(name: str, ready: str) -> None:
-    """What follows or publishes until then ends with 0, what had more to do with 130."""
+    """Examples that follow or publish until Ctrl-C end with 0; one that had more to do ends with 130."""
     with tape_of((b"", 0, encode_batch(KVEventBatch(1.0, [BlockStored([1], None, [1, 2], 2)], 0)))) as tape:
         tape.play()
         arguments = {
@@ -276,7 +276,7 @@ def test_ctrl_c_ends_an_example_without_a_traceback(name: str, ready: str) -> No
             "subscribe.py": (tape.endpoint, tape.replay_endpoint),
             "async_subscribe.py": (f"{tape.endpoint},{tape.replay_endpoint}",),
         }.get(name, ())
-        with example(name, *arguments) as program:
+        with start_example(name, *arguments) as program:
             program.out.wait(ready)
             ended = program.interrupt()
     assert ended.code == (130 if name == "recorded_run.py" else 0), ended
@@ -285,57 +285,57 @@ def test_ctrl_c_ends_an_example_without_a_traceback(name: str, ready: str) -> No
 
 @pytest.mark.parametrize("name", ["publish.py", "subscribe.py", "async_subscribe.py", "router.py"])
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "error"),
     [(("--nonsense",), 2, "unrecognized arguments: --nonsense"), (("127.0.0.1:5557",), 1, "127.0.0.1:5557")],
 )
-def test_an_example_reports_wrong_arguments_in_a_sentence(name: str, arguments: tuple[str, ...], code: int, said: str) -> None:
-    """The last line of stderr says what is wrong, and nothing is a traceback."""
-    with example(name, *arguments) as program:
+def test_an_example_reports_wrong_arguments_in_a_sentence(name: str, arguments: tuple[str, ...], code: int, error: str) -> None:
+    """The last line of stderr is the error, and there is no traceback."""
+    with start_example(name, *arguments) as program:
         ended = program.end()
     assert (ended.code, ended.out) == (code, "")
-    assert said in ended.err.splitlines()[-1]
+    assert error in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.err
 
 
 def compose(name: str) -> dict[str, Any]:
-    """A file for `docker compose`, which does not run here: its commands run as processes."""
+    """Read a file for `docker compose`, which does not run here: its commands run as processes."""
     found: dict[str, Any] = yaml.safe_load((EXAMPLES / "compose" / name).read_text())
     return found
 
 
 def start(stack: ExitStack, cluster: Cluster, services: dict[str, Any], **names: str) -> list[Program]:
-    """Start each service of the image `kvevents`. The service listens at its default port, which another test may have."""
+    """Start each service of the image `kvevents`. The port is explicit, because another test might use the default port."""
     local = names | {f"//{name}:": "//127.0.0.1:" for name in services}
     commands = [each["command"] for each in services.values() if each["image"] == "kvevents"]
     commands = [[*command, "--port=8090"] if command[0] == "serve" else command for command in commands]
     return [stack.enter_context(cluster.run(command, **local)) for command in commands]
 
 
-def exact(cluster: Cluster) -> int:
-    """Streams of the service that are EXACT."""
+def count_exact(cluster: Cluster) -> int:
+    """Return how many streams of the service are EXACT."""
     return cluster.get(8090, "/v1/sources")[1].count(b'"state":"EXACT"')
 
 
-def test_the_composed_relay_carries_the_events_of_the_engine(cluster: Cluster) -> None:
+def test_the_relay_of_the_compose_file_forwards_the_events_of_the_engine(cluster: Cluster) -> None:
     with ExitStack() as stack:
         programs = start(stack, cluster, compose("relay.yaml")["services"])
-        until(lambda: exact(cluster) == 1, *programs)
+        until(lambda: count_exact(cluster) == 1, *programs)
 
 
 @needs_nats
-def test_the_composed_plane_carries_the_events_of_both_engines(cluster: Cluster) -> None:
+def test_the_plane_of_the_compose_file_carries_the_events_of_both_engines(cluster: Cluster) -> None:
     with nats_server(cluster.folder / "nats") as nats, ExitStack() as stack:
         services = compose("plane.yaml")["services"]
         assert services["nats"]["command"][0] == "--jetstream"
         programs = start(stack, cluster, services, **{"nats://nats:4222": nats.url})
-        until(lambda: exact(cluster) == 2, *programs)
+        until(lambda: count_exact(cluster) == 2, *programs)
 
 
-def test_the_composed_prometheus_asks_the_service_and_has_the_alerts(cluster: Cluster) -> None:
+def test_the_prometheus_of_the_compose_file_scrapes_the_service_and_has_the_alerts(cluster: Cluster) -> None:
     found = compose("grafana.yaml")
     with ExitStack() as stack:
         programs = start(stack, cluster, found["services"])
-        until(lambda: exact(cluster) == 2, *programs)
+        until(lambda: count_exact(cluster) == 2, *programs)
         settings = yaml.safe_load(found["configs"]["prometheus"]["content"])
         [[target]] = [config["targets"] for config in settings["scrape_configs"][0]["static_configs"]]
         assert target == "service:8090"

@@ -1,4 +1,4 @@
-"""The Hypothesis profile `explore`, which `make fuzz` uses."""
+"""The Hypothesis profile `explore`, which `make fuzz` uses, runs more examples of each property."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ atexit.register(lambda: Path("ran.json").write_text(json.dumps(ran)))
 
 
 def test_every_property_is_found_and_has_more_examples(tmp_path: Path) -> None:
-    """Properties with settings of their own, parametrised ones and state machines; other tests do not run."""
+    """This holds for parametrised properties, state machines and properties with their own settings; other tests do not run."""
     (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
     (tmp_path / "test_these.py").write_text(PROPERTIES)
     environment = {**os.environ, "HYPOTHESIS_PROFILE": "explore", "HYPOTHESIS_SCALE": "3"}

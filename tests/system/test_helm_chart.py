@@ -54,11 +54,11 @@ EVERYTHING: Final = (
 )
 
 
-def named(objects: list[Object], kind: str, name: str) -> Object:
+def find_object(objects: list[Object], kind: str, name: str) -> Object:
     return next(each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name))
 
 
-def pods(objects: list[Object]) -> list[Object]:
+def pods_of(objects: list[Object]) -> list[Object]:
     return [each["spec"]["template"] for each in objects if each["kind"] in {"Deployment", "StatefulSet"}]
 
 
@@ -69,8 +69,8 @@ def pods(objects: list[Object]) -> list[Object]:
 @needs_schemas
 @pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_rendered_is_what_kubernetes_takes(settings: tuple[str, ...], version: str) -> None:
-    """Of the Prometheus operator's kinds there are no schemas."""
+def test_rendered_objects_match_the_schemas_of_kubernetes(settings: tuple[str, ...], version: str) -> None:
+    """Objects of the Prometheus operator are skipped, because there are no schemas for them."""
     objects = [each for each in rendered(*settings, version=version) if not each["apiVersion"].startswith("monitoring.")]
     kinds = {"ConfigMap", "Deployment", "PodDisruptionBudget", "Service"}
     assert {each["kind"] for each in objects} == kinds | ({"StatefulSet"} if settings is EVERYTHING else set())
@@ -80,16 +80,16 @@ def test_what_is_rendered_is_what_kubernetes_takes(settings: tuple[str, ...], ve
 
 @needs_helm
 @needs_schemas
-def test_a_wrong_field_is_seen_by_the_schemas() -> None:
-    """So that the test above can fail."""
-    wrong = json.loads(json.dumps(named(rendered(MODEL), "Deployment", "plane-kvevents-replica")))
+def test_the_schemas_reject_an_unknown_field() -> None:
+    """The schemas are strict, so the test above can fail."""
+    wrong = json.loads(json.dumps(find_object(rendered(MODEL), "Deployment", "plane-kvevents-replica")))
     wrong["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
     assert "redinessProbe" in str(faults_of(wrong, "1.30"))
 
 
 @needs_helm
 def test_the_commands_of_the_guide_install_a_plane(tmp_path: Path) -> None:
-    """`helm install` of deploy/README.md is rendered as it stands; its Secrets have the files that arguments name."""
+    """The `helm install` command of deploy/README.md renders; its Secrets have the files that the arguments name."""
     text = (ROOT / "deploy" / "README.md").read_text().replace("\\\n", " ")
     [line] = re.findall(r"^helm install .*$", text, re.MULTILINE)
     _, _, release, chart, *settings = shlex.split(line)
@@ -98,7 +98,7 @@ def test_the_commands_of_the_guide_install_a_plane(tmp_path: Path) -> None:
     objects = [found for found in yaml.safe_load_all(done.stdout) if found]
     secrets = dict(re.findall(r"^kubectl create secret generic (\S+) --from-file=(\S+)", text, re.MULTILINE))
     named_secrets = set[str]()
-    for pod in pods(objects):
+    for pod in pods_of(objects):
         [container] = pod["spec"]["containers"]
         places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         for volume in pod["spec"]["volumes"]:
@@ -113,23 +113,23 @@ def test_the_commands_of_the_guide_install_a_plane(tmp_path: Path) -> None:
 
 
 @needs_helm
-def test_helm_has_nothing_against_it() -> None:
+def test_helm_lint_accepts_the_chart() -> None:
     done = helm("lint", "--strict", CHART, "--set", MODEL, "--set", OPEN, "--kube-version", "1.30")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# --- what kvevents takes -----------------------------------------------------------------------------------------------------
+# --- what kvevents accepts --------------------------------------------------------------------------------------------------
 
 
-def containers(objects: list[Object]) -> list[Object]:
-    return [each for pod in pods(objects) for each in pod["spec"]["containers"]]
+def containers_of(objects: list[Object]) -> list[Object]:
+    return [each for pod in pods_of(objects) for each in pod["spec"]["containers"]]
 
 
 @needs_helm
 @pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
-def test_arguments_are_those_of_the_program(settings: tuple[str, ...]) -> None:
-    """Each command line is parsed by the program itself, as the container's command, with the port and the name of the pod."""
-    for each in containers(rendered(*settings)):
+def test_the_program_accepts_the_rendered_arguments(settings: tuple[str, ...]) -> None:
+    """The program parses each container's arguments: the command, the port and the pod's name are as rendered."""
+    for each in containers_of(rendered(*settings)):
         args = parser().parse_args([arg.replace("$(POD_NAME)", "pod-1") for arg in each["args"]])
         command, port, name = {
             "bridge": ("bridge", "bridge.metrics_port", "bridge.name"),
@@ -141,10 +141,10 @@ def test_arguments_are_those_of_the_program(settings: tuple[str, ...]) -> None:
 
 
 @needs_helm
-def test_a_share_with_tokens_is_what_the_service_takes(tmp_path: Path) -> None:
-    """The command line of a replica, with files where the Secrets are mounted; other replicas reach it by its pod's name."""
+def test_the_service_accepts_the_rendered_shards_with_tokens(tmp_path: Path) -> None:
+    """Files are in the folders where the Secrets are mounted; other replicas reach a replica by its pod's name."""
     objects = rendered(MODEL, "replica.shard.enabled=true", "replica.config.secretName=replica-config")
-    replica = named(objects, "StatefulSet", "plane-kvevents-replica")["spec"]
+    replica = find_object(objects, "StatefulSet", "plane-kvevents-replica")["spec"]
     [each] = replica["template"]["spec"]["containers"]
     [place] = [mount["mountPath"] for mount in each["volumeMounts"] if mount["name"] == "config"]
     peer = tmp_path / "peer"
@@ -152,12 +152,12 @@ def test_a_share_with_tokens_is_what_the_service_takes(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     access = f'[access]\nanonymous = "none"\ntokens = [{{role = "read", token_file = "{peer}"}}]\n'
     args = [arg.replace("$(POD_NAME)", "replica-1").replace(f"{place}/", f"{tmp_path}/") for arg in each["args"]]
-    for tables, said in ((f'{access}[shard]\ntoken_file = "{peer}"\n', ""), (access, "the other replicas need a token too")):
+    for tables, message in ((f'{access}[shard]\ntoken_file = "{peer}"\n', ""), (access, "the other replicas need a token too")):
         config.write_text(tables)
         done = run(*args, "--port", 0, "--check")
-        assert (done.code, said in done.err) == (1 if said else 0, True), done.err
+        assert (done.code, message in done.err) == (1 if message else 0, True), done.err
     [url] = [arg.partition("=")[2] for arg in each["args"] if arg.startswith("--shard-url=")]
-    peers = named(objects, "Service", replica["serviceName"])["spec"]
+    peers = find_object(objects, "Service", replica["serviceName"])["spec"]
     assert url == f"http://$(POD_NAME).{replica['serviceName']}.kv.svc:{peers['ports'][0]['port']}"
     assert (peers["clusterIP"], peers["publishNotReadyAddresses"]) == ("None", True)
     assert peers["selector"].items() <= replica["template"]["metadata"]["labels"].items()
@@ -167,38 +167,40 @@ def test_a_share_with_tokens_is_what_the_service_takes(tmp_path: Path) -> None:
 @needs_helm
 def test_bridges_find_engines_behind_the_headless_service() -> None:
     objects = rendered(*EVERYTHING)
-    service = named(objects, "Service", "plane-kvevents-engines")
+    service = find_object(objects, "Service", "plane-kvevents-engines")
     assert service["spec"]["clusterIP"] == "None"
-    tables = named(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
+    tables = find_object(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
     config = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml")
     [dns] = config.dns
     assert dns.target == f"plane-kvevents-engines.kv.svc:{service['spec']['ports'][0]['port']}"
     assert (dns.model, dns.block_size, dns.replay_endpoint, dns.stores_only) == ("llama", 16, "tcp://*:6558", ())
     objects = rendered(*EVERYTHING, "engines.storesOnly={cpu,disk}")
-    tables = named(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
+    tables = find_object(objects, "ConfigMap", "plane-kvevents-bridge")["data"]["bridge.toml"]
     [dns] = convert(tomllib.loads(tables), ServiceConfig, "bridge.toml").dns
     assert dns.stores_only == ("cpu", "disk")
 
 
 @needs_helm
-def test_one_bridge_may_be_in_reserve() -> None:
+def test_one_bridge_can_be_a_standby() -> None:
     objects = rendered(*EVERYTHING)
     args = {
-        kind: named(objects, "Deployment", f"plane-kvevents-bridge-{kind}")["spec"]["template"]["spec"]["containers"][0]["args"]
+        kind: find_object(objects, "Deployment", f"plane-kvevents-bridge-{kind}")["spec"]["template"]["spec"]["containers"][0][
+            "args"
+        ]
         for kind in ("active", "standby")
     }
     assert [arg for arg in args["standby"] if arg not in args["active"]] == ["--standby-delay=2"]
     assert "--bridge-name=$(POD_NAME)" in args["active"]
 
 
-# --- what a cluster wants of pods --------------------------------------------------------------------------------------------
+# --- what a cluster requires of pods-----------------------------------------------------------------------------------------
 
 
 @needs_helm
 @pytest.mark.parametrize("settings", [(MODEL,), EVERYTHING], ids=["default", "everything"])
-def test_pods_keep_to_the_restricted_standard(settings: tuple[str, ...]) -> None:
-    """Kubernetes' Pod Security Standard `restricted`, a root file system that is read only, no token, and limits."""
-    for pod in pods(rendered(*settings)):
+def test_pods_meet_the_restricted_security_standard(settings: tuple[str, ...]) -> None:
+    """Pods meet Kubernetes' standard `restricted`, with a read-only root file system, no token, and limits."""
+    for pod in pods_of(rendered(*settings)):
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
@@ -217,8 +219,8 @@ def test_pods_keep_to_the_restricted_standard(settings: tuple[str, ...]) -> None
 
 
 @needs_helm
-def test_secrets_are_files_that_arguments_name() -> None:
-    for pod in pods(rendered(*EVERYTHING)):
+def test_arguments_name_files_of_mounted_secrets() -> None:
+    for pod in pods_of(rendered(*EVERYTHING)):
         [each] = pod["spec"]["containers"]
         places = [mount["mountPath"] for mount in each["volumeMounts"]]
         files = [arg.partition("=")[2] for arg in each["args"] if re.match(r"--(creds|nkey|tls-\w+|config)=", arg)]
@@ -227,39 +229,39 @@ def test_secrets_are_files_that_arguments_name() -> None:
 
 
 @needs_helm
-def test_replicas_are_ready_when_they_say_so_and_go_one_at_a_time() -> None:
-    """Whether they hold everything or a share."""
+def test_replicas_have_probes_and_are_evicted_one_at_a_time() -> None:
+    """This holds for replicas with the whole index and for shards."""
     check_replicas(rendered(*EVERYTHING), "StatefulSet")
     check_replicas(rendered(*EVERYTHING, "replica.shard.enabled=false"), "Deployment")
 
 
 def check_replicas(objects: list[Object], kind: str) -> None:
-    replica = named(objects, kind, "plane-kvevents-replica")["spec"]["template"]
+    replica = find_object(objects, kind, "plane-kvevents-replica")["spec"]["template"]
     [each] = replica["spec"]["containers"]
     assert each["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert each["livenessProbe"]["httpGet"]["path"] == "/health"
     assert "requiredDuringSchedulingIgnoredDuringExecution" in replica["spec"]["affinity"]["podAntiAffinity"]
     for part in ("bridge", "replica"):
-        budget = named(objects, "PodDisruptionBudget", f"plane-kvevents-{part}")["spec"]
+        budget = find_object(objects, "PodDisruptionBudget", f"plane-kvevents-{part}")["spec"]
         assert budget["maxUnavailable"] == 1
         matching = [
-            pod for pod in pods(objects) if budget["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+            pod for pod in pods_of(objects) if budget["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
         ]
         assert len(matching) == {"bridge": 2, "replica": 1}[part]
-    service = named(objects, "Service", "plane-kvevents-replica")["spec"]
+    service = find_object(objects, "Service", "plane-kvevents-replica")["spec"]
     assert service["selector"].items() <= replica["metadata"]["labels"].items()
 
 
 @needs_helm
-def test_monitors_and_rules_are_those_of_the_kit() -> None:
+def test_monitors_and_rules_are_those_of_the_observability_folder() -> None:
     objects = rendered(*EVERYTHING)
     [rules] = [each for each in objects if each["kind"] == "PrometheusRule"]
-    kit = [yaml.safe_load(path.read_text())["groups"] for path in sorted((ROOT / "observability").glob("*-rules.yaml"))]
-    assert sorted(rules["spec"]["groups"], key=str) == sorted([group for groups in kit for group in groups], key=str)
+    expected = [yaml.safe_load(path.read_text())["groups"] for path in sorted((ROOT / "observability").glob("*-rules.yaml"))]
+    assert sorted(rules["spec"]["groups"], key=str) == sorted([group for groups in expected for group in groups], key=str)
     monitors = [each for each in objects if each["kind"] == "PodMonitor"]
     for monitor in monitors:
-        wanted = monitor["spec"]["selector"]["matchLabels"].items()
-        found = [pod for pod in pods(objects) if wanted <= pod["metadata"]["labels"].items()]
+        labels = monitor["spec"]["selector"]["matchLabels"].items()
+        found = [pod for pod in pods_of(objects) if labels <= pod["metadata"]["labels"].items()]
         assert found
         for pod in found:
             ports = {port["name"] for each in pod["spec"]["containers"] for port in each["ports"]}
@@ -271,8 +273,8 @@ def test_monitors_and_rules_are_those_of_the_kit() -> None:
 
 
 @needs_helm
-def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> None:
-    """By the named template; the example for users without a chart says the same."""
+def test_a_dependent_chart_can_add_relays_as_sidecars(tmp_path: Path) -> None:
+    """The named template renders the container that the example for users without a chart contains."""
     chart = tmp_path / "engines"
     (chart / "templates").mkdir(parents=True)
     (chart / "Chart.yaml").write_text("apiVersion: v2\nname: engines\nversion: 1.0.0\n")
@@ -283,13 +285,13 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
         + pod.replace("{{-", "        {{-", 1)
     )
     objects = rendered("kvevents.engines.model=llama", f"kvevents.{OPEN}", chart=chart)
-    [relay] = named(objects, "Deployment", "engine")["spec"]["template"]["spec"]["containers"]
+    [relay] = find_object(objects, "Deployment", "engine")["spec"]["template"]["spec"]["containers"]
     example = yaml.safe_load((CHART / "examples" / "engine-with-relay.yaml").read_text())
     assert relay == example["spec"]["template"]["spec"]["containers"][1]
     args = parser().parse_args(relay["args"])
     assert (args.command.name, args.endpoint, args.replay_endpoint) == ("relay", "tcp://0.0.0.0:6557", "tcp://0.0.0.0:6558")
     assert [engine(each).endpoint for each in args.upstreams] == ["tcp://127.0.0.1:5557"]
-    service = named(objects, "Service", "plane-kvevents-engines")["spec"]
+    service = find_object(objects, "Service", "plane-kvevents-engines")["spec"]
     assert service["selector"].items() <= example["spec"]["template"]["metadata"]["labels"].items()
     assert {port["port"] for port in service["ports"]} <= {port["containerPort"] for port in relay["ports"]}
 
@@ -299,7 +301,7 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
 
 @needs_helm
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("plane.copies=2", "copies"),
         ("plane.servers={nats://user:secret@nats:4222}", "servers"),
@@ -314,24 +316,24 @@ def test_a_chart_that_depends_on_it_has_relays_as_sidecars(tmp_path: Path) -> No
         ("replica.insecure=false", "name a Secret with tokens in [access], or set replica.insecure"),
     ],
 )
-def test_wrong_values_are_named(wrong: str, said: str) -> None:
+def test_a_wrong_value_is_named_in_the_error(wrong: str, message: str) -> None:
     done = helm("template", "plane", CHART, "--kube-version", "1.30", "--set", MODEL, "--set", OPEN, "--set", wrong)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr
 
 
-def test_the_schema_knows_each_value() -> None:
-    """And no other."""
+def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
+    """Each value has a property in the schema, and each property has a value."""
 
-    def places(values: Any, schema: Any, at: str = "") -> list[str]:
+    def places(values: Any, schema: Any, prefix: str = "") -> list[str]:
         if schema.get("additionalProperties") is not False:
             return []
-        here = [f"{at}{name}" for name in values.keys() ^ (schema["properties"].keys() - {"global"})]
-        return here + [
+        missing = [f"{prefix}{name}" for name in values.keys() ^ (schema["properties"].keys() - {"global"})]
+        return missing + [
             place
             for name, value in values.items()
             if isinstance(value, dict)
-            for place in places(value, schema["properties"][name], f"{at}{name}.")
+            for place in places(value, schema["properties"][name], f"{prefix}{name}.")
         ]
 
     values, schema = yaml.safe_load((CHART / "values.yaml").read_text()), json.loads((CHART / "values.schema.json").read_text())
@@ -339,8 +341,8 @@ def test_the_schema_knows_each_value() -> None:
     assert jsonschema_rs.validator_for(schema).is_valid(values)
 
 
-def test_the_image_has_what_the_chart_runs() -> None:
-    """The user, the extras, and what is copied; the ignore file lets just that in."""
+def test_the_image_has_the_user_extras_and_files_that_the_chart_needs() -> None:
+    """The user exists, the extras are installed, and the ignore file admits just the files that are copied."""
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     user = values["podSecurityContext"]["runAsUser"]
@@ -351,8 +353,8 @@ def test_the_image_has_what_the_chart_runs() -> None:
     assert set(extras.split(",")) <= hook["extras"].keys()
     copied = [name for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE) for name in line.split()[:-1]]
     assert all((ROOT / name).exists() for name in copied)
-    let_in = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
-    assert sorted(let_in) == sorted(copied)
+    admitted = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert sorted(admitted) == sorted(copied)
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == version()
     exposed = set(map(int, re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0].split()))

@@ -1,7 +1,7 @@
-"""The dashboard, the alerts and the runbook against what a real service exports, and against a real Prometheus.
+"""The dashboard, the alerts and the runbook agree with the metrics of a real service, and a real Prometheus evaluates them.
 
-The service follows engines that do everything worth a metric: one loses a batch that stays lost, one has it healed by replay,
-one restarts, one sends what cannot be read, one says that it holds something else, and one is killed.
+The service follows engines with every fault that has a metric. One engine loses a batch for good, one has a gap that replay
+repairs, and one restarts. One sends invalid events, one sends a wrong digest, and one is killed.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ MODEL = "tiny"
 TOKENS = list(range(48))
 
 
-def panels() -> list[dict[str, Any]]:
+def find_panels() -> list[dict[str, Any]]:
     return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
-def expressions() -> list[tuple[str, str]]:
+def find_expressions() -> list[tuple[str, str]]:
     """Return title and PromQL of each target, with the dashboard's variables as Grafana sets them for All."""
-    found = [(panel["title"], target["expr"]) for panel in panels() for target in panel["targets"]]
+    found = [(panel["title"], target["expr"]) for panel in find_panels() for target in panel["targets"]]
     found += [(each["name"], each["expr"]) for each in DASHBOARD["annotations"]["list"]]
     chosen = dict.fromkeys(("instance", "model", "engine"), ".*") | {"__rate_interval": "30s"}
     return [(title, re.sub(r"\$(\w+)", lambda variable: chosen[variable[1]], expression)) for title, expression in found]
 
 
-def metrics_in(expression: str) -> set[str]:
+def find_metrics(expression: str) -> set[str]:
     return set(re.findall(r"\b(?:kvevents|process)_\w+", expression))
 
 
@@ -84,7 +84,7 @@ class Fleet(NamedTuple):
         return sum(value for found, value in self.exported().get(name, []) if labels.items() <= found.items())
 
 
-def odd_tape() -> list[tuple[bytes, int, bytes]]:
+def make_odd_tape() -> list[tuple[bytes, int, bytes]]:
     """A tape with a prompt, an unknown event, and an event with too few tokens for its blocks."""
     batches: list[bytes] = [
         encode_batch(EventBatch(time(), [BlockStored([1, 2], None, TOKENS[:32], 16, medium="GPU")])),
@@ -94,20 +94,20 @@ def odd_tape() -> list[tuple[bytes, int, bytes]]:
     return [(b"", number, payload) for number, payload in enumerate(batches)]
 
 
-def diverging_tape() -> list[tuple[bytes, int, bytes]]:
+def make_diverging_tape() -> list[tuple[bytes, int, bytes]]:
     """A tape with a prompt, a heartbeat with the right digest and one with a wrong digest."""
     index, stored = PrefixIndex(), BlockStored([1, 2], None, TOKENS[:32], 16, medium="GPU")
     index.apply(Batch("a", 0, 0, 0, 0.0, [stored], False))
-    beats = [BlockRemoved([], heartbeat=Heartbeat(digest, 3_600.0)) for digest in (index.digest("a"), "0" * 32)]
-    return [(b"", number, encode_batch(EventBatch(time(), [event]))) for number, event in enumerate([stored, *beats])]
+    heartbeats = [BlockRemoved([], heartbeat=Heartbeat(digest, 3_600.0)) for digest in (index.digest("a"), "0" * 32)]
+    return [(b"", number, encode_batch(EventBatch(time(), [event]))) for number, event in enumerate([stored, *heartbeats])]
 
 
 LENGTHS = {"odd": 3, "diverging": 3}
 
 
 @pytest.fixture(scope="module", name="fleet")
-def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A service after the faults of its engines."""
+def start_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Yield a service after the faults of its engines."""
     home = tmp_path_factory.mktemp("kvevents")
     config = home / "fleet.toml"
     config.write_text(f"""
@@ -125,8 +125,8 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             "healing": TapePlayer(RECORDING, run=RUN, faults=Faults(drop={3, 4})),
             "losing": TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={5})),
             "restarting": TapePlayer(RECORDING, run=RUN),
-            "odd": TapePlayer(odd_tape()),
-            "diverging": TapePlayer(diverging_tape()),
+            "odd": TapePlayer(make_odd_tape()),
+            "diverging": TapePlayer(make_diverging_tape()),
         }
         load = stack.enter_context(load_server(3, 2)).url
         for name, tape in tapes.items():
@@ -135,10 +135,10 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             register(service, name, tape.endpoint, tape.replay_endpoint, **more)
         register(service, "killed", *publishing_at(fleet.killed), load=f"http://127.0.0.1:{quiet_port()}")
         for name, tape in tapes.items():
-            until(f"{name} to be followed", lambda name=name: unproven(service, name))  # type: ignore[misc]
+            until(f"{name} to be connected", lambda name=name: is_unconfirmed(service, name))  # type: ignore[misc]
             assert tape.wait_for_subscriber(SECONDS)
             tape.play(LENGTHS.get(name, 10))
-        until("all that was played", lambda: service.source("restarting")["last_seq"] == 9)
+        until("the batches of all tapes", lambda: service.source("restarting")["last_seq"] == 9)
         tapes["restarting"].restart(unseen_until=2)
         until("a load", lambda: service.source("healing")["load"])
         until("a hit", lambda: service.query(TOKENS, model_name=MODEL)["instances"])
@@ -148,7 +148,7 @@ def eventful_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-def unproven(service: Service, name: str) -> bool:
+def is_unconfirmed(service: Service, name: str) -> bool:
     """Return whether an engine is connected and has sent no live batch yet."""
     codes: list[str] = service.source(name)["trust"]["reason_codes"]
     return codes == ["replay-unproven"]
@@ -166,7 +166,7 @@ def register(service: Service, name: str, endpoint: str, replay: str | None, **m
 
 
 def test_each_fault_has_its_metric(fleet: Fleet) -> None:
-    wanted = [
+    expected_values = [
         ("kvevents_source_gaps_total", {"engine": "healing", "outcome": "recovered"}, 1),
         ("kvevents_source_gaps_total", {"engine": "losing", "outcome": "lost"}, 1),
         ("kvevents_source_lost_batches_total", {"engine": "losing"}, 1),
@@ -187,7 +187,7 @@ def test_each_fault_has_its_metric(fleet: Fleet) -> None:
         ("kvevents_discovery_faults", {}, 1),
         ("kvevents_snapshot_failed", {}, 0),
     ]
-    for name, labels, value in wanted:
+    for name, labels, value in expected_values:
         until(f"{name}{labels} to be {value}", lambda: fleet.value(name, **labels) == value)  # noqa: B023 - called at once
     for outcome in ("complete", "truncated"):
         until(f"replays {outcome}", lambda: fleet.value("kvevents_source_replays_total", outcome=outcome) > 0)  # noqa: B023
@@ -202,26 +202,26 @@ def test_each_fault_has_its_metric(fleet: Fleet) -> None:
     assert 0 <= time() - fleet.value("kvevents_source_last_batch_timestamp_seconds", engine="healing") < SECONDS
 
 
-def test_every_metric_that_is_used_is_exported(fleet: Fleet) -> None:
-    """Each metric of the dashboard and the alerts has a sample."""
-    used = {name: expression for _, expression in expressions() for name in metrics_in(expression)}
-    used |= {name: rule["expr"] for rule in ALERTS for name in metrics_in(rule["expr"])}
+def test_every_metric_of_the_dashboard_and_the_alerts_is_exported(fleet: Fleet) -> None:
+    """Each metric in an expression of the dashboard or an alert has a sample."""
+    used = {name: expression for _, expression in find_expressions() for name in find_metrics(expression)}
+    used |= {name: rule["expr"] for rule in ALERTS for name in find_metrics(rule["expr"])}
     assert len(used) > 40
     exported = fleet.exported()
     assert {name: expression for name, expression in used.items() if name not in exported} == {}
 
 
-def test_labels_that_are_used_are_those_of_the_metric(fleet: Fleet) -> None:
-    """This checks the labels of selectors, not those of aggregations."""
+def test_selectors_use_only_labels_that_the_metric_has(fleet: Fleet) -> None:
+    """The test checks the labels of selectors, not those of aggregations."""
     exported = fleet.exported()
-    for _, expression in [*expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
+    for _, expression in [*find_expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
         for name, selector in re.findall(r"\b(kvevents_\w+)\{([^}]*)\}", expression):
             labels = set(re.findall(r"(\w+)\s*=", selector)) - {"instance", "job"}
             assert labels <= set(exported[name][0][0]), f"{name} in {expression}"
 
 
-def test_labels_are_bounded_and_never_come_from_peers(fleet: Fleet) -> None:
-    """An engine has sent an unknown medium and an unknown type of event, a client an unknown model."""
+def test_label_values_are_bounded_and_never_come_from_peers(fleet: Fleet) -> None:
+    """An engine sent an unknown medium and an unknown type of event, and a client sent an unknown model."""
     fleet.service.get("/no/such/path")
     exported = fleet.exported()
     samples = [(name, labels) for name, found in exported.items() for labels, _ in found]
@@ -234,8 +234,8 @@ def test_labels_are_bounded_and_never_come_from_peers(fleet: Fleet) -> None:
 
 
 @needs_prometheus
-def test_names_keep_to_the_conventions(fleet: Fleet) -> None:
-    """Prometheus' linter accepts the page."""
+def test_names_of_metrics_follow_the_conventions_of_prometheus(fleet: Fleet) -> None:
+    """Prometheus' linter accepts the exported metrics."""
     done = subprocess.run(
         [PROMTOOL, "check", "metrics"],
         input=fleet.service.get("/metrics").body,
@@ -246,7 +246,7 @@ def test_names_keep_to_the_conventions(fleet: Fleet) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-# --- the kit itself ----------------------------------------------------------------------------------------------------------
+# --- dashboard and alerts------------------------------------------------------------------------------------------------------
 
 
 def test_the_dashboard_can_be_imported_anywhere() -> None:
@@ -258,12 +258,17 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
     assert DASHBOARD.get("id") is None
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
-    for panel in panels():
+    for panel in find_panels():
         assert {target["datasource"]["uid"] for target in panel["targets"]} | {panel["datasource"]["uid"]} == {"${datasource}"}
         assert panel["title"]
         assert panel["description"]
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    cells = [(x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])]
+    positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    cells = [
+        (x, y)
+        for position in positions
+        for x in range(position["x"], position["x"] + position["w"])
+        for y in range(position["y"], position["y"] + position["h"])
+    ]
     assert len(set(cells)) == len(cells)
     assert max(x for x, _ in cells) < 24
 
@@ -280,8 +285,8 @@ def test_every_alert_has_annotations_and_a_runbook_section() -> None:
     assert tested == {rule["alert"] for rule in ALERTS}
 
 
-def test_the_reference_lists_what_is_exported(fleet: Fleet) -> None:
-    """Each metric with its help text, and with the labels of its samples. Some have samples only after faults."""
+def test_the_reference_lists_the_exported_metrics(fleet: Fleet) -> None:
+    """The reference has each metric with its help text and its labels. Some metrics have samples only after faults."""
     found = exported(fleet.service.get("/metrics").body.decode())
     expected = listed("Service")
     assert {name: metric.meaning for name, metric in found.items()} == {name: each.meaning for name, each in expected.items()}
@@ -289,7 +294,7 @@ def test_the_reference_lists_what_is_exported(fleet: Fleet) -> None:
         assert metric.labels <= expected[name].labels, name
 
 
-def test_links_within_the_runbook_lead_somewhere() -> None:
+def test_links_within_the_runbook_refer_to_existing_headings() -> None:
     links = set(re.findall(r"\]\(#([\w-]+)\)", RUNBOOK))
     headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)}
     assert links <= headings
@@ -297,8 +302,8 @@ def test_links_within_the_runbook_lead_somewhere() -> None:
 
 @needs_prometheus
 @pytest.mark.parametrize("check", [("check", "rules", RULES), ("test", "rules", RULES_TEST)], ids=["check", "test"])
-def test_the_rules_are_right(check: tuple[object, ...]) -> None:
-    """Prometheus can load the rules, and each alert fires when it is due and not before."""
+def test_alerts_fire_when_they_are_due_and_not_before(check: tuple[object, ...]) -> None:
+    """promtool can load the rules, and each alert passes its test."""
     done = subprocess.run([PROMTOOL, *map(str, check)], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -322,35 +327,37 @@ def scraping_prometheus(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) 
     with Program(command=(*command, f"--web.listen-address={address}")) as program:
         program.err.wait("Server is ready to receive web requests")
         prometheus = Prometheus(f"http://{address}")
-        until("scrapes enough for a rate", lambda: scraped(prometheus) >= 3)
+        until("enough scrapes for a rate", lambda: scraped(prometheus) >= 3)
         yield prometheus
 
 
 @needs_prometheus
-def test_every_panel_shows_something(fleet: Fleet, prometheus: Prometheus) -> None:
+def test_every_panel_shows_data(fleet: Fleet, prometheus: Prometheus) -> None:
     fleet.service.query(TOKENS, model_name=MODEL)
     until("another scrape", lambda: prometheus.query(f"kvevents_lookups_total >= {fleet.value('kvevents_lookups_total')}"))
-    results = {(title, expression): prometheus.query(expression) for title, expression in expressions()}
+    results = {(title, expression): prometheus.query(expression) for title, expression in find_expressions()}
     assert len(results) > 40
     empty = {title for (title, _), found in results.items() if not found}
-    assert empty <= {"Resets"}, "an annotation is of the moment"
+    assert empty <= {"Resets"}, "an annotation has data only at the moment of its event"
 
 
 @needs_prometheus
 def test_alerts_fire_when_an_engine_is_killed(fleet: Fleet, prometheus: Prometheus) -> None:
     """Alerts of earlier faults fire too, each with its engine."""
 
-    def fires(alert: str, **labels: str) -> bool:
+    def is_firing(alert: str, **labels: str) -> bool:
         return any({"alertname": alert, **labels}.items() <= found.items() for found in prometheus.firing())
 
-    until("KveventsSourceDegraded", lambda: fires("KveventsSourceDegraded", engine="losing", model=MODEL, severity="warning"))
+    until(
+        "KveventsSourceDegraded", lambda: is_firing("KveventsSourceDegraded", engine="losing", model=MODEL, severity="warning")
+    )
     until(
         "KveventsDiscoveryFaults",
-        lambda: fires("KveventsDiscoveryFaults", instance=f"{fleet.service.host}:{fleet.service.port}"),
+        lambda: is_firing("KveventsDiscoveryFaults", instance=f"{fleet.service.host}:{fleet.service.port}"),
     )
     assert fleet.service.trust("killed")[0] == "EXACT"
-    assert not fires("KveventsSourceStale", engine="killed")
+    assert not is_firing("KveventsSourceStale", engine="killed")
     fleet.killed.process.kill()
-    until("KveventsSourceStale", lambda: fires("KveventsSourceStale", engine="killed", rank="0", state="STALE"))
-    assert not fires("KveventsSourceStale", engine="healing")
-    assert not fires("KveventsIngestFailed")
+    until("KveventsSourceStale", lambda: is_firing("KveventsSourceStale", engine="killed", rank="0", state="STALE"))
+    assert not is_firing("KveventsSourceStale", engine="healing")
+    assert not is_firing("KveventsIngestFailed")

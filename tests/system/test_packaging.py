@@ -61,7 +61,7 @@ print("works")
 
 def run(*arguments: str | Path, cwd: Path = ROOT) -> str:
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
-    environment.pop("CONDA_PREFIX", None)  # maturin takes either
+    environment.pop("CONDA_PREFIX", None)  # maturin accepts either
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd, env=environment, timeout=100
     )
@@ -71,7 +71,7 @@ def run(*arguments: str | Path, cwd: Path = ROOT) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of `kvevents`, made from its source distribution, as pip would make it."""
+    """Build the wheel of `kvevents` from its source distribution, as pip would."""
     folder = tmp_path_factory.mktemp("wheel")
     run("-m", "hatchling", "build", "-t", "sdist", "-d", folder)
     (archive,) = folder.iterdir()
@@ -84,7 +84,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def native_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built like the module that is installed here, features of tests included, so Cargo has nothing left to compile."""
+    """Build the native wheel with the features of the module installed here, so that Cargo has nothing left to compile."""
     folder = tmp_path_factory.mktemp("native")
     options = ("--release", "--offline", "--auditwheel=skip", f"--interpreter={sys.executable}", "--features=python,testing")
     run("-m", "maturin", "build", *options, "--out", folder, cwd=NATIVE)
@@ -92,8 +92,8 @@ def native_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def contents(wheel: Path) -> tuple[set[str], Message]:
-    """The names of the files and the metadata."""
+def read_wheel(wheel: Path) -> tuple[set[str], Message]:
+    """Return the names of the files and the metadata."""
     with zipfile.ZipFile(wheel) as files:
         names = files.namelist()
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -101,19 +101,19 @@ def contents(wheel: Path) -> tuple[set[str], Message]:
         return set(names), Parser().parsestr(files.read(about).decode())
 
 
-def shipped(names: set[str]) -> set[str]:
+def without_metadata(names: set[str]) -> set[str]:
     return {name for name in names if not name.split("/")[0].endswith(".dist-info")}
 
 
-def sources(folder: Path) -> set[str]:
+def find_sources(folder: Path) -> set[str]:
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {path.as_posix() for path in files if "__pycache__" not in path.parts}
 
 
 def test_the_wheel_is_pure_and_needs_two_packages(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
-    names, metadata = contents(wheel)
-    assert shipped(names) == sources(ROOT / "src")
+    names, metadata = read_wheel(wheel)
+    assert without_metadata(names) == find_sources(ROOT / "src")
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
     required = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
@@ -122,13 +122,13 @@ def test_the_wheel_is_pure_and_needs_two_packages(wheel: Path) -> None:
     assert metadata.get_all("Project-URL") is None
 
 
-def test_a_release_names_the_addresses_of_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links of the README lead there as well. A build outside of a release has no addresses."""
+def test_a_release_has_the_addresses_of_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links of the README point to the repository as well. A build outside of a release has no addresses."""
     monkeypatch.setenv("KVEVENTS_REPOSITORY", "https://forge.example/kv/kvevents")
     monkeypatch.setenv("KVEVENTS_SITE", "https://kv.example/kvevents")
     run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
     (built,) = tmp_path.glob("*.whl")
-    _, metadata = contents(built)
+    _, metadata = read_wheel(built)
     tree = f"https://forge.example/kv/kvevents/blob/v{metadata['Version']}"
     addresses = metadata.get_all("Project-URL", [])
     assert {"Source, https://forge.example/kv/kvevents", "Documentation, https://kv.example/kvevents"} <= set(addresses)
@@ -136,10 +136,10 @@ def test_a_release_names_the_addresses_of_its_repository(tmp_path: Path, monkeyp
     assert "](docs/" not in metadata.get_payload()
 
 
-def test_the_native_wheel_serves_every_python_from_3_11(native_wheel: Path) -> None:
+def test_the_native_wheel_works_with_every_python_from_3_11(native_wheel: Path) -> None:
     assert "-cp311-abi3-" in native_wheel.name
-    names, metadata = contents(native_wheel)
-    assert shipped(names) == {f"kvevents_native/{name}" for name in sources(NATIVE / "kvevents_native")}
+    names, metadata = read_wheel(native_wheel)
+    assert without_metadata(names) == {f"kvevents_native/{name}" for name in find_sources(NATIVE / "kvevents_native")}
     assert "kvevents_native/_native.abi3.so" in names
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -147,7 +147,7 @@ def test_the_native_wheel_serves_every_python_from_3_11(native_wheel: Path) -> N
 
 
 def test_extras_require_the_native_wheel_of_the_same_version(wheel: Path, native_wheel: Path) -> None:
-    (_, metadata), (_, native) = contents(wheel), contents(native_wheel)
+    (_, metadata), (_, native) = read_wheel(wheel), read_wheel(native_wheel)
     assert metadata["Version"] == native["Version"]
     pinned = [line for line in metadata.get_all("Requires-Dist", []) if line.startswith("kvevents-native")]
     assert pinned
@@ -155,26 +155,26 @@ def test_extras_require_the_native_wheel_of_the_same_version(wheel: Path, native
     assert {line.split("'")[1] for line in pinned} == {"all", "export", "native", "plane", "service", "sim"}
 
 
-def test_what_cannot_read_the_version_names_the_same() -> None:
-    """The chart, and the image in examples for clusters."""
+def test_files_that_repeat_the_version_have_the_right_one() -> None:
+    """The chart and the examples for clusters repeat it, because they cannot read it."""
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "native" / "Cargo.toml").read_text(), re.MULTILINE)
     files = [path for path in (ROOT / "deploy").rglob("*") if path.suffix in {".yaml", ".md"} or path.name == "Chart.yaml"]
-    named = {
+    versions = {
         (path.name, found)
         for path in files
         for found in re.findall(r'(?:^version: |^appVersion: "|\bkvevents:)(\d+\.\d+\.\d+)', path.read_text(), re.MULTILINE)
     }
-    assert {name for name, _ in named} >= {"Chart.yaml", "serve.yaml", "README.md"}
-    assert {found for _, found in named} == {version}
+    assert {name for name, _ in versions} >= {"Chart.yaml", "serve.yaml", "README.md"}
+    assert {found for _, found in versions} == {version}
 
 
-def test_the_source_distribution_of_the_native_package_is_whole(tmp_path: Path) -> None:
+def test_the_source_distribution_of_the_native_package_is_complete(tmp_path: Path) -> None:
     run("-m", "maturin", "sdist", "--out", tmp_path, cwd=NATIVE)
     (archive,) = tmp_path.iterdir()
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
-    wanted = {path.relative_to(ROOT / "native").as_posix() for path in (ROOT / "native").rglob("src/**/*.rs")}
-    assert {name for name in wanted if not any(each.endswith(name) for each in names)} == set()
+    expected = {path.relative_to(ROOT / "native").as_posix() for path in (ROOT / "native").rglob("src/**/*.rs")}
+    assert {name for name in expected if not any(each.endswith(name) for each in names)} == set()
     assert any(name.endswith("Cargo.lock") for name in names)
     assert not [name for name in names if name.endswith(".so") or "target/" in name]
 
@@ -197,11 +197,11 @@ print(kvevents.__file__)
 
 
 def test_the_pure_wheel_alone_publishes_replays_and_subscribes(wheel: Path, tmp_path: Path) -> None:
-    """It is unpacked beside its two dependencies, out of the checkout's reach, with neither Rust nor the native package."""
+    """The wheel is unpacked beside its two dependencies, isolated from the checkout, without Rust and the native package."""
     packages = tmp_path / "packages"
     packages.mkdir()
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)  # noqa: S202 - our own wheel; ruff takes it for a tar archive
+        archive.extractall(packages)  # noqa: S202 - our own wheel; ruff mistakes it for a tar archive
     for name in ("msgspec", "zmq"):
         spec = importlib.util.find_spec(name)
         assert spec is not None
@@ -218,5 +218,5 @@ def test_the_pure_wheel_alone_publishes_replays_and_subscribes(wheel: Path, tmp_
     assert Path(done.stdout.strip()).is_relative_to(packages)
 
 
-def test_everything_but_the_index_and_what_needs_it_works_without_the_native_module() -> None:
+def test_everything_except_the_index_and_its_users_works_without_the_native_module() -> None:
     assert run("-c", WITHOUT_NATIVE).strip() == "works"

@@ -1,4 +1,4 @@
-"""Bridges whose servers are killed, stopped, full or without a stream: nothing is lost, and the status names the fault."""
+"""Bridges whose servers are killed, stopped, full or without a stream lose nothing, and their status names the fault."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARTITION_BYTES = 1 << 20
 
 
 @pytest.fixture(name="plane")
-def plane_of_its_own(server: NatsServer, request: pytest.FixtureRequest) -> PlaneSettings:
+def make_plane(server: NatsServer, request: pytest.FixtureRequest) -> PlaneSettings:
     return plane_at(server.url, name=f"t{abs(hash(request.node.name))}")
 
 
@@ -40,37 +40,44 @@ def partition_of(bridge: Bridge, name: str = "engine") -> PartitionStatus:
     return partitions[Layout("", len(partitions)).partition_of(name)]
 
 
-def say_large(engine: TalkingEngine, size: int, count: int) -> None:
-    """So many batches of a size. The engine does not wait for readers: the tests make room only after this has returned."""
+def publish_large(engine: TalkingEngine, size: int, count: int) -> None:
+    """Publish `count` batches of `size` bytes.
+
+    The engine does not wait for readers: the tests make room in the partition only after this has returned.
+    """
     for number in range(count):
         large = batch(number, size // 64)
         engine.truth.add(large)
         engine.publisher.publish(large)
 
 
-# --- servers that come and go
+# --- servers that stop and restart
 
 
-def test_a_server_that_is_killed_and_comes_back_loses_nothing(tmp_path: Path) -> None:
+def test_nothing_is_lost_when_a_server_is_killed_and_restarted(tmp_path: Path) -> None:
     with nats_server(tmp_path) as server, TalkingEngine() as engine:
         plane = plane_at(server.url)
-        with bridging(plane, engine.watch, name="a") as one, bridging(plane, engine.watch, name="b") as two:
+        with bridging(plane, engine.watch, name="a") as first, bridging(plane, engine.watch, name="b") as second:
             log = Log(plane)
             with engine.talking():
                 for _ in range(2):
                     before = engine.truth.count
-                    log.until("some of it", lambda log, before=before: len(log.numbers()) > before)
+                    log.until("some batches", lambda log, before=before: len(log.numbers()) > before)
                     server.kill()
-                    until("the report", lambda: not (one.status().connected or two.status().connected), SECONDS)
-                    until("a fault", lambda: partition_of(one).fault and partition_of(two).fault, SECONDS)
+                    until(
+                        "the disconnection in the status of both bridges",
+                        lambda: not (first.status().connected or second.status().connected),
+                        SECONDS,
+                    )
+                    until("a fault", lambda: partition_of(first).fault and partition_of(second).fault, SECONDS)
                     server.start()
             settled(log, engine)
-            until("all well", lambda: not partition_of(one).fault and not partition_of(two).fault, SECONDS)
+            until("no fault", lambda: not partition_of(first).fault and not partition_of(second).fault, SECONDS)
         assert log.numbers() == list(range(engine.truth.count))
 
 
-def test_a_server_that_loses_pages_it_has_acknowledged_is_written_again(tmp_path: Path) -> None:
-    """As after a power cut: its disk holds an older state. New readers find an engine that joined since then."""
+def test_pages_that_a_server_has_acknowledged_and_lost_are_written_again(tmp_path: Path) -> None:
+    """The server restarts with an older state of its disk, as after a power cut. New readers find an engine added later."""
     with nats_server(tmp_path) as server, TalkingEngine("old") as old, TalkingEngine("new") as new:
         plane = plane_at(server.url, partitions=1)
         with bridging(plane, old.watch, name="a"):
@@ -93,120 +100,122 @@ def test_a_server_that_loses_pages_it_has_acknowledged_is_written_again(tmp_path
                         assert settled(Log(plane), engine).flaws == (0, 0)
 
 
-def test_buckets_that_are_gone_are_made_again(plane: PlaneSettings) -> None:
-    """An operator has deleted them, or servers have lost their newest data: replicas need them."""
+def test_deleted_buckets_are_created_again(plane: PlaneSettings) -> None:
+    """Replicas need the buckets, which an operator might delete or servers might lose with their newest data."""
 
     async def remove(js: JetStreamContext) -> None:
         for name in streams:
             await js.delete_stream(name)
 
-    async def found(js: JetStreamContext) -> bool:
+    async def is_found(js: JetStreamContext) -> bool:
         return {*streams} <= {info.config.name for info in await js.streams_info()}
 
     layout = Layout(plane.name, plane.partitions)
     streams = (f"KV_{layout.bucket}", f"KV_{layout.leases}", f"OBJ_{layout.snapshots}")
     with bridging(plane, unreadable_seconds=0.2):
-        assert with_js(plane, found)
+        assert with_js(plane, is_found)
         with_js(plane, remove)
-        until("the buckets", lambda: with_js(plane, found), SECONDS)
+        until("the buckets", lambda: with_js(plane, is_found), SECONDS)
 
 
-def test_a_server_that_stops_for_a_while_loses_nothing(tmp_path: Path) -> None:
+def test_nothing_is_lost_when_a_server_pauses(tmp_path: Path) -> None:
     with nats_server(tmp_path) as server, TalkingEngine() as engine:
         plane = plane_at(server.url)
-        with bridging(plane, engine.watch, name="a") as one, bridging(plane, engine.watch, name="b"):
+        with bridging(plane, engine.watch, name="a") as first, bridging(plane, engine.watch, name="b"):
             log = Log(plane)
             with engine.talking():
-                log.until("some of it", lambda log: len(log.numbers()) > 50)
+                log.until("some batches", lambda log: len(log.numbers()) > 50)
                 server.pause()
-                until("a fault", lambda: partition_of(one).fault, SECONDS)
+                until("a fault", lambda: partition_of(first).fault, SECONDS)
                 server.resume()
-                until("no fault", lambda: not partition_of(one).fault, SECONDS)
+                until("no fault", lambda: not partition_of(first).fault, SECONDS)
             settled(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
 
 
-def test_a_cluster_whose_leader_is_killed_again_and_again_loses_nothing(tmp_path: Path) -> None:
+def test_nothing_is_lost_when_the_leader_of_a_cluster_is_killed_repeatedly(tmp_path: Path) -> None:
     with nats_cluster(tmp_path) as cluster, TalkingEngine() as engine:
         for name in ("p1", "p2"):
-            # Several that begin at once make one plane, though streams without a leader do not answer at first.
-            begun = [Running(Bridge(BridgeSettings(plane=plane_of(cluster, name), name=each))) for each in "abc"]
-            until("all of them", partial(are_ready, begun), SECONDS)
-            for running in begun:
+            # Bridges that start at the same time create one plane, although streams without a leader do not answer at first.
+            started = [Running(Bridge(BridgeSettings(plane=plane_of_cluster(cluster, name), name=each))) for each in "abc"]
+            until("all bridges to be ready", partial(are_ready, started), SECONDS)
+            for running in started:
                 running.end()
-        plane = plane_of(cluster, "default", partitions=1)
-        with bridging(plane, engine.watch, name="a") as one, bridging(plane, engine.watch, name="b") as two:
+        plane = plane_of_cluster(cluster, "default", partitions=1)
+        with bridging(plane, engine.watch, name="a") as first, bridging(plane, engine.watch, name="b") as second:
             log = Log(plane)
             with engine.talking():
                 for _ in range(2):
                     leader = cluster.leader_of(log.layout.stream(0))
-                    written = one.status().written + two.status().written
+                    written = first.status().written + second.status().written
                     cluster.kill(leader)
-                    until("batches", lambda: one.status().written + two.status().written > written + 50, SECONDS)  # noqa: B023
+                    until("batches", lambda: first.status().written + second.status().written > written + 50, SECONDS)  # noqa: B023
                     cluster.restart(leader)
                     cluster.settle()
             settled(log, engine)
         assert log.numbers() == list(range(engine.truth.count))
 
 
-def plane_of(cluster: NatsCluster, name: str, partitions: int = 2) -> PlaneSettings:
+def plane_of_cluster(cluster: NatsCluster, name: str, partitions: int = 2) -> PlaneSettings:
     return plane_at(*cluster.urls, name=name, partitions=partitions, copies=3)
 
 
-def are_ready(begun: list[Running]) -> bool:
-    assert not [running.error for running in begun if running.error is not None]
-    return all(running.what.ready.is_set() for running in begun)
+def are_ready(started: list[Running]) -> bool:
+    assert not [running.error for running in started if running.error is not None]
+    return all(running.what.ready.is_set() for running in started)
 
 
-# --- no room
+# --- no space
 
 
-def made_room(plane: PlaneSettings, log: Log) -> Log:
-    """Read what there is, and purge that."""
+def purge_read_pages(plane: PlaneSettings, log: Log) -> Log:
+    """Read all pages, purge them, and return the log."""
     log.read()
     for partition, state in log.states.items():
         with_js(plane, lambda js: js.purge_stream(log.layout.stream(partition), seq=state.position + 1))  # noqa: B023
     return log
 
 
-def test_a_full_partition_is_reported_and_bounds_what_waits(server: NatsServer, plane: PlaneSettings) -> None:
-    """The engine notices nothing; once there is room all of it is fetched from the engine, and the log is whole."""
+def test_a_full_partition_is_reported_and_bounds_the_queue_of_the_bridge(server: NatsServer, plane: PlaneSettings) -> None:
+    """The engine is not affected. Once there is space, everything is fetched from the engine, and the log is complete."""
     small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=1, partition_bytes=PARTITION_BYTES)
     queued = 256 << 10
     with TalkingEngine() as engine, bridging(small, engine.watch, max_queued_bytes=queued) as bridge:
-        say_large(engine, 8 << 10, 400)
+        publish_large(engine, 8 << 10, 400)
         until("a fault", lambda: "maximum bytes" in partition_of(bridge).fault, SECONDS)
-        until("its stream to wait", lambda: partition_of(bridge).paused == 1, SECONDS)
+        until("its stream to be paused", lambda: partition_of(bridge).paused == 1, SECONDS)
         log = Log(small)
-        until("the truth in the log", lambda: holds(made_room(small, log), engine), SECONDS)
+        until("all batches in the log", lambda: holds(purge_read_pages(small, log), engine), SECONDS)
         settled(log, engine)
         assert not [each for each in log.events if isinstance(each, Gap | Reset)]
-        until("nothing to wait", lambda: not partition_of(bridge).paused and not partition_of(bridge).fault, SECONDS)
+        until("nothing to be paused", lambda: not partition_of(bridge).paused and not partition_of(bridge).fault, SECONDS)
 
 
-def test_what_an_engine_has_forgotten_meanwhile_is_doubted(server: NatsServer, plane: PlaneSettings) -> None:
-    """It cannot prove any more that it is the same, so a new incarnation begins, with the little that it still has."""
+def test_a_new_incarnation_begins_when_the_engine_has_dropped_the_missing_batches(
+    server: NatsServer, plane: PlaneSettings
+) -> None:
+    """The engine cannot confirm its identity any more, so a new incarnation begins with the batches that it still has."""
     small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=1, partition_bytes=PARTITION_BYTES)
     with (
         TalkingEngine(compact=False, buffer_steps=20) as engine,
         bridging(small, engine.watch, max_queued_bytes=64 << 10) as bridge,
     ):
         engine.say(1)
-        log = Log(small).until("it to be followed", lambda log: log.numbers() == [0])
-        say_large(engine, 32 << 10, 60)
-        until("its stream to wait", lambda: partition_of(bridge).paused, SECONDS)
-        say_large(engine, 32 << 10, 100)
-        until("the last batch", lambda: made_room(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
+        log = Log(small).until("the first batch", lambda log: log.numbers() == [0])
+        publish_large(engine, 32 << 10, 60)
+        until("its stream to be paused", lambda: partition_of(bridge).paused, SECONDS)
+        publish_large(engine, 32 << 10, 100)
+        until("the last batch", lambda: purge_read_pages(small, log).numbers()[-1:] == [engine.truth.count - 1], SECONDS)
         assert [each.incarnation for each in log.events if isinstance(each, Reset)] == [1]
-        life = numbers_of_last_life(log, "engine")
-        assert life == list(range(life[0], engine.truth.count))
-        assert life[0] > 60
+        current_numbers = numbers_of_last_life(log, "engine")
+        assert current_numbers == list(range(current_numbers[0], engine.truth.count))
+        assert current_numbers[0] > 60
         assert log.flaws == (0, 0)
-        log.until("its trust", lambda log: reports_by_bridge(log)["bridge"].trust == "DEGRADED")
+        log.until("its trust in the log", lambda log: reports_by_bridge(log)["bridge"].trust == "DEGRADED")
         assert "truncated" in reports_by_bridge(log)["bridge"].reason
 
 
-def test_a_full_partition_does_not_hold_up_the_others(server: NatsServer, plane: PlaneSettings) -> None:
+def test_a_full_partition_does_not_delay_the_others(server: NatsServer, plane: PlaneSettings) -> None:
     small = PlaneSettings(servers=(server.url,), name=plane.name, partitions=2, partition_bytes=PARTITION_BYTES)
     names = {Layout("", 2).partition_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
     with (
@@ -214,7 +223,7 @@ def test_a_full_partition_does_not_hold_up_the_others(server: NatsServer, plane:
         TalkingEngine(names[1]) as other,
         bridging(small, full.watch, other.watch, max_queued_bytes=256 << 10) as bridge,
     ):
-        say_large(full, 8 << 10, 300)
+        publish_large(full, 8 << 10, 300)
         until("a fault", lambda: partition_of(bridge, names[0]).paused, SECONDS)
         other.say(300)
         settled(Log(small), other)
@@ -222,7 +231,7 @@ def test_a_full_partition_does_not_hold_up_the_others(server: NatsServer, plane:
         assert not partition_of(bridge, names[1]).fault
 
 
-def test_a_full_disk_is_reported_and_ends(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_until_there_is_space(tmp_path: Path) -> None:
     with (
         nats_server(tmp_path, jetstream={"max_file": 4 << 20, "max_mem": 1 << 20}) as server,
         TalkingEngine() as engine,
@@ -231,17 +240,17 @@ def test_a_full_disk_is_reported_and_ends(tmp_path: Path) -> None:
         with bridging(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
             filler = plane_at(server.url)
 
-            async def fill(js: JetStreamContext) -> None:
+            async def fill_file_system(js: JetStreamContext) -> None:
                 await js.add_stream(name="filler", subjects=["filler"])
                 for _ in range(100):
                     try:
                         await js.publish("filler", bytes(64 << 10))
                     except Exception:  # noqa: BLE001 - full
                         return
-                raise AssertionError("the disk has no end")
+                raise AssertionError("the disk does not become full")
 
-            with_js(filler, fill)
-            say_large(engine, 8 << 10, 100)
+            with_js(filler, fill_file_system)
+            publish_large(engine, 8 << 10, 100)
             until("a fault", lambda: partition_of(bridge).fault, SECONDS)
             assert "is full" in partition_of(bridge).fault
             with_js(filler, lambda js: js.delete_stream("filler"))
@@ -250,33 +259,33 @@ def test_a_full_disk_is_reported_and_ends(tmp_path: Path) -> None:
 
 
 @contextmanager
-def small_disk(at: Path, size: str) -> Iterator[Path]:
-    """A file system of its own, where the machine lets us make one."""
-    at.mkdir()
+def mount_small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of this size; skip the test if this machine does not permit it."""
+    folder.mkdir()
     mount, umount = shutil.which("mount"), shutil.which("umount")
     if mount is None or umount is None:
-        pytest.skip("there is no mount")
+        pytest.skip("the command mount does not exist")
     options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs"]
-    done = subprocess.run([mount, *options, at], check=False, capture_output=True, text=True)
+    done = subprocess.run([mount, *options, folder], check=False, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     try:
-        yield at
+        yield folder
     finally:
-        subprocess.run([umount, "--lazy", at], check=True)
+        subprocess.run([umount, "--lazy", folder], check=True)
 
 
-def fill(file: Path) -> None:
-    """Take all the room that the file system of a file has."""
+def fill_file_system(file: Path) -> None:
+    """Fill the file system of a file with this file."""
     with suppress(OSError), file.open("wb", buffering=0) as filler:
         while filler.write(bytes(64 << 10)) > 0:
             pass
 
 
-def test_a_file_system_without_room_is_reported_and_nothing_is_lost(tmp_path: Path) -> None:
-    """The server itself runs into it, in the middle of a page; it uses its streams again only after a restart."""
+def test_a_full_file_system_is_reported_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The server reaches the limit in the middle of a page; it uses its streams again only after a restart."""
     with (
-        small_disk(tmp_path / "disk", "24m") as disk,
+        mount_small_disk(tmp_path / "disk", "24m") as disk,
         nats_server(tmp_path / "nats", jetstream={"store_dir": str(disk), "max_file": 64 << 20}) as server,
         TalkingEngine() as engine,
     ):
@@ -284,10 +293,10 @@ def test_a_file_system_without_room_is_reported_and_nothing_is_lost(tmp_path: Pa
         with bridging(plane, engine.watch, max_queued_bytes=256 << 10) as bridge:
             engine.say(10)
             settled(Log(plane), engine)
-            fill(disk / "filler")
-            say_large(engine, 8 << 10, 300)
+            fill_file_system(disk / "filler")
+            publish_large(engine, 8 << 10, 300)
             until("a fault", lambda: partition_of(bridge).fault, SECONDS)
-            assert "the disks" in partition_of(bridge).fault  # the server says nothing at all
+            assert "the disks" in partition_of(bridge).fault  # the server does not report the reason
             assert bridge.status().written < engine.truth.count
             (disk / "filler").unlink()
             server.kill()
@@ -296,34 +305,34 @@ def test_a_file_system_without_room_is_reported_and_nothing_is_lost(tmp_path: Pa
             until("no fault", lambda: not partition_of(bridge).fault, SECONDS)
 
 
-# --- what others do to a partition
+# --- partitions that operators change
 
 
-def test_a_deleted_partition_is_recreated_and_written_again(plane: PlaneSettings) -> None:
-    """By two bridges, from what the engines still hold."""
+def test_deleted_partitions_are_created_and_written_again(plane: PlaneSettings) -> None:
+    """Two bridges do so, from what the engines still hold."""
     with (
-        TalkingEngine("e1") as one,
-        TalkingEngine("e2") as two,
-        bridging(plane, one.watch, two.watch, name="a") as a,
-        bridging(plane, one.watch, two.watch, name="b") as b,
+        TalkingEngine("e1") as first,
+        TalkingEngine("e2") as second,
+        bridging(plane, first.watch, second.watch, name="a") as a,
+        bridging(plane, first.watch, second.watch, name="b") as b,
     ):
-        one.say(50)
-        two.say(50)
-        settled(Log(plane), one, two)
+        first.say(50)
+        second.say(50)
+        settled(Log(plane), first, second)
         for _ in range(2):
-            made = with_js(plane, partial(lives, plane))
-            with one.talking():
+            before_deletion = with_js(plane, partial(stream_ids, plane))
+            with first.talking():
                 with_js(plane, partial(delete_partitions, plane))
-                until("the partitions", partial(are_others, plane, made), SECONDS)
-                before = one.truth.count
-                until("more", partial(has_said, one, before + 20), SECONDS)
-            settled(Log(plane), one, two)
+                until("new partitions", partial(are_new, plane, before_deletion), SECONDS)
+                before = first.truth.count
+                until("more batches", partial(has_published, first, before + 20), SECONDS)
+            settled(Log(plane), first, second)
         for bridge in (a, b):
             assert bridge.status().invalid_records == 0
-            until("no fault", partial(is_well, bridge), SECONDS)
+            until("no fault", partial(has_no_fault, bridge), SECONDS)
 
 
-def is_well(bridge: Bridge) -> bool:
+def has_no_fault(bridge: Bridge) -> bool:
     return not any(partition.fault for partition in bridge.status().partitions)
 
 
@@ -332,29 +341,29 @@ async def delete_partitions(plane: PlaneSettings, js: JetStreamContext) -> None:
         await js.delete_stream(Layout(plane.name, plane.partitions).stream(partition))
 
 
-async def lives(plane: PlaneSettings, js: JetStreamContext) -> list[str | None]:
-    """Which streams the partitions are; None for one that is not there."""
-    found: list[str | None] = []
+async def stream_ids(plane: PlaneSettings, js: JetStreamContext) -> list[str | None]:
+    """Return the stream id of each partition, or None if its stream does not exist."""
+    is_found: list[str | None] = []
     for partition in range(plane.partitions):
         try:
-            found.append((await partition_info(js, Layout(plane.name, plane.partitions), partition)).stream_id)
+            is_found.append((await partition_info(js, Layout(plane.name, plane.partitions), partition)).stream_id)
         except PlaneError:
-            found.append(None)
-    return found
+            is_found.append(None)
+    return is_found
 
 
-def are_others(plane: PlaneSettings, before: list[str | None]) -> bool:
-    """Whether all partitions are there, and others than before."""
-    now = with_js(plane, partial(lives, plane))
+def are_new(plane: PlaneSettings, before: list[str | None]) -> bool:
+    """Return whether all partitions exist and none has a stream id of `before`."""
+    now = with_js(plane, partial(stream_ids, plane))
     return None not in now and not set(now) & set(before)
 
 
-def has_said(engine: TalkingEngine, count: int) -> bool:
+def has_published(engine: TalkingEngine, count: int) -> bool:
     return engine.truth.count >= count
 
 
-def test_a_plane_is_found_by_its_other_partitions_when_the_first_is_deleted(plane: PlaneSettings) -> None:
-    """A bridge that begins then makes that one, and has as many partitions as there were."""
+def test_a_bridge_finds_a_plane_whose_first_partition_was_deleted(plane: PlaneSettings) -> None:
+    """The bridge creates the deleted partition, and uses the number of partitions that the plane has, not its own setting."""
     with TalkingEngine() as engine:
         with bridging(plane, engine.watch):
             engine.say(10)
@@ -366,9 +375,9 @@ def test_a_plane_is_found_by_its_other_partitions_when_the_first_is_deleted(plan
             assert len(bridge.status().partitions) == 2
 
 
-def test_a_partition_with_a_gap_is_begun_again_by_a_bridge_that_cannot_know_what_was_in_it(plane: PlaneSettings) -> None:
-    """For every reader alike; a reader that had read all of it ends in the same state."""
-    with TalkingEngine() as engine, bridging(plane, engine.watch, name="knows") as knows:
+def test_a_bridge_that_cannot_know_purged_pages_begins_the_partition_again(plane: PlaneSettings) -> None:
+    """Every reader ends in the same state, also one that had read all purged pages."""
+    with TalkingEngine() as engine, bridging(plane, engine.watch, name="knows") as informed:
         engine.say(30)
         log = settled(Log(plane), engine)
         engine.restart()
@@ -379,35 +388,36 @@ def test_a_partition_with_a_gap_is_begun_again_by_a_bridge_that_cannot_know_what
         with bridging(plane, engine.watch, name="does not"):
             engine.say(30)
             log.until(
-                "its record", lambda log: any(isinstance(record, ResetRecord) for page in log.pages for record in page.records)
+                "its reset record",
+                lambda log: any(isinstance(record, ResetRecord) for page in log.pages for record in page.records),
             )
             engine.say(30)
             settled(log, engine)
             newcomer = settled(Log(plane), engine)
-            standings = [each.states[partition].streams["engine", 0].incarnation for each in (log, newcomer)]
-            assert standings[0] == standings[1] > 1
-            assert knows.status().invalid_records == 0
+            incarnations = [each.states[partition].streams["engine", 0].incarnation for each in (log, newcomer)]
+            assert incarnations[0] == incarnations[1] > 1
+            assert informed.status().invalid_records == 0
 
 
-def test_a_partition_is_readable_where_its_streams_begin_with_a_page_or_a_replica_holds_it(plane: PlaneSettings) -> None:
-    async def work(js: JetStreamContext) -> list[bool]:
+def test_a_partition_is_readable_if_its_first_page_is_present_or_a_replica_holds_it(plane: PlaneSettings) -> None:
+    async def check_readability(js: JetStreamContext) -> list[bool]:
         layout = await create_plane(js, plane)
         for _ in range(5):
             await js.publish(layout.subject(0), b"page")
-        found = [await Snapshots(js, layout).is_readable(0, await partition_info(js, layout, 0), first_page=1)]
+        is_found = [await Snapshots(js, layout).is_readable(0, await partition_info(js, layout, 0), first_page=1)]
         await js.purge_stream(layout.stream(0), seq=4)
         state = await partition_info(js, layout, 0)
-        found += [await Snapshots(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
+        is_found += [await Snapshots(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
         bucket = await js.key_value(layout.leases)
         for partition in (1, 0):
             await bucket.put(f"{DIGEST_PREFIX}replica", ReplicaDigests.of({partition: [PartitionDigest.of(3, {})]}).encode())
-            found.append(await Snapshots(js, layout).is_readable(0, state, first_page=1))
-        return found
+            is_found.append(await Snapshots(js, layout).is_readable(0, state, first_page=1))
+        return is_found
 
-    assert with_js(plane, work) == [True, False, False, True, False, True]
+    assert with_js(plane, check_readability) == [True, False, False, True, False, True]
 
 
-def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: PlaneSettings, tmp_path: Path) -> None:
+def test_a_bridge_begins_with_a_snapshot_if_its_pages_were_purged(plane: PlaneSettings, tmp_path: Path) -> None:
     with TalkingEngine() as engine:
         with bridging(plane, engine.watch, name="first"):
             engine.say(30)
@@ -415,7 +425,7 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
         layout = with_js(plane, lambda js: find_plane(js, plane.name))
         assert layout is not None
 
-        async def take(js: JetStreamContext) -> None:
+        async def save_snapshots(js: JetStreamContext) -> None:
             path = tmp_path / "index"
             for partition, state in log.states.items():
                 info = await partition_info(js, layout, partition)
@@ -423,12 +433,12 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
                     capture(partition, state, {}, log.index, path), path, 0, "test", info.stream_id
                 )
                 await js.purge_stream(layout.stream(partition), seq=state.position + 1)
-                found = await Snapshots(js, layout).load_state(partition, info)
-                assert found is not None
-                assert found.position == state.position
+                is_found = await Snapshots(js, layout).load_state(partition, info)
+                assert is_found is not None
+                assert is_found.position == state.position
                 assert await Snapshots(js, layout).load_state(partition, info._replace(stream_id="another life")) is None
 
-        with_js(plane, take)
+        with_js(plane, save_snapshots)
         engine.say(30)
         with bridging(plane, engine.watch, name="second"):
             settled(log, engine)
@@ -437,8 +447,8 @@ def test_a_bridge_begins_with_a_snapshot_where_what_it_holds_was_purged(plane: P
         assert not any(isinstance(record, ResetRecord) for page in log.pages for record in page.records)
 
 
-def test_a_partition_that_must_not_be_created_is_reported_and_waited_for(tmp_path: Path) -> None:
-    """The other partitions go on; and when an operator creates it, so does this one."""
+def test_a_bridge_waits_for_a_partition_that_it_must_not_create(tmp_path: Path) -> None:
+    """The other partitions continue, and so does this one when an operator creates it."""
     bridges = {"user": "bridge", "password": "b", "permissions": {"publish": {"allow": [">"]}}}
     users = [bridges, {"user": "admin", "password": "a"}]
     with nats_server(tmp_path, authorization={"users": users}) as server:
@@ -446,24 +456,24 @@ def test_a_partition_that_must_not_be_created_is_reported_and_waited_for(tmp_pat
         admin = plane_at(server.url_of("admin:a"))
         names = {Layout("", 2).partition_of(name): name for name in ("e0", "e1", "e2", "e3", "e4", "e5")}
         with (
-            TalkingEngine(names[0]) as robbed,
+            TalkingEngine(names[0]) as deleted,
             TalkingEngine(names[1]) as other,
-            bridging(plane, robbed.watch, other.watch) as bridge,
+            bridging(plane, deleted.watch, other.watch) as bridge,
         ):
-            robbed.say(10)
+            deleted.say(10)
             other.say(10)
-            settled(Log(admin), robbed, other)
-            forbidding = {**bridges, "permissions": {"publish": {"deny": ["$JS.API.STREAM.CREATE.>"]}}}
-            server.configure(authorization={"users": [forbidding, users[1]]})
+            settled(Log(admin), deleted, other)
+            forbidden = {**bridges, "permissions": {"publish": {"deny": ["$JS.API.STREAM.CREATE.>"]}}}
+            server.configure(authorization={"users": [forbidden, users[1]]})
             layout = Layout(plane.name, 2)
             info = with_js(admin, lambda js: js.stream_info(layout.stream(0)))
             with_js(admin, lambda js: js.delete_stream(layout.stream(0)))
-            until("the report", lambda: "must not publish" in partition_of(bridge, names[0]).fault, SECONDS)
+            until("the fault", lambda: "must not publish" in partition_of(bridge, names[0]).fault, SECONDS)
             other.say(10)
-            robbed.say(10)
+            deleted.say(10)
             log = Log(admin)
             log.states.pop(0)
-            log.until("the other one", lambda log: len(log.numbers(names[1])) == 20)
+            log.until("the other partition", lambda log: len(log.numbers(names[1])) == 20)
             with_js(admin, lambda js: js.add_stream(info.config))
-            settled(Log(admin), robbed, other)
+            settled(Log(admin), deleted, other)
             until("no fault", lambda: not partition_of(bridge, names[0]).fault, SECONDS)

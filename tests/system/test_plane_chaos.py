@@ -1,4 +1,4 @@
-"""The chaos of a plane: its audit finds errors, and a round ends without one."""
+"""The chaos test of a plane: its audit finds errors, and a round ends without one."""
 
 from __future__ import annotations
 
@@ -18,43 +18,46 @@ from tests.system.plane_chaos.stage import HEALS, STRIKES, play
 DIGEST = bytes(range(16))
 
 
-def batched(seq: int, life: int = 1, incarnation: int = 0) -> BatchRecord:
-    payload = encode_batch(KVEventBatch(stamp(Key(life, seq), 1_000), []))
+def batch_record(seq: int, incarnation_key: int = 1, incarnation: int = 0) -> BatchRecord:
+    payload = encode_batch(KVEventBatch(stamp(Key(incarnation_key, seq), 1_000), []))
     return BatchRecord("engine", 0, incarnation, seq, False, payload)
 
 
-def audited(*pages: tuple[int, Record]) -> Audit:
+def audit_pages(*pages: tuple[int, Record]) -> Audit:
     audit = Audit()
     for position, record in pages:
         audit.take(position, Page(VERSION, "bridge", 0.0, [record]))
     return audit
 
 
-def test_an_audit_finds_what_is_there_twice_left_out_or_of_another_life() -> None:
+def test_an_audit_finds_batches_that_are_repeated_missing_or_of_another_incarnation() -> None:
     assert (
-        audited((1, batched(0)), (2, batched(1)), (3, IncarnationRecord("engine", 0, 1, "")), (4, batched(0, 2, 1))).flaws == []
+        audit_pages(
+            (1, batch_record(0)), (2, batch_record(1)), (3, IncarnationRecord("engine", 0, 1, "")), (4, batch_record(0, 2, 1))
+        ).flaws
+        == []
     )
-    assert "again" in audited((1, batched(0)), (2, batched(0))).flaws[0]
-    assert "too soon" in audited((1, batched(0)), (2, batched(2))).flaws[0]
-    assert "life 2" in audited((1, batched(0)), (2, batched(1, life=2))).flaws[0]
-    assert "begins again" in audited((1, batched(0)), (2, IncarnationRecord("engine", 0, 0, ""))).flaws[0]
-    assert audited((1, batched(0)), (2, GapRecord("engine", 0, 0, 1, 3)), (3, batched(4))).lost == 3
+    assert "again" in audit_pages((1, batch_record(0)), (2, batch_record(0))).flaws[0]
+    assert "too soon" in audit_pages((1, batch_record(0)), (2, batch_record(2))).flaws[0]
+    assert "life 2" in audit_pages((1, batch_record(0)), (2, batch_record(1, incarnation_key=2))).flaws[0]
+    assert "begins again" in audit_pages((1, batch_record(0)), (2, IncarnationRecord("engine", 0, 0, ""))).flaws[0]
+    assert audit_pages((1, batch_record(0)), (2, GapRecord("engine", 0, 0, 1, 3)), (3, batch_record(4))).lost == 3
 
 
-def test_an_audit_begins_again_where_pages_were_purged_meanwhile() -> None:
-    assert audited((1, batched(0)), (5, batched(7)), (6, batched(8))).flaws == []
+def test_an_audit_begins_again_after_purged_pages() -> None:
+    assert audit_pages((1, batch_record(0)), (5, batch_record(7)), (6, batch_record(8))).flaws == []
 
 
-def test_a_replica_that_is_exact_and_holds_something_else_is_wrong() -> None:
-    def of(trust: str, digest: bytes) -> str:
+def test_a_replica_is_wrong_if_it_is_exact_and_its_blocks_differ() -> None:
+    def kind_of(trust: str, digest: bytes) -> str:
         report = TrustReport({"engine": Held(trust, "why", digest, 1, 0)}, {}, "", "the log alone")
         return judge("r0", "engine", report, DIGEST).kind
 
-    assert [of("EXACT", DIGEST), of("EXACT", EMPTY), of("STALE", EMPTY)] == ["right", "wrong", "doubted"]
+    assert [kind_of("EXACT", DIGEST), kind_of("EXACT", EMPTY), kind_of("STALE", EMPTY)] == ["right", "wrong", "doubted"]
     assert judge("r0", "engine", TrustReport({}, {}, "the log is being read"), DIGEST).kind == "doubted"
 
 
-def test_claims_are_held_against_the_truth_of_their_number() -> None:
+def test_claims_are_compared_with_the_truth_at_their_sequence_number() -> None:
     facts = [{Key(1, 0).packed: DIGEST, Key(2, 1).packed: bytes(reversed(DIGEST))}]
     claims = [Claim(0, DIGEST, 0), Claim(0, DIGEST, 1), Claim(0, EMPTY, -1)]
     found = check_claims("r0", claims, facts, [True])
@@ -63,7 +66,7 @@ def test_claims_are_held_against_the_truth_of_their_number() -> None:
     assert not check_claims("r0", claims[:2], facts, [False]).wrong
 
 
-def test_a_round_is_the_same_for_the_same_seed_and_every_fault_can_be_done() -> None:
+def test_a_seed_gives_one_plan_and_every_fault_has_an_implementation() -> None:
     assert draw_plan("s", 3) == draw_plan("s", 3)
     assert draw_plan("s", 3) != draw_plan("s", 4)
     everything = draw_plan("s", 1, only=tuple(FAULTS), without=tuple(TRAITS))
@@ -80,9 +83,9 @@ def test_a_round_is_the_same_for_the_same_seed_and_every_fault_can_be_done() -> 
         ("kill bridge", "kill replica", "kill server"),
         ("servers lose pages", "bridge misses a life", "replica with a clock ahead"),
     ],
-    ids=["killed", "lied to"],
+    ids=["killed", "inconsistent"],
 )
-def test_a_round_ends_right(faults: tuple[str, ...]) -> None:
+def test_a_round_ends_without_an_error(faults: tuple[str, ...]) -> None:
     plan = draw_plan("tests", 1, only=faults, without=("cluster", "no snapshots"))
     outcome = play(plan)
     assert outcome.error == ""

@@ -34,33 +34,33 @@ RUNBOOK: Final = (ROOT / "docs" / "operations" / "plane-runbook.md").read_text()
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
-def expressions() -> list[tuple[str, str]]:
-    """Title and PromQL of each target, with the dashboard's variables as Grafana fills them in for All."""
+def find_expressions() -> list[tuple[str, str]]:
+    """Return title and PromQL of each target, with the dashboard's variables as Grafana sets them for All."""
     chosen = {"instance": ".*", "__rate_interval": "30s"}
     found = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     return [(title, re.sub(r"\$(\w+)", lambda variable: chosen[variable[1]], expression)) for title, expression in found]
 
 
-def metrics_in(expression: str) -> set[str]:
+def find_metrics(expression: str) -> set[str]:
     return set(re.findall(r"\bkvevents_\w+", expression))
 
 
 class Plane(NamedTuple):
-    """A replica, and the bridge whose pages it reads."""
+    """A replica and the bridge whose pages it reads."""
 
     replica: Service
     bridge: Program
     metrics_port: int
 
-    def pages(self) -> tuple[str, str]:
-        """The exports of the bridge and of the replica."""
+    def read_metrics(self) -> tuple[str, str]:
+        """Return the exported metrics of the bridge and of the replica."""
         with urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=SECONDS) as answer:
             return answer.read().decode(), self.replica.get("/metrics").body.decode()
 
     def exported(self) -> Samples:
-        """Samples of both by name."""
+        """Return the samples of both by name."""
         found: Samples = {}
-        for page in self.pages():
+        for page in self.read_metrics():
             for family in text_string_to_metric_families(page):
                 for sample in family.samples:
                     found.setdefault(sample.name, []).append((sample.labels, sample.value))
@@ -68,18 +68,27 @@ class Plane(NamedTuple):
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Plane]:
+def run_plane(folder: Path) -> Iterator[Plane]:
     with ExitStack() as stack:
         server = stack.enter_context(nats_server(folder))
         one = stack.enter_context(engine())
         port = quiet_port()
         worker = f"one={one.publisher.endpoint},{one.publisher.replay_endpoint}"
         limits = ("--partitions", 2, "--partition-size", "64MiB")
-        followed = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--bridge-name", "bridge")
-        bridge = stack.enter_context(Program("bridge", "--nats", server.url, *limits, *followed))
-        # One that holds a share exports what every replica does, and more.
-        own = quiet_port()
-        shard = ("--port", own, "--replica-name", "a", "--shard-url", f"http://127.0.0.1:{own}", "--replication-factor", 1)
+        source_options = ("--model", MODEL, "--worker", worker, "--metrics-port", port, "--bridge-name", "bridge")
+        bridge = stack.enter_context(Program("bridge", "--nats", server.url, *limits, *source_options))
+        # A replica with a shard exports the metrics of every replica, and more.
+        service_port = quiet_port()
+        shard = (
+            "--port",
+            service_port,
+            "--replica-name",
+            "a",
+            "--shard-url",
+            f"http://127.0.0.1:{service_port}",
+            "--replication-factor",
+            1,
+        )
         replica = stack.enter_context(serving("--nats", server.url, "--snapshot-seconds", "0.5", *shard))
         one.store(range(64))
         replica.exact("one", blocks=4)
@@ -89,29 +98,29 @@ def running(folder: Path) -> Iterator[Plane]:
 
 
 @pytest.fixture(scope="module", name="plane")
-def running_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
-    with running(tmp_path_factory.mktemp("nats")) as plane:
+def start_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    with run_plane(tmp_path_factory.mktemp("nats")) as plane:
         yield plane
 
 
 # --- what is exported --------------------------------------------------------------------------------------------------------
 
 
-def test_every_metric_that_is_used_is_exported_with_the_labels_that_are_used(plane: Plane) -> None:
-    """So that neither a dashboard nor an alert looks at nothing."""
+def test_every_metric_of_the_dashboard_and_the_alerts_is_exported_with_its_labels(plane: Plane) -> None:
+    """No panel and no alert refers to a metric or label that does not exist."""
     exported = plane.exported()
-    for title, expression in [*expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
-        assert metrics_in(expression) <= exported.keys(), title
+    for title, expression in [*find_expressions(), *((rule["alert"], rule["expr"]) for rule in ALERTS)]:
+        assert find_metrics(expression) <= exported.keys(), title
         grouped = re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
-        wanted = {label.strip() for labels in grouped for label in labels.split(",")} - {"instance", "job"}
-        labels = {label for name in metrics_in(expression) for label in exported[name][0][0]}
-        assert wanted <= labels, title
+        expected = {label.strip() for labels in grouped for label in labels.split(",")} - {"instance", "job"}
+        labels = {label for name in find_metrics(expression) for label in exported[name][0][0]}
+        assert expected <= labels, title
 
 
-def test_all_is_well_where_all_is_well(plane: Plane) -> None:
-    """Values, not only names: those that alerts are about are as the alerts want them."""
+def test_metrics_of_a_plane_without_faults_have_values_without_faults(plane: Plane) -> None:
+    """The test checks the values of the metrics that alerts use."""
     found = {name: [value for _, value in samples] for name, samples in plane.exported().items()}
-    wanted = {
+    expected = {
         "kvevents_plane_synced": [1],
         "kvevents_plane_readable": [1],
         "kvevents_plane_bridges": [1],
@@ -133,19 +142,19 @@ def test_all_is_well_where_all_is_well(plane: Plane) -> None:
         "kvevents_bridge_network_failure_suspected": [0],
         "kvevents_bridge_invalid_records_total": [0],
     }
-    assert {name: found[name] for name in wanted} == wanted
+    assert {name: found[name] for name in expected} == expected
     assert time() - min(found["kvevents_plane_partition_last_page_timestamp_seconds"]) < 10
 
 
-def test_the_reference_lists_what_is_exported(plane: Plane) -> None:
-    """Each metric with its help text, and with the labels of its samples."""
-    of_bridge, of_replica = map(exported, plane.pages())
+def test_the_reference_lists_the_exported_metrics(plane: Plane) -> None:
+    """The reference has each metric with its help text and with the labels of its samples."""
+    of_bridge, of_replica = map(exported, plane.read_metrics())
     assert of_bridge == listed("Bridge")
     of_service = listed("Service").keys()
     assert {name: metric for name, metric in of_replica.items() if name not in of_service} == listed("Replica")
 
 
-# --- the kit itself ----------------------------------------------------------------------------------------------------------
+# --- dashboard and alerts------------------------------------------------------------------------------------------------------
 
 
 def test_every_alert_has_annotations_and_a_runbook_section() -> None:
@@ -161,7 +170,7 @@ def test_every_alert_has_annotations_and_a_runbook_section() -> None:
 
 
 def test_the_dashboard_can_be_imported_anywhere() -> None:
-    """It names no data source of its own, panels lie side by side, and every variable exists."""
+    """The dashboard names no data source, its panels do not overlap, and every variable exists."""
     variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
     assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD))) <= variables | {"__rate_interval", "__all"}
     panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -169,16 +178,21 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
         assert {target["datasource"]["uid"] for target in panel["targets"]} | {panel["datasource"]["uid"]} == {"${datasource}"}
         assert panel["description"]
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    cells = [(x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])]
+    positions = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    cells = [
+        (x, y)
+        for position in positions
+        for x in range(position["x"], position["x"] + position["w"])
+        for y in range(position["y"], position["y"] + position["h"])
+    ]
     assert len(set(cells)) == len(cells)
     assert max(x for x, _ in cells) < 24
 
 
 @needs_prometheus
 @pytest.mark.parametrize("check", [("check", "rules", RULES), ("test", "rules", RULES_TEST)], ids=["check", "test"])
-def test_the_rules_are_right(check: tuple[object, ...]) -> None:
-    """They can be loaded; and each fires when it should, and not before."""
+def test_alerts_fire_when_they_are_due_and_not_before(check: tuple[object, ...]) -> None:
+    """promtool can load the rules, and each alert passes its test."""
     done = subprocess.run([PROMTOOL, *map(str, check)], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -187,7 +201,7 @@ def test_the_rules_are_right(check: tuple[object, ...]) -> None:
 
 
 @contextmanager
-def scraping(plane: Plane, home: Path) -> Iterator[Prometheus]:
+def start_prometheus(plane: Plane, home: Path) -> Iterator[Prometheus]:
     (home / "rules.yaml").write_text(re.sub(r"for: \d+m", "for: 0s", RULES.read_text()))
     targets = [f"{plane.replica.host}:{plane.replica.port}", f"127.0.0.1:{plane.metrics_port}"]
     settings = {
@@ -201,31 +215,31 @@ def scraping(plane: Plane, home: Path) -> Iterator[Prometheus]:
     with Program(command=(*command, f"--web.listen-address={address}")) as program:
         program.err.wait("Server is ready to receive web requests")
         prometheus = Prometheus(f"http://{address}")
-        until("scrapes enough for a rate", lambda: scraped(prometheus) >= 3)
+        until("enough scrapes for a rate", lambda: scraped(prometheus) >= 3)
         yield prometheus
 
 
 @pytest.fixture(scope="module", name="prometheus")
 def scraping_prometheus(plane: Plane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    with scraping(plane, tmp_path_factory.mktemp("prometheus")) as prometheus:
+    with start_prometheus(plane, tmp_path_factory.mktemp("prometheus")) as prometheus:
         yield prometheus
 
 
 @needs_prometheus
-def test_every_panel_shows_something(plane: Plane, prometheus: Prometheus) -> None:
-    for title, expression in expressions():
-        until(f"{title} to show something", lambda: prometheus.query(expression))  # noqa: B023 - called at once
+def test_every_panel_shows_data(plane: Plane, prometheus: Prometheus) -> None:
+    for title, expression in find_expressions():
+        until(f"{title} to show data", lambda: prometheus.query(expression))  # noqa: B023 - called at once
 
 
 @needs_prometheus
 def test_an_alert_fires_when_the_bridge_is_killed(tmp_path: Path) -> None:
-    """In a plane of its own, which the other tests do not need."""
-    with running(tmp_path) as plane, scraping(plane, tmp_path) as prometheus:
+    """The test has a plane of its own, which the other tests do not need."""
+    with run_plane(tmp_path) as plane, start_prometheus(plane, tmp_path) as prometheus:
 
         def firing() -> set[str]:
             return {labels["alertname"] for labels in prometheus.firing()}
 
-        until("nothing to fire", lambda: not firing())
+        until("no firing alert", lambda: not firing())
         plane.bridge.process.kill()
         until("KveventsBridgeAbsent", lambda: "KveventsBridgeAbsent" in firing())
         assert not firing() & {

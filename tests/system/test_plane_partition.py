@@ -1,6 +1,6 @@
-"""A network that is split: servers, bridges and replicas on hosts of their own, some of which are cut off for a while.
+"""A split network: servers, bridges and replicas run on hosts of their own, and some are cut off for a while.
 
-During the split no replica claims what cannot be known; afterwards every replica holds what the engine holds.
+During the split no replica claims what it cannot know; afterwards every replica holds what the engine holds.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ SECONDS = 90.0
 """Deadline of every wait: servers of which one is cut off take up to half a minute to elect leaders."""
 PACE = 0.01
 PING = 1.0
-"""Seconds between two questions whether a server is there, so that one that is cut off is left soon."""
+"""Seconds between two pings of a server, so that a server that is cut off is left soon."""
 
 
 @pytest.fixture(scope="module", name="net")
-def net_of_all() -> Iterator[Network]:
-    with network(*SERVERS, *REPLICAS, *BRIDGES) as found:
-        yield found
+def make_network() -> Iterator[Network]:
+    with network(*SERVERS, *REPLICAS, *BRIDGES) as running_scene:
+        yield running_scene
 
 
 @pytest.fixture(scope="module")
 def cluster(net: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
     each = {name: {"host": net.addresses[name], "command": net.command(name)} for name in SERVERS}
-    with nats_cluster(tmp_path_factory.mktemp("nats"), each=each, ping_interval="1s", ping_max=2) as found:
-        yield found
+    with nats_cluster(tmp_path_factory.mktemp("nats"), each=each, ping_interval="1s", ping_max=2) as running_scene:
+        yield running_scene
 
 
-class Elsewhere(Serving):
+class ReplicaOnHost(Serving):
     """A replica on a host of its own."""
 
     def __init__(self, net: Network, host: str, plane: PlaneSettings) -> None:
@@ -64,44 +64,44 @@ class Elsewhere(Serving):
     def trust(self) -> Trust:
         return next((member.trust for member in list(self.fleet.members.values())), Trust.CONNECTING)
 
-    def is_stale(self, why: str) -> bool:
-        return self.trust == Trust.STALE and why in self.trust.reason
+    def is_stale(self, text: str) -> bool:
+        return self.trust == Trust.STALE and text in self.trust.reason
 
 
 class Scene:
-    """An engine beside the test, bridges and replicas on their hosts, and the log of it all."""
+    """An engine beside the test, bridges and replicas on their hosts, and the log that they share."""
 
     def __init__(self, net: Network, cluster: NatsCluster, engine: TalkingEngine, plane: PlaneSettings) -> None:
         self.net, self.cluster, self.engine, self.plane = net, cluster, engine, plane
-        self.replicas: list[Elsewhere] = []
+        self.replicas: list[ReplicaOnHost] = []
         self.log = Log(plane)
 
     @property
     def leader(self) -> str:
-        """The server that leads the only partition."""
+        """Return the server that leads the only partition."""
         return self.cluster.leader_of(Layout(self.plane.name, 1).stream(0))
 
-    def goes_on(self) -> None:
-        """More of the engine comes into the log."""
-        before = self._written()
-        until("more in the log", lambda: self._written() > before, SECONDS)
+    def wait_for_more(self) -> None:
+        """Wait until more batches of the engine are in the log."""
+        before = self._count_written()
+        until("more in the log", lambda: self._count_written() > before, SECONDS)
 
-    def _written(self) -> int:
+    def _count_written(self) -> int:
         with suppress(NatsError):  # the partition has no leader at the moment
             self.log.read()
         return len(self.log.numbers(self.engine.name))
 
-    def settles(self) -> None:
-        """Wait until every replica holds what the engine holds; the log must say it once."""
+    def wait_until_equal(self) -> None:
+        """Wait until every replica holds what the engine holds; the log must contain each batch once."""
         settled(self.log, self.engine)
-        until("the truth in every replica", self._is_everywhere, SECONDS)
+        until("every replica to equal the engine", self._are_equal, SECONDS)
 
-    def _is_everywhere(self) -> bool:
+    def _are_equal(self) -> bool:
         return all(each.is_exact and each.digest == self.engine.truth.digest for each in self.replicas)
 
 
 @contextmanager
-def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, ...]) -> Iterator[Scene]:
+def run_scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, ...]) -> Iterator[Scene]:
     plane = PlaneSettings(
         servers=cluster.urls,
         name=name,
@@ -112,10 +112,10 @@ def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, 
         reader=ReaderLimits(digest_pages=2),
         replicas=ReplicaTimers(compare_seconds=0.1),
     )
-    at = f"tcp://{net.address}:*"
+    bind_endpoint = f"tcp://{net.address}:*"
     with ExitStack() as stack:
         stack.callback(net.heal)
-        engine = stack.enter_context(TalkingEngine(endpoint=at, replay_endpoint=at, bind=True))
+        engine = stack.enter_context(TalkingEngine(endpoint=bind_endpoint, replay_endpoint=bind_endpoint, bind=True))
         publisher = engine.publisher
         registration = Registration(
             instance="one", endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint, model=MODEL
@@ -125,55 +125,54 @@ def scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[str, 
         for bridge in bridges:
             process = BridgeProcess(plane, engine, name=bridge, command=net.command(bridge), ping=PING, dead_seconds=600.0)
             stack.enter_context(process).wait_until_ready()
-        found = Scene(net, cluster, engine, plane)
-        found.replicas = [Elsewhere(net, host, plane) for host in REPLICAS]
-        for each in found.replicas:
+        running_scene = Scene(net, cluster, engine, plane)
+        running_scene.replicas = [ReplicaOnHost(net, host, plane) for host in REPLICAS]
+        for each in running_scene.replicas:
             stack.callback(Running(each).end)
         with engine.talking(PACE):
-            until("replicas", lambda: all(each.is_exact for each in found.replicas), SECONDS)
-        yield found
+            until("replicas", lambda: all(each.is_exact for each in running_scene.replicas), SECONDS)
+        yield running_scene
         net.heal()
-        found.settles()
+        running_scene.wait_until_equal()
 
 
 def test_a_bridge_that_is_cut_off_is_reported_by_every_replica(net: Network, cluster: NatsCluster) -> None:
-    """From servers and engines alike: nothing is EXACT until it is back, and then what it has missed is there."""
-    with scene(net, cluster, "bridge", bridges=("b1",)) as found, found.engine.talking(PACE):
+    """The bridge is cut off from servers and engines: no replica is EXACT until it returns, and then no batch is missing."""
+    with run_scene(net, cluster, "bridge", bridges=("b1",)) as running_scene, running_scene.engine.talking(PACE):
         net.split("b1")
         until(
-            "doubt",
-            lambda: all(each.is_stale("no bridge that") for each in found.replicas),
+            "every replica to be STALE",
+            lambda: all(each.is_stale("no bridge that") for each in running_scene.replicas),
             SECONDS,
         )
         net.heal()
-        found.goes_on()
+        running_scene.wait_for_more()
 
 
-def test_a_replica_that_is_cut_off_says_so(net: Network, cluster: NatsCluster) -> None:
-    """It says so to clients that still reach it; the other one is EXACT all the while."""
-    with scene(net, cluster, "replica", bridges=("b1",)) as found, found.engine.talking(PACE):
-        one, two = found.replicas
-        net.split(one.replica.name)
-        until("doubt", lambda: one.trust == Trust.STALE, SECONDS)
-        found.goes_on()
-        assert two.is_exact
+def test_a_replica_that_is_cut_off_reports_that_it_is_stale(net: Network, cluster: NatsCluster) -> None:
+    """It reports STALE to clients that still reach it; the other replica is EXACT all the time."""
+    with run_scene(net, cluster, "replica", bridges=("b1",)) as running_scene, running_scene.engine.talking(PACE):
+        first, second = running_scene.replicas
+        net.split(first.replica.name)
+        until("the replica to be STALE", lambda: first.trust == Trust.STALE, SECONDS)
+        running_scene.wait_for_more()
+        assert second.is_exact
         net.heal()
-        until("it to be sure again", lambda: one.is_exact, SECONDS)
+        until("the replica to be EXACT again", lambda: first.is_exact, SECONDS)
 
 
 @pytest.mark.skipif("KVEVENTS_LONG" not in os.environ, reason="servers take a minute to elect again: `make partitions`")
-def test_two_halves_of_everything(net: Network, cluster: NatsCluster) -> None:
-    """There a bridge, a replica and the server that leads the partition; here the engine and another one of each, and two
-    servers.
+def test_the_majority_continues_when_the_network_splits_in_two_halves(net: Network, cluster: NatsCluster) -> None:
+    """The minority is a bridge, a replica and the server that leads the partition; the majority has the engine and the rest.
 
-    Here it goes on under another leader, and there every process knows that it cannot.
+    The majority continues under another leader, and every process of the minority reports that it cannot.
     """
-    with scene(net, cluster, "halves", bridges=BRIDGES) as found, found.engine.talking(PACE):
-        one, two = found.replicas
-        net.split("b2", two.replica.name, found.leader)
-        until("doubt", lambda: two.trust == Trust.STALE, SECONDS)
-        found.goes_on()
-        until("the one half to be sure", lambda: one.is_exact, SECONDS)
-        assert two.trust == Trust.STALE
+    with run_scene(net, cluster, "halves", bridges=BRIDGES) as running_scene, running_scene.engine.talking(PACE):
+        first, second = running_scene.replicas
+        net.split("b2", second.replica.name, running_scene.leader)
+        until("the replica of the minority to be STALE", lambda: second.trust == Trust.STALE, SECONDS)
+        running_scene.wait_for_more()
+        until("the majority to be EXACT", lambda: first.is_exact, SECONDS)
+        assert second.trust == Trust.STALE
         net.heal()
-        until("the other half to be sure", lambda: two.is_exact, SECONDS)
+        until("the minority to be EXACT", lambda: second.is_exact, SECONDS)

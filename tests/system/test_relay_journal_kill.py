@@ -1,4 +1,4 @@
-"""A process that appends is killed repeatedly, and the next one continues."""
+"""A process that appends to a journal is killed repeatedly, and the next process continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import paths
 from relay_journal_cases import TINY, crash, open_journal, payload_of
 
 KILLS = 8
-LIFE = 5
+INCARNATION = 5
 CHILD = """
 import sys
 from dataclasses import replace
@@ -37,14 +37,14 @@ while True:
 """
 
 
-def test_a_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+def test_batches_that_a_journal_acknowledged_survive_sigkill(tmp_path: Path) -> None:
     """Numbers continue without a gap through all processes, and each payload belongs to its number."""
-    dice = random.Random(11)
+    rng = random.Random(11)
     path, acknowledged, compacted = tmp_path / "journal", -1, 0
     for _ in range(KILLS):
         child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, cwd=paths.TESTS / "support")
         assert child.stdout is not None
-        for _ in range(dice.randint(1, 600)):
+        for _ in range(rng.randint(1, 600)):
             acknowledged = int(child.stdout.readline())
         child.kill()
         rest = child.stdout.read().splitlines(keepends=True)
@@ -57,10 +57,10 @@ def test_a_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
         assert acknowledged < found.next_number <= acknowledged + 1 + 4
         number = found.snapshot_number
         assert list(found.parts()) == ([] if number < 0 else [payload_of(number, 400)] * 3)
-        wanted = [(each, payload_of(each, each % 300)) for each in range(number + 1, found.next_number)]
-        assert [(each.number, each.payload) for each in found.batches()] == wanted
+        expected = [(each, payload_of(each, each % 300)) for each in range(number + 1, found.next_number)]
+        assert [(each.number, each.payload) for each in found.batches()] == expected
         assert found.positions == {0: (1, found.next_number - 1)}
-        assert found.incarnation == LIFE
+        assert found.incarnation == INCARNATION
         compacted += number >= 0
         crash(journal)
     assert compacted > 1

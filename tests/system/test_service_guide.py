@@ -1,4 +1,4 @@
-"""docs/guides/service.md is true: its settings are those of the code, its files can be read, and its requests work."""
+"""docs/guides/service.md agrees with the code: it names all settings, its files are valid, and its requests work."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 
-def test_every_field_of_an_engine_is_named() -> None:
-    """Those of `[[sources]]` and `[[dns]]`: in the example, or in the table below it."""
+def test_the_guide_names_every_field_of_an_engine() -> None:
+    """The fields of `[[sources]]` and `[[dns]]` are in the example or in the table below it."""
     text = GUIDE.read_text().split("## Engines")[1].split("\n## ")[0]
     for field in {*SourceTable.__struct_fields__, *DnsTable.__struct_fields__}:
         assert f"`{field}`" in text or f"\n{field} = " in text, field
-    assert re.search(r'\[\[dns\]\].*\n(.+\n)*replay_endpoint = "tcp://\*:\d+"', text), "without it nothing is ever EXACT"
+    assert re.search(r'\[\[dns\]\].*\n(.+\n)*replay_endpoint = "tcp://\*:\d+"', text), (
+        "without a replay endpoint no stream becomes EXACT"
+    )
 
 
 def test_the_files_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are checked as they stand, with the files that they name."""
+    """`serve --check` accepts each file as it is, with the files that it names."""
     folder = make_certificates(tmp_path)
     (tmp_path / "read").write_text("a" * 20)
     monkeypatch.setenv("KVEVENTS_REGISTER", "b" * 20)
