@@ -59,7 +59,7 @@ REASONS_BY_COMMAND = {
     "kvevents demo": "half a minute: make wheels-check runs it; test_cli_demo.py",
     "kvevents top": "needs a terminal: test_cli_service.py",
     "kvevents sim compare\n": "test_sim_defaults.py compares each word of what it prints",
-    "kvevents serve --nats nats://n1.example:4222": "three hosts: test_service_shards_processes.py runs such replicas",
+    "kvevents serve --nats nats://n1.example:4222": "three hosts: test_service_shards_processes.py runs three replicas",
     "kvevents conform": "minutes, and downloads: test_conform.py runs a scenario",
     "kvevents plane status --nats nats://HOST:4222 --plane NAME": "the same command runs in guides/plane.md",
     "curl -s http://REPLICA:8090/readyz": "the same command runs in operations/runbook.md",
@@ -83,17 +83,17 @@ PYTHON = {
 """The test that executes the Python of a document."""
 
 TOML = {
-    "docs/guides/service.md": "test_the_files_can_be_read",
+    "docs/guides/service.md": "test_the_settings_of_the_guide_are_accepted",
     "docs/guides/kubernetes.md": "test_the_settings_in_the_guide_to_kubernetes_are_accepted",
     "docs/guides/plane.md": "test_the_settings_in_the_guide_to_planes_are_accepted",
 }
 JSON = {
-    "docs/guides/service.md": "test_the_requests_work",
+    "docs/guides/service.md": "test_the_requests_of_the_guide_work",
     "docs/guides/workloads.md": "test_the_guide_is_true",
     "docs/reference/conformance.md": "test_the_scenario_in_the_reference_is_valid",
 }
 
-RUN_BY_OTHER_TESTS = {"docs/guides/service.md": ("curl", "test_the_requests_work")}
+RUN_BY_OTHER_TESTS = {"docs/guides/service.md": ("curl", "test_the_requests_of_the_guide_work")}
 """Programs in documents whose commands another test runs, and that test."""
 
 

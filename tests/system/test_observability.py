@@ -1,6 +1,6 @@
 """The dashboard, the alerts and the runbook agree with the metrics of a real service, and a real Prometheus evaluates them.
 
-The service follows engines with every fault that has a metric. One engine loses a batch for good, one has a gap that replay
+The service follows engines with every fault that has a metric. One engine loses a batch permanently, one has a gap that replay
 repairs, and one restarts. One sends invalid events, one sends a wrong digest, and one is killed.
 """
 

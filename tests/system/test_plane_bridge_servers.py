@@ -107,15 +107,15 @@ def test_deleted_buckets_are_created_again(plane: PlaneSettings) -> None:
         for name in streams:
             await js.delete_stream(name)
 
-    async def is_found(js: JetStreamContext) -> bool:
+    async def found(js: JetStreamContext) -> bool:
         return {*streams} <= {info.config.name for info in await js.streams_info()}
 
     layout = Layout(plane.name, plane.partitions)
     streams = (f"KV_{layout.bucket}", f"KV_{layout.leases}", f"OBJ_{layout.snapshots}")
     with bridging(plane, unreadable_seconds=0.2):
-        assert with_js(plane, is_found)
+        assert with_js(plane, found)
         with_js(plane, remove)
-        until("the buckets", lambda: with_js(plane, is_found), SECONDS)
+        until("the buckets", lambda: with_js(plane, found), SECONDS)
 
 
 def test_nothing_is_lost_when_a_server_pauses(tmp_path: Path) -> None:
@@ -343,13 +343,13 @@ async def delete_partitions(plane: PlaneSettings, js: JetStreamContext) -> None:
 
 async def stream_ids(plane: PlaneSettings, js: JetStreamContext) -> list[str | None]:
     """Return the stream id of each partition, or None if its stream does not exist."""
-    is_found: list[str | None] = []
+    found: list[str | None] = []
     for partition in range(plane.partitions):
         try:
-            is_found.append((await partition_info(js, Layout(plane.name, plane.partitions), partition)).stream_id)
+            found.append((await partition_info(js, Layout(plane.name, plane.partitions), partition)).stream_id)
         except PlaneError:
-            is_found.append(None)
-    return is_found
+            found.append(None)
+    return found
 
 
 def are_new(plane: PlaneSettings, before: list[str | None]) -> bool:
@@ -404,15 +404,15 @@ def test_a_partition_is_readable_if_its_first_page_is_present_or_a_replica_holds
         layout = await create_plane(js, plane)
         for _ in range(5):
             await js.publish(layout.subject(0), b"page")
-        is_found = [await Snapshots(js, layout).is_readable(0, await partition_info(js, layout, 0), first_page=1)]
+        found = [await Snapshots(js, layout).is_readable(0, await partition_info(js, layout, 0), first_page=1)]
         await js.purge_stream(layout.stream(0), seq=4)
         state = await partition_info(js, layout, 0)
-        is_found += [await Snapshots(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
+        found += [await Snapshots(js, layout).is_readable(0, state, begins_at) for begins_at in (1, 3, 4)]
         bucket = await js.key_value(layout.leases)
         for partition in (1, 0):
             await bucket.put(f"{DIGEST_PREFIX}replica", ReplicaDigests.of({partition: [PartitionDigest.of(3, {})]}).encode())
-            is_found.append(await Snapshots(js, layout).is_readable(0, state, first_page=1))
-        return is_found
+            found.append(await Snapshots(js, layout).is_readable(0, state, first_page=1))
+        return found
 
     assert with_js(plane, check_readability) == [True, False, False, True, False, True]
 
@@ -433,9 +433,9 @@ def test_a_bridge_begins_with_a_snapshot_if_its_pages_were_purged(plane: PlaneSe
                     capture(partition, state, {}, log.index, path), path, 0, "test", info.stream_id
                 )
                 await js.purge_stream(layout.stream(partition), seq=state.position + 1)
-                is_found = await Snapshots(js, layout).load_state(partition, info)
-                assert is_found is not None
-                assert is_found.position == state.position
+                found = await Snapshots(js, layout).load_state(partition, info)
+                assert found is not None
+                assert found.position == state.position
                 assert await Snapshots(js, layout).load_state(partition, info._replace(stream_id="another life")) is None
 
         with_js(plane, save_snapshots)

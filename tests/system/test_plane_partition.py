@@ -38,15 +38,15 @@ PING = 1.0
 
 @pytest.fixture(scope="module", name="net")
 def make_network() -> Iterator[Network]:
-    with network(*SERVERS, *REPLICAS, *BRIDGES) as running_scene:
-        yield running_scene
+    with network(*SERVERS, *REPLICAS, *BRIDGES) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def cluster(net: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
     each = {name: {"host": net.addresses[name], "command": net.command(name)} for name in SERVERS}
-    with nats_cluster(tmp_path_factory.mktemp("nats"), each=each, ping_interval="1s", ping_max=2) as running_scene:
-        yield running_scene
+    with nats_cluster(tmp_path_factory.mktemp("nats"), each=each, ping_interval="1s", ping_max=2) as running:
+        yield running
 
 
 class ReplicaOnHost(Serving):
@@ -125,37 +125,37 @@ def run_scene(net: Network, cluster: NatsCluster, name: str, *, bridges: tuple[s
         for bridge in bridges:
             process = BridgeProcess(plane, engine, name=bridge, command=net.command(bridge), ping=PING, dead_seconds=600.0)
             stack.enter_context(process).wait_until_ready()
-        running_scene = Scene(net, cluster, engine, plane)
-        running_scene.replicas = [ReplicaOnHost(net, host, plane) for host in REPLICAS]
-        for each in running_scene.replicas:
+        running = Scene(net, cluster, engine, plane)
+        running.replicas = [ReplicaOnHost(net, host, plane) for host in REPLICAS]
+        for each in running.replicas:
             stack.callback(Running(each).end)
         with engine.talking(PACE):
-            until("replicas", lambda: all(each.is_exact for each in running_scene.replicas), SECONDS)
-        yield running_scene
+            until("replicas", lambda: all(each.is_exact for each in running.replicas), SECONDS)
+        yield running
         net.heal()
-        running_scene.wait_until_equal()
+        running.wait_until_equal()
 
 
 def test_a_bridge_that_is_cut_off_is_reported_by_every_replica(net: Network, cluster: NatsCluster) -> None:
     """The bridge is cut off from servers and engines: no replica is EXACT until it returns, and then no batch is missing."""
-    with run_scene(net, cluster, "bridge", bridges=("b1",)) as running_scene, running_scene.engine.talking(PACE):
+    with run_scene(net, cluster, "bridge", bridges=("b1",)) as running, running.engine.talking(PACE):
         net.split("b1")
         until(
             "every replica to be STALE",
-            lambda: all(each.is_stale("no bridge that") for each in running_scene.replicas),
+            lambda: all(each.is_stale("no bridge that") for each in running.replicas),
             SECONDS,
         )
         net.heal()
-        running_scene.wait_for_more()
+        running.wait_for_more()
 
 
 def test_a_replica_that_is_cut_off_reports_that_it_is_stale(net: Network, cluster: NatsCluster) -> None:
     """It reports STALE to clients that still reach it; the other replica is EXACT all the time."""
-    with run_scene(net, cluster, "replica", bridges=("b1",)) as running_scene, running_scene.engine.talking(PACE):
-        first, second = running_scene.replicas
+    with run_scene(net, cluster, "replica", bridges=("b1",)) as running, running.engine.talking(PACE):
+        first, second = running.replicas
         net.split(first.replica.name)
         until("the replica to be STALE", lambda: first.trust == Trust.STALE, SECONDS)
-        running_scene.wait_for_more()
+        running.wait_for_more()
         assert second.is_exact
         net.heal()
         until("the replica to be EXACT again", lambda: first.is_exact, SECONDS)
@@ -167,11 +167,11 @@ def test_the_majority_continues_when_the_network_splits_in_two_halves(net: Netwo
 
     The majority continues under another leader, and every process of the minority reports that it cannot.
     """
-    with run_scene(net, cluster, "halves", bridges=BRIDGES) as running_scene, running_scene.engine.talking(PACE):
-        first, second = running_scene.replicas
-        net.split("b2", second.replica.name, running_scene.leader)
+    with run_scene(net, cluster, "halves", bridges=BRIDGES) as running, running.engine.talking(PACE):
+        first, second = running.replicas
+        net.split("b2", second.replica.name, running.leader)
         until("the replica of the minority to be STALE", lambda: second.trust == Trust.STALE, SECONDS)
-        running_scene.wait_for_more()
+        running.wait_for_more()
         until("the majority to be EXACT", lambda: first.is_exact, SECONDS)
         assert second.trust == Trust.STALE
         net.heal()

@@ -33,7 +33,7 @@ def test_the_guide_names_every_field_of_an_engine() -> None:
     )
 
 
-def test_the_files_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_the_guide_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`serve --check` accepts each file as it is, with the files that it names."""
     folder = make_certificates(tmp_path)
     (tmp_path / "read").write_text("a" * 20)
@@ -55,7 +55,7 @@ def test_the_files_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (ended.code, ended.err.strip()) == (0, "these settings can be used")
 
 
-def test_the_requests_work(tmp_path: Path) -> None:
+def test_the_requests_of_the_guide_work(tmp_path: Path) -> None:
     tokens = list(range(16))
     (tmp_path / "prompt.u32").write_bytes(array("I", tokens).tobytes())
     with engine(seed=1) as made, serving() as service:

@@ -1,6 +1,6 @@
-"""The service's page in a real Chromium, against a real `kvevents serve` and real events.
+"""The service's page works in a real Chromium, against a real `kvevents serve` and real events.
 
-Nothing is faked but the hand on the keyboard: publishers are ours, on sockets, and the browser is Debian's.
+Only the user is simulated: the publishers are ours, on sockets, and the browser is Debian's.
 """
 
 from __future__ import annotations
@@ -32,18 +32,24 @@ pytestmark = [
 MODEL = "tiny"
 BLOCK = 16
 SIZES = [(1400, 900), (360, 780)]
-WAYS_OUT = ("<img src=x onerror=alert(1)>", "<script>alert(2)</script>", "\"'><svg onload=alert(3)>", "{{nonce}}", "a" * 500)
+HOSTILE_NAMES = (
+    "<img src=x onerror=alert(1)>",
+    "<script>alert(2)</script>",
+    "\"'><svg onload=alert(3)>",
+    "{{nonce}}",
+    "a" * 500,
+)
 
 
 @pytest.fixture(scope="module", name="browser")
-def one_browser() -> Iterator[Chromium]:
+def start_browser() -> Iterator[Chromium]:
     with Chromium() as browser:
         yield browser
 
 
 @pytest.fixture(name="page")
 def clean_page(browser: Chromium) -> Iterator[Chromium]:
-    """The browser with nothing open, wide and light. Afterwards: no script has opened a dialog, and no other host was asked."""
+    """Yield a wide, light window without a page; afterwards check that no dialog was opened and no other host was contacted."""
     browser.look(*SIZES[0])
     browser.forget()
     yield browser
@@ -55,7 +61,7 @@ def clean_page(browser: Chromium) -> Iterator[Chromium]:
 
 @contextmanager
 def serving(*args: object) -> Iterator[tuple[Program, str]]:
-    """A service at a port of its choice, and its URL."""
+    """Yield a service at a port of its choice, and its URL."""
     with Program("serve", "--port", 0, *args) as program:
         line = program.err.wait("listening at http")
         found = re.search(r"http://\S+", line)
@@ -63,7 +69,7 @@ def serving(*args: object) -> Iterator[tuple[Program, str]]:
         yield program, found[0]
 
 
-def worker(publisher: ZmqEventPublisher, name: str = "engine-0") -> tuple[object, ...]:
+def worker_options(publisher: ZmqEventPublisher, name: str = "engine-0") -> tuple[object, ...]:
     return "--model", MODEL, "--block-size", BLOCK, "--worker", f"{name}={publisher.endpoint},{publisher.replay_endpoint}"
 
 
@@ -73,15 +79,15 @@ def post(url: str, body: dict[str, Any]) -> int:
         return int(answer.status)
 
 
-def stored(first: int, blocks: int, medium: str = "GPU") -> EventBatch:
-    """Blocks `first` and so on of one prompt, whose tokens are 0, 1, 2 ..."""
+def store_event(first: int, blocks: int, medium: str = "GPU") -> EventBatch:
+    """Return an event that stores blocks `first` and so on of one prompt, whose tokens are 0, 1, 2 ..."""
     hashes = [number + 1 for number in range(first, first + blocks)]
     tokens = list(range(first * BLOCK, (first + blocks) * BLOCK))
     return EventBatch(time(), [BlockStored(hashes, first or None, tokens, BLOCK, medium=medium)])
 
 
-def cell(selector: str, instance: str = "engine-0") -> str:
-    """An expression: the text of a cell in the row of an engine."""
+def cell_script(selector: str, instance: str = "engine-0") -> str:
+    """Return a script that returns the text of a cell in the row of an engine."""
     row = f"find(row => row.querySelector('bdi')?.textContent === {json.dumps(instance)})"
     return f"[...document.querySelectorAll('#fleet tbody tr')].{row}?.querySelector({json.dumps(selector)})?.textContent"
 
@@ -90,84 +96,87 @@ EMPTY = EventBatch(0.0, [])
 TRUST, REASON, BLOCKS = ".why .trust", ".why", "[data-label=Blocks]"
 
 
-def text(selector: str) -> str:
+def text_script(selector: str) -> str:
     return f"document.querySelector({json.dumps(selector)}).textContent"
 
 
-def texts(selector: str) -> str:
+def texts_script(selector: str) -> str:
     return f"[...document.querySelectorAll({json.dumps(selector)})].map(found => found.textContent)"
 
 
-def seen(selector: str) -> str:
-    """An expression: whether an element is not hidden."""
+def is_visible_script(selector: str) -> str:
+    """Return a script that returns whether an element is visible."""
     return f"!document.querySelector({json.dumps(selector)}).hidden"
 
 
-def confirmed(page: Chromium, publish: Callable[[], object]) -> None:
-    """Wait until the engine's row is EXACT; the engine's next batch confirms what replay has brought."""
-    page.wait(f"/^(EXACT|DEGRADED)$/.test({cell(TRUST)})")
+def wait_until_exact(page: Chromium, publish: Callable[[], object]) -> None:
+    """Wait until the engine's row is EXACT; the engine's next batch confirms what was replayed."""
+    page.wait(f"/^(EXACT|DEGRADED)$/.test({cell_script(TRUST)})")
     publish()
-    page.wait(f"{cell(TRUST)} === 'EXACT'")
+    page.wait(f"{cell_script(TRUST)} === 'EXACT'")
 
 
-def complaints(page: Chromium, *, but: str = r"503 .*/readyz") -> list[str]:
-    """What the browser has logged. It logs every answer that is not 2xx; until a service is ready, `/readyz` gives such."""
-    return [line for line in page.console if not re.search(but, line)]
+def console_errors(page: Chromium, *, expected: str = r"503 .*/readyz") -> list[str]:
+    """Return the errors in the browser's log. It logs every status except 2xx; `/readyz` is 503 until a service is ready."""
+    return [line for line in page.console if not re.search(expected, line)]
 
 
 def test_the_table_follows_an_engine(page: Chromium) -> None:
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker(engine)) as (_, url):
+    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
         page.open(url)
-        engine.publish(stored(0, 4))
-        page.wait(f"{cell(TRUST)} === 'EXACT' && {cell(BLOCKS)} === '4'")
-        engine.publish(stored(4, 3))
-        page.wait(f"{cell(BLOCKS)} === '7'")
-        page.wait(f"{text('#blocks')} === '7' && {text('#workers-more')} === '1 of 1 source EXACT'")
-        page.wait(f"{text('#ready')} === 'READY'")
+        engine.publish(store_event(0, 4))
+        page.wait(f"{cell_script(TRUST)} === 'EXACT' && {cell_script(BLOCKS)} === '4'")
+        engine.publish(store_event(4, 3))
+        page.wait(f"{cell_script(BLOCKS)} === '7'")
+        page.wait(f"{text_script('#blocks')} === '7' && {text_script('#workers-more')} === '1 of 1 source EXACT'")
+        page.wait(f"{text_script('#ready')} === 'READY'")
         page.wait("document.title.startsWith('1/1 exact') && document.querySelectorAll('#chart-blocks .curve').length === 1")
-        assert complaints(page) == []
+        assert console_errors(page) == []
 
 
-def test_what_the_index_knows_of_the_engine(page: Chromium) -> None:
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker(engine), "--block-size", 32) as (_, url):
-        engine.publish(stored(0, 4))
-        engine.publish(stored(4, 1, medium="CPU"))
+def test_a_row_shows_tiers_and_a_wrong_block_size(page: Chromium) -> None:
+    with (
+        publishing(endpoint=ANY, replay_endpoint=ANY) as engine,
+        serving(*worker_options(engine), "--block-size", 32) as (_, url),
+    ):
+        engine.publish(store_event(0, 4))
+        engine.publish(store_event(4, 1, medium="CPU"))
         page.open(url)
         page.wait("document.querySelectorAll('#tiers li').length === 2")
-        assert page.run(texts("#tiers .label")) == ["gpu4 80 %", "cpu1 20 %"]
+        assert page.run(texts_script("#tiers .label")) == ["gpu4 80 %", "cpu1 20 %"]
         page.run("document.querySelector('.toggle').click()")
-        page.wait(f"/32 declared, 16 seen/.test({text('tr.detail .bad-text')})")
-        page.wait(f"{cell(TRUST)} === 'DEGRADED'")
+        page.wait(f"/32 declared, 16 seen/.test({text_script('tr.detail .bad-text')})")
+        page.wait(f"{cell_script(TRUST)} === 'DEGRADED'")
 
 
-def test_what_events_bring_needs_no_polling(page: Chromium) -> None:
-    """The stream alone: polling would show it too, seconds later, so that is kept from the page."""
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker(engine)) as (_, url):
+def test_the_event_stream_updates_the_page_without_polling(page: Chromium) -> None:
+    """The page cannot poll here: polling would show the change too, seconds later."""
+    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
         page.open(url)
-        confirmed(page, lambda: engine.publish(EMPTY))
+        wait_until_exact(page, lambda: engine.publish(EMPTY))
         page.block("*/v1/sources*")
-        engine.publish(stored(0, 2))
-        page.wait(f"{cell(BLOCKS)} === '2'")
+        engine.publish(store_event(0, 2))
+        page.wait(f"{cell_script(BLOCKS)} === '2'")
 
 
 def test_the_prompt_box_shows_how_much_each_worker_holds_on_which_tier(page: Chromium) -> None:
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker(engine)) as (_, url):
-        engine.publish(stored(0, 2))
-        engine.publish(stored(2, 1, medium="CPU"))
+    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+        engine.publish(store_event(0, 2))
+        engine.publish(store_event(2, 1, medium="CPU"))
         page.open(url)
-        confirmed(page, lambda: engine.publish(EMPTY))
-        page.wait(f"{cell(BLOCKS)} === '3' && document.querySelector('#model').value === '{MODEL}'")
+        wait_until_exact(page, lambda: engine.publish(EMPTY))
+        page.wait(f"{cell_script(BLOCKS)} === '3' && document.querySelector('#model').value === '{MODEL}'")
         page.type_into("#tokens", json.dumps(list(range(64))))
-        assert page.run(text("#token-count")) == "64 token ids"
+        assert page.run(text_script("#token-count")) == "64 token ids"
         page.run("document.querySelector('#prompt button').focus()")
         page.press("Enter")
-        page.wait(f"{text('#found .held')} === '48 tokens, 75 %'")
-        assert page.run(text("#found .trust")) == "EXACT"
-        assert page.run(texts("#found .key")) == ["gpu 32", "cpu 16"]
+        page.wait(f"{text_script('#found .held')} === '48 tokens, 75 %'")
+        assert page.run(text_script("#found .trust")) == "EXACT"
+        assert page.run(texts_script("#found .key")) == ["gpu 32", "cpu 16"]
         widths = "[...document.querySelectorAll('#found .bar > span')].map(part => part.style.width)"
         assert page.run(widths) == ["50%", "25%"]
         page.wait("document.querySelectorAll('#hot tbody tr').length > 0")
-        assert complaints(page) == []
+        assert console_errors(page) == []
 
 
 def test_a_killed_publisher_turns_its_row_stale(page: Chromium) -> None:
@@ -175,119 +184,133 @@ def test_a_killed_publisher_turns_its_row_stale(page: Chromium) -> None:
         live, replay = publishing_at(engine)
         with serving("--model", MODEL, "--worker", f"engine-0={live},{replay}") as (_, url):
             page.open(url)
-            confirmed(page, lambda: engine.write(b'{"events": []}'))
-            page.wait(f"/is EXACT|have changed/.test({text('#said')})")  # changes are said together, at most three one by one
+            wait_until_exact(page, lambda: engine.write(b'{"events": []}'))
+            page.wait(
+                f"/is EXACT|have changed/.test({text_script('#said')})"
+            )  # several changes are announced together, up to three singly
             engine.process.kill()
-            page.wait(f"{cell(TRUST)} === 'STALE' && /disconnected/.test({cell(REASON)})")
-            page.wait(f"/engine-0 rank 0 is STALE/.test({text('#said')})")
-            assert "EXACT → STALE" in page.run(text("#log li"))
-            assert complaints(page) == []
+            page.wait(f"{cell_script(TRUST)} === 'STALE' && /disconnected/.test({cell_script(REASON)})")
+            page.wait(f"/engine-0 rank 0 is STALE/.test({text_script('#said')})")
+            assert "EXACT → STALE" in page.run(text_script("#log li"))
+            assert console_errors(page) == []
 
 
-def test_names_are_text_whatever_they_say(page: Chromium) -> None:
+def test_names_with_markup_are_shown_as_text(page: Chromium) -> None:
     with serving() as (_, url):
-        for number, name in enumerate(WAYS_OUT):
-            body = {"instance_id": name, "model_name": WAYS_OUT[number % 2], "tenant_id": name, "endpoint": "tcp://127.0.0.1:1"}
+        for number, name in enumerate(HOSTILE_NAMES):
+            body = {
+                "instance_id": name,
+                "model_name": HOSTILE_NAMES[number % 2],
+                "tenant_id": name,
+                "endpoint": "tcp://127.0.0.1:1",
+            }
             assert post(f"{url}/register", body) in {200, 201}
         page.open(url)
-        for name in WAYS_OUT:
-            page.wait(f"{cell('bdi', name)} === {json.dumps(name)}")
+        for name in HOSTILE_NAMES:
+            page.wait(f"{cell_script('bdi', name)} === {json.dumps(name)}")
         page.run("document.querySelectorAll('.toggle').forEach(toggle => toggle.click())")
-        page.type_into("#model", WAYS_OUT[1])
+        page.type_into("#model", HOSTILE_NAMES[1])
         page.type_into("#tokens", "1 2 <img src=x onerror=alert(4)>")
         page.run("document.querySelector('#prompt').requestSubmit()")
-        page.wait(f'/Item 3, "<img", is no token id/.test({text("#found .problem")})')
+        page.wait(f'/Item 3, "<img", is no token id/.test({text_script("#found .problem")})')
         page.wait("document.querySelector('#hot-scope').options.length >= 5")
         assert page.run("document.querySelectorAll('main img, main script, main svg:not(.spark, .chart)').length") == 0
-        assert complaints(page) == []
-        assert no_overflow(page) == {}
+        assert console_errors(page) == []
+        assert find_overflow(page) == {}
 
 
-def test_a_problem_is_its_sentence_and_its_hint(page: Chromium) -> None:
+def test_an_error_is_shown_with_its_message_and_its_hint(page: Chromium) -> None:
     with serving() as (_, url):
         page.open(url)
-        page.wait(f"{seen('#fleet-none')} && /^No source is registered/.test({text('#fleet-none')})")
+        page.wait(f"{is_visible_script('#fleet-none')} && /^No source is registered/.test({text_script('#fleet-none')})")
         page.type_into("#model", MODEL)
         page.type_into("#tenant", "x" * 600)
         page.type_into("#tokens", "1, 2, 3")
         page.run("document.querySelector('#prompt').requestSubmit()")
         page.wait("document.querySelector('#found .problem') !== null")
-        assert "tenant" in page.run(text("#found .problem"))
-        assert page.run(text("#found small"))
+        assert "tenant" in page.run(text_script("#found .problem"))
+        assert page.run(text_script("#found small"))
 
 
 def test_a_row_opens_by_keyboard_and_the_filter_hides_it(page: Chromium) -> None:
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker(engine)) as (_, url):
-        engine.publish(stored(0, 1))
+    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+        engine.publish(store_event(0, 1))
         page.open(url)
-        page.wait(f"{cell(BLOCKS)} === '1'")
+        page.wait(f"{cell_script(BLOCKS)} === '1'")
         page.run("document.querySelector('.toggle').focus()")
         page.press("Enter")
         assert engine.endpoint in page.wait("document.querySelector('tr.detail')?.innerText")
         assert page.run("document.querySelector('.toggle').ariaExpanded") == "true"
         page.type_into("#filter", "another")
-        page.wait(f"{text('#fleet-count')} === '0 of 1 source' && document.querySelector('tr.detail').hidden")
+        page.wait(f"{text_script('#fleet-count')} === '0 of 1 source' && document.querySelector('tr.detail').hidden")
         page.run("document.querySelector('#fleet thead th:nth-child(5) button').click()")
         assert page.run("document.querySelector('#fleet thead th:nth-child(5)').ariaSort") == "descending"
 
 
-def test_it_says_since_when_the_service_is_gone_and_comes_back_with_it(page: Chromium) -> None:
+def test_the_page_shows_when_the_connection_was_lost_and_reconnects(page: Chromium) -> None:
     port = quiet_port()
     with publishing(endpoint=ANY, replay_endpoint=ANY) as engine:
-        engine.publish(stored(0, 2))
-        with Program("serve", "--port", port, *worker(engine)) as service:
+        engine.publish(store_event(0, 2))
+        with Program("serve", "--port", port, *worker_options(engine)) as service:
             service.err.wait("listening at http")
             page.open(f"http://127.0.0.1:{port}")
-            page.wait(f"{cell(BLOCKS)} === '2'")
+            page.wait(f"{cell_script(BLOCKS)} === '2'")
             service.process.kill()
-            page.wait(f"/^Connection lost since \\d\\d:\\d\\d:\\d\\d: /.test({text('#lost')}) && {seen('#lost')}")
-        with Program("serve", "--port", port, *worker(engine)) as service:
+            page.wait(
+                f"/^Connection lost since \\d\\d:\\d\\d:\\d\\d: /.test({text_script('#lost')}) && {is_visible_script('#lost')}"
+            )
+        with Program("serve", "--port", port, *worker_options(engine)) as service:
             service.err.wait("listening at http")
             page.run("document.querySelector('#lost-now').click()")
-            page.wait(f"!{seen('#lost')}")
-            engine.publish(stored(2, 1))
-            page.wait(f"{cell(BLOCKS)} === '3'")
+            page.wait(f"!{is_visible_script('#lost')}")
+            engine.publish(store_event(2, 1))
+            page.wait(f"{cell_script(BLOCKS)} === '3'")
 
 
-def test_it_asks_for_a_token_where_one_is_needed(page: Chromium, tmp_path: Path) -> None:
+def test_the_page_prompts_for_a_token_if_the_service_requires_one(page: Chromium, tmp_path: Path) -> None:
     token = "correct-horse-battery-staple"  # noqa: S105 - of this test
     config = tmp_path / "fleet.toml"
     config.write_text(f'[[access.tokens]]\nrole = "read"\ntoken = "{token}"\n')
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving("--config", config, *worker(engine)) as (_, url):
-        engine.publish(stored(0, 2))
+    with (
+        publishing(endpoint=ANY, replay_endpoint=ANY) as engine,
+        serving("--config", config, *worker_options(engine)) as (_, url),
+    ):
+        engine.publish(store_event(0, 2))
         page.open(url)
         for attempt in ("a-wrong-token-of-that-length", token):
-            page.wait(f"{seen('#locked')} && document.activeElement.id === 'token'")
+            page.wait(f"{is_visible_script('#locked')} && document.activeElement.id === 'token'")
             page.type_into("#token", attempt)
             page.press("Enter")
-        page.wait(f"{cell(BLOCKS)} === '2' && !{seen('#locked')} && !{seen('#lost')}")
-        engine.publish(stored(2, 1))
-        page.wait(f"{cell(BLOCKS)} === '3'")
+        page.wait(f"{cell_script(BLOCKS)} === '2' && !{is_visible_script('#locked')} && !{is_visible_script('#lost')}")
+        engine.publish(store_event(2, 1))
+        page.wait(f"{cell_script(BLOCKS)} === '3'")
         page.open(url)
-        page.wait(f"{cell(BLOCKS)} === '3'")  # it is kept for as long as the tab is open
-        assert complaints(page, but=r"503 .*/readyz|401 ") == []
+        page.wait(f"{cell_script(BLOCKS)} === '3'")  # the token is stored as long as the tab is open
+        assert console_errors(page, expected=r"503 .*/readyz|401 ") == []
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_every_window_and_either_scheme(page: Chromium, width: int, height: int, *, dark: bool) -> None:
+def test_the_page_fits_wide_and_narrow_windows_in_light_and_dark(
+    page: Chromium, width: int, height: int, *, dark: bool
+) -> None:
     page.look(width, height, dark=dark)
-    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker(engine)) as (_, url):
-        engine.publish(stored(0, 4))
+    with publishing(endpoint=ANY, replay_endpoint=ANY) as engine, serving(*worker_options(engine)) as (_, url):
+        engine.publish(store_event(0, 4))
         page.open(url)
-        page.wait(f"{cell(BLOCKS)} === '4'")
+        page.wait(f"{cell_script(BLOCKS)} === '4'")
         page.run("document.querySelector('.toggle').click()")
         page.type_into("#tokens", " ".join(map(str, range(64))))
         page.run("document.querySelector('#prompt').requestSubmit()")
-        page.wait(f"{text('#found .held')} === '48 tokens, 75 %'")
-        assert no_overflow(page) == {}
-        ground = page.run("getComputedStyle(document.body).backgroundColor")
-        assert ground == ("rgb(15, 18, 23)" if dark else "rgb(245, 246, 248)")
-        assert complaints(page) == []
+        page.wait(f"{text_script('#found .held')} === '48 tokens, 75 %'")
+        assert find_overflow(page) == {}
+        background = page.run("getComputedStyle(document.body).backgroundColor")
+        assert background == ("rgb(15, 18, 23)" if dark else "rgb(245, 246, 248)")
+        assert console_errors(page) == []
 
 
-def no_overflow(page: Chromium) -> dict[str, int]:
-    """Widths by which the page, or a part of it, is too wide for its window."""
+def find_overflow(page: Chromium) -> dict[str, int]:
+    """Return the width of each part of the page, or of the page itself, that is too wide for its window."""
     found: dict[str, int] = page.run(
         """Object.fromEntries([document.documentElement, ...document.querySelectorAll('header, section, figure, form')]
           .filter(part => part.scrollWidth > innerWidth || part.getBoundingClientRect().right > innerWidth)

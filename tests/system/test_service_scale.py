@@ -1,4 +1,4 @@
-"""Many sources in one service: all of them exact, and those that cannot be reached named at once."""
+"""One service follows many sources: all of them become EXACT, and unreachable sources are reported at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_two_hundred_sources_are_exact() -> None:
     with engines(SOURCES, settings=PublisherSettings()) as made, serving() as service:
         for number, each in enumerate(made):
             assert service.register(f"node-{number // 8}", each.publisher, number % 8).status == 201
-        sent = {(f"node-{number // 8}", number % 8): each for number, each in enumerate(made)}
+        engines_by_key = {(f"node-{number // 8}", number % 8): each for number, each in enumerate(made)}
         for step in range(ROUNDS):
             for number, each in enumerate(made):
                 hashes = each.store(prompt(number * 100 + step, 2))
@@ -27,17 +27,19 @@ def test_two_hundred_sources_are_exact() -> None:
                     each.remove(hashes[1:])
         blocks = ROUNDS * 2 - ROUNDS // 3
 
-        def all_there() -> bool:
+        def are_all_exact() -> bool:
             service.confirm()
             found = service.sources()
             return len(found) == SOURCES and all(
-                each["trust"]["state"] == "EXACT" and each["blocks"] == blocks and each["last_seq"] == sent[key].last_seq
+                each["trust"]["state"] == "EXACT"
+                and each["blocks"] == blocks
+                and each["last_seq"] == engines_by_key[key].last_seq
                 for key, each in found.items()
             )
 
-        until("all of them", all_there, 40)
+        until("all sources", are_all_exact, 40)
         assert {key: each["batches"] for key, each in service.sources().items()} == {
-            key: each.last_seq + 1 for key, each in sent.items()
+            key: each.last_seq + 1 for key, each in engines_by_key.items()
         }
         found = service.sources().values()
         assert [(each["lost"], each["resets"], each["gaps"], each["rejected"]) for each in found] == [(0, 0, [], {})] * SOURCES
@@ -48,35 +50,35 @@ def test_two_hundred_sources_are_exact() -> None:
         assert stats["sources"] == {"EXACT": SOURCES}
         assert stats["blocks"] == SOURCES * blocks
         # Each source is refreshed when its state changes, and at no other time.
-        changes = Counter(named[1] for line in service.log if (named := re.search(r"(node-\d+ rank \d): [A-Z]+", line)))
+        changes = Counter(match[1] for line in service.log if (match := re.search(r"(node-\d+ rank \d): [A-Z]+", line)))
         assert len(changes) == SOURCES
-        assert max(changes.values()) <= 4  # REPLAYING, DEGRADED where a live batch has to confirm what replay brought, EXACT
+        assert max(changes.values()) <= 4  # REPLAYING, DEGRADED until a live batch confirms the replay, EXACT
         assert not service.log_lines("WARNING|ERROR")
         metrics = service.get("/metrics").body.decode()
         assert len(re.findall(r'^kvevents_source_state\{.*state="EXACT".*\} 1', metrics, re.MULTILINE)) == SOURCES
 
 
-def test_what_cannot_be_reached_is_named_at_once_and_only_once() -> None:
-    with refusing() as nowhere, serving() as service:
+def test_an_unreachable_source_is_reported_at_once_and_logged_only_once() -> None:
+    with refusing() as endpoint, serving() as service:
         for number in range(20):
-            assert service.register(f"dead-{number}", nowhere).status == 201
+            assert service.register(f"dead-{number}", endpoint).status == 201
         assert service.register("lost", "tcp://no-such-host.invalid:5557").status == 201
 
-        def reasons(text: str) -> int:
+        def count_reasons(text: str) -> int:
             return sum(text in each["trust"]["reason"] for each in service.sources().values())
 
-        until("refused connections", lambda: reasons(f"nothing listens at {nowhere}") == 20, 5)
-        until("the unknown name", lambda: reasons("no-such-host.invalid does not resolve") == 1, 5)
+        until("refused connections", lambda: count_reasons(f"nothing listens at {endpoint}") == 20, 5)
+        until("the unknown host name", lambda: count_reasons("no-such-host.invalid does not resolve") == 1, 5)
         assert {each["trust"]["state"] for each in service.sources().values()} == {"CONNECTING"}
         assert all(each["fault"] for each in service.sources().values())
-        # Attempts go on, with pauses that grow; the log has only the first one.
+        # Attempts continue, with growing pauses; the log has only the first one.
         until("later attempts", lambda: service.get("/v1/stats").json["uptime_seconds"] > 4)
         assert len(service.log_lines("dead-7 rank 0: nothing listens")) == 1
         assert len(service.log_lines("lost rank 0: the name")) == 1
 
 
 def test_a_port_of_another_protocol_is_reported() -> None:
-    """Something accepts connections there, and does not begin as ZeroMQ does; libzmq would wait without a message."""
+    """The port accepts connections but sends no ZeroMQ greeting; libzmq alone would wait without a message."""
     with socket.create_server(("127.0.0.1", 0)) as listener, serving() as service:
         assert service.register("web", f"tcp://127.0.0.1:{listener.getsockname()[1]}").status == 201
         until("a reason", lambda: "accepts connections and sends nothing" in service.source("web")["trust"]["reason"])

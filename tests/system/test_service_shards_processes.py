@@ -1,4 +1,4 @@
-"""Replicas that hold a share each, as processes with the pauses of production: one dies, one hangs, and others are asked."""
+"""Replicas with a shard each, as processes with the pauses of production: if one dies or hangs, others are queried."""
 
 from __future__ import annotations
 
@@ -26,80 +26,83 @@ pytestmark = needs_nats
 PARTITIONS: Final = 16
 ENGINES: Final = 6
 PROMPT: Final = list(range(96))
-HELD: Final = {f"e{at}": 16 * (at + 1) for at in range(ENGINES)}
-"""What is the truth all the time: each engine holds another length of the prompt."""
+EXPECTED_TOKENS: Final = {f"e{at}": 16 * (at + 1) for at in range(ENGINES)}
+"""Tokens of the prompt that each engine holds; they do not change during a test."""
 NAMES: Final = ("a", "b", "c")
 FAILURES: Final = "kvevents_shard_request_failures_total"
-ANSWERS: Final = 50
-"""That each replica gives after something has happened."""
+MIN_ANSWERS: Final = 50
+"""Answers that each replica has to give after a change."""
 REQUEST_INTERVAL: Final = 0.005
 """Seconds between an answer and the next request. Without it the clients keep the CPUs from the replicas."""
 
 
-class Shares(NamedTuple):
+class Shards(NamedTuple):
     """Replicas by name, and the plane's server."""
 
     server: NatsServer
     services: dict[str, Service]
 
-    def announced(self) -> dict[str, ShardAnnouncement]:
-        """What each says of itself."""
+    def announcements(self) -> dict[str, ShardAnnouncement]:
+        """Return the announcement of each replica."""
 
-        async def look() -> dict[str, ShardAnnouncement]:
+        async def read() -> dict[str, ShardAnnouncement]:
             client = await nats.connect(self.server.url)
             try:
                 bucket = await client.jetstream().key_value(Layout("default", PARTITIONS).leases)
                 found = [
                     (name, ShardAnnouncement.decode((await bucket.get(SHARD_PREFIX + name)).value or b"")) for name in NAMES
                 ]
-                return {name: said for name, said in found if said is not None}
+                return {name: announcement for name, announcement in found if announcement is not None}
             finally:
                 await client.close()
 
-        return asyncio.run(look())
+        return asyncio.run(read())
 
     def settle(self) -> None:
-        """Wait until each partition is held by two, and each replica has read so.
+        """Wait until two replicas hold each partition, and each replica has read that.
 
-        A replica that has announced itself twice has read the others in between.
+        A replica that has announced itself twice has read the other announcements in between.
         """
 
-        def held_by_two() -> dict[str, ShardAnnouncement] | None:
-            found = self.announced()
-            counts = [sum(partition in said.held for said in found.values()) for partition in range(PARTITIONS)]
+        def announcements_if_held_twice() -> dict[str, ShardAnnouncement] | None:
+            found = self.announcements()
+            counts = [sum(partition in announcement.held for announcement in found.values()) for partition in range(PARTITIONS)]
             return found if set(counts) == {2} else None
 
-        before = until("two that hold each partition", held_by_two)
-        until("all to read it", lambda: all(said.counter > before[name].counter + 1 for name, said in self.announced().items()))
+        before = until("two replicas to hold each partition", announcements_if_held_twice)
+        until(
+            "all replicas to read the announcements",
+            lambda: all(announcement.counter > before[name].counter + 1 for name, announcement in self.announcements().items()),
+        )
 
-    def asked_by(self, name: str) -> str:
-        """The replica that another one asks for the partitions it does not hold: of two that hold all it is always the same."""
+    def peer_of(self, name: str) -> str:
+        """Return the replica that `name` queries for partitions it does not hold; the choice between two with all is stable."""
 
-        def look() -> str | None:
-            said = self.announced()
-            others = {other: each.held for other, each in said.items() if other != name}
-            asked = list(plan_queries(name, set(range(PARTITIONS)).difference(said[name].held), others)[0])
-            return asked[0] if len(asked) == 1 else None
+        def read() -> str | None:
+            announcement = self.announcements()
+            others = {other: each.held for other, each in announcement.items() if other != name}
+            queried = list(plan_queries(name, set(range(PARTITIONS)).difference(announcement[name].held), others)[0])
+            return queried[0] if len(queried) == 1 else None
 
-        return until("one that holds all the rest", look)
+        return until("one replica with all other partitions", read)
 
-    def counted(self, name: str, metric: str) -> float:
-        """A metric of one of them."""
+    def metric_value(self, name: str, metric: str) -> float:
+        """Return the value of a metric of one replica."""
         found = re.search(rf"^{metric} (\S+)$", self.services[name].get("/metrics").body.decode(), re.MULTILINE)
         assert found, metric
         return float(found[1])
 
 
-@pytest.fixture(name="shares")
-def three_shares(tmp_path: Path) -> Iterator[Shares]:
-    """Of each test its own: one of them is left without a replica."""
+@pytest.fixture(name="shards")
+def start_shards(tmp_path: Path) -> Iterator[Shards]:
+    """Yield shards of its own for each test, because a test stops one of the replicas."""
     with ExitStack() as stack:
         server = stack.enter_context(nats_server(tmp_path))
         running = stack.enter_context(engines(ENGINES))
         watches = [watch_of(f"e{at}", each) for at, each in enumerate(running)]
         stack.enter_context(bridging(plane_at(server.url, partitions=PARTITIONS), *watches))
-        for one, tokens in zip(running, HELD.values(), strict=True):
-            one.store(PROMPT[:tokens])
+        for each_engine, tokens in zip(running, EXPECTED_TOKENS.values(), strict=True):
+            each_engine.store(PROMPT[:tokens])
         services: dict[str, Service] = {}
         for name in NAMES:
             port = quiet_port()
@@ -107,13 +110,13 @@ def three_shares(tmp_path: Path) -> Iterator[Shares]:
             services[name] = stack.enter_context(serving("--nats", server.url, "--replica-name", name, "--port", port, *shard))
         for each in services.values():
             each.ready()
-        found = Shares(server, services)
+        found = Shards(server, services)
         found.settle()
         yield found
 
 
-class Asking:
-    """A client that asks one replica all the time."""
+class QueryingClient:
+    """A client that sends queries to one replica all the time."""
 
     def __init__(self, url: str) -> None:
         self.answers = 0
@@ -127,14 +130,14 @@ class Asking:
         while not self._stop.wait(REQUEST_INTERVAL):
             answer = self._client.post("/v1/match", {"model": MODEL, "tokens": PROMPT, "whole_prompt": True})
             found = answer.json if answer.status == 200 else {}
-            if found.get("missing") != "" or {each["instance"]: each["tokens"] for each in found["workers"]} != HELD:
+            if found.get("missing") != "" or {each["instance"]: each["tokens"] for each in found["workers"]} != EXPECTED_TOKENS:
                 self.wrong.append(found or answer)
             self.answers += 1
 
-    def some(self) -> None:
-        """Wait until it has asked often since."""
-        wanted = self.answers + ANSWERS
-        until("answers", lambda: self.answers >= wanted or not self._thread.is_alive())
+    def wait_for_answers(self) -> None:
+        """Wait until `MIN_ANSWERS` more queries were answered."""
+        min_answers = self.answers + MIN_ANSWERS
+        until("answers", lambda: self.answers >= min_answers or not self._thread.is_alive())
         assert self._thread.is_alive()
 
     def end(self) -> None:
@@ -144,12 +147,12 @@ class Asking:
 
 
 @contextmanager
-def asking(shares: Shares, *names: str) -> Iterator[list[Asking]]:
-    """Within, each is asked all the time; every answer must be whole, and right."""
-    found = [Asking(shares.services[name].url) for name in names]
+def query_all_the_time(shards: Shards, *names: str) -> Iterator[list[QueryingClient]]:
+    """Send queries to each replica all the time; every answer must be complete and right."""
+    found = [QueryingClient(shards.services[name].url) for name in names]
     try:
         for each in found:
-            each.some()
+            each.wait_for_answers()
         yield found
     finally:
         for each in found:
@@ -158,31 +161,31 @@ def asking(shares: Shares, *names: str) -> Iterator[list[Asking]]:
         assert each.wrong == [], f"{len(each.wrong)} of {each.answers} answers of {name} were wrong"
 
 
-def test_while_one_hangs_every_answer_is_whole(shares: Shares) -> None:
-    """It takes connections and answers nothing; another one that holds the same is asked in its place. Then it goes on."""
-    hung = shares.services[shares.asked_by("a")]
-    before = shares.counted("a", FAILURES)
-    with asking(shares, *(name for name in NAMES if shares.services[name] is not hung)) as both:
+def test_every_answer_is_complete_while_a_replica_hangs(shards: Shards) -> None:
+    """The replica accepts connections and does not answer, so another one with its partitions is queried. Then it resumes."""
+    hung = shards.services[shards.peer_of("a")]
+    before = shards.metric_value("a", FAILURES)
+    with query_all_the_time(shards, *(name for name in NAMES if shards.services[name] is not hung)) as clients:
         hung.program.process.send_signal(signal.SIGSTOP)
         try:
-            until("it to be asked in vain", lambda: shares.counted("a", FAILURES) > before)
-            for each in both:
-                each.some()
+            until("a failed query", lambda: shards.metric_value("a", FAILURES) > before)
+            for each in clients:
+                each.wait_for_answers()
         finally:
             hung.program.process.send_signal(signal.SIGCONT)
-        shares.settle()
-        for each in both:
-            each.some()
+        shards.settle()
+        for each in clients:
+            each.wait_for_answers()
 
 
-def test_while_one_is_killed_every_answer_is_whole(shares: Shares) -> None:
-    """Until the others have noticed, and after that."""
-    killed = shares.asked_by("a")
-    left = [name for name in NAMES if name != killed]
-    with asking(shares, *left) as both:
-        shares.services[killed].kill()
-        for name in left:
-            until("it to leave", lambda: shares.counted(name, "kvevents_shard_replicas") == 1)  # noqa: B023 - called at once
-        for each in both:
-            each.some()
-    assert [shares.counted(name, "kvevents_shard_incomplete_answers_total") for name in left] == [0, 0]
+def test_every_answer_is_complete_after_a_replica_is_killed(shards: Shards) -> None:
+    """This holds before and after the other replicas have noticed the loss."""
+    killed = shards.peer_of("a")
+    remaining = [name for name in NAMES if name != killed]
+    with query_all_the_time(shards, *remaining) as clients:
+        shards.services[killed].kill()
+        for name in remaining:
+            until("the killed replica to be removed", lambda: shards.metric_value(name, "kvevents_shard_replicas") == 1)  # noqa: B023 - called at once
+        for each in clients:
+            each.wait_for_answers()
+    assert [shards.metric_value(name, "kvevents_shard_incomplete_answers_total") for name in remaining] == [0, 0]

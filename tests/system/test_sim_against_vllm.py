@@ -31,7 +31,7 @@ STEPS = 150
 
 @pytest.mark.parametrize("kind", against_vllm.KINDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_random_histories_leave_no_difference(kind: str, case: Case) -> None:
+def test_random_histories_have_equal_results(kind: str, case: Case) -> None:
     """Events, cached tokens, admissions, preemptions and free blocks are equal after each step, and each of them occurred."""
     counts = Counts()
     for seed in SEEDS:
@@ -40,10 +40,10 @@ def test_random_histories_leave_no_difference(kind: str, case: Case) -> None:
     assert all((counts.hits, counts.refusals, counts.preemptions, counts.stored, counts.twins, counts.removed))
 
 
-def test_a_difference_is_printed_with_all_that_repeats_it(
+def test_a_difference_is_printed_with_its_seed_and_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A cache that frees the beginning of a sequence before its end is found out."""
+    """The cache of this test frees the beginning of a sequence before its end, unlike vLLM."""
 
     def release(self: PrefixCache, sequence: Sequence) -> None:
         for table in sequence.tables:
@@ -58,30 +58,30 @@ def test_a_difference_is_printed_with_all_that_repeats_it(
     assert output.endswith("differences: 1\n")
 
 
-def test_agreement_is_said_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_agreement_is_reported_with_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert against_vllm.main(["--kind", "cache", "--only", "full", "--histories", "2", "--steps", "50"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("cache, full attention: 2 histories, 100 steps, ")
     assert output.endswith("no difference\n")
 
 
-def test_no_stand_in_stays_where_others_would_import_it() -> None:
-    before = foreign_modules()
+def test_stand_ins_are_removed_from_sys_modules() -> None:
+    before = find_foreign_modules()
     modules()
-    assert foreign_modules() == before
+    assert find_foreign_modules() == before
 
 
-def foreign_modules() -> set[str]:
-    """Those of the libraries that have stand-ins; other tests may have imported the libraries themselves."""
+def find_foreign_modules() -> set[str]:
+    """Return the imported modules of libraries that have stand-ins; other tests may have imported the libraries themselves."""
     return {name for name in sys.modules if name.partition(".")[0] in FOREIGN}
 
 
-def _sha256(what: Any) -> bytes:
-    return hashlib.sha256(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+def _sha256(value: Any) -> bytes:
+    return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
 
 
-def test_the_real_cache_is_the_real_one() -> None:
-    """Its hashes are vLLM's: 64 bits of SHA-256 over a chain that no stand-in could know."""
+def test_hashes_of_the_real_cache_are_those_of_vllm() -> None:
+    """A hash is 64 bits of SHA-256 over a chain, which no stand-in could know."""
     cache = RealCache(4, 2)
     prompt = request("r", [1, 2, 3], 2, salt="s")
     assert cache.lookup(prompt) == 0
@@ -92,13 +92,13 @@ def test_the_real_cache_is_the_real_one() -> None:
     assert (type(stored).__module__, stored.block_hashes) == (VLLM.module, [int.from_bytes(digest[-8:])])
 
 
-def test_the_recorded_histories_are_what_vllm_does(tmp_path: Path) -> None:
-    """`test_index_captures.py` predicts them without a wheel."""
+def test_recording_the_histories_again_gives_the_stored_file(tmp_path: Path) -> None:
+    """`test_index_captures.py` predicts the stored histories without a wheel."""
     lookup_oracle.record(tmp_path / "again")
     assert lookup_oracle.recorded(tmp_path / "again") == lookup_oracle.recorded(DATA / "vllm-0.32-hybrid.jsonl.gz")
 
 
-def test_every_request_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_index_predicts_the_cached_tokens_of_every_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert lookup_oracle.main(["--histories", "2", "--seed", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(lookup_oracle.SHAPES)

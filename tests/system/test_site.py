@@ -1,4 +1,4 @@
-"""The documentation site can be built, and nothing in it is broken."""
+"""The documentation site builds, and has no broken links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIG = paths.ROOT / "mkdocs.yml"
 
 
 def build(site: Path, config: Path = CONFIG) -> subprocess.CompletedProcess[str]:
-    """`make docs`, into another directory."""
+    """Build the site as `make docs` does, into another directory."""
     command = [sys.executable, "-m", "mkdocs", "build", "--config-file", str(config), "--site-dir", str(site)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=paths.ROOT, env=environment, capture_output=True, text=True, check=False, timeout=100)
@@ -27,8 +27,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert {".", "concepts/stream", "reference/api", "reference/api/kvevents.index", "reference/cli"} <= pages
 
 
-def test_broken_links_end_the_build(tmp_path: Path) -> None:
-    """The settings of the site, with pages of our own."""
+def test_broken_links_fail_the_build(tmp_path: Path) -> None:
+    """The test builds its own pages with the settings of the site."""
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "index.md").write_text("[a page](none.md), [a heading](#none), [a heading of another page](other.md#none)")

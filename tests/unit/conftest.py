@@ -1,4 +1,4 @@
-"""Unit tests start no process and open no socket: what does so belongs to `tests/integration`."""
+"""Unit tests start no process and open no socket: tests that do so belong in `tests/integration`."""
 
 from __future__ import annotations
 

@@ -36,19 +36,19 @@ CRATES = ("dynamo-kv-router 1.6.1", "kv-index 2.0.0")
 TOKENS = list(range(1, 33))
 
 
-def prompt_of(case: dict[str, Any]) -> list[int]:
-    return [(case["first"] + at * case["step"]) % 2**17 for at in range(case["tokens"])]
+def make_prompt(case: dict[str, Any]) -> list[int]:
+    return [(case["first"] + offset * case["step"]) % 2**17 for offset in range(case["tokens"])]
 
 
-def namespace_of(case: dict[str, Any]) -> Namespace:
+def make_namespace(case: dict[str, Any]) -> Namespace:
     items = [] if case["item"] is None else [MultiModal(case["item"], 0, case["block_size"])]
     return Namespace(lora=case["lora"], salt=case["salt"], mm=items)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_keys_are_those_that_the_crates_of_other_routers_compute(name: str) -> None:
+def test_keys_equal_those_of_the_crates_of_other_routers(name: str) -> None:
     case = CASES[name]
-    prompt, size, scope = prompt_of(case), case["block_size"], namespace_of(case)
+    prompt, size, scope = make_prompt(case), case["block_size"], make_namespace(case)
     for crate in filter(case.__contains__, CRATES):
         assert local_hashes(prompt, size, scope, eagle=case["eagle"]) == case[crate]["local"]
         assert block_keys(prompt, size, scope, eagle=case["eagle"]) == case[crate]["rolling"]
@@ -59,23 +59,23 @@ def test_keys_are_those_that_the_crates_of_other_routers_compute(name: str) -> N
 @pytest.mark.parametrize("crate", CRATES)
 def test_keys_of_another_router_find_the_whole_prompt(name: str, crate: str) -> None:
     case = CASES[name]
-    prompt, size = prompt_of(case), case["block_size"]
+    prompt, size = make_prompt(case), case["block_size"]
     hashes = list(range(1, 1 + len(prompt) // size))
     stored = BlockStored(hashes, None, prompt, size, None, "GPU", case["lora"], cache_salt=case["salt"])
     index = PrefixIndex()
     index.apply_payload(("engine", 0), 0, 0, encode_batch(KVEventBatch(1.0, [stored], 0)))
     assert [hit.tokens for hit in index.match_keys(case[crate]["rolling"])] == [len(prompt)]
-    assert [hit.tokens for hit in index.match(prompt, namespace_of(case))] == [len(prompt)]
+    assert [hit.tokens for hit in index.match(prompt, make_namespace(case))] == [len(prompt)]
 
 
-def test_keys_of_a_buffer_are_those_of_a_list() -> None:
+def test_keys_of_a_buffer_equal_those_of_a_list() -> None:
     assert block_keys(np.array(TOKENS, dtype=np.uint32), 16) == block_keys(TOKENS, 16)
 
 
 def test_eagle_windows_end_with_the_first_token_of_the_next_block() -> None:
-    """17 tokens a block, 16 of them its own."""
+    """A window has 17 tokens, 16 of them the block's own."""
     case = CASES["eagle"]
-    prompt, expected = prompt_of(case), case["dynamo-kv-router 1.6.1"]["local"]
+    prompt, expected = make_prompt(case), case["dynamo-kv-router 1.6.1"]["local"]
     assert local_hashes(prompt, 16, eagle=True) == expected
     assert local_hashes(prompt[:-1], 16, eagle=True) == expected[:1]
 
@@ -99,10 +99,10 @@ scopes = st.builds(
 
 
 @given(tokens, st.integers(1, 17), scopes, st.booleans())
-def test_keys_are_xxh3_over_tokens_namespace_and_what_came_before(
+def test_keys_are_xxh3_over_tokens_namespace_and_preceding_blocks(
     prompt: list[int], size: int, scope: Scope, eagle: bool
 ) -> None:
-    """Of every namespace that can be said, in blocks of any size, of lists and of buffers."""
+    """This holds for every valid namespace, for blocks of any size, and for lists and buffers."""
     found = block_keys(prompt, size, namespace(scope), eagle=eagle)
     assert found == prompt_keys(prompt, (size, eagle), scope)
     assert local_hashes(prompt, size, namespace(scope), eagle=eagle) == prompt_locals(prompt, (size, eagle), scope)
@@ -117,21 +117,21 @@ def test_keys_of_a_prefix_are_a_prefix_of_the_keys(prompt: list[int], rest: list
 
 
 @pytest.mark.parametrize("length", [*range(1, 20), 31, 32, 33, 60, 61, 64, 65, 128, 256, 511, 512, 1024])
-def test_blocks_of_every_length_take_every_path_through_xxh3(length: int) -> None:
-    """XXH3 changes its method at 16, 128 and 240 bytes, and its stripes repeat each 1,024."""
-    prompt = [(at * 2654435761 + 7) % 2**32 for at in range(3 * length + 1)]
+def test_keys_are_right_for_block_lengths_on_every_path_through_xxh3(length: int) -> None:
+    """XXH3 changes its method at 16, 128 and 240 bytes, and its stripes repeat every 1,024 bytes."""
+    prompt = [(offset * 2654435761 + 7) % 2**32 for offset in range(3 * length + 1)]
     for scope in (Scope(), Scope(salt="t"), Scope(mm=(("image", length, 1),))):
         for eagle in (False, True):
             assert block_keys(prompt, length, namespace(scope), eagle=eagle) == prompt_keys(prompt, (length, eagle), scope)
 
 
 def test_keys_do_not_depend_on_the_model_label() -> None:
-    """It is a wall between workers, not part of what is hashed."""
+    """The label separates workers; it is not part of what is hashed."""
     assert block_keys(TOKENS, 16, Namespace(model="llama")) == block_keys(TOKENS, 16)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("left", "right"),
     list(
         combinations(
             [
@@ -150,29 +150,29 @@ def test_keys_do_not_depend_on_the_model_label() -> None:
         )
     ),
 )
-def test_namespaces_that_differ_have_no_key_in_common(one: Any, other: Any) -> None:
-    assert set(block_keys(TOKENS, 16, one)[1:]).isdisjoint(block_keys(TOKENS, 16, other)[1:])
+def test_different_namespaces_have_no_key_in_common(left: Any, right: Any) -> None:
+    assert set(block_keys(TOKENS, 16, left)[1:]).isdisjoint(block_keys(TOKENS, 16, right)[1:])
 
 
 # --- keys of stores
 
 
 @given(st.integers(1, 5), st.one_of(st.none(), st.just("tenant")), st.one_of(st.none(), st.just("fr")), st.integers(0, 4))
-def test_keys_of_stores_are_those_of_the_same_prompt(blocks: int, salt: str | None, lora: str | None, cut: int) -> None:
-    """In one event or in two, with a salt in the root's extra keys as vLLM sends it, or in a field as SGLang does."""
+def test_keys_of_a_store_equal_those_of_its_prompt(blocks: int, salt: str | None, lora: str | None, cut: int) -> None:
+    """The store is one event or two; the salt is in the root's extra keys as vLLM sends it, or in a field as in SGLang."""
     tokens, cut = list(range(4 * blocks)), min(cut, blocks)
     extra: list[Any] = [((lora,) if lora else ()) + ((salt,) if salt and index == 0 else ()) for index in range(blocks)]
-    wanted = block_keys(tokens, 4, Namespace(lora=lora, salt=salt))
-    for said in ({"extra_keys": extra}, {"cache_salt": salt}):
-        found = stored_keys(store(range(blocks), tokens, 4, lora_name=lora, **said))
-        assert (found.keys, found.unkeyed) == (wanted, None)
+    keys_of_prompt = block_keys(tokens, 4, Namespace(lora=lora, salt=salt))
+    for salt_fields in ({"extra_keys": extra}, {"cache_salt": salt}):
+        found = stored_keys(store(range(blocks), tokens, 4, lora_name=lora, **salt_fields))
+        assert (found.keys, found.unkeyed) == (keys_of_prompt, None)
         assert found.salt is not None
         if 0 < cut < blocks:
             rest = store(range(cut, blocks), tokens[cut * 4 :], 4, 1, lora_name=lora)
-            assert stored_keys(rest, (wanted[cut - 1], found.salt)) == (wanted[cut:], None, None)
+            assert stored_keys(rest, (keys_of_prompt[cut - 1], found.salt)) == (keys_of_prompt[cut:], None, None)
 
 
-def test_keys_of_stores_with_items_and_of_pairs_are_those_of_the_prompt() -> None:
+def test_keys_of_stores_with_items_or_token_pairs_equal_those_of_the_prompt() -> None:
     item, tokens = MultiModal("picture", 2, 5), list(range(9))
     event = store([1, 2], tokens[:8], 4, extra_keys=[(("picture", 2),), (("picture", -2),)])
     assert stored_keys(event).keys == block_keys(tokens[:8], 4, Namespace(mm=[item]))
@@ -186,10 +186,10 @@ _extras = st.lists(st.lists(_extra_keys), max_size=3)
 
 
 @given(_extras, st.one_of(st.none(), st.text(max_size=3)), st.one_of(st.none(), st.integers(-3, 3)), st.booleans())
-def test_keys_of_stores_are_those_that_an_index_makes(
+def test_keys_of_stores_equal_those_that_an_index_computes(
     extras: list[Any], salt: str | None, lora: int | None, pairs: bool
 ) -> None:
-    """Of a root and of what continues it, whatever their extra keys are."""
+    """This holds for a root and for blocks behind it, with any extra keys."""
     index = PrefixIndex()
     tokens: list[Any] = list(pairwise(range(13))) if pairs else list(range(12))
     root = store([1, 2], tokens[:8], 4, lora_id=lora, cache_salt=salt, extra_keys=extras)
@@ -198,8 +198,8 @@ def test_keys_of_stores_are_those_that_an_index_makes(
     keys = {block_hash: key for key, block_hash, *_ in blocks_of(index, ("a", 0))}
     first = stored_keys(root)
     assert first.salt is not None
-    behind = stored_keys(rest, (first.keys[-1], first.salt))
-    assert [keys[1], keys[2], keys[3]] == first.keys + behind.keys
+    child = stored_keys(rest, (first.keys[-1], first.salt))
+    assert [keys[1], keys[2], keys[3]] == first.keys + child.keys
 
 
 @pytest.mark.parametrize(
@@ -216,15 +216,15 @@ def test_a_store_without_keys_has_a_reason(event: BlockStored, unkeyed: str) -> 
     assert (stored_keys(event).keys, stored_keys(event).unkeyed) == ([], unkeyed)
 
 
-def test_a_store_that_announces_keys_has_those() -> None:
+def test_a_store_with_announced_keys_has_these_keys() -> None:
     assert stored_keys(store([1, 2], [], 4, 7, block_keys=[8, 9])) == StoredKeys([8, 9], None, None)
 
 
 # --- tiers
 
 
-def test_tiers_are_the_same_in_python_and_in_the_index() -> None:
-    """In one order, and under the media that engines name."""
+def test_tiers_are_equal_in_python_and_in_the_index() -> None:
+    """Tiers have one order, and each medium that engines name has one tier."""
     assert list(TIERS) == _native.TIERS
     media = {"": "gpu", "hbm": "gpu", "CPU_PINNED": "cpu", "CPU_TIER2": "disk", "nvme": "disk", "Weird": "WEIRD"}
     assert {medium: tier_of(medium) for medium in media} == media

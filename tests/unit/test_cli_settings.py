@@ -26,22 +26,22 @@ SUBJECTS = st.text("abc", min_size=1, max_size=8)
 
 
 @cache
-def parser_of(command: str) -> CommandParser:
+def make_parser(command: str) -> CommandParser:
     parser = CommandParser(command)
     COMMANDS[command].add_arguments(parser)
     return parser
 
 
-def parsed(command: str, *words: str) -> Namespace:
-    return parser_of(command).parse_args(words)
+def parse(command: str, *words: str) -> Namespace:
+    return make_parser(command).parse_args(words)
 
 
 def settings_parser_of(command: str) -> SettingsParser[Any]:
-    found: SettingsParser[Any] = parsed(command).settings
+    found: SettingsParser[Any] = parse(command).settings
     return found
 
 
-def tables_of(given: SettingsValues[Any]) -> dict[str, Any]:
+def read_tables(given: SettingsValues[Any]) -> dict[str, Any]:
     return given._tables
 
 
@@ -49,7 +49,7 @@ ALL = [(command, path) for command in COMMANDS for path in settings_parser_of(co
 
 
 def values(setting: Setting) -> st.SearchStrategy[Any]:
-    """Values that a setting can have by its type; what goes with what is not looked at."""
+    """Return a strategy for values that a setting can have by its type; rules between settings are not considered."""
     parts = [*parts_of(setting.kind)]
     limits = next((each for each in parts if isinstance(each, Range)), Range())
     if choices := next((get_args(each) for each in parts if get_origin(each) is Literal), ()):
@@ -70,16 +70,16 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
     return st.lists(one, min_size=1, max_size=3) if setting.is_list else one
 
 
-def written(value: Any) -> str:
-    """As TOML and as text for an option; floats in full."""
+def format_value(value: Any) -> str:
+    """Return a value as TOML, which is also the text for an option; floats are not rounded."""
     if isinstance(value, list):
-        return f"[{', '.join(map(written, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {written(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {format_value(each)}' for key, each in value.items())}}}"
     return json.dumps(value) if isinstance(value, str | bool) else repr(value)
 
 
-def words_of(setting: Setting, value: Any) -> list[str]:
+def format_option(setting: Setting, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [setting.flag if value else setting.flag.replace("--", "--no-", 1)]
     if setting.path == "upstreams":
@@ -87,11 +87,11 @@ def words_of(setting: Setting, value: Any) -> list[str]:
     return [f"{setting.flag}={each}" for each in (value if setting.is_list else [value])]
 
 
-def file_of(settings_parser: SettingsParser[Any], path: str, value: Any, folder: Path) -> Path:
+def write_file(settings_parser: SettingsParser[Any], path: str, value: Any, folder: Path) -> Path:
     *tables, name = [*([settings_parser.within] if settings_parser.within else []), *path.split(".")]
     head = f"[{'.'.join(tables)}]\n" if tables else ""
     file = folder / "settings.toml"
-    file.write_text(f"{head}{name} = {written(value)}\n")
+    file.write_text(f"{head}{name} = {format_value(value)}\n")
     return file
 
 
@@ -104,28 +104,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(data=st.data())
 @settings(max_examples=5, deadline=None)
 def test_a_setting_is_the_same_by_option_variable_and_file(command: str, path: str, data: st.DataObject, folder: Path) -> None:
-    """Secrets and lists of tables have no option: every user of a machine sees arguments, and tables can hold secrets."""
+    """Secrets and lists of tables have no option: all users of a machine can read arguments, and tables can hold secrets."""
     settings_parser = settings_parser_of(command)
     setting = settings_parser.settings[path]
     value = data.draw(values(setting))
-    given_ways = [settings_parser.read(parsed(command, "--config", str(file_of(settings_parser, path, value, folder))), {})]
-    text = written(value) if setting.is_list or isinstance(value, bool) else str(value)
-    given_ways.append(settings_parser.read(parsed(command), {setting.variable: text}))
+    readings = [settings_parser.read(parse(command, "--config", str(write_file(settings_parser, path, value, folder))), {})]
+    text = format_value(value) if setting.is_list or isinstance(value, bool) else str(value)
+    readings.append(settings_parser.read(parse(command), {setting.variable: text}))
     if Unit.SECRET not in parts_of(setting.kind) and not setting.is_tables:
-        given_ways.append(settings_parser.read(parsed(command, *words_of(setting, value)), {}))
-    first, *others = map(tables_of, given_ways)
+        readings.append(settings_parser.read(parse(command, *format_option(setting, value)), {}))
+    first, *others = map(read_tables, readings)
     assert all(each == first for each in others)
-    assert path in given_ways[0] or value in (0, False)
+    assert path in readings[0] or value in (0, False)
 
 
 @pytest.mark.parametrize(("command", "path"), ALL, ids=str)
-def test_a_setting_says_what_it_is(command: str, path: str) -> None:
+def test_a_setting_has_a_help_text(command: str, path: str) -> None:
     setting = settings_parser_of(command).settings[path]
     assert setting.is_tables or len(setting.help) > 8
     assert "\n" not in setting.help
 
 
-def struct(**given: Any) -> Any:
+def make_settings(**given: Any) -> Any:
     return settings_parser_of("relay").kind(**given)
 
 
@@ -134,31 +134,31 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "c.toml"
 
 
-def test_an_option_goes_before_a_variable_before_the_file_before_the_default(file: Path) -> None:
+def test_options_override_variables_which_override_the_file_and_the_defaults(file: Path) -> None:
     file.write_text("upstreams = ['h:1']\nhwm = 2\nbuffer_steps = 2\nheartbeat = 2\n")
     variables = {"KVEVENTS_RELAY_HWM": "3", "KVEVENTS_RELAY_HEARTBEAT": "3", "KVEVENTS_SERVE_PORT": "x", "OTHER": "1"}
-    args = parsed("relay", "--config", str(file), "--heartbeat", "4")
+    args = parse("relay", "--config", str(file), "--heartbeat", "4")
     found = args.settings.read(args, variables).settings()
-    assert found == struct(upstreams=("h:1",), buffer_steps=2, hwm=3, heartbeat=4.0)
+    assert found == make_settings(upstreams=("h:1",), buffer_steps=2, hwm=3, heartbeat=4.0)
 
 
-def test_engines_of_all_places_count(file: Path) -> None:
-    """Engines of the settings file are not returned here: the file watcher provides them."""
+def test_engines_of_the_variable_and_the_options_are_combined(file: Path) -> None:
+    """Engines of the settings file are not returned here, because the file watcher provides them."""
     file.write_text("source_files = ['a']\n[[sources]]\nendpoint = 'tcp://h:1'\nmodel = 'm'\n")
-    args = parsed("serve", "--config", str(file), "--sources", "c", "--worker", "x=h:3", "--model", "m")
+    args = parse("serve", "--config", str(file), "--sources", "c", "--worker", "x=h:3", "--model", "m")
     variables = {"KVEVENTS_SERVE_SOURCE_FILES": "b", "KVEVENTS_SERVE_SOURCES": "[{endpoint = 'tcp://h:2', model = 'm'}]"}
     found = read_sources(args.settings.read(args, variables), args)
     assert found.source_files == ["a", "b", "c"]
     assert [each.endpoint for each in found.sources] == ["tcp://h:2", "tcp://h:3"]
 
 
-def test_one_login_takes_the_place_of_another_one(file: Path) -> None:
+def test_a_login_of_an_option_replaces_that_of_the_file(file: Path) -> None:
     file.write_text("[plane]\nservers = ['nats://h:1']\ntoken = 't'\n")
-    args = parsed("bridge", "--config", str(file), "--nkey", "seed")
-    assert tables_of(args.settings.read(args, {}))["plane"] == {"servers": ["nats://h:1"], "nkey": "seed"}
+    args = parse("bridge", "--config", str(file), "--nkey", "seed")
+    assert read_tables(args.settings.read(args, {}))["plane"] == {"servers": ["nats://h:1"], "nkey": "seed"}
 
 
-def wrong() -> Iterator[Any]:
+def wrong_settings() -> Iterator[Any]:
     yield "serve", [], {}, "ready = 3", "FILE: ready: Expected `object`, got `int`"
     yield (
         "serve",
@@ -207,56 +207,56 @@ def wrong() -> Iterator[Any]:
     yield "compare", [], {}, "engine = 1", "FILE: unknown field 'engine'; did you mean 'engines'?"
 
 
-def checked(args: Namespace, environ: dict[str, str]) -> Any:
+def check(args: Namespace, environ: dict[str, str]) -> Any:
     given: SettingsValues[Any] = args.settings.read(args, environ)
     return read_sources(given, args) if "workers" in args else given.settings()
 
 
-@pytest.mark.parametrize(("command", "words", "variables", "text", "said"), [*wrong()])
-def test_what_is_wrong_says_where_it_is(
-    command: str, words: list[str], variables: dict[str, str], text: str, said: str, file: Path
+@pytest.mark.parametrize(("command", "words", "variables", "text", "message"), [*wrong_settings()])
+def test_an_error_names_where_the_wrong_value_was_set(
+    command: str, words: list[str], variables: dict[str, str], text: str, message: str, file: Path
 ) -> None:
     file.write_text(text)
-    args = parsed(command, *words, *(["--config", str(file)] if text else []))
+    args = parse(command, *words, *(["--config", str(file)] if text else []))
     name = "SIM" if command == "compare" else command.upper()
     environ = {f"KVEVENTS_{name}_{variable}": value for variable, value in variables.items()}
     with pytest.raises((ConfigError, CommandLineError)) as caught:
-        checked(args, environ)
-    assert str(caught.value).startswith(said.replace("FILE", str(file))), str(caught.value)
+        check(args, environ)
+    assert str(caught.value).startswith(message.replace("FILE", str(file))), str(caught.value)
 
 
-def test_secrets_are_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_is_rejected_as_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parsed("bridge", "--plane-token", "hunter2")
-    said = capsys.readouterr().err
+        parse("bridge", "--plane-token", "hunter2")
+    message = capsys.readouterr().err
     assert (
         "all users of this machine can read arguments; set KVEVENTS_BRIDGE_PLANE_TOKEN, or write it in the file of --config"
-        in said
+        in message
     )
-    assert "hunter2" not in said
+    assert "hunter2" not in message
 
 
-def test_a_service_of_our_name_in_kubernetes_is_no_setting() -> None:
-    """It puts variables into the environment of each pod that begin as ours do."""
+def test_variables_that_kubernetes_sets_for_a_service_are_ignored() -> None:
+    """For a Service of our name, Kubernetes sets variables in each pod that begin like ours."""
     links = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80", "PORT": "tcp://10.0.0.1:80"}
     links |= {"PORT_80_TCP": "tcp://10.0.0.1:80", "PORT_80_TCP_ADDR": "10.0.0.1", "PORT_80_TCP_PROTO": "tcp"}
-    args = parsed("serve")
-    assert tables_of(args.settings.read(args, {f"KVEVENTS_SERVE_{name}": value for name, value in links.items()})) == {}
+    args = parse("serve")
+    assert read_tables(args.settings.read(args, {f"KVEVENTS_SERVE_{name}": value for name, value in links.items()})) == {}
     assert args.settings.read(args, {"KVEVENTS_SERVE_PORT": "80"}).settings().port == 80
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_whole_help_has_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the short one is short."""
+def test_help_all_has_every_setting_and_help_is_short(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` prints fewer than 110 lines, and `--help-all` every option."""
     with pytest.raises(SystemExit):
-        parsed(command, "--help")
+        parse(command, "--help")
     assert len(capsys.readouterr().out.splitlines()) < 110
     with pytest.raises(SystemExit) as ended:
-        parsed(command, "--help-all")
+        parse(command, "--help-all")
     assert ended.value.code == 0
-    whole = capsys.readouterr().out
+    full_help = capsys.readouterr().out
     for setting in settings_parser_of(command).settings.values():
-        assert setting.is_tables or setting.path == "upstreams" or f"{setting.flag} " in whole, setting.path
+        assert setting.is_tables or setting.path == "upstreams" or f"{setting.flag} " in full_help, setting.path
 
 
 def test_the_help_names_the_presets() -> None:

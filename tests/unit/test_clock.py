@@ -1,4 +1,4 @@
-"""`kvevents.testing.VirtualClock`."""
+"""Tests of `kvevents.testing.VirtualClock`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_the_clock_changes_only_when_it_is_advanced() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-0.1, math.inf, math.nan])
-def test_the_clock_never_goes_back_or_becomes_infinite(seconds: float) -> None:
-    """A test that tries raises `ConfigError`."""
+def test_the_clock_never_decreases_or_becomes_infinite(seconds: float) -> None:
+    """Both methods raise `ConfigError`."""
     clock = VirtualClock(5)
     with pytest.raises(ConfigError):
         clock.advance(seconds)
@@ -31,7 +31,7 @@ def test_the_clock_never_goes_back_or_becomes_infinite(seconds: float) -> None:
     assert clock() == 5.0
 
 
-def test_threads_advance_it_together() -> None:
+def test_threads_can_advance_the_clock_at_the_same_time() -> None:
     """No advance is lost when several threads advance the clock."""
     clock = VirtualClock()
     with ThreadPoolExecutor(4) as pool:

@@ -1,9 +1,8 @@
-"""Compacted history against full history: what late consumers hold, how certain of it they are, and whether they agree with
-an attestation.
+"""Compacted history compared with full history: what late consumers hold, how certain they are, and what they attest.
 
-Streams are arbitrary: stores and removals in a group with full attention, one with a sliding window, one of states (Mamba) and
-one of a kind that the index does not know, on two tiers, with and without an origin, with twins (blocks that share a hash)
-and clears.
+Streams are arbitrary. They have stores and removals in a group with full attention, one with a sliding window, one of Mamba
+states and one of an unknown kind. Blocks are on two tiers, with and without an origin; some are twins (blocks that share a
+hash), and there are clears.
 """
 
 from __future__ import annotations
@@ -43,29 +42,29 @@ LENGTH: Final = 5
 Bounds = dict[tuple[int, int, str, int], tuple[int, int]]
 
 
-def stored(
+def store_blocks(
     first: int, count: int, group: dict[str, Any], medium: str = "GPU", origin: str | None = None, prompt: int = 0
 ) -> BlockStored:
-    """Blocks `first` and the following of a prompt. The hash of block n is n + 1 in all prompts, so prompts have twins."""
+    """Return a store of `count` blocks of a prompt. Block n has the hash n + 1 in all prompts, so prompts have twins."""
     tokens = [1_000 * prompt + token for token in range(first * SIZE, (first + count) * SIZE)]
     hashes = list(range(first + 1, first + count + 1))
     return BlockStored(hashes, first or None, tokens, SIZE, medium=medium, origin=origin, **group)
 
 
-def removed(first: int, count: int, group: int, medium: str = "GPU", left: list[int] | None = None) -> BlockRemoved:
-    counts = None if left is None else left[:count]
+def remove_blocks(first: int, count: int, group: int, medium: str = "GPU", remaining: list[int] | None = None) -> BlockRemoved:
+    counts = None if remaining is None else remaining[:count]
     return BlockRemoved(list(range(first + 1, first + count + 1)), medium, group, remaining_copy_counts=counts)
 
 
-def ranges() -> st.SearchStrategy[tuple[int, int]]:
+def draw_ranges() -> st.SearchStrategy[tuple[int, int]]:
     return st.integers(0, LENGTH - 1).flatmap(lambda first: st.tuples(st.just(first), st.integers(1, LENGTH - first)))
 
 
-def stores(prompts: int) -> st.SearchStrategy[KVEvent]:
+def draw_stores(prompts: int) -> st.SearchStrategy[KVEvent]:
     media, origins = st.sampled_from(("GPU", "GPU", "GPU", "CPU")), st.sampled_from((None, None, "REUSED", "NEW"))
     return st.builds(
-        lambda blocks, group, medium, origin, prompt: stored(blocks[0], blocks[1], group, medium, origin, prompt),
-        ranges(),
+        lambda blocks, group, medium, origin, prompt: store_blocks(blocks[0], blocks[1], group, medium, origin, prompt),
+        draw_ranges(),
         st.sampled_from(GROUPS),
         media,
         origins,
@@ -75,21 +74,21 @@ def stores(prompts: int) -> st.SearchStrategy[KVEvent]:
 
 def events(prompts: int) -> st.SearchStrategy[KVEvent]:
     media = st.sampled_from(("GPU", "GPU", "GPU", "CPU"))
-    left = st.one_of(st.none(), st.none(), st.none(), st.lists(st.integers(0, 3), min_size=LENGTH, max_size=LENGTH))
+    remaining = st.one_of(st.none(), st.none(), st.none(), st.lists(st.integers(0, 3), min_size=LENGTH, max_size=LENGTH))
     removals = st.builds(
-        lambda blocks, group, medium, left: removed(blocks[0], blocks[1], group, medium, left),
-        ranges(),
+        lambda blocks, group, medium, remaining: remove_blocks(blocks[0], blocks[1], group, medium, remaining),
+        draw_ranges(),
         st.integers(0, 3),
         media,
-        left,
+        remaining,
     )
     scopes = st.sampled_from(({"medium": "GPU"}, {"medium": "CPU"}, {"group_idx": 1}, {"group_idx": 2}, {"group_idx": 3}, None))
     clears = st.builds(AllBlocksCleared, unknown_fields=scopes)
-    return st.one_of(stores(prompts), stores(prompts), stores(prompts), removals, removals, removals, clears)
+    return st.one_of(draw_stores(prompts), draw_stores(prompts), draw_stores(prompts), removals, removals, removals, clears)
 
 
 class Consumer:
-    """An index that is fed one stream."""
+    """An index that receives one stream."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -101,14 +100,14 @@ class Consumer:
 
     @property
     def bounds(self) -> Bounds:
-        """The fewest and the most copies of each block, by key, hash, tier and group."""
+        """Return the fewest and the most copies of each block, by key, hash, tier and group."""
         return {
             (block.key, block.hash, block.tier, block.group): (block.certain_copies, block.copies)
             for block in self.index.blocks(WORKER)
         }
 
-    def attests(self, attestation: int) -> bool:
-        """Whether it holds what an engine attests. The state is a copy, so that nothing becomes certain by it."""
+    def agrees_with(self, attestation: int) -> bool:
+        """Return whether the index agrees with an attestation. The test uses a copy, so that no block becomes certain by it."""
         other, file = PrefixIndex(), io.BytesIO()
         self.index.snapshot(file)
         file.seek(0)
@@ -122,12 +121,12 @@ class Consumer:
 
 
 class UnknownGroup:
-    """Copies of blocks of the group of an unknown kind, on the device: no index shows them."""
+    """Copies of blocks of the group of an unknown kind, on the device; no index shows them."""
 
     def __init__(self) -> None:
         self.copies: Counter[int] = Counter()
         self.is_known = False
-        """Whether a store has said of which kind the group is."""
+        """Whether a store has announced the kind of the group."""
 
     def apply(self, event: KVEvent) -> None:
         if isinstance(event, AllBlocksCleared):
@@ -147,8 +146,8 @@ class UnknownGroup:
         return sum(count * attestation_term(each, 2) for each, count in self.copies.items())
 
 
-def late_consumer(compactor: Compactor) -> Consumer | None:
-    """A consumer that receives the compacted history; None if no order of events can express it."""
+def make_late_consumer(compactor: Compactor) -> Consumer | None:
+    """Return a consumer that receives the compacted history; None if no order of events can express it."""
     late, history = Consumer(), compactor.events()
     if history is None:
         assert compactor.unavailable_reason is None
@@ -162,53 +161,57 @@ def late_consumer(compactor: Compactor) -> Consumer | None:
     return late
 
 
-def check(batches: list[list[KVEvent]], cut: int) -> None:
-    """A late consumer that receives the history before `cut` compacted is at no time more certain than one that saw all."""
-    full, others, compactor, late = Consumer(), UnknownGroup(), Compactor.create(), None
+def check_certainty(batches: list[list[KVEvent]], cut: int) -> None:
+    """Check that a consumer of the history compacted before `cut` is never more certain than one that received every batch."""
+    full, unknown_group, compactor, late = Consumer(), UnknownGroup(), Compactor.create(), None
     assert compactor is not None
-    for at, batch in enumerate([*batches, []]):
-        if at == cut:
-            late = late_consumer(compactor)
+    for number, batch in enumerate([*batches, []]):
+        if number == cut:
+            late = make_late_consumer(compactor)
             if late is None:
                 return
         full.send(batch)
         for event in batch:
-            others.apply(event)
+            unknown_group.apply(event)
         compactor.append(encode_batch(KVEventBatch(1.0, batch)))
         if late is None:
             continue
         late.send(batch)
-        known, seen = full.bounds, late.bounds
-        assert {block: most for block, (_, most) in seen.items()} == {block: most for block, (_, most) in known.items()}
-        assert {block: least for block, (least, _) in seen.items() if least > known[block][0]} == {}
+        full_bounds, late_bounds = full.bounds, late.bounds
+        assert {block: most for block, (_, most) in late_bounds.items()} == {
+            block: most for block, (_, most) in full_bounds.items()
+        }
+        assert {block: least for block, (least, _) in late_bounds.items() if least > full_bounds[block][0]} == {}
         assert late.index.digest(WORKER) == full.index.digest(WORKER)
         assert late.index.worker(WORKER).uncertain >= full.index.worker(WORKER).uncertain
         if not full.index.worker(WORKER).orphans:
             held = sum(
-                most * attestation_term(hash_, group) for (_, hash_, tier, group), (_, most) in known.items() if tier == "gpu"
+                most * attestation_term(hash_, group)
+                for (_, hash_, tier, group), (_, most) in full_bounds.items()
+                if tier == "gpu"
             )
-            attestation = (held + others.digest) & ATTESTATION_MASK
-            assert full.attests(attestation)
-            assert late.attests(attestation)
+            attestation = (held + unknown_group.digest) & ATTESTATION_MASK
+            assert full.agrees_with(attestation)
+            assert late.agrees_with(attestation)
 
 
-def histories(prompts: int) -> st.SearchStrategy[list[list[KVEvent]]]:
+def draw_histories(prompts: int) -> st.SearchStrategy[list[list[KVEvent]]]:
     return st.lists(st.lists(events(prompts), min_size=1, max_size=4), min_size=1, max_size=14)
 
 
-REPORT: Final[list[KVEvent]] = [stored(0, 4, FULL), stored(0, 4, WINDOW)]
-"""What vLLM announces of a hit, of blocks too that the window does not hold."""
+REPORT: Final[list[KVEvent]] = [store_blocks(0, 4, FULL), store_blocks(0, 4, WINDOW)]
+"""Events of vLLM for a hit, which include blocks that the window does not hold."""
 
 
-@given(histories(1), st.integers(0, 14))
-@example([[*REPORT], [removed(0, 2, 1)], REPORT], 3)
-@example([[stored(0, 2, UNKNOWN)], [removed(0, 3, 2)], [AllBlocksCleared({"medium": "CPU"})]], 2)
-def test_a_late_consumer_is_never_more_certain(batches: list[list[KVEvent]], cut: int) -> None:
-    """Of one prompt: copies, reports of hits, and windows that a report announces and the engine does not hold."""
-    check(batches, min(cut, len(batches)))
+@given(draw_histories(1), st.integers(0, 14))
+@example([[*REPORT], [remove_blocks(0, 2, 1)], REPORT], 3)
+@example([[store_blocks(0, 2, UNKNOWN)], [remove_blocks(0, 3, 2)], [AllBlocksCleared({"medium": "CPU"})]], 2)
+def test_a_late_consumer_is_never_more_certain_than_an_early_one(batches: list[list[KVEvent]], cut: int) -> None:
+    """Histories of one prompt have copies, repeated stores of hits, and windows that a store announces and the engine lacks."""
+    check_certainty(batches, min(cut, len(batches)))
 
 
-@given(histories(3), st.integers(0, 14))
-def test_a_late_consumer_of_twins_is_never_more_certain(batches: list[list[KVEvent]], cut: int) -> None:
-    """Of several prompts whose blocks share their hashes."""
-    check(batches, min(cut, len(batches)))
+@given(draw_histories(3), st.integers(0, 14))
+def test_a_late_consumer_of_twins_is_never_more_certain_than_an_early_one(batches: list[list[KVEvent]], cut: int) -> None:
+    """Histories have several prompts whose blocks share their hashes."""
+    check_certainty(batches, min(cut, len(batches)))

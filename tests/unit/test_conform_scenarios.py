@@ -1,4 +1,4 @@
-"""Scenarios of `kvevents conform` are the data that they are published as, and verdicts are what the evidence allows."""
+"""Scenarios of `kvevents conform` equal their published files, and verdicts follow from the evidence."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ MINIMAL: Final[dict[str, Any]] = {
 # --- the files
 
 
-def test_files_are_what_the_recorder_writes() -> None:
-    """`python -m tools.conform` writes scenarios and schema; nothing is changed by hand or left over."""
+def test_published_files_equal_those_that_the_tool_writes() -> None:
+    """`python -m tools.conform` writes scenarios and schema; no file was changed by hand or is left over."""
     written = {path.name: text for path, text in written_files().items()}
     shipped = {each.name: each.read_text() for each in (FOLDER / "scenarios").iterdir() if each.name.endswith(".json")}
-    # By value: `typing` gives one object for equal types, so a limit is 0 or 0.0 as in the module that was imported first.
+    # Compare values: `typing` caches equal types, so a limit is 0 or 0.0 as in the module that was imported first.
     assert json.loads((FOLDER / "schema.json").read_text()) == json.loads(written.pop("schema.json"))
     assert shipped == written
 
 
-def test_scenarios_have_the_published_schema() -> None:
+def test_scenarios_match_the_published_schema() -> None:
     """Another project can check its own files with any implementation of JSON Schema."""
     schema = json.loads((FOLDER / "schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -75,22 +75,22 @@ def test_scenarios_have_the_published_schema() -> None:
 
 
 def test_every_group_and_every_dialect_has_scenarios() -> None:
-    everything = list(shipped_scenarios())
-    assert {each.group for each in everything} == set(GROUPS)
-    names = {each.name for each in everything}
+    all_scenarios = list(shipped_scenarios())
+    assert {each.group for each in all_scenarios} == set(GROUPS)
+    names = {each.name for each in all_scenarios}
     assert {f"dialect-{each.name.replace('@', '-')}" for each in dialects()} <= names
-    assert len(names) == len(everything) >= 100
+    assert len(names) == len(all_scenarios) >= 100
 
 
-def test_every_scenario_ends_with_a_check_of_something() -> None:
+def test_every_scenario_ends_with_a_check_of_queries_or_reports() -> None:
     for each in SCENARIOS:
         last = each.steps[-1]
         assert isinstance(last, Check), each.name
         assert last.queries or last.reports, each.name
 
 
-def test_batches_of_the_dialects_are_batches_of_these_dialects() -> None:
-    """What a file has as JSON is, as msgpack, what our decoder reads without rejecting anything."""
+def test_batches_of_dialect_scenarios_are_decoded_without_rejection() -> None:
+    """A batch is JSON in the file; as msgpack, our decoder reads all its events."""
     for scenario in SCENARIOS:
         if scenario.group == "dialects":
             batches = [step.batch for step in scenario.steps if isinstance(step, Publish)]
@@ -107,12 +107,12 @@ def test_batches_of_the_dialects_are_batches_of_these_dialects() -> None:
         ({"engines": {"a": {"replays": 1}}}, "replays"),
     ],
 )
-def test_a_wrong_scenario_is_a_sentence(wrong: dict[str, Any], message: str) -> None:
+def test_a_wrong_scenario_is_rejected_with_a_message(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_scenario(json.dumps(MINIMAL | wrong), "x.json")
 
 
-def test_what_json_has_no_value_for() -> None:
+def test_tokens_and_bytes_are_expanded_from_json() -> None:
     assert read_scenario(json.dumps(MINIMAL)) == msgspec.convert(MINIMAL, Scenario)
     assert expand([1.5, {"a": {"$tokens": [7, 3]}, "b": [{"$hex": "00ff"}]}, None]) == [
         1.5,
@@ -122,13 +122,13 @@ def test_what_json_has_no_value_for() -> None:
 
 
 @pytest.mark.parametrize("release", ["vllm-0.9.0", "vllm-0.24.0", "sglang-0.4.6.post5", "sglang-0.5.22"])
-def test_a_scenario_in_another_dialect_says_the_same(release: str) -> None:
-    """Each batch is one of that release, and has the same events; a release without adapters cannot send them."""
+def test_a_scenario_in_another_dialect_has_the_same_events(release: str) -> None:
+    """Each batch has the form of that release and the same events; a release without adapters cannot send them."""
     dialect = dialect_for(*release.split("-", 1))
-    known = {each.name: each for each in SCENARIOS}
-    found = in_dialect(known["middle"], dialect)
+    scenarios_by_name = {each.name: each for each in SCENARIOS}
+    found = in_dialect(scenarios_by_name["middle"], dialect)
     assert found is not None
-    for step, original in zip(found.steps, known["middle"].steps, strict=True):
+    for step, original in zip(found.steps, scenarios_by_name["middle"].steps, strict=True):
         if isinstance(step, Publish) and isinstance(original, Publish):
             decoded = decode_batch(payload_of(step))
             hashes = [getattr(event, "block_hashes", None) for event in decoded.batch.events]
@@ -136,15 +136,15 @@ def test_a_scenario_in_another_dialect_says_the_same(release: str) -> None:
             assert decoded.dialect is not None
             assert (decoded.dialect.event_form, decoded.dialect.has_rank) == (dialect.event_form, dialect.has_rank)
     assert {engine.reply_shape for engine in found.engines.values()} == {"topic" if dialect.has_replay_topic else "no-topic"}
-    assert (in_dialect(known["lora"], dialect) is None) == ("lora_name" not in dialect.stored_fields)
-    assert in_dialect(known["garbage"], dialect) is not None
+    assert (in_dialect(scenarios_by_name["lora"], dialect) is None) == ("lora_name" not in dialect.stored_fields)
+    assert in_dialect(scenarios_by_name["garbage"], dialect) is not None
 
 
 # --- the results page
 
 
 def test_the_page_has_the_results_of_its_file() -> None:
-    """Tables are those of `conformance.json`, and results are those of the scenarios that there are."""
+    """The tables are those of `conformance.json`, and results exist for exactly the present scenarios."""
     runs = results.read()
     text = results.PAGE.read_text()
     assert results.page(text, runs) == text, "python -m tools.conform.results --tables"
@@ -180,7 +180,7 @@ def test_a_difference_counts_as_reported_only_for_its_worker(
     assert judge(differences, reports, required).verdict is verdict
 
 
-def test_the_worst_check_decides() -> None:
+def test_the_verdict_of_a_scenario_is_that_of_its_worst_check() -> None:
     reported, silent = ScenarioOutcome(Verdict.REPORTED, "r"), ScenarioOutcome(Verdict.SILENT, "s")
     assert worst([]).verdict is Verdict.CORRECT
     assert worst([reported, silent, reported]) == silent
@@ -190,13 +190,13 @@ def _batch(number: int, *events: dict[str, Any]) -> tuple[int, bytes]:
     return number, msgspec.msgpack.encode([0.5, list(events), 0])
 
 
-def _stored(*hashes: int) -> dict[str, Any]:
+def _store_event(*hashes: int) -> dict[str, Any]:
     tokens = list(range(16 * len(hashes)))
     fields = {"parent_block_hash": None, "token_ids": tokens, "block_size": 16, "lora_id": None, "medium": "GPU"}
     return {"type": "BlockStored", "block_hashes": list(hashes), **fields}
 
 
-THREE: Final = [_batch(number, _stored(number)) for number in range(3)]
+THREE: Final = [_batch(number, _store_event(number)) for number in range(3)]
 CLEARED: Final = {"type": "AllBlocksCleared"}
 
 
@@ -210,15 +210,15 @@ CLEARED: Final = {"type": "AllBlocksCleared"}
         (ReceivedStream([THREE[0], THREE[2]]), Verdict.REPORTED),
         (ReceivedStream([*THREE, THREE[2]]), Verdict.SILENT),
         (ReceivedStream([THREE[1], THREE[0], THREE[2]]), Verdict.SILENT),
-        (ReceivedStream([_batch(2, CLEARED, _stored(0, 1, 2))]), Verdict.CORRECT),
-        (ReceivedStream([_batch(2, CLEARED, _stored(0, 2))]), Verdict.SILENT),
-        (ReceivedStream([*THREE, _batch(3, _stored(99))]), Verdict.SILENT),
+        (ReceivedStream([_batch(2, CLEARED, _store_event(0, 1, 2))]), Verdict.CORRECT),
+        (ReceivedStream([_batch(2, CLEARED, _store_event(0, 2))]), Verdict.SILENT),
+        (ReceivedStream([*THREE, _batch(3, _store_event(99))]), Verdict.SILENT),
         (ReceivedStream([*THREE[:2], (2, b"garbage")]), Verdict.SILENT),
         (ReceivedStream([]), Verdict.SILENT),
     ],
 )
-def test_numbers_report_what_a_consumer_can_see(stream: ReceivedStream, verdict: Verdict) -> None:
-    """A hole and a late beginning are visible; batches missing at the end, or a compacted history without a block, are not."""
+def test_only_faults_that_sequence_numbers_reveal_are_reported(stream: ReceivedStream, verdict: Verdict) -> None:
+    """A missing number and a late beginning are visible; batches missing at the end, or a snapshot without a block, are not."""
     assert judge_stream(stream, 0, {0, 1, 2}, {0, 1, 2}).verdict is verdict
 
 

@@ -1,4 +1,4 @@
-"""The decoder: every form that an engine sends, and any other input."""
+"""The decoder reads every form that an engine sends, and rejects any other input without an exception."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from wire_cases import (
 ROWS = dialects()
 
 
-def one(payload: bytes) -> Any:
+def decode_one(payload: bytes) -> Any:
     """Return the only event of a payload of which nothing was rejected."""
     decoded = decode_batch(payload)
     assert decoded.rejected == ()
@@ -44,24 +44,24 @@ def one(payload: bytes) -> Any:
     return event
 
 
-def reasons(decoded: Decoded) -> list[tuple[int | None, str]]:
+def rejected_reasons(decoded: Decoded) -> list[tuple[int | None, str]]:
     return [(entry.index, entry.reason) for entry in decoded.rejected]
 
 
-# --- two paths, one meaning ------------------------------------------------------------------------------------------------
+# --- two decoders with equal results-------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
-def test_both_decoders_read_a_golden_payload_alike(golden: Golden) -> None:
-    """The tolerant decoder reads all of them, the fast one all but byte hashes, map batches, and extra keys with digests."""
-    quick = decode_fast(golden.payload, DEFAULT_WIRE_LIMITS)
+def test_both_decoders_return_the_events_of_a_golden_payload(golden: Golden) -> None:
+    """The tolerant decoder reads every payload; the fast one reads no byte hashes, map batches, and extra keys with digests."""
+    fast = decode_fast(golden.payload, DEFAULT_WIRE_LIMITS)
     assert decode_tolerant(golden.payload, DEFAULT_WIRE_LIMITS) == (golden.batch(), ())
-    slow_only = "bytes" in golden.case or "map_batch" in golden.case or "embeds" in golden.case
-    assert quick == (None if slow_only else golden.batch())
+    is_tolerant_only = "bytes" in golden.case or "map_batch" in golden.case or "embeds" in golden.case
+    assert fast == (None if is_tolerant_only else golden.batch())
 
 
 @given(st.sampled_from(ROWS).flatmap(lambda row: st.tuples(st.just(row), batches_of(row))))
-def test_both_decoders_read_what_each_dialect_encodes(case: tuple[Any, KVEventBatch]) -> None:
+def test_both_decoders_read_batches_of_each_dialect(case: tuple[Any, KVEventBatch]) -> None:
     row, batch = case
     payload = encode_batch(batch, row)
     assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (batch, ())
@@ -88,7 +88,7 @@ def test_the_fast_decoder_reads_every_vllm_release(release: str) -> None:
 @pytest.mark.skipif(not CAPTURES.exists(), reason="the recorded vLLM run, tests/data/vllm-0.32-captures.jsonl.gz, is not here")
 def test_every_batch_of_a_real_engine_is_decoded_and_encoded_unchanged() -> None:
     """vLLM 0.32.0 under load, with integer and byte hashes, salts and prompt embeddings."""
-    row, read = dialect_for("vllm", "0.32.0"), 0
+    row, decoded_count = dialect_for("vllm", "0.32.0"), 0
     for line in gzip.decompress(CAPTURES.read_bytes()).splitlines():
         frames = json.loads(line)
         if frames["socket"] != "pub":
@@ -98,8 +98,8 @@ def test_every_batch_of_a_real_engine_is_decoded_and_encoded_unchanged() -> None
         assert decoded.rejected == ()
         assert decoded.batch.events
         assert encode_batch(decoded.batch, row) == payload
-        read += 1
-    assert read > 50
+        decoded_count += 1
+    assert decoded_count > 50
 
 
 # --- forms of a batch ------------------------------------------------------------------------------------------------------
@@ -107,21 +107,21 @@ def test_every_batch_of_a_real_engine_is_decoded_and_encoded_unchanged() -> None
 
 @pytest.mark.parametrize("rank", [None, 0, 7])
 @pytest.mark.parametrize("encoded_as", ["data_parallel_rank", "attn_dp_rank"])
-def test_a_map_batch_keeps_its_rank(encoded_as: str, rank: int | None) -> None:
-    """Including rank 0."""
+def test_the_rank_of_a_map_batch_is_decoded(encoded_as: str, rank: int | None) -> None:
+    """This includes rank 0."""
     decoded = decode_batch(pack({"ts": 1.5, "events": [stored()], encoded_as: rank}))
     assert decoded.batch == KVEventBatch(1.5, [GOOD], rank)
     assert decoded.rejected == ()
 
 
-def test_of_two_rank_fields_the_one_that_is_not_nil_counts() -> None:
+def test_the_rank_field_that_is_not_nil_is_used() -> None:
     both = pack({"ts": 1.5, "events": [], "data_parallel_rank": None, "attn_dp_rank": 0})
     assert decode_batch(both).batch.data_parallel_rank == 0
 
 
 @pytest.mark.parametrize("form", [stored(), ["BlockStored", [11], None, [1, 2], 2, None, "GPU", None]], ids=["map", "array"])
 @pytest.mark.parametrize("more", [[], [0], [0, "more"], [0, {"x": [1]}, 2, 3]])
-def test_a_batch_has_two_elements_or_more(form: Any, more: list[Any]) -> None:
+def test_a_batch_can_have_more_than_two_elements(form: Any, more: list[Any]) -> None:
     decoded = decode_batch(pack([1.5, [form], *more]))
     assert decoded.batch == KVEventBatch(1.5, [GOOD], 0 if more else None)
     assert decoded.rejected == ()
@@ -143,18 +143,18 @@ def test_a_timestamp_is_converted_to_seconds(sent: float, seconds: float) -> Non
 
 
 @pytest.mark.parametrize("sent", [math.nan, math.inf, -math.inf, -1.0, 1e300, 2**64 - 1, "now", None, True, [1], b"1"])
-def test_an_invalid_timestamp_loses_no_events(sent: Any) -> None:
+def test_an_invalid_timestamp_is_rejected_without_losing_events(sent: Any) -> None:
     decoded = decode_batch(pack([sent, [stored()], 3]))
     assert decoded.batch == KVEventBatch(0.0, [GOOD], 3)
-    assert reasons(decoded) == [(None, "bad-timestamp")]
+    assert rejected_reasons(decoded) == [(None, "bad-timestamp")]
     assert not any(rejected.loses_events for rejected in decoded.rejected)
 
 
 @pytest.mark.parametrize("rank", ["0", 0.0, True, [0], b"\0"])
-def test_an_invalid_rank_loses_no_events(rank: Any) -> None:
+def test_an_invalid_rank_is_rejected_without_losing_events(rank: Any) -> None:
     decoded = decode_batch(pack([1.5, [stored()], rank]))
     assert decoded.batch == KVEventBatch(1.5, [GOOD])
-    assert reasons(decoded) == [(None, "bad-rank")]
+    assert rejected_reasons(decoded) == [(None, "bad-rank")]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_an_invalid_rank_loses_no_events(rank: Any) -> None:
 def test_a_payload_that_is_not_a_batch_is_rejected(value: Any) -> None:
     decoded = decode_batch(pack(value))
     assert decoded.batch == KVEventBatch(0.0, [])
-    assert reasons(decoded) == [(None, "not-a-batch")]
+    assert rejected_reasons(decoded) == [(None, "not-a-batch")]
     assert decoded.rejected[0].raw == pack(value)
     assert decoded.dialect is None
 
@@ -196,18 +196,18 @@ def test_a_truncated_or_corrupt_payload_is_rejected_as_a_whole(payload: bytes) -
 # --- forms of an event -----------------------------------------------------------------------------------------------------
 
 
-def test_unknown_map_fields_are_kept_by_name() -> None:
-    event = one(batch_of(stored(tier="L5", detail={"a": [1, "x", b"\1"], "b": None})))
+def test_unknown_map_fields_are_stored_by_name() -> None:
+    event = decode_one(batch_of(stored(tier="L5", detail={"a": [1, "x", b"\1"], "b": None})))
     assert event.unknown_fields == {"tier": "L5", "detail": {"a": [1, "x", b"\1"], "b": None}}
     event.unknown_fields = None
     assert event == GOOD
 
 
-def test_unknown_array_elements_are_kept_by_position() -> None:
+def test_unknown_array_elements_are_stored_by_position() -> None:
     known = [[11], None, [1, 2], 2, None, "GPU", None, None, 0, "full_attention", None]
-    assert one(batch_of(["BlockStored", *known, "new", [5]])).unknown_fields == {"12": "new", "13": [5]}
-    assert one(batch_of(["BlockRemoved", [11], "GPU", 0, None, "LOCAL"])).unknown_fields == {"5": "LOCAL"}
-    assert one(batch_of(["AllBlocksCleared", 1])).unknown_fields == {"1": 1}
+    assert decode_one(batch_of(["BlockStored", *known, "new", [5]])).unknown_fields == {"12": "new", "13": [5]}
+    assert decode_one(batch_of(["BlockRemoved", [11], "GPU", 0, None, "LOCAL"])).unknown_fields == {"5": "LOCAL"}
+    assert decode_one(batch_of(["AllBlocksCleared", 1])).unknown_fields == {"1": 1}
 
 
 HEARTBEAT = Heartbeat("0123456789abcdef" * 2, 5.0, "STALE", "engine-0: disconnected", 7)
@@ -226,18 +226,20 @@ def test_a_heartbeat_is_decoded_in_every_dialect(dialect: Dialect | None) -> Non
     ["?", {}, {"digest": "x", "every": 1.0}, {"digest": "0" * 32, "every": 0}, {"digest": "0" * 32, "every": 1, "trust": 3}],
 )
 def test_an_invalid_heartbeat_is_an_unknown_field(damaged: object) -> None:
-    event = one(batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": damaged}))
+    event = decode_one(batch_of({"type": "BlockRemoved", "block_hashes": [1], "heartbeat": damaged}))
     assert (event.block_hashes, event.heartbeat, event.unknown_fields) == ([1], None, {"heartbeat": damaged})
 
 
-def test_a_heartbeat_with_more_elements_is_a_heartbeat() -> None:
+def test_unknown_fields_of_a_heartbeat_are_ignored() -> None:
     sent = {"digest": "0" * 32, "every": 2, "more": [1]}
-    assert one(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": sent})).heartbeat == Heartbeat("0" * 32, 2.0)
+    assert decode_one(batch_of({"type": "BlockRemoved", "block_hashes": [], "heartbeat": sent})).heartbeat == Heartbeat(
+        "0" * 32, 2.0
+    )
 
 
 def test_block_keys_are_unsigned_and_limited() -> None:
     limit = WireLimits().max_hashes
-    assert one(batch_of(stored(token_ids=[], block_keys=[-1]))).block_keys == [(1 << 64) - 1]
+    assert decode_one(batch_of(stored(token_ids=[], block_keys=[-1]))).block_keys == [(1 << 64) - 1]
     (rejected,) = decode_batch(batch_of(stored(token_ids=[], block_keys=[1] * (limit + 1)))).rejected
     assert rejected.reason == "too-many-hashes"
 
@@ -249,7 +251,7 @@ def test_unknown_fields_are_encoded_again_in_map_events() -> None:
 
 
 def test_a_peer_cannot_set_fields_of_the_decoder() -> None:
-    event = one(batch_of(stored(unknown_fields={"a": 1}, block_digests=[b"x" * 32], parent_block_digest=b"y" * 32)))
+    event = decode_one(batch_of(stored(unknown_fields={"a": 1}, block_digests=[b"x" * 32], parent_block_digest=b"y" * 32)))
     assert event.block_digests is event.parent_block_digest is None
     assert event.unknown_fields == {
         "unknown_fields": {"a": 1},
@@ -258,10 +260,10 @@ def test_a_peer_cannot_set_fields_of_the_decoder() -> None:
     }
 
 
-def test_unknown_event_types_are_rejected_and_named() -> None:
+def test_unknown_event_types_are_rejected_with_their_name() -> None:
     decoded = decode_batch(batch_of(stored(), {"type": "BlockTransferred", "x": 1}, ["BlockTransferred", 1], stored()))
     assert decoded.batch.events == [GOOD, GOOD]
-    assert reasons(decoded) == [(1, "unknown-tag"), (2, "unknown-tag")]
+    assert rejected_reasons(decoded) == [(1, "unknown-tag"), (2, "unknown-tag")]
     assert "BlockTransferred" in decoded.rejected[0].detail
 
 
@@ -270,16 +272,16 @@ def test_unknown_event_types_are_rejected_and_named() -> None:
 )
 @pytest.mark.parametrize("more", [{}, {"unknown": 1}], ids=["fast", "tolerant"])
 def test_hashes_are_unsigned(sent: int, canonical: int, more: dict[str, Any]) -> None:
-    event = one(batch_of(stored(block_hashes=[sent, 7], parent_block_hash=sent, **more)))
+    event = decode_one(batch_of(stored(block_hashes=[sent, 7], parent_block_hash=sent, **more)))
     assert event.block_hashes == [canonical, 7]
     assert event.parent_block_hash == canonical
-    removed = one(batch_of({"type": "BlockRemoved", "block_hashes": [sent], "medium": "GPU"} | more))
+    removed = decode_one(batch_of({"type": "BlockRemoved", "block_hashes": [sent], "medium": "GPU"} | more))
     assert removed.block_hashes == [canonical]
 
 
 def test_byte_hashes_are_shortened_as_vllm_does() -> None:
     digest, parent = bytes(range(32)), bytes(range(100, 132))
-    event = one(batch_of(stored(block_hashes=[digest], parent_block_hash=parent)))
+    event = decode_one(batch_of(stored(block_hashes=[digest], parent_block_hash=parent)))
     assert event.block_hashes == [int.from_bytes(digest[-8:], "big")]
     assert event.block_digests == [digest]
     assert event.parent_block_hash == int.from_bytes(parent[-8:], "big")
@@ -287,17 +289,17 @@ def test_byte_hashes_are_shortened_as_vllm_does() -> None:
 
 
 def test_hashes_of_both_kinds_in_one_event_have_no_digests() -> None:
-    event = one(batch_of(stored(block_hashes=[3, b"\0" * 8])))
+    event = decode_one(batch_of(stored(block_hashes=[3, b"\0" * 8])))
     assert event.block_hashes == [3, 0]
     assert event.block_digests is None
 
 
 def test_a_parent_of_zero_is_a_hash() -> None:
-    assert one(batch_of(stored(parent_block_hash=0))).parent_block_hash == 0
-    assert one(batch_of(stored(parent_block_hash=0, unknown=1))).parent_block_hash == 0
+    assert decode_one(batch_of(stored(parent_block_hash=0))).parent_block_hash == 0
+    assert decode_one(batch_of(stored(parent_block_hash=0, unknown=1))).parent_block_hash == 0
 
 
-def test_in_an_event_that_llm_d_wraps_parent_zero_means_none() -> None:
+def test_parent_zero_means_no_parent_in_an_event_that_llm_d_wraps() -> None:
     arrays = ["BlockStored", [11], 0, [1, 2], 2, None, "GPU", None]
     decoded = decode_batch(pack([1.5, [pack(stored(parent_block_hash=0)), pack(arrays), pack(["BlockRemoved", [11], "GPU"])]]))
     assert decoded.rejected == ()
@@ -305,20 +307,22 @@ def test_in_an_event_that_llm_d_wraps_parent_zero_means_none() -> None:
 
 
 @pytest.mark.parametrize("event", [pack(pack(stored())), b"", b"\xc1", pack(5), pack(stored())[:-1], pack(stored()) + b"\0"])
-def test_a_bin_without_an_event_is_rejected_alone(event: bytes) -> None:
+def test_an_invalid_wrapped_event_is_rejected_alone(event: bytes) -> None:
     decoded = decode_batch(batch_of(stored(), event, pack(stored())))
     assert decoded.batch.events == [GOOD, GOOD]
     assert [entry.index for entry in decoded.rejected] == [1]
 
 
-def test_token_pairs_of_sglang_with_eagle() -> None:
+def test_token_pairs_of_sglang_with_eagle_are_decoded() -> None:
     expected = [(100, 101), (101, 102)]
-    assert one(batch_of(stored(token_ids=[[100, 101], [101, 102]]))).token_ids == expected
-    assert one(batch_of(stored(token_ids=[[100, 101], [101, 102]], unknown=1))).token_ids == expected
+    assert decode_one(batch_of(stored(token_ids=[[100, 101], [101, 102]]))).token_ids == expected
+    assert decode_one(batch_of(stored(token_ids=[[100, 101], [101, 102]], unknown=1))).token_ids == expected
 
 
-def test_token_ids_of_tensorrt_llm_as_strings() -> None:
-    event = one(batch_of(stored(token_ids=["100", 7, "0"], mm_keys=[{"type": "mm_key", "hash": "ab", "start_offset": 3}])))
+def test_token_ids_of_tensorrt_llm_are_converted_from_strings() -> None:
+    event = decode_one(
+        batch_of(stored(token_ids=["100", 7, "0"], mm_keys=[{"type": "mm_key", "hash": "ab", "start_offset": 3}]))
+    )
     assert event.token_ids == [100, 7, 0]
     assert event.unknown_fields == {"mm_keys": [{"type": "mm_key", "hash": "ab", "start_offset": 3}]}
 
@@ -329,13 +333,13 @@ def test_token_ids_of_tensorrt_llm_as_strings() -> None:
 def test_an_invalid_token_id_rejects_its_event(token: Any) -> None:
     decoded = decode_batch(batch_of(stored(), stored(token_ids=[token]), stored()))
     assert decoded.batch.events == [GOOD, GOOD]
-    assert reasons(decoded) == [(1, "bad-field")]
+    assert rejected_reasons(decoded) == [(1, "bad-field")]
 
 
-def test_extra_keys_of_every_kind_that_vllm_sends() -> None:
+def test_extra_keys_of_every_kind_that_vllm_sends_are_decoded() -> None:
     sent = [["lora", ["image", -3], "salt", b"\1" * 32], None, []]
-    assert one(batch_of(stored(extra_keys=sent))).extra_keys == [("lora", ["image", -3], "salt", b"\1" * 32), None, ()]
-    assert one(batch_of(stored(extra_keys=[["lora", ["image", 3]]]))).extra_keys == [("lora", ["image", 3])]
+    assert decode_one(batch_of(stored(extra_keys=sent))).extra_keys == [("lora", ["image", -3], "salt", b"\1" * 32), None, ()]
+    assert decode_one(batch_of(stored(extra_keys=[["lora", ["image", 3]]]))).extra_keys == [("lora", ["image", 3])]
 
 
 # --- Mooncake RFC #1527 ----------------------------------------------------------------------------------------------------
@@ -366,34 +370,36 @@ MOONCAKE_STORED = BlockStored(
 
 
 @pytest.mark.parametrize("form", [PLAIN, COMPAT], ids=["plain", "compat"])
-def test_a_mooncake_store(form: dict[str, Any]) -> None:
+def test_a_mooncake_store_is_decoded(form: dict[str, Any]) -> None:
     decoded = decode_batch(pack([1700000000123, [form], 0]))
     assert decoded.rejected == ()
     assert decoded.batch == KVEventBatch(1700000000.123, [MOONCAKE_STORED], 0)
 
 
-def test_a_mooncake_store_without_block_size() -> None:
-    event = one(pack([1700000000123, [{"event_type": "stored", "seq_hashes": [3], "block_size": None, "parent_hash": 0}], 0]))
+def test_a_mooncake_store_without_block_size_is_decoded() -> None:
+    event = decode_one(
+        pack([1700000000123, [{"event_type": "stored", "seq_hashes": [3], "block_size": None, "parent_hash": 0}], 0])
+    )
     assert event == BlockStored([3], 0, [], 0)
 
 
 @pytest.mark.parametrize("more", [{}, {"type": "BlockRemoved", "block_hashes": [-1]}], ids=["plain", "compat"])
-def test_a_mooncake_removal(more: dict[str, Any]) -> None:
+def test_a_mooncake_removal_is_decoded(more: dict[str, Any]) -> None:
     removed = {"event_type": "removed", "seq_hashes": [2**64 - 1], "medium": "disk", "block_size": None, "token_ids": None}
-    assert one(pack([1700000000123, [removed | more], 0])) == BlockRemoved([2**64 - 1], "disk")
+    assert decode_one(pack([1700000000123, [removed | more], 0])) == BlockRemoved([2**64 - 1], "disk")
 
 
 @pytest.mark.parametrize("more", [{}, {"type": "AllBlocksCleared", "seq_hashes": None}], ids=["plain", "compat"])
-def test_a_mooncake_clear(more: dict[str, Any]) -> None:
-    assert one(pack([1700000000123, [{"event_type": "cleared"} | more], 0])) == AllBlocksCleared()
+def test_a_mooncake_clear_is_decoded(more: dict[str, Any]) -> None:
+    assert decode_one(pack([1700000000123, [{"event_type": "cleared"} | more], 0])) == AllBlocksCleared()
 
 
-def test_a_field_called_event_type_is_not_always_mooncakes() -> None:
-    event = one(batch_of(stored(event_type="prefill")))
+def test_a_vllm_event_can_have_an_unknown_field_event_type() -> None:
+    event = decode_one(batch_of(stored(event_type="prefill")))
     assert event.unknown_fields == {"event_type": "prefill"}
 
 
-# --- bad neighbours --------------------------------------------------------------------------------------------------------
+# --- invalid events of a batch----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD_EVENTS.values(), ids=BAD_EVENTS)
@@ -411,7 +417,7 @@ def test_an_invalid_event_is_rejected_alone(bad: bytes, reason: str) -> None:
     )
     decoded = decode_batch(payload)
     assert decoded.batch == KVEventBatch(0.0, [GOOD, BlockRemoved([5], "GPU"), GOOD], 3)
-    assert reasons(decoded) == [(1, reason), (3, reason)]
+    assert rejected_reasons(decoded) == [(1, reason), (3, reason)]
     assert decoded.rejected[0].raw == bad[:256]
     assert len(decoded.rejected[0].detail) <= 256
 
@@ -421,10 +427,10 @@ def test_a_deeply_nested_event_is_rejected_alone_in_a_map_batch() -> None:
     payload = b"\x82\xa2ts\x01\xa6events\x93" + pack(stored()) + bomb + pack(stored())
     decoded = decode_batch(payload)
     assert decoded.batch == KVEventBatch(1.0, [GOOD, GOOD])
-    assert reasons(decoded) == [(1, "too-deep")]
+    assert rejected_reasons(decoded) == [(1, "too-deep")]
 
 
-def test_of_equal_keys_the_last_counts_in_both_decoders() -> None:
+def test_both_decoders_use_the_last_of_equal_keys() -> None:
     twice = b"\x89" + pack(stored())[1:] + pack("medium") + pack("CPU")
     decoded = decode_batch(batch_of()[:10] + b"\x91" + twice + b"\x00")
     assert decoded.batch.events[0].medium == "CPU"  # type: ignore[union-attr]
@@ -446,17 +452,17 @@ def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
 # --- limits ----------------------------------------------------------------------------------------------------------------
 
 
-def test_limit_of_payload_bytes() -> None:
+def test_a_payload_above_the_limit_of_bytes_is_rejected() -> None:
     payload = batch_of(stored())
     refused = decode_batch(payload, WireLimits(max_payload_bytes=len(payload) - 1))
-    assert reasons(refused) == [(None, "oversized")]
+    assert rejected_reasons(refused) == [(None, "oversized")]
     assert refused.dialect is None
     assert decode_batch(payload, WireLimits(max_payload_bytes=len(payload))).batch.events == [GOOD]
 
 
-def test_limit_of_events() -> None:
+def test_a_batch_above_the_limit_of_events_is_rejected() -> None:
     payload = batch_of(stored(), stored(), stored())
-    assert reasons(decode_batch(payload, WireLimits(max_events=2))) == [(None, "too-many-events")]
+    assert rejected_reasons(decode_batch(payload, WireLimits(max_events=2))) == [(None, "too-many-events")]
     assert len(decode_batch(payload, WireLimits(max_events=3)).batch.events) == 3
 
 
@@ -469,43 +475,45 @@ def test_limit_of_events() -> None:
         stored(lookahead_token_ids=[[]] * 3),
     ],
 )
-def test_limit_of_hashes(event: Any) -> None:
-    """In the tolerant decoder it also limits other fields with one entry per block."""
+def test_an_event_above_the_limit_of_hashes_is_rejected(event: Any) -> None:
+    """The tolerant decoder applies the limit to other fields with one entry per block, too."""
     bound = WireLimits(max_hashes=2)
     decoded = decode_batch(batch_of(stored(unknown=1), event, b""), bound)
-    assert reasons(decoded)[0] == (1, "too-many-hashes")
+    assert rejected_reasons(decoded)[0] == (1, "too-many-hashes")
     assert len(decode_batch(batch_of(event), WireLimits(max_hashes=3)).batch.events) == 1
 
 
-def test_limit_of_fields() -> None:
+def test_an_event_above_the_limit_of_fields_is_rejected() -> None:
     decoded = decode_batch(batch_of(stored(), stored(a=1, b=2), ["AllBlocksCleared"] + [1] * 10), WireLimits(max_fields=9))
     assert decoded.batch.events == [GOOD]
-    assert reasons(decoded) == [(1, "too-many-fields"), (2, "too-many-fields")]
-    assert reasons(decode_batch(pack([1.5, [stored(x=1)], *range(8)]), WireLimits(max_fields=9))) == [(None, "not-a-batch")]
+    assert rejected_reasons(decoded) == [(1, "too-many-fields"), (2, "too-many-fields")]
+    assert rejected_reasons(decode_batch(pack([1.5, [stored(x=1)], *range(8)]), WireLimits(max_fields=9))) == [
+        (None, "not-a-batch")
+    ]
 
 
-def test_limit_of_free_bytes_is_that_of_the_batch() -> None:
+def test_the_limit_of_free_form_bytes_holds_for_the_whole_batch() -> None:
     decoded = decode_batch(batch_of(stored(a="x" * 30), stored(a="x" * 30), stored(a="x")), WireLimits(max_free_form_bytes=50))
     assert len(decoded.batch.events) == 2
-    assert reasons(decoded) == [(1, "oversized")]
+    assert rejected_reasons(decoded) == [(1, "oversized")]
     keys = stored(extra_keys=[["x" * 60]], more=1)
-    assert reasons(decode_batch(batch_of(keys), WireLimits(max_free_form_bytes=50))) == [(0, "oversized")]
+    assert rejected_reasons(decode_batch(batch_of(keys), WireLimits(max_free_form_bytes=50))) == [(0, "oversized")]
 
 
-def test_limit_of_nesting() -> None:
+def test_an_event_above_the_limit_of_nesting_is_rejected() -> None:
     nested = stored(a=[[["x"]]], extra_keys=[[["m", [b"5"]]]])
     assert len(decode_batch(batch_of(nested), WireLimits(max_nesting=5)).batch.events) == 1
-    assert reasons(decode_batch(batch_of(nested), WireLimits(max_nesting=3))) == [(0, "too-deep")]
+    assert rejected_reasons(decode_batch(batch_of(nested), WireLimits(max_nesting=3))) == [(0, "too-deep")]
 
 
-def test_limit_of_rejections() -> None:
+def test_rejected_events_above_the_limit_are_only_counted() -> None:
     decoded = decode_batch(batch_of(*[None] * 10, stored()), WireLimits(max_rejected=4))
     assert decoded.batch.events == [GOOD]
     assert [entry.reason for entry in decoded.rejected] == ["malformed"] * 4 + ["more"]
     assert sum(entry.count for entry in decoded.rejected) == 10
 
 
-def test_a_large_payload_is_read_as_a_small_one() -> None:
+def test_a_large_payload_is_decoded_like_a_small_one() -> None:
     """Above 1 MiB every declared length is checked before memory is allocated."""
     tokens = list(range(400_000))
     payload = batch_of(stored(token_ids=tokens), stored())
@@ -515,7 +523,7 @@ def test_a_large_payload_is_read_as_a_small_one() -> None:
     assert decoded.batch.events == [BlockStored([11], None, tokens, 2, None, "GPU", None), GOOD]
 
 
-# --- hostile peers ---------------------------------------------------------------------------------------------------------
+# --- malicious peers -------------------------------------------------------------------------------------------------------
 
 
 def colliding_keys(count: int, step: int = 0) -> bytes:
@@ -538,7 +546,7 @@ def colliding_keys(count: int, step: int = 0) -> bytes:
     return b"\xdf" + count.to_bytes(4, "big") + b"".join(pairs)
 
 
-def test_the_colliding_keys_have_one_hash() -> None:
+def test_colliding_keys_have_one_hash() -> None:
     keys = msgspec.msgpack.decode(colliding_keys(5))
     assert len(keys) == 5
     assert len({hash(key) for key in keys}) == 1
@@ -563,14 +571,14 @@ def test_keys_with_one_hash_do_not_take_quadratic_time(place: Any) -> None:
 
     def seconds(keys: bytes) -> float:
         payload = batch_of()[:10] + b"\x92" + pack(stored()) + place(keys) + b"\x00"
-        taken = []
+        durations = []
         for _ in range(3):
             began = time.thread_time()
             decoded = decode_batch(payload)
-            assert isinstance(repr(decoded), str)  # the dialect is asked for too
-            taken.append(time.thread_time() - began)
+            assert isinstance(repr(decoded), str)  # this detects the dialect too
+            durations.append(time.thread_time() - began)
             assert decoded.batch.events == [GOOD]
-        return min(taken)
+        return min(durations)
 
     assert seconds(colliding_keys(20_000)) < 10 * seconds(colliding_keys(20_000, step=1))
 
@@ -598,11 +606,11 @@ def test_many_invalid_events_are_counted_and_not_stored() -> None:
     assert decoded.dialect is None
 
 
-# --- anything at all -------------------------------------------------------------------------------------------------------
+# --- arbitrary input -----------------------------------------------------------------------------------------------------
 
 
-def is_sound(decoded: Decoded) -> None:
-    """Check what every result must satisfy, whatever the input was."""
+def check_result(decoded: Decoded) -> None:
+    """Check the conditions that every result must meet, for any input."""
     batch = decoded.batch
     assert 0.0 <= batch.ts <= 1e11
     for event in batch.events:
@@ -622,7 +630,7 @@ def is_sound(decoded: Decoded) -> None:
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_never_raise(payload: bytes) -> None:
-    is_sound(decode_batch(payload))
+    check_result(decode_batch(payload))
 
 
 @given(msgpack_values)
@@ -635,7 +643,7 @@ def test_arbitrary_msgpack_never_raises(value: Any) -> None:
         pack([value, [stored()], value]),
         pack({"ts": value, "events": [value]}),
     ):
-        is_sound(decode_batch(payload))
+        check_result(decode_batch(payload))
 
 
 @given(st.sampled_from(GOLDENS), st.data())
@@ -652,7 +660,7 @@ def test_damaged_goldens_never_raise(golden: Golden, data: st.DataObject) -> Non
             payload[at:at] = data.draw(st.binary(min_size=1, max_size=4))
         else:
             del payload[at : at + data.draw(st.integers(1, 4))]
-    is_sound(decode_batch(bytes(payload)))
+    check_result(decode_batch(bytes(payload)))
 
 
 good_events = st.sampled_from(ROWS).flatmap(lambda row: st.tuples(st.just(row), events_of(row)))
@@ -668,8 +676,8 @@ def encoded_as(row: Any, event: KVEvent) -> Any:
 
 
 @given(st.lists(good_events | st.tuples(st.none(), msgpack_values), max_size=6))
-def test_valid_events_are_read_next_to_any_other(items: list[tuple[Any, Any]]) -> None:
-    """A batch decodes to what its events decode to one by one."""
+def test_valid_events_are_decoded_beside_any_other_values(items: list[tuple[Any, Any]]) -> None:
+    """A batch decodes to the events that its elements decode to one by one."""
     sent = [value if row is None else encoded_as(row, value) for row, value in items]
     decoded = decode_batch(batch_of(*sent))
     alone = [decode_batch(batch_of(value)).batch.events for value in sent]
@@ -683,15 +691,15 @@ def test_any_value_in_any_field_rejects_at_most_its_event(fields: dict[str, Any]
     decoded = decode_batch(batch_of(stored(), stored(**fields), stored()))
     assert decoded.batch.events[0] == decoded.batch.events[-1] == GOOD
     assert len(decoded.batch.events) + len(decoded.rejected) == 3
-    is_sound(decoded)
+    check_result(decoded)
 
 
 @given(st.dictionaries(FIELD_NAMES, msgpack_values, max_size=3))
 def test_the_tolerant_decoder_agrees_with_the_fast_one(fields: dict[str, Any]) -> None:
     payload = batch_of(stored(**fields))
-    quick = decode_fast(payload, DEFAULT_WIRE_LIMITS)
-    if quick is not None:
-        assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (quick, ())
+    fast = decode_fast(payload, DEFAULT_WIRE_LIMITS)
+    if fast is not None:
+        assert decode_tolerant(payload, DEFAULT_WIRE_LIMITS) == (fast, ())
 
 
 def test_the_repr_of_a_result_is_one_line() -> None:
@@ -704,12 +712,12 @@ SKIPPED: dict[str, Any] = {
     "skipped_token_ids": [5, 6, 7, 8],
     "skipped_extra_keys": [["adapter", ["image", 3]], None],
 }
-"""The fields of a store in a group that does not hold the blocks before, as vllm#44488 proposes them."""
+"""Fields of a store in a group that does not hold the preceding blocks, as vllm#44488 proposes them."""
 
 
 @pytest.mark.parametrize("more", [{}, {"unknown": 1}], ids=["fast", "tolerant"])
-def test_skipped_blocks_are_delivered(more: dict[str, Any]) -> None:
-    """Also the hash as a signed number or a digest, and any number of them; they are encoded again as they came."""
+def test_fields_of_skipped_blocks_are_decoded(more: dict[str, Any]) -> None:
+    """The hash can be a signed number or a digest, with many tokens; encoding and decoding again gives the same event."""
     for parent in (2**64 - 3, -3, b"\x01" * 24 + (2**64 - 3).to_bytes(8, "big")):
         decoded = decode_batch(batch_of(stored(**SKIPPED | {"skipped_parent_block_hash": parent}, **more)))
         assert decoded.rejected == ()
@@ -738,8 +746,8 @@ def test_skipped_blocks_are_delivered(more: dict[str, Any]) -> None:
     ],
     ids=repr,
 )
-def test_skipped_blocks_of_another_shape_are_unknown_fields(name: str, value: Any) -> None:
-    """The shape is a proposal. What a release makes of it must not cost events that can be read."""
+def test_fields_of_skipped_blocks_with_another_form_are_unknown_fields(name: str, value: Any) -> None:
+    """The form is only proposed. If a release changes it, events that can be read must not be lost."""
     decoded = decode_batch(batch_of(stored(**SKIPPED | {name: value})))
     (event,) = decoded.batch.events
     assert isinstance(event, BlockStored)
@@ -747,7 +755,7 @@ def test_skipped_blocks_of_another_shape_are_unknown_fields(name: str, value: An
     assert decode_batch(encode_batch(decoded.batch)).batch.events == [event]
 
 
-def test_skipped_blocks_are_left_out_of_array_events() -> None:
+def test_fields_of_skipped_blocks_are_omitted_from_array_events() -> None:
     decoded = decode_batch(batch_of(stored(**SKIPPED)))
     array = decode_batch(encode_batch(decoded.batch, dialect_for("vllm", "0.22")))
     assert array.batch.events == [GOOD]

@@ -1,4 +1,4 @@
-"""Detection of the release from the shape of a payload."""
+"""The release of a payload is detected from its form."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_detected_row_is_not_newer_than_the_release(golden: Golden) -> None:
         (["BlockRemoved", [b"d" * 32], "GPU"], "vllm-0.10.2"),
     ],
 )
-def test_one_event_shows_its_release(event: Any, name: str) -> None:
+def test_one_event_is_enough_to_detect_its_release(event: Any, name: str) -> None:
     assert str(detect_dialect(batch_of(event))) == name
 
 
@@ -55,7 +55,7 @@ def test_vllm_0_33_is_recognised_by_its_map_header() -> None:
     assert detect_dialect(encode_batch(batch, dialect_for("vllm", "0.32.0"))) is dialect_for("vllm", "0.24.0")
 
 
-def test_all_events_of_a_batch_must_agree() -> None:
+def test_the_release_must_fit_all_events_of_a_batch() -> None:
     assert detect_dialect(batch_of(stored(locality="LOCAL"), stored(session_id="s"))) is dialect_for("vllm", "0.30.0")
     assert detect_dialect(batch_of(stored(), ["AllBlocksCleared"])) is None
     assert detect_dialect(batch_of(stored(lookahead_token_ids=[[1]]), EVENT_SGLANG | {"cache_salt": "s"})) is None

@@ -11,7 +11,7 @@ from wire_cases import GOLDENS, RELEASES, Golden
 
 @pytest.mark.parametrize("golden", GOLDENS, ids=str)
 def test_a_golden_payload_encodes_to_the_same_bytes(golden: Golden) -> None:
-    """In the dialect of its release and in the dialect that is detected from its shape.
+    """This holds in the dialect of its release, and in the dialect that is detected from its form.
 
     The values are those of the golden file, which our decoder has not read, and those that our decoder returns.
     """
@@ -24,12 +24,12 @@ def test_a_golden_payload_encodes_to_the_same_bytes(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize("golden", RELEASES, ids=str)
-def test_the_replay_shape_of_a_row_is_that_of_its_release(golden: Golden) -> None:
+def test_a_row_has_the_replay_frames_of_its_release(golden: Golden) -> None:
     assert dialect_for(golden.engine, golden.release).has_replay_topic == (len(golden.replay_frames) == 4)
 
 
 def test_every_row_has_goldens_of_its_first_release() -> None:
-    """A row states what a release sends, so its bytes must be at hand."""
+    """A row states what a release sends, so its bytes must be in the test data."""
     released = {dialect_for(golden.engine, golden.release) for golden in GOLDENS}
     assert [row.name for row in dialects() if row not in released] == []
 
@@ -102,13 +102,13 @@ def test_a_release_between_rows_uses_the_older_row(engine: str, release: str, ro
     ],
 )
 def test_an_unknown_dialect_raises_with_a_message(engine: str, release: str, sentence: str) -> None:
-    with pytest.raises(UnknownDialectError) as refusal:
+    with pytest.raises(UnknownDialectError) as raised:
         dialect_for(engine, release)
-    assert str(refusal.value) == sentence
+    assert str(raised.value) == sentence
 
 
-def test_a_very_long_release_number_is_refused_quickly() -> None:
-    """Python refuses to convert more than 4,300 digits. The error is `UnknownDialectError`."""
+def test_a_very_long_release_number_is_rejected() -> None:
+    """Python cannot convert more than 4,300 digits; the error is still `UnknownDialectError`."""
     with pytest.raises(UnknownDialectError):
         dialect_for("vllm", "9" * 10_000)
 

@@ -1,4 +1,4 @@
-"""Delays between attempts."""
+"""Delays between attempts grow, and jitter shortens them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_delays_double_up_to_the_maximum_until_a_success() -> None:
 
 @pytest.mark.parametrize("random", [0.0, 0.5, 0.999])
 def test_jitter_only_shortens(random: float) -> None:
-    """Neither delays nor intervals become longer, and none is shortened by more than its share."""
+    """Neither delays nor intervals become longer, and none is shortened by more than its jitter."""
     pauses = Backoff(lambda: random, initial=8, maximum=8)
     assert 8 * (1 - BACKOFF_JITTER) <= pauses.next_delay() <= 8
     assert 10 * (1 - INTERVAL_JITTER) <= jittered(10, lambda: random) <= 10

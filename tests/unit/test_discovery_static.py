@@ -1,4 +1,4 @@
-"""Engines that are simply named."""
+"""The static provider returns engines that are named in the settings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from kvevents.service.discovery.files import StaticProvider
 from kvevents.service.discovery.provider import SourceTable
 
 
-async def test_it_finds_once_what_it_was_given() -> None:
-    """One finding with all ranks, and engines to be asked as providers of their own."""
+async def test_a_static_provider_yields_its_tables_once() -> None:
+    """There is one finding with all ranks; engines whose sources must be requested are providers of their own."""
     tables = (
         SourceTable(instance="a", endpoint="tcp://h:5557", model="m", ranks=2),
         SourceTable(instance="b", base_url="http://h:8000", tenant="t"),
@@ -19,8 +19,8 @@ async def test_it_finds_once_what_it_was_given() -> None:
     assert found.faults == ()
 
 
-def test_equal_tables_are_the_same_provider() -> None:
-    """So that an engine whose table did not change keeps being followed when another table did."""
+def test_providers_with_equal_tables_are_equal() -> None:
+    """An engine whose table did not change is therefore followed without a break when another table changes."""
     first, again = (StaticProvider((SourceTable(base_url="http://h:8000"),)) for _ in range(2))
     assert first == again
     assert hash(first) == hash(again)

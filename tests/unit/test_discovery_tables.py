@@ -1,4 +1,4 @@
-"""Source tables of discovery: what operators write about an engine."""
+"""Source tables of discovery: the settings of an engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvevents.service.discovery.provider import MAX_RANKS, SourceTable, Template
 from kvevents.stream import Source
 
 
-def test_ranks_count_ports_up_as_a_source_does() -> None:
-    """`ranks = N` is `Source.ranks(N)`: same ports, same replay ports, same ranks."""
+def test_ranks_of_a_table_use_consecutive_ports_like_those_of_a_source() -> None:
+    """`ranks = N` equals `Source.ranks(N)`: same ports, same replay ports, same ranks."""
     table = SourceTable(
         instance="a", endpoint="tcp://h:5557", replay_endpoint="tcp://h:6557", model="m", ranks=3, rank=4, topic="kv"
     )
@@ -22,8 +22,7 @@ def test_ranks_count_ports_up_as_a_source_does() -> None:
     ]
 
 
-def test_every_field_arrives_in_the_registration() -> None:
-    """Nothing that a table says is lost on the way."""
+def test_every_field_of_a_table_is_in_the_registration() -> None:
     fields = {
         "instance": "a", "endpoint": "tcp://*:1", "model": "m", "rank": 2, "replay_endpoint": "tcp://h:2", "block_size": 16,
         "tenant": "t", "group": "g", "topic": "kv", "bind": True, "lora_name": "l", "salt": "s",
@@ -34,13 +33,13 @@ def test_every_field_arrives_in_the_registration() -> None:
     assert msgspec.to_builtins(found) == fields
 
 
-def test_an_engine_without_a_name_is_called_by_its_address() -> None:
-    """As in the command line: the endpoint without its transport."""
+def test_an_engine_without_a_name_is_named_by_its_address() -> None:
+    """The name is the endpoint without its transport, as in the command line."""
     assert SourceTable(endpoint="tcp://10.0.0.7:5557", model="m").static_registrations()[0].instance == "10.0.0.7:5557"
 
 
-def test_a_wildcard_replay_host_is_the_engines_own() -> None:
-    """`tcp://*:6557` says "at the same host", which a template for many hosts needs."""
+def test_a_wildcard_replay_host_is_replaced_by_the_host_of_the_engine() -> None:
+    """`tcp://*:6557` means "at the same host", which a template for many hosts needs."""
     (found,) = Template(model="m", replay_endpoint="tcp://*:6557").registrations("a", "tcp://[fd00::1]:5557")
     assert found.replay_endpoint == "tcp://[fd00::1]:6557"
 
@@ -72,8 +71,8 @@ def test_a_wildcard_replay_host_is_the_engines_own() -> None:
         ([], ["[[sources]] 3", "object"]),
     ],
 )
-def test_what_is_wrong_is_named_with_its_table_and_field(fields: object, words: list[str]) -> None:
-    """An operator finds the place from the sentence alone."""
+def test_an_error_names_the_table_and_the_field(fields: object, words: list[str]) -> None:
+    """An operator finds the place with the message alone."""
     with pytest.raises(ConfigError) as caught:
         parse_table(3, fields)
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -1,4 +1,4 @@
-"""What the hooks of the documentation site make of a page."""
+"""The hooks of the documentation site change pages as mkdocs needs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.docs_site import links_to_repository, separate_blocks, with_generated
 
 
 @pytest.mark.parametrize(
-    ("written", "read"),
+    ("source", "expected"),
     [
         ("text\n- one\n- two\n", "text\n\n- one\n- two\n"),
         ("text\n1. one\n2. two\n", "text\n\n1. one\n2. two\n"),
@@ -22,12 +22,12 @@ from tools.docs_site import links_to_repository, separate_blocks, with_generated
         ("text\n\n- one\n", "text\n\n- one\n"),
     ],
 )
-def test_lists_and_tables_are_apart_from_paragraphs(written: str, read: str) -> None:
-    assert separate_blocks(written) == read
+def test_lists_and_tables_are_separated_from_paragraphs(source: str, expected: str) -> None:
+    assert separate_blocks(source) == expected
 
 
-def test_links_out_of_the_site_lead_to_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an address of the repository they name the file."""
+def test_links_to_files_outside_of_the_site_point_to_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an address of the repository, the name of the file replaces the link."""
     text = "[Kubernetes](../../deploy/README.md#helm), [streams](../concepts/stream.md), [home](https://example.com/a.md)"
     monkeypatch.delenv("KVEVENTS_REPOSITORY", raising=False)
     assert links_to_repository(text, "guides/a.md") == text.replace(
@@ -42,7 +42,7 @@ def test_a_link_to_a_missing_file_is_an_error() -> None:
         links_to_repository("[x](../../deploy/none.md)", "guides/a.md")
 
 
-def test_generated_parts_take_the_place_of_their_marker() -> None:
+def test_generated_parts_replace_their_marker() -> None:
     text = with_generated("before\n<!-- generated: dialects -->\nafter\n")
     assert text.startswith("before\n| engine | from release |")
     assert "| vllm | 0.24.0 | array of maps |" in text
@@ -51,7 +51,7 @@ def test_generated_parts_take_the_place_of_their_marker() -> None:
 
 
 def test_the_reference_names_every_setting_and_every_endpoint() -> None:
-    """With the option, the variable, the default and the range of a setting, and the types of an endpoint."""
+    """A setting has its option, variable, default and range; an endpoint has its types."""
     row = "| `limits.max_tokens` | `--limits-max-tokens` | `KVEVENTS_SERVE_LIMITS_MAX_TOKENS` |"
     settings = docs_reference.settings()
     assert row in settings
@@ -62,15 +62,15 @@ def test_the_reference_names_every_setting_and_every_endpoint() -> None:
     assert "### kvevents sim compare\n\n```text\nusage: kvevents sim compare" in docs_reference.commands()
 
 
-def test_the_public_modules_exist_and_say_what_they_are() -> None:
-    """Those without `__all__` consist of types alone, which are all public."""
+def test_the_public_modules_exist_and_have_a_docstring() -> None:
+    """Modules without `__all__` consist only of types, which are all public."""
     for module in docs_reference.API:
         found = import_module(module)
         assert found.__doc__
         assert hasattr(found, "__all__") or module in {"kvevents.errors", "kvevents.recording"}
 
 
-def test_literal_blocks_of_docstrings_become_those_of_markdown() -> None:
+def test_literal_blocks_of_docstrings_become_markdown_blocks() -> None:
     assert without_markers("What it is.\n\n::\n\n    a = 1\n\nCall it:: or so, as in::\n\n    b\n") == (
         "What it is.\n\n    a = 1\n\nCall it:: or so, as in:\n\n    b\n"
     )

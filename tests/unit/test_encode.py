@@ -1,4 +1,4 @@
-"""The encoder: any event in any dialect, and values that cannot be encoded."""
+"""The encoder writes any event in any dialect, and rejects values that cannot be encoded."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ FULL = BlockStored(
 )
 
 
-def plain(payload: bytes) -> Any:
+def decode_plain(payload: bytes) -> Any:
     return msgspec.msgpack.decode(payload)
 
 
 @given(batches_of(NEWEST))
-def test_without_a_dialect_events_have_the_layout_of_the_newest_vllm(batch: KVEventBatch) -> None:
+def test_the_default_layout_is_that_of_the_newest_vllm(batch: KVEventBatch) -> None:
     assert encode_batch(batch) == encode_batch(batch, NEWEST) == pack(batch)
 
 
 @pytest.mark.parametrize("row", dialects(), ids=str)
-def test_fields_that_a_release_does_not_have_are_left_out(row: Any) -> None:
-    batch = plain(encode_batch(KVEventBatch(1.0, [FULL], 3), row))
+def test_fields_that_a_release_does_not_have_are_omitted(row: Any) -> None:
+    batch = decode_plain(encode_batch(KVEventBatch(1.0, [FULL], 3), row))
     event = (batch["events"] if row.batch_form == "map" else batch[1])[0]
     if row.event_form == "array":
         assert event[0] == "BlockStored"
@@ -57,14 +57,16 @@ def test_fields_that_a_release_does_not_have_are_left_out(row: Any) -> None:
 
 @pytest.mark.parametrize(("engine", "release"), [("vllm", "0.9.1"), ("sglang", "0.5.17"), ("sglang", "0.5.23")])
 def test_signed_dialects_send_signed_hashes(engine: str, release: str) -> None:
-    event = plain(encode_batch(KVEventBatch(1.0, [BlockRemoved([2**64 - 1, 2**63, 5], "GPU")]), dialect_for(engine, release)))[
-        1
-    ][0]
+    event = decode_plain(
+        encode_batch(KVEventBatch(1.0, [BlockRemoved([2**64 - 1, 2**63, 5], "GPU")]), dialect_for(engine, release))
+    )[1][0]
     assert (event[1] if isinstance(event, list) else event["block_hashes"]) == [-1, -(2**63), 5]
 
 
 def test_signed_hashes_are_accepted_for_an_unsigned_dialect() -> None:
-    assert plain(encode_batch(KVEventBatch(1.0, [BlockRemoved([-1], "GPU")]), NEWEST))[1][0]["block_hashes"] == [2**64 - 1]
+    assert decode_plain(encode_batch(KVEventBatch(1.0, [BlockRemoved([-1], "GPU")]), NEWEST))[1][0]["block_hashes"] == [
+        2**64 - 1
+    ]
 
 
 def test_byte_hashes_are_encoded_as_bytes_again() -> None:
@@ -73,10 +75,10 @@ def test_byte_hashes_are_encoded_as_bytes_again() -> None:
         {"type": "BlockRemoved", "block_hashes": [b"r" * 32], "medium": None},
     )
     assert encode_batch(decode_batch(payload).batch, dialect_for("vllm", "0.32.0")) == payload
-    assert plain(encode_batch(decode_batch(payload).batch)) == plain(payload)
+    assert decode_plain(encode_batch(decode_batch(payload).batch)) == decode_plain(payload)
 
 
-def test_array_events_have_no_place_for_unknown_fields() -> None:
+def test_unknown_fields_are_omitted_from_array_events() -> None:
     batch = decode_batch(batch_of(stored(tier="L5"))).batch
     assert encode_batch(batch, dialect_for("vllm", "0.23.0")) == encode_batch(
         decode_batch(batch_of(stored())).batch, dialect_for("vllm", "0.23.0")
@@ -92,7 +94,7 @@ class _Plain(msgspec.Struct):
 
 
 class _EngineStored(KVCacheEvent, tag="BlockStored"):
-    """A store as `kvevents.compat.sglang` declares it: fewer fields, in another order."""
+    """A store as `kvevents.compat.sglang` declares it, with fewer fields, in another order."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -109,15 +111,15 @@ class _SGLangBatch(msgspec.Struct, array_like=True):
 
 
 @pytest.mark.parametrize("row", [None, *dialects()], ids=str)
-def test_events_of_users_are_encoded_as_they_are_declared(row: Any) -> None:
-    batch = plain(encode_batch(EventBatch(1.0, [_Custom(0.5), _Plain("x"), {"free": 1}], 0), row))
+def test_custom_events_are_encoded_as_they_are_declared(row: Any) -> None:
+    batch = decode_plain(encode_batch(EventBatch(1.0, [_Custom(0.5), _Plain("x"), {"free": 1}], 0), row))
     events = batch["events"] if row is not None and row.batch_form == "map" else batch[1]
     assert events == [{"type": "Warmed", "weight": 0.5}, {"note": "x"}, {"free": 1}]
 
 
 def test_events_and_batches_of_engine_types_are_encoded_in_the_dialect() -> None:
     batch: Any = _SGLangBatch(1.0, [_EngineStored([2**64 - 1], None, [1], 1, None, "GPU")], 4)
-    sent = plain(encode_batch(batch, dialect_for("sglang", "0.5.17")))
+    sent = decode_plain(encode_batch(batch, dialect_for("sglang", "0.5.17")))
     assert sent == [1.0, [["BlockStored", [-1], None, [1], 1, None, "GPU"]], 4]
 
 
@@ -131,16 +133,16 @@ def test_a_value_that_cannot_be_encoded_raises_encode_error(events: Any, row: An
         encode_batch(EventBatch(1.0, events), row)
 
 
-def test_endless_nesting_raises_encode_error() -> None:
+def test_a_list_that_contains_itself_raises_encode_error() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(EncodeError):
         encode_batch(EventBatch(1.0, [loop]))
 
 
-def test_a_clear_is_one_tag_in_every_dialect() -> None:
+def test_a_clear_consists_of_its_tag_in_every_dialect() -> None:
     for row in dialects():
-        batch = plain(encode_batch(KVEventBatch(1.0, [AllBlocksCleared()], None), row))
+        batch = decode_plain(encode_batch(KVEventBatch(1.0, [AllBlocksCleared()], None), row))
         events = batch["events"] if row.batch_form == "map" else batch[1]
         assert events == ([["AllBlocksCleared"]] if row.event_form == "array" else [{"type": "AllBlocksCleared"}])
 
@@ -152,7 +154,7 @@ def test_hashes_of_any_size_are_taken_modulo_2_to_the_64(value: int) -> None:
         assert event.block_hashes == [value % 2**64]  # type: ignore[union-attr]
 
 
-def test_block_keys_need_events_as_maps() -> None:
+def test_block_keys_can_be_encoded_only_in_map_events() -> None:
     keyed = KVEventBatch(1.0, [BlockStored([1], None, [], 16, block_keys=[7])])
     for dialect in (None, *dialects()):
         if dialect is not None and dialect.event_form == "array":

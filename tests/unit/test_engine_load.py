@@ -1,4 +1,4 @@
-"""The load that engines report: read as SGLang writes it, and used by the router beside its own count."""
+"""Load reports of engines are decoded as SGLang encodes them, and the router uses them beside its own count."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from wire_cases import msgpack_values, pack
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "load_stats.json").read_text())
 
 
-@pytest.mark.parametrize("reading", RECORDED["readings"], ids=lambda reading: str(reading["fields"][:4]))
-def test_a_reading_of_sglang_is_read_field_by_field(reading: dict[str, Any]) -> None:
-    """The payloads are of SGLang's own struct, which sends its defaults too."""
+@pytest.mark.parametrize("report", RECORDED["readings"], ids=lambda report: str(report["fields"][:4]))
+def test_every_field_of_a_load_report_of_sglang_is_decoded(report: dict[str, Any]) -> None:
+    """The payloads are encoded with SGLang's own struct, which sends its defaults too."""
     defaults = [None, 0, 0, 0, 0, 0]
-    fields = reading["fields"] + defaults[len(reading["fields"]) - 4 :]
-    assert decode_load(bytes.fromhex(reading["payload"])) == EngineLoad(*fields)
+    fields = report["fields"] + defaults[len(report["fields"]) - 4 :]
+    assert decode_load(bytes.fromhex(report["payload"])) == EngineLoad(*fields)
 
 
-def test_a_reading_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
+def test_unknown_fields_of_a_load_report_are_ignored() -> None:
     found = decode_load(pack(["LoadStat", 1, 2, 3, 4, 0, 5, 6, 7, 8, 9, {"new": 1}]))
     assert found == EngineLoad(1, 2, 3, 4, 0, 5, 6, 7, 8, 9)
     assert found.requests == 3
@@ -44,7 +44,7 @@ def test_a_reading_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
         pack(["LoadStat", 1, 2, 3, 4, None, 0, 0, 0, 0, 0, b"x" * MAX_LOAD_BYTES]),
     ],
 )
-def test_anything_else_is_no_reading(payload: bytes) -> None:
+def test_an_invalid_payload_is_not_a_load_report(payload: bytes) -> None:
     assert decode_load(payload) is None
 
 
@@ -53,26 +53,26 @@ def test_anything_else_is_no_reading(payload: bytes) -> None:
     | msgpack_values.map(pack)
     | st.lists(msgpack_values, max_size=12).map(lambda row: pack(["LoadStat", *row]))
 )
-def test_no_input_raises(payload: bytes) -> None:
+def test_decoding_a_load_report_never_raises(payload: bytes) -> None:
     found = decode_load(payload)
     assert found is None or min(found.running, found.waiting, found.used_tokens, found.max_tokens) >= 0
 
 
-def test_the_router_counts_the_requests_that_other_routers_sent() -> None:
+def test_the_router_uses_load_reports_to_count_requests_of_other_routers() -> None:
     reports: dict[tuple[str, int], EngineLoad | None] = {("a", 0): EngineLoad(9, 1, 0, 0), ("b", 0): None}
     router = Router(LeastLoaded(), engine_load=reports.get)
     for worker in reports:
         router.add(worker)
     chosen = [router.route(number, [1, 2, 3]).worker for number in range(5)]
-    assert chosen == [("b", 0)] * 5, "without a reading its own count decides, which is below that of the other"
+    assert chosen == [("b", 0)] * 5, "without a report its own count decides, which is below that of the other"
     reports["a", 0] = None
-    assert router.route("next", [1, 2, 3]).worker == ("a", 0), "a reading that is gone costs its signal only"
+    assert router.route("next", [1, 2, 3]).worker == ("a", 0), "a missing report removes only its own effect"
     reports["b", 0] = EngineLoad(0, 0, 0, 0)
     assert router.route("last", [1, 2, 3]).worker == ("a", 0), "requests that the engine has not reported yet count"
 
 
-def test_waiting_requests_of_an_engine_that_reports_no_tokens_count() -> None:
-    """vLLM reports how many requests wait, and not how long they are."""
+def test_waiting_requests_count_if_the_engine_reports_no_tokens() -> None:
+    """vLLM reports how many requests wait, but not how long they are."""
     router = Router(LeastLoaded(), engine_load={("a", 0): EngineLoad(0, 3, 0, 0), ("b", 0): EngineLoad(2, 0, 0, 0)}.get)
     for worker in (("a", 0), ("b", 0)):
         router.add(worker)
@@ -81,8 +81,8 @@ def test_waiting_requests_of_an_engine_that_reports_no_tokens_count() -> None:
     assert {one.worker: one.load for one in decision.scored} == {("a", 0): 3 * 256.0, ("b", 0): 2 * 256.0}
 
 
-def test_requests_that_were_sent_since_a_reading_are_added_to_it() -> None:
-    """Otherwise all prompts until the next reading would go to the worker that was the least loaded at the last one."""
+def test_requests_sent_since_a_load_report_are_added_to_it() -> None:
+    """Otherwise all prompts until the next report would be sent to the worker with the least load in the last report."""
     reports = {("a", 0): EngineLoad(4, 0, 0, 0), ("b", 0): EngineLoad(6, 0, 0, 0)}
     router = Router(LeastLoaded(settings=LeastLoadedSettings(by="requests")), engine_load=reports.get)
     for worker in reports:
@@ -92,4 +92,4 @@ def test_requests_that_were_sent_since_a_reading_are_added_to_it() -> None:
     assert [decision.worker for decision in decisions].count(("a", 0)) == 4
     for worker in reports:
         reports[worker] = EngineLoad(8, 0, 0, 0)
-    assert router.route("next", [1, 2, 3]).load.requests == 8, "a new reading has those that were sent before"
+    assert router.route("next", [1, 2, 3]).load.requests == 8, "a new report includes the requests sent before it"

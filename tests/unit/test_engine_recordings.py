@@ -1,7 +1,7 @@
-"""Real engines, recorded: each request is predicted from the batches before it, and compared with what the engine found.
+"""Recordings of real engines: each request is predicted from the batches before it, and compared with the engine's result.
 
-`make engines` with `--record` makes the recordings (`tests/data/README.md`). Here they reach a subscriber and an index in
-memory.
+`make engines` with `--record` makes the recordings (`tests/data/README.md`). Here a subscriber and an index in memory receive
+their batches.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ TICK = 0.01
 
 
 class Outcome(NamedTuple):
-    """Requests of one recording, by how they were predicted."""
+    """Requests of one recording, by the result of their prediction."""
 
     right: int
     wrong: list[str]
-    unclaimed: int
+    not_exact: int
     hits: int
     restarts: int
     attested: int
-    """Requests before which the newest attestation of the engine's cache has agreed with the index."""
+    """Requests before which the newest attestation of the engine's cache agreed with the index."""
 
 
 class Replay:
-    """One recording, fed to a subscriber as its engine's frames."""
+    """One recording, which a subscriber receives as its engine's frames."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -44,7 +44,7 @@ class Replay:
         self.engine = transport.engine("tcp://engine:5557", "tcp://engine:5558")
         source = Source(self.engine.endpoint, self.engine.replay_endpoint, name="engine")
         self.subscriber = Subscriber(source, decode=False, sink=self.index, transport=transport, clock=transport.clock)
-        self.right = self.unclaimed = self.hits = self.restarts = self.attested = 0
+        self.right = self.not_exact = self.hits = self.restarts = self.attested = 0
         self.wrong: list[str] = []
 
     def play(self, path: Path) -> Outcome:
@@ -52,7 +52,7 @@ class Replay:
             for frame in read_recording(path):
                 live = parse_live(frame.frames) if frame.socket == "pub" else None
                 if isinstance(live, Live):
-                    assert self.engine.publish_payload(live.payload) == live.seq, "the recording begins with number 0"
+                    assert self.engine.publish_payload(live.payload) == live.seq, "the recording begins with sequence number 0"
                 elif frame.meta and "restart" in frame.meta:
                     self.engine.restart()
                     self.restarts += 1
@@ -60,7 +60,7 @@ class Replay:
                     self._predict(frame.meta["request"])
                 while self.subscriber.receive_many(timeout=TICK):
                     pass
-        return Outcome(self.right, self.wrong, self.unclaimed, self.hits, self.restarts, self.attested)
+        return Outcome(self.right, self.wrong, self.not_exact, self.hits, self.restarts, self.attested)
 
     def _predict(self, request: dict[str, Any]) -> None:
         namespace = Namespace(lora=request.get("lora"), salt=request.get("salt"))
@@ -71,7 +71,7 @@ class Replay:
         trust = self.subscriber.trust("engine")
         self.attested += trust.attested
         if trust != Trust.EXACT:
-            self.unclaimed += 1
+            self.not_exact += 1
         elif predicted == cached:
             self.right += 1
         else:
@@ -79,8 +79,8 @@ class Replay:
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name.partition(".")[0])
-def test_every_request_of_a_real_engine_is_predicted_while_its_stream_is_exact(path: Path) -> None:
-    """Each request has the prediction that the engine confirmed, through evictions, resets and a kill of the engine."""
+def test_cached_tokens_of_a_real_engine_are_predicted_while_its_stream_is_exact(path: Path) -> None:
+    """Each prediction equals the number that the engine reported, through evictions, resets and a kill of the engine."""
     outcome = Replay().play(path)
     assert outcome.wrong == []
     assert outcome.hits > 10

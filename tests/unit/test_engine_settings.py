@@ -10,26 +10,26 @@ from kvevents.engines.plugin import VARIABLE, EngineSettings, read_settings
 from kvevents.errors import ConfigError
 
 
-def settings(text: str) -> EngineSettings:
+def parse_settings(text: str) -> EngineSettings:
     return read_settings({VARIABLE: text})
 
 
-def test_without_the_variable_the_defaults_hold() -> None:
-    assert read_settings({}) == settings(" ") == EngineSettings()
+def test_the_defaults_apply_without_the_variable() -> None:
+    assert read_settings({}) == parse_settings(" ") == EngineSettings()
 
 
 def test_json_sets_fields_at_any_depth() -> None:
-    found = settings('{"heartbeat": 1, "attestation": false, "limits": {"burst": 8, "buffer": {"max_bytes": 1000}}}')
+    found = parse_settings('{"heartbeat": 1, "attestation": false, "limits": {"burst": 8, "buffer": {"max_bytes": 1000}}}')
     assert (found.heartbeat, found.attestation, found.compact) == (1.0, False, True)
-    assert settings('{"heartbeat": null}').heartbeat is None  # for readers that reject fields that they do not know
+    assert parse_settings('{"heartbeat": null}').heartbeat is None  # for consumers that reject unknown fields
     assert (found.limits.burst, found.limits.buffer.max_bytes) == (8, 1000)
     assert found.limits.buffer.group_size == EngineSettings().limits.buffer.group_size
 
 
-def test_other_text_names_a_toml_file(tmp_path: Path) -> None:
+def test_text_that_is_not_json_names_a_toml_file(tmp_path: Path) -> None:
     path = tmp_path / "publisher.toml"
     path.write_text("enabled = false\n[limits.buffer]\nmax_bytes = 1000\n")
-    found = settings(str(path))
+    found = parse_settings(str(path))
     assert not found.enabled
     assert found.limits.buffer.max_bytes == 1000
 
@@ -55,6 +55,6 @@ def test_other_text_names_a_toml_file(tmp_path: Path) -> None:
         ('{"curve": {}}', "curve needs key_file"),
     ],
 )
-def test_a_wrong_setting_is_named(text: str, sentence: str) -> None:
+def test_an_error_names_the_wrong_setting(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace(";", ".?")):
-        settings(text)
+        parse_settings(text)

@@ -1,4 +1,4 @@
-"""`make engines`: its judge, traffic and observer work as described. No engine is started here."""
+"""The parts of `make engines`: its judge, traffic and observer work as described. No engine is started here."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def test_a_prediction_is_wrong_only_if_it_differs_and_was_exact() -> None:
 
 
 @pytest.mark.parametrize(("publisher", "wrong"), [("vLLM's own", 1), ("kvevents plugin", 2)])
-def test_wrong_predictions_fail_the_run_and_those_after_a_reset_only_with_the_plugin(publisher: str, wrong: int) -> None:
-    bad = Tally()
-    bad.add(predicted(32), 0, EXAMPLE)
-    result = SequentialResult("s", 1, bad, bad, [], 1.0)
+def test_wrong_predictions_fail_the_run_except_after_a_reset_without_the_plugin(publisher: str, wrong: int) -> None:
+    wrong_tally = Tally()
+    wrong_tally.add(predicted(32), 0, EXAMPLE)
+    result = SequentialResult("s", 1, wrong_tally, wrong_tally, [], 1.0)
     found = report.Report("vllm", "now", sequential=[report.Sequential(publisher, 0.0, result)])
     assert report.wrong(found) == wrong
     assert "| 1 right" not in report.text(found)
 
 
-def test_reports_of_several_runs_are_joined_and_read_again(tmp_path: Path) -> None:
+def test_reports_of_several_runs_can_be_joined(tmp_path: Path) -> None:
     runs = [SequentialResult("s", seed, Tally(), Tally(), [], 1.0) for seed in (1, 2)]
     parts = [report.Report("vllm", "now", sequential=[report.Sequential("p", 0.0, run)]) for run in runs]
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
@@ -63,10 +63,10 @@ def test_reports_of_several_runs_are_joined_and_read_again(tmp_path: Path) -> No
         report.join([parts[0], report.Report("sglang", "now")])
 
 
-def test_traffic_repeats_itself_and_has_all_kinds_of_requests() -> None:
+def test_traffic_is_reproducible_and_has_all_kinds_of_requests() -> None:
     habits = Habits(adapters=(None, "a"), full_reports=0.2)
 
-    def played() -> list[object]:
+    def draw_prompts() -> list[object]:
         traffic, prompts = Traffic("1", habits, BLOCK_SIZE), []
         for _ in range(200):
             prompts.append(traffic.next())
@@ -79,7 +79,7 @@ def test_traffic_repeats_itself_and_has_all_kinds_of_requests() -> None:
         assert any(len(prompt.tokens) % BLOCK_SIZE == 0 for prompt in prompts)
         return list(prompts)
 
-    assert played() == played()
+    assert draw_prompts() == draw_prompts()
 
 
 def test_scenarios_kill_and_reset_engines_between_other_requests() -> None:
@@ -88,11 +88,11 @@ def test_scenarios_kill_and_reset_engines_between_other_requests() -> None:
         assert all(0 < at < scenario.requests and at % scenario.reset_every for at in scenario.kills)
 
 
-def test_nothing_is_evicted_in_concurrent_runs() -> None:
+def test_concurrent_runs_have_enough_blocks_to_evict_none() -> None:
     assert blocks_for(2000) * BLOCK_SIZE > 2000 * MAX_LENGTH
 
 
-def test_the_observer_writes_what_an_observation_reads(tmp_path: Path) -> None:
+def test_an_observation_reads_the_page_of_the_observer(tmp_path: Path) -> None:
     for name in ("PUBLISHED", "LAST_TIMESTAMP", "IS_IDLE", "STEPS", "SAMPLES", "SERIES", "HEAD", "PAGE_BYTES"):
         assert getattr(engine_observer, name) == getattr(page, name)
     observation = page.Observation(tmp_path / "page")
@@ -119,7 +119,7 @@ def test_models_and_adapters_have_the_files_that_engines_read(tmp_path: Path) ->
     assert max(tensor["data_offsets"][1] for tensor in header.values()) == len(weights) - 8 - length
 
 
-def test_an_engine_finds_our_distribution_on_its_path(tmp_path: Path) -> None:
+def test_an_unpacked_wheel_is_a_distribution_with_its_entry_points(tmp_path: Path) -> None:
     wheel = tmp_path / "kvevents-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("kvevents/__init__.py", "")
@@ -135,7 +135,7 @@ def test_an_engine_finds_our_distribution_on_its_path(tmp_path: Path) -> None:
     assert not (without_package / "kvevents").exists()
 
 
-def test_only_the_local_build_of_a_requirement_is_left_out() -> None:
+def test_only_the_local_version_of_a_requirement_is_removed() -> None:
     assert (
         _without_local_build('torch==2.13.0+cpu; platform_machine == "x86_64"') == 'torch==2.13.0; platform_machine == "x86_64"'
     )

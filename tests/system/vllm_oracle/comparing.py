@@ -1,4 +1,4 @@
-"""How two event streams are compared whose hashes differ, and what is counted meanwhile."""
+"""Comparison of two event streams whose hashes differ, and counts of what was compared."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ COMPARED: Final = {
 
 
 class DifferenceError(AssertionError):
-    """The two do not agree."""
+    """Ours and vLLM's results differ."""
 
 
 @dataclass
 class Counts:
-    """What was compared."""
+    """Counts of what was compared."""
 
     histories: int = 0
     steps: int = 0
     lookups: int = 0
     hits: int = 0
-    """Lookups that found something."""
+    """Lookups that found cached tokens."""
     refusals: int = 0
-    """Lookups without room, or steps after which a request waited."""
+    """Lookups without enough free blocks, or steps after which a request waited."""
     preemptions: int = 0
     resets: int = 0
     stored: int = 0
-    """Blocks."""
+    """Stored blocks."""
     twins: int = 0
-    """Of them, those whose contents another block held already."""
+    """Stored blocks whose contents another block held already."""
     removed: int = 0
 
     def __str__(self) -> str:
@@ -48,36 +48,36 @@ class Counts:
 
 
 class Streams:
-    """Ours and vLLM's, which must say the same up to a renaming of hashes, one to one."""
+    """Our events and vLLM's, which must be equal up to a one-to-one renaming of hashes."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts: Final = counts
         self._ours: Final[dict[int, int]] = {}
-        """By vLLM's hash."""
+        """Our hash, by vLLM's hash."""
         self._theirs: Final[dict[int, int]] = {}
-        """By ours."""
+        """vLLM's hash, by our hash."""
         self._live: Final[Counter[tuple[int | None, int]]] = Counter()
         """How many blocks hold a hash, by group and hash."""
 
     def compare(self, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-        """The next events of both. Raises `DifferenceError`."""
-        if len(ours) != len(theirs) or not all(map(self._same, ours, theirs)):
+        """Compare the next events of both. Raises `DifferenceError` when they differ."""
+        if len(ours) != len(theirs) or not all(map(self._is_same_event, ours, theirs)):
             raise DifferenceError(
                 "events:\n" + "\n".join([*(f"  ours   {e}" for e in ours), *(f"  vLLM's {e}" for e in theirs)])
             )
         for event in ours:
             self._count(event)
 
-    def _same(self, ours: Any, theirs: Any) -> bool:
+    def _is_same_event(self, ours: Any, theirs: Any) -> bool:
         kind = type(theirs).__name__
-        if type(ours).__name__ != kind or any(_plain(ours, name) != _plain(theirs, name) for name in COMPARED[kind]):
+        if type(ours).__name__ != kind or any(_comparable(ours, name) != _comparable(theirs, name) for name in COMPARED[kind]):
             return False
         mine, real = (
             [*getattr(event, "block_hashes", ()), getattr(event, "parent_block_hash", None)] for event in (ours, theirs)
         )
-        return len(mine) == len(real) and all(map(self._renamed, mine, real))
+        return len(mine) == len(real) and all(map(self._is_same_hash, mine, real))
 
-    def _renamed(self, ours: int | None, theirs: int | None) -> bool:
+    def _is_same_hash(self, ours: int | None, theirs: int | None) -> bool:
         if ours is None or theirs is None:
             return ours is theirs
         return self._theirs.setdefault(ours, theirs) == theirs and self._ours.setdefault(theirs, ours) == ours
@@ -97,12 +97,12 @@ class Streams:
 
 
 def expect(what: str, ours: Any, theirs: Any) -> Any:
-    """What both say. Raises `DifferenceError` when they do not say the same."""
+    """Return the value if both are equal. Raises `DifferenceError` when they differ."""
     if ours != theirs:
         raise DifferenceError(f"{what}: ours {ours}, vLLM's {theirs}")
     return ours
 
 
-def _plain(event: Any, name: str) -> Any:
+def _comparable(event: Any, name: str) -> Any:
     value = getattr(event, name)
     return list(value) if name == "token_ids" else value

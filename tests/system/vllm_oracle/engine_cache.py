@@ -1,8 +1,8 @@
-"""Lookups of an engine with several KV cache groups as plain Python: the rules of vLLM 0.33.0, on events alone.
+"""Lookups of an engine with several KV cache groups in plain Python: the rules of vLLM 0.33.0, from events alone.
 
-vLLM finds blocks by hashes of all tokens before a position. Events do not carry the tokens of every such position, so the model
-makes the hashes itself: it looks for the hash unit that reproduces a hash which was announced together with its tokens. Rules:
-`HybridKVCacheCoordinator.find_longest_cache_hit` (`v1/core/kv_cache_coordinator.py`) and the finders of
+vLLM finds blocks by hashes of all tokens before a position. Events do not carry the tokens of every position, so the model
+computes the hashes itself: it looks for the hash unit that reproduces a hash that was announced together with its tokens. The
+rules are those of `HybridKVCacheCoordinator.find_longest_cache_hit` (`v1/core/kv_cache_coordinator.py`) and of the finders of
 `v1/core/single_type_kv_cache_manager.py`. Positions are counted in tokens.
 """
 
@@ -26,7 +26,7 @@ SEED: Final = "vllm-none-hash"
 
 
 def engine_hashes(tokens: Sequence[int], unit: int, lookahead: int, salt: str | None = None) -> list[int]:
-    """vLLM's hashes (`prefix_caching_hash_algo` sha256) at every multiple of `unit` tokens, as events carry them."""
+    """Return vLLM's hashes (`prefix_caching_hash_algo` sha256) at every multiple of `unit` tokens, as events carry them."""
     found: list[int] = []
     before = _digest(SEED)
     for start in range(0, len(tokens) - unit - lookahead + 1, unit):
@@ -48,24 +48,24 @@ class Group:
     size: int
     """Tokens of a block."""
     window: int = 0
-    """Tokens that attention reaches back, the present one included; 0 if it is not a window."""
+    """Tokens that attention reaches back, the present token included; 0 if the group has no window."""
     held: Counter[int] = field(default_factory=Counter)
-    """Copies by hash."""
+    """Number of copies, by hash."""
 
     @property
     def spec(self) -> tuple[str, int, int]:
-        """What groups have in common that are searched together."""
+        """Return the key of groups that are searched together."""
         return (self.kind, self.size, self.window)
 
 
 class EngineCache:
-    """What an engine holds, from its events."""
+    """The blocks that an engine holds, from its events."""
 
     def __init__(self, drafts: Iterable[int] | None = None) -> None:
-        """`drafts` are the groups of a draft model (EAGLE, MTP), none of them for all groups; None without one."""
+        """`drafts` are the groups of a draft model (EAGLE, MTP); empty for all groups, None without a draft model."""
         self.groups: Final[dict[int, Group]] = {}
         self.hashing: tuple[int, int] | None = None
-        """Tokens of a hash unit, and those behind it that its hash covers too."""
+        """Tokens of a hash unit, and tokens behind it that its hash covers too."""
         self._drafts: Final = None if drafts is None else frozenset(drafts)
 
     def apply(self, event: KVEvent) -> None:
@@ -86,29 +86,29 @@ class EngineCache:
             return
         window = (event.kv_cache_spec_sliding_window or 0) if kind in WINDOWS else 0
         group = self.groups.setdefault(event.group_idx or 0, Group(kind, event.block_size, window))
-        # An entry inside a block says the size of its last hash unit.
+        # The event of an entry inside a block has the size of its last hash unit.
         group.size = max(group.size, event.block_size)
         group.held.update(event.block_hashes)
         is_whole = len(event.token_ids) == event.block_size * len(event.block_hashes)
         is_plain = event.lora_name is None and not any(event.extra_keys or ())
         if self.hashing is None and event.block_hashes and event.parent_block_hash is None and is_whole and is_plain:
-            self.hashing = _hashing_of([token for token in event.token_ids if isinstance(token, int)], event)
+            self.hashing = _find_hashing([token for token in event.token_ids if isinstance(token, int)], event)
 
     def tokens(self, prompt: Sequence[int], longest: int, salt: str | None = None) -> int:
-        """Tokens of a prompt that the engine finds cached, at most `longest`. 0 as long as its hashes are not known."""
+        """Return how many tokens of a prompt the engine finds cached, at most `longest`; 0 while its hashes are unknown."""
         if self.hashing is None or not self.groups:
             return 0
         unit, lookahead = self.hashing
         return Search(self, engine_hashes(prompt, unit, lookahead, salt), longest).run()
 
     def drops(self, number: int) -> bool:
-        """Whether the engine computes the last block of a hit again. It does not if hashes cover the tokens behind."""
+        """Return whether the engine recomputes the last block of a hit. It does not if hashes cover the tokens behind it."""
         if self._drafts is None or (self.hashing is not None and self.hashing[1]):
             return False
         return not self._drafts or number in self._drafts
 
 
-def _hashing_of(tokens: Sequence[int], event: BlockStored) -> tuple[int, int] | None:
+def _find_hashing(tokens: Sequence[int], event: BlockStored) -> tuple[int, int] | None:
     size = event.block_size
     lookahead = (event.lookahead_token_ids or [[]])[0]
     prompt = [*tokens[:size], *lookahead]
@@ -147,7 +147,7 @@ class Search:
         self._alignment = unit if self._is_fine else math.lcm(*(spec.size for spec in self._specs))
 
     def run(self) -> int:
-        """The longest prefix that all groups can serve: each of them shortens the candidate until none does."""
+        """Return the longest prefix that all groups can serve: each group shortens the candidate until none does."""
         if self._is_single:
             return self._find(self._specs[0], self._longest, self._specs[0].drops)
         is_simple = len(self._specs) == 2 and self._specs[0].kind in FULL

@@ -1,11 +1,13 @@
 """Lookups of vLLM 0.33.0 with KV cache groups of several kinds and block sizes: `python -m tests.system.vllm_oracle.groups`.
 
-The block manager out of vLLM's released wheel serves random requests. Before each of its lookups, a `PrefixIndex` and the
-model of vLLM's rules in `engine_cache.py` have the events so far, as vLLM encodes them, and predict how many tokens of the
-prompt vLLM finds. Per shape of the cache, one line says how many requests there were, of how many vLLM found cached tokens, how
-many predictions of the index were wrong, how many it called estimates, and how many predictions of the model were wrong. The
-model knows no LoRA, whose path vLLM hashes and does not announce. `--record FILE` writes a short history of each shape, for
-tests without a wheel.
+The block manager of vLLM's released wheel serves random requests. Before each of its lookups, a `PrefixIndex` and the model
+of vLLM's rules in `engine_cache.py` receive the events so far, as vLLM encodes them. Both predict how many tokens of the
+prompt vLLM finds.
+
+For each shape of the cache, one line has the number of requests, of requests with cached tokens, of wrong predictions of the
+index, of predictions that it reported as estimates, and of wrong predictions of the model. The model has no LoRA, because
+vLLM hashes the adapter's path and does not announce it. `--record FILE` writes a short history of each shape, for tests
+without a wheel.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class GroupShape(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A model's cache."""
+    """The cache of a model."""
 
     name: str
     groups: tuple[GroupShape, ...]
@@ -55,7 +57,7 @@ class Shape(NamedTuple):
     retention: int | None = 0
     """`prefix_cache_retention_interval`."""
     drafts: list[int] | None = None
-    """Groups of a draft model, as the index is set; None without one."""
+    """Groups of a draft model, as the index is configured; None without a draft model."""
     lookahead: int = 0
     """Tokens behind a block that its hash covers (`num_hash_lookahead_tokens`)."""
 
@@ -83,7 +85,7 @@ SHAPES: Final = (
 
 
 class Step(msgspec.Struct, omit_defaults=True):
-    """What happened next: events, or a request."""
+    """A step of a history: events, or a request."""
 
     payload: bytes = b""
     prompt: list[int] = []
@@ -94,7 +96,7 @@ class Step(msgspec.Struct, omit_defaults=True):
 
 
 class History(msgspec.Struct):
-    """One of them, as it is recorded."""
+    """One history, as it is recorded."""
 
     shape: str
     drafts: list[int] | None
@@ -127,7 +129,7 @@ class Manager:
         )
         self._encode: Final = msgspec.msgpack.Encoder().encode
         self._batch: Final = real["vllm.distributed.kv_events"].KVEventBatch
-        self._texts = [self._words(self._longest)]
+        self._texts = [self._make_words(self._longest)]
         self._running: list[tuple[Any, list[int]]] = []
 
     def _config(self, blocks: int) -> Any:
@@ -153,17 +155,17 @@ class Manager:
         )
 
     def serve(self, count: int = REQUESTS) -> Iterator[Step]:
-        """So many requests, each behind the events of all that went before; the first one fills a block of every group."""
+        """Yield `count` requests, each after the events of all earlier ones; the first request fills a block of every group."""
         for number in range(count):
             while self._running and (len(self._running) >= AT_ONCE or self._random.random() < 0.8):
                 self._answer()
             if number % 90 == 89:
                 self._reset()
-            prompt = self._words(2 * self._multiple + 1) if number == 0 else self._prompt()
-            answer = self._words(self._random.randint(1, 12))
+            prompt = self._make_words(2 * self._multiple + 1) if number == 0 else self._make_prompt()
+            answer = self._make_words(self._random.randint(1, 12))
             salt = "tenant" if number and self._random.random() < 0.1 else None
             lora = "adapter" if number and self._random.random() < 0.1 else None
-            request = self._new(f"r{number}", prompt, len(answer), salt, lora)
+            request = self._make_request(f"r{number}", prompt, len(answer), salt, lora)
             if events := self.manager.take_events():
                 yield Step(payload=self._encode(self._batch(ts=float(number), events=list(events))))
             self.manager.coordinator.new_step_starts()
@@ -171,7 +173,7 @@ class Manager:
             yield Step(prompt=prompt, salt=salt, lora=lora, cached=int(found[1]))
             self._admit(request, answer, found)
 
-    def _new(self, name: str, prompt: Sequence[int], output: int, salt: str | None, lora: str | None) -> Any:
+    def _make_request(self, name: str, prompt: Sequence[int], output: int, salt: str | None, lora: str | None) -> Any:
         class Params:
             max_tokens, min_tokens = output, 0
             eos_token_id = stop_token_ids = repetition_detection = num_logprobs = extra_args = skip_reading_prefix_cache = None
@@ -190,20 +192,20 @@ class Manager:
             block_hasher=self._hasher,
         )
 
-    def _prompt(self) -> list[int]:
+    def _make_prompt(self) -> list[int]:
         text = self._random.choice(self._texts)
-        fresh = self._words(self._random.randint(1, 3 * self._multiple))
+        fresh = self._make_words(self._random.randint(1, 3 * self._multiple))
         prompt = (text[: self._random.randint(0, len(text))] + fresh)[: self._longest]
         if self._random.random() < 0.2:
-            prompt = text  # the same again
+            prompt = text  # an earlier prompt again
         self._texts = [*self._texts, prompt][-REMEMBERED:]
         return prompt
 
-    def _words(self, count: int) -> list[int]:
+    def _make_words(self, count: int) -> list[int]:
         return [self._random.randrange(VOCABULARY) for _ in range(count)]
 
-    def _stops(self, start: int, prompt: int) -> list[int]:
-        """Where the scheduler ends chunks: states are kept at ends of blocks, and at the last hash unit that a resend uses."""
+    def _chunk_ends(self, start: int, prompt: int) -> list[int]:
+        """Return where chunks end: vLLM stores states at the ends of blocks, and at the last hash unit that a resend uses."""
         if not any(group.kind == MAMBA for group in self._shape.groups):
             return [prompt]
         unit, size = self._shape.unit, max(group.size for group in self._shape.groups)
@@ -215,7 +217,7 @@ class Manager:
     def _admit(self, request: Any, answer: list[int], found: Any) -> None:
         while True:
             blocks, cached, request.shared_prefix_boundary = found
-            stops = self._stops(int(cached), request.num_prompt_tokens)
+            stops = self._chunk_ends(int(cached), request.num_prompt_tokens)
             admitted = self.manager.allocate_slots(
                 request,
                 stops[0] - cached,
@@ -231,7 +233,7 @@ class Manager:
                 self._release(request)
             if not self._running:
                 return
-            self._leave(self._running[-1])
+            self._finish(self._running[-1])
             self.manager.coordinator.new_step_starts()
             found = self.manager.get_computed_blocks(request)
 
@@ -243,28 +245,28 @@ class Manager:
         return True
 
     def _answer(self) -> None:
-        one = self._random.choice(self._running)
-        request, left = one
+        entry = self._random.choice(self._running)
+        request, left = entry
         request.append_output_token_ids(left.pop())
         if not self._extend(request, 1) or not left:
-            self._leave(one)
+            self._finish(entry)
 
     def _reset(self) -> None:
-        for one in list(self._running):
-            self._leave(one)
+        for entry in list(self._running):
+            self._finish(entry)
         self.manager.reset_prefix_cache()
 
     def _release(self, request: Any) -> None:
         self.manager.free(request)
         request.num_computed_tokens = 0
 
-    def _leave(self, one: tuple[Any, list[int]]) -> None:
-        self._running.remove(one)
-        self._release(one[0])
+    def _finish(self, entry: tuple[Any, list[int]]) -> None:
+        self._running.remove(entry)
+        self._release(entry[0])
 
 
 class GroupPredictor:
-    """Predicts each request of a history, by a `PrefixIndex` and by the model, and counts what was wrong."""
+    """Predicts each request of a history with a `PrefixIndex` and with the model, and counts wrong predictions."""
 
     def __init__(self, drafts: Sequence[int] | None) -> None:
         self.cache: Final = EngineCache(drafts)
@@ -274,7 +276,7 @@ class GroupPredictor:
         self._batches = 0
 
     def take(self, step: Step) -> None:
-        """Take the next step."""
+        """Apply the events of the next step, or predict its request."""
         if step.payload:
             for event in decode_batch(step.payload).batch.events:
                 self.cache.apply(event)
@@ -291,14 +293,14 @@ class GroupPredictor:
         if any(worker.estimate for worker in self.index.workers()):
             self.estimates += 1
         elif step.lora is None or all(worker.is_certain for worker in found):
-            self.wrong += tokens != step.cached  # blocks that might be gone are all there: vLLM announces none twice
+            self.wrong += tokens != step.cached  # vLLM announces no block twice, so no block is uncertain
         else:
             self.estimates += 1
             self.wrong += 0 < tokens < step.cached  # the most that vLLM can find; 0 if even that is unknown
 
 
 def recorded(path: Path) -> list[History]:
-    """What `--record` wrote."""
+    """Return the histories that `--record` wrote."""
     with gzip.open(path) as file:
         return [msgspec.json.decode(line, type=History) for line in file]
 
@@ -314,8 +316,8 @@ def record(path: Path, requests: int = 50) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Predict the requests. Returns 0 if every prediction was right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.vllm_oracle.groups", description=__doc__)
-    parser.add_argument("--histories", type=int, default=15, help="of each shape; 15 are 51,000 requests")
-    parser.add_argument("--seed", type=int, default=0, help="of the first history; the next has the next number")
+    parser.add_argument("--histories", type=int, default=15, help="histories of each shape; 15 are 51,000 requests")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first history; the next has the next number")
     parser.add_argument("--only", default="", help="shapes with this word in their name")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write histories to a file, and do nothing else")
     options = parser.parse_args(arguments)
@@ -332,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if predictor.wrong:
                 print(f"{shape.name}, seed {seed}: {predictor.wrong} of {predictor.requests} predicted wrongly")
             counts = (predictor.requests, predictor.hits, predictor.wrong, predictor.estimates, predictor.wrong_in_model)
-            sums = [one + other for one, other in zip(sums, counts, strict=True)]
+            sums = [entry + other for entry, other in zip(sums, counts, strict=True)]
         seconds = time.monotonic() - began
         print(
             f"{shape.name}: {sums[0]:,} requests, {sums[1]:,} with a hit; "

@@ -1,7 +1,8 @@
-"""Random histories that our simulation and vLLM's own modules live through side by side.
+"""Random histories that our simulation and vLLM's own modules execute side by side.
 
 `CacheHistory` calls the cache as an erratic scheduler would: a random request gets a chunk of any length. `EngineHistory`
-lets requests come and leaves all else to the two schedulers. The pools are small, so that hardly a block goes unused.
+only submits requests and leaves everything else to the two schedulers. The pools are small, so that almost every block is
+used.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ VOCABULARY: Final = 1 << 16
 ANSWER: Final = 24
 """Tokens of the longest answer."""
 REMEMBERED: Final = 8
-"""Texts that a prompt may begin like."""
+"""Earlier texts that the beginning of a prompt may be taken from."""
 QUEUE: Final = 6
-"""Requests that wait; further ones are not made."""
+"""Requests that wait, at most."""
 
 
 class Case(NamedTuple):
-    """One kind of cache, and what is asked of it."""
+    """One kind of cache, and the kind of its requests."""
 
     name: str
     window: float | None = None
@@ -38,7 +39,7 @@ class Case(NamedTuple):
     adapters: tuple[str | None, ...] = (None,)
     salts: tuple[str | None, ...] = (None,)
     repeated: bool = False
-    """Whether prompts are beginnings of one text and end with a block, which has to be computed again each time."""
+    """Whether prompts are beginnings of one text and end with a block, so that their last block is recomputed each time."""
 
 
 CASES: Final = (
@@ -51,18 +52,18 @@ CASES: Final = (
 )
 
 
-class Made(NamedTuple):
-    """A request that both get."""
+class GeneratedRequest(NamedTuple):
+    """A request for both caches."""
 
     name: str
     prompt: list[int]
     answer: list[int]
     options: dict[str, str | None]
-    """`lora` and `salt`."""
+    """The options `lora` and `salt`."""
 
 
-class Makings:
-    """What a history of one case and seed is made of: a size, and requests that share prefixes."""
+class Generator:
+    """The cache size and the requests of a history of one case and seed; requests share prefixes."""
 
     def __init__(self, case: Case, kind: str, seed: int) -> None:
         self.random = draw = Random(f"{case.name} {kind} {seed}")
@@ -75,45 +76,45 @@ class Makings:
         self.windows = (None,) if window is None else (window, None)
         self._room = blocks * size
         """Tokens that all blocks together hold."""
-        self._fresh = draw.choice((2 * size, self._room // 8 + 1, self._room // 2))
-        """Tokens of a prompt that no earlier one had, at most, in most prompts."""
-        self._texts = [self._words(self._room // 2)]
-        self._made = 0
+        self._max_fresh = draw.choice((2 * size, self._room // 8 + 1, self._room // 2))
+        """New tokens of a prompt, at most, in most prompts."""
+        self._texts = [self._make_words(self._room // 2)]
+        self._count = 0
 
     def __str__(self) -> str:
         return f"{self.size}, {self.step_tokens} tokens a step"
 
-    def request(self) -> Made:
-        """One that begins like an earlier text, or not."""
+    def request(self) -> GeneratedRequest:
+        """Return a request that may begin like an earlier text."""
         draw = self.random
-        prompt = self._repeated() if self._case.repeated else self._branch(draw.choice(self._texts))
-        answer = self._words(draw.randint(1, ANSWER))
+        prompt = self._make_repeated() if self._case.repeated else self._make_branch(draw.choice(self._texts))
+        answer = self._make_words(draw.randint(1, ANSWER))
         if not self._case.repeated:
             self._texts = [*self._texts, prompt + answer][-REMEMBERED:]
-        self._made += 1
+        self._count += 1
         options = {"lora": draw.choice(self._case.adapters), "salt": draw.choice(self._case.salts)}
-        return Made(f"r{self._made}", prompt, answer, options)
+        return GeneratedRequest(f"r{self._count}", prompt, answer, options)
 
-    def _repeated(self) -> list[int]:
+    def _make_repeated(self) -> list[int]:
         text, blocks = self._texts[0], min(4, len(self._texts[0]) // self.block_size)
         return text[: self.block_size * self.random.randint(1, blocks)]
 
-    def _branch(self, text: list[int]) -> list[int]:
+    def _make_branch(self, text: list[int]) -> list[int]:
         draw, size = self.random, self.block_size
         shared = draw.choice((0, draw.randint(0, len(text)), draw.randint(0, len(text) // size) * size, len(text)))
-        fresh = draw.choice((0, 1, draw.randint(1, self._fresh), draw.randint(1, self._fresh)))
-        return (text[:shared] + self._words(fresh))[: self._room] or self._words(1)
+        fresh = draw.choice((0, 1, draw.randint(1, self._max_fresh), draw.randint(1, self._max_fresh)))
+        return (text[:shared] + self._make_words(fresh))[: self._room] or self._make_words(1)
 
-    def _words(self, count: int) -> list[int]:
+    def _make_words(self, count: int) -> list[int]:
         return [self.random.randrange(VOCABULARY) for _ in range(count)]
 
 
 @dataclass(eq=False)
 class Pair:
-    """One request, in both caches."""
+    """One request in both caches."""
 
     tokens: list[int]
-    """Of the prompt, then of the answer."""
+    """Tokens of the prompt, then of the answer."""
     ours: Simulated
     theirs: Any
     known: int
@@ -121,38 +122,40 @@ class Pair:
 
 
 _WEIGHTS: Final = (4, 8, 24, 0.5, 0.5, 0.1)
-"""How often what is done to a cache, in the order of `CacheHistory._deeds`."""
+"""How often each action of `CacheHistory._actions` is chosen."""
 
 
 class CacheHistory:
-    """What can happen to a cache, at random. Each step raises `DifferenceError` when the two do not agree after it."""
+    """Random calls of a cache. Each step raises `DifferenceError` when the two caches do not agree after it."""
 
     def __init__(self, case: Case, seed: int, counts: Counts) -> None:
-        self.makings: Final = Makings(case, "cache", seed)
-        makings = self.makings
-        self._random = makings.random
+        self.generator: Final = Generator(case, "cache", seed)
+        generator = self.generator
+        self._random = generator.random
         self._counts = counts
-        self._ours = PrefixCache(makings.size, max_step_tokens=makings.step_tokens)
-        self._theirs = RealCache(makings.size.blocks, makings.block_size, makings.windows, max_step_tokens=makings.step_tokens)
+        self._ours = PrefixCache(generator.size, max_step_tokens=generator.step_tokens)
+        self._theirs = RealCache(
+            generator.size.blocks, generator.block_size, generator.windows, max_step_tokens=generator.step_tokens
+        )
         self._streams = Streams(counts)
         self._waiting: list[Pair] = []
         self._running: list[Pair] = []
-        self._deeds = (self._arrive, self._admit, self._work, self._preempt, self._abort, self._reset)
+        self._actions = (self._arrive, self._admit, self._work, self._preempt, self._abort, self._reset)
 
     def step(self) -> None:
-        """Do one thing to both, and compare."""
-        self._random.choices(self._deeds, _WEIGHTS)[0]()
+        """Call both caches once, and compare."""
+        self._random.choices(self._actions, _WEIGHTS)[0]()
         self._counts.steps += 1
         self._streams.compare(self._ours.take_events(), self._theirs.take_events())
         expect("free blocks", self._ours.pool.free, self._theirs.free)
 
     def _arrive(self) -> None:
         if len(self._waiting) < QUEUE:
-            made, size = self.makings.request(), self.makings.block_size
-            tokens = made.prompt + made.answer
-            ours = Simulated(array("I", tokens), len(made.prompt), size, "seed", **made.options)
-            theirs = request(made.name, made.prompt, size, output=len(made.answer), **made.options)
-            self._waiting.append(Pair(tokens, ours, theirs, len(made.prompt)))
+            generated, size = self.generator.request(), self.generator.block_size
+            tokens = generated.prompt + generated.answer
+            ours = Simulated(array("I", tokens), len(generated.prompt), size, "seed", **generated.options)
+            theirs = request(generated.name, generated.prompt, size, output=len(generated.answer), **generated.options)
+            self._waiting.append(Pair(tokens, ours, theirs, len(generated.prompt)))
 
     def _admit(self) -> None:
         if not self._waiting:
@@ -172,12 +175,12 @@ class CacheHistory:
             self._waiting.pop(0)  # longer than the whole pool
 
     def _work(self) -> None:
-        """The next tokens of a request, preempting others for room."""
+        """Compute the next tokens of a request, and preempt others if there are too few free blocks."""
         if not self._running:
             return
         pair = self._random.choice(self._running)
         if pair.computed == pair.known == len(pair.tokens):
-            self._leave(pair)
+            self._finish(pair)
             return
         if pair.computed == pair.known:
             pair.theirs.append_output_token_ids(pair.tokens[pair.known])
@@ -193,53 +196,53 @@ class CacheHistory:
     def _preempt(self) -> None:
         if self._running:
             pair = self._running[-1]
-            self._leave(pair)
+            self._finish(pair)
             pair.computed = 0
             self._waiting.insert(0, pair)
             self._counts.preemptions += 1
 
     def _abort(self) -> None:
         if self._running:
-            self._leave(self._random.choice(self._running))
+            self._finish(self._random.choice(self._running))
 
     def _reset(self) -> None:
         while self._running and self._random.random() < 0.9:
-            self._leave(self._running[-1])
+            self._finish(self._running[-1])
         self._counts.resets += expect("reset", self._ours.reset(), self._theirs.reset())
 
-    def _leave(self, pair: Pair) -> None:
+    def _finish(self, pair: Pair) -> None:
         self._running.remove(pair)
         self._ours.release(pair.ours)
         self._theirs.release(pair.theirs)
 
     def _chunk(self, most: int) -> int:
-        most = min(most, self.makings.step_tokens)
+        most = min(most, self.generator.step_tokens)
         return most if self._random.random() < 0.5 else self._random.randint(1, most)
 
 
 class EngineHistory:
-    """Steps of our engine and of vLLM's scheduler. Each raises `DifferenceError` when the two do not agree after it."""
+    """Steps of our engine and of vLLM's scheduler. Each step raises `DifferenceError` when the two do not agree after it."""
 
     def __init__(self, case: Case, seed: int, counts: Counts) -> None:
-        self.makings: Final = Makings(case, "engine", seed)
-        makings = self.makings
-        self._random = makings.random
+        self.generator: Final = Generator(case, "engine", seed)
+        generator = self.generator
+        self._random = generator.random
         self._counts = counts
-        seqs = self._random.randint(1, min(QUEUE, makings.step_tokens))
-        step_limits = StepLimits(max_num_seqs=seqs, max_num_batched_tokens=makings.step_tokens)
-        self._ours = SimulatedEngine(makings.size, CostModel(step=1.0, token=0.0), step_limits, seed="seed")
+        seqs = self._random.randint(1, min(QUEUE, generator.step_tokens))
+        step_limits = StepLimits(max_num_seqs=seqs, max_num_batched_tokens=generator.step_tokens)
+        self._ours = SimulatedEngine(generator.size, CostModel(step=1.0, token=0.0), step_limits, seed="seed")
         self._theirs = RealScheduler(
-            makings.size.blocks, makings.block_size, makings.windows,
-            max_num_seqs=seqs, max_num_batched_tokens=makings.step_tokens,
+            generator.size.blocks, generator.block_size, generator.windows,
+            max_num_seqs=seqs, max_num_batched_tokens=generator.step_tokens,
         )  # fmt: skip
         self._streams = Streams(counts)
         self._names: dict[Job, str] = {}
-        self._rush = self._random.choice((0.05, 0.3, 0.8))
-        """How likely a request comes before a step."""
+        self._arrival_probability = self._random.choice((0.05, 0.3, 0.8))
+        """Probability that a request is submitted before a step."""
 
     def step(self) -> None:
-        """Let requests come, do one step of both, and compare."""
-        while self._ours.waiting < QUEUE and self._random.random() < self._rush:
+        """Submit requests, do one step of both, and compare."""
+        while self._ours.waiting < QUEUE and self._random.random() < self._arrival_probability:
             self._arrive()
         if not self._ours.running and self._random.random() < 0.1:
             self._ours.reset()
@@ -266,9 +269,9 @@ class EngineHistory:
         counts.preemptions += self._ours.preemptions - preemptions
 
     def _arrive(self) -> None:
-        made = self.makings.request()
-        if not self._ours.cache.could_hold(len(made.prompt) + len(made.answer)):
-            return  # ours refuses it; vLLM does when it starts, since its max_model_len must fit
-        self._theirs.submit(made.name, made.prompt, made.answer, **made.options)
-        job = self._ours.submit(Request(0.0, Text.of(made.prompt), Text.of(made.answer), None, **made.options))
-        self._names[job] = made.name
+        generated = self.generator.request()
+        if not self._ours.cache.could_hold(len(generated.prompt) + len(generated.answer)):
+            return  # ours refuses it; vLLM refuses at startup, since max_model_len must fit
+        self._theirs.submit(generated.name, generated.prompt, generated.answer, **generated.options)
+        job = self._ours.submit(Request(0.0, Text.of(generated.prompt), Text.of(generated.answer), None, **generated.options))
+        self._names[job] = generated.name

@@ -1,7 +1,7 @@
 """Requests of vLLM's own block manager, predicted from its events: `python -m tests.system.vllm_oracle.lookups`.
 
-The manager out of vLLM's released wheel serves random requests, mostly of models with sliding windows. Before each of its
-lookups the index has the events so far, as vLLM encodes them, and is asked for the prompt. The output counts how often its\
+The manager of vLLM's released wheel serves random requests, mostly of models with sliding windows. Before each of its lookups
+the index receives the events so far, as vLLM encodes them, and matches the prompt. The output counts how often the index's
 number of cached tokens differs from vLLM's, and how often that of an index with full attention only does. `--record FILE`
 writes the first history of each shape with a window, for tests that have no wheel.
 """
@@ -28,19 +28,19 @@ VOCABULARY: Final = 1 << 10
 AT_ONCE: Final = 3
 """Requests that hold blocks at the same time, at most."""
 REMEMBERED: Final = 12
-"""Texts that a prompt may begin like."""
+"""Earlier texts that the beginning of a prompt may be taken from."""
 REQUESTS: Final = 200
-"""Of a history."""
+"""Requests of a history."""
 
 
 class Shape(NamedTuple):
-    """A model's cache."""
+    """The cache of a model."""
 
     name: str
     windows: tuple[float | None, ...]
-    """By group, blocks that its window reaches over, about; None for full attention."""
+    """Blocks that the window of each group reaches over, about; None for full attention."""
     retention: int | None = 0
-    """`prefix_cache_retention_interval`: with 0, vLLM's default, few of a window's blocks stay; with None all."""
+    """`prefix_cache_retention_interval`: with 0, vLLM's default, few of a window's blocks stay; with None all stay."""
 
 
 SHAPES: Final = (
@@ -54,10 +54,10 @@ WINDOWED: Final = tuple(shape for shape in SHAPES if shape.windows != (None,))
 
 
 class Step(msgspec.Struct, omit_defaults=True):
-    """What happened next: events, or a request."""
+    """A step of a history: events, or a request."""
 
     payload: bytes = b""
-    """What vLLM published."""
+    """The batch that vLLM published."""
     prompt: list[int] = []
     lora: str | None = None
     salt: str | None = None
@@ -66,14 +66,14 @@ class Step(msgspec.Struct, omit_defaults=True):
 
 
 class History(msgspec.Struct):
-    """One of them, as it is recorded."""
+    """One history, as it is recorded."""
 
     shape: str
     steps: list[Step]
 
 
 class Manager:
-    """vLLM's block manager, and its scheduler."""
+    """vLLM's block manager, called as by a scheduler."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self._random = draw = Random(f"{shape.name} {seed}")
@@ -82,21 +82,21 @@ class Manager:
         windows = [None if each is None else int(each * size) for each in shape.windows]
         self._cache: Final = RealCache(blocks, size, windows, retention=shape.retention)
         self._longest: Final = 20 * size
-        self._texts = [self._words(self._longest)]
+        self._texts = [self._make_words(self._longest)]
         self._running: list[tuple[Any, list[int]]] = []
-        """Requests, and what is left of their answers."""
+        """Requests, with the remaining tokens of their answers."""
         self._encode: Final = msgspec.msgpack.Encoder().encode
         self._batch: Final = modules()["vllm.distributed.kv_events"].KVEventBatch
 
     def serve(self, count: int = REQUESTS) -> Iterator[Step]:
-        """So many requests, each behind the events of all that went before."""
+        """Yield `count` requests, each after the events of all earlier ones."""
         for number in range(count):
             while self._running and (len(self._running) >= AT_ONCE or self._random.random() < 0.8):
                 self._answer()
             if number % 90 == 89:
                 self._reset()
-            prompt, answer = self._prompt(), self._words(self._random.randint(1, 3 * self._size))
-            lora, salt = self._one_of("sql"), self._one_of("tenant")
+            prompt, answer = self._make_prompt(), self._make_words(self._random.randint(1, 3 * self._size))
+            lora, salt = self._draw_rarely("sql"), self._draw_rarely("tenant")
             theirs = request(f"r{number}", prompt, self._size, output=len(answer), lora=lora, salt=salt)
             if events := self._cache.take_events():
                 yield Step(payload=self._encode(self._batch(ts=float(number), events=events)))
@@ -104,58 +104,58 @@ class Manager:
             yield Step(prompt=prompt, lora=lora, salt=salt, cached=cached)
             self._admit(theirs, answer, len(prompt) - cached)
 
-    def _prompt(self) -> list[int]:
-        """Begins like a text of before, and goes on."""
+    def _make_prompt(self) -> list[int]:
+        """Return a prompt that begins like an earlier text and has new tokens behind it."""
         text = self._random.choice(self._texts)
-        fresh = self._words(self._random.randint(1, 4 * self._size))
+        fresh = self._make_words(self._random.randint(1, 4 * self._size))
         prompt = (text[: self._random.randint(0, len(text))] + fresh)[: self._longest]
         self._texts = [*self._texts, prompt][-REMEMBERED:]
         return prompt
 
-    def _words(self, count: int) -> list[int]:
+    def _make_words(self, count: int) -> list[int]:
         return [self._random.randrange(VOCABULARY) for _ in range(count)]
 
-    def _one_of(self, rare: str) -> str | None:
+    def _draw_rarely(self, rare: str) -> str | None:
         return rare if self._random.random() < 0.1 else None
 
     def _admit(self, theirs: Any, answer: list[int], left: int) -> None:
-        """Compute the rest of a prompt; the newest request makes room."""
+        """Compute the rest of a prompt; preempt the newest requests if there are too few free blocks."""
         while not self._cache.admit(theirs, left):
             self._cache.release(self._running.pop()[0])
             left = theirs.num_prompt_tokens - self._cache.lookup(theirs)
         self._running.append((theirs, answer))
 
     def _answer(self) -> None:
-        """One token more of a request's answer; a request that has all of it, or no room for more, leaves."""
-        one = self._random.choice(self._running)
-        theirs, left = one
+        """Append one token to a request's answer; a request that is complete, or gets no block, is finished."""
+        entry = self._random.choice(self._running)
+        theirs, left = entry
         theirs.append_output_token_ids(left.pop())
         if not self._cache.extend(theirs, 1) or not left:
-            self._leave(one)
+            self._finish(entry)
 
     def _reset(self) -> None:
-        for one in list(self._running):
-            self._leave(one)
+        for entry in list(self._running):
+            self._finish(entry)
         self._cache.reset()
 
-    def _leave(self, one: tuple[Any, list[int]]) -> None:
-        self._running.remove(one)
-        self._cache.release(one[0])
+    def _finish(self, entry: tuple[Any, list[int]]) -> None:
+        self._running.remove(entry)
+        self._cache.release(entry[0])
 
 
 class LookupPredictor:
-    """What an index says before each request of a history, and one with full attention only."""
+    """Predictions of an index before each request of a history, and of an index with full attention only."""
 
     def __init__(self) -> None:
         self.index: Final = PrefixIndex()
         self.requests = self.hits = self.wrong = self.wrong_if_dense = 0
         self._dense: Final = PrefixIndex()
         self._windowed: set[int | None] = set()
-        """Groups."""
+        """Groups with a sliding window."""
         self._seq = 0
 
     def take(self, step: Step) -> None:
-        """The next step."""
+        """Apply the events of the next step, or predict its request."""
         if step.payload:
             self._apply(step.payload)
             return
@@ -185,7 +185,7 @@ def _tokens(index: PrefixIndex, prompt: Sequence[int], namespace: Namespace) -> 
 
 
 def recorded(path: Path) -> list[History]:
-    """What `--record` wrote."""
+    """Return the histories that `--record` wrote."""
     with gzip.open(path) as file:
         return [msgspec.json.decode(line, type=History) for line in file]
 
@@ -200,8 +200,8 @@ def record(path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Predict the requests. Returns 0 if every prediction was right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.vllm_oracle.lookups", description=__doc__)
-    parser.add_argument("--histories", type=int, default=50, help="of each shape")
-    parser.add_argument("--seed", type=int, default=0, help="of the first history; the next has the next number")
+    parser.add_argument("--histories", type=int, default=50, help="histories of each shape")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first history; the next has the next number")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write histories to a file, and do nothing else")
     options = parser.parse_args(arguments)
     if options.record is not None:

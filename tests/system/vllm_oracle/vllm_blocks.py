@@ -1,9 +1,9 @@
 """vLLM's own block manager, executed out of its released wheel.
 
-`REAL` names the modules that run as they are: the block pool, the free queue, the hashing, the cache's groups, the manager in
-front of them, and the scheduler. All else that they import of vLLM, torch and what else vLLM needs is a stand-in whose every
-attribute is `Anything`: names for annotations, for features that are turned off here, and for logging. Nothing of it stays in
-`sys.modules`, so that no other part of a process takes a stand-in for the real thing.
+`REAL` names the modules that run unchanged: the block pool, the free queue, the hashing, the cache's groups, the manager in
+front of them, and the scheduler. Every other module that they import, from vLLM, torch or another library, is a stand-in
+whose every attribute is `Anything`: names for annotations, for features that are off here, and for logging. No stand-in
+remains in `sys.modules`, so that no other part of the process imports one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REAL: Final = (
     *(CORE + "sched." + name for name in ("scheduler", "async_scheduler", "request_queue", "output", "utils", "interface")),
 )
 PACKAGES: Final = ("vllm.utils",)
-"""Of `REAL`, those whose source is an `__init__.py`."""
+"""Modules of `REAL` whose source is an `__init__.py`."""
 FOREIGN: Final = ("vllm", "torch", "uvloop", "cbor2")
 """Packages whose other modules are stand-ins."""
 
@@ -40,12 +40,12 @@ FOREIGN: Final = ("vllm", "torch", "uvloop", "cbor2")
 NAMES: Final[dict[str, dict[str, Any]]] = {
     # The default, 64-bit hashes in events.
     "vllm": {"envs": SimpleNamespace(VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=True)},
-    # A request without a grammar; with one it would wait for it.
+    # A request without a grammar; a request with one would wait for it.
     "vllm.v1.structured_output.request": {
         "StructuredOutputRequest": SimpleNamespace(from_sampling_params=lambda _: None),
     },
 }
-"""What a stand-in must say truly."""
+"""Attributes of stand-ins that must have real values."""
 
 
 class _StandIn(ModuleType):
@@ -56,7 +56,7 @@ class _StandIn(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds `REAL` in the wheel, and a stand-in for all else of `FOREIGN`."""
+    """Finds modules of `REAL` in the wheel, and a stand-in for every other module of `FOREIGN`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Final = engine
@@ -83,10 +83,10 @@ class _Finder(MetaPathFinder, Loader):
 
 @cache
 def modules(engine: Engine = VLLM) -> dict[str, ModuleType]:
-    """The modules of `REAL` by name, of one release. Raises `SystemExit` with a sentence when the wheel cannot be had."""
-    with _apart(engine):
+    """Return the modules of `REAL` of one release by name. Raises `SystemExit` with a message if there is no wheel."""
+    with _isolated_imports(engine):
         found = {name: importlib.import_module(name) for name in REAL}
-        # Its managers are registered on first use, with imports of its own.
+        # Managers are registered on first use, with further imports.
         found["vllm.v1.kv_cache_spec_registry"].KVCacheSpecRegistry._ensure_registered(vllm_config=Anything())
         utils = found[CORE + "kv_cache_utils"]
         utils.init_none_hash(found["vllm.utils.hashing"].sha256)
@@ -94,13 +94,13 @@ def modules(engine: Engine = VLLM) -> dict[str, ModuleType]:
 
 
 @contextlib.contextmanager
-def _apart(engine: Engine) -> Iterator[None]:
-    """Imports inside leave nothing of `FOREIGN` in `sys.modules`, and see nothing that was there."""
+def _isolated_imports(engine: Engine) -> Iterator[None]:
+    """Hide modules of `FOREIGN` from imports inside, and remove those that were imported."""
 
-    def foreign() -> dict[str, ModuleType]:
+    def find_foreign() -> dict[str, ModuleType]:
         return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in FOREIGN}
 
-    before, finder = foreign(), _Finder(engine)
+    before, finder = find_foreign(), _Finder(engine)
     for name in before:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
@@ -108,27 +108,27 @@ def _apart(engine: Engine) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in foreign():
+        for name in find_foreign():
             del sys.modules[name]
         sys.modules.update(before)
 
 
 def core(name: str) -> Any:
-    """A module of `vllm.v1.core`."""
+    """Return a module of `vllm.v1.core`."""
     return modules()[CORE + name]
 
 
-# --- its parts, set up as the engine does without any option ---------------------------------------------------------------
+# --- parts of the manager, configured like an engine without options-----------------------------------------------------------
 
 
 MAX_MODEL_LEN: Final = 1 << 20
-"""Longer than anything that fits."""
+"""A length above every request."""
 
 
 def cache_config(blocks: int, block_size: int, windows: Sequence[int | None], retention: int | None) -> Any:
-    """vLLM's `KVCacheConfig` with one group for each of `windows`, None for full attention.
+    """Return vLLM's `KVCacheConfig` with one group for each of `windows`; None is full attention.
 
-    `blocks` counts without the null block that vLLM sets aside; `retention` is `prefix_cache_retention_interval`, 0 by default.
+    `blocks` counts without the null block that vLLM adds; `retention` is `prefix_cache_retention_interval`, 0 by default.
     """
     kinds = modules()["vllm.v1.kv_cache_interface"]
     shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 1, "dtype": Anything}
@@ -147,7 +147,7 @@ def cache_config(blocks: int, block_size: int, windows: Sequence[int | None], re
 def request(
     name: str, tokens: Sequence[int], block_size: int, *, output: int = 1, lora: str | None = None, salt: str | None = None
 ) -> Any:
-    """vLLM's `Request` for a prompt, with an answer of `output` tokens."""
+    """Return vLLM's `Request` for a prompt, with an answer of `output` tokens."""
     hashing = modules()["vllm.utils.hashing"].sha256
     params = SimpleNamespace(
         max_tokens=output, min_tokens=0, eos_token_id=None, stop_token_ids=None, repetition_detection=None, num_logprobs=None,
@@ -184,28 +184,28 @@ class RealCache:
 
     @property
     def free(self) -> int:
-        """Blocks that no request uses."""
+        """Return the number of blocks that no request uses."""
         return int(self.manager.block_pool.get_num_free_blocks())
 
     def lookup(self, request: Any) -> int:
-        """Cached tokens of a request that holds no blocks."""
+        """Return the number of cached tokens of a request that holds no blocks."""
         blocks, tokens, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
         self._found[request.request_id] = (blocks, tokens)
         return int(tokens)
 
     def admit(self, request: Any, tokens: int) -> bool:
-        """Give a request what its last lookup found, and room for `tokens` more. False without room for all its tokens."""
+        """Give a request the blocks of its last lookup, and blocks for `tokens` more. Returns False if there are too few."""
         blocks, found = self._found.pop(request.request_id)
-        room = self.manager.allocate_slots(
+        allocated = self.manager.allocate_slots(
             request, tokens, num_new_computed_tokens=found, new_computed_blocks=blocks, full_sequence_must_fit=True
         )
-        if room is None:
+        if allocated is None:
             return False
         request.num_computed_tokens = found + tokens
         return True
 
     def extend(self, request: Any, tokens: int) -> bool:
-        """Room for `tokens` more of an admitted request. False without."""
+        """Give an admitted request blocks for `tokens` more. Returns False if there are too few blocks."""
         if self.manager.allocate_slots(request, tokens) is None:
             return False
         request.num_computed_tokens += tokens
@@ -217,9 +217,9 @@ class RealCache:
         request.num_computed_tokens = 0
 
     def reset(self) -> bool:
-        """Forget everything. False while a block is in use."""
+        """Clear the cache. Returns False while a block is in use."""
         return bool(self.manager.reset_prefix_cache())
 
     def take_events(self) -> list[Any]:
-        """vLLM's events since the last call."""
+        """Return vLLM's events since the last call."""
         return list(self.manager.take_events())

@@ -10,20 +10,20 @@ from tests.system.vllm_oracle.vllm_blocks import MAX_MODEL_LEN, cache_config, co
 
 
 class RealLookup(NamedTuple):
-    """What an admitted request found in the cache."""
+    """The result of an admitted request's lookup."""
 
     tokens: int
-    """Looked up."""
+    """Tokens that were looked up."""
     cached: int
     position: int
-    """Events of the step's batch before it."""
+    """Events of the step's batch before the lookup."""
 
 
 class RealStep(NamedTuple):
-    """What one step of a scheduler brought."""
+    """The results of one step of a scheduler."""
 
     lookups: dict[str, RealLookup]
-    """Of those admitted in it, by request."""
+    """Lookups of the requests admitted in this step, by request."""
     finished: list[str]
     events: list[Any]
 
@@ -49,7 +49,7 @@ class RealScheduler:
         )
         self.scheduler.kv_event_publisher = SimpleNamespace(publish=self._publish)
         self._get_computed_blocks: Final = self.scheduler.kv_cache_manager.get_computed_blocks
-        self.scheduler.kv_cache_manager.get_computed_blocks = self._looked_up
+        self.scheduler.kv_cache_manager.get_computed_blocks = self._record_lookup
         self._lookups: dict[str, RealLookup] = {}
         self._block_size: Final = block_size
         self._answers: dict[str, Sequence[int]] = {}
@@ -58,7 +58,7 @@ class RealScheduler:
     def _publish(self, batch: Any) -> None:
         self._published += batch.events
 
-    def _looked_up(self, request: Any) -> Any:
+    def _record_lookup(self, request: Any) -> Any:
         found = self._get_computed_blocks(request)
         position = len(self.scheduler.kv_cache_manager.block_pool.kv_event_queue)
         self._lookups[request.request_id] = RealLookup(request.num_tokens, found[1], position)
@@ -66,39 +66,39 @@ class RealScheduler:
 
     @property
     def free(self) -> int:
-        """Blocks that no request uses."""
+        """Return the number of blocks that no request uses."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     @property
     def running(self) -> list[str]:
-        """Admitted requests, in the order of their admission."""
+        """Return the admitted requests, in the order of their admission."""
         return [each.request_id for each in self.scheduler.running]
 
     @property
     def waiting(self) -> list[str]:
-        """The others, the next one first."""
+        """Return the other requests, the next one first."""
         return [each.request_id for each in self.scheduler.waiting]
 
     def submit(self, name: str, prompt: Sequence[int], answer: Sequence[int], **options: str | None) -> None:
-        """Take a request with this answer; `options` are those of `request`."""
+        """Add a request with this answer; `options` are those of `request`."""
         self._answers[name] = answer
         self.scheduler.add_request(request(name, prompt, self._block_size, output=len(answer), **options))
 
     def reset(self) -> bool:
-        """Forget the prefix cache. False while a block is in use."""
+        """Clear the prefix cache. Returns False while a block is in use."""
         return bool(self.scheduler.reset_prefix_cache())
 
     def begin(self) -> Any:
-        """Schedule a step; `end` takes what this returns."""
+        """Schedule a step; `end` takes the value that this returns."""
         self._lookups.clear()
         return self.scheduler.schedule()
 
     def end(self, output: Any) -> RealStep:
-        """Answer as the model would."""
+        """End a step with the tokens of the given answers."""
         names = list(output.num_scheduled_tokens)
         requests = dict(self.scheduler.requests)
         tokens = [[] if requests[name].is_prefill_chunk else [self._next(requests[name])] for name in names]
-        self.scheduler.update_from_output(output, _answered(names, tokens))
+        self.scheduler.update_from_output(output, _make_output(names, tokens))
         events, self._published = self._published, []
         admitted = {each.req_id for each in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         lookups = {name: lookup for name, lookup in self._lookups.items() if name in admitted}
@@ -108,10 +108,10 @@ class RealScheduler:
         return self._answers[str(request.request_id)][int(request.num_output_tokens)]
 
 
-def _answered(names: list[str], tokens: list[list[int]]) -> Any:
-    """vLLM's `ModelRunnerOutput` with one list of tokens for each request."""
+def _make_output(names: list[str], tokens: list[list[int]]) -> Any:
+    """Return vLLM's `ModelRunnerOutput` with one list of tokens for each request."""
     return SimpleNamespace(
-        req_id_to_index={name: place for place, name in enumerate(names)},
+        req_id_to_index={name: index for index, name in enumerate(names)},
         sampled_token_ids=tokens,
         prompt_logprobs_dict={},
         prompt_token_id_logprobs_dict={},
@@ -122,7 +122,7 @@ def _answered(names: list[str], tokens: list[list[int]]) -> Any:
 
 
 def _engine_config(blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> Any:
-    """What the scheduler reads of vLLM's `VllmConfig`: defaults, but for the limits given, and no asynchronous scheduling."""
+    """Return the parts of `VllmConfig` that the scheduler reads: defaults, except the limits and synchronous scheduling."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(
             max_num_seqs=max_num_seqs,

@@ -18,9 +18,9 @@ RELEASES: Final = (
     *("0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.20.1", "0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.24.0"),
     *("0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
-"""All of PyPI from 0.11 on that have a source distribution; 0.15 has none."""
+"""All releases on PyPI from 0.11 on that have a source distribution; 0.15 has none."""
 SECONDS: Final = 120.0
-"""Limit of one release."""
+"""Time limit for one release."""
 _COUNTS: Final = ("events", "blocks")
 _AS_EXPECTED: Final = ("yes", "not in this release")
 
@@ -38,7 +38,7 @@ def main() -> int:
     """Return 0 if the plugin published and attested in each release, and vLLM's own tests passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.vllm_releases", description=__doc__)
     parser.add_argument("--only", nargs="+", default=RELEASES, metavar="RELEASE", help="default: all from 0.11")
-    parser.add_argument("--seed", type=int, default=1, help="of the random requests")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random requests")
     options = parser.parse_args()
     columns = [each.name for each in fields(Findings)]
     print("| release | model |", " | ".join(columns).replace("_", " "), "|")

@@ -1,7 +1,7 @@
 """What attestation costs the scheduler of vLLM 0.33: `python -m tests.system.vllm_releases.cost [BLOCKS]`.
 
-vLLM's own block pool stores all its blocks, takes the events and evicts all blocks, with the plugin and without, in processes
-that alternate. The figures are CPU time of the thread, medians of `RUNS` runs.
+vLLM's own block pool stores all its blocks, returns the events and evicts all blocks, with the plugin and without it, in
+processes that alternate. The figures are CPU time of the thread, medians of `RUNS` runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(blocks: int, *, has_plugin: bool) -> dict[str, float]:
     ids: list[int] = []
     spent = 0.0
     for first in range(0, blocks, REQUEST_BLOCKS):
-        hashes = [(first + at).to_bytes(32, "big") for at in range(REQUEST_BLOCKS)]
+        hashes = [(first + index).to_bytes(32, "big") for index in range(REQUEST_BLOCKS)]
         request = SimpleNamespace(
             block_hashes=hashes, all_token_ids=tokens, lora_request=None, session_id=None, mm_features=[], cache_salt=None,
             prompt_embeds=None, request_id="request",

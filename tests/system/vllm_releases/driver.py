@@ -1,4 +1,4 @@
-"""One release of vLLM with the plugin, in a process of its own: random requests, and what a consumer gets of their events.
+"""One release of vLLM with the plugin, in a process of its own: random requests, and what a consumer receives.
 
 `python -m tests.system.vllm_releases.driver FOLDER SEED` prints a `Findings` as JSON.
 """
@@ -36,19 +36,19 @@ BLOCKS: Final = 40
 REQUESTS: Final = 300
 WINDOW: Final = 64
 SECONDS: Final = 20.0
-"""Limit of waiting for a message."""
+"""Time limit for a message."""
 _MAX_LENGTH: Final = 4096
 _HEARTBEAT: Final = b"digest"
-"""In the payloads of heartbeats only: a name that all their layouts have."""
+"""Text that only payloads of heartbeats contain: a name that all their layouts have."""
 
 
 @dataclass(kw_only=True)
 class Findings:
-    """What was seen of a release. Each field but the counts is "yes", or a phrase that says what was different."""
+    """The findings about a release. Each field except the counts is "yes", or a phrase that says what was different."""
 
     events: int = 0
     blocks: int = 0
-    """Cached by the engine at the end of the random requests."""
+    """Number of blocks that the engine caches at the end of the random requests."""
     publisher: str = ""
     """Whether the factory returned the publisher of kvevents."""
     payloads: str = ""
@@ -132,13 +132,13 @@ class Engine:
         count = request.num_tokens - cached
         allocated = self.manager.allocate_slots(request, count, num_new_computed_tokens=cached, new_computed_blocks=hit)
         if allocated is None:
-            raise RuntimeError("no room for a request")
+            raise RuntimeError("too few blocks for a request")
         request.num_computed_tokens = request.num_tokens
         self.publish()
         self.manager.free(request)
 
     def publish(self) -> None:
-        """Do what the scheduler does at the end of `update_from_output`."""
+        """Publish the events, as the scheduler does at the end of `update_from_output`."""
         events = self.manager.take_events()
         if events:
             batch = self._batch(ts=time.time(), events=events)
@@ -160,7 +160,7 @@ def _concrete(scheduler: Any) -> Any:
 
 
 def _call(function: Any, **values: Any) -> Any:
-    """Call with those of `values` that this release has a parameter for."""
+    """Call the function with those of `values` that this release has a parameter for."""
     known = inspect.signature(function).parameters
     return function(**{name: value for name, value in values.items() if name in known})
 
@@ -171,14 +171,16 @@ def _cache_config(blocks: int, *, is_hybrid: bool) -> Any:
     specs = [_call(kinds.FullAttentionSpec, **shape)]
     if is_hybrid:
         specs.append(_call(kinds.SlidingWindowSpec, **shape, sliding_window=WINDOW))
-    groups = [_call(kinds.KVCacheGroupSpec, layer_names=[f"layer.{at}"], kv_cache_spec=spec) for at, spec in enumerate(specs)]
+    groups = [
+        _call(kinds.KVCacheGroupSpec, layer_names=[f"layer.{offset}"], kv_cache_spec=spec) for offset, spec in enumerate(specs)
+    ]
     return _call(
         kinds.KVCacheConfig, num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups, prefix_cache_retention_interval=0
     )
 
 
 class Consumer:
-    """A plain ZeroMQ subscriber for the bytes, and an index behind a `Subscriber`."""
+    """A plain ZeroMQ socket that receives the bytes, and an index behind a `Subscriber`."""
 
     def __init__(self, publisher: Any) -> None:
         self.index: Final = PrefixIndex()
@@ -194,9 +196,9 @@ class Consumer:
         self._subscriber.close()
         self._socket.close(0)
 
-    def attestation(self, wanted: int | None) -> str:
-        """Follow the stream to a heartbeat that attests `wanted`, and say whether the index agrees with it."""
-        seen: list[int | None] = []
+    def attestation(self, attested_digest: int | None) -> str:
+        """Follow the stream to a heartbeat that attests `attested_digest`, and return whether the index agrees with it."""
+        attestations: list[int | None] = []
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             delivery = self._subscriber.receive(timeout=SECONDS)
@@ -205,13 +207,13 @@ class Consumer:
             report = self.index.apply(delivery).report
             if report is None or report.heartbeat is None:
                 continue
-            seen.append(report.heartbeat.attestation)
-            if seen[-1] == wanted:
+            attestations.append(report.heartbeat.attestation)
+            if attestations[-1] == attested_digest:
                 return "yes" if all(each.attested for each in self.index.workers()) else "the index differs"
-        return f"no heartbeat attests {wanted}; the last ones attest {seen[-3:]}"
+        return f"no heartbeat attests {attested_digest}; the last ones attest {attestations[-3:]}"
 
     def payloads(self, count: int) -> list[bytes]:
-        """All batches that the replay endpoint has, heartbeats aside, once they are `count` or the time is over."""
+        """Return all batches that the replay endpoint has, except heartbeats, once they are `count` or the time is over."""
         deadline = time.monotonic() + SECONDS
         while True:
             found = [frames[-1] for frames in replay(self._socket) if _HEARTBEAT not in frames[-1]]
@@ -219,11 +221,11 @@ class Consumer:
                 return found
 
     def readable(self) -> str:
-        """Whether consumers that know only this release can read what the replay endpoint has."""
+        """Return whether consumers that know only this release can read what the replay endpoint has."""
         events = import_module("vllm.distributed.kv_events")
         decoder = msgspec.msgpack.Decoder(type=events.KVEventBatch)
         messages = replay(self._socket)
-        expected = _frames_of_own_replay(events)
+        expected = _count_frames_of_own_replay(events)
         if {len(frames) for frames in messages} != {expected}:
             return f"replies have {len(messages[0])} frames, and vLLM's own {expected}"
         try:
@@ -231,7 +233,7 @@ class Consumer:
                 decoder.decode(frames[-1])
         except msgspec.DecodeError as error:
             return str(error)
-        return "yes" if any(_HEARTBEAT in frames[-1] for frames in messages) else "no heartbeat came"
+        return "yes" if any(_HEARTBEAT in frames[-1] for frames in messages) else "no heartbeat was received"
 
 
 def replay(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
@@ -246,7 +248,7 @@ def replay(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
     return found
 
 
-def _frames_of_own_replay(events: Any) -> int:
+def _count_frames_of_own_replay(events: Any) -> int:
     """Return how many frames a reply of vLLM's own publisher has."""
     own = events.ZmqEventPublisher(0, endpoint="inproc://own", replay_endpoint="inproc://own-replay")
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -266,7 +268,7 @@ def _frames_of_own_replay(events: Any) -> int:
 
 def drive(seed: int, *, is_hybrid: bool) -> Findings:
     """Run one engine, and check it."""
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     engine = Engine(is_hybrid=is_hybrid)
     found = Findings(publisher="yes" if isinstance(engine.publisher, plugin.VllmEventPublisher) else "vLLM's own")
     if found.publisher != "yes":
@@ -274,9 +276,10 @@ def drive(seed: int, *, is_hybrid: bool) -> Findings:
     try:
         with Consumer(engine.publisher) as consumer:
             for number in range(REQUESTS):
-                # A prompt of one of six families, cut at a random place: shared prefixes, hits, copies and evictions.
-                family, length = drawn.randrange(6), drawn.randrange(1, 12 * BLOCK_SIZE)
-                engine.run(engine.request(number, [family * 1000 + at for at in range(length)]))
+                # A prompt of one of six families, cut at a random place: this gives shared prefixes, hits, copies and
+                # evictions.
+                family, length = rng.randrange(6), rng.randrange(1, 12 * BLOCK_SIZE)
+                engine.run(engine.request(number, [family * 1000 + offset for offset in range(length)]))
             keys = engine.cached_keys()
             found.events, found.blocks = engine.events, len(keys)
             found.attestation = consumer.attestation(_digest(keys))
@@ -302,7 +305,7 @@ def _digest(keys: list[bytes]) -> int:
 
 def _announce_again(engine: Engine) -> str:
     """Repeat a request in report mode "full": its prefix is cached, so that no block is new."""
-    tokens = [77_000 + at for at in range(4 * BLOCK_SIZE + 1)]
+    tokens = [77_000 + offset for offset in range(4 * BLOCK_SIZE + 1)]
     engine.run(engine.request(REQUESTS, tokens))
     before = engine.events
     again = engine.request(REQUESTS + 1, tokens, mode="full")
@@ -324,14 +327,14 @@ def _reset(engine: Engine, consumer: Consumer) -> str:
 def _take_over(engine: Engine) -> str:
     """Break the sockets of the publisher, and read the replay of the one that takes over."""
     with mock.patch.object(EventSocket, "send", side_effect=RuntimeError("broken on purpose")):
-        engine.run(engine.request(REQUESTS + 2, [88_000 + at for at in range(4 * BLOCK_SIZE)]))
+        engine.run(engine.request(REQUESTS + 2, [88_000 + offset for offset in range(4 * BLOCK_SIZE)]))
         deadline = time.monotonic() + SECONDS
         while engine.publisher._successor is None:
             if time.monotonic() > deadline:
                 return "vLLM's own publisher does not take over"
             time.sleep(0.01)
     own = engine.publisher._successor
-    engine.run(engine.request(REQUESTS + 3, [99_000 + at for at in range(4 * BLOCK_SIZE)]))
+    engine.run(engine.request(REQUESTS + 3, [99_000 + offset for offset in range(4 * BLOCK_SIZE)]))
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     try:
         socket.connect(own._replay.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())

@@ -49,11 +49,11 @@ module = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = module
 spec.loader.exec_module(module)
 """
-"""A plugin of pytest: the modules that the tests import, with vLLM's own `network_utils`."""
+"""A pytest plugin with the modules that the tests import, and vLLM's own `network_utils`."""
 
 
 class Outcome(NamedTuple):
-    """What pytest returned, and the last line that it printed."""
+    """The status of pytest, and the last line that it printed."""
 
     status: int
     summary: str

@@ -14,8 +14,8 @@ from typing import Final
 from tools.released import CACHE
 
 SECONDS: Final = 600.0
-"""Limit of one download."""
-_BACKEND: Final = '''"""A build backend that gives pip the metadata for which it asks before it keeps a source distribution."""
+"""Time limit for one download."""
+_BACKEND: Final = '''"""A build backend that gives pip the metadata that it requests before it stores a source distribution."""
 import pathlib
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -29,14 +29,14 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
     (pathlib.Path(folder) / name / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: vllm\\nVersion: {version}\\n")
     return name
 '''
-"""`pip download` asks a source distribution for its metadata, and vLLM's own backend needs torch for the answer."""
+"""`pip download` requests the metadata of a source distribution, for which vLLM's own backend needs torch."""
 
 
 def source(release: str) -> Path:
-    """Return the folder of the package `vllm` and its tests in a release, which is downloaded first if it is not there.
+    """Return the folder with the package `vllm` and the tests of a release; download it first if it does not exist.
 
-    `KVEVENTS_VLLM_SOURCES` names another folder than `.cache/vllm-sources`; it has one folder `vllm-RELEASE` for each release.
-    Raises `subprocess.CalledProcessError` if pip fails.
+    `KVEVENTS_VLLM_SOURCES` names another folder than `.cache/vllm-sources`; it has one folder `vllm-RELEASE` for each
+    release. Raises `subprocess.CalledProcessError` if pip fails.
     """
     parent = Path(os.environ.get("KVEVENTS_VLLM_SOURCES") or CACHE / "vllm-sources")
     found = parent / f"vllm-{release}"
@@ -63,5 +63,5 @@ def _download(release: str, folder: Path) -> None:
         timeout=SECONDS,
     )
     with tarfile.open(folder / f"vllm-{release}.tar.gz") as archive:
-        wanted = [each for each in archive.getmembers() if each.name.endswith(".py")]
-        archive.extractall(folder, [each for each in wanted if each.name.split("/")[1] in {"vllm", "tests"}], filter="data")
+        members = [each for each in archive.getmembers() if each.name.endswith(".py")]
+        archive.extractall(folder, [each for each in members if each.name.split("/")[1] in {"vllm", "tests"}], filter="data")

@@ -26,7 +26,7 @@ REAL: Final = frozenset(
         *(f"vllm.v1.core.sched.{name}" for name in ("scheduler", "request_queue", "output", "utils", "interface")),
     }
 )
-"""Modules that run as they are, where a release has them."""
+"""Modules that run unchanged, if a release has them."""
 _PACKAGES: Final = ("vllm", "torch", "uvloop", "cbor2", "xxhash", "numpy", "transformers", "psutil")
 """Packages whose other modules are stand-ins; of those after `vllm`, only the ones that are not installed."""
 
@@ -66,7 +66,7 @@ _NAMES: Final[dict[str, dict[str, Any]]] = {
         "StructuredOutputRequest": SimpleNamespace(from_sampling_params=lambda _: None),
     },
 }
-"""What stand-ins must answer as the originals do."""
+"""Attributes of stand-ins that must have the values of the originals."""
 
 
 class _StandIn(ModuleType):
