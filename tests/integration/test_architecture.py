@@ -1,4 +1,4 @@
-"""Imports run one way, and the protocol core knows neither sockets nor clocks."""
+"""Modules import only from lower layers, and the protocol core imports neither sockets nor clocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import kvevents
 
 ROOT = Path(kvevents.__file__).parent
-# Each part may import those before it; parts in one row know nothing of each other. `__init__`, which re-exports, and
-# `errors`, which imports nothing, are aside.
+# Each part may import the parts of the rows before its own; parts of one row do not import each other. `__init__`, which
+# re-exports, and `errors`, which imports nothing, have no layer.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("events", "endpoints", "package_metadata", "backoff", "prometheus"),
     ("http_client", "zmtp", "weights", "settings"),
@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 CORE = ("events", "wire", "stream")
-OUTSIDE = {"zmq", "asyncio", "threading", "time", "random", "socket", "select", "selectors", "datetime", "secrets", "os"}
+IO_MODULES = {"zmq", "asyncio", "threading", "time", "random", "socket", "select", "selectors", "datetime", "secrets", "os"}
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
@@ -41,8 +41,8 @@ def part_of(module: Path) -> str:
     return module.parts[0].removesuffix(".py")
 
 
-def imports_of(module: Path) -> list[str]:
-    """Dotted names that a module imports, at any depth of its code; those for type checkers alone included."""
+def imported_names(module: Path) -> list[str]:
+    """Return the dotted names that a module imports, including imports in functions and imports for type checkers."""
     found: list[str] = []
     package = ["kvevents", *module.with_suffix("").parts][:-1]
     for node in ast.walk(ast.parse((ROOT / module).read_text())):
@@ -55,14 +55,14 @@ def imports_of(module: Path) -> list[str]:
     return found
 
 
-def imports_upwards(module: Path) -> list[str]:
-    """What a module imports that is not below it."""
+def find_upward_imports(module: Path) -> list[str]:
+    """Return a message for each import of a module that is not from a lower layer."""
     part = part_of(module)
     if part in {"__init__", "errors"}:
         return []
     if part not in LEVEL:
         return [f"{module}: {part} has no level in LAYERS"]
-    others = [(name, name.split(".")[1]) for name in imports_of(module) if name.startswith("kvevents.")]
+    others = [(name, name.split(".")[1]) for name in imported_names(module) if name.startswith("kvevents.")]
     return [
         f"{module} imports {name}"
         for name, other in others
@@ -71,19 +71,19 @@ def imports_upwards(module: Path) -> list[str]:
 
 
 def test_the_modules_are_found() -> None:
-    """The other tests list offenders; without modules their lists would be empty too."""
+    """The other tests expect empty lists of violations, which they would also get if no module were found."""
     assert {part_of(module) for module in MODULES} >= {*CORE, "index", "cli"}
-    assert "kvevents.events" in {name.rpartition(".")[0] for name in imports_of(Path("wire/encode.py"))}
+    assert "kvevents.events" in {name.rpartition(".")[0] for name in imported_names(Path("wire/encode.py"))}
 
 
-def test_imports_run_downward_only() -> None:
-    assert [offence for module in MODULES for offence in imports_upwards(module)] == []
+def test_modules_import_only_from_lower_layers() -> None:
+    assert [violation for module in MODULES for violation in find_upward_imports(module)] == []
 
 
 def modules_imported_by(module: Path) -> set[Path]:
-    """The modules of this package that a module imports; a package stands for its `__init__`."""
+    """Return the modules of this package that a module imports; the import of a package is that of its `__init__`."""
     found = set[Path]()
-    for name in imports_of(module):
+    for name in imported_names(module):
         parts = name.split(".")
         while len(parts) > 1 and parts[0] == "kvevents":
             path = Path(*parts[1:])
@@ -97,8 +97,8 @@ def modules_imported_by(module: Path) -> set[Path]:
 KNOWN = frozenset(MODULES)
 
 
-def cycles(graph: Mapping[Path, set[Path]]) -> list[list[Path]]:
-    """The groups of modules that import each other, directly or by way of others."""
+def find_cycles(graph: Mapping[Path, set[Path]]) -> list[list[Path]]:
+    """Return the groups of modules that import each other, directly or through other modules."""
     reachable: dict[Path, set[Path]] = {}
     for module in graph:
         seen, left = set[Path](), [module]
@@ -112,24 +112,24 @@ def cycles(graph: Mapping[Path, set[Path]]) -> list[list[Path]]:
 
 
 def test_cycles_are_found() -> None:
-    """A module that only imports a cycle, or is only imported by one, is not in it."""
+    """A module that only imports a module of a cycle, or is only imported by one, is not part of the cycle."""
     a, b, c, d, e = map(Path, "abcde")
-    assert cycles({a: {b}, b: {c}, c: {b, d}, d: set(), e: {e} - {e}}) == [[b, c]]
-    assert cycles({a: {b}, b: {c}, c: {a}, d: {e}, e: {d}}) == [[a, b, c], [d, e]]
+    assert find_cycles({a: {b}, b: {c}, c: {b, d}, d: set(), e: {e} - {e}}) == [[b, c]]
+    assert find_cycles({a: {b}, b: {c}, c: {a}, d: {e}, e: {d}}) == [[a, b, c], [d, e]]
 
 
 def test_no_modules_import_each_other() -> None:
     """Imports within functions and imports for type checkers count."""
-    assert cycles({module: modules_imported_by(module) for module in MODULES}) == []
+    assert find_cycles({module: modules_imported_by(module) for module in MODULES}) == []
 
 
 CRATES = ROOT.parents[1] / "native"
 
 
 def native_modules(crate: str) -> dict[Path, set[Path]]:
-    """The modules of a Rust crate, each with the modules of the crate that its paths name; unit tests are left out.
+    """Return the modules of a Rust crate, each with the modules of the crate that its paths name, without unit tests.
 
-    A module and its submodules count as one, since in Rust they see all of each other.
+    A module and its submodules count as one, because in Rust a submodule sees the private items of its parent.
     """
     source = CRATES / crate / "src"
     graph: dict[Path, set[Path]] = {}
@@ -149,8 +149,8 @@ def native_modules(crate: str) -> dict[Path, set[Path]]:
 @pytest.mark.parametrize("crate", ["index", "compaction", "server"])
 def test_no_modules_of_a_crate_use_each_other(crate: str) -> None:
     graph = native_modules(crate)
-    assert sum(map(len, graph.values())) > len(graph) / 2, "paths are found"
-    assert cycles(graph) == []
+    assert sum(map(len, graph.values())) > len(graph) / 2, "too few paths were found"
+    assert find_cycles(graph) == []
 
 
 NATIVE = {
@@ -162,29 +162,29 @@ NATIVE = {
 """Modules that import the native module, besides those of the index."""
 
 
-def test_few_modules_need_the_native_module() -> None:
+def test_only_listed_modules_import_the_native_module() -> None:
     """Publishers and subscribers run on platforms without a native wheel."""
     assert [
         f"{module} imports {name}"
         for module in MODULES
         if part_of(module) != "index" and module not in NATIVE
-        for name in imports_of(module)
+        for name in imported_names(module)
         if name.startswith("kvevents_native")
     ] == []
 
 
-def test_the_core_knows_neither_sockets_nor_clocks() -> None:
+def test_the_core_imports_neither_sockets_nor_clocks() -> None:
     assert [
         f"{module} imports {name}"
         for module in MODULES
         if part_of(module) in CORE
-        for name in imports_of(module)
-        if name.split(".")[0] in OUTSIDE
+        for name in imported_names(module)
+        if name.split(".")[0] in IO_MODULES
     ] == []
 
 
 def test_the_core_runs_without_zmq() -> None:
-    """Asked of the interpreter, since a chain of imports is longer than one module."""
+    """The interpreter imports the core and must not load `zmq` or `asyncio`, also not through another module."""
     parts = [part for part in CORE if (ROOT / part).exists() or (ROOT / f"{part}.py").exists()]
     code = "\n".join(
         [

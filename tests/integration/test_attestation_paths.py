@@ -1,6 +1,6 @@
-"""Attestations of an engine on the way to consumers: beside the engine, and behind relays, on real sockets.
+"""Attestations of an engine reach consumers that are connected directly or through relays, on real sockets.
 
-Each test runs for every path, because a consumer must not be able to see which one it is behind.
+Each test runs for every path, because a consumer must behave in the same way on all of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FIRST_UNKNOWN = 100_000
 SETTINGS: dict[str, dict[str, Any]] = {"hashed tokens": {"tokens": "hash"}, "another dialect": {"dialect": "vllm-0.22"}}
 
 
-class Way:
-    """One engine, or two that share a stream, and what is between them and their consumers."""
+class EventPath:
+    """One engine, or two that share a stream, with the proxies and relays between them and their consumers."""
 
     def __init__(self, path: str, folder: Path, stack: ExitStack) -> None:
         self.stack = stack
@@ -38,17 +38,17 @@ class Way:
         for engine in self.engines:
             stack.callback(engine.close)
         self.proxy = stack.enter_context(FaultProxy(self.engine.publisher.endpoint))
-        """On the way of live batches of the first engine."""
+        """Forwards the live batches of the first engine."""
         assert self.engine.publisher.replay_endpoint is not None
         self.replay_proxy = stack.enter_context(FaultProxy(self.engine.publisher.replay_endpoint))
-        """On the way of its replay answers."""
+        """Forwards the replay responses of the first engine."""
         self.relays: list[Relay] = []
         self.consumers: list[AttestedConsumer] = []
         sources = [Source(self.proxy.endpoint, self.replay_proxy.endpoint, name="e0")]
         sources += [each.source for each in self.engines[1:]]
         for at in range({"direct": 0, "relay of a relay": 2}.get(path, 1)):
             journal = str(folder / "journal") if path == "relay with a journal" else None
-            given = RelaySettings(
+            relay_settings = RelaySettings(
                 upstreams=tuple(sources),
                 endpoint=ANY,
                 replay_endpoint=ANY,
@@ -57,7 +57,7 @@ class Way:
                 journal=journal,
                 **SETTINGS.get(path, {}),
             )
-            relay = Relay(given)
+            relay = Relay(relay_settings)
             self.relays.append(relay)
             sources = [Source(relay.endpoint, relay.replay_endpoint, name=f"r{at}")]
         (self.source,) = sources
@@ -77,29 +77,29 @@ class Way:
 
     @property
     def hashes_in_the_index(self) -> set[int]:
-        """Without blocks of a kind that the index does not know; see `states`."""
+        """The blocks on all tiers except those of a kind that the index does not support."""
         return {each for each in self.hashes_on_all_tiers if not FIRST_UNKNOWN <= each < 2 * FIRST_UNKNOWN}
 
     def consumer(self) -> AttestedConsumer:
-        made = self.stack.enter_context(closing(AttestedConsumer(self.source)))
-        self.consumers.append(made)
-        return made
+        new_consumer = self.stack.enter_context(closing(AttestedConsumer(self.source)))
+        self.consumers.append(new_consumer)
+        return new_consumer
 
-    def until(self, is_reached: Callable[[], object]) -> None:
-        end = monotonic() + DEADLINE
+    def wait_until(self, is_reached: Callable[[], object]) -> None:
+        deadline = monotonic() + DEADLINE
         while not is_reached():
             trusts = [*(each.trust for each in self.consumers), *(each.trust() for each in self.relays)]
-            assert monotonic() < end, list(map(str, trusts))
+            assert monotonic() < deadline, list(map(str, trusts))
             for relay in self.relays:
                 relay.turn(0.002)
             for consumer in self.consumers:
                 consumer.take(0.0 if self.relays else 0.005)
 
-    def restart_relay(self, meanwhile: Callable[[], None]) -> None:
-        """Close the relay, and open it again at the same endpoints; the engine publishes in between."""
+    def restart_relay(self, publish_meanwhile: Callable[[], None]) -> None:
+        """Close the relay, call `publish_meanwhile`, and start the relay again at the same endpoints."""
         (relay,) = self.relays
         relay.close()
-        meanwhile()
+        publish_meanwhile()
         fixed = {"endpoint": relay.endpoint, "replay_endpoint": relay.replay_endpoint}
         self.relays = [Relay(msgspec.structs.replace(relay.settings, **fixed))]
 
@@ -109,19 +109,19 @@ class Way:
 
 
 @pytest.fixture(params=PATHS)
-def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Way]:
+def event_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EventPath]:
     with ExitStack() as stack:
-        yield Way(request.param, tmp_path, stack)
+        yield EventPath(request.param, tmp_path, stack)
 
 
-def unknown(number: int) -> BlockStored:
-    """A block of a group of a kind that the index does not know."""
+def unknown_kind_block(number: int) -> BlockStored:
+    """Return a block of a group of a kind that the index does not support."""
     return block(FIRST_UNKNOWN + number, group_idx=1, kv_cache_spec_kind="chunked_local_attention")
 
 
-def fill(way: Way, first: int = 0, count: int = 30) -> None:
-    """Store chains in two groups and tiers, store copies, and remove some of all."""
-    for at, engine in enumerate(way.engines):
+def fill(event_path: EventPath, first: int = 0, count: int = 30) -> None:
+    """Store blocks on two tiers, store some of them twice, and remove some from both tiers."""
+    for at, engine in enumerate(event_path.engines):
         for number in range(first + 1_000 * at, first + 1_000 * at + count):
             engine.publish(block(number), block(number, medium="CPU"))
             if number % 3 == 0:
@@ -130,153 +130,157 @@ def fill(way: Way, first: int = 0, count: int = 30) -> None:
                 engine.publish(BlockRemoved([number], "GPU"), BlockRemoved([number], "CPU"))
 
 
-def test_a_consumer_sees_that_its_state_is_attested(way: Way) -> None:
-    """An early consumer and a late one, whose history is compacted; the relay says it of its upstreams too."""
-    early = way.consumer()
-    way.until(lambda: early.is_attested)
-    fill(way)
-    way.until(lambda: early.is_attested and early.hashes == way.hashes_on_all_tiers)
-    late = way.consumer()
-    way.until(lambda: late.is_attested and late.hashes == early.hashes)
+def test_a_consumer_sees_that_its_state_is_attested(event_path: EventPath) -> None:
+    """An early consumer and a late one with compacted history are attested; so are the upstreams of relays."""
+    early = event_path.consumer()
+    event_path.wait_until(lambda: early.is_attested)
+    fill(event_path)
+    event_path.wait_until(lambda: early.is_attested and early.hashes == event_path.hashes_on_all_tiers)
+    late = event_path.consumer()
+    event_path.wait_until(lambda: late.is_attested and late.hashes == early.hashes)
     assert late.attested
     assert all(late.attested)
     assert all(early.attested)
-    assert all(relay.trust().attested for relay in way.relays)
+    assert all(relay.trust().attested for relay in event_path.relays)
     assert str(early.trust) == "EXACT (attested)"
 
 
-def test_attestations_hold_through_clears_and_removals(way: Way) -> None:
-    consumer = way.consumer()
-    fill(way)
-    way.until(lambda: consumer.is_attested)
-    for engine in way.engines:
+def test_attestations_match_after_clears_and_removals(event_path: EventPath) -> None:
+    consumer = event_path.consumer()
+    fill(event_path)
+    event_path.wait_until(lambda: consumer.is_attested)
+    for engine in event_path.engines:
         engine.publish(AllBlocksCleared())
-    fill(way, first=500)
+    fill(event_path, first=500)
     count = len(consumer.attested)
-    way.until(lambda: consumer.is_attested and len(consumer.attested) > count + 3 and consumer.hashes >= way.hashes)
+    event_path.wait_until(
+        lambda: consumer.is_attested and len(consumer.attested) > count + 3 and consumer.hashes >= event_path.hashes
+    )
     assert all(consumer.attested)
 
 
-def test_an_engine_with_other_blocks_is_said_and_everything_starts_over(way: Way) -> None:
-    """Beside the engine the consumer finds out; behind a relay the relay does, which sends the reason, and then a clear.
+def test_a_mismatch_at_the_engine_degrades_the_stream_and_resets_it(event_path: EventPath) -> None:
+    """The first receiver detects the mismatch: the consumer itself, or a relay, which sends the reason and then a clear.
 
-    They are attested again once the engine agrees.
+    The consumer is attested again as soon as the digests agree.
     """
-    consumer = way.consumer()
-    fill(way)
-    way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_on_all_tiers)
-    way.engine.keep_a_secret(77)
-    way.until(lambda: consumer.trust.name == "DEGRADED" and DegradedReason.UNATTESTED.value in consumer.trust.reason)
-    if not way.relays:
-        way.until(lambda: consumer.resets > 0)
+    consumer = event_path.consumer()
+    fill(event_path)
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == event_path.hashes_on_all_tiers)
+    event_path.engine.keep_a_secret(77)
+    event_path.wait_until(
+        lambda: consumer.trust.name == "DEGRADED" and DegradedReason.UNATTESTED.value in consumer.trust.reason
+    )
+    if not event_path.relays:
+        event_path.wait_until(lambda: consumer.resets > 0)
     else:
-        way.until(lambda: way.relays[0].status().upstreams[0].counters.resets > 0)
-    way.engine.keep_a_secret(0)
-    way.until(lambda: consumer.is_attested and consumer.hashes >= way.hashes)
+        event_path.wait_until(lambda: event_path.relays[0].status().upstreams[0].counters.resets > 0)
+    event_path.engine.keep_a_secret(0)
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes >= event_path.hashes)
 
 
-def test_a_consumer_with_other_blocks_says_so_and_starts_over(way: Way) -> None:
-    """A consumer whose index has lost everything finds out by the next attestation, and fetches it again."""
-    consumer = way.consumer()
-    fill(way)
-    way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_on_all_tiers)
+def test_a_mismatch_at_the_consumer_resets_its_stream(event_path: EventPath) -> None:
+    """A consumer whose index has lost all blocks detects it at the next attestation and replays the history again."""
+    consumer = event_path.consumer()
+    fill(event_path)
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == event_path.hashes_on_all_tiers)
     resets = consumer.resets
     consumer.index.remove_worker("it", 0)
     consumer.index.readmit("it", 0)
-    way.until(lambda: consumer.resets > resets)
+    event_path.wait_until(lambda: consumer.resets > resets)
     assert consumer.subscriber.status().counters.attestations_mismatched > 0
-    way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_on_all_tiers)
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == event_path.hashes_on_all_tiers)
 
 
-def test_an_attestation_waits_for_the_batches_before_it(way: Way) -> None:
-    """The live batches of an engine are cut off while it changes: what it attests then is compared with the repaired stream."""
-    consumer = way.consumer()
-    fill(way)
-    way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_on_all_tiers)
-    way.proxy.cut()
-    fill(way, first=200)
-    way.proxy.heal()
-    way.until(lambda: consumer.is_attested and consumer.hashes >= way.hashes)
+def test_an_attestation_waits_for_the_batches_before_it(event_path: EventPath) -> None:
+    """If live batches are lost, the next attestation is compared only after the gap is repaired by replay."""
+    consumer = event_path.consumer()
+    fill(event_path)
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == event_path.hashes_on_all_tiers)
+    event_path.proxy.cut()
+    fill(event_path, first=200)
+    event_path.proxy.heal()
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes >= event_path.hashes)
     assert all(consumer.attested)
 
 
-def test_a_burst_that_evicts_the_first_answer_leaves_nothing_in_doubt(way: Way) -> None:
-    """A stream begins with one replayed batch, and the engine evicts it before a live batch has confirmed it.
+def test_a_burst_that_evicts_the_unconfirmed_replayed_batch_is_recovered_from(event_path: EventPath) -> None:
+    """A stream begins with one replayed batch, which the engine evicts before a live batch has confirmed it.
 
-    Everything is requested again, and is confirmed before the small replay buffer has evicted that too.
+    The consumer requests the whole history again, and confirms it before the small replay buffer evicts that too.
     """
-    consumer = way.consumer()
+    consumer = event_path.consumer()
 
     def upstream() -> StreamStatus:
-        return way.relays[0].status().upstreams[0] if way.relays else consumer.subscriber.status()
+        return event_path.relays[0].status().upstreams[0] if event_path.relays else consumer.subscriber.status()
 
-    way.proxy.delay()
-    way.until(lambda: upstream().counters.delivered > 0)
-    way.replay_proxy.delay()
-    fill(way)
-    way.proxy.heal()
-    way.until(lambda: upstream().counters.live >= len(way.hashes))
-    way.replay_proxy.heal()
-    way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_on_all_tiers)
+    event_path.proxy.delay()
+    event_path.wait_until(lambda: upstream().counters.delivered > 0)
+    event_path.replay_proxy.delay()
+    fill(event_path)
+    event_path.proxy.heal()
+    event_path.wait_until(lambda: upstream().counters.live >= len(event_path.hashes))
+    event_path.replay_proxy.heal()
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == event_path.hashes_on_all_tiers)
 
 
-def test_blocks_that_only_the_attestation_counts_are_in_compacted_history(way: Way) -> None:
-    """Blocks of a group of an unknown kind match no prompt, and a late consumer must know of them to agree with the engine."""
-    for engine in way.engines:
+def test_compacted_history_contains_blocks_of_unknown_kinds(event_path: EventPath) -> None:
+    """Blocks of an unknown kind match no prompt, but the digest of the engine counts them, so a late consumer needs them."""
+    for engine in event_path.engines:
         for number in range(40):
-            engine.publish(block(number), unknown(number))
+            engine.publish(block(number), unknown_kind_block(number))
             if number % 2:
                 engine.publish(BlockRemoved([FIRST_UNKNOWN + number], "GPU", group_idx=1))
-    early = way.consumer()
-    fill(way, first=100)
-    way.until(lambda: early.is_attested and early.hashes == way.hashes_in_the_index)
-    late = way.consumer()
-    way.until(lambda: late.is_attested and late.hashes == early.hashes)
+    early = event_path.consumer()
+    fill(event_path, first=100)
+    event_path.wait_until(lambda: early.is_attested and early.hashes == event_path.hashes_in_the_index)
+    late = event_path.consumer()
+    event_path.wait_until(lambda: late.is_attested and late.hashes == early.hashes)
     assert all(late.attested)
 
 
-@pytest.mark.parametrize("way", ["relay with a journal"], indirect=True)
-def test_a_relay_that_restarts_goes_on_with_attestations(way: Way) -> None:
-    """Its consumers notice nothing; batches that the engine sent meanwhile are in what it attests."""
-    consumer = way.consumer()
+@pytest.mark.parametrize("event_path", ["relay with a journal"], indirect=True)
+def test_a_restarted_relay_continues_to_attest(event_path: EventPath) -> None:
+    """Its consumers see no reset, and its attestations include the batches that the engine published meanwhile."""
+    consumer = event_path.consumer()
     for number in range(40):
-        way.engine.publish(block(number), unknown(number))
-    fill(way, first=100)
-    way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_in_the_index)
-    way.restart_relay(lambda: fill(way, first=200, count=5))
-    way.until(lambda: consumer.is_attested and consumer.hashes == way.hashes_in_the_index)
-    late = way.consumer()
-    way.until(lambda: late.is_attested)
-    assert way.relays[0].status().was_resumed
-    assert way.relays[0].status().upstreams[0].counters.resets == consumer.resets == 0
+        event_path.engine.publish(block(number), unknown_kind_block(number))
+    fill(event_path, first=100)
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == event_path.hashes_in_the_index)
+    event_path.restart_relay(lambda: fill(event_path, first=200, count=5))
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == event_path.hashes_in_the_index)
+    late = event_path.consumer()
+    event_path.wait_until(lambda: late.is_attested)
+    assert event_path.relays[0].status().was_resumed
+    assert event_path.relays[0].status().upstreams[0].counters.resets == consumer.resets == 0
 
 
-@pytest.mark.parametrize("way", ["another dialect"], indirect=True)
-def test_a_relay_that_leaves_blocks_out_attests_nothing_until_a_clear(way: Way) -> None:
-    """The dialect has no salts: consumers cannot hold what the engine does, and nothing starts over because of it."""
-    consumer = way.consumer()
-    way.until(lambda: consumer.is_attested)
-    way.engine.publish(block(1), block(2, cache_salt="tenant"))
-    way.until(lambda: consumer.hashes == {1})
+@pytest.mark.parametrize("event_path", ["another dialect"], indirect=True)
+def test_a_relay_that_omits_blocks_attests_nothing_until_a_clear(event_path: EventPath) -> None:
+    """The dialect cannot encode salts, so consumers lack salted blocks; the relay stops attesting, and nothing is reset."""
+    consumer = event_path.consumer()
+    event_path.wait_until(lambda: consumer.is_attested)
+    event_path.engine.publish(block(1), block(2, cache_salt="tenant"))
+    event_path.wait_until(lambda: consumer.hashes == {1})
 
     def upstream() -> StreamStatus:
-        return way.relays[0].status().upstreams[0]
+        return event_path.relays[0].status().upstreams[0]
 
     heartbeats, count = upstream().counters.heartbeats, len(consumer.attested)
-    way.until(lambda: upstream().counters.heartbeats > heartbeats + 3)
+    event_path.wait_until(lambda: upstream().counters.heartbeats > heartbeats + 3)
     assert len(consumer.attested) == count
     assert upstream().counters.attestations_mismatched == consumer.resets == 0
-    way.engine.publish(AllBlocksCleared(), block(3))
-    way.until(lambda: consumer.is_attested and consumer.hashes == {3} and len(consumer.attested) > count)
+    event_path.engine.publish(AllBlocksCleared(), block(3))
+    event_path.wait_until(lambda: consumer.is_attested and consumer.hashes == {3} and len(consumer.attested) > count)
 
 
-@pytest.mark.parametrize("way", ["shared"], indirect=True)
-def test_a_shared_stream_is_exact_and_never_attested(way: Way) -> None:
-    """The relay compares each engine; the stream that it sends is not the cache of a single engine."""
-    consumer = way.consumer()
-    fill(way)
-    way.until(lambda: consumer.trust == Trust.EXACT and consumer.hashes == way.hashes_on_all_tiers)
-    upstreams = way.relays[0].status().upstreams
-    way.until(lambda: all(each.trust.attested for each in way.relays[0].status().upstreams))
+@pytest.mark.parametrize("event_path", ["shared"], indirect=True)
+def test_a_shared_stream_is_exact_and_never_attested(event_path: EventPath) -> None:
+    """The relay verifies each engine, but its own stream does not represent the cache of a single engine."""
+    consumer = event_path.consumer()
+    fill(event_path)
+    event_path.wait_until(lambda: consumer.trust == Trust.EXACT and consumer.hashes == event_path.hashes_on_all_tiers)
+    upstreams = event_path.relays[0].status().upstreams
+    event_path.wait_until(lambda: all(each.trust.attested for each in event_path.relays[0].status().upstreams))
     assert len(upstreams) == 2
     assert (consumer.attested, consumer.is_attested) == ([], False)

@@ -1,4 +1,4 @@
-"""Faults of `kvevents.testing.FaultProxy` for the chaos suites: half-open connections, reordering, injected messages."""
+"""Faults of `kvevents.testing.FaultProxy`: half-open connections, reordered messages, injected messages."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class ProxiedPush:
 
 
 @pytest.fixture
-def line() -> Iterator[ProxiedPush]:
-    made = ProxiedPush()
-    yield made
-    made.close()
+def proxied_push() -> Iterator[ProxiedPush]:
+    proxied = ProxiedPush()
+    yield proxied
+    proxied.close()
 
 
 def receive(socket: Socket) -> list[bytes]:
-    assert socket.poll(1000 * SECONDS), "nothing came"
+    assert socket.poll(1000 * SECONDS), "no message arrived"
     return socket.recv_multipart()
 
 
@@ -61,81 +61,81 @@ def test_an_encoded_message_is_split_into_its_frames(frames: list[bytes]) -> Non
     assert list(piece.frames) == frames
 
 
-def test_half_open_connections_carry_nothing_and_new_ones_work(line: ProxiedPush) -> None:
+def test_half_open_connections_carry_nothing_and_new_ones_work(proxied_push: ProxiedPush) -> None:
     """The old connection stays open and carries nothing, also after `heal`. New connections work."""
-    old = line.pull()
-    line.sender.send(b"before")
+    old = proxied_push.pull()
+    proxied_push.sender.send(b"before")
     assert receive(old) == [b"before"]
-    line.proxy.half_open()
-    fresh = line.pull()
-    assert line.proxy.wait_until(lambda counts: counts.connections == 2, SECONDS)
-    line.proxy.heal()
+    proxied_push.proxy.half_open()
+    fresh = proxied_push.pull()
+    assert proxied_push.proxy.wait_until(lambda counts: counts.connections == 2, SECONDS)
+    proxied_push.proxy.heal()
     deadline = time.monotonic() + SECONDS
     while not fresh.poll(10):
-        # PUSH takes turns once the handshake is done: of what goes to both, the old one's share never arrives.
+        # PUSH alternates between its connections as soon as the handshake is done; what it sends to the old one never arrives.
         assert time.monotonic() < deadline
-        line.sender.send(b"after")
+        proxied_push.sender.send(b"after")
     assert not old.poll(0)
-    assert line.proxy.counts.open == 2
+    assert proxied_push.proxy.counts.open == 2
 
 
-def test_a_stall_is_not_ended_by_half_open(line: ProxiedPush) -> None:
+def test_a_stall_is_not_ended_by_half_open(proxied_push: ProxiedPush) -> None:
     """Connections that are made during a stall wait for `resume`."""
-    line.proxy.stall()
-    line.proxy.half_open()
-    puller = line.pull()
-    assert not line.proxy.wait_until(lambda counts: counts.connections > 0, 0.05)
-    line.proxy.resume()
-    line.sender.send(b"late")
+    proxied_push.proxy.stall()
+    proxied_push.proxy.half_open()
+    puller = proxied_push.pull()
+    assert not proxied_push.proxy.wait_until(lambda counts: counts.connections > 0, 0.05)
+    proxied_push.proxy.resume()
+    proxied_push.sender.send(b"late")
     assert receive(puller) == [b"late"]
 
 
-def test_messages_are_swapped(line: ProxiedPush) -> None:
-    """A swapped message arrives behind the next one. No message is lost, and the swaps are counted."""
-    puller = line.pull()
-    line.sender.send(b"first")
+def test_messages_are_swapped(proxied_push: ProxiedPush) -> None:
+    """A swapped message arrives after the next one. No message is lost, and the swaps are counted."""
+    puller = proxied_push.pull()
+    proxied_push.sender.send(b"first")
     assert receive(puller) == [b"first"]
-    line.proxy.stall()
+    proxied_push.proxy.stall()
     sent = [b"%03d" % number for number in range(100)]
     for frame in sent:
-        line.sender.send(frame)
-    line.proxy.reorder(0.3, seed=7)
-    line.proxy.resume()
-    came = [receive(puller)[0] for _ in sent]
-    assert sorted(came) == sent
-    assert came != sent
-    assert line.proxy.counts.down.swapped >= sum(early > late for early, late in pairwise(came)) > 0
+        proxied_push.sender.send(frame)
+    proxied_push.proxy.reorder(0.3, seed=7)
+    proxied_push.proxy.resume()
+    received = [receive(puller)[0] for _ in sent]
+    assert sorted(received) == sent
+    assert received != sent
+    assert proxied_push.proxy.counts.down.swapped >= sum(early > late for early, late in pairwise(received)) > 0
 
 
-def test_all_messages_are_swapped_in_pairs(line: ProxiedPush) -> None:
-    """Of the messages that arrive together. The last one of an odd number is not swapped."""
-    puller = line.pull()
-    line.sender.send(b"first")
+def test_all_messages_are_swapped_in_pairs(proxied_push: ProxiedPush) -> None:
+    """Messages that arrive together are swapped in pairs; the last one of an odd number is not swapped."""
+    puller = proxied_push.pull()
+    proxied_push.sender.send(b"first")
     assert receive(puller) == [b"first"]
-    line.proxy.reorder(1.0)
-    line.sender.send(b"alone")
+    proxied_push.proxy.reorder(1.0)
+    proxied_push.sender.send(b"alone")
     assert receive(puller) == [b"alone"]
-    line.proxy.heal()
-    line.sender.send(b"a")
+    proxied_push.proxy.heal()
+    proxied_push.sender.send(b"a")
     assert receive(puller) == [b"a"]
-    assert line.proxy.counts.down.swapped == 1
+    assert proxied_push.proxy.counts.down.swapped == 1
 
 
-def test_a_message_is_injected_between_others(line: ProxiedPush) -> None:
-    """Only on connections that have carried a message; before that it would break the handshake."""
-    puller = line.pull()
-    assert line.proxy.wait_until(lambda counts: counts.open == 1, SECONDS)
-    line.proxy.inject([b"too early"])
-    line.sender.send(b"before")
+def test_a_message_is_injected_between_others(proxied_push: ProxiedPush) -> None:
+    """Only connections that have carried a message get it; on others it would break the handshake."""
+    puller = proxied_push.pull()
+    assert proxied_push.proxy.wait_until(lambda counts: counts.open == 1, SECONDS)
+    proxied_push.proxy.inject([b"too early"])
+    proxied_push.sender.send(b"before")
     assert receive(puller) == [b"before"]
-    line.proxy.inject([b"", b"of", b"x" * 300])
-    line.sender.send(b"after")
+    proxied_push.proxy.inject([b"", b"of", b"x" * 300])
+    proxied_push.sender.send(b"after")
     assert [receive(puller), receive(puller)] == [[b"", b"of", b"x" * 300], [b"after"]]
-    assert line.proxy.counts.down.injected == 1
+    assert proxied_push.proxy.counts.down.injected == 1
 
 
-def test_invalid_arguments_are_refused(line: ProxiedPush) -> None:
+def test_invalid_arguments_are_refused(proxied_push: ProxiedPush) -> None:
     with pytest.raises(ConfigError, match="share"):
-        line.proxy.reorder(1.5)
+        proxied_push.proxy.reorder(1.5)
     with pytest.raises(ConfigError, match="without frames"):
-        line.proxy.inject([])
+        proxied_push.proxy.inject([])

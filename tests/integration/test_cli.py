@@ -1,4 +1,4 @@
-"""The program around the commands: help, versions, errors. The other CLI tests import `Program` and its friends from here."""
+"""The program around the commands: help, version, errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvevents.cli.console import printable
 from kvevents.cli.program import COMMANDS
 
 
-def test_help_names_every_command_with_its_examples() -> None:
+def test_help_lists_every_command() -> None:
     ended = run("--help")
     assert ended.code == 0
     for command in COMMANDS:
@@ -31,13 +31,13 @@ def test_help_of_a_command_has_examples_that_parse(command: str, capsys: pytest.
     assert len(examples) >= 3
     for example in examples:
         parts = [part.split("   ")[0].replace("'", "").split() for part in example.strip().split(" | ")]
-        ours = [words for words in parts if words[0] == "kvevents"]
-        for words in ours:
+        commands = [words for words in parts if words[0] == "kvevents"]
+        for words in commands:
             make_parser().parse_args(words[1:])
-        assert command in [words[1] for words in ours]
+        assert command in [words[1] for words in commands]
 
 
-def test_version() -> None:
+def test_the_version_is_printed() -> None:
     assert re.fullmatch(r"kvevents \d+\.\d+\.\d+\S*\n", run("--version").out)
 
 
@@ -74,7 +74,7 @@ def test_wrong_usage_ends_with_code_2_and_a_reason(args: list[str], capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("args", "word"),
+    ("args", "expected"),
     [
         ("relay --endpiont x 127.0.0.1:5557", "kvevents relay: error: unknown option --endpiont; did you mean --endpoint?"),
         (
@@ -89,8 +89,8 @@ def test_wrong_usage_ends_with_code_2_and_a_reason(args: list[str], capsys: pyte
         ("tail 5557 -- --zzz", "kvevents tail: error: argument ENDPOINT: invalid endpoint '5557'"),
     ],
 )
-def test_a_misspelled_option_is_named_before_its_value_is_blamed(
-    args: str, word: str, capsys: pytest.CaptureFixture[str]
+def test_a_misspelled_option_is_reported_rather_than_its_value(
+    args: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kvevents.cli import main  # noqa: PLC0415
 
@@ -98,23 +98,23 @@ def test_a_misspelled_option_is_named_before_its_value_is_blamed(
         main(args.split())
     assert ended.value.code == 2
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line == word or last_line.startswith((f"{word};", f"{word}:"))
+    assert last_line == expected or last_line.startswith((f"{expected};", f"{expected}:"))
 
 
-def test_an_error_is_one_sentence_and_code_1(tmp_path: Path) -> None:
+def test_an_error_is_reported_in_one_sentence_with_code_1(tmp_path: Path) -> None:
     ended = run("play", tmp_path / "none.jsonl")
     assert (ended.code, ended.out) == (1, "")
     assert re.fullmatch(r"kvevents: cannot read \S+none\.jsonl: .*No such file.*\n", ended.err)
 
 
-def test_an_impossible_endpoint_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_endpoint_that_cannot_be_bound_is_reported_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     from kvevents.cli import main  # noqa: PLC0415
 
     assert main(["tail", "ipc:///no/such/directory/kv", "--bind", "--idle-timeout", "0.1"]) == 1
     assert re.search(r"^kvevents: cannot bind ipc:///no/such/directory/kv: .*$", capfd.readouterr().err, re.MULTILINE)
 
 
-def test_what_peers_say_cannot_drive_the_terminal() -> None:
+def test_control_characters_from_peers_are_escaped() -> None:
     assert printable("GPU") == "GPU"
     assert printable("a\x1b[2Jb\nc\x07") == r"a\x1b[2Jb\nc\x07"
     assert printable("Gerät 机") == "Gerät 机"

@@ -1,4 +1,4 @@
-"""`kvevents.cli.process`: free memory returns to the system."""
+"""`kvevents.cli.process` returns free memory to the system."""
 
 from __future__ import annotations
 
@@ -21,57 +21,56 @@ from kvevents.cli import process
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
-given, trim = Event(), process._malloc_trim()
-process._malloc_trim = lambda: lambda pad: (trim(pad), given.set())
-# Of a burst of 60 MiB every thousandth piece is kept; free memory is between them.
+trimmed, trim = Event(), process._malloc_trim()
+process._malloc_trim = lambda: lambda pad: (trim(pad), trimmed.set())
+# Every thousandth piece of a burst of 60 MiB stays in use, with free memory between the pieces.
 burst = [bytearray(1000) for _ in range(60_000)]
-kept = burst[::1000]
+in_use = burst[::1000]
 full = resident()
 del burst
 before = resident()
 with process.trimming_memory(0.001):
-    given.wait(20)
-    given.clear()
-    given.wait(20)
+    trimmed.wait(20)
+    trimmed.clear()
+    trimmed.wait(20)
 print(full, before, resident())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux says of a process")
-def test_what_a_burst_has_left_behind_is_given_back() -> None:
-    """The allocator keeps it as long as something above it is in use; asked to, it does not."""
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident size of a process from /proc")
+def test_free_memory_is_returned_to_the_system_after_a_burst() -> None:
+    """The allocator holds free memory below a piece that is in use, unless `malloc_trim` is called."""
     output = subprocess.run([sys.executable, "-c", BURST], check=True, capture_output=True, text=True, timeout=60).stdout
     full, before, after = map(int, output.split())
-    assert before > full - 10, "the allocator gave it back by itself; this proves nothing"
+    assert before > full - 10, "the allocator returned the memory by itself, so this run proves nothing"
     assert after < full - 40
 
 
-def test_the_thread_ends_with_it() -> None:
-    """Nothing stays behind."""
+def test_the_trimming_thread_ends_with_the_context() -> None:
     before = threading.active_count()
     with trimming_memory():
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
 
 
-def test_memory_that_a_process_wants_to_keep_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimming_leaves_the_memory_that_a_process_wants_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service configures glibc to keep memory for large requests; trimming must not undo that."""
-    kept: list[int] = []
-    given = threading.Event()
+    pads: list[int] = []
+    trimmed = threading.Event()
 
     def trim(pad: int) -> int:
-        kept.append(pad)
-        given.set()
+        pads.append(pad)
+        trimmed.set()
         return 0
 
     monkeypatch.setattr("kvevents.cli.process._malloc_trim", lambda: trim)
     with trimming_memory(0.001, keep=64 << 20):
-        assert given.wait(20)
-    assert set(kept) == {64 << 20}
+        assert trimmed.wait(20)
+    assert set(pads) == {64 << 20}
 
 
-def test_without_glibc_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another allocator does not have the function."""
+def test_without_glibc_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other allocators do not have `malloc_trim`."""
     monkeypatch.setattr("ctypes.CDLL", lambda _: os)
     before = threading.active_count()
     with trimming_memory():
@@ -100,8 +99,8 @@ sys.exit(main(sys.argv[2:]))
     ],
     ids=lambda each: each if isinstance(each, str) else None,
 )
-def test_commands_that_run_for_months_give_back(module: str, command: list[str]) -> None:
-    """Before anything else begins."""
+def test_long_running_commands_trim_memory(module: str, command: list[str]) -> None:
+    """They enter `trimming_memory` before they do anything else."""
     program = [sys.executable, "-c", PROGRAM, f"kvevents.cli.{module}", *command]
     ended = subprocess.run(program, check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == ENTERED, ended.stderr

@@ -1,4 +1,4 @@
-"""A consumer that joins late gets a snapshot of older batches: no command reports these batches as lost."""
+"""A consumer that joins late receives a snapshot of older batches, and no command reports these batches as lost."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvevents.export import export
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Gap
 
-pytest.importorskip("kvevents_native._native", reason="publishers compact by the native module")
+pytest.importorskip("kvevents_native._native", reason="publishers need the native module for compaction")
 
 PUBLISHED = 60
-KEPT = 10
+BUFFERED = 10
 
 
 @pytest.fixture
 def old_engine() -> Iterator[ZmqEventPublisher]:
-    """A publisher that has collapsed most of its history, and goes on publishing."""
+    """A publisher that has compacted most of its history and continues to publish."""
     publisher = ZmqEventPublisher(
-        endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", topic="kv", buffer_steps=KEPT
+        endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*", topic="kv", buffer_steps=BUFFERED
     )
     done = threading.Event()
     seq = 0
@@ -40,13 +40,13 @@ def old_engine() -> Iterator[ZmqEventPublisher]:
         publisher.publish(KVEventBatch(time.time(), [stored], 0))
         seq += 1
 
-    def publish_on() -> None:
+    def publish_continuously() -> None:
         while not done.wait(0.02):
             publish()
 
     for _ in range(PUBLISHED):
         publish()
-    thread = threading.Thread(target=publish_on)
+    thread = threading.Thread(target=publish_continuously)
     thread.start()
     try:
         yield publisher
@@ -56,28 +56,31 @@ def old_engine() -> Iterator[ZmqEventPublisher]:
         publisher.shutdown()
 
 
-def named(publisher: ZmqEventPublisher) -> tuple[str, ...]:
+def endpoint_arguments(publisher: ZmqEventPublisher) -> tuple[str, ...]:
     assert publisher.replay_endpoint
     return (publisher.endpoint, "--replay", publisher.replay_endpoint)
 
 
 def test_tail_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
-    """On the line of its own, in JSON, and in the summary; trust is EXACT."""
-    ended = run("tail", *named(old_engine), "--count", 30)
+    """The snapshot is on a line of its own, in JSON, and in the summary; trust is EXACT."""
+    ended = run("tail", *endpoint_arguments(old_engine), "--count", 30)
     first = re.search(r"SNAPSHOT of batches 0 to (\d+) follows: nothing is lost", ended.out)
     assert first, ended.out
     assert "GAP" not in ended.out
     assert f"0 gaps, 0 lost, 0 resets, a snapshot of {int(first[1]) + 1} older batches, trust EXACT" in ended.err
-    lines = [json.loads(line) for line in run("tail", *named(old_engine), "--count", 2, "--output=json").out.splitlines()]
+    lines = [
+        json.loads(line)
+        for line in run("tail", *endpoint_arguments(old_engine), "--count", 2, "--output=json").out.splitlines()
+    ]
     [gap] = [line for line in lines if line["kind"] == "gap"]
     assert (gap["first"], gap["compacted"]) == (0, True)
     assert gap["last"] == next(line["seq"] for line in lines if line["kind"] == "batch") - 1
 
 
-def test_record_and_export_keep_that_nothing_is_lost(old_engine: ZmqEventPublisher, tmp_path: Path) -> None:
-    """The recording notes the snapshot, and its tables count no batch as lost."""
+def test_record_and_export_count_no_loss_for_a_snapshot(old_engine: ZmqEventPublisher, tmp_path: Path) -> None:
+    """The recording contains the snapshot, and the exported tables count no batch as lost."""
     path = tmp_path / "run.jsonl"
-    ended = run("record", *named(old_engine), path, "--count", 30)
+    ended = run("record", *endpoint_arguments(old_engine), path, "--count", 30)
     assert re.search(r"0 gaps, 0 lost, 0 resets, a snapshot of \d+ older batches, ", ended.err)
     exported = run("export", path, tmp_path / "tables")
     assert exported.code == 0
@@ -85,20 +88,20 @@ def test_record_and_export_keep_that_nothing_is_lost(old_engine: ZmqEventPublish
     assert "missing" not in exported.err
     counts = export([path], tmp_path / "again").counts
     assert counts.get("lost", 0) == 0
-    assert counts["compacted"] >= PUBLISHED - KEPT - 1
+    assert counts["compacted"] >= PUBLISHED - BUFFERED - 1
 
 
 def test_doctor_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
     """History that is represented by a snapshot is complete."""
-    ended = run("doctor", *named(old_engine), "--output=json", "--duration", "0.8")
+    ended = run("doctor", *endpoint_arguments(old_engine), "--output=json", "--duration", "0.8")
     found = findings(ended)
     assert {check: finding["verdict"] for check, finding in found.items()} == dict.fromkeys(found, "ok")
     assert re.search(r"the first is a snapshot of batches 0 to \d+, so a late subscriber is complete", ended.out)
     assert re.search(r"0 lost; a snapshot represents \d+ older ones", found["trust"]["text"])
 
 
-def test_a_service_its_metrics_top_and_doctor_count_no_loss(old_engine: ZmqEventPublisher) -> None:
-    """And the service's log has no warning of one."""
+def test_the_service_top_and_doctor_count_no_loss_for_a_snapshot(old_engine: ZmqEventPublisher) -> None:
+    """The log of the service contains no warning about a loss either."""
     with serving() as served:
         served.register("engine-0", old_engine)
         served.wait("engine-0/0", lambda source: source["trust"]["state"] == "EXACT")
@@ -112,8 +115,8 @@ def test_a_service_its_metrics_top_and_doctor_count_no_loss(old_engine: ZmqEvent
     assert "WARNING" not in ended.err
 
 
-def test_a_gap_that_is_lost_is_still_one() -> None:
-    """Only `compacted` gaps are snapshots."""
+def test_a_gap_that_is_not_compacted_is_reported_as_lost() -> None:
+    """Only gaps with `compacted` are reported as snapshots."""
     from kvevents.cli.delivery_output import LineFormat  # noqa: PLC0415
 
     texts = ["".join(str(part) for part in LineFormat().gap(Gap("a", 0, 1, 3, 0, compacted))) for compacted in (False, True)]

@@ -1,4 +1,4 @@
-"""`kvevents demo` shows each policy and what became of the events, in few lines."""
+"""`kvevents demo` shows each routing policy and the fate of the events, in few lines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from cli_cases import Program
 
 LINES = 15
-"""So that everything fits on a screen and is read."""
+"""Maximum number of lines, so that the output fits on a screen."""
 
 
-def test_it_shows_waits_events_and_index_in_few_lines() -> None:
-    """What a user waits comes first; nothing is lost, and no answer of the index is wrong."""
+def test_demo_shows_waits_events_and_index_in_few_lines() -> None:
+    """The waiting time of users comes first; no event is lost, and no answer of the index is wrong."""
     with Program("demo", "--requests", 20, "--time-scale", 200) as demo:
         ended = demo.end()
     assert ended.code == 0, ended.out + ended.err
@@ -27,7 +27,7 @@ def test_it_shows_waits_events_and_index_in_few_lines() -> None:
     assert "\x1b[" not in ended.out + ended.err
 
 
-def test_ctrl_c_ends_it_without_a_traceback() -> None:
+def test_ctrl_c_ends_demo_without_a_traceback() -> None:
     with Program("demo") as demo:
         demo.out.wait("Users wait")
         ended = demo.interrupt()
@@ -35,7 +35,7 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
     assert "Traceback" not in ended.out + ended.err
 
 
-def test_a_wrong_option_is_one_sentence() -> None:
+def test_an_invalid_option_is_reported_in_one_sentence() -> None:
     for option, expected in (("--requests", "a whole number above 0"), ("--time-scale", "a factor above 0")):
         with Program("demo", option, 0) as demo:
             ended = demo.end()

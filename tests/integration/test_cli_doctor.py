@@ -1,4 +1,4 @@
-"""`kvevents doctor` as a process: it finds and names each fault, with advice."""
+"""`kvevents doctor` as a process reports each fault, with advice."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from kvevents.service.schemas import HealthAnswer, LoadView, SourceView
 from kvevents.testing import Faults, TapePlayer
 from kvevents.zmtp import perform_handshake
 
-LOOK = ("--duration", "0.6")
+DURATION = ("--duration", "0.6")
 
 
-def doctor(tape: TapePlayer, *args: object) -> dict[str, dict[str, str]]:
-    ended = run("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--output=json", *LOOK, *args)
+def run_doctor(tape: TapePlayer, *args: object) -> dict[str, dict[str, str]]:
+    ended = run("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--output=json", *DURATION, *args)
     return findings(ended)
 
 
 @contextmanager
-def playing(**faults: object) -> Iterator[TapePlayer]:
-    """A recorded engine under load, until the end of the block."""
+def play_under_load(**faults: object) -> Iterator[TapePlayer]:
+    """Play a recorded engine under load until the end of the block."""
     with TapePlayer(RECORDING, run=RUN, faults=Faults(**faults)) as tape:  # type: ignore[arg-type]
         tape.play(20)
         tape.start_playing(rate=200.0, times=1_000)
         yield tape
 
 
-def test_a_healthy_engine() -> None:
+def test_a_healthy_engine_has_no_warnings() -> None:
     with adjacent() as (tape,):
         tape.play(20)
         tape.start_playing(rate=200.0, times=1_000)
-        ended = run("doctor", tape.endpoint, *LOOK)
+        ended = run("doctor", tape.endpoint, *DURATION)
     assert ended.code == 0, ended.out
     assert not [line for line in ended.out.splitlines() if line.startswith(("warn", "fail"))], ended.out
-    for said in (
+    for expected in (
         "is a publisher",
         "seen: 'kv-events'",
         "vllm-0.24.0",
@@ -62,19 +62,19 @@ def test_a_healthy_engine() -> None:
         "complete since",
         "EXACT, after",
     ):
-        assert said in ended.out
+        assert expected in ended.out
 
 
-def test_a_wrong_topic() -> None:
-    with playing() as tape:
-        found = doctor(tape, "--topic-prefix", "kv@pod")
+def test_a_topic_prefix_without_messages_fails_and_the_topics_seen_are_listed() -> None:
+    with play_under_load() as tape:
+        found = run_doctor(tape, "--topic-prefix", "kv@pod")
     assert found["traffic"]["verdict"] == "ok"
     assert found["topic"]["verdict"] == "fail"
     assert "no topic begins with 'kv@pod'" in found["topic"]["text"]
     assert "'kv-events'" in found["topic"]["advice"]
 
 
-def test_topics_of_several_engines_share_a_prefix() -> None:
+def test_a_prefix_that_excludes_some_topics_is_a_warning_with_the_common_prefix() -> None:
     from collections import Counter  # noqa: PLC0415
 
     finding = check_topic(Counter({b"kv@a@m": 2, b"kv@b@m": 1}), "kv@a")
@@ -83,73 +83,73 @@ def test_topics_of_several_engines_share_a_prefix() -> None:
     assert "--topic-prefix 'kv@'" in finding.advice
 
 
-def test_nothing_listens() -> None:
+def test_an_address_without_a_listener_is_reported() -> None:
     with refusing() as nowhere:
-        found = findings(run("doctor", nowhere, "--output=json", *LOOK))
+        found = findings(run("doctor", nowhere, "--output=json", *DURATION))
     assert list(found) == ["address"]
     assert "nothing listens there" in found["address"]["text"]
-    for said in ("both sides connect", "tcp://*:PORT", "--bind"):
-        assert said in found["address"]["advice"]
+    for expected in ("both sides connect", "tcp://*:PORT", "--bind"):
+        assert expected in found["address"]["advice"]
 
 
-def test_the_replay_port_given_as_the_endpoint() -> None:
+def test_a_replay_port_given_as_the_endpoint_is_recognised() -> None:
     with adjacent() as (tape,):
-        found = findings(run("doctor", tape.replay_endpoint, "--output=json", *LOOK))
+        found = findings(run("doctor", tape.replay_endpoint, "--output=json", *DURATION))
         assert "ROUTER socket: a replay endpoint" in found["address"]["text"]
         assert f"{tape.endpoint} is a publisher; use that as ENDPOINT" in found["address"]["advice"]
 
 
-def test_the_event_port_given_as_the_replay_endpoint() -> None:
-    with playing() as tape:
-        found = findings(run("doctor", tape.endpoint, "--replay", tape.endpoint, "--output=json", *LOOK))
+def test_an_event_port_given_as_the_replay_endpoint_is_recognised() -> None:
+    with play_under_load() as tape:
+        found = findings(run("doctor", tape.endpoint, "--replay", tape.endpoint, "--output=json", *DURATION))
     assert found["replay"]["verdict"] == "fail"
     assert "XPUB socket, not a replay endpoint" in found["replay"]["text"]
 
 
-def test_a_mute_replay_endpoint() -> None:
-    with playing(replay_silent=True) as tape:
-        found = doctor(tape)
+def test_a_replay_endpoint_that_does_not_answer_fails() -> None:
+    with play_under_load(replay_silent=True) as tape:
+        found = run_doctor(tape)
     assert found["replay"]["verdict"] == "fail"
     assert "does not answer within" in found["replay"]["text"]
     assert found["traffic"]["verdict"] == found["decoding"]["verdict"] == "ok"
 
 
-def test_a_lossy_replay_that_has_them_when_asked_again() -> None:
-    left_out: set[int] = set()
+def test_replayed_batches_that_only_a_second_request_returns_are_a_warning() -> None:
+    omitted: set[int] = set()
 
-    def once(seq: int) -> bool:
-        return seq == 5 and seq not in left_out and not left_out.add(seq)  # type: ignore[func-returns-value]
+    def omit_once(seq: int) -> bool:
+        return seq == 5 and seq not in omitted and not omitted.add(seq)  # type: ignore[func-returns-value]
 
-    with TapePlayer(RECORDING, run=RUN, faults=Faults(replay_holes=once)) as tape:
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(replay_holes=omit_once)) as tape:
         tape.play(20)
-        found = doctor(tape)
+        found = run_doctor(tape)
     assert found["replay"]["verdict"] == "warn"
     assert "1 batch missing inside the response (#5); a second request returned them" in found["replay"]["text"]
 
 
-def test_history_that_is_gone() -> None:
+def test_evicted_history_is_a_warning() -> None:
     batches = [(b"kv", seq, b"\x93\xcb\x40\x59\x00\x00\x00\x00\x00" + bytes([seq]) + b"\x90\x00") for seq in range(50)]
     with TapePlayer(batches, faults=Faults(buffer_steps=10)) as tape:
         tape.play()
-        found = doctor(tape)
+        found = run_doctor(tape)
     assert "batches before #40 are gone" in found["replay"]["text"]
     assert found["trust"]["verdict"] == "warn"
     assert "DEGRADED" in found["trust"]["text"]
     assert "buffer_steps" in found["trust"]["advice"]
 
 
-def test_a_garbage_publisher() -> None:
+def test_payloads_that_cannot_be_decoded_fail() -> None:
     batches = [(b"metrics", seq, b"\xc1 not msgpack") for seq in range(50)]
     with tape_of(*batches) as tape:
         tape.start_playing(rate=100.0, times=1_000)
-        found = doctor(tape)
+        found = run_doctor(tape)
     assert found["decoding"]["verdict"] == "fail"
     assert "can be decoded" in found["decoding"]["text"]
     assert "malformed" in found["decoding"]["text"] or "not-a-batch" in found["decoding"]["text"]
 
 
-def test_messages_that_are_no_batches_at_all() -> None:
-    with tape_of((b"", 0, b"x")) as tape, Program("doctor", tape.endpoint, "--no-replay", *LOOK) as program:
+def test_messages_that_are_not_batches_are_counted() -> None:
+    with tape_of((b"", 0, b"x")) as tape, Program("doctor", tape.endpoint, "--no-replay", *DURATION) as program:
         while program.process.poll() is None:
             tape.send_raw([b"only one frame"])
             threading.Event().wait(0.01)
@@ -166,7 +166,7 @@ def test_an_idle_engine_is_not_a_fault_and_replay_shows_its_dialect() -> None:
         for number in range(20):
             stored = BlockStored([2**63 * (number % 2) + number], None, [1, 2], 2, medium="GPU")
             publisher.publish(KVEventBatch(1760000000.0 + number, [stored], 0))
-        ended = run("doctor", publisher.endpoint, "--replay", publisher.replay_endpoint, "--output=json", *LOOK)
+        ended = run("doctor", publisher.endpoint, "--replay", publisher.replay_endpoint, "--output=json", *DURATION)
     finally:
         publisher.shutdown()
     found = findings(ended)
@@ -181,15 +181,15 @@ def test_an_idle_engine_is_not_a_fault_and_replay_shows_its_dialect() -> None:
     assert found["trust"]["advice"] == "send the engine a request; the next batch confirms the replay endpoint"
 
 
-def test_further_ranks_are_noticed() -> None:
+def test_further_ranks_on_the_next_ports_are_reported() -> None:
     with adjacent(ranks=2) as tapes:
         tapes[0].play(3)
-        found = doctor(tapes[0])
+        found = run_doctor(tapes[0])
     assert "the next 1 port publish too" in found["ranks"]["text"]
     assert "--ranks 2" in found["ranks"]["advice"]
 
 
-def test_an_engine_that_connects_to_us() -> None:
+def test_an_engine_that_connects_is_examined_with_bind() -> None:
     with refusing() as endpoint:
         pass
     publisher = ZmqEventPublisher(endpoint=endpoint, bind=False)
@@ -209,19 +209,19 @@ def test_an_engine_that_connects_to_us() -> None:
     ("reply", "outcome"),
     [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "not-zeromq"), (b"", "closed"), (b"\x00" * 64, "not-zeromq"), (None, "silent")],
 )
-def test_what_else_may_stand_at_an_address(reply: bytes | None, outcome: str) -> None:
+def test_the_handshake_recognises_other_protocols(reply: bytes | None, outcome: str) -> None:
     with server(reply) as endpoint:
         assert perform_handshake(endpoint, timeout=0.5).outcome == outcome
 
 
-def test_an_http_port_is_called_by_its_name() -> None:
+def test_an_http_port_is_reported_as_http() -> None:
     with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as endpoint:
-        found = findings(run("doctor", endpoint, "--output=json", *LOOK))
+        found = findings(run("doctor", endpoint, "--output=json", *DURATION))
     assert "it speaks HTTP, not ZeroMQ" in found["address"]["text"]
     assert "/kv_event_sources" in found["address"]["advice"]
 
 
-def test_curve_and_unknown_hosts() -> None:
+def test_the_handshake_recognises_curve_and_unknown_hosts() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         secured = context.socket(zmq.PUB)
@@ -237,27 +237,30 @@ def test_curve_and_unknown_hosts() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "inproc://kv"])
-def test_addresses_without_a_listener(endpoint: str) -> None:
-    found = findings(run("doctor", endpoint, "--output=json", *LOOK))
+def test_addresses_that_cannot_be_connected_to_fail(endpoint: str) -> None:
+    found = findings(run("doctor", endpoint, "--output=json", *DURATION))
     assert found["address"]["verdict"] == "fail"
 
 
-def test_interrupted() -> None:
-    with playing() as tape, Program("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--duration", "60") as program:
+def test_an_interrupt_ends_doctor_without_a_traceback() -> None:
+    with (
+        play_under_load() as tape,
+        Program("doctor", tape.endpoint, "--replay", tape.replay_endpoint, "--duration", "60") as program,
+    ):
         program.out.wait("is a publisher")
         ended = program.interrupt()
     assert ended.code == 130
     assert "Traceback" not in ended.err
 
 
-# --- of a service
+# --- doctor of a service
 
 
-def examined(url: str, *args: object) -> dict[str, dict[str, str]]:
+def examine_service(url: str, *args: object) -> dict[str, dict[str, str]]:
     return findings(run("doctor", "--service", url, "--output=json", *args))
 
 
-def test_a_healthy_service_and_its_fleet() -> None:
+def test_a_healthy_service_and_its_fleet_have_no_warnings() -> None:
     with serving() as served, engine(blocks(2)) as one, engine(blocks(3)) as other:
         served.register("engine-0", one)
         served.register("engine-1", other)
@@ -271,7 +274,7 @@ def test_a_healthy_service_and_its_fleet() -> None:
         report = json.loads(run("doctor", "--service", served.url, "--output=json").out)
     assert ended.code == 0, ended.out
     assert not [line for line in ended.out.splitlines() if line.startswith(("warn", "fail"))], ended.out
-    for said in (
+    for expected in (
         f"answers at {served.url}",
         "2 of 2 sources are EXACT",
         "2 sources of 2 engines",
@@ -282,27 +285,27 @@ def test_a_healthy_service_and_its_fleet() -> None:
         "5 blocks in",
         "--state-dir",
     ):
-        assert said in ended.out
+        assert expected in ended.out
     assert list(report) == ["service", "version", "verdict", "findings"]
     assert report["service"] == served.url
 
 
-def test_a_service_that_is_not_there() -> None:
+def test_an_unreachable_service_is_reported() -> None:
     with refusing() as endpoint:
-        found = examined(endpoint.replace("tcp", "http"))
+        found = examine_service(endpoint.replace("tcp", "http"))
     assert list(found) == ["service"]
     assert "nothing listens at" in found["service"]["text"]
     assert "kvevents serve" in found["service"]["advice"]
 
 
-def test_an_engine_port_given_as_the_service() -> None:
+def test_an_engine_port_given_as_the_service_is_recognised() -> None:
     with adjacent() as (tape,):
-        found = examined(tape.endpoint.replace("tcp", "http"), "--timeout", 0.3)
+        found = examine_service(tape.endpoint.replace("tcp", "http"), "--timeout", 0.3)
     assert "uses ZeroMQ instead of HTTP" in found["service"]["text"]
     assert f"kvevents doctor {tape.endpoint.removeprefix('tcp://')}" in found["service"]["advice"]
 
 
-def test_a_service_that_wants_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_requires_a_token_is_examined_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_ready() -> bool:
         connection = HTTPConnection(url.removeprefix("http://"), timeout=SECONDS)
         try:
@@ -313,15 +316,15 @@ def test_a_service_that_wants_a_token(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with guarded(tmp_path) as (url, _):
         until(is_ready)
-        found = examined(url)
+        found = examine_service(url)
         assert found["access"]["verdict"] == "fail"
         assert "KVEVENTS_TOKEN" in found["access"]["advice"]
         assert found["ready"]["verdict"] == "ok"
         monkeypatch.setenv("KVEVENTS_TOKEN", TOKEN)
-        assert examined(url)["discovery"]["text"] == "no engine is registered"
+        assert examine_service(url)["discovery"]["text"] == "no engine is registered"
 
 
-def test_engines_that_are_gone_or_cannot_be_replayed() -> None:
+def test_stopped_engines_and_engines_without_replay_are_reported() -> None:
     with serving() as served, engine(blocks(2)) as one, refusing() as nowhere:
         with engine(blocks(2)) as other:
             served.register("engine-0", one, replay_endpoint=None)
@@ -340,61 +343,61 @@ def test_engines_that_are_gone_or_cannot_be_replayed() -> None:
     assert "-> register the engine with its replay endpoint" in ended.out
 
 
-def test_a_rank_that_is_missing() -> None:
+def test_a_missing_rank_is_a_warning() -> None:
     with serving() as served, engine(blocks(1)) as one, engine(blocks(1)) as other:
         served.register("engine-0", one)
         served.register("engine-0", other, dp_rank=2)
         served.wait_exact("engine-0/0", 1)
         served.wait_exact("engine-0/2", 1)
-        found = examined(served.url)
+        found = examine_service(served.url)
     assert found["ranks"]["verdict"] == "warn"
     assert found["ranks"]["text"] == "engine-0/1: not registered, though later ranks are"
 
 
-def test_what_discovery_could_not_find() -> None:
+def test_a_discovery_fault_fails() -> None:
     with serving("--dns", "no-such-host.invalid:5557", "--model", "m") as served:
         until(lambda: bool(served.ask("GET", "/v1/sources")["faults"]))
-        found = examined(served.url)
+        found = examine_service(served.url)
     assert found["discovery"]["verdict"] == "fail"
     assert "no-such-host.invalid" in found["discovery"]["text"]
 
 
-def test_lookups_that_never_find_anything() -> None:
+def test_lookups_that_never_match_fail_with_advice() -> None:
     with serving() as served, engine(blocks(2)) as one:
         served.register("engine-0", one)
         served.wait_exact("engine-0/0", 2)
         wrong = {"model": "m", "tokens": list(range(100, 164))}
         served.ask("POST", "/v1/match", wrong)
-        few = examined(served.url)["lookups"]
+        few = examine_service(served.url)["lookups"]
         for _ in range(ENOUGH_LOOKUPS):
             served.ask("POST", "/v1/match", wrong)
-        many = examined(served.url)["lookups"]
+        many = examine_service(served.url)["lookups"]
     assert (few["verdict"], many["verdict"]) == ("warn", "fail")
     assert "1 lookup, and none found anything, though the index has 2 blocks" in few["text"]
-    for said in ("model name", "block size", "tokenizer"):
-        assert said in few["advice"]
+    for expected in ("model name", "block size", "tokenizer"):
+        assert expected in few["advice"]
 
 
-def test_a_port_that_is_open_to_every_host() -> None:
-    with Program("serve", "--port", 0, "--host", "0.0.0.0", "--insecure") as program:  # noqa: S104 - that is what is looked for
+def test_a_port_that_is_open_to_every_host_is_a_warning() -> None:
+    with Program("serve", "--port", 0, "--host", "0.0.0.0", "--insecure") as program:  # noqa: S104 - the fault under test
         served = Served(program)
-        found = examined(served.url)
+        found = examine_service(served.url)
     assert found["health"]["verdict"] == "warn"
     assert "set access.tokens" in found["health"]["text"]
 
 
-def test_an_engine_of_another_block_size_than_declared() -> None:
-    with serving() as served, engine(blocks(2)) as one, publishing_on(one):
+def test_an_engine_with_another_block_size_than_registered_is_reported() -> None:
+    with serving() as served, engine(blocks(2)) as one, publish_continuously(one):
         served.register("engine-0", one, block_size=32)
         served.wait("engine-0/0", lambda source: source["trust"]["reason_codes"] == ["block-size"])
-        found = examined(served.url)
+        found = examine_service(served.url)
     assert found["blocks"]["text"] == "tokens per block: engine-0/0 is registered with 32 and sends 16"
     assert "its block size" in found["trust"]["advice"]
 
 
 @contextmanager
-def publishing_on(publisher: ZmqEventPublisher) -> Iterator[None]:
-    """The engine goes on publishing."""
+def publish_continuously(publisher: ZmqEventPublisher) -> Iterator[None]:
+    """Publish batches of one block in the background until the end of the block."""
     done = threading.Event()
 
     def publish() -> None:
@@ -411,7 +414,7 @@ def publishing_on(publisher: ZmqEventPublisher) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "codes", "said", "advice"),
+    ("wrong", "codes", "expected", "advice"),
     [
         ("swapped", {"wrong-socket"}, "ROUTER", "endpoint is where it publishes, replay_endpoint where it replays"),
         ("replay of an engine ahead", {"replay-foreign", "replay-unconfirmed"}, "replay endpoint", "replay endpoint"),
@@ -419,78 +422,78 @@ def publishing_on(publisher: ZmqEventPublisher) -> Iterator[None]:
         ("replay is an event port", {"replay-wrong-socket"}, "answers no replay requests", "replay_endpoint where it replays"),
     ],
 )
-def test_wrong_endpoints_of_an_engine_are_named(wrong: str, codes: set[str], said: str, advice: str) -> None:
-    """Each is a finding about trust that says which endpoint is wrong, and what to register."""
+def test_wrong_endpoints_of_an_engine_are_named(wrong: str, codes: set[str], expected: str, advice: str) -> None:
+    """Each is a finding about trust that reports which endpoint is wrong and what to register."""
     others = [blocks(3, 5), *([blocks(1, 20)] * 500 if wrong == "replay of an engine ahead" else [])]
-    with serving() as served, engine(blocks(2)) as one, engine(*others) as other, publishing_on(one):
-        wrongly: dict[str, dict[str, Any]] = {
+    with serving() as served, engine(blocks(2)) as one, engine(*others) as other, publish_continuously(one):
+        registrations: dict[str, dict[str, Any]] = {
             "swapped": {"endpoint": one.replay_endpoint, "replay_endpoint": one.endpoint},
             "replay of an engine ahead": {"replay_endpoint": other.replay_endpoint},
             "replay of an engine behind": {"replay_endpoint": other.replay_endpoint},
             "replay is an event port": {"replay_endpoint": other.endpoint},
         }
-        served.register("engine-0", one, **wrongly[wrong])
+        served.register("engine-0", one, **registrations[wrong])
         served.wait("engine-0/0", lambda source: not codes.isdisjoint(source["trust"]["reason_codes"]))
-        found = examined(served.url)
+        found = examine_service(served.url)
     assert found["trust"]["verdict"] in {"warn", "fail"}
-    assert said in found["trust"]["text"]
+    assert expected in found["trust"]["text"]
     assert advice in found["trust"]["advice"]
 
 
-def view(**more: Any) -> SourceView:
-    """A source that nothing speaks against, at the time 1010."""
+def make_view(**more: Any) -> SourceView:
+    """Return a source without faults at the time 1010, with the given fields replaced."""
     return source(1, **more)
 
 
-def test_block_sizes_declared_and_seen() -> None:
-    assert checks.check_block_sizes([view(block_sizes=[])]) is None
-    assert one(checks.check_block_sizes([view()])) == ("ok", "blocks of 16 tokens, as registered")
-    assert one(checks.check_block_sizes([view(declared_block_size=None, block_sizes=[16, 32])]))[0] == "ok"
-    verdict, text = one(checks.check_block_sizes([view(), view(block_sizes=[32])]))
+def test_block_sizes_that_differ_from_the_registered_ones_fail() -> None:
+    assert checks.check_block_sizes([make_view(block_sizes=[])]) is None
+    assert one(checks.check_block_sizes([make_view()])) == ("ok", "blocks of 16 tokens, as registered")
+    assert one(checks.check_block_sizes([make_view(declared_block_size=None, block_sizes=[16, 32])]))[0] == "ok"
+    verdict, text = one(checks.check_block_sizes([make_view(), make_view(block_sizes=[32])]))
     assert (verdict, text) == ("fail", "tokens per block: engine-001/0 is registered with 16 and sends 32")
 
 
-def test_lag_and_clocks() -> None:
-    assert checks.check_lag([view(lag_seconds=None)]) is None
-    assert one(checks.check_lag([view()])) == ("ok", "the newest batches came within 3 ms")
-    assert one(checks.check_lag([view(lag_seconds=30.0)])) == ("warn", "the newest batch was late: engine-001/0 by 30 s")
-    ahead = one(checks.check_lag([view(lag_seconds=-300.0)]))
+def test_late_batches_and_clocks_that_are_ahead_are_warnings() -> None:
+    assert checks.check_lag([make_view(lag_seconds=None)]) is None
+    assert one(checks.check_lag([make_view()])) == ("ok", "the newest batches came within 3 ms")
+    assert one(checks.check_lag([make_view(lag_seconds=30.0)])) == ("warn", "the newest batch was late: engine-001/0 by 30 s")
+    ahead = one(checks.check_lag([make_view(lag_seconds=-300.0)]))
     assert ahead == ("warn", "clocks are ahead of the service's: engine-001/0 by 5 min")
 
 
-def test_load_of_engines() -> None:
-    """Nothing is said of fleets whose engines report none; a reading that is missing is a warning."""
-    assert checks.check_load([view()]) is None
+def test_a_missing_load_reading_is_a_warning() -> None:
+    """There is no finding if no engine reports its load; if the reading of one engine is missing, it is a warning."""
+    assert checks.check_load([make_view()]) is None
     load = LoadView(running=3, waiting=1, waiting_uncached_tokens=None, used_tokens=0, max_tokens=0, age_seconds=0.1)
-    assert one(checks.check_load([view(load=load), view(load=load), view()])) == (
+    assert one(checks.check_load([make_view(load=load), make_view(load=load), make_view()])) == (
         "ok",
         "6 requests running and 2 waiting; 2 of 3 sources report it",
     )
-    verdict, text = one(checks.check_load([view(load=load), view(load_fault="/metrics does not answer")]))
+    verdict, text = one(checks.check_load([make_view(load=load), make_view(load_fault="/metrics does not answer")]))
     assert (verdict, text) == ("warn", "unknown of engine-001/0: /metrics does not answer")
 
 
-def test_silence() -> None:
-    (never,) = checks.check_traffic([view(last_event=None, blocks=0)], 1010.0)
+def test_sources_without_recent_events_are_warnings() -> None:
+    (never,) = checks.check_traffic([make_view(last_event=None, blocks=0)], 1010.0)
     assert one(never) == ("warn", "nothing ever arrived from engine-001/0")
-    (silent,) = checks.check_traffic([view(last_event=10.0)], 1010.0)
+    (silent,) = checks.check_traffic([make_view(last_event=10.0)], 1010.0)
     assert one(silent) == ("warn", "silent: engine-001/0 for 17 min")
     assert list(checks.check_traffic([source(1, "STALE")], 1010.0)) == []
 
 
-def test_losses_and_rejected_events() -> None:
+def test_losses_and_rejected_events_are_warnings() -> None:
     gap = {"first": 3, "last": 4, "incarnation": 0, "at": 1000.0}
-    losing = [view(lost=2, gaps=[gap], rejected={"bad-token": 3})]
-    assert [*checks.check_losses([view()], 1010.0)] == []
+    losing = [make_view(lost=2, gaps=[gap], rejected={"bad-token": 3})]
+    assert [*checks.check_losses([make_view()], 1010.0)] == []
     (lossy,) = checks.check_losses(losing, 1010.0)
     assert one(lossy) == ("warn", "permanently lost, some within the last hour: 2 batches of engine-001/0")
     (old,) = checks.check_losses(losing, 9010.0)
     assert one(old)[0] == "ok"
-    doubted = {"state": "DEGRADED", "reason": "no replay endpoint", "reason_codes": ["no-replay"]}
-    without_replay = view(lost=1, gaps=[gap], trust=doubted)
-    mute, lossy = checks.check_losses([*losing, without_replay], 1010.0)
-    assert one(mute)[1].endswith("without a replay endpoint: 1 batch of engine-001/0")
-    assert "register the engine with its replay endpoint" in mute.advice
+    degraded = {"state": "DEGRADED", "reason": "no replay endpoint", "reason_codes": ["no-replay"]}
+    without_replay = make_view(lost=1, gaps=[gap], trust=degraded)
+    unreplayed, lossy = checks.check_losses([*losing, without_replay], 1010.0)
+    assert one(unreplayed)[1].endswith("without a replay endpoint: 1 batch of engine-001/0")
+    assert "register the engine with its replay endpoint" in unreplayed.advice
     assert one(lossy)[1].endswith("within the last hour: 2 batches of engine-001/0")
     assert "buffer_steps" in lossy.advice
     assert one(checks.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
@@ -498,17 +501,17 @@ def test_losses_and_rejected_events() -> None:
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_has_advice(reason: Reason) -> None:
-    """Of a source that has been like this for longer than a moment."""
+    """A source that has had the reason for a long time has the advice of that reason."""
     state = {Reason.CONNECTING: "CONNECTING", Reason.REPLAYING: "REPLAYING", Reason.DISCONNECTED: "STALE"}.get(
         reason, "DEGRADED"
     )
     trust = {"state": state, "reason": "why", "reason_codes": [reason]}
-    (finding,) = checks.check_trust([view(trust=trust)], 9010.0)
+    (finding,) = checks.check_trust([make_view(trust=trust)], 9010.0)
     assert reason in checks._ADVICE
     assert finding.advice == checks._ADVICE[reason].format(endpoint="tcp://10.0.0.7:5557")
 
 
-def test_many_doubtful_sources_are_summed_up() -> None:
+def test_many_degraded_sources_are_summarised() -> None:
     sources = [source(number, "DEGRADED") for number in range(30)] + [source(99, "STALE")]
     findings = [*checks.check_trust(sources, 1010.0)]
     assert len(findings) == checks.MAX_LISTED + 1
@@ -516,38 +519,40 @@ def test_many_doubtful_sources_are_summed_up() -> None:
     assert findings[-1].text == "and 21 sources more"
 
 
-def test_a_source_that_is_still_coming_up() -> None:
-    (coming,) = checks.check_trust([source(1, "REPLAYING")], 1001.0)
-    assert (coming.verdict.value, coming.advice) == ("warn", "wait a moment, and run doctor again")
-    unproven = {"state": "REPLAYING", "reason": "", "reason_codes": [Reason.REPLAYING, Reason.REPLAY_UNPROVEN]}
-    (coming,) = checks.check_trust([view(trust=unproven)], 1001.0)
-    assert coming.advice == "wait a moment, and run doctor again"
+def test_a_source_that_is_connecting_fails_only_after_some_time() -> None:
+    (connecting,) = checks.check_trust([source(1, "REPLAYING")], 1001.0)
+    assert (connecting.verdict.value, connecting.advice) == ("warn", "wait a moment, and run doctor again")
+    unconfirmed = {"state": "REPLAYING", "reason": "", "reason_codes": [Reason.REPLAYING, Reason.REPLAY_UNPROVEN]}
+    (connecting,) = checks.check_trust([make_view(trust=unconfirmed)], 1001.0)
+    assert connecting.advice == "wait a moment, and run doctor again"
     (stuck,) = checks.check_trust([source(1, "CONNECTING")], 1100.0)
     assert stuck.verdict.value == "fail"
     assert "kvevents doctor tcp://10.0.0.7:5557" in stuck.advice
 
 
 def test_history_of_an_idle_engine_is_a_note_until_a_live_batch_has_come() -> None:
-    """Replay without a live batch is not a fault, and advice is printed; after a live batch it is a warning."""
+    """Replayed history without a live batch is ok, with advice; unconfirmed history after a live batch is a warning."""
     reason = "no live batch has confirmed yet what the replay endpoint says"
-    unproven = {"state": "DEGRADED", "reason": reason, "reason_codes": [Reason.REPLAY_UNPROVEN]}
-    (idle,) = checks.check_trust([view(trust=unproven, batches=3, replayed=3)], 1010.0)
+    unconfirmed = {"state": "DEGRADED", "reason": reason, "reason_codes": [Reason.REPLAY_UNPROVEN]}
+    (idle,) = checks.check_trust([make_view(trust=unconfirmed, batches=3, replayed=3)], 1010.0)
     assert idle.verdict.value == "ok"
     assert reason in idle.text
     assert idle.advice == "send the engine a request; the next batch confirms the replay endpoint"
-    (busy,) = checks.check_trust([view(trust=unproven, batches=3, replayed=2)], 1010.0)
+    (busy,) = checks.check_trust([make_view(trust=unconfirmed, batches=3, replayed=2)], 1010.0)
     assert busy.verdict.value == "warn"
     assert "belongs to another engine" in busy.advice
-    both = unproven | {"reason_codes": [Reason.REPLAY_UNPROVEN, Reason.LOST]}
-    (lost,) = checks.check_trust([view(trust=both, batches=3, replayed=3)], 1010.0)
+    both = unconfirmed | {"reason_codes": [Reason.REPLAY_UNPROVEN, Reason.LOST]}
+    (lost,) = checks.check_trust([make_view(trust=both, batches=3, replayed=3)], 1010.0)
     assert lost.verdict.value == "warn"
     assert "buffer_steps" in lost.advice
-    findings = [*checks.check_trust([view(trust=unproven, batches=3, replayed=3)] * 20 + [source(99, "DEGRADED")], 1010.0)]
-    assert findings[0].verdict.value == "warn", "the worst first"
+    findings = [
+        *checks.check_trust([make_view(trust=unconfirmed, batches=3, replayed=3)] * 20 + [source(99, "DEGRADED")], 1010.0)
+    ]
+    assert findings[0].verdict.value == "warn", "the worst finding is first"
     assert findings[-1].verdict.value == "ok"
 
 
-def test_memory_and_snapshots() -> None:
+def test_full_memory_and_old_snapshots_are_warnings() -> None:
     assert one(checks.check_memory(stats(memory_limit=None))) == ("ok", "12,345 blocks in 3.0 MiB, without a limit")
     assert one(checks.check_memory(stats()))[0] == "ok"
     near = one(checks.check_memory(stats(memory_limit=3 << 20)))
@@ -558,14 +563,14 @@ def test_memory_and_snapshots() -> None:
     assert one(checks.check_snapshot(stats(snapshot_at=10.0), 4_000.0))[0] == "warn"
 
 
-def test_readiness_and_health() -> None:
+def test_an_unready_service_is_a_warning_and_a_failed_one_fails() -> None:
     def ready(**more: object) -> list[str]:
         answer = msgspec.structs.replace(READY, **more)
         return [finding.verdict.value for finding in checks.check_ready(answer)]
 
     assert (ready(), ready(ready=False), ready(sources=2)) == (["ok"], ["warn"], ["warn"])
     [empty] = checks.check_ready(msgspec.structs.replace(READY, ready=False, sources=0, exact=0))
-    assert "when an engine is registered" in str(empty.advice), "the deadline does not help there"
+    assert "when an engine is registered" in str(empty.advice), "the deadline does not apply without an engine"
     failed = HealthAnswer(status="failed", warnings=["the service no longer receives events: RuntimeError: x"])
     assert [finding.verdict.value for finding in checks.check_health(failed, stats())] == ["fail"]
     assert [finding.verdict.value for finding in checks.check_health(HealthAnswer(status="failed", warnings=[]), stats())] == [
@@ -574,9 +579,9 @@ def test_readiness_and_health() -> None:
 
 
 def test_strict_fails_on_warnings() -> None:
-    """Without `--strict` a warning is exit code 0, with it 1; what could not be examined at all is 4."""
+    """A warning gives exit code 0 without `--strict` and 1 with it; an engine that could not be examined gives 4."""
     with tape_of((b"", 0, b"x")) as tape:
-        look = ("doctor", tape.endpoint, "--no-replay", "--duration", "0.2")
-        assert run(*look).code == 0
-        assert run(*look, "--strict").code == 1
-        assert run(*look, "--curve-key", "none.key_secret", "--curve-server-key", "none.key").code == 4
+        arguments = ("doctor", tape.endpoint, "--no-replay", "--duration", "0.2")
+        assert run(*arguments).code == 0
+        assert run(*arguments, "--strict").code == 1
+        assert run(*arguments, "--curve-key", "none.key_secret", "--curve-server-key", "none.key").code == 4

@@ -1,4 +1,4 @@
-"""`kvevents doctor` with each kind of engine: every verdict, and its advice."""
+"""`kvevents doctor` reports the expected verdicts and advice for each kind of engine."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from kvevents.wire import encode_batch
 HISTORY = [(batch.topic, batch.seq, batch.payload) for batch in live_batches(RECORDING, RUN)]
 
 
-def stores(count: int) -> list[tuple[bytes, int, bytes]]:
-    """Batches that only store: no clear among them makes earlier losses irrelevant. No recorded engine published these."""
+def make_batches(count: int) -> list[tuple[bytes, int, bytes]]:
+    """Return `count` batches that only store blocks: without a clear among them, each lost batch matters."""
     stored = [KVEventBatch(1.0 + seq, [BlockStored([seq], None, [1, 2], 2)], 0) for seq in range(count)]
     return [(b"kv-events", seq, encode_batch(batch)) for seq, batch in enumerate(stored)]
 
 
-def compacted(count: int) -> list[tuple[bytes, int, bytes]]:
-    """What a publisher holds that has collapsed its history: a snapshot, then what came after it."""
+def make_compacted_history(count: int) -> list[tuple[bytes, int, bytes]]:
+    """Return the replay buffer of a publisher with compaction: a snapshot of `count` batches and the batches after it."""
     snapshot = encode_batch(KVEventBatch(1.0, [AllBlocksCleared(), BlockStored([1], None, [1, 2], 2)], 0))
     return [(b"kv-events", count, snapshot), *((topic, seq, payload) for topic, seq, payload in HISTORY if seq > count)]
 
 
 @contextmanager
 def engine(*, idle: bool = False, rate: float = 100.0, tape: Any = RECORDING, **faults: Any) -> Iterator[TapePlayer]:
-    """A recorded engine under load, unless it is idle, with its replay port behind its event port."""
+    """Play a recorded engine, under load unless it is idle, whose replay port is the one after its event port."""
     source = None if tape is RECORDING else tape
     with adjacent(source, faults=Faults(**faults)) as (player,):
         player.play(20)
@@ -44,110 +44,114 @@ def engine(*, idle: bool = False, rate: float = 100.0, tape: Any = RECORDING, **
 
 @dataclass(frozen=True)
 class Case:
-    """An engine, the options beside its endpoint, and what is said of it."""
+    """An engine, the options of the command, and the expected findings."""
 
     engine: Callable[[], AbstractContextManager[TapePlayer]]
-    named: bool = True
-    """Whether its replay endpoint is named with `--replay`."""
+    replay_option: bool = True
+    """Whether the command names its replay endpoint with `--replay`."""
     seconds: str = "0.8"
     verdicts: dict[str, str] = field(default_factory=dict)
-    """Of the checks that are not ok."""
-    said: tuple[str, ...] = ()
-    never_said: tuple[str, ...] = ()
+    """The verdict of each check that is not ok, by name of the check."""
+    expected: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 CASES: dict[str, Case] = {
     "healthy": Case(
         engine,
-        said=("complete since the engine started", "as published: it belongs to this stream", "no sequence number missing"),
+        expected=(
+            "complete since the engine started",
+            "as published: it belongs to this stream",
+            "no sequence number missing",
+        ),
     ),
     "healthy, replay not named": Case(
         engine,
-        named=False,
-        said=("has the live batches as published, and is used here", "with other commands"),
+        replay_option=False,
+        expected=("has the live batches as published, and is used here", "with other commands"),
     ),
     "lossy": Case(
         lambda: engine(drop=0.3),
         verdicts={"losses": "warn"},
-        said=("live batches did not arrive (#", "kvevents repairs this by replay, other consumers do not"),
-        never_said=("replay holds 0 of",),
+        expected=("live batches did not arrive (#", "kvevents repairs this by replay, other consumers do not"),
+        unexpected=("replay holds 0 of",),
     ),
     "lossy, and no replay": Case(
         lambda: engine(drop=0.3, replay_silent=True),
-        named=False,
+        replay_option=False,
         verdicts={"losses": "warn", "replay": "warn", "trust": "warn"},
-        said=("live batches did not arrive (#",),
+        expected=("live batches did not arrive (#",),
     ),
-    "burnt numbers": Case(
-        lambda: engine(tape=stores(300), skipped=range(3, 10_000, 7)),
+    "skipped sequence numbers": Case(
+        lambda: engine(tape=make_batches(300), skipped=range(3, 10_000, 7)),
         verdicts={"losses": "warn", "replay": "warn", "trust": "warn"},
-        said=("replay has 0 of these", "these batches are lost"),
+        expected=("replay has 0 of these", "these batches are lost"),
     ),
-    "replay with random holes": Case(
+    "replay with random gaps": Case(
         lambda: engine(rate=20.0, replay_holes=0.2),
         seconds="5",
         verdicts={"replay": "warn"},
-        said=("missing inside the response (#",),
-        never_said=("nothing can bring them back", "complete since", "these batches are lost"),
+        expected=("missing inside the response (#",),
+        unexpected=("nothing can bring them back", "complete since", "these batches are lost"),
     ),
-    "mute replay": Case(
+    "replay does not answer": Case(
         lambda: engine(replay_silent=True),
         verdicts={"replay": "fail", "trust": "warn"},
-        said=("does not answer within", "the engine may hang"),
+        expected=("does not answer within", "the engine may hang"),
     ),
-    "mute replay, not named": Case(
+    "replay does not answer, not named": Case(
         lambda: engine(replay_silent=True),
-        named=False,
+        replay_option=False,
         verdicts={"replay": "warn", "trust": "warn"},
-        said=("is open and does not answer replay requests", "which may hang or be busy"),
-        never_said=("start it with",),
+        expected=("is open and does not answer replay requests", "which may hang or be busy"),
+        unexpected=("start it with",),
     ),
     "idle, replay not named": Case(
         lambda: engine(idle=True),
-        named=False,
+        replay_option=False,
         verdicts={"traffic": "warn", "replay": "warn", "trust": "warn"},
-        said=("may be one, but no live batch arrived",),
+        expected=("may be one, but no live batch arrived",),
     ),
     "replay of another engine that is ahead": Case(
-        lambda: engine(replay_foreign=stores(2_000)),
+        lambda: engine(replay_foreign=make_batches(2_000)),
         verdicts={"replay": "fail", "trust": "warn"},
-        said=("belongs to another stream: its batch #", "use this engine's own replay endpoint with --replay"),
+        expected=("belongs to another stream: its batch #", "use this engine's own replay endpoint with --replay"),
     ),
     "replay of another engine that is behind": Case(
-        lambda: engine(replay_foreign=stores(5)),
+        lambda: engine(replay_foreign=make_batches(5)),
         verdicts={"replay": "fail", "trust": "warn"},
-        said=("belongs to another stream: it does not have #", "use this engine's own replay endpoint with --replay"),
+        expected=("belongs to another stream: it does not have #", "use this engine's own replay endpoint with --replay"),
     ),
     "replay of another engine, not named": Case(
-        lambda: engine(replay_foreign=stores(2_000)),
-        named=False,
+        lambda: engine(replay_foreign=make_batches(2_000)),
+        replay_option=False,
         verdicts={"replay": "warn", "trust": "warn"},
-        said=("belongs to another stream: its batch #", "use the engine's replay endpoint with --replay"),
+        expected=("belongs to another stream: its batch #", "use the engine's replay endpoint with --replay"),
     ),
-    "history that is gone": Case(
-        lambda: engine(tape=stores(300), buffer_steps=10),
+    "evicted history": Case(
+        lambda: engine(tape=make_batches(300), buffer_steps=10),
         verdicts={"replay": "warn", "trust": "warn"},
-        said=("are gone", "raise buffer_steps"),
+        expected=("are gone", "raise buffer_steps"),
     ),
     "compacted history": Case(
-        lambda: engine(tape=compacted(15)),
-        said=("the first is a snapshot of batches 0 to 15, so a late subscriber is complete",),
-        never_said=("are gone",),
+        lambda: engine(tape=make_compacted_history(15)),
+        expected=("the first is a snapshot of batches 0 to 15, so a late subscriber is complete",),
+        unexpected=("are gone",),
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_verdicts_on_an_engine(name: str) -> None:
-    """Each check that is not ok, and the words of it, are those of the table; nothing else is warned of."""
+def test_doctor_reports_the_expected_verdicts_on_an_engine(name: str) -> None:
+    """The checks that are not ok and their texts are those of the case; all other checks are ok."""
     case = CASES[name]
     with case.engine() as tape:
-        named = ("--replay", tape.replay_endpoint) if case.named else ()
-        ended = run("doctor", tape.endpoint, *named, "--output=json", "--duration", case.seconds)
+        replay_option = ("--replay", tape.replay_endpoint) if case.replay_option else ()
+        ended = run("doctor", tape.endpoint, *replay_option, "--output=json", "--duration", case.seconds)
     found = findings(ended)
-    bad = {check: finding["verdict"] for check, finding in found.items() if finding["verdict"] != "ok"}
-    assert bad == case.verdicts, ended.out
-    for said in case.said:
-        assert said in ended.out, ended.out
-    for never in case.never_said:
-        assert never not in ended.out, ended.out
+    not_ok = {check: finding["verdict"] for check, finding in found.items() if finding["verdict"] != "ok"}
+    assert not_ok == case.verdicts, ended.out
+    for expected in case.expected:
+        assert expected in ended.out, ended.out
+    for unexpected_text in case.unexpected:
+        assert unexpected_text not in ended.out, ended.out

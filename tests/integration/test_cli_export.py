@@ -1,4 +1,4 @@
-"""`kvevents export`: from recordings to tables and answers, as a program."""
+"""`kvevents export` as a program writes tables from recordings and runs queries on them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def output(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     return captured.out, captured.err
 
 
-def small(tmp_path: Path, name: str = "run.jsonl") -> Path:
+def small_recording(tmp_path: Path, name: str = "run.jsonl") -> Path:
     return history(tmp_path / name, {"a": [(100.0, [stored([1, 2], [1, 2])]), (130.5, [removed(2)])]})
 
 
-def test_from_a_recording_to_an_answer(tmp_path: Path) -> None:
-    """As processes: what was written is said on stderr; the answer is on stdout, its columns below each other."""
+def test_a_recording_is_exported_and_queried(tmp_path: Path) -> None:
+    """The export reports on stderr what it has written; the query prints its rows on stdout in aligned columns."""
     out = tmp_path / "out"
-    done = run("export", small(tmp_path), out)
+    done = run("export", small_recording(tmp_path), out)
     assert (done.code, done.out) == (0, "")
     assert "rows: workers 1, batches 2, events 3, lifetimes 2\n" in done.err
     assert {file.name for file in out.iterdir()} == {each.file for each in TABLES}
@@ -39,8 +39,8 @@ def test_from_a_recording_to_an_answer(tmp_path: Path) -> None:
     )
 
 
-def test_an_answer_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(small(tmp_path)), str(tmp_path / "out")]) == 0
+def test_a_query_prints_its_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(small_recording(tmp_path)), str(tmp_path / "out")]) == 0
     output(capsys)
     assert main(["export", "--query", "eviction-age", "--output=json", str(tmp_path / "out")]) == 0
     out, _ = output(capsys)
@@ -57,8 +57,8 @@ def test_an_answer_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     }
 
 
-def test_an_answer_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["export", str(small(tmp_path)), str(tmp_path / "out")])
+def test_a_query_without_rows_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["export", str(small_recording(tmp_path)), str(tmp_path / "out")])
     output(capsys)
     assert main(["export", "--query", "reuse-distance", str(tmp_path / "out")]) == 0
     out, err = output(capsys)
@@ -66,18 +66,18 @@ def test_an_answer_without_rows_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert err == "the query returned no rows\n"
 
 
-def test_the_questions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_queries_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--list-queries"]) == 0
     out, _ = output(capsys)
     assert [line.split()[0] for line in out.splitlines()] == list(queries())
     assert all(line.endswith("?") for line in out.splitlines())
 
 
-def test_a_question_can_be_printed_changed_and_asked(
+def test_a_query_can_be_printed_changed_and_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    main(["export", str(small(tmp_path)), "out"])
+    main(["export", str(small_recording(tmp_path)), "out"])
     output(capsys)
     assert main(["export", "--query", "block-lifetime", "--sql"]) == 0
     sql, _ = output(capsys)
@@ -87,7 +87,7 @@ def test_a_question_can_be_printed_changed_and_asked(
     assert json.loads(out)["residencies"] == 1
 
 
-def test_losses_and_oddities_are_reported_one_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_and_anomalies_are_reported_one_per_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = payload([stored([1], [1])])
     frames = [pub(0, good), pub(3, payload([removed(7, 8)])), pub(4, b"\xc1"), replay(0, b"other"), pub(5, good)]
     path = write(tmp_path / "run.jsonl", frames)
@@ -101,20 +101,20 @@ def test_losses_and_oddities_are_reported_one_in_a_line(tmp_path: Path, capsys: 
     assert "2 removals of blocks that were not resident" in err
 
 
-def test_token_ids_come_with_a_word_of_caution(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(small(tmp_path)), str(tmp_path / "out"), "--token-ids"]) == 0
+def test_exported_token_ids_are_reported_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(small_recording(tmp_path)), str(tmp_path / "out"), "--token-ids"]) == 0
     assert "protect it like the prompts" in output(capsys)[1]
     assert table(tmp_path / "out", "events")[0]["token_ids"] == [4, 5, 6, 7]
 
 
-def test_the_collector_rests_while_rows_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And works again afterwards, whatever happened."""
-    seen: list[bool] = []
-    monkeypatch.setattr(Console, "progress", lambda *_: seen.append(gc.isenabled()))
+def test_garbage_collection_is_off_while_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on again afterwards, also after an error."""
+    enabled_states: list[bool] = []
+    monkeypatch.setattr(Console, "progress", lambda *_: enabled_states.append(gc.isenabled()))
     (tmp_path / "bad.jsonl").write_text("what\n")
-    assert main(["export", str(small(tmp_path)), str(tmp_path / "bad.jsonl"), str(tmp_path / "out")]) == 1
-    assert seen
-    assert not any(seen)
+    assert main(["export", str(small_recording(tmp_path)), str(tmp_path / "bad.jsonl"), str(tmp_path / "out")]) == 1
+    assert enabled_states
+    assert not any(enabled_states)
     assert gc.isenabled()
 
 
@@ -130,7 +130,7 @@ def test_the_collector_rests_while_rows_are_made(tmp_path: Path, monkeypatch: py
         ([str(RECORDING), "no/out"], "does not exist"),
     ],
 )
-def test_wrong_use_is_reported_in_a_sentence(
+def test_wrong_usage_is_reported_in_one_sentence(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`kvevents keys`, and keys on the command line, as processes: from making them to events that only friends see."""
+"""`kvevents keys` and the options for CURVE keys, as processes: only allowed clients receive events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def engine_keys(folder: Path, allowed: Path | None) -> Curve:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    """A folder with the keys of an engine and of a stranger, and `clients`, the keys that the engine allows: a router's."""
+    """A folder with the keys of an engine and of a stranger, and `clients`, which has the one key that the engine allows."""
     (tmp_path / "clients").mkdir()
     for name in ("engine", "stranger", "clients/router"):
         put(tmp_path, name)
@@ -46,16 +46,16 @@ def publishing(curve: Curve | None) -> Iterator[ZmqEventPublisher]:
         publisher.shutdown(0)
 
 
-def towards(publisher: ZmqEventPublisher, *more: object) -> list[object]:
+def endpoint_arguments(publisher: ZmqEventPublisher, *more: object) -> list[object]:
     return [publisher.endpoint, "--replay", publisher.replay_endpoint, *more]
 
 
-def as_client(keys: Path, name: str, server: str = "engine.key") -> tuple[object, ...]:
+def key_arguments(keys: Path, name: str, server: str = "engine.key") -> tuple[object, ...]:
     return "--curve-key", keys / f"{name}.key_secret", "--curve-server-key", keys / server
 
 
-def test_a_pair_is_made_shown_and_kept(tmp_path: Path) -> None:
-    """The public key is the result; the secret one is in its file only."""
+def test_a_key_pair_is_created_shown_and_replaced_only_with_force(tmp_path: Path) -> None:
+    """The public key is printed; the secret key is only in its file."""
     made = run("keys", tmp_path / "engine-0")
     pair = read_pair(tmp_path / "engine-0.key_secret")
     assert (made.code, made.out.strip()) == (0, pair.public)
@@ -69,15 +69,15 @@ def test_a_pair_is_made_shown_and_kept(tmp_path: Path) -> None:
     assert "exists" in again.err
     assert read_pair(tmp_path / "engine-0.key_secret") == pair
     forced = run("keys", tmp_path / "engine-0", "--force", "--output=json")
-    said = json.loads(forced.out)
-    assert said["public_key"] == read_pair(tmp_path / "engine-0.key_secret").public != pair.public
-    assert said.keys() == {"public_key", "public_file", "secret_file"}
-    shown = run("keys", "--show", said["public_file"], "--output=json")
-    assert json.loads(shown.out) == {"file": said["public_file"], "public_keys": [said["public_key"]], "secret": False}
+    expected = json.loads(forced.out)
+    assert expected["public_key"] == read_pair(tmp_path / "engine-0.key_secret").public != pair.public
+    assert expected.keys() == {"public_key", "public_file", "secret_file"}
+    shown = run("keys", "--show", expected["public_file"], "--output=json")
+    assert json.loads(shown.out) == {"file": expected["public_file"], "public_keys": [expected["public_key"]], "secret": False}
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "said"),
+    ("args", "code", "expected"),
     [
         ((), 2, "required"),
         (("engine.key",), 1, "invalid name"),
@@ -85,15 +85,15 @@ def test_a_pair_is_made_shown_and_kept(tmp_path: Path) -> None:
         (("no/such/folder/engine",), 1, "cannot write"),
     ],
 )
-def test_what_keys_refuses(args: tuple[str, ...], code: int, said: str) -> None:
+def test_invalid_names_and_files_are_rejected(args: tuple[str, ...], code: int, expected: str) -> None:
     ended = run("keys", *args)
     assert ended.code == code
-    assert said in ended.err
+    assert expected in ended.err
     assert "Traceback" not in ended.err
 
 
-def test_publish_and_tail_with_keys(keys: Path, tmp_path: Path) -> None:
-    """A router that is allowed sees the batch; a stranger sees nothing, by replay neither."""
+def test_tail_receives_events_only_with_an_allowed_key(keys: Path, tmp_path: Path) -> None:
+    """An allowed client receives the batch; a stranger receives neither live nor replayed batches."""
     with Program(
         *("publish", "--endpoint", ANY, "--replay-endpoint", ANY, "--linger"),
         *("--curve-key", keys / "engine.key_secret", "--curve-allow", keys / "clients"),
@@ -101,43 +101,45 @@ def test_publish_and_tail_with_keys(keys: Path, tmp_path: Path) -> None:
         line = engine.err.wait("publishing at")
         endpoint, replay = line.split()[2].rstrip(","), line.split()[-1]
         engine.write(CLEARED.strip())
-        friend = run("tail", endpoint, "--replay", replay, "--count", "1", "--output=json", *as_client(keys, "clients/router"))
-        assert friend.code == 0
-        assert json.loads(friend.out.splitlines()[-1])["events"] == [{"type": "AllBlocksCleared"}]
+        allowed_client = run(
+            "tail", endpoint, "--replay", replay, "--count", "1", "--output=json", *key_arguments(keys, "clients/router")
+        )
+        assert allowed_client.code == 0
+        assert json.loads(allowed_client.out.splitlines()[-1])["events"] == [{"type": "AllBlocksCleared"}]
         stranger = run(
-            "tail", endpoint, "--replay", replay, "--idle-timeout", "0.5", "--output=json", *as_client(keys, "stranger")
+            "tail", endpoint, "--replay", replay, "--idle-timeout", "0.5", "--output=json", *key_arguments(keys, "stranger")
         )
         assert stranger.code == 3
         assert "AllBlocksCleared" not in stranger.out
         ended = engine.interrupt()
     assert "refused" in ended.err
-    assert read_pair(keys / "engine.key_secret").secret not in ended.err + friend.err + stranger.err
+    assert read_pair(keys / "engine.key_secret").secret not in ended.err + allowed_client.err + stranger.err
 
 
-def test_record_with_keys(keys: Path, tmp_path: Path) -> None:
-    """What came before is had by replay."""
+def test_record_receives_replayed_batches_with_an_allowed_key(keys: Path, tmp_path: Path) -> None:
+    """The batch that was published before is received by replay."""
     with publishing(engine_keys(keys, keys / "clients")) as publisher:
-        args = towards(publisher, "--count", "1", *as_client(keys, "clients/router"))
+        args = endpoint_arguments(publisher, "--count", "1", *key_arguments(keys, "clients/router"))
         assert run("record", args[0], tmp_path / "run.jsonl", *args[1:]).code == 0
     assert '"pub"' in (tmp_path / "run.jsonl").read_text()
 
 
-def test_a_replay_endpoint_is_queried_with_keys(keys: Path) -> None:
-    """It answers the clients that it allows."""
+def test_a_replay_endpoint_answers_only_allowed_keys(keys: Path) -> None:
+    """It does not answer a stranger or a client without a key."""
     server = read_public_keys(keys / "engine.key")[0]
-    friend, stranger = (
+    allowed_client, stranger = (
         Curve(key_file=str(keys / f"{name}.key_secret"), server_key=server) for name in ("clients/router", "stranger")
     )
     with publishing(engine_keys(keys, keys / "clients")) as publisher:
         replay = publisher.replay_endpoint
         assert replay is not None
-        assert request_replay(replay, 0, silence=20.0, seconds=20.0, curve=friend).answered
+        assert request_replay(replay, 0, silence=20.0, seconds=20.0, curve=allowed_client).answered
         assert not request_replay(replay, 0, silence=0.2, seconds=0.2, curve=stranger).answered
         assert not request_replay(replay, 0, silence=0.2, seconds=0.2).answered
 
 
-def test_a_consumer_that_listens(keys: Path) -> None:
-    """With `--bind` it is the CURVE server, and `--curve-allow` says which engines."""
+def test_a_consumer_that_binds_is_the_curve_server(keys: Path) -> None:
+    """With `--bind` the consumer is the CURVE server, and `--curve-allow` names the engines that it accepts."""
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
     server = read_public_keys(keys / "engine.key")[0]
@@ -163,7 +165,7 @@ def test_a_consumer_that_listens(keys: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         (("--curve-server-key", "engine.key"), "need --curve-key"),
         (("--curve-key", "engine.key_secret"), "--curve-key needs --curve-server-key"),
@@ -177,20 +179,22 @@ def test_a_consumer_that_listens(keys: Path) -> None:
         ),
     ],
 )
-def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], said: str) -> None:
-    """At once and in a sentence, not after the wait for an engine."""
+def test_unusable_keys_are_reported_at_once(
+    keys: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], expected: str
+) -> None:
+    """The command reports them before it waits for an engine."""
     monkeypatch.chdir(keys)
     Path("open.key_secret").write_bytes(Path("engine.key_secret").read_bytes())
     Path("open.key_secret").chmod(0o644)
     Path("two.key").write_text(Path("engine.key").read_text() + Path("stranger.key").read_text())
     ended = run("tail", "tcp://127.0.0.1:1", "--idle-timeout", "10", *options)
-    assert ended.code == (2 if "need" in said else 1)
-    assert said in ended.err
+    assert ended.code == (2 if "need" in expected else 1)
+    assert expected in ended.err
     assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(
-    ("client", "server", "allowed", "verdict", "said"),
+    ("client", "server", "allowed", "verdict", "expected"),
     [
         ("clients/router", "engine.key", True, "ok", "accepts the key"),
         ("stranger", "engine.key", False, "ok", "accepts the key"),
@@ -199,28 +203,30 @@ def test_keys_that_cannot_be_used(keys: Path, monkeypatch: pytest.MonkeyPatch, o
         (None, None, True, "fail", "--curve-key"),
     ],
 )
-def test_doctor_says_what_is_wrong_with_keys(
-    keys: Path, client: str | None, server: str | None, allowed: bool, verdict: str, said: str
+def test_doctor_reports_what_is_wrong_with_keys(
+    keys: Path, client: str | None, server: str | None, allowed: bool, verdict: str, expected: str
 ) -> None:
-    options = () if client is None else as_client(keys, client, server or "")
+    options = () if client is None else key_arguments(keys, client, server or "")
     with publishing(engine_keys(keys, keys / "clients" if allowed else None)) as publisher:
-        ended = run("doctor", *towards(publisher, "--output=json", "--duration", "0.5", *options))
+        ended = run("doctor", *endpoint_arguments(publisher, "--output=json", "--duration", "0.5", *options))
     findings = {finding["check"]: finding for finding in json.loads(ended.out)["findings"]}
     assert findings["address"]["verdict"] == verdict
-    assert said in findings["address"]["text"] + findings["address"]["advice"]
+    assert expected in findings["address"]["text"] + findings["address"]["advice"]
     if verdict == "ok":
         assert findings["replay"]["verdict"] == findings["trust"]["verdict"] == "ok"
 
 
-def test_doctor_with_keys_for_an_engine_in_clear(keys: Path) -> None:
+def test_doctor_reports_an_engine_without_curve(keys: Path) -> None:
     with publishing(None) as publisher:
-        ended = run("doctor", *towards(publisher, "--output=json", "--duration", "0.5", *as_client(keys, "stranger")))
+        ended = run(
+            "doctor", *endpoint_arguments(publisher, "--output=json", "--duration", "0.5", *key_arguments(keys, "stranger"))
+        )
     (finding,) = json.loads(ended.out)["findings"]
     assert "does not use CURVE" in finding["text"]
 
 
 def test_a_permanent_refusal_is_reported(keys: Path) -> None:
-    """Others than ours answer 400."""
+    """ZAP handlers of others answer a refusal with status 400, after which a client does not retry."""
     pair = read_pair(keys / "engine.key_secret")
     stranger = Curve(key_file=str(keys / "stranger.key_secret"), server_key=pair.public)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -239,6 +245,6 @@ def test_a_permanent_refusal_is_reported(keys: Path) -> None:
         context.destroy(linger=0)
 
 
-def test_without_a_peer_there_is_no_answer(keys: Path) -> None:
+def test_a_probe_of_an_address_without_a_listener_is_silent(keys: Path) -> None:
     curve = Curve(key_file=str(keys / "stranger.key_secret"), server_key=read_public_keys(keys / "engine.key")[0])
     assert probe_curve("tcp://127.0.0.1:1", curve, zmq.SUB, 0.05) == "silent"

@@ -1,4 +1,4 @@
-"""`kvevents plane status`, in a process of its own, of a plane on a real server."""
+"""`kvevents plane status` as a process, for a plane on a real NATS server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cli_cases import Ended, run
 from kvevents.plane.connection import open_client
 from kvevents.plane.layout import Layout, create_plane, partition_info
 from kvevents.plane.leases import LeaseHolder, lease_key
-from kvevents.plane.records import VERSION as VERSION_OF_PAGES
+from kvevents.plane.records import VERSION as PAGE_VERSION
 from kvevents.plane.records import Page, encode_page
 from kvevents.plane.replicas import SHARD_PREFIX, ShardAnnouncement
 from kvevents.plane.snapshots import VERSION, SnapshotInfo, SnapshotList
@@ -28,35 +28,35 @@ from service_replica_cases import watch_of
 pytestmark = needs_nats
 
 
-def status(*args: object) -> Ended:
+def plane_status(*args: object) -> Ended:
     return run("plane", "status", *args)
 
 
-def test_it_shows_partitions_snapshots_and_replicas(server: NatsServer) -> None:
+def test_plane_status_shows_partitions_snapshots_and_replicas(server: NatsServer) -> None:
     plane = plane_at(server.url, name="shown", partitions=2)
     flags = ("--nats", server.url, "--plane", "shown", "--snapshot-seconds", "0.3", "--replica-name", "a")
     with engine() as one, bridging(plane, watch_of("one", one)), serving(*flags) as service:
         one.store(range(64))
         service.exact("one", blocks=4)
 
-        def look() -> Any:
-            found = msgspec.json.decode(status("--nats", server.url, "--plane", "shown", "--output=json").out)
+        def read_status() -> Any:
+            found = msgspec.json.decode(plane_status("--nats", server.url, "--plane", "shown", "--output=json").out)
             return found if found["snapshots"] and found["replicas"] else None
 
-        found = until("a snapshot", look)
+        found = until("a snapshot", read_status)
         assert found["faults"] == []
         assert [set(partition["bridges"]) for partition in found["partitions"]] == [{"bridge"}] * 2
         assert [(each["name"], each["differs"]) for each in found["replicas"]] == [("a", [])]
-        ended = status("--nats", server.url, "--plane", "shown")
+        ended = plane_status("--nats", server.url, "--plane", "shown")
         assert ended.code == 0
         assert "partition   0" in ended.out
 
 
-def test_it_shows_shares_and_the_snapshots_of_each_partition(server: NatsServer) -> None:
-    """Which replica holds which partitions and its address, in words; a partition without a holder is a fault."""
+def test_plane_status_shows_shards_and_the_snapshots_of_each_partition(server: NatsServer) -> None:
+    """It prints the address and the partitions of each replica; a partition that no replica holds is a fault."""
     plane = plane_at(server.url, name="shares", partitions=4)
     made = int(time.time())
-    kept = {
+    snapshots = {
         partition: [
             SnapshotInfo(f"{partition}-{made - age}-x", partition, made - age, "b", 7, "x", blocks, 3 << 20)
             for age, blocks in ((60, 5_000), (90, 1))
@@ -73,13 +73,13 @@ def test_it_shows_shares_and_the_snapshots_of_each_partition(server: NatsServer)
         for name, partitions in (("a", [0, 1]), ("b", [1])):
             await leases.put(SHARD_PREFIX + name, ShardAnnouncement(f"http://{name}:8090", 2, partitions).encode())
         bucket = await client.jetstream().key_value(layout.bucket)
-        for partition, found in kept.items():
+        for partition, found in snapshots.items():
             await bucket.put(f"snapshot.{partition}", msgspec.json.encode(SnapshotList(VERSION, found)))
         await client.close()
 
     with engine() as one, bridging(plane, watch_of("one", one)):
         asyncio.run(put())
-        ended = status("--nats", server.url, "--plane", "shares")
+        ended = plane_status("--nats", server.url, "--plane", "shares")
         assert ended.code == 1
         for line in (
             r"partition   0 .*; held by a$",
@@ -96,7 +96,7 @@ def test_it_shows_shares_and_the_snapshots_of_each_partition(server: NatsServer)
             assert re.search(line, ended.out, re.MULTILINE), (line, ended.out)
         assert ended.out.count("snapshot  of partition   0") == 1
         assert "{" not in ended.out
-        found = msgspec.json.decode(status("--nats", server.url, "--plane", "shares", "--output=json").out)
+        found = msgspec.json.decode(plane_status("--nats", server.url, "--plane", "shares", "--output=json").out)
         assert [(each["name"], each["url"], each["partitions"]) for each in found["shards"]] == [
             ("a", "http://a:8090", [0, 1]),
             ("b", "http://b:8090", [1]),
@@ -104,11 +104,11 @@ def test_it_shows_shares_and_the_snapshots_of_each_partition(server: NatsServer)
         assert set(found["leases"]) == {"replica.a", "lease.snapshot.3"}
 
 
-def test_what_is_wrong_with_shares() -> None:
+def test_faults_of_shards_are_reported() -> None:
     partitions = [PartitionView(partition, 1, 1, 0, None, {"bridge": 0.0}) for partition in range(3)]
 
-    def faults(*shares: ShardView) -> list[str]:
-        return PlaneView("p", partitions, [], {}, [], list(shares)).faults
+    def faults(*shards: ShardView) -> list[str]:
+        return PlaneView("p", partitions, [], {}, [], list(shards)).faults
 
     assert faults() == []  # each replica holds everything
     whole = ShardView("a", "http://a:1", 1, [0, 1, 2], 0.0)
@@ -125,7 +125,7 @@ def test_what_is_wrong_with_shares() -> None:
     ]
 
 
-def test_partitions_in_words() -> None:
+def test_partitions_are_formatted_as_ranges() -> None:
     assert [format_partitions(partitions) for partitions in ([3], [0, 1], [7, 0, 2, 1, 9])] == [
         "partition 3",
         "partitions 0-1",
@@ -133,21 +133,21 @@ def test_partitions_in_words() -> None:
     ]
 
 
-def test_what_is_not_there_is_one_sentence_and_an_error(server: NatsServer, tmp_path: Path) -> None:
-    ended = status("--nats", server.url, "--plane", "nowhere")
+def test_a_missing_plane_server_or_file_is_reported_in_one_sentence(server: NatsServer, tmp_path: Path) -> None:
+    ended = plane_status("--nats", server.url, "--plane", "nowhere")
     assert (ended.code, ended.out) == (4, "")
     assert "plane 'nowhere' does not exist" in ended.err
-    ended = status("--nats", "nats://127.0.0.1:1")
+    ended = plane_status("--nats", "nats://127.0.0.1:1")
     assert ended.code == 4
     assert "127.0.0.1:1" in ended.err
-    ended = status("--nats", server.url, "--creds", str(tmp_path / "none"))
+    ended = plane_status("--nats", server.url, "--creds", str(tmp_path / "none"))
     assert ended.code == 4
     assert "Traceback" not in ended.err
     assert "cannot read" in ended.err
 
 
 def test_a_bridge_that_writes_much_counts_as_alive(server: NatsServer) -> None:
-    """Among many pages there are few heartbeats; a page shows as well that its bridge is alive."""
+    """A busy bridge writes few heartbeats among many pages; each of its pages shows as well that it is alive."""
     plane = plane_at(server.url, name="busy", partitions=1)
 
     async def write() -> None:
@@ -156,8 +156,8 @@ def test_a_bridge_that_writes_much_counts_as_alive(server: NatsServer) -> None:
             layout = await create_plane(js, plane)
             made = (await partition_info(js, layout, 0)).stream_id
             for _ in range(2 * BRIDGE_SCAN_PAGES):
-                await js.publish(layout.subject(0), encode_page(Page(VERSION_OF_PAGES, "busy", time.time(), [], made)))
+                await js.publish(layout.subject(0), encode_page(Page(PAGE_VERSION, "busy", time.time(), [], made)))
 
     asyncio.run(write())
-    ended = status("--nats", server.url, "--plane", "busy")
+    ended = plane_status("--nats", server.url, "--plane", "busy")
     assert (ended.code, "bridges: busy " in ended.out) == (0, True), ended.out

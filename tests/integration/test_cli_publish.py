@@ -1,4 +1,4 @@
-"""`kvevents publish` as a process: JSON lines to batches."""
+"""`kvevents publish` as a process publishes JSON lines as batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvevents.subscriber import Subscriber
 from kvevents.testing import TapePlayer
 from kvevents.wire import decode_batch
 
-ENDS = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE)
+ENDPOINTS = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE)
 STORED = '{"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": null, "token_ids": [7, 8], "block_size": 1}'
 
 
@@ -30,8 +30,8 @@ def receive(live: str, replay: str, count: int) -> list[Batch]:
     return batches
 
 
-def test_lines_of_every_form_are_published_as_they_come() -> None:
-    with Program("publish", *ENDS, "--topic", "kv@pod", "--linger") as program:
+def test_lines_of_every_form_are_published_in_order() -> None:
+    with Program("publish", *ENDPOINTS, "--topic", "kv@pod", "--linger") as program:
         live, replay = serving(program)
         program.write(STORED.encode())
         program.write(b'[{"type": "BlockRemoved", "block_hashes": [1]}, {"type": "AllBlocksCleared"}]')
@@ -53,24 +53,24 @@ def test_lines_of_every_form_are_published_as_they_come() -> None:
     assert ended.err.endswith("3 accepted, 0 dropped, 0 unsent")
 
 
-def test_a_bad_line_is_named_and_the_others_are_published() -> None:
+def test_an_invalid_line_is_reported_and_the_others_are_published() -> None:
     lines = [STORED, "nonsense", '{"type": "BlockMoved"}', '{"block_hashes": [1]}', '{"type": "BlockRemoved"}', "7", STORED]
     lines.append('{"type": "BlockRemoved", "block_hashes": [99999999999999999999999]}')
-    ended = run("publish", "-", *ENDS, stdin="\n".join(lines).encode())
+    ended = run("publish", "-", *ENDPOINTS, stdin="\n".join(lines).encode())
     assert ended.code == 1
     assert re.findall(r"^line (\d+): \S+", ended.err, re.MULTILINE) == ["2", "3", "4", "5", "6", "8"]
     assert ended.err.endswith("2 accepted, 0 dropped, 0 unsent, 6 invalid lines\n")
 
 
 def test_connecting_to_an_address_without_a_listener_is_reported() -> None:
-    """As engines do, it connects to an address without a wildcard."""
+    """Like an engine, it connects to an address without a wildcard instead of binding it."""
     ended = run("publish", "-", "--endpoint", "tcp://127.0.0.1:1", "--replay-endpoint", ANYWHERE, stdin=STORED.encode())
     assert "the publisher connects to tcp://127.0.0.1:1" in ended.err
-    assert "it connects" not in run("publish", "-", *ENDS, stdin=STORED.encode()).err
+    assert "it connects" not in run("publish", "-", *ENDPOINTS, stdin=STORED.encode()).err
 
 
-def test_a_dialect_is_spoken() -> None:
-    with Program("publish", *ENDS, "--dialect", "sglang-0.5.17", "--linger") as program:
+def test_batches_are_encoded_in_the_dialect() -> None:
+    with Program("publish", *ENDPOINTS, "--dialect", "sglang-0.5.17", "--linger") as program:
         live, replay = serving(program)
         program.write(STORED.replace("[1, 2]", f"[{2**64 - 1}]").encode())
         (batch,) = receive(live, replay, 1)
@@ -80,11 +80,11 @@ def test_a_dialect_is_spoken() -> None:
     assert batch.events[0].block_hashes == [2**64 - 1]  # type: ignore[union-attr]
 
 
-def test_what_tail_wrote_can_be_published() -> None:
+def test_the_json_output_of_tail_can_be_published() -> None:
     with TapePlayer(RECORDING, run=RUN) as tape:
         tape.play()
         written = run("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--output=json", "--count", 79).out
-    with Program("publish", *ENDS, "--linger") as program:
+    with Program("publish", *ENDPOINTS, "--linger") as program:
         live, replay = serving(program)
         for line in written.splitlines():
             program.write(line.encode())
@@ -92,7 +92,7 @@ def test_what_tail_wrote_can_be_published() -> None:
     assert [batch.events for batch in batches] == [decode_batch(payload).batch.events for _, payload in tape.batches()]
 
 
-def test_lines_that_are_no_batches() -> None:
+def test_lines_that_are_not_batches_are_skipped_or_rejected() -> None:
     assert batch_of(b"  \n") is None
     assert batch_of(json.dumps({"kind": "gap", "first": 1}).encode()) is None
     with pytest.raises(ValueError, match="missing required field `block_hashes`"):
@@ -101,13 +101,13 @@ def test_lines_that_are_no_batches() -> None:
         batch_of(b'{"events": [], "tokens": []}')
 
 
-def test_without_a_subscriber_it_ends() -> None:
-    ended = run("publish", *ENDS, "--wait-for-subscriber", 0.1, stdin=STORED.encode())
+def test_publish_ends_if_no_subscriber_connects() -> None:
+    ended = run("publish", *ENDPOINTS, "--wait-for-subscriber", 0.1, stdin=STORED.encode())
     assert ended.code == 1
     assert "within 0.1 s" in ended.err
     assert "0 accepted, 0 dropped, 0 unsent" in ended.err
 
 
-def test_a_file_that_is_not_there() -> None:
-    ended = run("publish", "/no/such/file.jsonl", *ENDS)
+def test_a_missing_file_is_reported() -> None:
+    ended = run("publish", "/no/such/file.jsonl", *ENDPOINTS)
     assert (ended.code, ended.err) == (1, "kvevents: cannot read /no/such/file.jsonl: No such file or directory\n")

@@ -14,7 +14,7 @@ from kvevents.recording import LiveBatch, live_batches, read_recording, recorded
 from kvevents.testing import Faults, TapePlayer
 
 
-def record(path: Path, tape: TapePlayer, *args: object) -> tuple[object, ...]:
+def record_arguments(path: Path, tape: TapePlayer, *args: object) -> tuple[object, ...]:
     return ("record", tape.endpoint, path, "--replay", tape.replay_endpoint, "--source-name", "pod", *args)
 
 
@@ -22,11 +22,11 @@ def frames_of(path: Path) -> list[tuple[bytes, int, bytes]]:
     return [batch[:3] for batch in live_batches(path)]
 
 
-def test_recorded_through_losses_and_a_restart_played_and_recorded_again_it_is_the_same(tmp_path: Path) -> None:
+def test_a_recording_of_losses_and_a_restart_is_equal_after_it_is_played_and_recorded_again(tmp_path: Path) -> None:
     one, other = tmp_path / "one.jsonl.gz", tmp_path / "other.jsonl"
     with TapePlayer(RECORDING, run=RUN, faults=Faults(drop=0.2)) as tape:
         tape.play(20)
-        with Program(*record(one, tape)) as program:
+        with Program(*record_arguments(one, tape)) as program:
             assert tape.wait_for_subscriber(SECONDS)
             tape.play()
             wait_until_written(one, 79)
@@ -40,7 +40,7 @@ def test_recorded_through_losses_and_a_restart_played_and_recorded_again_it_is_t
     assert [(seq, payload) for _, seq, payload in frames_of(one)] == [(seq, payload) for _, seq, payload in published]
     assert {topic for topic, *_ in frames_of(one)[:79]} == {b"kv-events"}
 
-    # So that one life gives way to the next while much of it is unread.
+    # With this speed an incarnation ends while many of its batches are not yet received.
     options = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", "--speed", "max", "--linger")
     with Program("play", one, *options) as player:
         live, replay = serving(player)
@@ -48,12 +48,12 @@ def test_recorded_through_losses_and_a_restart_played_and_recorded_again_it_is_t
         tailed = run("tail", live, "--replay", replay, "--output=json", "--count", 35)
         assert player.interrupt().code == 0
     assert frames_of(other) == frames_of(one)
-    # A tail that comes late finds the last life only, as with any engine.
+    # A late tail receives only the last incarnation, as from any engine.
     assert [json.loads(line)["seq"] for line in tailed.out.splitlines() if '"batch"' in line] == list(range(35))
 
 
 def wait_until_written(path: Path, count: int) -> None:
-    """The recorder flushes every second; only its file shows its progress."""
+    """Wait until the file has `count` batches; the recorder flushes every second, and only its file shows its progress."""
     import time  # noqa: PLC0415
 
     until = time.monotonic() + SECONDS
@@ -64,7 +64,7 @@ def wait_until_written(path: Path, count: int) -> None:
 
 def test_each_incarnation_is_a_run_and_gaps_and_resets_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={2})) as tape, Program(*record(path, tape)) as program:
+    with TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={2})) as tape, Program(*record_arguments(path, tape)) as program:
         assert tape.wait_for_subscriber(SECONDS)
         tape.play(5)
         wait_until_written(path, 4)
@@ -82,29 +82,29 @@ def test_each_incarnation_is_a_run_and_gaps_and_resets_are_recorded(tmp_path: Pa
     assert (metas[1].meta or {})["gap"] == [2, 2]
 
 
-def test_an_older_recording_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_an_existing_recording_is_replaced_only_with_force(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("precious")
     with TapePlayer(RECORDING, run=RUN) as tape:
         tape.play(3)
-        refused = run(*record(path, tape, "--count", 3))
+        refused = run(*record_arguments(path, tape, "--count", 3))
         assert path.read_text() == "precious"
-        forced = run(*record(path, tape, "--count", 3, "--force"))
+        forced = run(*record_arguments(path, tape, "--count", 3, "--force"))
     assert refused.code == 1
     assert re.fullmatch(r"kvevents: \S+ exists; name another file, or use --force to replace it\n", refused.err)
     assert forced.code == 0
     assert len(frames_of(path)) == 3
 
 
-def test_a_missing_folder_is_reported_before_the_wait(tmp_path: Path) -> None:
-    """With no engine and no limit to the wait, only a check beforehand can end this."""
+def test_a_missing_folder_is_reported_before_record_waits_for_an_engine(tmp_path: Path) -> None:
+    """There is no engine and no limit to the wait, so only a check beforehand can end the command."""
     with refusing() as nowhere:
         refused = run("record", nowhere, tmp_path / "no" / "run.jsonl")
     assert refused.code == 1
     assert "does not exist" in refused.err
 
 
-def test_a_recording_is_not_lost_when_no_engine_comes(tmp_path: Path) -> None:
+def test_an_existing_recording_is_not_lost_if_no_engine_connects(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("precious")
     with refusing() as nowhere:
@@ -113,18 +113,18 @@ def test_a_recording_is_not_lost_when_no_engine_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
-def test_a_full_disk_is_reported_in_a_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "full.jsonl"
     path.symlink_to("/dev/full")
     with TapePlayer(RECORDING, run=RUN) as tape:
         tape.play()
-        ended = run(*record(path, tape, "--duration", 10))
+        ended = run(*record_arguments(path, tape, "--duration", 10))
     assert ended.code == 1
     assert re.search(r"^kvevents: cannot write \S+full.jsonl: No space left on device; ", ended.err, re.MULTILINE)
     assert "Traceback" not in ended.err
 
 
-def test_play_lists_what_is_in_a_file_and_refuses_what_is_not() -> None:
+def test_play_lists_the_runs_of_a_recording_and_rejects_an_unknown_run() -> None:
     listed = run("play", RECORDING, "--list")
     assert "bs64-emptytopic  tcp://127.0.0.1:5557  35 batches, #0 to #34, 1.1 s\n" in listed.out
     unknown = run("play", RECORDING, "--run", "nonsense")
@@ -132,13 +132,13 @@ def test_play_lists_what_is_in_a_file_and_refuses_what_is_not() -> None:
     assert unknown.err.startswith("kvevents: the recording has no run 'nonsense'; its runs are bs64-emptytopic, ")
 
 
-def test_play_gives_up_without_a_subscriber() -> None:
+def test_play_ends_if_no_subscriber_connects() -> None:
     ended = run("play", RECORDING, "--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--wait-for-subscriber", 0.1)
     assert ended.code == 1
     assert re.search(r"kvevents: no subscriber connected to tcp://127.0.0.1:\d+ within 0.1 s", ended.err)
 
 
-def test_play_numbers_every_round_onward_and_ends_on_a_signal() -> None:
+def test_play_continues_the_numbers_in_each_repetition_and_ends_on_a_signal() -> None:
     args = ("--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "max", "--repeat", 3, "--linger", "--run", RUN)
     with Program("play", RECORDING, *args) as player:
         live, replay = serving(player)
@@ -149,7 +149,7 @@ def test_play_numbers_every_round_onward_and_ends_on_a_signal() -> None:
     assert "played 237 batches, " in ended.err
 
 
-def test_play_interrupted_half_way_says_so() -> None:
+def test_an_interrupted_play_reports_how_many_batches_were_played() -> None:
     with Program("play", RECORDING, "--endpoint", ANYWHERE, "--replay-endpoint", ANYWHERE, "--speed", "0.001") as player:
         serving(player)
         ended = player.interrupt()
@@ -158,11 +158,11 @@ def test_play_interrupted_half_way_says_so() -> None:
     assert re.search(r"played \d+ batch", ended.err)
 
 
-def test_half_a_line_at_the_end_costs_that_line_only(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_loses_only_that_line(tmp_path: Path) -> None:
     path = tmp_path / "torn.jsonl"
     with TapePlayer([LiveBatch(b"kv", seq, b"\x93\xcb\x40\x59\x00\x00\x00\x00\x00\x00\x90\x00") for seq in range(3)]) as tape:
         tape.play()
-        assert run(*record(path, tape, "--count", 3)).code == 0
+        assert run(*record_arguments(path, tape, "--count", 3)).code == 0
     path.write_bytes(path.read_bytes()[:-20])
     listed = run("play", path, "--list")
     assert "2 batches" in listed.out

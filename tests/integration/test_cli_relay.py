@@ -1,4 +1,4 @@
-"""`kvevents relay` as a process: killed again and again under traffic, wrong usage, its end."""
+"""`kvevents relay` as a process: repeated kills under traffic, wrong usage, shutdown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from relay_socket_cases import Listener, Truth
 KILLS = 5
 
 
-class Ends:
+class RelayEndpoints:
     """The endpoints of a relay, which stay the same in each of its incarnations."""
 
     def __init__(self, folder: Path) -> None:
@@ -35,54 +35,56 @@ class Ends:
         self.journal = folder / "journal"
 
     def arguments(self, publisher: Any, *more: object) -> list[object]:
-        ends = ("--endpoint", self.endpoint, "--replay-endpoint", self.replay_endpoint, "--journal", self.journal)
-        return ["relay", f"engine={publisher.endpoint},{publisher.replay_endpoint}", *ends, "--heartbeat", "0.1", *more]
+        endpoints = ("--endpoint", self.endpoint, "--replay-endpoint", self.replay_endpoint, "--journal", self.journal)
+        return ["relay", f"engine={publisher.endpoint},{publisher.replay_endpoint}", *endpoints, "--heartbeat", "0.1", *more]
 
 
 @contextmanager
-def listener(ends: Ends) -> Iterator[Listener]:
-    found = Listener(Source(ends.endpoint, ends.replay_endpoint))
+def listener(endpoints: RelayEndpoints) -> Iterator[Listener]:
+    found = Listener(Source(endpoints.endpoint, endpoints.replay_endpoint))
     with closing(found.subscriber):
         yield found
 
 
 def until_exact(truth: Truth, *listeners: Listener) -> None:
-    """Wait until listeners are EXACT; the engine publishes an empty batch where no live one has confirmed what replay said."""
+    """Wait until listeners are EXACT; publish an empty batch if no live batch has confirmed the replayed ones yet."""
     end = monotonic() + 3 * DEADLINE
-    said_at = 0.0
+    published_at = 0.0
     while not all(each.is_exact(truth.digest) for each in listeners):
         assert monotonic() < end, [str(each.subscriber.trust()) for each in listeners]
         for each in listeners:
             each.take()
-            unproven = DegradedReason.REPLAY_UNPROVEN.value in each.subscriber.trust().reason  # its own doubt, or the relay's
-            if unproven and each.digest == truth.digest and monotonic() > said_at + 1.0:
+            is_unconfirmed = (
+                DegradedReason.REPLAY_UNPROVEN.value in each.subscriber.trust().reason
+            )  # its own reason, or the relay's
+            if is_unconfirmed and each.digest == truth.digest and monotonic() > published_at + 1.0:
                 truth.say()
-                said_at = monotonic()
+                published_at = monotonic()
 
 
-def incarnation(program: Program) -> int:
-    """And whether it went on, by what it has logged."""
+def read_incarnation(program: Program) -> int:
+    """Return the incarnation that the relay continues by its log, or 0 if it began a new one."""
     line = program.err.wait("relaying to")
     found = re.search(r"of incarnation (\d+)", line)
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["same engine", "engine restarts meanwhile"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["same engine", "engine restarts"])
 def test_consumers_do_not_notice_a_kill_9(tmp_path: Path, restarts: bool) -> None:
-    """At random moments under traffic: the same incarnation, no reset, and in the end what the engine holds."""
-    dice = random.Random(5)
-    ends = Ends(tmp_path)
+    """After kills at random times, the relay has the same incarnation, no reset, and in the end the blocks of the engine."""
+    rng = random.Random(5)
+    endpoints = RelayEndpoints(tmp_path)
     number = 0
-    with publishing(replay_endpoint=ANY, buffer_steps=100_000) as publisher, listener(ends) as early:
-        address = [str(end).replace("127.0.0.1", "*") for end in (publisher.endpoint, publisher.replay_endpoint)]
+    with publishing(replay_endpoint=ANY, buffer_steps=100_000) as publisher, listener(endpoints) as early:
+        wildcard_endpoints = [str(end).replace("127.0.0.1", "*") for end in (publisher.endpoint, publisher.replay_endpoint)]
         truth = Truth(publisher)
-        program = Program(*ends.arguments(publisher))
+        program = Program(*endpoints.arguments(publisher))
         program.err.wait("relaying to")
         truth.say(block(0))
         until_exact(truth, early)
-        lives = set()
+        incarnations = set()
         for kill in range(KILLS):
-            for _ in range(dice.randint(20, 400)):
+            for _ in range(rng.randint(20, 400)):
                 number += 1
                 truth.say(block(number))
                 early.take()
@@ -90,45 +92,45 @@ def test_consumers_do_not_notice_a_kill_9(tmp_path: Path, restarts: bool) -> Non
             program.end()
             if restarts and kill == 1:
                 publisher.shutdown()
-                with publishing(endpoint=address[0], replay_endpoint=address[1]) as again:
-                    truth = Truth(again)
+                with publishing(endpoint=wildcard_endpoints[0], replay_endpoint=wildcard_endpoints[1]) as restarted:
+                    truth = Truth(restarted)
                     for each in range(700):
                         truth.say(block(10_000 + each))
-                    program = Program(*ends.arguments(again))
+                    program = Program(*endpoints.arguments(restarted))
                     until_exact(truth, early)
-                    with listener(ends) as late:
+                    with listener(endpoints) as late:
                         until_exact(truth, late)
-                    assert incarnation(program) > 0
+                    assert read_incarnation(program) > 0
                 break
-            program = Program(*ends.arguments(publisher))
-            lives.add(incarnation(program))
+            program = Program(*endpoints.arguments(publisher))
+            incarnations.add(read_incarnation(program))
         else:
-            with listener(ends) as late:
+            with listener(endpoints) as late:
                 until_exact(truth, early, late)
-            assert len(lives) == 1
-            assert 0 not in lives
+            assert len(incarnations) == 1
+            assert 0 not in incarnations
         assert early.subscriber.status().counters.resets == 0
         ended = program.interrupt(signal.SIGTERM)
     assert ended.code == 0, ended.err
     assert "Traceback" not in ended.err
 
 
-def test_a_damaged_journal_begins_again(tmp_path: Path) -> None:
-    ends = Ends(tmp_path)
-    with publishing(replay_endpoint=ANY) as publisher, listener(ends) as early:
+def test_a_damaged_journal_starts_a_new_incarnation(tmp_path: Path) -> None:
+    endpoints = RelayEndpoints(tmp_path)
+    with publishing(replay_endpoint=ANY) as publisher, listener(endpoints) as early:
         truth = Truth(publisher)
-        with Program(*ends.arguments(publisher)) as program:
+        with Program(*endpoints.arguments(publisher)) as program:
             for number in range(50):
                 truth.say(block(number))
             until_exact(truth, early)
             program.process.kill()
-        for path in ends.journal.glob("*.log"):
+        for path in endpoints.journal.glob("*.log"):
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 0xFF
             path.write_bytes(data)
-        with Program(*ends.arguments(publisher)) as program:
+        with Program(*endpoints.arguments(publisher)) as program:
             program.err.wait("new incarnation: ")
-            with listener(ends) as late:
+            with listener(endpoints) as late:
                 until_exact(truth, late)
                 while not early.subscriber.status().counters.resets:
                     early.take()
@@ -137,17 +139,17 @@ def test_a_damaged_journal_begins_again(tmp_path: Path) -> None:
             assert program.interrupt().code == 0
 
 
-def test_metrics_and_a_folder_that_is_in_use(tmp_path: Path) -> None:
-    ends = Ends(tmp_path)
+def test_metrics_are_served_and_a_journal_folder_in_use_is_rejected(tmp_path: Path) -> None:
+    endpoints = RelayEndpoints(tmp_path)
     port = quiet_port()
     with publishing(replay_endpoint=ANY) as publisher:
-        with Program(*ends.arguments(publisher, "--metrics-port", port, "--log-format=json")) as program:
+        with Program(*endpoints.arguments(publisher, "--metrics-port", port, "--log-format=json")) as program:
             program.err.wait("engine rank 0: DEGRADED .*no live batch has confirmed")
             Truth(publisher).say()
             program.err.wait("engine rank 0: EXACT")
             with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE) as answer:
                 assert b'kvevents_relay_upstream_state{state="EXACT"} 1.0' in answer.read()
-            second = run(*ends.arguments(publisher))
+            second = run(*endpoints.arguments(publisher))
             assert (second.code, second.out) == (1, "")
             assert "another process uses it" in second.err
             ended = program.interrupt(signal.SIGTERM)
@@ -187,25 +189,27 @@ def test_a_port_in_use_is_reported_in_one_sentence() -> None:
     assert "Traceback" not in ended.err
 
 
-def test_upstreams_are_named_or_have_their_endpoints_name() -> None:
+def test_the_name_of_an_upstream_is_given_or_its_endpoint() -> None:
     assert engine("127.0.0.1:1,127.0.0.1:2") == Source("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", name="127.0.0.1:1")
     assert engine("gpu:3=127.0.0.1:1") == Source("tcp://127.0.0.1:1", name="gpu", rank=3)
     assert engine("gpu=127.0.0.1:1").label == "gpu"
 
 
-def test_an_upstream_that_never_comes_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
-    """An engine that connects instead of listening looks like one that is down; a lost connection is not explained so."""
+def test_an_upstream_that_never_connects_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that connects instead of binding looks like one that is down; a lost connection gets no such hint."""
     now = [0.0]
-    lone, known = (SimpleNamespace(source=name, rank=0, endpoint="tcp://e:1", trust=Trust.CONNECTING) for name in "ab")
-    status: Any = SimpleNamespace(upstreams=(lone, known), journal=None, history=None)
+    never_connected, connected_before = (
+        SimpleNamespace(source=name, rank=0, endpoint="tcp://e:1", trust=Trust.CONNECTING) for name in "ab"
+    )
+    status: Any = SimpleNamespace(upstreams=(never_connected, connected_before), journal=None, history=None)
     logger = RelayStatusLogger(lambda: status, lambda: now[0])
     with caplog.at_level("WARNING", "kvevents.relay"):
         logger.poll()
-        known.trust = Trust.EXACT
-        for moment in (1.0, HINT_SECONDS, 2 * HINT_SECONDS, 3 * HINT_SECONDS):
-            now[0] = moment
+        connected_before.trust = Trust.EXACT
+        for now_seconds in (1.0, HINT_SECONDS, 2 * HINT_SECONDS, 3 * HINT_SECONDS):
+            now[0] = now_seconds
             logger.poll()
-            known.trust = Trust.STALE
+            connected_before.trust = Trust.STALE
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("a rank 0: no connection to tcp://e:1 yet; an engine whose own endpoint has a concrete host")
     assert '"endpoint": "tcp://*:PORT"' in line

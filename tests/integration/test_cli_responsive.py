@@ -1,4 +1,4 @@
-"""Programs whose threads answer beside one another keep the interpreter from each other for a short time only."""
+"""Programs with several threads limit how long one thread, or the garbage collector, holds the interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvevents.service import server
 
 @pytest.fixture
 def observed() -> Iterator[list[tuple[float, int]]]:
-    """Filled by `observe`; what a program has set is taken back at the end."""
+    """Settings of the interpreter that `make_recorder` records; the settings of the test process are restored at the end."""
     before = sys.getswitchinterval()
     found: list[tuple[float, int]] = []
     yield found
@@ -24,8 +24,8 @@ def observed() -> Iterator[list[tuple[float, int]]]:
     gc.unfreeze()
 
 
-def observe(into: list[tuple[float, int]]) -> Callable[..., None]:
-    """In place of the program's work: what the interpreter is set to when that begins."""
+def make_recorder(into: list[tuple[float, int]]) -> Callable[..., None]:
+    """Return a replacement for the work of the program that records the settings of the interpreter at its start."""
 
     def work(*_: Any) -> None:
         into.append((sys.getswitchinterval(), gc.get_freeze_count()))
@@ -48,13 +48,13 @@ def run_bridge(monkeypatch: pytest.MonkeyPatch, work: Callable[..., None]) -> No
 
 
 @pytest.mark.parametrize("run", [run_service, run_bridge])
-def test_no_thread_and_no_garbage_collection_keeps_others_waiting(
+def test_programs_shorten_the_switch_interval_and_freeze_imported_objects(
     run: Callable[[pytest.MonkeyPatch, Callable[..., None]], None],
     observed: list[tuple[float, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A collection of all that a service has imported stops it for 10 to 20 ms: it is not looked at."""
-    run(monkeypatch, observe(observed))
+    """A collection of all objects that a service has imported takes 10 to 20 ms, so these objects are frozen."""
+    run(monkeypatch, make_recorder(observed))
     [(interval, frozen)] = observed
     assert interval == pytest.approx(process.SWITCH_SECONDS)
     assert frozen > 10_000
