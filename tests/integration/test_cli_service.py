@@ -1,4 +1,4 @@
-"""`kvevents query` and `kvevents top` as processes, asking a real service that follows real publishers; their client too."""
+"""`kvevents query`, `kvevents top` and their HTTP client, with a real service that follows real publishers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from kvevents.service.schemas import HealthAnswer, LoadView, Problem
 
 
 @contextmanager
-def kept_port() -> Iterator[int]:
-    """A port for services that come and go: while none is there it refuses connections, and no other test gets it."""
+def reserve_port() -> Iterator[int]:
+    """Yield a port for services that start and stop: it refuses connections in between, and no other test gets it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -57,7 +57,7 @@ def kept_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Served]:
-    """Two engines of one model: one with half of a prompt of 64 tokens, one with all of it, its end in host memory."""
+    """Two engines of one model: one holds half of a prompt of 64 tokens, the other all of it, half of it in host memory."""
     with serving() as served, engine(blocks(2)) as half, engine(blocks(2), blocks(2, 2, "CPU")) as whole:
         served.register("engine-0", half)
         served.register("engine-1", whole)
@@ -85,7 +85,7 @@ def test_a_table_shows_how_much_each_worker_holds(fleet: Served) -> None:
     assert "█ down to gpu" in ended.err
 
 
-def test_an_encoding_without_block_characters_has_a_bar_too(fleet: Served) -> None:
+def test_an_encoding_without_block_characters_gets_an_ascii_bar(fleet: Served) -> None:
     with Program("query", *PROMPT, "--whole-prompt", "--service", fleet.url, PYTHONIOENCODING="ascii") as querying:
         out = querying.end().out
     assert f"{'#' * 12}{'=' * 12}" in out
@@ -98,12 +98,12 @@ def test_json_is_the_answer_of_the_service(fleet: Served) -> None:
     assert ended.err == ""
 
 
-def test_every_way_to_give_tokens(fleet: Served, tmp_path: Path) -> None:
+def test_tokens_are_accepted_in_every_form(fleet: Served, tmp_path: Path) -> None:
     (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
     (tmp_path / "prompt.u32").write_bytes(array("I", PROMPT).tobytes())
     (tmp_path / "prompt.bin").write_bytes(array("I", PROMPT).tobytes())
     spaced = " ".join(map(str, PROMPT)).encode()
-    ways: list[tuple[list[object], bytes]] = [
+    input_forms: list[tuple[list[object], bytes]] = [
         ([*PROMPT], b""),
         ([json.dumps(PROMPT)], b""),
         (["0,1", "[2, 3]", *PROMPT[4:]], b""),
@@ -111,12 +111,12 @@ def test_every_way_to_give_tokens(fleet: Served, tmp_path: Path) -> None:
         (["-"], spaced),
         *((["--prompt-file", tmp_path / f"prompt.{kind}"], b"") for kind in ("json", "u32", "bin")),
     ]
-    answers = {run("query", *args, "--output=json", "--service", fleet.url, stdin=stdin).out for args, stdin in ways}
+    answers = {run("query", *args, "--output=json", "--service", fleet.url, stdin=stdin).out for args, stdin in input_forms}
     assert len(answers) == 1
     assert json.loads(answers.pop())["prompt_tokens"] == 64
 
 
-def test_the_service_is_named_by_the_environment(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_url_of_the_service_is_read_from_the_environment(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVEVENTS_SERVICE", fleet.url.removeprefix("http://"))
     assert run("query", *PROMPT).code == 0
 
@@ -133,7 +133,7 @@ def test_select_shows_the_worker_and_the_reason(fleet: Served) -> None:
     assert len(answer["considered"]) == 2
 
 
-def test_why_no_worker_holds_it(fleet: Served) -> None:
+def test_query_explains_why_no_worker_matches(fleet: Served) -> None:
     short = run("query", *PROMPT[:5], "--service", fleet.url)
     assert short.out == "5 tokens of model m: no worker is known to hold a prefix of them\n"
     assert f"not longer than a block of {BLOCK} tokens" in short.err
@@ -142,13 +142,13 @@ def test_why_no_worker_holds_it(fleet: Served) -> None:
     assert (short.code, other.code) == (0, 0)
 
 
-def test_an_unknown_model_is_the_services_own_sentence(fleet: Served) -> None:
+def test_an_unknown_model_is_reported_with_the_message_of_the_service(fleet: Served) -> None:
     ended = run("query", 1, "--model", "n", "--service", fleet.url)
     assert ended.code == 1
     assert ended.err == "kvevents: no engine serves model 'n' for the default tenant; known models: m\n"
 
 
-def test_models_tenants_and_groups() -> None:
+def test_query_uses_the_only_model_of_a_tenant_and_rejects_several() -> None:
     with serving() as served, engine(blocks(1)) as one, engine(blocks(1)) as other:
         unknown = run("query", 1, "--service", served.url)
         assert re.search(r"no engine of tenant default group default is registered", unknown.err)
@@ -164,8 +164,8 @@ def test_models_tenants_and_groups() -> None:
         assert "tenant default group default has several models: m, o; name one with --model" in several.err
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """Words are tokens; a sequence begins with token 99. Cuts and fills up as one made for training would."""
+def write_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer for which words are tokens and sequences begin with token 99; it truncates and pads by default."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: PLC0415
 
     words = {f"w{number}": number for number in range(64)} | {"<s>": 99, "<unk>": 98}
@@ -178,8 +178,8 @@ def tokenizer_file(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_text_and_a_tokenizer(fleet: Served, tmp_path: Path) -> None:
-    tokenizer = tokenizer_file(tmp_path)
+def test_text_is_tokenized_with_or_without_special_tokens(fleet: Served, tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path)
     text = " ".join(f"w{number}" for number in PROMPT)
     (tmp_path / "prompt.txt").write_text(text)
     common = ("--tokenizer", tokenizer, "--output=json", "--service", fleet.url)
@@ -191,13 +191,15 @@ def test_text_and_a_tokenizer(fleet: Served, tmp_path: Path) -> None:
     assert piped == plain
 
 
-def test_text_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_without_the_tokenizers_package_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     sentence = error_of(capsys, "query", "--text", "w1", "--tokenizer", tmp_path / "tokenizer.json")
     assert "pip install 'kvevents[service]'" in sentence
 
 
-def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_prompts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {
         "odd.u32": b"12345",
         "word.json": b"[1, two]",
@@ -239,7 +241,7 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
     ids=" ".join,
 )
-def test_wrong_usage(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(args)
     assert ended.value.code == 2
@@ -271,13 +273,13 @@ def test_a_token_comes_from_a_file_or_the_environment(
 def test_a_token_is_never_an_argument_nor_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["query", "1", "--token", TOKEN])
-    said = capsys.readouterr().err
-    assert "all users of this machine can read arguments" in said
-    assert TOKEN not in said
+    expected = capsys.readouterr().err
+    assert "all users of this machine can read arguments" in expected
+    assert TOKEN not in expected
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="a certificate is made with openssl")
-def test_https_with_an_authority_of_ones_own(
+def test_https_works_with_a_private_certificate_authority(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = tmp_path / "key.pem", tmp_path / "ca.pem"
@@ -301,14 +303,14 @@ def test_https_with_an_authority_of_ones_own(
 # --- the client
 
 
-def asked(url: str, timeout: float = SECONDS, max_response_bytes: int = 1 << 26) -> ServiceRequestError:
+def catch_request_error(url: str, timeout: float = SECONDS, max_response_bytes: int = 1 << 26) -> ServiceRequestError:
     with pytest.raises(ServiceRequestError) as caught:
         ServiceClient(url, timeout=timeout, max_response_bytes=max_response_bytes).get("/health", HealthAnswer)
     return caught.value
 
 
 @contextmanager
-def answering(reply: bytes | None) -> Iterator[str]:
+def answer_with(reply: bytes | None) -> Iterator[str]:
     from cli_doctor_cases import server  # noqa: PLC0415 - that module imports this one
 
     with server(reply) as endpoint:
@@ -324,7 +326,7 @@ PROBLEM: Final = msgspec.json.encode(Problem.of(400, "cannot", "it cannot", "do 
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason", "said"),
+    ("answer", "reason", "expected"),
     [
         (reply("400 Bad Request", PROBLEM), "cannot", "it cannot; do not"),
         (reply("503 Service Unavailable", PROBLEM), "cannot", "it cannot; do not"),
@@ -336,27 +338,27 @@ PROBLEM: Final = msgspec.json.encode(Problem.of(400, "cannot", "it cannot", "do 
         (b"", "closed", "closes the connection"),
     ],
 )
-def test_what_else_may_answer(answer: bytes, reason: str, said: str) -> None:
-    with answering(answer) as url:
-        error = asked(url)
-    assert said in str(error)
+def test_responses_of_other_servers_are_explained(answer: bytes, reason: str, expected: str) -> None:
+    with answer_with(answer) as url:
+        error = catch_request_error(url)
+    assert expected in str(error)
     assert error.reason == reason
 
 
-def test_what_does_not_answer() -> None:
-    with answering(None) as url:
-        assert asked(url, timeout=0.2).reason == "timeout"
+def test_servers_that_do_not_answer_are_reported_with_a_reason() -> None:
+    with answer_with(None) as url:
+        assert catch_request_error(url, timeout=0.2).reason == "timeout"
     with refusing() as endpoint:
-        refused = asked(endpoint.replace("tcp", "http"))
+        refused = catch_request_error(endpoint.replace("tcp", "http"))
     assert refused.reason == "refused"
     assert "kvevents serve" in refused.hint
-    assert asked("http://no-such-host.invalid:8090").reason == "unknown-host"
-    assert asked(f"http://{'x' * 70}.invalid").reason == "unknown-host"
+    assert catch_request_error("http://no-such-host.invalid:8090").reason == "unknown-host"
+    assert catch_request_error(f"http://{'x' * 70}.invalid").reason == "unknown-host"
 
 
 def test_a_response_above_the_limit_is_not_read_to_its_end() -> None:
-    with answering(reply("200 OK", b"x" * (2 << 20))) as url:
-        error = asked(url, max_response_bytes=1 << 20)
+    with answer_with(reply("200 OK", b"x" * (2 << 20))) as url:
+        error = catch_request_error(url, max_response_bytes=1 << 20)
     assert error.reason == "too-large"
     assert "1 MiB" in str(error)
 
@@ -369,19 +371,19 @@ def test_a_response_above_the_limit_is_not_read_to_its_end() -> None:
         ("https://indexer/kv/", "https://indexer/kv"),
     ],
 )
-def test_short_forms_of_a_url(text: str, url: str) -> None:
+def test_short_forms_of_a_url_are_completed(text: str, url: str) -> None:
     assert service_url(text) == url
 
 
-def test_a_url_may_have_a_path_before_ours() -> None:
-    with answering(reply("200 OK", b'{"status": "ok", "warnings": []}')) as url:
+def test_the_url_of_a_service_may_have_a_path() -> None:
+    with answer_with(reply("200 OK", b'{"status": "ok", "warnings": []}')) as url:
         assert ServiceClient(f"{url}/kv").get("/health", HealthAnswer).status == "ok"
 
 
 # --- top
 
 
-def test_one_frame_without_a_terminal(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_once_prints_one_frame_without_a_terminal(fleet: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     ended = run("top", "--once", "--service", fleet.url)
     assert ended.code == 0, ended.err
@@ -395,7 +397,7 @@ def test_one_frame_without_a_terminal(fleet: Served, monkeypatch: pytest.MonkeyP
     assert lines[-1].split()[:4] == ["engine-1/0", "m", "EXACT", "4"]
 
 
-def test_one_frame_as_json(fleet: Served) -> None:
+def test_top_once_prints_one_frame_as_json(fleet: Served) -> None:
     args = ("top", "--once", "--output=json", "--service", fleet.url, "--sort", "blocks", "--limit", 1)
     (line,) = run(*args).out.splitlines()
     frame = json.loads(line)
@@ -416,7 +418,7 @@ def test_one_frame_as_json(fleet: Served) -> None:
 
 
 def test_an_unreachable_engine_is_reported_in_one_line() -> None:
-    """The service reports it with the engine's name; its connection logs nothing beside that."""
+    """The service reports it with the name of the engine, and the connection logs nothing else."""
     with refusing() as endpoint, Program("serve", "--port", "0", "--model", "m", "--worker", f"engine-0={endpoint}") as program:
         program.err.wait(f"nothing listens at {endpoint}")
         ended = program.interrupt(signal.SIGTERM)
@@ -425,7 +427,7 @@ def test_an_unreachable_engine_is_reported_in_one_line() -> None:
     assert "engine-0 rank 0" in warnings[0]
 
 
-def test_once_without_a_service_is_an_error() -> None:
+def test_top_once_without_a_service_is_an_error() -> None:
     with refusing() as endpoint:
         ended = run("top", "--once", "--service", endpoint.replace("tcp", "http"))
     assert (ended.code, ended.out) == (1, "")
@@ -438,8 +440,8 @@ def test_a_live_view_needs_a_terminal() -> None:
     assert "use --once or --output json" in ended.err
 
 
-def test_json_lines_hold_rates_and_survive_a_restart_of_the_service() -> None:
-    with kept_port() as port, engine(blocks(2)) as publisher, Program("serve", "--port", port) as program:
+def test_json_lines_contain_rates_and_continue_after_a_restart_of_the_service() -> None:
+    with reserve_port() as port, engine(blocks(2)) as publisher, Program("serve", "--port", port) as program:
         served = Served(program)
         served.register("engine-0", publisher)
         served.wait_exact("engine-0/0", 2)
@@ -448,11 +450,11 @@ def test_json_lines_hold_rates_and_survive_a_restart_of_the_service() -> None:
             publisher.publish(KVEventBatch(time.time(), [blocks(1, 2)], 0))
             top.out.wait(lambda lines: any(has_rate(frame(line)) for line in lines))
             assert program.interrupt(signal.SIGTERM).code == 0
-            away = frame(top.out.wait('"error":"nothing listens'))
-            assert away["failing_since"] <= away["at"]
-            assert (away["stats"], away["sources"]) == (None, [])
-            with Program("serve", "--port", port) as again:
-                Served(again)
+            outage = frame(top.out.wait('"error":"nothing listens'))
+            assert outage["failing_since"] <= outage["at"]
+            assert (outage["stats"], outage["sources"]) == (None, [])
+            with Program("serve", "--port", port) as restarted:
+                Served(restarted)
                 top.out.wait(lambda lines: frame(lines[-1])["error"] is None)
                 assert top.interrupt().code == 0
 
@@ -467,7 +469,7 @@ def has_rate(line: dict[str, Any]) -> bool:
 
 
 class Terminal:
-    """`kvevents top` on a terminal of its own; what is on it is read as it is written."""
+    """`kvevents top` on a pseudo-terminal whose output the test reads."""
 
     def __init__(self, *args: object, rows: int = 24, columns: int = 120) -> None:
         self._master, slave = pty.openpty()
@@ -483,7 +485,7 @@ class Terminal:
         self.text = ""
 
     def wait(self, wanted: str) -> None:
-        """Until something is written that was not before."""
+        """Wait until output that matches has been written since the last call."""
         deadline = time.monotonic() + SECONDS
         while not re.search(wanted, self.text):
             assert time.monotonic() < deadline, self.text[-2000:]
@@ -496,8 +498,8 @@ class Terminal:
     def end(self) -> int:
         return self.process.wait(SECONDS)
 
-    def is_as_before(self) -> bool:
-        """Whether echo and line mode are back."""
+    def is_restored(self) -> bool:
+        """Return whether echo and line mode are on again."""
         return bool(termios.tcgetattr(self._slave)[3] == self.settings[3])
 
     def close(self) -> None:
@@ -509,46 +511,46 @@ class Terminal:
 
 @contextmanager
 def terminal(*args: object, **size: int) -> Iterator[Terminal]:
-    shown = Terminal(*args, **size)
+    view = Terminal(*args, **size)
     try:
-        yield shown
+        yield view
     finally:
-        shown.close()
+        view.close()
 
 
-def test_a_live_view_ends_with_q_and_leaves_the_terminal_as_it_was(fleet: Served) -> None:
-    with terminal("--service", fleet.url, "--interval", 30) as shown:
-        shown.wait(r"engine-1/0")
-        shown.press(b"xq")
-        assert shown.end() == 0
-        assert shown.is_as_before()
+def test_a_live_view_ends_with_q_and_restores_the_terminal(fleet: Served) -> None:
+    with terminal("--service", fleet.url, "--interval", 30) as view:
+        view.wait(r"engine-1/0")
+        view.press(b"xq")
+        assert view.end() == 0
+        assert view.is_restored()
 
 
 def test_a_live_view_ends_with_ctrl_c(fleet: Served) -> None:
-    with terminal("--service", fleet.url) as shown:
-        shown.wait(r"EXACT")
-        shown.process.send_signal(signal.SIGINT)
-        assert shown.end() == 0
-        assert shown.is_as_before()
+    with terminal("--service", fleet.url) as view:
+        view.wait(r"EXACT")
+        view.process.send_signal(signal.SIGINT)
+        assert view.end() == 0
+        assert view.is_restored()
 
 
-def test_a_live_view_says_since_when_the_service_is_away_and_shows_it_again() -> None:
-    with kept_port() as port, terminal("--service", f"127.0.0.1:{port}", "--interval", "0.05") as shown:
-        shown.wait(r"cannot be reached since \d\d:\d\d:\d\d \(\S+ s\): nothing listens")
+def test_a_live_view_shows_since_when_the_service_is_unreachable_and_recovers() -> None:
+    with reserve_port() as port, terminal("--service", f"127.0.0.1:{port}", "--interval", "0.05") as view:
+        view.wait(r"cannot be reached since \d\d:\d\d:\d\d \(\S+ s\): nothing listens")
         for _ in range(2):
             with Program("serve", "--port", port) as program:
                 Served(program)
-                shown.wait(r"ready.*0 of 0 sources")
-            shown.wait(r"cannot be reached since")
-        shown.wait(r"its last state")
-        shown.press(b"q")
-        assert shown.end() == 0
+                view.wait(r"ready.*0 of 0 sources")
+            view.wait(r"cannot be reached since")
+        view.wait(r"its last state")
+        view.press(b"q")
+        assert view.end() == 0
 
 
-# --- what a frame looks like
+# --- layout of a frame
 
 
-def drawn(
+def draw_frame(
     sources: list[PolledSource], width: int = 120, height: int | None = None, *, limit: int | None = None, **more: Any
 ) -> list[str]:
     console = RichConsole(width=width, force_terminal=False, highlight=False)
@@ -559,19 +561,19 @@ def drawn(
 
 
 @pytest.mark.parametrize("height", [8, 24, 60, 300])
-def test_many_sources_fit(height: int) -> None:
-    lines = drawn([source(number) for number in range(250)], height=height)
+def test_many_sources_fit_into_the_height_of_the_terminal(height: int) -> None:
+    lines = draw_frame([source(number) for number in range(250)], height=height)
     assert len(lines) <= height
     rows = sum(line.startswith("engine-") for line in lines)
     assert rows >= min(250, height - 7)
     assert lines[-1] == (f"and {250 - rows} more" if rows < 250 else lines[-1])
-    assert len([line for line in drawn([source(number) for number in range(250)], limit=3) if "engine-" in line]) == 3
+    assert len([line for line in draw_frame([source(number) for number in range(250)], limit=3) if "engine-" in line]) == 3
 
 
 def test_the_load_of_engines_is_a_column_if_any_reports_it() -> None:
     load = LoadView(running=12, waiting=3, waiting_uncached_tokens=None, used_tokens=0, max_tokens=0, age_seconds=0.1)
-    assert not any("waiting" in line for line in drawn([source(1)], 200))
-    lines = drawn([source(1, load=load), source(2), source(3, load_fault="/metrics does not answer")], 200)
+    assert not any("waiting" in line for line in draw_frame([source(1)], 200))
+    lines = draw_frame([source(1, load=load), source(2), source(3, load_fault="/metrics does not answer")], 200)
     title, *rows = lines[-4:]
     assert "running / waiting" in title
     assert "12 / 3" in rows[0]
@@ -585,7 +587,7 @@ def test_narrow_terminals_keep_name_and_trust(width: int) -> None:
             1, "DEGRADED", reason="batches are permanently lost, or history is truncated", lost=3, tiers={"gpu": 7, "cpu": 3}
         )
     ]
-    lines = drawn(sources, width)
+    lines = draw_frame(sources, width)
     assert all(len(line) <= width for line in lines)
     assert "engine-001/0" in lines[-1]
     assert "DEGRADED" in lines[-1]
@@ -593,9 +595,9 @@ def test_narrow_terminals_keep_name_and_trust(width: int) -> None:
     assert ("batches are" in lines[-1]) == (width >= 40)
 
 
-def test_the_head_of_a_frame() -> None:
-    text = "\n".join(drawn([source(1)], faults={"dns:x": ["it does not resolve"] * 5}, lookups_per_second=2.0))
-    for said in (
+def test_the_head_of_a_frame_summarises_the_service() -> None:
+    text = "\n".join(draw_frame([source(1)], faults={"dns:x": ["it does not resolve"] * 5}, lookups_per_second=2.0))
+    for expected in (
         "up 67 min",
         "ready: all are EXACT",
         "1 source",
@@ -606,16 +608,16 @@ def test_the_head_of_a_frame() -> None:
         "dns:x: it does not resolve",
         "and 2 faults more",
     ):
-        assert said in text
+        assert expected in text
 
 
-def test_peers_cannot_drive_the_terminal_of_the_view() -> None:
-    lines = drawn([source(1, instance="[red]x\x1b[2J", model="[/]", reason="\x1b]0;title\x07")], 160)
+def test_control_characters_from_peers_are_escaped_in_the_view() -> None:
+    lines = draw_frame([source(1, instance="[red]x\x1b[2J", model="[/]", reason="\x1b]0;title\x07")], 160)
     assert "\x1b" not in "".join(lines)
     assert r"[red]x\x1b[2J/0" in lines[-1]
 
 
-def test_orders() -> None:
+def test_sources_are_sorted_in_each_order() -> None:
     rows = [
         source(1, rate=2.0, blocks=5, lag_seconds=0.1, last_event=30.0, lost=0),
         source(2, "STALE", rate=None, blocks=7, lag_seconds=None, last_event=None, lost=1),
@@ -634,7 +636,7 @@ def test_orders() -> None:
     }
 
 
-def test_amounts() -> None:
+def test_durations_sizes_and_percentages_are_formatted() -> None:
     assert [duration(value) for value in (0.04, 9.94, 10, 119, 120, 7_199, 7_200, 200_000)] == [
         "0.0 s",
         "9.9 s",
@@ -658,28 +660,28 @@ def test_amounts() -> None:
     assert first_names([str(number) for number in range(7)]) == "0, 1, 2, 3, 4 and 2 more"
 
 
-def test_a_state_has_its_reason_once() -> None:
-    """A row names the state, and the fault that is also in its reason only once."""
+def test_a_row_shows_state_and_reason_once() -> None:
+    """A row has the state once, and a fault that is also part of the reason once."""
     fault = "nothing listens at tcp://x:1"
-    row = drawn([source(1, "STALE", reason=f"{fault}; disconnected", fault=fault)], 160)[-1]
+    row = draw_frame([source(1, "STALE", reason=f"{fault}; disconnected", fault=fault)], 160)[-1]
     assert row.split("  ")[-1].strip() == f"{fault}; disconnected"
     assert row.split().count("STALE") == 1
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "said"),
+    ("flags", "code", "expected"),
     [
         (("--replica-name", "a", "--replication-factor", "2"), 2, "--replication-factor needs --shard-url"),
         (("--replica-name", "a", "--shard-url", "http://h:99999"), 1, "expected http://HOST:PORT"),
         (("--shard-url", "http://h:1"), 1, "needs a permanent name"),
     ],
 )
-def test_a_share_that_cannot_be_is_one_sentence(flags: tuple[str, ...], code: int, said: str) -> None:
+def test_invalid_shard_options_are_reported_in_one_sentence(flags: tuple[str, ...], code: int, expected: str) -> None:
     ended = run("serve", "--nats", "nats://127.0.0.1:1", *flags, "--port", 0, "--check")
-    assert (ended.code, said in ended.err, len(ended.err.splitlines())) == (code, True, 1), ended.err
+    assert (ended.code, expected in ended.err, len(ended.err.splitlines())) == (code, True, 1), ended.err
 
 
-def test_a_share_of_the_wrong_shape_in_a_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_shard_setting_of_the_wrong_type_is_reported_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "service.toml"
     path.write_text('shard = "x"\n')
     ended = run(

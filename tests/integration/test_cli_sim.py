@@ -1,4 +1,4 @@
-"""`kvevents sim compare` from its options to its output; most in this process, some as one."""
+"""`kvevents sim compare` from its options to its output, mostly in this process."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ REQUESTS = 60
 
 @pytest.fixture(scope="module", name="trace")
 def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In caches that hold half of them."""
+    """A trace of growing conversations, of which the caches hold half."""
     return growing_conversations(tmp_path_factory.mktemp("traces") / "trace.jsonl", REQUESTS)
 
 
 @pytest.fixture(scope="module", name="salted")
 def salted_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In our own format, with a salt, which not every dialect has a field for."""
+    """A trace in the format of kvevents with a salt, for which some dialects have no field."""
     file = tmp_path_factory.mktemp("traces") / "salted.jsonl"
     file.write_text('{"at": 0.0, "prompt": [[1, 100]], "output": [[2, 5]], "salt": "s"}\n')
     return file
 
 
 @pytest.fixture(name="compare")
-def comparing_here(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Any:
-    """Runs the command in this process; its exit code, stdout and stderr."""
+def compare_in_this_process(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Any:
+    """Return a function that runs the command in this process and returns its exit code, stdout and stderr."""
 
     def compare(*args: object, jobs: int = 1) -> tuple[int, str, str]:
         code = main(["sim", "compare", "--trace", str(trace), *SMALL, "--jobs", str(jobs), *map(str, args)])
@@ -70,7 +70,7 @@ def comparing_here(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> An
     return compare
 
 
-# --- what comes out
+# --- output
 
 
 def test_json_is_one_object_with_every_policy(compare: Any) -> None:
@@ -94,7 +94,7 @@ def test_json_is_one_object_with_every_policy(compare: Any) -> None:
     assert rates["prefix-aware"] > rates["random"] > 0
 
 
-def test_the_same_options_give_the_same_bytes_whatever_the_jobs(compare: Any) -> None:
+def test_the_same_options_give_the_same_bytes_for_any_number_of_jobs(compare: Any) -> None:
     first = compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware")
     assert compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware") == first
     assert compare("--output=json", "--seed", 3, "--policy", "random", "--policy", "prefix-aware", jobs=2) == first
@@ -103,7 +103,7 @@ def test_the_same_options_give_the_same_bytes_whatever_the_jobs(compare: Any) ->
 
 
 def test_another_process_gives_the_same_bytes(compare: Any, trace: Path) -> None:
-    """So no result hangs on the hashes of a process, which differ from one to the next."""
+    """No result depends on hashes of objects, which differ between processes."""
     ended = run("sim", "compare", "--trace", trace, *SMALL, "--output=json", "--policy", "prefix-aware")
     assert (ended.code, ended.out, ended.err) == compare("--output=json", "--policy", "prefix-aware")
 
@@ -123,7 +123,7 @@ def test_the_table_needs_neither_rich_nor_matplotlib(compare: Any, monkeypatch: 
     )
 
 
-def test_a_report_is_written_beside_the_table(compare: Any, tmp_path: Path) -> None:
+def test_a_report_is_written_in_addition_to_the_table(compare: Any, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     code, out, err = compare("--policy", "random", "--requests", 5, "--html", file)
     assert code == 0
@@ -145,11 +145,11 @@ def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pyte
     assert compare("--output=json")[0] == 1
 
 
-# --- what goes wrong
+# --- errors
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "expected"),
     [
         (["--preset", "tpu"], r"unknown preset 'tpu': expected qwen3-32b-2xh100, .*"),
         (["--preset", "/none/costs.json"], r"cannot read the cost model /none/costs.json: No such file or directory"),
@@ -169,11 +169,13 @@ def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pyte
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_is_one_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_reported_in_one_sentence(
+    args: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sim", "compare", *args]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(f"kvevents: {said}\n", err)
+    assert re.fullmatch(f"kvevents: {expected}\n", err)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +196,14 @@ def test_what_cannot_be_is_one_sentence(args: list[str], said: str, capsys: pyte
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["sim", "compare", *args])
     assert ended.value.code == 2
     assert "usage: kvevents sim compare" in capsys.readouterr().err
 
 
-def test_without_matplotlib_a_report_is_refused_before_the_work(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_a_report_is_rejected_before_the_simulation(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delattr(sim_compare, "run_policies")
     code, out, err = compare("--html", "report.html")
@@ -210,7 +212,7 @@ def test_without_matplotlib_a_report_is_refused_before_the_work(compare: Any, mo
 
 
 def test_a_report_that_cannot_be_written_is_reported_after_the_table(compare: Any, tmp_path: Path) -> None:
-    (tmp_path / "report.html").symlink_to("report.html")  # a circle, which no user can open, root neither
+    (tmp_path / "report.html").symlink_to("report.html")  # a symlink loop, which no user can open, not even root
     code, out, err = compare("--policy", "random", "--requests", 2, "--html", tmp_path / "report.html")
     assert code == 1
     assert out
@@ -230,7 +232,7 @@ def traffic_of_the_trace(trace: Path) -> WorkloadOptions:
 
 
 @pytest.fixture(name="no_child_left", autouse=True)
-def no_process_is_left() -> Iterator[None]:
+def assert_no_child_is_left() -> Iterator[None]:
     yield
     assert multiprocessing.active_children() == []
 
@@ -239,28 +241,28 @@ FLEET = FleetSettings(engines=2, blocks=400)
 TWO = ["random", "round-robin"]
 
 
-def dies(_pipe: Connection, policy: str, *_: object) -> None:
-    """What a process does that is out of memory."""
+def kill_itself(_pipe: Connection, policy: str, *_: object) -> None:
+    """Kill the process for `round-robin`, as the kernel does if it is out of memory; the others wait."""
     if policy == "round-robin":
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 
 
-def test_a_process_that_dies_is_reported_and_ends_the_others(traffic: WorkloadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_compare, "_run_in_child", dies)
+def test_a_killed_process_is_reported_and_ends_the_others(traffic: WorkloadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim_compare, "_run_in_child", kill_itself)
     with pytest.raises(WorkerError, match="the process for round-robin was killed by SIGKILL before the simulation was done"):
         run_policies(TWO, FLEET, traffic, jobs=2, on_progress=no_progress)
 
 
-def test_what_a_process_raises_is_raised_here(salted: Path) -> None:
+def test_an_error_in_a_child_process_is_raised_in_the_parent(salted: Path) -> None:
     settings = FleetSettings(engines=1, blocks=400, dialect="vllm-0.10.2")
     for jobs in (1, 2):
         with pytest.raises(ConfigError, match="has no field for salts"):
             run_policies(TWO, settings, WorkloadOptions(trace=str(salted)), jobs=jobs, on_progress=no_progress)
 
 
-def test_fewer_jobs_than_policies_take_turns(traffic: WorkloadOptions) -> None:
-    """All report progress, and the results are in the order of the policies given."""
+def test_more_policies_than_jobs_are_all_simulated(traffic: WorkloadOptions) -> None:
+    """All policies report progress, and the results have the order of the given policies."""
     ended: dict[str, Progress] = {}
     policies = ["round-robin", "random", "least-loaded"]
     found = run_policies(policies, FLEET, traffic, jobs=2, on_progress=ended.__setitem__)
@@ -268,28 +270,28 @@ def test_fewer_jobs_than_policies_take_turns(traffic: WorkloadOptions) -> None:
     assert all(progress.finished == 3 for progress in ended.values())
 
 
-def interrupting(*_: object, **__: object) -> None:
+def raise_interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
 def test_an_interrupt_ends_every_process(traffic: WorkloadOptions) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_policies(TWO, FLEET, traffic, jobs=2, on_progress=interrupting)
+        run_policies(TWO, FLEET, traffic, jobs=2, on_progress=raise_interrupt)
 
 
 def test_an_interrupt_is_reported(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim_compare, "run_policies", interrupting)
+    monkeypatch.setattr(sim_compare, "run_policies", raise_interrupt)
     assert compare() == (130, "", "interrupted after 0 of 5 simulations; their results are discarded\n")
 
 
-def test_processes_do_not_see_ctrl_c() -> None:
-    """The terminal sends it to them as well; they would each print a traceback."""
+def test_sigint_is_blocked_while_child_processes_start() -> None:
+    """The terminal sends SIGINT to child processes as well, and each would print a traceback."""
     with sim_compare._block_interrupts():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
-# --- bars
+# --- progress bars
 
 
 class Terminal(io.StringIO):
@@ -300,7 +302,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("stream", "term", "shown"), [(Terminal, "xterm", True), (Terminal, "dumb", False), (io.StringIO, "xterm", False)]
 )
-def test_bars_are_shown_on_terminals_only(
+def test_progress_bars_are_shown_on_terminals_only(
     stream: type[io.StringIO], term: str, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = stream()
@@ -315,7 +317,7 @@ def test_bars_are_shown_on_terminals_only(
 # --- options
 
 
-def parsed(*args: str) -> Any:
+def parse_options(*args: str) -> Any:
     parser = ArgumentParser()
     add_fleet(parser)
     add_workload(parser)
@@ -323,38 +325,40 @@ def parsed(*args: str) -> Any:
 
 
 def test_every_setting_of_a_fleet_is_an_option() -> None:
-    assert read_fleet(parsed()) == FleetSettings()
+    assert read_fleet(parse_options()) == FleetSettings()
     words = "--ranks 2 --max-num-seqs 7 --window 128 --host-blocks 0 --event-delay 0 --overlay 1.5 --seed 9 --dialect vllm-0.24"
-    assert read_fleet(parsed(*words.split())) == FleetSettings(
+    assert read_fleet(parse_options(*words.split())) == FleetSettings(
         ranks=2, max_num_seqs=7, window=128, event_delay=0.0, overlay=1.5, seed=9, dialect="vllm-0.24"
     )
 
 
-def test_traffic_is_what_the_options_say(trace: Path) -> None:
-    """A trace is used up to its end by default; the requests are the same each time, and as many as their count says."""
-    chosen = read_workload(parsed("--trace", str(trace), "--trace-speed", "3"))
+def test_the_workload_follows_the_options(trace: Path) -> None:
+    """A trace is used to its end by default; `count` returns the number of requests that `generate` yields."""
+    chosen = read_workload(parse_options("--trace", str(trace), "--trace-speed", "3"))
     times = [request.at for request in chosen.generate()]
     assert chosen.count() == len(times) == REQUESTS
     assert times[-1] == pytest.approx(0.15 * (REQUESTS - 1) / 3)
-    assert read_workload(parsed("--trace", str(trace), "--requests", "7")).count() == 7
-    assert read_workload(parsed("--workload", "agents")).count() == DEFAULT_REQUESTS
-    fast = list(read_workload(parsed("--workload", "llm-d", "--rate", "50", "--requests", "100", "--seed", "2")).generate())
+    assert read_workload(parse_options("--trace", str(trace), "--requests", "7")).count() == 7
+    assert read_workload(parse_options("--workload", "agents")).count() == DEFAULT_REQUESTS
+    fast = list(
+        read_workload(parse_options("--workload", "llm-d", "--rate", "50", "--requests", "100", "--seed", "2")).generate()
+    )
     assert len(fast) == 100
     assert 1 < fast[-1].at < 4
-    assert read_workload(parsed()).count() == 1_000  # the packaged sample
+    assert read_workload(parse_options()).count() == 1_000  # the packaged sample
     with pytest.raises(ConfigError, match="use one of them"):
         WorkloadOptions(trace="x", workload="chat")
 
 
 def test_other_commands_do_not_load_the_simulation() -> None:
-    """A platform without the native index has them all the same."""
+    """The other commands also work on platforms without the native module."""
     loaded = "[m for m in sys.modules if m.startswith('kvevents.sim')]"
     code = f"import sys, kvevents.cli.program as p; p.make_parser(); print({loaded})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_without_the_index_its_absence_is_reported() -> None:
+def test_a_missing_native_module_is_reported() -> None:
     code = (
         "import sys; sys.modules['kvevents_native._native'] = None\n"
         "from kvevents.cli import main\nsys.exit(main(['sim', 'compare']))"
@@ -365,11 +369,11 @@ def test_without_the_index_its_absence_is_reported() -> None:
     assert "Traceback" not in done.stderr
 
 
-# Recordings as traces
+# --- recordings as traces
 
 
 def test_a_recording_becomes_a_trace_that_can_be_run(tmp_path: Path) -> None:
-    """The requests behind a captured vLLM run, written and then compared with; what was there before is replaced."""
+    """The requests of a recorded vLLM run replace an existing trace file, which `sim compare` can then read."""
     trace = tmp_path / "mine.jsonl.gz"
     trace.write_bytes(b"something else")
     with Program("sim", "convert", RECORDING, trace, "--run", RUN) as converting:
@@ -385,7 +389,7 @@ def test_a_recording_becomes_a_trace_that_can_be_run(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_a_recording_is_reported(tmp_path: Path) -> None:
-    """No file, no such run in it, or no place to write: a sentence and exit code 1."""
+    """A missing file, an unknown run, and an output that cannot be written give one sentence and exit code 1."""
     for arguments, message in (
         ([tmp_path / "nothing.jsonl", tmp_path / "out.jsonl"], "cannot read"),
         ([RECORDING, tmp_path / "out.jsonl", "--run", "no such run"], "no request can be derived from"),

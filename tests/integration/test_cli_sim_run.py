@@ -1,4 +1,4 @@
-"""`kvevents sim run` as a process, and as a fleet that others follow."""
+"""`kvevents sim run` as a process, and as a fleet that consumers follow."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ ENDLESS = ("--workload", "chat", "--rate", "20")
 
 @pytest.fixture(scope="module", name="trace")
 def small_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four seconds of the fleet."""
+    """A trace of four seconds of simulated time."""
     return growing_conversations(tmp_path_factory.mktemp("traces") / "trace.jsonl", TURNS)
 
 
 @pytest.fixture(name="fleet")
-def running_here(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Ended]:
-    """Runs the command in this process."""
+def run_in_this_process(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Ended]:
+    """Return a function that runs the command in this process."""
 
     def fleet(*args: object) -> Ended:
         code = main(["sim", "run", "--trace", str(trace), *SMALL, *FAST, *map(str, args)])
@@ -52,21 +52,21 @@ def running_here(trace: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Call
     return fleet
 
 
-def program(*args: object, **env: str) -> Program:
+def start_program(*args: object, **env: str) -> Program:
     return Program("sim", "run", *SMALL, *args, **env)
 
 
-def only(text: str) -> LiveResult:
-    """The one object on stdout."""
+def parse_result(text: str) -> LiveResult:
+    """Decode the only line of JSON on stdout."""
     assert text.count("\n") == 1
     return msgspec.json.decode(text, type=LiveResult)
 
 
-# --- its end
+# --- end of a run
 
 
-def test_it_ends_when_all_is_answered(fleet: Callable[..., Ended]) -> None:
-    """Endpoints and settings are shown beside the results: a table, a sentence, and the final state of the streams."""
+def test_a_run_ends_when_all_requests_are_answered(fleet: Callable[..., Ended]) -> None:
+    """Stderr has the endpoints; stdout has a table, a sentence, and the final state of the streams."""
     ended = fleet()
     assert ended.code == 0
     head, row, sentence, streams = ended.out.splitlines()
@@ -78,10 +78,10 @@ def test_it_ends_when_all_is_answered(fleet: Callable[..., Ended]) -> None:
     assert "\x1b[" not in ended.out + ended.err
 
 
-def test_json_is_one_object(fleet: Callable[..., Ended]) -> None:
+def test_json_output_is_one_object(fleet: Callable[..., Ended]) -> None:
     ended = fleet("--output=json", "--requests", 10, "--policy", "round-robin", "--faults", "drop:1%", "--dialect", "vllm-0.24")
     assert ended.code == 0
-    found = only(ended.out)
+    found = parse_result(ended.out)
     (result,) = found.policies
     assert (result.policy, result.requests, result.finished, result.disagreements) == ("round-robin", 10, 10, 0)
     assert [(one.source, one.rank, one.trust) for one in found.streams] == [("engine-0", 0, "EXACT"), ("engine-1", 0, "EXACT")]
@@ -99,21 +99,21 @@ def test_faults_are_injected_and_reported(fleet: Callable[..., Ended]) -> None:
     assert re.search(r"[1-9]\d* resets?, [1-9]\d* resets?, [1-9]\d* restarts?$", streams), streams
 
 
-def test_it_ends_after_its_duration(fleet: Callable[..., Ended]) -> None:
-    """Within what would go on for two hundred seconds; nothing was wrong until then."""
-    found = only(fleet("--duration", 0.4, "--time-scale", 0.02, "--output=json").out)
+def test_a_run_ends_after_its_duration(fleet: Callable[..., Ended]) -> None:
+    """The trace would take two hundred seconds; index and engines agree until the end of the duration."""
+    found = parse_result(fleet("--duration", 0.4, "--time-scale", 0.02, "--output=json").out)
     assert 0.4 <= found.seconds < 10
     assert found.policies[0].requests < TURNS
     assert found.policies[0].disagreements == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_it_with_the_table(number: signal.Signals) -> None:
-    """It would go on for ever, and began when a consumer had subscribed."""
-    with program("--engines", 1, *ENDLESS, *FAST, "--wait-for-subscriber", 20) as running:
-        announced = re.search(r"publishes at (\S+), replay at (\S+)", running.err.wait("engine-0/0 publishes"))
-        assert announced
-        with Program("tail", announced[1], "--replay", announced[2], "--verbose") as follower:
+def test_a_signal_ends_an_endless_run_with_the_table(number: signal.Signals) -> None:
+    """The run has no end of its own, and begins when a consumer has subscribed."""
+    with start_program("--engines", 1, *ENDLESS, *FAST, "--wait-for-subscriber", 20) as running:
+        endpoints = re.search(r"publishes at (\S+), replay at (\S+)", running.err.wait("engine-0/0 publishes"))
+        assert endpoints
+        with Program("tail", endpoints[1], "--replay", endpoints[2], "--verbose") as follower:
             follower.out.wait(lambda lines: sum("+1 block" in one for one in lines) > 5)
             ended = running.interrupt(number)
     assert ended.code == 0
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_it_with_the_table(number: signal.Signals) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_without_rich_and_a_terminal_it_prints_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_and_a_terminal_progress_is_printed_as_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.live", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
@@ -143,11 +143,11 @@ def test_without_rich_and_a_terminal_it_prints_lines(monkeypatch: pytest.MonkeyP
     assert all(re.search(r"2 streams EXACT, \d+ batches, index and engine agreed on (\d+) of \1$", one) for one in lines)
 
 
-# --- where it is
+# --- endpoints and sources
 
 
-def test_its_sources_are_as_a_service_reads_them(fleet: Callable[..., Ended], tmp_path: Path) -> None:
-    """With ranks, at ports of one's choice, in place of what was there; with names that TOML must quote."""
+def test_the_written_sources_can_be_read_by_a_service(fleet: Callable[..., Ended], tmp_path: Path) -> None:
+    """The file replaces an older one and contains ranks, configured ports, and names that TOML must quote."""
     file, port = tmp_path / "fleet.toml", four_free_ports()
     file.write_text("[[sources")
     model = 'a "model" \\ of ours \u00e9'
@@ -177,30 +177,30 @@ def test_its_sources_are_as_a_service_reads_them(fleet: Callable[..., Ended], tm
     assert {(one.model, one.block_size) for one in tables} == {(model, 32)}
 
 
-def test_a_service_follows_it(tmp_path: Path) -> None:
-    """`kvevents serve --sources` in another process: EXACT, with blocks, through restarts and losses."""
+def test_a_service_follows_the_simulated_fleet(tmp_path: Path) -> None:
+    """The streams of `kvevents serve --sources` become EXACT with blocks in spite of lost batches and cut connections."""
     file = tmp_path / "fleet.toml"
-    wrong = ("--faults", "drop:5%,reset:300ms")
-    with program(
-        *ENDLESS, "--time-scale", 4, *wrong, "--write-sources", file, "--wait-for-subscriber", 20, "--output=json"
+    fault_options = ("--faults", "drop:5%,reset:300ms")
+    with start_program(
+        *ENDLESS, "--time-scale", 4, *fault_options, "--write-sources", file, "--wait-for-subscriber", 20, "--output=json"
     ) as running:
         running.err.wait("engine-1/0 publishes")
         with serving("--sources", file) as service:
             for engine in ("engine-0", "engine-1"):
-                until(f"{engine} to be EXACT and hold blocks", partial(holds, service, engine))
+                until(f"{engine} to be EXACT and hold blocks", partial(is_exact_with_blocks, service, engine))
         ended = running.interrupt()
     assert ended.code == 0
-    found = only(ended.out + "\n")
+    found = parse_result(ended.out + "\n")
     assert found.policies[0].disagreements == 0
     assert found.policies[0].checked > 0
 
 
-def holds(service: Service, engine: str) -> bool:
+def is_exact_with_blocks(service: Service, engine: str) -> bool:
     found = service.sources().get((engine, 0))
     return found is not None and found["trust"]["state"] == "EXACT" and found["blocks"] > 0
 
 
-def test_it_runs_without_a_subscriber(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_waits_for_a_subscriber_fails_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "run", *SMALL, "--wait-for-subscriber", "0.05"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -210,11 +210,11 @@ def test_it_runs_without_a_subscriber(capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
-# --- what goes wrong
+# --- errors
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "expected"),
     [
         (["--faults", "crash:1s"], r"unknown fault 'crash': expected restart:60s .*"),
         (["--faults", "drop:7"], r"invalid fault 'drop:7': expected a share from 0% to 100%, for example drop:1%"),
@@ -236,11 +236,13 @@ def test_it_runs_without_a_subscriber(capsys: pytest.CaptureFixture[str]) -> Non
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_is_one_sentence(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_are_reported_in_one_sentence(
+    args: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sim", "run", *SMALL, "--duration", "5", *args]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.fullmatch(f"kvevents: {said}\n", err)
+    assert re.fullmatch(f"kvevents: {expected}\n", err)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +263,14 @@ def test_what_cannot_be_is_one_sentence(args: list[str], said: str, capsys: pyte
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["sim", "run", *args])
     assert ended.value.code == 2
     assert "usage: kvevents " in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with opened(engines=1) as other:
         port = other.addresses[0].endpoint.rpartition(":")[2]
         assert main(["sim", "run", *SMALL, "--base-port", port]) == 1
@@ -277,7 +279,7 @@ def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> No
     assert re.fullmatch(rf"kvevents: .*127\.0\.0\.1:{port}.*\n", err)
 
 
-# --- what is shown meanwhile
+# --- live view
 
 
 def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
@@ -313,7 +315,7 @@ def test_a_terminal_gets_the_table_and_a_quiet_run_nothing(monkeypatch: pytest.M
     assert shown == ["mine"]
 
 
-def test_what_became_of_the_streams_is_a_line() -> None:
+def test_the_final_state_of_the_streams_is_summarised_in_one_line() -> None:
     stream = StreamResult(
         source="a",
         rank=0,

@@ -1,4 +1,4 @@
-"""`kvevents tail` as a process, against tapes on real sockets."""
+"""`kvevents tail` as a process, against recorded engines on real sockets."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ MIXED = [
 ]
 
 
-def tail(tape: TapePlayer, *args: object) -> tuple[object, ...]:
+def tail_arguments(tape: TapePlayer, *args: object) -> tuple[object, ...]:
     return ("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--source-name", "pod", *args)
 
 
-def objects_of(out: str, kind: str = "batch") -> list[dict[str, Any]]:
+def parse_objects(out: str, kind: str = "batch") -> list[dict[str, Any]]:
     return [found for line in out.splitlines() if (found := json.loads(line))["kind"] == kind]
 
 
-def test_a_late_start_shows_everything_in_order_and_says_how_it_came() -> None:
+def test_a_late_start_shows_all_batches_in_order_and_which_were_replayed() -> None:
     with TapePlayer(RECORDING, run=RUN) as tape:
         tape.play(30)
-        with Program(*tail(tape)) as program:
+        with Program(*tail_arguments(tape)) as program:
             program.out.wait(r"#29 ")
             tape.play(1)
             program.out.wait(r"#30  live ")
@@ -63,9 +63,9 @@ def test_a_late_start_shows_everything_in_order_and_says_how_it_came() -> None:
 def test_lines_show_hashes_counts_and_tokens() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
-        lines = run(*tail(tape, "--count", 4)).out.splitlines()
-        verbose = run(*tail(tape, "--count", 4, "--verbose")).out
-        tokens = run(*tail(tape, "--count", 1, "--token-ids")).out
+        lines = run(*tail_arguments(tape, "--count", 4)).out.splitlines()
+        verbose = run(*tail_arguments(tape, "--count", 4, "--verbose")).out
+        tokens = run(*tail_arguments(tape, "--count", 1, "--token-ids")).out
     stored, removed = "+2 blocks abcdef01 80000000 after the root, 4 tokens", "-1 block abcdef01 from CPU"
     assert [line[14:] for line in lines if "#" in line] == [
         f"pod/0       #0  replay {stored}",
@@ -79,7 +79,7 @@ def test_lines_show_hashes_counts_and_tokens() -> None:
     assert "[11" not in "".join(lines) + verbose
 
 
-def test_json_lines_are_a_promise() -> None:
+def test_the_format_of_json_lines_is_stable() -> None:
     stored = '{"type":"BlockStored","block_hashes":[12379813738877118345,9223372036854775808],"parent_block_hash":null,'
     stored += '"token_ids":[11,12,13,14],"block_size":2,"lora_id":null,"medium":"GPU","lora_name":null}'
     rejected = (Rejected("unknown-tag", "BlockMoved", 1, b"x"),)
@@ -98,12 +98,12 @@ def test_json_lines_are_a_promise() -> None:
     assert trust.decode() == '{"kind":"trust","source":"pod","rank":1,"trust":"STALE","reason":"gone"}'
 
 
-def test_json_holds_what_was_published_token_ids_included() -> None:
+def test_json_contains_every_published_batch_with_token_ids() -> None:
     published = list(live_batches(RECORDING, RUN))
     with TapePlayer(published) as tape:
         tape.play()
-        ended = run(*tail(tape, "--output=json", "--count", len(published)))
-    found = objects_of(ended.out)
+        ended = run(*tail_arguments(tape, "--output=json", "--count", len(published)))
+    found = parse_objects(ended.out)
     assert [each["seq"] for each in found] == list(range(len(published)))
     assert {each["source"] for each in found} == {"pod"}
     stored = [event for each in found for event in each["events"] if event["type"] == "BlockStored"]
@@ -111,17 +111,20 @@ def test_json_holds_what_was_published_token_ids_included() -> None:
     assert ended.code == 0
 
 
-def test_filters_by_kind_and_medium() -> None:
+def test_events_are_filtered_by_type_and_medium() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
-        removed = objects_of(run(*tail(tape, "--output=json", "--count", 2, "--type", "removed,cleared")).out)
-        device = objects_of(run(*tail(tape, "--output=json", "--count", 3, "--medium", "gpu")).out)
+        removed = parse_objects(run(*tail_arguments(tape, "--output=json", "--count", 2, "--type", "removed,cleared")).out)
+        device = parse_objects(run(*tail_arguments(tape, "--output=json", "--count", 3, "--medium", "gpu")).out)
     assert [(each["seq"], len(each["events"])) for each in removed] == [(1, 1), (2, 1)]
     assert [(each["seq"], len(each["events"])) for each in device] == [(0, 1), (2, 1), (3, 2)]
 
 
-def test_gaps_and_resets_stand_out_even_when_quiet() -> None:
-    with TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={3, 4})) as tape, Program(*tail(tape, "--quiet")) as program:
+def test_gaps_and_resets_are_printed_even_with_quiet() -> None:
+    with (
+        TapePlayer(RECORDING, run=RUN, faults=Faults(skipped={3, 4})) as tape,
+        Program(*tail_arguments(tape, "--quiet")) as program,
+    ):
         assert tape.wait_for_subscriber(SECONDS)
         tape.play(8)
         program.out.wait(r"GAP +#3 to #4: 2 batches permanently lost")
@@ -135,20 +138,20 @@ def test_gaps_and_resets_stand_out_even_when_quiet() -> None:
 
 
 def test_ranks_count_up_from_both_ports() -> None:
-    """Of the endpoint and of the replay endpoint, which are those of rank 0."""
+    """The endpoint and the replay endpoint are those of rank 0; each further rank has the next ports."""
     with adjacent(ranks=2) as tapes:
         for tape in tapes:
             tape.play(3)
         ended = run(
             "tail", tapes[0].endpoint, "--replay", tapes[0].replay_endpoint, "--ranks", 2, "--output=json", "--count", 6
         )
-    found = sorted((each["rank"], each["seq"]) for each in objects_of(ended.out))
+    found = sorted((each["rank"], each["seq"]) for each in parse_objects(ended.out))
     assert found == [(rank, seq) for rank in (0, 1) for seq in range(3)]
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
 def test_no_replay_endpoint_is_guessed(command: list[str], tmp_path: Path) -> None:
-    """The next port answers replay requests for another engine: its batches are not delivered, and stderr says what to add."""
+    """Batches that the next port replays for another engine are not delivered, and stderr advises which option to add."""
     other = [(b"other", seq, payload(AllBlocksCleared())) for seq in range(40)]
     file = [tmp_path / each for each in command[1:]]
     with adjacent(tape=MIXED, faults=Faults(replay_foreign=other)) as (tape,):
@@ -163,17 +166,17 @@ def test_no_replay_endpoint_is_guessed(command: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
-def test_of_an_idle_engine_whose_history_came_by_replay_it_says_what_confirms_it(command: list[str], tmp_path: Path) -> None:
+def test_replayed_history_of_an_idle_engine_is_reported_as_unconfirmed_with_advice(command: list[str], tmp_path: Path) -> None:
     file = [tmp_path / each for each in command[1:]]
     with tape_of(*MIXED) as tape:
         tape.play()
-        ended = run(command[0], *tail(tape, *file, "--idle-timeout", 0.5)[1:])
+        ended = run(command[0], *tail_arguments(tape, *file, "--idle-timeout", 0.5)[1:])
     assert ended.code == 0
     assert "4 batches, 4 replayed, 0 gaps, 0 lost, 0 resets, trust DEGRADED (no live batch has confirmed yet" in ended.err
     assert "send the engine a request; the next batch confirms the replay endpoint" in ended.err
 
 
-def test_without_replay_it_says_that_losses_cannot_be_repaired(tmp_path: Path) -> None:
+def test_without_replay_a_warning_says_that_losses_cannot_be_repaired(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/kv"
     with TapePlayer(MIXED, endpoint=endpoint, replay_endpoint=None) as tape, Program("tail", endpoint, "--count", 2) as program:
         assert tape.wait_for_subscriber(SECONDS)
@@ -183,8 +186,8 @@ def test_without_replay_it_says_that_losses_cannot_be_repaired(tmp_path: Path) -
     assert "DEGRADED (no replay endpoint" in ended.err
 
 
-def test_it_waits_for_an_engine_that_is_not_there_yet_and_misses_nothing() -> None:
-    """Replay brings what the engine sent before the connection was there."""
+def test_tail_waits_for_an_engine_that_starts_later_and_misses_no_batch() -> None:
+    """Batches that the engine published before the connection was made are replayed."""
     with adjacent() as (tape,):
         tape.stop()
         with Program("tail", tape.endpoint, "--replay", tape.replay_endpoint, "--count", 10) as program:
@@ -196,13 +199,13 @@ def test_it_waits_for_an_engine_that_is_not_there_yet_and_misses_nothing() -> No
     assert [int(found) for found in re.findall(r" #(\d+) ", ended.out)] == list(range(10))
 
 
-def test_exit_code_3_when_nothing_ever_arrives() -> None:
-    """Neither from an idle engine nor from one that is not there."""
-    with tape_of(*MIXED) as tape, refusing() as nowhere:
-        idle = run(*tail(tape, "--idle-timeout", 0.3))
-        absent = run("tail", nowhere, "--no-replay", "--idle-timeout", 0.3)
+def test_the_exit_code_is_3_if_no_batch_arrives() -> None:
+    """It is 3 for an idle engine and for an engine that is not running."""
+    with tape_of(*MIXED) as tape, refusing() as unused_endpoint:
+        idle = run(*tail_arguments(tape, "--idle-timeout", 0.3))
+        absent = run("tail", unused_endpoint, "--no-replay", "--idle-timeout", 0.3)
         tape.play()
-        ended = run(*tail(tape, "--idle-timeout", 0.3))
+        ended = run(*tail_arguments(tape, "--idle-timeout", 0.3))
     assert idle.code == absent.code == 3
     assert re.search(r"\nnothing arrived within 0.3 s; `kvevents doctor tcp://\S+` finds out why", idle.err)
     assert "nothing listens there yet" in absent.err
@@ -210,20 +213,20 @@ def test_exit_code_3_when_nothing_ever_arrives() -> None:
 
 
 @pytest.mark.parametrize("command", [["tail"], ["record", "kept.jsonl"]], ids=" ".join)
-def test_seconds_are_over_also_where_no_engine_comes(command: list[str], tmp_path: Path) -> None:
-    """Whichever of the two limits comes first ends the wait."""
+def test_duration_and_idle_timeout_end_the_wait_for_an_engine(command: list[str], tmp_path: Path) -> None:
+    """The limit that is reached first ends the wait and determines the exit code."""
     file = [tmp_path / each for each in command[1:]]
-    with refusing() as nowhere:
-        alone = run(command[0], nowhere, *file, "--duration", 0.3)
-        idle = run(command[0], nowhere, *file, "--duration", 60, "--idle-timeout", 0.3, *(["--force"] if file else []))
+    with refusing() as unused_endpoint:
+        alone = run(command[0], unused_endpoint, *file, "--duration", 0.3)
+        idle = run(command[0], unused_endpoint, *file, "--duration", 60, "--idle-timeout", 0.3, *(["--force"] if file else []))
     assert [ended.code for ended in (alone, idle)] == [0, 3]
     assert "0 batches, 0 replayed, 0 gaps, 0 lost, 0 resets, trust CONNECTING" in alone.err
     assert "nothing arrived within 0.3 s" in idle.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_it_cleanly(number: signal.Signals) -> None:
-    with tape_of(*MIXED) as tape, Program(*tail(tape)) as program:
+def test_signals_end_tail_cleanly(number: signal.Signals) -> None:
+    with tape_of(*MIXED) as tape, Program(*tail_arguments(tape)) as program:
         tape.play()
         program.out.wait("#3 ")
         ended = program.interrupt(number)
@@ -232,10 +235,10 @@ def test_signals_end_it_cleanly(number: signal.Signals) -> None:
     assert "pod/0: 4 batches" in ended.err
 
 
-def test_a_closed_pipe_ends_it_quietly_even_when_nothing_more_comes() -> None:
+def test_a_closed_pipe_ends_tail_without_an_error_even_if_no_more_batches_arrive() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
-        command = [*KVEVENTS, *map(str, tail(tape))]
+        command = [*KVEVENTS, *map(str, tail_arguments(tape))]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
         with process:
             assert process.stdout
@@ -246,10 +249,10 @@ def test_a_closed_pipe_ends_it_quietly_even_when_nothing_more_comes() -> None:
             assert process.stderr.read() == b""
 
 
-def output_on_a_terminal(tape: TapePlayer, **env: str) -> bytes:
+def read_output_on_a_terminal(tape: TapePlayer, **env: str) -> bytes:
     master, slave = pty.openpty()
     try:
-        command = [*KVEVENTS, *map(str, tail(tape, "--count", 4))]
+        command = [*KVEVENTS, *map(str, tail_arguments(tape, "--count", 4))]
         subprocess.run(command, stdout=slave, timeout=SECONDS, env=environment(TERM="xterm", **env), check=True, stderr=-3)
         return os.read(master, 1 << 16)
     finally:
@@ -257,19 +260,19 @@ def output_on_a_terminal(tape: TapePlayer, **env: str) -> bytes:
         os.close(master)
 
 
-def test_color_only_where_a_person_looks() -> None:
+def test_output_is_colored_only_on_a_terminal() -> None:
     with tape_of(*MIXED) as tape:
         tape.play()
-        assert b"\x1b[" in output_on_a_terminal(tape)
-        assert b"\x1b[" not in output_on_a_terminal(tape, NO_COLOR="1")
-        assert "\x1b[" not in run(*tail(tape, "--count", 4)).out
+        assert b"\x1b[" in read_output_on_a_terminal(tape)
+        assert b"\x1b[" not in read_output_on_a_terminal(tape, NO_COLOR="1")
+        assert "\x1b[" not in run(*tail_arguments(tape, "--count", 4)).out
 
 
-def test_what_an_engine_sends_cannot_drive_the_terminal() -> None:
-    nasty = BlockRemoved([1], medium="\x1b[2J\nfake line")
-    with tape_of((b"kv", 0, payload(nasty)), (b"kv", 1, b"garbage")) as tape:
+def test_control_characters_from_engines_are_escaped() -> None:
+    hostile_event = BlockRemoved([1], medium="\x1b[2J\nfake line")
+    with tape_of((b"kv", 0, payload(hostile_event)), (b"kv", 1, b"garbage")) as tape:
         tape.play()
-        out = run(*tail(tape, "--count", 2)).out
+        out = run(*tail_arguments(tape, "--count", 2)).out
     assert r"from \x1b[2J\nfake line" in out
     assert re.search(r"#1 .* 1 NOT READABLE: ", out)
     assert "\x1b" not in out

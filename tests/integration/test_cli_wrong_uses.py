@@ -1,4 +1,4 @@
-"""Wrong uses of every command end in one sentence and a documented code, never in a traceback."""
+"""Wrong usage of every command ends with one sentence and a documented exit code, never with a traceback."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from cli_cases import KVEVENTS, SECONDS, Program, environment, refusing, run
 from kvevents.cli.program import COMMANDS, main
 
-DEAD = "{dead}"
-"""An endpoint at which nothing listens."""
+UNUSED_ENDPOINT = "{dead}"
+"""Placeholder for an endpoint at which nothing listens."""
 LONG = "x" * 300
-"""No file system takes such a name: as with a folder that must not be entered, even asking whether it exists raises."""
+"""A name that is too long for every file system, so that even `Path.exists` raises an error."""
 WRONG_PATHS: dict[str, tuple[str, ...]] = {
     "tail": ("127.0.0.1:1", "--curve-key", LONG, "--curve-server-key", LONG),
     "record": ("127.0.0.1:1", f"{LONG}/run.jsonl"),
@@ -34,47 +34,55 @@ WRONG_PATHS: dict[str, tuple[str, ...]] = {
     "conform": ("ours", "--scenarios", LONG),
     "sim": ("compare", "--trace", LONG),
 }
-DEAD_PORTS: dict[str, tuple[str, ...]] = {
-    "tail": (DEAD, "--idle-timeout", "0.2"),
-    "record": (DEAD, "run.jsonl", "--idle-timeout", "0.2"),
-    "doctor": (DEAD, "--duration", "0.2"),
-    "relay": (DEAD, "--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*", "--duration", "0.2"),
-    "query": ("1", "--model", "m", "--service", DEAD),
-    "top": ("--once", "--service", DEAD),
-    "plane": ("status", "--nats", DEAD),
+WITHOUT_A_LISTENER: dict[str, tuple[str, ...]] = {
+    "tail": (UNUSED_ENDPOINT, "--idle-timeout", "0.2"),
+    "record": (UNUSED_ENDPOINT, "run.jsonl", "--idle-timeout", "0.2"),
+    "doctor": (UNUSED_ENDPOINT, "--duration", "0.2"),
+    "relay": (
+        UNUSED_ENDPOINT,
+        "--endpoint",
+        "tcp://127.0.0.1:*",
+        "--replay-endpoint",
+        "tcp://127.0.0.1:*",
+        "--duration",
+        "0.2",
+    ),
+    "query": ("1", "--model", "m", "--service", UNUSED_ENDPOINT),
+    "top": ("--once", "--service", UNUSED_ENDPOINT),
+    "plane": ("status", "--nats", UNUSED_ENDPOINT),
 }
 
 
-def test_every_command_has_a_wrong_path() -> None:
-    """The table leaves no command out but `demo`, which takes no path."""
+def test_every_command_is_tested_with_a_wrong_path() -> None:
+    """`WRONG_PATHS` has every command except `demo`, which takes no path."""
     assert sorted([*WRONG_PATHS, "demo"]) == sorted(command.name for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", sorted(WRONG_PATHS))
-def test_a_path_that_cannot_be_used_is_one_sentence(command: str) -> None:
-    """Also where the operating system answers with an error that is not about the file being absent."""
+def test_an_unusable_path_is_reported_in_one_sentence(command: str) -> None:
+    """The operating system reports another error than that the file does not exist."""
     ended = run(command, *WRONG_PATHS[command])
     assert ended.code in {1, 2, 4}, ended
     assert "Traceback" not in ended.err
     assert ended.err.splitlines()[-1].startswith("kvevents"), ended.err
 
 
-@pytest.mark.parametrize("command", sorted(DEAD_PORTS))
-def test_a_port_where_nothing_listens_is_no_traceback(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that asks or follows a peer raises when it is not there."""
+@pytest.mark.parametrize("command", sorted(WITHOUT_A_LISTENER))
+def test_a_port_without_a_listener_causes_no_traceback(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that query or follow a peer end with a documented exit code if the peer is not running."""
     monkeypatch.chdir(tmp_path)
     with refusing() as endpoint:
         scheme = {"query": "http", "top": "http", "plane": "nats"}.get(command, "tcp")
-        dead = endpoint.replace("tcp", scheme)
-        ended = run(command, *(arg.replace(DEAD, dead) for arg in DEAD_PORTS[command]))
+        unused_endpoint = endpoint.replace("tcp", scheme)
+        ended = run(command, *(arg.replace(UNUSED_ENDPOINT, unused_endpoint) for arg in WITHOUT_A_LISTENER[command]))
     assert ended.code in {0, 1, 3, 4}, ended
     assert "Traceback" not in ended.err + ended.out
 
 
 @pytest.mark.parametrize("line", ["--help", "--version", "export --list-queries", "tail --help"])
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_a_full_disk_behind_stdout_is_one_sentence(line: str, unbuffered: str) -> None:
-    """Whether Python writes at once or at its end."""
+def test_a_full_disk_behind_stdout_is_reported_in_one_sentence(line: str, unbuffered: str) -> None:
+    """It is reported both if Python writes at once and if it writes at its exit."""
     with open("/dev/full", "wb") as full:  # noqa: PTH123 - a device
         command = [*KVEVENTS, *line.split()]
         env = environment(PYTHONUNBUFFERED=unbuffered)
@@ -83,15 +91,15 @@ def test_a_full_disk_behind_stdout_is_one_sentence(line: str, unbuffered: str) -
     assert done.returncode == 1
 
 
-def test_a_full_disk_behind_stderr_is_no_crash() -> None:
-    """The sentence is lost, the exit code is not."""
+def test_a_full_disk_behind_stderr_keeps_the_exit_code() -> None:
+    """The message is lost, but the exit code is the usual one."""
     with open("/dev/full", "wb") as full:  # noqa: PTH123 - a device
         done = subprocess.run([*KVEVENTS, "play", LONG], stderr=full, timeout=SECONDS, env=environment(), check=False)
     assert done.returncode == 1
 
 
-def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
-    """The entry point ends at once; Python itself reports each import here, which says when to interrupt."""
+def test_an_interrupt_during_imports_causes_no_traceback() -> None:
+    """The entry point ends at once. Python logs each import here, so the test knows when to send the interrupt."""
     launch = "import sys; from kvevents_command import main; sys.exit(main())"
     command = [sys.executable, "-c", launch]
     with Program("serve", "--port", 0, command=command, PYTHONPROFILEIMPORTTIME="1") as program:
@@ -101,8 +109,8 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
     assert "Traceback" not in ended.err
 
 
-def test_the_entry_point_is_the_program() -> None:
-    """And a process for which SIGINT is ignored, as under nohup, goes on ignoring it."""
+def test_the_entry_point_runs_the_program_and_keeps_an_ignored_sigint() -> None:
+    """A process that ignores SIGINT, as under `nohup`, continues to ignore it."""
     launch = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from kvevents_command import main;"
         "code = main(); assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN; sys.exit(code)"
@@ -113,7 +121,7 @@ def test_the_entry_point_is_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "expected"),
     [
         ("tial 127.0.0.1:5557", "unknown command tial; did you mean tail?"),
         ("--verison", "unknown option --verison; did you mean --version?"),
@@ -121,15 +129,14 @@ def test_the_entry_point_is_the_program() -> None:
         ("sim compair", "unknown command compair; did you mean compare?"),
     ],
 )
-def test_a_misspelled_command_has_a_suggestion(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As misspelled options have one."""
+def test_a_misspelled_command_has_a_suggestion(arguments: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words.split())
+        main(arguments.split())
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_options_of_a_plane_without_one_say_where_https_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tls_cert_without_a_plane_names_the_option_for_https(capsys: pytest.CaptureFixture[str]) -> None:
     """`--tls-cert` of `serve` is for NATS; the error names the settings of HTTPS."""
     assert main(["serve", "--tls-cert", "x"]) == 2
     assert "--tls-cert needs --nats, the URL of a NATS server; for HTTPS use --https-cert" in capsys.readouterr().err
@@ -137,15 +144,15 @@ def test_options_of_a_plane_without_one_say_where_https_is_set(capsys: pytest.Ca
 
 @pytest.mark.parametrize("content", ["[1, 2, 3]", "[1,2,3]", '{"a":1}', '"abc"', "two words", "two\nlines", ""])
 def test_a_prompt_is_not_sent_as_a_token(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A token file holds one printable word that is not JSON; anything else never leaves this machine."""
+    """A token file must contain one printable word that is not JSON; any other content is not sent to the service."""
     file = tmp_path / "token"
     file.write_text(content)
     assert main(["query", "1", "--model", "m", "--token-file", str(file)]) == 1
     assert f"--token-file {file} has" in capsys.readouterr().err
 
 
-def test_a_relay_without_its_extra_binds_nothing() -> None:
-    """The missing package is named before any endpoint is in use."""
+def test_a_relay_without_its_extra_fails_before_it_binds() -> None:
+    """The error names the missing package, and no endpoint was bound."""
     launch = (
         "import sys; sys.modules['prometheus_client'] = None; from kvevents.cli import main;"
         "sys.exit(main(['relay', '127.0.0.1:1', '--metrics-port', '1', '--duration', '1']))"
@@ -155,14 +162,13 @@ def test_a_relay_without_its_extra_binds_nothing() -> None:
     assert done.stderr.decode() == "kvevents: metrics need prometheus_client: pip install 'kvevents[service]'\n"
 
 
-def test_list_queries_as_json() -> None:
-    """One object a line."""
+def test_list_queries_prints_one_json_object_per_line() -> None:
     ended = run("export", "--list-queries", "--output=json")
     assert {"name", "question"} == set(json.loads(ended.out.splitlines()[0]))
 
 
 def test_top_writes_all_columns_into_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However narrow the terminal is said to be."""
+    """The width that `COLUMNS` gives is ignored for a pipe."""
     from kvevents.cli.top_view import UNLIMITED, TopView  # noqa: PLC0415 - needs an extra
 
     monkeypatch.setenv("COLUMNS", "40")

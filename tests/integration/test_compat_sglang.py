@@ -1,4 +1,4 @@
-"""`kvevents.compat.sglang` against the observable behaviour of SGLang 0.5.23's `sglang.srt.disaggregation.kv_events`."""
+"""`kvevents.compat.sglang` behaves like `sglang.srt.disaggregation.kv_events` of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parameters(function: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in found.items() if name != "self"}
 
 
-def test_signatures_are_sglangs() -> None:
+def test_signatures_equal_those_of_sglang() -> None:
     """Names, order and defaults are copied here from SGLang 0.5.23."""
     assert list(parameters(sglang.ZmqEventPublisher).items()) == [
         ("attn_dp_rank", REQUIRED),
@@ -77,11 +77,10 @@ def test_signatures_are_sglangs() -> None:
 
 
 @pytest.mark.parametrize("golden", NEWEST, ids=str)
-def test_events_encode_to_sglangs_bytes(golden: Golden, context: Context) -> None:
-    """By msgspec alone and through the publisher, live and replayed, they are byte by byte the golden frames of SGLang
-    0.5.22."""
-    ts, made, rank = golden.decoded
-    built = [getattr(sglang, event["type"])(**{k: v for k, v in event.items() if k != "type"}) for event in made]
+def test_events_are_encoded_to_the_bytes_of_sglang(golden: Golden, context: Context) -> None:
+    """Encoded by msgspec and sent by the publisher, live and replayed, they equal the golden frames of SGLang 0.5.22."""
+    ts, event_values, rank = golden.decoded
+    built = [getattr(sglang, event["type"])(**{k: v for k, v in event.items() if k != "type"}) for event in event_values]
     whole = sglang.KVEventBatch(ts, built, rank)
     assert msgspec.msgpack.encode(whole) == golden.payload
     assert rank is not None
@@ -98,21 +97,23 @@ def test_events_encode_to_sglangs_bytes(golden: Golden, context: Context) -> Non
     publisher.shutdown()
 
 
-def test_goldens_are_there() -> None:
-    """Without goldens the test above would prove nothing."""
+def test_goldens_exist() -> None:
+    """Without goldens the parametrised test above would not run."""
     assert len(NEWEST) > 5
 
 
 def test_events_are_also_events_of_kvevents() -> None:
-    """So they can be encoded in other dialects. A medium may be a member of the enumeration."""
+    """They can be encoded in other dialects. A medium may also be a member of `StorageMedium`."""
     event = sglang.BlockStored([1], None, [1], 1, None, medium=sglang.StorageMedium.CPU)
     assert isinstance(event, events.KVCacheEvent)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(event))["medium"] == "CPU_PINNED"
 
 
-def test_a_program_written_for_sglang(context: Context) -> None:
-    """It uses the JSON, the factory, the rank in the batch, the buffer limit with the topic in replies, and is closed after
-    shutdown. Evicted batches are in a snapshot, which SGLang does not have: a clear under the number of its last batch."""
+def test_a_program_written_for_sglang_works(context: Context) -> None:
+    """The program uses JSON, the factory, the rank in the batch, the buffer limit, the topic in replies, and shutdown.
+
+    Unlike SGLang, replay begins with a snapshot of evicted batches: a clear with the number of the last one.
+    """
     text = json.dumps({"publisher": "zmq", "endpoint": ANY, "replay_endpoint": ANY, "topic": "t", "buffer_steps": 10})
     publisher = sglang.EventPublisherFactory.create(text, attn_dp_rank=3)
     assert isinstance(publisher, sglang.ZmqEventPublisher)
@@ -152,8 +153,8 @@ def test_publish_raises_nothing_for_a_batch_whose_rank_cannot_be_read() -> None:
         publisher.shutdown()
 
 
-def test_batches_of_other_types_publish_too(context: Context) -> None:
-    """vLLM's batches, whose rank has another name, publish too, also with a full queue."""
+def test_batches_of_other_types_are_published(context: Context) -> None:
+    """Batches of vLLM, whose rank field has another name, are accepted, also if the queue is full."""
     publisher = sglang.ZmqEventPublisher(2, ANY, max_queue_size=1)
     subscriber = subscribe(context, publisher)
     publisher.publish(events.EventBatch(1.0, []))
@@ -226,7 +227,7 @@ def test_the_config_behaves_like_a_pydantic_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "message"),
     [
         ("{", "JSON"),
         ("[]", "object"),
@@ -237,9 +238,9 @@ def test_the_config_behaves_like_a_pydantic_model() -> None:
         ('{"topic": 1, "hwm": []}', r"2 validation error(.|\n)*hwm(.|\n)*topic"),
     ],
 )
-def test_config_errors_name_the_field(text: str, named: str) -> None:
+def test_config_errors_name_the_field(text: str, message: str) -> None:
     """One ValueError names all invalid fields."""
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=message):
         sglang.KVEventsConfig.from_cli(text)
 
 
@@ -247,12 +248,12 @@ def test_config_errors_name_the_field(text: str, named: str) -> None:
     ("text", "expected"),
     [(None, False), ("", False), ("{}", False), ('{"format": "default"}', False), ('{"format": "dynamo"}', True)],
 )
-def test_the_dynamo_format(text: str | None, expected: bool) -> None:
+def test_the_dynamo_format_is_detected(text: str | None, expected: bool) -> None:
     """`uses_dynamo_format` reads the JSON."""
     assert sglang.uses_dynamo_format(text) is expected
 
 
-def test_the_factory_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_factory_behaves_as_in_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """It returns the null publisher in the same cases as SGLang, and passes settings to registered publishers."""
     monkeypatch.setattr(sglang.EventPublisherFactory, "_registry", dict(sglang.EventPublisherFactory._registry))
     for config in (None, ""):
@@ -276,13 +277,15 @@ def test_the_factory_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("size", "attn", "dp", "expected"), [(4, 3, 1, 3), (1, 0, 2, 2), (1, 0, None, 0), (0, 5, 1, 1)])
-def test_which_rank_offsets_the_port(size: int, attn: int, dp: int | None, expected: int) -> None:
-    """It is the attention rank with attention data parallelism, otherwise that of the replica."""
+def test_the_rank_that_offsets_the_port_depends_on_attention_data_parallelism(
+    size: int, attn: int, dp: int | None, expected: int
+) -> None:
+    """It is the attention rank with attention data parallelism, otherwise the rank of the replica."""
     assert sglang.select_kv_publisher_dp_rank(size, attn, dp) == expected
 
 
-def test_which_scheduler_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's runtime decides, and is imported only then; without it the error says what is missing."""
+def test_only_the_first_scheduler_of_a_rank_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime of SGLang decides; it is imported only if events are enabled, and the error without it names the package."""
     assert sglang.is_kv_publisher_rank(None) is False
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)
     with pytest.raises(MissingDependencyError, match="install sglang"):
@@ -297,8 +300,8 @@ def test_which_scheduler_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sglang.is_kv_publisher_rank("{}") is expected
 
 
-def test_namespaced_hashes() -> None:
-    """They follow the rule byte by byte, and equal a vector computed by SGLang 0.5.23."""
+def test_namespaced_hashes_equal_those_of_sglang() -> None:
+    """The seed equals the digest computed here, and a hash equals a test vector computed by SGLang 0.5.23."""
     seed = sglang.kv_event_namespace_seed
     assert seed(extra_key=None, cache_salt=None) is None
     by_hand = hashlib.sha256(b"sglang-kv-event-namespace-v1" + b"\1" + (1).to_bytes(8, "little") + b"a" + b"\0").digest()
@@ -334,7 +337,7 @@ VECTOR = 6078853747462455894
         (None, None, None, None),
     ],
 )
-def test_parsing_endpoints(endpoint: str | None, port: int | None, advertised: Any, bindable: Any) -> None:
+def test_endpoints_are_parsed_as_in_sglang(endpoint: str | None, port: int | None, advertised: Any, bindable: Any) -> None:
     """The functions return a port with any host, an advertisable address, a bindable address; None for invalid endpoints."""
     assert sglang.parse_tcp_port(endpoint) == port
     assert sglang.parse_advertisable_tcp(endpoint) == advertised
@@ -362,13 +365,12 @@ def test_parsing_endpoints(endpoint: str | None, port: int | None, advertised: A
         ("tcp://*:5557", "tcp://*:6001", 2, "tcp://*:6000", None, "overlaps"),
     ],
 )
-def test_where_load_reports_go(
+def test_the_address_of_load_reports_follows_the_settings(
     events_at: str | None, replay_at: str | None, ranks: int, setting: str | None, found: Any, reason: str | None
 ) -> None:
-    """They are off by default, after the ports of events and replay with `auto`, or at a given address that must not
-    overlap."""
-    place, why = sglang.resolve_load_pub_range(
+    """Load reports are off by default; `auto` uses the ports after events and replay; a given address must not overlap."""
+    address, refusal = sglang.resolve_load_pub_range(
         kv_endpoint=events_at, replay_endpoint=replay_at, dp_size=ranks, load_publish_endpoint=setting
     )
-    assert place == found
-    assert (reason in (why or "")) if reason else why is None
+    assert address == found
+    assert (reason in (refusal or "")) if reason else refusal is None

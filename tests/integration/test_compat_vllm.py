@@ -1,4 +1,4 @@
-"""`kvevents.compat.vllm` against the observable behaviour of vLLM 0.33's `vllm.distributed.kv_events`."""
+"""`kvevents.compat.vllm` behaves like `vllm.distributed.kv_events` of vLLM 0.33."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parameters(function: Any) -> dict[str, Any]:
 REQUIRED = inspect.Parameter.empty
 
 
-def test_signatures_are_vllms() -> None:
+def test_signatures_equal_those_of_vllm() -> None:
     """Names, order and defaults are copied here from vLLM 0.33."""
     assert list(parameters(vllm.ZmqEventPublisher).items()) == [
         ("data_parallel_rank", REQUIRED),
@@ -89,16 +89,16 @@ def test_required_fields_are_required() -> None:
         vllm.BlockStored([1], None, [1], 1, None, "GPU")  # type: ignore[call-arg]
 
 
-def native(event: dict[str, Any]) -> Any:
-    """Build an event of a golden with the classes of the drop-in, as vLLM builds it with its own."""
+def build_event(event: dict[str, Any]) -> Any:
+    """Build an event of a golden with the classes of `compat`, as vLLM builds it with its own."""
     fields = {name: value for name, value in event.items() if name != "type"}
     if fields.get("extra_keys") is not None:
         fields["extra_keys"] = [None if keys is None else tuple(keys) for keys in fields["extra_keys"]]
     return getattr(vllm, event["type"])(**fields)
 
 
-# Made with the classes of vLLM 0.33 from its wheel, from the values of the test below.
-OF_0_33 = bytes.fromhex(
+# Encoded with the classes of the wheel of vLLM 0.33 from the values of the test below.
+PAYLOAD_OF_0_33 = bytes.fromhex(
     "93cb3ff800000000000093de000ea474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739201cfffffffffffffffffb1"
     "706172656e745f626c6f636b5f68617368c4207070707070707070707070707070707070707070707070707070707070707070a9746f6b65"
     "6e5f696473920102aa626c6f636b5f73697a6501a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c0aa65787472"
@@ -109,8 +109,8 @@ OF_0_33 = bytes.fromhex(
 )
 
 
-def test_events_encode_to_vllms_bytes() -> None:
-    """They are byte by byte what vLLM 0.33 sends, including the 16-bit map header that msgspec reserves for 16 fields."""
+def test_events_are_encoded_to_the_bytes_of_vllm() -> None:
+    """They equal the bytes of vLLM 0.33, including the 16-bit map header that msgspec reserves for 16 fields."""
     hashes: list[int | bytes] = [1, 2**64 - 1]
     keys: list[tuple[str, ...] | None] = [None, ("salt",)]
     kind = "full_attention"
@@ -118,15 +118,14 @@ def test_events_encode_to_vllms_bytes() -> None:
         hashes, b"p" * 32, [1, 2], 1, None, "GPU", None, keys, 0, kind, None, "LOCAL", None, "s", [[3], []]
     )
     whole = vllm.KVEventBatch(1.5, [first, vllm.BlockRemoved([1], None, 2), vllm.AllBlocksCleared()], 1)
-    assert msgspec.msgpack.encode(whole) == OF_0_33
+    assert msgspec.msgpack.encode(whole) == PAYLOAD_OF_0_33
 
 
 @pytest.mark.parametrize("golden", NEWEST, ids=str)
-def test_goldens_from_these_classes(golden: Golden, context: Context) -> None:
-    """Encoded in its dialect they are vLLM 0.32's payloads, without a dialect the same values, in its frames, live and
-    replayed."""
-    ts, made, rank = golden.decoded
-    whole = vllm.KVEventBatch(ts, [native(event) for event in made], rank)
+def test_goldens_are_reproduced_with_the_classes_of_compat(golden: Golden, context: Context) -> None:
+    """In its dialect they equal the payloads of vLLM 0.32; without a dialect the values and all other frames are equal."""
+    ts, event_values, rank = golden.decoded
+    whole = vllm.KVEventBatch(ts, [build_event(event) for event in event_values], rank)
     assert encode_batch(whole, dialect_for("vllm", "0.32.0")) == golden.payload
     payload = msgspec.msgpack.encode(whole)
     assert msgspec.msgpack.decode(payload) == msgspec.msgpack.decode(golden.payload)
@@ -151,13 +150,13 @@ def test_the_newest_field_is_sent() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(event))["lookahead_token_ids"] == [[2, 3]]
 
 
-def test_goldens_are_there() -> None:
-    """Without goldens the test above would prove nothing."""
+def test_goldens_exist() -> None:
+    """Without goldens the parametrised test above would not run."""
     assert len(NEWEST) > 5
 
 
 def test_events_are_also_events_of_kvevents_and_hashable() -> None:
-    """So they can be aggregated and encoded in other dialects. Decoding ignores unknown fields."""
+    """They can be aggregated and encoded in other dialects. Decoding ignores unknown fields."""
     removed = vllm.BlockRemoved([1], "GPU", 2)
     full = vllm.BlockStored([1], b"x" * 32, [1], 1, None, "GPU", None, [("a",)], 0, "full", 5, "LOCAL", "o", "s", [[1]])
     for event in (removed, full, vllm.BlockStored([1], None, [1], 1, None, None, None)):
@@ -189,16 +188,17 @@ HASHED = {
 
 
 @pytest.mark.parametrize("name", HASHED)
-def test_events_hash_as_vllms(name: str) -> None:
+def test_events_hash_as_in_vllm(name: str) -> None:
     """Events that differ in a field that vLLM hashes have different hashes."""
     event = vllm.BlockStored([1], None, [1], 1, None, "GPU", None)
     assert hash(event) != hash(msgspec.structs.replace(event, **{name: HASHED[name]}))
 
 
-def test_a_program_written_for_vllm(context: Context) -> None:
-    """It uses the config with the flag, the factory, the rank offset, publish, the topic in replies, the buffer limit, and is
-    closed after shutdown. Evicted batches are in a snapshot, which vLLM does not have: a clear under the number of its last
-    batch."""
+def test_a_program_written_for_vllm_works(context: Context) -> None:
+    """The program uses the config, the factory, the rank offset, the topic in replies, the buffer limit, and shutdown.
+
+    Unlike vLLM, replay begins with a snapshot of evicted batches: a clear with the number of the last one.
+    """
     config = vllm.KVEventsConfig(
         enable_kv_cache_events=True,
         endpoint="inproc://vllm-events",
@@ -229,9 +229,8 @@ def test_a_program_written_for_vllm(context: Context) -> None:
         publisher.publish(vllm.EventBatch(1.0, []))
 
 
-def test_the_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the configured endpoints plus the rank; port 0 becomes this node's address with the chosen port (vLLM from
-    0.31)."""
+def test_get_publisher_config_returns_the_resolved_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports include the rank; port 0 becomes the address of this node with the chosen port, as in vLLM from 0.31."""
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     publisher = vllm.ZmqEventPublisher(2, "tcp://*:0", "tcp://*:0", buffer_steps=5, topic="t")
     found = publisher.get_publisher_config()
@@ -245,7 +244,7 @@ def test_the_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vllm.NullEventPublisher(3).get_publisher_config() is None
 
 
-def test_our_own_publisher_has_its_configuration_too() -> None:
+def test_the_publisher_of_kvevents_returns_its_configuration_too() -> None:
     """vLLM calls this method of every publisher when the engine starts, and fails without it."""
     own = publisher.ZmqEventPublisher(1, "tcp://*:0", buffer_steps=7, topic="t")
     port = own.endpoint.rpartition(":")[2]
@@ -257,10 +256,10 @@ def test_our_own_publisher_has_its_configuration_too() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_a_port_of_the_oss_choice_is_at_the_nodes_address(
+def test_a_port_chosen_by_the_os_is_bound_at_the_address_of_the_node(
     address: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The publisher listens at the advertised address only, with IPv4 and IPv6."""
+    """The publisher listens only at the address that it returns, for IPv4 and IPv6."""
     monkeypatch.setattr(vllm, "get_ip", lambda: address)
     publisher = vllm.ZmqEventPublisher(0, "tcp://*:0", "tcp://*:0")
     found = publisher.get_publisher_config()
@@ -277,8 +276,8 @@ def test_a_port_of_the_oss_choice_is_at_the_nodes_address(
         replay.connect(found.replay_endpoint)
         ask(replay, 0)
         assert numbers(read_reply(replay)) == [0]
-    with socket.socket() as elsewhere:
-        assert elsewhere.connect_ex(("127.0.0.2", int(port))) != 0
+    with socket.socket() as other_address:
+        assert other_address.connect_ex(("127.0.0.2", int(port))) != 0
     publisher.shutdown()
 
 
@@ -292,7 +291,7 @@ def test_a_node_without_an_address_cannot_leave_the_port_to_the_os(address: str,
         vllm.ZmqEventPublisher(0, "tcp://127.0.0.1:0", "tcp://*:0")
 
 
-def test_the_address_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_this_node_comes_from_vllm_host_ip_or_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is `VLLM_HOST_IP`, or an address of this host, or the wildcard without a route."""
     monkeypatch.setenv("VLLM_HOST_IP", "fe80::1")
     assert vllm.get_ip() == "fe80::1"
@@ -300,19 +299,19 @@ def test_the_address_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ipaddress.ip_address(vllm.get_ip())
 
 
-def test_a_rank_alone_on_its_node_keeps_vllms_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In vLLM, adjacent ports of rank 1 work if rank 0 is on another node; our own class rejects them before it binds."""
+def test_a_rank_alone_on_its_node_has_the_ports_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM, adjacent ports work for rank 1 if rank 0 is on another node; the class of kvevents itself rejects them."""
     opened: list[tuple[str, str | None]] = []
 
-    class Opened(Exception):  # noqa: N818 - not an error: how far construction came
+    class ServerOpenedError(Exception):
         pass
 
     def open_server(endpoint: str, replay_endpoint: str | None, **settings: Any) -> None:
         opened.append((endpoint, replay_endpoint))
-        raise Opened
+        raise ServerOpenedError
 
     monkeypatch.setattr("kvevents.publisher.zmq_publisher.EventServer", open_server)
-    with pytest.raises(Opened):
+    with pytest.raises(ServerOpenedError):
         vllm.ZmqEventPublisher(1, "tcp://*:5557", "tcp://*:5558")
     assert opened == [("tcp://*:5558", "tcp://*:5559")]
     with pytest.raises(ConfigError, match="rank 0's replay port"):
@@ -320,7 +319,7 @@ def test_a_rank_alone_on_its_node_keeps_vllms_ports(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_full_queue_does_not_block(context: Context) -> None:
-    """vLLM would wait for its publisher thread here; a program only sees that `publish` returns."""
+    """Excess batches are dropped and counted; vLLM would block in `publish` instead."""
     publisher = vllm.ZmqEventPublisher(0, ANY, max_queue_size=2)
     with held(publisher):
         for number in range(10):
@@ -341,7 +340,7 @@ def test_config_is_a_dataclass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("arguments", "expected"),
     [
         ({"hwm": "10"}, ("hwm", 10)),
         ({"hwm": "10.0"}, ("hwm", 10)),
@@ -352,15 +351,15 @@ def test_config_is_a_dataclass() -> None:
     ],
     ids=str,
 )
-def test_config_takes_values_as_pydantic_does(given: dict[str, Any], expected: tuple[str, Any]) -> None:
+def test_config_converts_values_as_pydantic_does(arguments: dict[str, Any], expected: tuple[str, Any]) -> None:
     """Numbers and flags may be written in the ways that pydantic accepts."""
-    value = getattr(vllm.KVEventsConfig(**given), expected[0])
+    value = getattr(vllm.KVEventsConfig(**arguments), expected[0])
     assert value == expected[1]
     assert type(value) is type(expected[1])
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         {"hwm": "ten"},
         {"hwm": 1.5},
@@ -377,14 +376,14 @@ def test_config_takes_values_as_pydantic_does(given: dict[str, Any], expected: t
     ],
     ids=str,
 )
-def test_config_rejects_what_pydantic_rejects(given: dict[str, Any]) -> None:
-    """A ValueError names the field."""
-    with pytest.raises(ConfigError, match=next(iter(given))) as caught:
-        vllm.KVEventsConfig(**given)
+def test_config_rejects_what_pydantic_rejects(arguments: dict[str, Any]) -> None:
+    """The error is a ValueError that names the field."""
+    with pytest.raises(ConfigError, match=next(iter(arguments))) as caught:
+        vllm.KVEventsConfig(**arguments)
     assert isinstance(caught.value, ValueError)
 
 
-def test_config_from_the_command_line() -> None:
+def test_config_is_read_from_the_command_line() -> None:
     """The JSON of `--kv-events-config` is read; other text and unknown keys are rejected."""
     assert vllm.KVEventsConfig.from_cli('{"enable_kv_cache_events": true, "topic": "x"}') == vllm.KVEventsConfig(
         True, topic="x"
@@ -397,7 +396,7 @@ def test_config_from_the_command_line() -> None:
 # --- factory ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_factory_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_factory_behaves_as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without events it returns the null publisher; registered names get vLLM's settings; other names raise as in vLLM."""
     monkeypatch.setattr(vllm.EventPublisherFactory, "_registry", dict(vllm.EventPublisherFactory._registry))
     for config in (None, vllm.KVEventsConfig(), vllm.KVEventsConfig(True, "null")):
@@ -425,6 +424,6 @@ def test_the_factory_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     ("endpoint", "rank", "expected"),
     [(None, 1, None), ("tcp://*:5557", 1, "tcp://*:5558"), ("inproc://a", 1, "inproc://a_dp1"), ("tcp://*:0", 1, "tcp://*:0")],
 )
-def test_port_offsets(endpoint: str | None, rank: int, expected: str | None) -> None:
-    """Programs call the static method to find a rank's endpoint."""
+def test_the_rank_is_added_to_ports(endpoint: str | None, rank: int, expected: str | None) -> None:
+    """Programs call `offset_endpoint_port` to find the endpoint of a rank."""
     assert vllm.ZmqEventPublisher.offset_endpoint_port(endpoint, data_parallel_rank=rank) == expected

@@ -24,8 +24,8 @@ KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
-def test_defaults_are_the_engines(engine: Any) -> None:
-    """Every engine setting has its name and default here too, except `format` and the publisher's name."""
+def test_defaults_equal_those_of_the_engine(engine: Any) -> None:
+    """Every setting of an engine has the same name and default here, except `format` and `publisher`."""
     theirs = engine.KVEventsConfig()
     names = inspect.get_annotations(engine.KVEventsConfig).keys() - {"publisher", "format"}
     assert {"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"} <= names
@@ -33,21 +33,21 @@ def test_defaults_are_the_engines(engine: Any) -> None:
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
 
 
-def test_our_own_settings_are_off_by_default() -> None:
-    """A configuration of an engine, which has none of them, changes nothing that consumers see."""
+def test_settings_that_engines_lack_are_off_by_default() -> None:
+    """A configuration written for an engine, which lacks these settings, gives the behaviour of the engine."""
     config = KVEventsConfig()
     ours = ("bind", "dialect", "replay_topic", "compact", "heartbeat", "snapshot_endpoint", "curve")
     assert [getattr(config, name) for name in ours] == [None] * len(ours)
 
 
 @pytest.mark.parametrize(
-    ("given", "publisher"),
+    ("arguments", "publisher"),
     [({"enable_kv_cache_events": True}, "zmq"), ({}, "null"), ({"publisher": "mine"}, "mine"), ({"publisher": "zmq"}, "zmq")],
     ids=str,
 )
-def test_the_publisher_follows_from_whether_events_are_enabled(given: dict[str, Any], publisher: str) -> None:
-    """This holds unless a publisher is named."""
-    assert KVEventsConfig(**given).publisher == publisher
+def test_the_publisher_follows_from_whether_events_are_enabled(arguments: dict[str, Any], publisher: str) -> None:
+    """A publisher that is named takes precedence."""
+    assert KVEventsConfig(**arguments).publisher == publisher
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_the_publisher_follows_from_whether_events_are_enabled(given: dict[str, 
         ("{}", False, "null"),
     ],
 )
-def test_either_engines_json(text: str, enabled: bool, publisher: str) -> None:
+def test_the_json_of_both_engines_is_accepted(text: str, enabled: bool, publisher: str) -> None:
     """vLLM enables events with a flag, SGLang by naming a publisher; all other keys are the same."""
     for config in (KVEventsConfig.from_json(text), KVEventsConfig.from_cli(text), KVEventsConfig.from_json(text.encode())):
         assert (config.enable_kv_cache_events, config.publisher) == (enabled, publisher)
 
 
-def test_json_reaches_every_field() -> None:
-    """What `msgspec` writes is read back, including keys."""
+def test_every_field_is_read_from_json() -> None:
+    """A configuration encoded by `msgspec` is decoded to an equal one, including keys."""
     config = KVEventsConfig(
         enable_kv_cache_events=True,
         endpoint="tcp://10.0.0.1:7000",
@@ -109,7 +109,7 @@ def test_json_reaches_every_field() -> None:
         ('{"bind": "maybe"}', "bind"),
     ],
 )
-def test_wrong_settings_are_named(text: str, sentence: str) -> None:
+def test_errors_name_the_invalid_setting(text: str, sentence: str) -> None:
     """Each error is a ConfigError and a ValueError whose message names the field or key."""
     with pytest.raises(ConfigError, match=sentence) as caught:
         KVEventsConfig.from_json(text)
@@ -117,7 +117,7 @@ def test_wrong_settings_are_named(text: str, sentence: str) -> None:
 
 
 def test_a_config_is_frozen() -> None:
-    """`publisher` is resolved once."""
+    """Its fields cannot be assigned, because `publisher` is derived once."""
     with pytest.raises(AttributeError):
         KVEventsConfig().topic = "x"  # type: ignore[misc]
 
@@ -137,13 +137,13 @@ def test_a_config_is_frozen() -> None:
         ("", None),
     ],
 )
-def test_split_tcp(endpoint: str, found: tuple[str, int] | None) -> None:
-    """It returns host and port if the endpoint has both."""
+def test_split_tcp_returns_host_and_port(endpoint: str, found: tuple[str, int] | None) -> None:
+    """It returns None for endpoints that do not have both."""
     assert split_tcp(endpoint) == found
 
 
-def test_dialects_by_name() -> None:
-    """A name has engine and release or the engine alone; a row and None are accepted too."""
+def test_dialects_are_resolved_by_name() -> None:
+    """A name has an engine and a release or only an engine; a `Dialect` and None are returned unchanged."""
     newest = dialect_for("vllm")
     assert resolve_dialect("vllm-latest") is resolve_dialect("vllm") is resolve_dialect(newest) is newest
     assert resolve_dialect("sglang-0.5.17") is dialect_for("sglang", "0.5.17")
@@ -153,7 +153,7 @@ def test_dialects_by_name() -> None:
 
 
 def test_a_secret_key_is_never_shown() -> None:
-    """Neither repr, also of an enclosing config, nor rich shows it."""
+    """It is not in `repr`, `str`, the `repr` of a config, or the output of rich."""
     secret = KEY[5:] + KEY[:5]
     for curve in (Curve(public_key=KEY, secret_key=secret), Curve(public_key=KEY, secret_key=secret, server_key=KEY)):
         for shown in (repr(curve), str(curve), repr(KVEventsConfig(curve=curve)), repr(dict(curve.__rich_repr__()))):
@@ -161,7 +161,7 @@ def test_a_secret_key_is_never_shown() -> None:
             assert KEY in shown
 
 
-def test_keys_are_set_on_a_socket() -> None:
+def test_curve_keys_are_set_on_a_socket() -> None:
     """The socket is a server without `server_key` and a client with it."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     with zmq.Context() as context, context.socket(zmq.PUB) as server, context.socket(zmq.SUB) as client:
@@ -171,8 +171,8 @@ def test_keys_are_set_on_a_socket() -> None:
         assert (client.mechanism, client.curve_server) == (zmq.CURVE, 0)
 
 
-def test_config_needs_no_zmq() -> None:
-    """A program that only reads configuration does not load it."""
+def test_config_does_not_import_zmq() -> None:
+    """A program that only reads configuration does not load libzmq."""
     code = """
 import sys, types
 import importlib.util
@@ -196,13 +196,13 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("config", [None, KVEventsConfig(), KVEventsConfig(enable_kv_cache_events=True, publisher="null")])
-def test_the_null_publisher_is_used(config: KVEventsConfig | None) -> None:
+def test_the_null_publisher_is_used_if_events_are_off(config: KVEventsConfig | None) -> None:
     """It is used without a configuration, if events are not enabled, and for the name `null`."""
     assert type(EventPublisherFactory.create(config, 2)) is NullEventPublisher
 
 
-def test_a_zmq_publisher_from_json() -> None:
-    """It gets the rank and every setting."""
+def test_the_factory_passes_json_settings_to_the_zmq_publisher() -> None:
+    """The publisher gets the rank, the topic, the dialect and the size of the replay buffer."""
     settings = {
         "endpoint": "tcp://127.0.0.1:*",
         "replay_endpoint": "tcp://127.0.0.1:*",
@@ -220,7 +220,7 @@ def test_a_zmq_publisher_from_json() -> None:
 
 
 def test_registered_publishers_get_the_engines_settings(registry: dict[str, Any]) -> None:
-    """They get our own settings only if these are set, since a publisher written for an engine does not accept them."""
+    """Settings that engines lack are passed only if they are set, because a publisher written for an engine rejects them."""
     calls: list[dict[str, Any]] = []
 
     def make(**settings: Any) -> EventPublisher:

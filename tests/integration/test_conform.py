@@ -1,4 +1,4 @@
-"""`kvevents conform` with real sockets, against programs whose faults are known. `tests/system` has our own."""
+"""`kvevents conform` with real sockets, against programs with known faults; `tests/system` runs it on kvevents itself."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SCENARIOS: Final = {each.name: each for each in shipped_scenarios() if isinstanc
 PUBLISHING: Final = {each.name: each for each in shipped_scenarios() if isinstance(each, PublisherScenario)}
 
 
-def hurried(scenario: Scenario, seconds: float = 0.5) -> Scenario:
-    """The same with shorter waits for a right answer, for targets that never give one."""
+def shorten_waits(scenario: Scenario, seconds: float = 0.5) -> Scenario:
+    """Return the scenario with shorter waits for a correct answer, for targets that never give one."""
     steps = [
         msgspec.structs.replace(step, within=min(step.within, seconds)) if isinstance(step, Check | Settle) else step
         for step in scenario.steps
@@ -51,9 +51,9 @@ def hurried(scenario: Scenario, seconds: float = 0.5) -> Scenario:
         ("babbles", "middle", Verdict.UNANSWERED),
     ],
 )
-def test_an_indexer_gets_the_verdict_that_it_deserves(habit: Habit, scenario: str, verdict: Verdict) -> None:
+def test_an_indexer_gets_the_expected_verdict(habit: Habit, scenario: str, verdict: Verdict) -> None:
     with naive_indexer(habit) as url:
-        result = play(hurried(SCENARIOS[scenario]), RunningIndexer(url))
+        result = play(shorten_waits(SCENARIOS[scenario]), RunningIndexer(url))
     assert result.verdict is verdict, result
 
 
@@ -66,11 +66,11 @@ def test_an_indexer_gets_the_verdict_that_it_deserves(habit: Habit, scenario: st
         ("tenants", Verdict.NOT_APPLICABLE),
     ],
 )
-def test_a_router_gets_the_verdict_that_it_deserves(scenario: str, verdict: Verdict) -> None:
-    """It follows live messages alone: it misses what is lost, and believes in blocks of a life that has ended."""
+def test_a_router_gets_the_expected_verdict(scenario: str, verdict: Verdict) -> None:
+    """The router reads only live messages: it misses lost batches and keeps blocks of an incarnation that has ended."""
     program = Path(conform_router.__file__)
     driver = command_router(f"{sys.executable} {program} {{port}} {{urls}} {{endpoints}}")
-    result = play(hurried(SCENARIOS[scenario]), driver)
+    result = play(shorten_waits(SCENARIOS[scenario]), driver)
     assert result.verdict is verdict, result
 
 
@@ -85,15 +85,15 @@ def test_a_router_gets_the_verdict_that_it_deserves(scenario: str, verdict: Verd
         ("exits-late", "publisher-hostile-requests", Verdict.UNANSWERED),
     ],
 )
-def test_a_publisher_gets_the_verdict_that_it_deserves(habit: str, scenario: str, verdict: Verdict) -> None:
+def test_a_publisher_gets_the_expected_verdict(habit: str, scenario: str, verdict: Verdict) -> None:
     program = Path(conform_publisher.__file__)
     driver = publisher_driver(f"{sys.executable} {program} {habit} {{endpoint}} {{replay_endpoint}}")
     result = driver.play(PUBLISHING[scenario])
     assert result.verdict is verdict, result
 
 
-def test_a_publisher_that_runs_is_watched() -> None:
-    """Its replay is compared with its live batches. What needs batches of the referee is not applicable."""
+def test_the_replay_of_a_running_publisher_is_compared_with_its_live_batches() -> None:
+    """Scenarios that need batches chosen by `kvevents conform` are not applicable to it."""
     with TapePlayer([(b"", seq, encode_batch(EventBatch(float(seq), [], 0))) for seq in range(1_000)]) as tape:
         playing = tape.start_playing(rate=100)
         driver = publisher_driver(f"{tape.endpoint},{tape.replay_endpoint}")
@@ -109,55 +109,55 @@ def test_a_publisher_that_runs_is_watched() -> None:
 
 
 @pytest.mark.parametrize("target", ["publisher '", "publisher {port}", "tcp://127.0.0.1:1"])
-def test_a_publisher_that_cannot_be_found_is_a_sentence(target: str) -> None:
+def test_an_invalid_publisher_target_is_rejected(target: str) -> None:
     with pytest.raises(ConfigError, match="invalid publisher"):
         publisher_driver(target)
 
 
 @pytest.mark.parametrize("template", ["router '", "router {port} {workers}", ""])
-def test_a_router_command_that_cannot_be_filled_in_is_a_sentence(template: str) -> None:
+def test_an_invalid_router_command_is_rejected(template: str) -> None:
     with pytest.raises(ConfigError, match="invalid router command"):
         command_router(template)
 
 
-def test_an_indexer_that_hangs_is_a_result() -> None:
-    """So is one that is not there."""
+def test_an_indexer_that_hangs_gets_a_verdict() -> None:
+    """An indexer that is not running gets the same verdict."""
     with naive_indexer("hangs") as url:
         result = play(SCENARIOS["middle"], RunningIndexer(url, answer_seconds=0.5))
     assert (result.verdict, "did not answer within" in result.detail) == (Verdict.UNANSWERED, True), result
-    gone = play(SCENARIOS["middle"], RunningIndexer(url))
-    assert (gone.verdict, "refused" in gone.detail) == (Verdict.UNANSWERED, True), gone
+    stopped = play(SCENARIOS["middle"], RunningIndexer(url))
+    assert (stopped.verdict, "refused" in stopped.detail) == (Verdict.UNANSWERED, True), stopped
 
 
-def test_the_command_fails_on_silent_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With 1, as test tools do, and not with --exit-zero. A file of one's own takes the place of the scenarios."""
-    mine = tmp_path / "mine.json"
-    mine.write_bytes(msgspec.json.encode(hurried(SCENARIOS["gap-no-replay"])))
+def test_the_command_fails_if_a_target_is_silently_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its exit code is 1, or 0 with `--exit-zero`. Scenarios can be read from a file of the user."""
+    scenario_file = tmp_path / "mine.json"
+    scenario_file.write_bytes(msgspec.json.encode(shorten_waits(SCENARIOS["gap-no-replay"])))
     saved = tmp_path / "results.xml"
     with naive_indexer("ignores") as url:
-        words = ["conform", "--indexer", url, "--scenarios", str(mine)]
-        assert main([*words, "--save", str(saved)]) == 1
+        arguments = ["conform", "--indexer", url, "--scenarios", str(scenario_file)]
+        assert main([*arguments, "--save", str(saved)]) == 1
         text = capsys.readouterr().out
-        passed = run(*words, "-o", "json", "--exit-zero")
+        passed = run(*arguments, "-o", "json", "--exit-zero")
     assert "silently wrong  gap-no-replay: one batch lost, no replay endpoint" in text
     assert "1 silently wrong" in text.splitlines()[-1]
-    assert ET.parse(saved).getroot()[0].get("failures") == "1"  # noqa: S314 - our own
+    assert ET.parse(saved).getroot()[0].get("failures") == "1"  # noqa: S314 - written by this test
     assert passed.code == 0, passed
     assert json.loads(passed.out)["results"][0]["verdict"] == "silently wrong"
 
 
-def test_wrong_uses_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{}")
     empty = tmp_path / "empty"
     empty.mkdir()
-    for words, message in (
+    for arguments, message in (
         ([], "name a target"),
         (["ours", "--only", "nothing-like-this"], "no scenario fits --only nothing-like-this; --list prints all scenarios"),
         (["ours", "--scenarios", str(wrong)], f"invalid {wrong}"),
         (["ours", "--scenarios", str(empty)], f"{empty} holds no scenario"),
     ):
-        assert main(["conform", *words]) != 0
+        assert main(["conform", *arguments]) != 0
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["conform", "our"])

@@ -1,4 +1,4 @@
-"""The conformance suite of connections: it runs with libzmq and with the fake in memory."""
+"""Conformance tests of connections, which run with real sockets and with the in-memory fake."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))
 
 @pytest.fixture(params=RIGS)
 def rig(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """One rig for each transport."""
-    made = RIGS[request.param]()
-    yield made
-    made.close()
+    """A transport, real or in memory, and engines that it can connect to."""
+    new_rig = RIGS[request.param]()
+    yield new_rig
+    new_rig.close()
 
 
-@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
+@pytest.fixture(params=[False, True], ids=["without reading ahead", "reading ahead"])
 def open_connection(rig: Rig, request: pytest.FixtureRequest) -> Callable[..., Reader]:
-    """Open a connection to an engine. Whether its stream lets it read ahead must make no difference."""
+    """Return a function that connects to an engine; the tests pass whether or not the stream lets it read ahead."""
 
     def start(engine: Any, limit: int = 32) -> Reader:
         connection = rig.transport.open(engine.source)
@@ -41,7 +41,7 @@ def open_connection(rig: Rig, request: pytest.FixtureRequest) -> Callable[..., R
 
 
 def test_batches_are_fed_in_order_after_connected(rig: Any, open_connection: Callable[..., Reader]) -> None:
-    """`connected` is first, then every batch once, in the order in which they were sent."""
+    """`connected` is fed first, then each batch once, in the order in which they were sent."""
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
@@ -52,7 +52,7 @@ def test_batches_are_fed_in_order_after_connected(rig: Any, open_connection: Cal
 
 @pytest.mark.parametrize("limit", [1, 3, 1_000])
 def test_messages_before_a_disconnect_are_fed_before_it(rig: Any, open_connection: Callable[..., Reader], limit: int) -> None:
-    """Although a busy application finds both at once, and however few messages are read at a time."""
+    """This holds if both are pending at the same time, for any number of messages per read."""
     engine = rig.engine()
     reader = open_connection(engine, limit)
     rig.connect(engine, reader)
@@ -67,7 +67,7 @@ def test_messages_before_a_disconnect_are_fed_before_it(rig: Any, open_connectio
 
 
 def test_each_connection_change_is_fed_once_and_in_its_place(rig: Any, open_connection: Callable[..., Reader]) -> None:
-    """`disconnected` after what was sent before, `connected` before what was sent after it, and neither twice."""
+    """`disconnected` follows all earlier batches, `connected` precedes all later ones, and neither is fed twice."""
     engine = rig.engine()
     reader = open_connection(engine)
     expected: list[object] = []
@@ -87,7 +87,7 @@ def test_each_connection_change_is_fed_once_and_in_its_place(rig: Any, open_conn
 @pytest.mark.parametrize("receive_hwm", [0, 8, 1_000])
 @pytest.mark.parametrize("kind", RIGS)
 def test_connected_is_fed_after_every_older_message(kind: str, receive_hwm: int) -> None:
-    """Although the new connection is up before the older messages are read, and whatever the limit of the socket is."""
+    """This holds if the new connection is made before the older messages are read, for any receive limit of the socket."""
     rig: Any = RIGS[kind](receive_hwm=receive_hwm)
     try:
         engine = rig.engine()
@@ -111,8 +111,8 @@ def test_connected_is_fed_after_every_older_message(kind: str, receive_hwm: int)
         rig.close()
 
 
-def test_a_fresh_replay_request_gets_no_old_answer(rig: Any, open_connection: Callable[..., Reader]) -> None:
-    """A request is sent on the same connection or on a fresh one. After `end_replay` no answer is fed."""
+def test_a_new_replay_request_gets_no_old_answer(rig: Any, open_connection: Callable[..., Reader]) -> None:
+    """A request is sent on the same connection or on a new one. After `end_replay` no answer is fed."""
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
@@ -137,7 +137,7 @@ def test_a_fresh_replay_request_gets_no_old_answer(rig: Any, open_connection: Ca
 
 
 def test_live_messages_are_fed_before_an_answer_while_none_is_missing(rig: Any) -> None:
-    """They may be of an incarnation that ended before the one that answers. Fed after the answer, they would be dropped."""
+    """They may belong to an older incarnation than the answer, and the stream would drop them after the answer."""
     engine = rig.engine()
     reader = Reader(rig.transport, rig.transport.open(engine.source), Recorder(reads_ahead=True), rig.clock, 10)
     rig.connect(engine, reader)
@@ -149,15 +149,15 @@ def test_live_messages_are_fed_before_an_answer_while_none_is_missing(rig: Any) 
     while "end" not in log or len(log) < 152:
         before = len(log)
         reader()
-        came = log[before:]
-        is_live_left = sum(isinstance(each, int) for each in came) == 10 and reader.recorder.numbers != list(range(100))
-        assert not is_live_left or all(isinstance(each, int) for each in came)
+        fed = log[before:]
+        is_live_left = sum(isinstance(each, int) for each in fed) == 10 and reader.recorder.numbers != list(range(100))
+        assert not is_live_left or all(isinstance(each, int) for each in fed)
     assert reader.recorder.numbers == list(range(100))
 
 
 @pytest.mark.parametrize("limit", [1, 7])
 def test_no_more_than_the_limit_is_fed_at_once(rig: Any, open_connection: Callable[..., Reader], limit: int) -> None:
-    """Of live and of replayed messages. `read_into` returns True until the last one is fed."""
+    """The limit holds separately for live and for replayed messages, and all of them are fed in the end."""
     engine = rig.engine()
     reader = open_connection(engine, limit)
     rig.connect(engine, reader)
@@ -168,15 +168,15 @@ def test_no_more_than_the_limit_is_fed_at_once(rig: Any, open_connection: Callab
     before = 1
     while len(reader.recorder.log) < 102:
         reader()
-        came = reader.recorder.log[before:]
-        before += len(came)
-        assert sum(isinstance(each, int) for each in came) <= limit
-        assert sum(not isinstance(each, int) for each in came) <= limit
+        fed = reader.recorder.log[before:]
+        before += len(fed)
+        assert sum(isinstance(each, int) for each in fed) <= limit
+        assert sum(not isinstance(each, int) for each in fed) <= limit
     assert reader.recorder.numbers == list(range(50))
 
 
-def test_malformed_messages_are_fed_unchanged(rig: Any, open_connection: Callable[..., Reader]) -> None:
-    """1, 2, 4 and 9 frames, and numbers of 0, 4 and 16 bytes, between batches, of which none is lost."""
+def test_malformed_messages_are_fed_unchanged_between_batches(rig: Any, open_connection: Callable[..., Reader]) -> None:
+    """They have a wrong number of frames or a sequence number of a wrong size; no batch between them is lost."""
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
@@ -190,27 +190,27 @@ def test_malformed_messages_are_fed_unchanged(rig: Any, open_connection: Callabl
     assert reader.recorder.log == expected
 
 
-def test_closed_connections_leave_nothing(rig: Any) -> None:
-    """Neither a descriptor nor an entry that counts against the limit of connections."""
+def test_closed_connections_leave_no_resources(rig: Any) -> None:
+    """They leave no file descriptor and no entry that counts against the limit of connections."""
     engine = rig.engine()
 
-    def once() -> None:
+    def open_and_close() -> None:
         connection = rig.transport.open(engine.source)
         rig.transport.wait(0)
         connection.close()
         connection.close()
 
-    once()
+    open_and_close()
     before = descriptors()
     for _ in range(1_000):
-        once()
+        open_and_close()
     assert not rig.transport._connections
     assert descriptors() <= before + 2
 
 
 @pytest.mark.parametrize("kind", RIGS)
-def test_a_closed_transport_has_closed_its_connections(kind: str) -> None:
-    """Closing twice is fine, and so is waking afterwards."""
+def test_closing_a_transport_closes_its_connections(kind: str) -> None:
+    """Closing twice raises nothing, and neither does `wake` after it."""
     rig: Any = RIGS[kind]()
     connections = [rig.transport.open(rig.engine().source) for _ in range(3)]
     rig.close()
@@ -221,8 +221,8 @@ def test_a_closed_transport_has_closed_its_connections(kind: str) -> None:
     assert not rig.transport._connections
 
 
-def test_waking_ends_a_wait(rig: Any, open_connection: Callable[..., Reader]) -> None:
-    """From another thread, during a wait and before it begins."""
+def test_wake_ends_a_wait(rig: Any, open_connection: Callable[..., Reader]) -> None:
+    """Another thread may call it during a wait or before the wait begins."""
     engine = rig.engine()
     reader = open_connection(engine)
     rig.connect(engine, reader)
@@ -237,24 +237,24 @@ def test_waking_ends_a_wait(rig: Any, open_connection: Callable[..., Reader]) ->
     assert time.monotonic() - began < DEADLINE
 
 
-def test_an_invalid_endpoint_is_an_error_that_names_it(rig: Any) -> None:
-    """It leaves no descriptor and no connection."""
+def test_an_invalid_endpoint_raises_an_error_that_names_it(rig: Any) -> None:
+    """It leaves no file descriptor and no connection."""
 
-    def once() -> None:
+    def open_and_close() -> None:
         with pytest.raises(EndpointError, match="gopher://host:1") as caught:
             rig.transport.open(Source("gopher://host:1"))
         assert caught.value.endpoint == "gopher://host:1"
         assert not rig.transport._connections
 
-    once()
+    open_and_close()
     before = descriptors()
     for _ in range(20):
-        once()
+        open_and_close()
     assert descriptors() <= before + 2
 
 
 def test_an_endpoint_where_nothing_listens_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The fault is in the log and in the connection, and so in the reason of trust. The first connection is logged too."""
+    """The fault is in the log and in `connection.fault`. The first successful connection is logged too."""
     rig = RealRig()
     try:
         engine = rig.engine()
@@ -274,11 +274,11 @@ def test_an_endpoint_where_nothing_listens_is_logged_once(caplog: pytest.LogCapt
         rig.close()
 
 
-# --- what is sent over real connections --------------------------------------------------------------------------------------
+# --- real connections --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def connected(**options: Any) -> Iterator[tuple[Any, Any, Reader]]:
+def open_connected_reader(**options: Any) -> Iterator[tuple[Any, Any, Reader]]:
     """Yield a rig, an engine and a connected reader."""
     rig = RealRig(**options)
     try:
@@ -305,7 +305,7 @@ def connected(**options: Any) -> Iterator[tuple[Any, Any, Reader]]:
 )
 def test_batches_before_the_end_of_a_connection_arrive(end: bytes) -> None:
     """The next connection continues after them. A message that cannot be a batch ends its connection and nothing else."""
-    with connected() as (rig, engine, reader):
+    with open_connected_reader() as (rig, engine, reader):
         engine.publish(0, 1)
         engine.send_bytes(end)
         engine.end_connection()
@@ -318,8 +318,8 @@ def test_batches_before_the_end_of_a_connection_arrive(end: bytes) -> None:
 
 
 def test_batches_may_arrive_byte_by_byte() -> None:
-    """They are the same as in one piece."""
-    with connected() as (_, engine, reader):
+    """They are decoded as if they had arrived in one piece."""
+    with open_connected_reader() as (_, engine, reader):
         for number in range(3):
             for byte in zmtp.message(live_frames(TOPIC, number, PAYLOAD)):
                 engine.send_bytes(bytes((byte,)))
@@ -329,8 +329,8 @@ def test_batches_may_arrive_byte_by_byte() -> None:
 
 
 def test_a_message_of_many_megabytes_arrives() -> None:
-    """The batch behind it arrives too."""
-    with connected(max_message_bytes=32_000_000) as (_, engine, reader):
+    """The batch after it arrives too."""
+    with open_connected_reader(max_message_bytes=32_000_000) as (_, engine, reader):
         large = zmtp.message(live_frames(TOPIC, 0, bytes(20_000_000)))
         sender = threading.Thread(target=lambda: (engine.send_bytes(large), engine.publish(1)), daemon=True)
         sender.start()
@@ -340,8 +340,8 @@ def test_a_message_of_many_megabytes_arrives() -> None:
 
 
 def test_a_ping_is_answered_with_its_context() -> None:
-    """Between batches, of which none is lost."""
-    with connected() as (_, engine, reader):
+    """No batch before or after the ping is lost."""
+    with open_connected_reader() as (_, engine, reader):
         engine.publish(0)
         engine.send_bytes(zmtp.command(b"PING", b"\0\x64context"))
         engine.publish(1)
@@ -352,8 +352,8 @@ def test_a_ping_is_answered_with_its_context() -> None:
 
 
 def test_an_immediate_reconnect_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Trust shows it. Only failed attempts to connect are logged."""
-    with caplog.at_level("INFO", "kvevents.subscriber"), connected(handshake_ms=20_000) as (rig, engine, reader):
+    """Only failed attempts to connect are logged; a reconnect is visible in the trust of the stream."""
+    with caplog.at_level("INFO", "kvevents.subscriber"), open_connected_reader(handshake_ms=20_000) as (rig, engine, reader):
         for count in range(2, 6):
             engine.end_connection()
             rig.connect(engine, reader)
@@ -362,8 +362,8 @@ def test_an_immediate_reconnect_is_not_logged(caplog: pytest.LogCaptureFixture) 
         assert caplog.records == []
 
 
-def test_a_peer_that_is_not_a_publisher_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Such as a replay port: the peer closes before the handshake is complete."""
+def test_a_peer_that_closes_during_the_handshake_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A peer that is not a publisher, such as a replay port, behaves in this way."""
     rig = RealRig()
     with socket.create_server((LOOPBACK, 0)) as server, caplog.at_level("INFO", "kvevents.subscriber"):
         server.settimeout(DEADLINE)
@@ -393,11 +393,13 @@ FLOODS = {
 
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
 def test_a_flooding_peer_does_not_delay_other_connections(flood: bytes) -> None:
-    """Batches of the other connections arrive while the peer sends without end."""
-    with connected() as (rig, hostile, flooded):
-        calm = rig.engine()
-        reader = Reader(rig.transport, rig.transport.open(calm.source), Recorder(reads_ahead=True), rig.clock, 32)
-        rig.connect(calm, reader)
+    """Batches of other connections arrive while the peer sends without pause."""
+    with open_connected_reader() as (rig, hostile, flooded):
+        engine_without_flood = rig.engine()
+        reader = Reader(
+            rig.transport, rig.transport.open(engine_without_flood.source), Recorder(reads_ahead=True), rig.clock, 32
+        )
+        rig.connect(engine_without_flood, reader)
         done = threading.Event()
 
         def send() -> None:
@@ -408,7 +410,7 @@ def test_a_flooding_peer_does_not_delay_other_connections(flood: bytes) -> None:
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
         for number in range(50):
-            calm.publish(number)
+            engine_without_flood.publish(number)
             flooded.now()
             reader.now()
         end = time.monotonic() + DEADLINE

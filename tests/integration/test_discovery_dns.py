@@ -1,4 +1,4 @@
-"""Names that stand for several engines, resolved by a real DNS server on the loopback interface."""
+"""DNS names of several engines, resolved by a real DNS server on the loopback interface."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ MODEL = Template(model="m")
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """Answers from `zone`: by name and type, lines as in a zone file, all with one TTL. `rcode` fails all, `mute` is silent."""
+    """A DNS server that answers from `zone`, which maps name and type to lines of a zone file.
+
+    With `rcode` every answer is that error; with `is_silent` the server does not answer.
+    """
 
     def __init__(self) -> None:
         self.zone: dict[tuple[str, str], list[str]] = {}
         self.ttl = 30
         self.rcode = dns.rcode.NOERROR
-        self.mute = False
-        self.asked: list[tuple[str, str]] = []
+        self.is_silent = False
+        self.queries: list[tuple[str, str]] = []
         self.arrived = asyncio.Event()
         self.transport: Any = None
 
@@ -45,9 +48,9 @@ class NameServer(asyncio.DatagramProtocol):
         query = dns.message.from_wire(data)
         question = query.question[0]
         name, kind = question.name.to_text(omit_final_dot=True).lower(), dns.rdatatype.to_text(question.rdtype)
-        self.asked.append((name, kind))
+        self.queries.append((name, kind))
         self.arrived.set()
-        if self.mute:
+        if self.is_silent:
             return
         answer = dns.message.make_response(query)
         lines = self.zone.get((name, kind), [])
@@ -70,24 +73,24 @@ async def server() -> AsyncIterator[NameServer]:
     transport.close()
 
 
-def resolver(server: NameServer, seconds: float = 10, hosts: Path = Path("/nonexistent")) -> DnsResolver:
+def make_resolver(server: NameServer, seconds: float = 10, hosts: Path = Path("/nonexistent")) -> DnsResolver:
     return DnsResolver(("127.0.0.1",), server.port, seconds, hosts)
 
 
 async def resolve(server: NameServer, target: str, template: Template = MODEL, hosts: Path = Path("/nonexistent")) -> Finding:
-    watched = DnsProvider(target, template, resolver(server, hosts=hosts)).watch()
-    found = await within(soon(watched))
-    await watched.aclose()
+    findings = DnsProvider(target, template, make_resolver(server, hosts=hosts)).watch()
+    found = await within(soon(findings))
+    await findings.aclose()
     return found
 
 
-def endpoints(found: Finding) -> list[tuple[str, str]]:
+def list_endpoints(found: Finding) -> list[tuple[str, str]]:
     return [(each.label, each.endpoint) for each in found.registrations]
 
 
 @pytest.mark.parametrize("target", ["engines.test:5557", "tcp://engines.test:5557"])
 async def test_every_address_is_one_instance(server: NameServer, target: str) -> None:
-    """Named by address and port, with all that the template says; in the same order whatever the nameserver's."""
+    """An instance is named by address and port and has the fields of the template; instances are sorted."""
     server.zone["engines.test", "A"] = ["10.0.0.2", "10.0.0.1"]
     found = await resolve(server, target, Template(model="m", ranks=2, replay_endpoint="tcp://*:6557", tenant="t"))
     assert [(each.label, each.endpoint, each.replay_endpoint, each.tenant) for each in found.registrations] == [
@@ -98,17 +101,17 @@ async def test_every_address_is_one_instance(server: NameServer, target: str) ->
     ]
 
 
-async def test_ipv6_counts_where_there_is_no_ipv4(server: NameServer) -> None:
-    """A host with both is one engine and would be counted twice; one with IPv6 alone is found."""
+async def test_ipv6_addresses_are_used_only_without_ipv4_addresses(server: NameServer) -> None:
+    """A host with both families is one engine; a host with only IPv6 addresses is found."""
     server.zone |= {("six.test", "AAAA"): ["fd00::1"], ("both.test", "A"): ["10.0.0.1"], ("both.test", "AAAA"): ["fd00::1"]}
-    assert endpoints(await resolve(server, "six.test:1")) == [("[fd00::1]:1 rank 0", "tcp://[fd00::1]:1")]
-    assert endpoints(await resolve(server, "both.test:1")) == [("10.0.0.1:1 rank 0", "tcp://10.0.0.1:1")]
+    assert list_endpoints(await resolve(server, "six.test:1")) == [("[fd00::1]:1 rank 0", "tcp://[fd00::1]:1")]
+    assert list_endpoints(await resolve(server, "both.test:1")) == [("10.0.0.1:1 rank 0", "tcp://10.0.0.1:1")]
 
 
 async def test_every_srv_target_is_one_instance(server: NameServer) -> None:
-    """With the record's own port, under its stable name: a StatefulSet's pods keep theirs when their addresses change."""
+    """It has the port and the name of the record: the pods of a StatefulSet keep their names if their addresses change."""
     server.zone["_kv._tcp.engines.test", "SRV"] = ["0 1 5557 pod-1.engines.test.", "0 1 5559 pod-0.engines.test."]
-    assert endpoints(await resolve(server, "_kv._tcp.engines.test")) == [
+    assert list_endpoints(await resolve(server, "_kv._tcp.engines.test")) == [
         ("pod-0.engines.test:5559 rank 0", "tcp://pod-0.engines.test:5559"),
         ("pod-1.engines.test:5557 rank 0", "tcp://pod-1.engines.test:5557"),
     ]
@@ -116,8 +119,8 @@ async def test_every_srv_target_is_one_instance(server: NameServer) -> None:
     assert "no SRV records" in (await resolve(server, "_kv._tcp.none.test")).faults[0].sentence
 
 
-async def test_engines_behind_a_name_can_be_asked_themselves(server: NameServer) -> None:
-    """`http://` makes each address a provider; the certificate of `https://` is that of the name."""
+async def test_an_http_target_becomes_one_provider_for_each_address(server: NameServer) -> None:
+    """Each provider queries one engine over HTTP; the certificate of `https://` must be for the resolved name."""
     server.zone |= {("e.test", "A"): ["10.0.0.1"], ("_http._tcp.e.test", "SRV"): ["0 0 8000 pod.test."]}
     (found,) = (await resolve(server, "https://e.test:8000", Template(tenant="t"))).providers
     assert isinstance(found, EngineProvider)
@@ -128,103 +131,103 @@ async def test_engines_behind_a_name_can_be_asked_themselves(server: NameServer)
 
 
 async def test_the_hosts_file_and_plain_addresses_need_no_nameserver(server: NameServer, tmp_path: Path) -> None:
-    """As everywhere else on a machine: what /etc/hosts says is not asked for; one family of it counts."""
+    """Names in the hosts file are not sent to the nameserver; only their IPv4 addresses are used if there are any."""
     hosts = tmp_path / "hosts"
     hosts.write_text("# engines.test\n10.0.0.9\tother Engines.Test # comment\n::1 engines.test\n10.0.0.8 engines.test\n")
-    assert endpoints(await resolve(server, "engines.test:1", hosts=hosts)) == [
+    assert list_endpoints(await resolve(server, "engines.test:1", hosts=hosts)) == [
         ("10.0.0.9:1 rank 0", "tcp://10.0.0.9:1"),
         ("10.0.0.8:1 rank 0", "tcp://10.0.0.8:1"),
     ]
-    assert endpoints(await resolve(server, "10.0.0.7:1")) == [("10.0.0.7:1 rank 0", "tcp://10.0.0.7:1")]
-    assert endpoints(await resolve(server, "[fd00::1]:1")) == [("[fd00::1]:1 rank 0", "tcp://[fd00::1]:1")]
-    assert server.asked == []
+    assert list_endpoints(await resolve(server, "10.0.0.7:1")) == [("10.0.0.7:1 rank 0", "tcp://10.0.0.7:1")]
+    assert list_endpoints(await resolve(server, "[fd00::1]:1")) == [("[fd00::1]:1 rank 0", "tcp://[fd00::1]:1")]
+    assert server.queries == []
 
 
 @pytest.mark.parametrize(("ttl", "random", "pause"), [(0, 0, 5), (30, 0, 30), (86_400, 0, 60), (30, 0.5, 28.5)])
-async def test_it_resolves_again_when_the_ttl_is_over(server: NameServer, ttl: int, random: float, pause: float) -> None:
-    """Bounded below and above, a little early at random; a finding is yielded only when something changed."""
+async def test_a_name_is_resolved_again_when_the_ttl_is_over(server: NameServer, ttl: int, random: float, pause: float) -> None:
+    """The pause is between 5 s and 60 s, randomly a little shorter; a finding is yielded only if it has changed."""
     server.zone["e.test", "A"] = ["10.0.0.1"]
     server.ttl = ttl
     steps = Steps(random)
-    watched = DnsProvider("e.test:1", MODEL, resolver(server), clock=steps.clock).watch()
-    await within(soon(watched))
-    following = soon(watched)
+    findings = DnsProvider("e.test:1", MODEL, make_resolver(server), clock=steps.clock).watch()
+    await within(soon(findings))
+    next_finding = soon(findings)
     assert await steps.step() == pause
     assert await steps.paused() == pause
     server.zone["e.test", "A"] = ["10.0.0.1", "10.0.0.2"]
     steps.go()
-    assert len((await within(following)).registrations) == 2
-    await watched.aclose()
+    assert len((await within(next_finding)).registrations) == 2
+    await findings.aclose()
 
 
 @pytest.mark.parametrize("rcode", [dns.rcode.SERVFAIL, dns.rcode.NXDOMAIN])
-async def test_a_failure_is_reported_at_once_and_its_engines_stay_for_a_bounded_time(
+async def test_a_failure_is_reported_at_once_and_known_engines_stay_for_a_bounded_time(
     server: NameServer, rcode: dns.rcode.Rcode
 ) -> None:
-    """A nameserver that is away, or has just lost its zone, does not empty the index; but not for ever."""
+    """A nameserver that fails or has lost its zone does not empty the index until `max_stale` seconds have passed."""
     server.zone["e.test", "A"] = ["10.0.0.1"]
     steps = Steps()
-    watched = DnsProvider("e.test:1", MODEL, resolver(server), max_stale=100, clock=steps.clock).watch()
-    good = await within(soon(watched))
-    following = soon(watched)
+    findings = DnsProvider("e.test:1", MODEL, make_resolver(server), max_stale=100, clock=steps.clock).watch()
+    good = await within(soon(findings))
+    next_finding = soon(findings)
     assert await steps.paused() == 30
     server.rcode = rcode
     steps.go()
-    failing = await within(following)
+    failing = await within(next_finding)
     assert failing.registrations == good.registrations
     assert failing.faults[0].subject == "e.test"
     assert "the engines found before (1) stay for at most 100 s" in failing.faults[0].sentence
-    following = soon(watched)
-    # One fault for all of it; it would be too old in the pause after 91.5 s, so it goes at its beginning.
+    next_finding = soon(findings)
+    # One fault covers all failures. The finding would expire during the pause after 91.5 s, so it is dropped before that pause.
     assert [await steps.step() for _ in range(7)] == [0.5, 1, 2, 4, 8, 16, 30]
-    expired = await within(following)
+    expired = await within(next_finding)
     assert (expired.registrations, steps.time) == ((), 91.5)
     assert "stay" not in expired.faults[0].sentence
-    following = soon(watched)
+    next_finding = soon(findings)
     await steps.paused()
     server.rcode = dns.rcode.NOERROR
     steps.go()
-    assert await within(following) == good
-    await watched.aclose()
+    assert await within(next_finding) == good
+    await findings.aclose()
 
 
-async def test_a_name_that_never_resolves_is_asked_for_with_growing_pauses(server: NameServer) -> None:
-    """One fault, no engines."""
+async def test_a_name_that_does_not_resolve_is_retried_with_growing_pauses(server: NameServer) -> None:
+    """One finding has a fault and no engines; the retries yield no further finding."""
     steps = Steps()
-    watched = DnsProvider("gone.test:1", MODEL, resolver(server), clock=steps.clock).watch()
-    assert "gone.test has no addresses" in (await within(soon(watched))).faults[0].sentence
-    following = soon(watched)
+    findings = DnsProvider("gone.test:1", MODEL, make_resolver(server), clock=steps.clock).watch()
+    assert "gone.test has no addresses" in (await within(soon(findings))).faults[0].sentence
+    next_finding = soon(findings)
     assert [await steps.step() for _ in range(3)] == [0.5, 1, 2]
     await steps.paused()
-    assert not following.done()
-    following.cancel()
+    assert not next_finding.done()
+    next_finding.cancel()
 
 
-async def test_a_silent_nameserver_is_given_up(server: NameServer) -> None:
-    """After a bounded time, whatever it is asked."""
-    server.mute = True
-    asker: Resolver = resolver(server, seconds=0.05)
+async def test_a_nameserver_that_does_not_answer_times_out(server: NameServer) -> None:
+    """The time is bounded for queries for addresses and for services."""
+    server.is_silent = True
+    impatient_resolver: Resolver = make_resolver(server, seconds=0.05)
     with pytest.raises(ResolveError, match="no nameserver answers in time"):
-        await within(asker.addresses("e.test"))
+        await within(impatient_resolver.addresses("e.test"))
     with pytest.raises(ResolveError, match="cannot be resolved"):
-        await within(asker.services("_kv._tcp." + "a" * 64))
+        await within(impatient_resolver.services("_kv._tcp." + "a" * 64))
 
 
-async def test_cancelling_ends_it_in_the_middle_of_a_question(server: NameServer) -> None:
-    """The end does not wait for a nameserver that does not answer."""
-    server.mute = True
-    following = soon(DnsProvider("e.test:1", MODEL, resolver(server)).watch())
+async def test_cancelling_ends_a_pending_query(server: NameServer) -> None:
+    """It does not wait for a nameserver that does not answer."""
+    server.is_silent = True
+    next_finding = soon(DnsProvider("e.test:1", MODEL, make_resolver(server)).watch())
     await within(server.arrived.wait())
-    following.cancel()
+    next_finding.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await within(following)
+        await within(next_finding)
 
 
 NO_NAME, NO_SCHEME = "expected HOST:PORT", "expected tcp://"
 
 
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("target", "expected"),
     [
         ("", NO_NAME),
         ("engines.test", NO_NAME),
@@ -236,21 +239,21 @@ NO_NAME, NO_SCHEME = "expected HOST:PORT", "expected tcp://"
         ("tcp://h", NO_NAME),
     ],
 )
-def test_an_invalid_target_is_refused(target: str, says: str) -> None:
-    """When it is written, with the target and what it should look like."""
-    with pytest.raises(ConfigError, match=re.escape(f"invalid DNS target {target!r}: {says}")):
+def test_an_invalid_target_is_rejected(target: str, expected: str) -> None:
+    """The constructor raises an error with the target and the expected form."""
+    with pytest.raises(ConfigError, match=re.escape(f"invalid DNS target {target!r}: {expected}")):
         DnsProvider(target, MODEL)
 
 
-def test_a_model_is_needed_where_engines_are_not_asked() -> None:
-    """And only there; the provider is called by its target."""
+def test_a_model_is_required_unless_the_engines_are_queried() -> None:
+    """The name of a provider contains its target."""
     with pytest.raises(ConfigError, match="model is missing"):
         DnsProvider("h:1")
     assert DnsProvider("http://h:1").name == "dns http://h:1"
 
 
 def test_without_dnspython_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a traceback from the depths of the first lookup."""
+    """The constructor raises the error, not the first lookup."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(MissingDependencyError, match=r"kvevents\[service\]"):
         DnsProvider("h:1", MODEL)

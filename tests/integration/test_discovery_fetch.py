@@ -1,4 +1,4 @@
-"""One HTTP GET, against real servers; and `Engine`, the HTTP server of an engine that the tests of discovery share."""
+"""`EngineHttpClient` against real HTTP servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine() -> Iterator[Engine]:
         yield found
 
 
-def to(location: str) -> Any:
+def redirect_to(location: str) -> Any:
     def page(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(307)
         handler.send_header("Location", location)
@@ -42,22 +42,22 @@ async def get(engine: Engine, path: str, client: EngineHttpClient | None = None)
     return answer.status, answer.body
 
 
-async def refused(engine: Engine, path: str, client: EngineHttpClient | None = None) -> str:
+async def get_error(engine: Engine, path: str, client: EngineHttpClient | None = None) -> str:
     with pytest.raises(EngineQueryError) as caught:
         await get(engine, path, client)
     return str(caught.value)
 
 
-async def test_it_gets_what_is_there(engine: Engine) -> None:
-    """Status and body, below the path of the base URL."""
+async def test_status_and_body_are_returned(engine: Engine) -> None:
+    """The path of the request is appended to the path of the base URL."""
     engine.pages["/prefix/x"] = {"a": 1}
     assert await get(engine, "/prefix/x") == (200, b'{"a": 1}')
     assert BaseUrl.parse("http://h/prefix/").join("/x") == BaseUrl("http", "h", 80, "/prefix/x")
     assert (await get(engine, "/y"))[0] == 404
 
 
-async def test_a_chunked_answer_is_put_together(engine: Engine) -> None:
-    """Proxies send those."""
+async def test_a_chunked_answer_is_decoded(engine: Engine) -> None:
+    """Proxies send chunked answers."""
     engine.pages["/x"] = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n[1,\r\n2\r\n2]\r\n0\r\n\r\n"
     assert await get(engine, "/x") == (200, b"[1,2]")
 
@@ -73,72 +73,81 @@ async def test_a_chunked_answer_is_put_together(engine: Engine) -> None:
     ],
 )
 async def test_an_incomplete_answer_is_reported(engine: Engine, page: bytes) -> None:
-    """Something else listens there, or the engine died in the middle of a sentence."""
+    """Another program listens at the port, or the engine ended while it answered."""
     engine.pages["/x"] = page
-    assert "does not answer in HTTP" in await refused(engine, "/x")
+    assert "does not answer in HTTP" in await get_error(engine, "/x")
 
 
-async def test_a_large_answer_is_given_up(engine: Engine) -> None:
-    """Neither a body above the limit, nor one that never ends, is kept in memory."""
+async def test_a_large_answer_is_rejected(engine: Engine) -> None:
+    """Neither a body above the limit nor one without an end is stored in memory."""
     client = EngineHttpClient(max_bytes=1_000)
     engine.pages["/x"] = "x" * 2_000
-    assert "more than 1000 bytes" in await refused(engine, "/x", client)
+    assert "more than 1000 bytes" in await get_error(engine, "/x", client)
 
     def endless(handler: BaseHTTPRequestHandler) -> None:
         while True:
             handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 65536)
 
     engine.pages["/y"] = endless
-    assert "more than 1000 bytes" in await refused(engine, "/y", client)
+    assert "more than 1000 bytes" in await get_error(engine, "/y", client)
 
 
-async def test_a_slow_answer_is_given_up_however_many_bytes_come(engine: Engine) -> None:
-    """The time is that of the whole answer: a byte now and then does not prolong it."""
+async def test_a_slow_answer_times_out_however_many_bytes_arrive(engine: Engine) -> None:
+    """The timeout is for the whole answer, so single bytes do not extend it."""
     engine.pages["/x"] = lambda handler: (handler.wfile.write(b"HTTP/1.1 200"), engine.hold.wait(DEADLINE))
-    assert "in time" in await refused(engine, "/x", EngineHttpClient(read_seconds=0.05))
+    assert "in time" in await get_error(engine, "/x", EngineHttpClient(read_seconds=0.05))
 
 
-async def test_no_listener() -> None:
-    """Refused, and a name that cannot be: sentences, not tracebacks."""
+async def test_a_host_that_cannot_be_reached_is_reported() -> None:
+    """A refused connection and an invalid host name give the same kind of error."""
     for host in (f"127.0.0.1:{quiet_port()}", "a" * 64 + ":80"):
         with pytest.raises(EngineQueryError, match="cannot be reached"):
             await within(EngineHttpClient().get(BaseUrl.parse(f"http://{host}")))
 
 
 async def test_redirects_stay_on_the_host(engine: Engine) -> None:
-    """A moved path is followed, a few times; a redirect to another host would make the service send requests for its peer."""
-    engine.pages |= {"/a": to("/b"), "/b": to(engine.url + "/c?d=e"), "/c?d=e": 7, "/round": to("/round")}
+    """At most three redirects on the same host are followed; others would let an engine direct requests to any host."""
+    engine.pages |= {
+        "/a": redirect_to("/b"),
+        "/b": redirect_to(engine.url + "/c?d=e"),
+        "/c?d=e": 7,
+        "/round": redirect_to("/round"),
+    }
     assert await get(engine, "/a") == (200, b"7")
-    engine.pages |= {"/x": to("http://169.254.169.254/"), "/y": to("file:///etc/passwd"), "/z": to("//[bad")}
+    engine.pages |= {
+        "/x": redirect_to("http://169.254.169.254/"),
+        "/y": redirect_to("file:///etc/passwd"),
+        "/z": redirect_to("//[bad"),
+    }
     for path in ("/x", "/y"):
-        assert "another server" in await refused(engine, path)
-    assert "not a valid URL" in await refused(engine, "/z")
-    assert "more than 3 times" in await refused(engine, "/round")
+        assert "another server" in await get_error(engine, path)
+    assert "not a valid URL" in await get_error(engine, "/z")
+    assert "more than 3 times" in await get_error(engine, "/round")
 
 
-async def test_connections_at_one_time_are_bounded(engine: Engine) -> None:
+async def test_the_number_of_connections_is_bounded(engine: Engine) -> None:
     """A fleet needs fewer file descriptors than it has engines, and a query that waits for a connection does not time out."""
     client = EngineHttpClient(max_connections=2)
-    lock, now, most = threading.Lock(), 0, 0
+    lock, active, maximum = threading.Lock(), 0, 0
 
     def page(handler: BaseHTTPRequestHandler) -> None:
-        nonlocal now, most
+        nonlocal active, maximum
         with lock:
-            now += 1
-            most = max(most, now)
+            active += 1
+            maximum = max(maximum, active)
         engine.hold.wait(0.001)
         with lock:
-            now -= 1
+            active -= 1
         handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n1")
 
     engine.pages["/x"] = page
     found = await asyncio.gather(*(get(engine, "/x", client) for _ in range(50)))
     assert found == [(200, b"1")] * 50
-    assert most <= 2
+    assert maximum <= 2
 
 
-async def test_cancelling_hangs_up_at_once(engine: Engine) -> None:
-    """Nothing is left behind that waits for a silent peer."""
+async def test_cancelling_closes_the_connection_at_once(engine: Engine) -> None:
+    """No task or connection remains that waits for a peer that does not answer."""
     gone = threading.Event()
 
     def silent(handler: BaseHTTPRequestHandler) -> None:
@@ -158,41 +167,41 @@ async def test_cancelling_hangs_up_at_once(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of `engines.test` and of no address; and its key."""
+    """A certificate for `engines.test`, not for an address, and its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
-        pytest.skip("no openssl to make a certificate with")
+        pytest.skip("openssl is needed to create a certificate")
     folder = tmp_path_factory.mktemp("tls")
     found = folder / "certificate.pem", folder / "key.pem"
-    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=x -addext subjectAltName=DNS:engines.test"
+    arguments = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=x -addext subjectAltName=DNS:engines.test"
     subprocess.run(
-        [openssl, *words.split(), "-out", found[0], "-keyout", found[1]], capture_output=True, check=True, timeout=60
+        [openssl, *arguments.split(), "-out", found[0], "-keyout", found[1]], capture_output=True, check=True, timeout=60
     )
     return found
 
 
 async def test_https_verifies_its_peer(certificate: tuple[Path, Path]) -> None:
-    """By the configured name, which can differ from the host that it connects to; no other certificate will do."""
-    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    theirs.load_cert_chain(*certificate)
-    ours = ssl.create_default_context(cafile=str(certificate[0]))
-    with Engine({"/x": 1}, theirs) as engine:
-        assert await get(engine, "/x", EngineHttpClient(tls=ours, server_name="engines.test")) == (200, b"1")
+    """The certificate must be for the configured name, which can differ from the host of the URL."""
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(*certificate)
+    client_context = ssl.create_default_context(cafile=str(certificate[0]))
+    with Engine({"/x": 1}, server_context) as engine:
+        assert await get(engine, "/x", EngineHttpClient(tls=client_context, server_name="engines.test")) == (200, b"1")
         assert engine.hosts == [f"engines.test:{engine.port}"]
-        assert "certificate" in await refused(engine, "/x", EngineHttpClient(tls=ours))
-        assert "certificate" in await refused(engine, "/x", EngineHttpClient(server_name="engines.test"))
+        assert "certificate" in await get_error(engine, "/x", EngineHttpClient(tls=client_context))
+        assert "certificate" in await get_error(engine, "/x", EngineHttpClient(server_name="engines.test"))
 
 
 @pytest.mark.parametrize(
     "text", ["", "h", "ftp://h", "http://", "http://h?q", "http://h#f", "http://u@h", "http://[h", "http://h/ä"]
 )
-def test_an_invalid_base_url(text: str) -> None:
-    """The sentence names the field."""
+def test_an_invalid_base_url_is_rejected(text: str) -> None:
+    """The error names the field."""
     with pytest.raises(ConfigError, match=r"base_url|URL"):
         BaseUrl.parse(text)
 
 
 def test_ipv6_hosts_are_written_in_brackets() -> None:
-    """And kept without."""
+    """`host` is stored without brackets."""
     url = BaseUrl.parse("http://[fd00::1]:8000")
     assert (url.host, url.address, str(url)) == ("fd00::1", "[fd00::1]:8000", "http://[fd00::1]:8000")

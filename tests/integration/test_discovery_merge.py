@@ -1,4 +1,4 @@
-"""Many providers, one picture."""
+"""Findings of several providers are merged into one set of registrations and faults."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def finding(*instances: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class Scripted:
-    """A provider that finds what is put into it, and says when it was ended. As much code as a new kind needs."""
+class ScriptedProvider:
+    """A provider that yields the findings that a test passes to `find`, and sets `ended` when it is closed."""
 
     name: str
     queue: asyncio.Queue[Finding] = field(default_factory=asyncio.Queue, compare=False)
@@ -49,22 +49,22 @@ class Scripted:
 
 
 class Findings:
-    """The findings received, one after the other."""
+    """The merged findings that the runner has reported, in order."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[MergedFindings] = asyncio.Queue()
 
-    async def until(self, labels: set[str], faults: int | None = None) -> MergedFindings:
-        """The first picture with exactly these ranks, and so many faults."""
+    async def wait_for(self, labels: set[str], faults: int | None = None) -> MergedFindings:
+        """Return the next findings with exactly these labels and, if given, this number of faults."""
         while True:
             found = await within(self.queue.get())
-            known = {each.label for each in found.registrations.values()}
-            if known == labels and faults in {None, sum(map(len, found.faults.values()))}:
+            labels_found = {each.label for each in found.registrations.values()}
+            if labels_found == labels and faults in {None, sum(map(len, found.faults.values()))}:
                 return found
 
 
 @asynccontextmanager
-async def running(*providers: Provider, max_sources: int = 4_096) -> AsyncIterator[Findings]:
+async def run_providers(*providers: Provider, max_sources: int = 4_096) -> AsyncIterator[Findings]:
     received = Findings()
     task = asyncio.create_task(ProviderRunner(providers, received.queue.put_nowait, max_sources=max_sources, settle=0).run())
     yield received
@@ -73,8 +73,8 @@ async def running(*providers: Provider, max_sources: int = 4_096) -> AsyncIterat
         await within(task)
 
 
-def test_the_first_of_two_that_differ_counts_and_the_other_gets_a_fault() -> None:
-    """By order of the providers, not of arrival; the sentence says in what they differ, and never prints keys."""
+def test_the_first_of_two_conflicting_entries_is_used_and_the_other_is_a_fault() -> None:
+    """The order of the providers counts; the fault lists the fields that differ."""
     found = merge_findings(
         [("config", Finding((registration("a", 1),))), ("dns x", Finding((registration("a", 2), registration("b"))))]
     )
@@ -86,8 +86,8 @@ def test_the_first_of_two_that_differ_counts_and_the_other_gets_a_fault() -> Non
     assert fault == DiscoveryFault("a rank 0", "a rank 0 is named twice, with another endpoint: the one of config takes effect")
 
 
-def test_the_same_said_twice_is_no_conflict() -> None:
-    """A file beside flags may well say the same; and another tenant's engine of that name is another one."""
+def test_equal_entries_do_not_conflict() -> None:
+    """A file may repeat entries of flags; an engine of the same name of another tenant is another engine."""
     found = merge_findings([("config", finding("a")), ("file", finding("a"))])
     assert (len(found.registrations), found.faults) == (1, {})
     found = merge_findings([("config", Finding((registration("a"), registration("a", 2, tenant="t"))))])
@@ -95,95 +95,95 @@ def test_the_same_said_twice_is_no_conflict() -> None:
 
 
 def test_two_entries_of_one_provider_conflict_too() -> None:
-    """A table that was copied and not finished."""
+    """A file can contain such entries, for example if a table was copied and not edited completely."""
     found = merge_findings([("file", Finding((registration("a", 1), registration("a", 2, topic="x"))))])
     assert "another endpoint, topic" in found.faults["file"][0].sentence
 
 
-def test_sources_are_bounded() -> None:
-    """The rest is ignored, counted, and reported with its provider; a known source does not count as the rest."""
+def test_the_number_of_sources_is_bounded() -> None:
+    """Excess sources are ignored and counted in a fault of their provider; a source found before does not count again."""
     found = merge_findings([("config", finding("a", "b")), ("dns x", finding("b", "c", "d", "e"))], max_sources=3)
     assert sorted(each.instance for each in found.registrations.values()) == ["a", "b", "c"]
     assert found.faults == {"dns x": (DiscoveryFault("max_sources", "2 ranks are ignored: max_sources allows 3"),)}
 
 
-def test_a_provider_without_a_finding_is_named() -> None:
-    """So that what was known before a restart is not dropped before the providers had a chance to name it."""
+def test_providers_without_a_finding_are_listed_as_waiting() -> None:
+    """After a restart, engines known before are not dropped until every provider has had a finding."""
     assert merge_findings([("config", finding("a")), ("dns x", None)]).waiting == ("dns x",)
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 3)), max_size=6), max_size=5), st.integers(0, 6))
-def test_merging_agrees_with_reading_all_in_order(named: list[list[tuple[str, int]]], most: int) -> None:
-    """Against a model that a reader can check by eye: a dictionary that is filled until it is full."""
+def test_merging_equals_reading_all_entries_in_order(entries_by_provider: list[list[tuple[str, int]]], limit: int) -> None:
+    """The model is a dictionary that accepts entries until it has reached the limit."""
     model: dict[str, int] = {}
-    for instance, port in (each for provider in named for each in provider):
-        if instance in model or len(model) < most:
+    for instance, port in (each for provider in entries_by_provider for each in provider):
+        if instance in model or len(model) < limit:
             model.setdefault(instance, port)
-    findings = [(str(n), Finding(tuple(registration(*each) for each in names))) for n, names in enumerate(named)]
-    found = merge_findings(findings, most)
+    findings = [(str(n), Finding(tuple(registration(*each) for each in names))) for n, names in enumerate(entries_by_provider)]
+    found = merge_findings(findings, limit)
     assert {each.instance: each.endpoint for each in found.registrations.values()} == {
         k: f"tcp://h:{v}" for k, v in model.items()
     }
 
 
-async def test_changes_of_all_providers_arrive() -> None:
-    """A source that its provider no longer names is gone; faults are listed under the provider that found them."""
-    one, two = Scripted("one"), Scripted("two")
-    async with running(one, two) as received:
-        assert (await received.until(set())).waiting == ("one", "two")
+async def test_changes_of_all_providers_are_reported() -> None:
+    """A source that its provider no longer lists is removed; faults are listed under their provider."""
+    one, two = ScriptedProvider("one"), ScriptedProvider("two")
+    async with run_providers(one, two) as received:
+        assert (await received.wait_for(set())).waiting == ("one", "two")
         one.find(finding("a"))
-        assert (await received.until({"a rank 0"})).waiting == ("two",)
+        assert (await received.wait_for({"a rank 0"})).waiting == ("two",)
         two.find(Finding(finding("b").registrations, (DiscoveryFault("x", "is not there"),)))
-        found = await received.until({"a rank 0", "b rank 0"})
+        found = await received.wait_for({"a rank 0", "b rank 0"})
         assert (found.faults, found.waiting) == ({"two": (DiscoveryFault("x", "is not there"),)}, ())
         one.find(finding())
-        await received.until({"b rank 0"})
+        await received.wait_for({"b rank 0"})
     assert one.ended.is_set()
     assert two.ended.is_set()
 
 
-async def test_the_first_provider_wins_even_when_late() -> None:
-    """The order is that of the configuration: it does not depend on which provider answers faster."""
-    one, two = Scripted("one"), Scripted("two")
-    async with running(one, two) as received:
+async def test_the_first_provider_takes_precedence_even_if_it_answers_later() -> None:
+    """Precedence follows the order of the configuration, not the order of the answers."""
+    one, two = ScriptedProvider("one"), ScriptedProvider("two")
+    async with run_providers(one, two) as received:
         two.find(Finding((registration("a", 2),)))
-        await received.until({"a rank 0"}, faults=0)
+        await received.wait_for({"a rank 0"}, faults=0)
         one.find(Finding((registration("a", 1),)))
-        found = await received.until({"a rank 0"}, faults=1)
+        found = await received.wait_for({"a rank 0"}, faults=1)
         assert [each.endpoint for each in found.registrations.values()] == ["tcp://h:1"]
 
 
-async def test_providers_that_a_provider_names_run_as_long_as_it_names_them() -> None:
-    """An equal one goes on undisturbed; one that is named no more ends, with all below it."""
-    top, left, right, below = (Scripted(name) for name in ("top", "left", "right", "below"))
-    async with running(top) as received:
+async def test_nested_providers_run_as_long_as_their_parent_lists_them() -> None:
+    """An equal provider continues to run; one that is no longer listed ends with all providers that it has listed."""
+    top, left, right, below = (ScriptedProvider(name) for name in ("top", "left", "right", "below"))
+    async with run_providers(top) as received:
         top.find(Finding(providers=(left, right)))
         left.find(finding("a"))
         right.find(Finding(finding("b").registrations, providers=(below,)))
         below.find(finding("c"))
-        await received.until({"a rank 0", "b rank 0", "c rank 0"})
-        top.find(Finding(finding("d").registrations, providers=(Scripted("left"),)))
-        await received.until({"a rank 0", "d rank 0"})
+        await received.wait_for({"a rank 0", "b rank 0", "c rank 0"})
+        top.find(Finding(finding("d").registrations, providers=(ScriptedProvider("left"),)))
+        await received.wait_for({"a rank 0", "d rank 0"})
         await within(right.ended.wait())
         await within(below.ended.wait())
         left.find(finding("e"))
-        await received.until({"d rank 0", "e rank 0"})
+        await received.wait_for({"d rank 0", "e rank 0"})
 
 
-async def test_providers_are_bounded_too() -> None:
-    """A DNS answer with a million addresses does not start a million of them."""
-    top = Scripted("top")
-    async with running(top, max_sources=3) as received:
-        top.find(Finding(providers=tuple(Scripted(str(each)) for each in range(10))))
-        found = await received.until(set(), faults=1)
+async def test_the_number_of_providers_is_bounded() -> None:
+    """A DNS answer with a million addresses does not start a million providers."""
+    top = ScriptedProvider("top")
+    async with run_providers(top, max_sources=3) as received:
+        top.find(Finding(providers=tuple(ScriptedProvider(str(each)) for each in range(10))))
+        found = await received.wait_for(set(), faults=1)
         assert found.faults["top"] == (DiscoveryFault("max_sources", "8 providers are ignored: max_sources allows 3"),)
         assert found.waiting == ("0", "1")
 
 
-async def test_many_changes_at_once_are_sent_once() -> None:
-    """A short wait collects others, and nothing is sent if the result is as it was."""
+async def test_simultaneous_changes_are_reported_once() -> None:
+    """A short wait collects changes, and nothing is reported if the merged result has not changed."""
     steps, received = Steps(), Findings()
-    providers = [Scripted(str(each)) for each in range(100)]
+    providers = [ScriptedProvider(str(each)) for each in range(100)]
     for each in providers:
         each.find(finding(each.name))
     task = asyncio.create_task(ProviderRunner(providers, received.queue.put_nowait, settle=0.05, clock=steps.clock).run())
@@ -199,8 +199,8 @@ async def test_many_changes_at_once_are_sent_once() -> None:
         await within(task)
 
 
-async def test_a_provider_that_breaks_its_word_is_not_hidden() -> None:
-    """An unexpected exception of a provider is a bug, not a failed answer: it ends the run, and all others with it."""
+async def test_an_unexpected_exception_of_a_provider_ends_the_run() -> None:
+    """Such an exception is a bug, not a failed query: it is raised, and all other providers end."""
 
     @dataclass(frozen=True)
     class Broken:
@@ -210,7 +210,7 @@ async def test_a_provider_that_breaks_its_word_is_not_hidden() -> None:
             yield Finding()
             raise ZeroDivisionError
 
-    other = Scripted("other")
+    other = ScriptedProvider("other")
     discovery = ProviderRunner([other, Broken()], lambda _: None, settle=0)
     with pytest.raises(ExceptionGroup) as caught:
         await within(discovery.run())
@@ -220,13 +220,13 @@ async def test_a_provider_that_breaks_its_word_is_not_hidden() -> None:
     assert repr(discovery) == "<ProviderRunner 2 providers, 0 running>"
 
 
-async def test_a_fleet_of_flags_a_file_and_engines(tmp_path: Path) -> None:
-    """All kinds together over a real file and a real HTTP server, and the end of them."""
+async def test_providers_of_all_kinds_are_merged(tmp_path: Path) -> None:
+    """Static, file and engine providers run together, with a real file and a real HTTP server."""
     path = tmp_path / "fleet.toml"
     with Engine({"/kv_event_sources": {"0": {"endpoint": "tcp://*:5557"}, "1": {"endpoint": "tcp://*:5558"}}}) as engine:
         path.write_text(f'[[sources]]\ninstance = "c"\nbase_url = "{engine.url}"\nmodel = "m"\n')
         config = StaticProvider((SourceTable(instance="a", endpoint="tcp://h:1", model="m"),))
-        asked = EngineProvider(engine.url, SourceTable(base_url=engine.url, model="m"), "b")
-        async with running(config, FileProvider(path), asked) as received:
-            found = await received.until({"a rank 0", "b rank 0", "b rank 1", "c rank 0", "c rank 1"})
+        engine_provider = EngineProvider(engine.url, SourceTable(base_url=engine.url, model="m"), "b")
+        async with run_providers(config, FileProvider(path), engine_provider) as received:
+            found = await received.wait_for({"a rank 0", "b rank 0", "b rank 1", "c rank 0", "c rank 1"})
             assert (found.faults, found.waiting) == ({}, ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket as plain
+import socket as std_socket
 from pathlib import Path
 
 import pytest
@@ -77,14 +77,14 @@ def test_endpoints_of_every_kind_are_accepted(endpoint: str) -> None:
         ("ipc://*", 2, "ipc://*"),
     ],
 )
-def test_a_ranks_endpoint(endpoint: str | None, rank: int, expected: str | None) -> None:
-    """The rank is added to ports and appended to names; ports left to the OS do not change."""
+def test_the_endpoint_of_a_rank_has_its_port_or_name(endpoint: str | None, rank: int, expected: str | None) -> None:
+    """The rank is added to ports and appended to names; ports that the OS chooses do not change."""
     assert offset_endpoint_port(endpoint, rank) == expected
     assert ZmqEventPublisher.offset_endpoint_port(endpoint, rank) == expected
 
 
-def test_endpoints_no_rank_can_have() -> None:
-    """Other transports have the engines' message; the others have ports that do not exist."""
+def test_endpoints_that_a_rank_cannot_have_are_rejected() -> None:
+    """The message for other transports is that of the engines; ports above 65535 do not exist."""
     with pytest.raises(ValueError, match="Invalid endpoint: must contain 'inproc' or 'tcp'"):
         offset_endpoint_port("udp://nowhere", 1)
     with pytest.raises(ConfigError, match=r"rank 2 of tcp://\*:65534 would need port 65536"):
@@ -106,13 +106,13 @@ def test_endpoints_no_rank_can_have() -> None:
         ("tcp://router:5557", False),
     ],
 )
-def test_which_endpoints_bind(endpoint: str, binds: bool) -> None:
+def test_wildcards_and_local_endpoints_are_bound(endpoint: str, binds: bool) -> None:
     """The rule is that of the engines; port 0, to which nothing can connect, binds too."""
     assert should_bind(endpoint) is binds
 
 
-def test_connectable_and_ipv6() -> None:
-    """Wildcards become loopback addresses, and brackets mean IPv6."""
+def test_wildcards_become_loopback_addresses_and_brackets_mean_ipv6() -> None:
+    """`connectable` leaves other endpoints unchanged, and `needs_ipv6` is true only for brackets in TCP endpoints."""
     assert connectable("tcp://0.0.0.0:7") == "tcp://127.0.0.1:7"
     assert connectable("tcp://[::]:7") == "tcp://[::1]:7"
     assert connectable("tcp://10.0.0.1:7") == "tcp://10.0.0.1:7"
@@ -131,7 +131,7 @@ def test_connectable_and_ipv6() -> None:
         (5558, 5557, 1, "rank 1's replay port 5558 is rank 0's event port"),
     ],
 )
-def test_ports_of_ranks_that_collide(events: int, replay: int, rank: int, sentence: str) -> None:
+def test_colliding_ports_of_ranks_are_rejected(events: int, replay: int, rank: int, sentence: str) -> None:
     """The message names rank, role and port on both sides; the publisher raises it before it opens a socket."""
     found = port_collision(f"tcp://*:{events}", f"tcp://*:{replay}", rank)
     assert found is not None
@@ -152,7 +152,7 @@ def test_ports_of_ranks_that_collide(events: int, replay: int, rank: int, senten
         ("inproc://x", "inproc://y", 3),
     ],
 )
-def test_ports_of_ranks_that_do_not_collide(endpoint: str, replay: str | None, rank: int) -> None:
+def test_other_ports_of_ranks_are_accepted(endpoint: str, replay: str | None, rank: int) -> None:
     """They are far enough apart, on other hosts, chosen by the OS, or absent."""
     assert port_collision(endpoint, replay, rank) is None
 
@@ -169,7 +169,7 @@ def test_ports_chosen_by_the_os_are_reported(context: Context) -> None:
 
 
 def test_ranks_have_their_own_ipc_paths(context: Context, tmp_path: Path) -> None:
-    """The engines do not accept such paths."""
+    """The rank is appended to the path. The engines themselves do not accept ipc endpoints for ranks."""
     paths = {"endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
     with publishing(0, **paths) as first, publishing(1, **paths) as second:
         assert second.endpoint == f"ipc://{tmp_path}/e_dp1"
@@ -200,7 +200,7 @@ def test_inproc_is_reachable_in_this_process() -> None:
     assert not shared.closed
 
 
-def test_a_publisher_may_connect(context: Context) -> None:
+def test_a_publisher_can_connect_to_a_subscriber_that_binds(context: Context) -> None:
     """It connects to a binding subscriber, by the heuristic or by `bind=False`."""
     subscriber = open_consumer(context, zmq.SUB)
     subscriber.bind(ANY)
@@ -215,7 +215,7 @@ def test_a_publisher_may_connect(context: Context) -> None:
             assert receive(subscriber)[0] == 0
 
 
-def test_a_concrete_address_may_be_bound() -> None:
+def test_a_concrete_address_can_be_bound() -> None:
     """`bind=True` overrides the heuristic, by which this address would connect."""
     endpoint = f"tcp://127.0.0.1:{quiet_port()}"
     with publishing(endpoint=endpoint, bind=True) as publisher:
@@ -224,11 +224,11 @@ def test_a_concrete_address_may_be_bound() -> None:
             ZmqEventPublisher(0, endpoint, bind=True)
 
 
-@pytest.mark.skipif(not plain.has_ipv6, reason="needs IPv6")
-def test_ipv6(context: Context) -> None:
+@pytest.mark.skipif(not std_socket.has_ipv6, reason="needs IPv6")
+def test_a_publisher_is_reachable_over_ipv6(context: Context) -> None:
     """The socket option is set if the endpoint needs it."""
     try:
-        with plain.socket(plain.AF_INET6) as probe:
+        with std_socket.socket(std_socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
     except OSError:
         pytest.skip("this host has no IPv6 loopback")
@@ -242,7 +242,7 @@ def test_ipv6(context: Context) -> None:
         assert receive(subscriber)[0] == 0
 
 
-def test_the_error_of_a_port_in_use() -> None:
+def test_the_error_for_a_port_in_use_names_endpoint_role_and_hint() -> None:
     """It has endpoint, role, the system's message and a hint. It is an OSError and a ZMQError, with their number."""
     with publishing() as first:
         for kind in (EndpointError, OSError, zmq.ZMQError):
@@ -261,40 +261,40 @@ def test_the_error_of_a_port_in_use() -> None:
         ("carrier-pigeon://*", "does not know this transport"),
     ],
 )
-def test_endpoints_that_cannot_be_opened(endpoint: str, hint: str) -> None:
+def test_endpoints_that_cannot_be_opened_are_explained(endpoint: str, hint: str) -> None:
     """Each common mistake has its hint."""
     with pytest.raises(EndpointError, match=hint):
         ZmqEventPublisher(0, endpoint)
 
 
-def _keys() -> tuple[str, str]:
+def _make_keys() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
 def test_curve_accepts_only_clients_with_the_server_key(context: Context) -> None:
-    """A consumer with the publisher's key gets everything; one without keys fails the handshake and gets nothing."""
-    public, secret = _keys()
-    client = Curve(**dict(zip(("public_key", "secret_key"), _keys(), strict=True)), server_key=public)
+    """A client with the key of the publisher receives batches; one without keys fails the handshake and receives none."""
+    public, secret = _make_keys()
+    client = Curve(**dict(zip(("public_key", "secret_key"), _make_keys(), strict=True)), server_key=public)
     with publishing(replay_endpoint=ANY, curve=Curve(public_key=public, secret_key=secret)) as publisher:
-        stranger = open_consumer(context, zmq.SUB)
-        watch = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-        stranger.connect(publisher.endpoint)
-        stranger.subscribe(b"")
-        friend, replay = open_consumer(context, zmq.SUB), open_consumer(context, zmq.DEALER)
-        for socket in (friend, replay):
+        client_without_keys = open_consumer(context, zmq.SUB)
+        monitor = client_without_keys.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        client_without_keys.connect(publisher.endpoint)
+        client_without_keys.subscribe(b"")
+        client_with_keys, replay = open_consumer(context, zmq.SUB), open_consumer(context, zmq.DEALER)
+        for socket in (client_with_keys, replay):
             client.apply(socket)
-        friend.connect(publisher.endpoint)
-        friend.subscribe(b"")
-        assert watch.poll(20_000), "the stranger was not turned away"
-        wait_until(lambda: publisher.stats().subscribers == 1, "the friend")
+        client_with_keys.connect(publisher.endpoint)
+        client_with_keys.subscribe(b"")
+        assert monitor.poll(20_000), "the client without keys was not rejected"
+        wait_until(lambda: publisher.stats().subscribers == 1, "the client with keys")
         publisher.publish(batch())
-        assert receive(friend)[0] == 0
+        assert receive(client_with_keys)[0] == 0
         assert publisher.replay_endpoint is not None
         replay.connect(publisher.replay_endpoint)
         ask(replay, 0)
         assert numbers(read_reply(replay)) == [0]
         assert publisher.stats().subscribers == 1
-        assert stranger.poll(0) == 0
-        stranger.disable_monitor()
-        watch.close()
+        assert client_without_keys.poll(0) == 0
+        client_without_keys.disable_monitor()
+        monitor.close()

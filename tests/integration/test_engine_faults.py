@@ -1,4 +1,4 @@
-"""Faults of the plugin inside vLLM: the engine serves on, its log has one line, and events flow."""
+"""Faults of the plugin in vLLM: the engine continues, its log has one line, and events are published."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from vllm_stand_in import Vllm, installed_engine, schedulers_of_a_test  # noqa: 
 
 ENDPOINTS = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
 SETTINGS = '{"heartbeat": 0.05, "limits": {"error_delay": 0.001, "poll_interval": 60}}'
-"""Without polls, whose log lines about single batches depend on time."""
+"""Settings without polls, whose log lines about single batches depend on time."""
 BLOCKS = 8
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, SETTINGS)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
 
@@ -40,15 +40,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Start a scheduler with these options, after vLLM has loaded its plugins."""
 
-    def begin(**options: Any) -> Any:
+    def start_one(**options: Any) -> Any:
         load_plugins()
         return schedule(**{**ENDPOINTS, **options})
 
-    return begin
+    return start_one
 
 
 def load_plugins() -> None:
-    """Load the entry point as vLLM's `load_plugins_by_group` does, which logs one that cannot be imported."""
+    """Load the entry point as `load_plugins_by_group` of vLLM does, which logs an error if it cannot be imported."""
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="kvevents")
     try:
         register = entry.load()
@@ -63,7 +63,7 @@ def source_of(publisher: Any) -> Source:
 
 
 def follow(publisher: Any, until: Callable[[PrefixIndex], bool]) -> None:
-    """Follow a publisher into an index of a new consumer until it holds what `until` expects."""
+    """Apply the batches of a publisher to the index of a new consumer until `until` accepts the index."""
     consumer = Consumer(publisher)
     try:
         consumer.wait_until(lambda: until(consumer.index), "the blocks of the engine")
@@ -71,11 +71,11 @@ def follow(publisher: Any, until: Callable[[PrefixIndex], bool]) -> None:
         consumer.subscriber.close()
 
 
-def blocks_of(index: PrefixIndex) -> int:
+def count_blocks(index: PrefixIndex) -> int:
     return sum(worker.blocks for worker in index.workers())
 
 
-def raising(*_arguments: Any, **_named: Any) -> Any:
+def raise_error(*_arguments: Any, **_named: Any) -> Any:
     raise RuntimeError("broken on purpose")
 
 
@@ -90,11 +90,11 @@ def close_handlers() -> Iterator[None]:
             handlers.pop().close()
 
 
-# --- the ways to fail ---------------------------------------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------------------------------------
 
 
 def break_import(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """The module of the entry point cannot be imported."""
+    """Make the module of the entry point fail to import."""
     patch.setitem(sys.modules, "kvevents.engines.vllm", None)
 
 
@@ -111,21 +111,21 @@ def break_keys(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
 
 
 def break_registry(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """A release whose events have another type."""
+    """Remove the type of batches, as a release with another type would."""
     patch.delattr(engine.events, "KVEventBatch")
 
 
 def break_constructor(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(vllm.VllmEventPublisher, "__init__", raising)
+    patch.setattr(vllm.VllmEventPublisher, "__init__", raise_error)
 
 
 def break_module(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """A release that has moved the block pool."""
+    """Remove the module of the block pool, as a release that has moved it would."""
     patch.setitem(sys.modules, "vllm.v1.core.block_pool", None)
 
 
 def break_link(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """The cache manager accepts no attribute of ours."""
+    """Make the cache manager reject attributes of kvevents."""
 
     def refuse(manager: Any, name: str, value: Any) -> None:
         if name.startswith("kvevents"):
@@ -137,104 +137,104 @@ def break_link(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
 
 
 def break_digest(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(vllm, "_digest_of", raising)
+    patch.setattr(vllm, "_digest_of", raise_error)
 
 
 def break_term(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """Keys of the cache have another form."""
-    patch.setattr(vllm, "_term_of_key", lambda **_: raising)
+    """Fail on the keys of the cache, as if they had another form."""
+    patch.setattr(vllm, "_term_of_key", lambda **_: raise_error)
 
 
 def break_recording(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(vllm.VllmEventPublisher, "record_cache", raising)
+    patch.setattr(vllm.VllmEventPublisher, "record_cache", raise_error)
 
 
 def break_publish(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(QueuedPublisher, "publish", raising)
+    patch.setattr(QueuedPublisher, "publish", raise_error)
 
 
 def break_send(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """The socket accepts nothing."""
-    patch.setattr(EventSocket, "send", raising)
+    """Make every send on a socket fail."""
+    patch.setattr(EventSocket, "send", raise_error)
 
 
 def break_server(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """Batches are neither sent nor stored for replay."""
-    patch.setattr(EventServer, "send", raising)
+    """Fail before batches are stored for replay or sent."""
+    patch.setattr(EventServer, "send", raise_error)
 
 
 def break_encoder(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """The events of the engine cannot be encoded."""
+    """Make the encoding of stored blocks fail."""
     encode = batch_encoder()
 
     def refuse_stores(batch: Any) -> bytes:
-        return raising() if any(hasattr(event, "token_ids") for event in batch.events) else encode(batch)
+        return raise_error() if any(hasattr(event, "token_ids") for event in batch.events) else encode(batch)
 
     patch.setattr("kvevents.publisher.zmq_publisher.batch_encoder", lambda _: refuse_stores)
 
 
 def break_thread(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """The publisher thread ends at once."""
-    patch.setattr(ZmqEventPublisher, "_publish_until_closed", raising)
+    """Make the publisher thread end at once."""
+    patch.setattr(ZmqEventPublisher, "_publish_until_closed", raise_error)
 
 
 def fill_disk_of_log(engine: Vllm, patch: pytest.MonkeyPatch) -> None:
-    """vLLM's log is on a full disk, and sending fails."""
+    """Write the log of vLLM to a full disk, and make every send fail."""
     handler = logging.FileHandler("/dev/full")
     handlers.append(handler)
     patch.setattr(logging.getLogger("vllm"), "handlers", [handler, *logging.getLogger("vllm").handlers])
     patch.setattr(logging, "raiseExceptions", False)
-    patch.setattr(EventSocket, "send", raising)
+    patch.setattr(EventSocket, "send", raise_error)
 
 
-class Way(NamedTuple):
-    """A way to fail, and what follows."""
+class FaultCase(NamedTuple):
+    """A fault and its expected consequences."""
 
     fault: Callable[[Vllm, pytest.MonkeyPatch], None]
     line: str
-    """How the only line of the log begins."""
+    """The beginning of the only line of the log."""
     publisher: str
-    """Which publisher sends events then."""
+    """The publisher that sends events after the fault: of vLLM (`own`), the plugin, or first one and then the other."""
 
 
 UNUSED = "kvevents is not used: vLLM publishes KV cache events itself"
 NO_ATTESTATION = "kvevents: attestation is switched off: a hook failed"
 TAKEOVER = "kvevents is not used any more: vLLM publishes KV cache events itself from number"
-WAYS = [
-    Way(break_import, "Failed to load plugin kvevents", "own"),
-    Way(break_settings, UNUSED, "own"),
-    Way(break_settings_file, UNUSED, "own"),
-    Way(break_keys, UNUSED, "own"),
-    Way(break_registry, UNUSED, "own"),
-    Way(break_constructor, UNUSED, "own"),
-    Way(break_module, NO_ATTESTATION, "plugin"),
-    Way(break_link, NO_ATTESTATION, "plugin"),
-    Way(break_digest, NO_ATTESTATION, "plugin"),
-    Way(break_term, NO_ATTESTATION, "plugin"),
-    Way(break_recording, NO_ATTESTATION, "plugin"),
-    Way(break_publish, TAKEOVER, "own after plugin"),
-    Way(break_send, TAKEOVER, "own after plugin"),
-    Way(break_server, TAKEOVER, "own after plugin"),
-    Way(break_encoder, TAKEOVER, "own after plugin"),
-    Way(break_thread, TAKEOVER, "own after plugin"),
-    Way(fill_disk_of_log, TAKEOVER, "own after plugin"),
+FAULT_CASES = [
+    FaultCase(break_import, "Failed to load plugin kvevents", "own"),
+    FaultCase(break_settings, UNUSED, "own"),
+    FaultCase(break_settings_file, UNUSED, "own"),
+    FaultCase(break_keys, UNUSED, "own"),
+    FaultCase(break_registry, UNUSED, "own"),
+    FaultCase(break_constructor, UNUSED, "own"),
+    FaultCase(break_module, NO_ATTESTATION, "plugin"),
+    FaultCase(break_link, NO_ATTESTATION, "plugin"),
+    FaultCase(break_digest, NO_ATTESTATION, "plugin"),
+    FaultCase(break_term, NO_ATTESTATION, "plugin"),
+    FaultCase(break_recording, NO_ATTESTATION, "plugin"),
+    FaultCase(break_publish, TAKEOVER, "own after plugin"),
+    FaultCase(break_send, TAKEOVER, "own after plugin"),
+    FaultCase(break_server, TAKEOVER, "own after plugin"),
+    FaultCase(break_encoder, TAKEOVER, "own after plugin"),
+    FaultCase(break_thread, TAKEOVER, "own after plugin"),
+    FaultCase(fill_disk_of_log, TAKEOVER, "own after plugin"),
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.fault.__name__)
-def test_the_engine_serves_on_and_events_flow(
-    way: Way, start: Callable[..., Any], engine: Vllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("case", FAULT_CASES, ids=lambda case: case.fault.__name__)
+def test_the_engine_continues_and_events_are_published(
+    case: FaultCase, start: Callable[..., Any], engine: Vllm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The scheduler makes its steps, and a consumer that connects after the fault gets the blocks of later steps."""
+    """The scheduler runs its steps, and a consumer that connects after the fault receives the blocks of later steps."""
     caplog.set_level("WARNING")
     with monkeypatch.context() as patch:
-        way.fault(engine, patch)
+        case.fault(engine, patch)
         scheduler = start()
         publisher = scheduler.kv_event_publisher
         for block in range(BLOCKS):
             scheduler.pool.store(block + 1, block)
             scheduler.step()
-        if way.publisher == "own after plugin":
+        if case.publisher == "own after plugin":
             wait_until(lambda: publisher._successor is not None, "the takeover")
         for block in range(BLOCKS, 2 * BLOCKS):
             scheduler.pool.store(block + 1, block)
@@ -243,31 +243,31 @@ def test_the_engine_serves_on_and_events_flow(
         for block in range(BLOCKS):
             scheduler.pool.store(block + 1, block)
             scheduler.step()
-        if way.publisher == "own":
+        if case.publisher == "own":
             assert type(publisher) is engine.own_publisher
         else:
             assert isinstance(publisher, vllm.VllmEventPublisher)
-            assert type(publisher._successor) is (engine.own_publisher if way.publisher == "own after plugin" else type(None))
-        follow(publisher, lambda index: blocks_of(index) == BLOCKS)
+            assert type(publisher._successor) is (engine.own_publisher if case.publisher == "own after plugin" else type(None))
+        follow(publisher, lambda index: count_blocks(index) == BLOCKS)
     (line,) = [each.getMessage() for each in caplog.records if each.name.startswith(("vllm", "kvevents"))]
-    assert line.startswith(way.line)
+    assert line.startswith(case.line)
 
 
 def test_a_port_in_use_is_reported_by_vllm_itself(
     start: Callable[..., Any], engine: Vllm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own publisher is tried, and fails as it would without the plugin; the engine does not start without events."""
-    taken = start().kv_event_publisher.endpoint
+    """The publisher of vLLM is tried and fails as without the plugin, so the engine does not start without events."""
+    used_endpoint = start().kv_event_publisher.endpoint
     with pytest.raises(zmq.ZMQError, match="in use"):
-        start(endpoint=taken.replace("127.0.0.1", "*"))
+        start(endpoint=used_endpoint.replace("127.0.0.1", "*"))
     assert caplog.text.count("kvevents is not used") == 1
 
 
-# --- what consumers see -------------------------------------------------------------------------------------------------------
+# --- consumers ----------------------------------------------------------------------------------------------------------------
 
 
 class Consumer:
-    """A consumer that is connected before and after a takeover."""
+    """A consumer with an index that records the reasons of resets."""
 
     def __init__(self, publisher: Any) -> None:
         self.index = PrefixIndex()
@@ -275,19 +275,19 @@ class Consumer:
         self.subscriber = Subscriber(source_of(publisher))
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Apply what arrives until the condition holds."""
+        """Apply deliveries until the condition is true."""
 
-        def holds() -> object:
+        def is_reached() -> object:
             for delivery in self.subscriber.receive_many(timeout=0.01):
                 if isinstance(delivery, Reset):
                     self.resets.append(delivery.reason)
                 self.subscriber.report(delivery, self.index.apply(delivery).report)
             return condition()
 
-        wait_until(holds, what)
+        wait_until(is_reached, what)
 
     def await_blocks(self, count: int, trust: Trust) -> None:
-        self.wait_until(lambda: (blocks_of(self.index), self.trust()) == (count, trust), f"{count} blocks and {trust!r}")
+        self.wait_until(lambda: (count_blocks(self.index), self.trust()) == (count, trust), f"{count} blocks and {trust!r}")
 
     def trust(self) -> Trust:
         return self.subscriber.trust("engine")
@@ -297,19 +297,19 @@ class Consumer:
 def consume() -> Iterator[Callable[[Any], Consumer]]:
     consumers: list[Consumer] = []
 
-    def begin(publisher: Any) -> Consumer:
+    def start_one(publisher: Any) -> Consumer:
         consumers.append(Consumer(publisher))
         return consumers[-1]
 
-    yield begin
+    yield start_one
     for each in consumers:
         each.subscriber.close()
 
 
-def test_a_connected_consumer_loses_nothing_if_sockets_fail(
+def test_a_connected_consumer_loses_no_batch_if_sockets_fail(
     start: Callable[..., Any], consume: Callable[[Any], Consumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was not sent is in the replay buffer of vLLM's publisher, whose numbers continue: the stream stays EXACT."""
+    """The publisher of vLLM replays the unsent batches and continues their numbers, so the stream becomes EXACT again."""
     scheduler = start()
     publisher = scheduler.kv_event_publisher
     for block in range(BLOCKS):
@@ -319,24 +319,24 @@ def test_a_connected_consumer_loses_nothing_if_sockets_fail(
     consumer.await_blocks(BLOCKS, Trust.EXACT)
     consumer.resets.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(EventSocket, "send", raising)
+        patch.setattr(EventSocket, "send", raise_error)
         for block in range(BLOCKS, 2 * BLOCKS):
             scheduler.pool.store(block + 1, block)
             scheduler.step()
         wait_until(lambda: publisher._successor is not None, "the takeover")
     scheduler.pool.evict(1, 0)
     scheduler.step()
-    consumer.wait_until(lambda: blocks_of(consumer.index) == 2 * BLOCKS - 1, "the other blocks")
-    scheduler.pool.store(1, 0)  # a live batch on the new connection confirms what replay has brought
+    consumer.wait_until(lambda: count_blocks(consumer.index) == 2 * BLOCKS - 1, "the other blocks")
+    scheduler.pool.store(1, 0)  # a live batch on the new connection confirms the replayed batches
     scheduler.step()
     consumer.await_blocks(2 * BLOCKS, Trust.EXACT)
     assert not consumer.resets
 
 
-def test_a_connected_consumer_sees_what_is_lost_as_a_gap(
+def test_a_connected_consumer_receives_a_gap_for_lost_batches(
     start: Callable[..., Any], consume: Callable[[Any], Consumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches that were not even stored for replay cannot be repaired. A clear makes the stream EXACT again."""
+    """Batches that were not stored for replay cannot be repaired. A clear makes the stream EXACT again."""
     scheduler = start()
     publisher = scheduler.kv_event_publisher
     scheduler.pool.store(1, 0)
@@ -344,7 +344,7 @@ def test_a_connected_consumer_sees_what_is_lost_as_a_gap(
     consumer = consume(publisher)
     consumer.await_blocks(1, Trust.EXACT)
     with monkeypatch.context() as patch:
-        patch.setattr(EventServer, "send", raising)
+        patch.setattr(EventServer, "send", raise_error)
         scheduler.pool.store(2, 1)
         scheduler.step()
         wait_until(lambda: publisher._successor is not None, "the takeover")
@@ -358,13 +358,13 @@ def test_a_connected_consumer_sees_what_is_lost_as_a_gap(
     consumer.await_blocks(1, Trust.EXACT)
 
 
-def test_ranks_keep_their_ports(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's publisher adds its rank to ports, also to one that the OS chose for ours."""
+def test_ranks_keep_their_ports_in_a_takeover(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher of vLLM adds its rank to ports; the takeover accounts for it, also for ports that the OS chose."""
     scheduler = start(rank=3)
     publisher = scheduler.kv_event_publisher
     source = source_of(publisher)
     with monkeypatch.context() as patch:
-        patch.setattr(EventSocket, "send", raising)
+        patch.setattr(EventSocket, "send", raise_error)
         scheduler.pool.store(1, 0)
         scheduler.step()
         wait_until(lambda: publisher._successor is not None, "the takeover")
@@ -374,7 +374,7 @@ def test_ranks_keep_their_ports(start: Callable[..., Any], monkeypatch: pytest.M
 def test_one_failure_does_not_end_the_publisher(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Consumers request the batch again. The log has one line."""
+    """A consumer receives all batches, and the log has one line when sending works again."""
     scheduler = start()
     publisher = scheduler.kv_event_publisher
     failed = iter([True])
@@ -389,22 +389,22 @@ def test_one_failure_does_not_end_the_publisher(
     for block in range(BLOCKS):
         scheduler.pool.store(block + 1, block)
         scheduler.step()
-    follow(publisher, lambda index: blocks_of(index) == BLOCKS)
+    follow(publisher, lambda index: count_blocks(index) == BLOCKS)
     assert publisher._successor is None
     assert caplog.text.count("sending works again after 1 failures") == 1
 
 
-def test_streams_with_keys_are_not_continued_without_them(
+def test_streams_with_curve_keys_are_not_continued_without_them(
     engine: Vllm, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM's publisher has no encryption."""
+    """The publisher of vLLM has no encryption, so the plugin retries instead."""
     public, private = zmq.curve_keypair()
     _, secret = write_pair(tmp_path / "engine", KeyPair(public.decode(), private.decode()), "", replace=False)
     monkeypatch.setenv(VARIABLE, f'{{"curve": {{"key_file": "{secret}"}}, "limits": {{"error_delay": 0.001}}}}')
     scheduler = start()
     publisher = scheduler.kv_event_publisher
     with monkeypatch.context() as patch:
-        patch.setattr(EventSocket, "send", raising)
+        patch.setattr(EventSocket, "send", raise_error)
         for block in range(BLOCKS):
             scheduler.pool.store(block + 1, block)
             scheduler.step()
@@ -421,8 +421,8 @@ def test_a_forked_child_does_not_take_over(start: Callable[..., Any]) -> None:
     assert publisher.stats().dropped["ended"] == 1
 
 
-def test_a_terminated_context_is_survived(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket raises this after another part of the process has terminated its context."""
+def test_a_terminated_context_leads_to_a_takeover(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets raise `ContextTerminated` after another part of the process has terminated their context."""
 
     def send(*_arguments: Any) -> None:
         raise zmq.ContextTerminated
@@ -439,17 +439,17 @@ def test_a_terminated_context_is_survived(start: Callable[..., Any], monkeypatch
     for block in range(BLOCKS):
         scheduler.pool.store(block + 1, block)
         scheduler.step()
-    follow(publisher, lambda index: blocks_of(index) == BLOCKS)
+    follow(publisher, lambda index: count_blocks(index) == BLOCKS)
 
 
-def test_if_the_engines_publisher_fails_too_the_log_says_that_nothing_is_published(
+def test_if_the_publisher_of_vllm_fails_too_the_log_reports_that_nothing_is_published(
     engine: Vllm, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")
     scheduler = start()
     publisher = scheduler.kv_event_publisher
-    monkeypatch.setattr(engine.own_publisher, "__init__", raising)
-    monkeypatch.setattr(EventSocket, "send", raising)
+    monkeypatch.setattr(engine.own_publisher, "__init__", raise_error)
+    monkeypatch.setattr(EventSocket, "send", raise_error)
     scheduler.pool.store(1, 0)
     scheduler.step()
     wait_until(lambda: publisher._own is None, "the failed takeover")

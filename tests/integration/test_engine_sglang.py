@@ -1,4 +1,4 @@
-"""The plugin for SGLang, in a stand-in for SGLang: what it publishes and attests, and that its faults stay its own.
+"""The plugin for SGLang in a stand-in for SGLang: what it publishes and attests, and that its faults do not reach SGLang.
 
 The stand-in has the names of SGLang 0.5.23; `tests/system/engines/sglang.py` runs the plugin in the real modules.
 """
@@ -30,13 +30,13 @@ LOGGER = "sglang.kvevents"
 
 
 class OwnPublisher(compat.ZmqEventPublisher):
-    """What SGLang would have used without the plugin."""
+    """The publisher that SGLang uses without the plugin."""
 
 
 @pytest.fixture
 def factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     class Factory(compat.EventPublisherFactory):
-        _registry = {"null": compat.NullEventPublisher, "zmq": OwnPublisher}  # noqa: RUF012 - as SGLang's class has it
+        _registry = {"null": compat.NullEventPublisher, "zmq": OwnPublisher}  # noqa: RUF012 - as in the class of SGLang
 
     module = types.ModuleType("sglang.srt.disaggregation.kv_events")
     vars(module).update(
@@ -49,16 +49,16 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, each.__name__, each)
     monkeypatch.setenv(VARIABLE, '{"heartbeat": 0.05}')
     yield Factory
-    for publisher in made:
+    for publisher in created_publishers:
         publisher.shutdown()
-    made.clear()
+    created_publishers.clear()
 
 
-made: list[Any] = []
+created_publishers: list[Any] = []
 
 
 class Cache:
-    """A radix tree: what it holds on the GPU, and the events that it has queued."""
+    """A stand-in for a radix tree: the blocks on the GPU, and the queued events."""
 
     page_size = 2
 
@@ -92,7 +92,7 @@ class Cache:
 
 
 class Emitter:
-    """The part of the scheduler that publishes."""
+    """The part of the scheduler of SGLang that publishes events."""
 
     def __init__(self, publisher: Any, cache: Any) -> None:
         self.enable_kv_cache_events = True
@@ -104,7 +104,7 @@ class Emitter:
             self.kv_event_publisher.publish(compat.KVEventBatch(ts=0.0, events=events))
 
 
-def emitter_of(factory: Any, cache: Any) -> Any:
+def make_emitter(factory: Any, cache: Any) -> Any:
     sglang.register()
     publisher = create(factory)
     return sys.modules["sglang.srt.managers.scheduler_components.kv_events_publisher"].SchedulerKvEventsPublisher(
@@ -112,8 +112,8 @@ def emitter_of(factory: Any, cache: Any) -> Any:
     )
 
 
-def heartbeats(publisher: Any, index: PrefixIndex, until: Callable[[int | None], bool]) -> None:
-    """Follow the publisher into `index` until a heartbeat's attestation fulfils `until`."""
+def follow_until_heartbeat(publisher: Any, index: PrefixIndex, until: Callable[[int | None], bool]) -> None:
+    """Apply the batches of the publisher to `index` until `until` accepts the attestation of a heartbeat."""
     with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
         while True:
             delivery = subscriber.receive(timeout=20)
@@ -128,8 +128,8 @@ def is_missing(attestation: int | None) -> bool:
 
 
 def create(factory: Any, name: str = "zmq") -> Any:
-    made.append(factory.create(CONFIG % name, 0))
-    return made[-1]
+    created_publishers.append(factory.create(CONFIG % name, 0))
+    return created_publishers[-1]
 
 
 def store(publisher: Any, block_hash: int) -> None:
@@ -147,7 +147,7 @@ def first_events(publisher: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["zmq", "kvevents"])
-def test_both_names_are_the_publisher_of_kvevents(factory: Any, name: str) -> None:
+def test_both_registered_names_give_the_publisher_of_kvevents(factory: Any, name: str) -> None:
     sglang.register()
     sglang.register()
     publisher = create(factory, name)
@@ -159,7 +159,7 @@ def test_both_names_are_the_publisher_of_kvevents(factory: Any, name: str) -> No
     assert source["replay_endpoint"] == publisher.replay_endpoint
 
 
-def test_another_replacement_is_left_alone(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_publisher_replaced_by_another_plugin_is_left_unchanged(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
     other = type("Other", (), {})
     factory._registry["zmq"] = other
     sglang.register()
@@ -169,22 +169,24 @@ def test_another_replacement_is_left_alone(factory: Any, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_heartbeats_attest_the_tree_and_a_consumer_agrees(factory: Any, seed: int) -> None:
-    """Random stores, removals and resets, on the GPU and in the host's memory; signed hashes, as SGLang's are."""
-    cache, drawn = Cache(), random.Random(seed)
-    emitter = emitter_of(factory, cache)
+def test_heartbeats_attest_the_radix_tree_and_match_the_index_of_a_consumer(factory: Any, seed: int) -> None:
+    """The test stores, removes and resets at random, on the GPU and in host memory, with signed hashes as in SGLang."""
+    cache, rng = Cache(), random.Random(seed)
+    emitter = make_emitter(factory, cache)
     for _ in range(300):
-        if cache.resident and drawn.random() < 0.4:
-            cache.remove(drawn.choice(cache.resident))
-        elif drawn.random() < 0.01:
+        if cache.resident and rng.random() < 0.4:
+            cache.remove(rng.choice(cache.resident))
+        elif rng.random() < 0.01:
             cache.reset()
         else:
-            cache.store(drawn.randrange(-(2**63), 2**63), drawn.choice(["GPU", "GPU", "CPU_PINNED"]))
-        if drawn.random() < 0.3:
+            cache.store(rng.randrange(-(2**63), 2**63), rng.choice(["GPU", "GPU", "CPU_PINNED"]))
+        if rng.random() < 0.3:
             emitter.publish_kv_events()
     emitter.publish_kv_events()
     index = PrefixIndex()
-    heartbeats(emitter.kv_event_publisher, index, functools.partial(operator.eq, sum(cache.resident) & ATTESTATION_MASK))
+    follow_until_heartbeat(
+        emitter.kv_event_publisher, index, functools.partial(operator.eq, sum(cache.resident) & ATTESTATION_MASK)
+    )
     (worker,) = index.workers()
     assert worker.attested
 
@@ -202,17 +204,17 @@ def announce_twice(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("fault", [lose_a_store, lose_a_removal, announce_twice])
-def test_a_tree_that_announces_too_little_or_too_much_is_not_attested(
+def test_a_radix_tree_with_missing_or_repeated_events_is_not_attested(
     factory: Any, fault: Callable[[Cache], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged once, after so many batches that no load from the host's memory explains it."""
+    """It is logged once, after more batches than a load from host memory can explain."""
     cache = Cache()
-    emitter = emitter_of(factory, cache)
+    emitter = make_emitter(factory, cache)
     cache.store(1)
     fault(cache)
     cache.store(2)
     emitter.publish_kv_events()
-    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_missing)
+    follow_until_heartbeat(emitter.kv_event_publisher, PrefixIndex(), is_missing)
     for block in range(3, 1010):
         cache.store(block)
         emitter.publish_kv_events()
@@ -221,7 +223,7 @@ def test_a_tree_that_announces_too_little_or_too_much_is_not_attested(
 
 
 class WindowedCache(Cache):
-    """A tree of a model with sliding windows, which SGLang drops without an event."""
+    """A radix tree of a model with sliding windows, which SGLang drops without an event."""
 
     gates_prefix_match = True
 
@@ -237,43 +239,45 @@ class WindowedCache(Cache):
 
 
 @pytest.mark.parametrize("attestation", ["true", "false"])
-def test_a_tree_with_windows_is_never_exact(
+def test_a_radix_tree_with_sliding_windows_is_never_exact(
     factory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, attestation: str
 ) -> None:
-    """Its events are those of full attention: a window that is gone shortens matches, and no event says so. The heartbeat that
-    does precedes the first events, and has no attestation."""
+    """SGLang publishes events of full attention only, although a dropped window shortens matches.
+
+    The first heartbeat, which precedes all events, reports this and has no attestation.
+    """
     monkeypatch.setenv(VARIABLE, f'{{"heartbeat": 60, "attestation": {attestation}}}')
     cache = WindowedCache()
-    emitter = emitter_of(factory, cache)
+    emitter = make_emitter(factory, cache)
     cache.store(1)
     emitter.publish_kv_events()
     publisher = emitter.kv_event_publisher
     with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
 
-        def says_why() -> bool:
+        def has_reason() -> bool:
             subscriber.receive_many(timeout=0.01)
             return "SGLang does not announce which sliding windows its cache holds" in str(subscriber.trust())
 
-        wait_until(says_why, "the reason")
+        wait_until(has_reason, "the reason")
         assert subscriber.trust() == Trust.DEGRADED
-    heartbeats(publisher, PrefixIndex(), is_missing)
+    follow_until_heartbeat(publisher, PrefixIndex(), is_missing)
     assert caplog.text.count("the stream is not exact: SGLang does not announce") == 1
 
 
-def test_windows_of_a_draft_model_do_not_matter(factory: Any) -> None:
+def test_sliding_windows_of_a_draft_model_do_not_prevent_attestation(factory: Any) -> None:
     cache = WindowedCache()
     cache.gates_prefix_match = False
-    emitter = emitter_of(factory, cache)
+    emitter = make_emitter(factory, cache)
     cache.store(1)
     emitter.publish_kv_events()
-    heartbeats(emitter.kv_event_publisher, PrefixIndex(), functools.partial(operator.eq, 1))
+    follow_until_heartbeat(emitter.kv_event_publisher, PrefixIndex(), functools.partial(operator.eq, 1))
 
 
-def test_a_cache_of_another_form_is_not_attested(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_with_another_interface_is_not_attested(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
     cache = types.SimpleNamespace(take_events=lambda: [compat.BlockStored([7], None, [1, 2], 2, None, "GPU")])
-    emitter = emitter_of(factory, cache)
+    emitter = make_emitter(factory, cache)
     emitter.publish_kv_events()
-    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_missing)
+    follow_until_heartbeat(emitter.kv_event_publisher, PrefixIndex(), is_missing)
     emitter.publish_kv_events()
     assert caplog.text.count("attestation is switched off: a hook failed") == 1
 
@@ -282,20 +286,20 @@ def test_a_fault_in_the_digest_does_not_reach_the_engine(
     factory: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = Cache()
-    emitter = emitter_of(factory, cache)
+    emitter = make_emitter(factory, cache)
     cache.store(1)
     emitter.publish_kv_events()
-    monkeypatch.setattr(cache, "evictable_size", raising)
+    monkeypatch.setattr(cache, "evictable_size", raise_error)
     cache.store(2)
     emitter.publish_kv_events()
     cache.store(3)
     emitter.publish_kv_events()
-    heartbeats(emitter.kv_event_publisher, PrefixIndex(), is_missing)
+    follow_until_heartbeat(emitter.kv_event_publisher, PrefixIndex(), is_missing)
     assert emitter.kv_event_publisher.stats().accepted == 3
     assert caplog.text.count("attestation is switched off: a hook failed") == 1
 
 
-def raising(*_arguments: Any, **_named: Any) -> Any:
+def raise_error(*_arguments: Any, **_named: Any) -> Any:
     raise RuntimeError("broken on purpose")
 
 
@@ -303,12 +307,12 @@ FAULTS = ('{"heartbeet": 1}', "/nowhere.toml", '{"curve": {"key_file": "/nowhere
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_with_a_fault_sglang_uses_its_own_publisher(
+def test_if_the_plugin_fails_sglang_uses_its_own_publisher(
     factory: Any, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged in one line, and events flow."""
+    """The fault is logged in one line, and events are published."""
     if fault == "constructor":
-        monkeypatch.setattr(sglang.SglangEventPublisher, "__init__", raising)
+        monkeypatch.setattr(sglang.SglangEventPublisher, "__init__", raise_error)
     else:
         monkeypatch.setenv(VARIABLE, fault)
     sglang.register()
@@ -320,7 +324,7 @@ def test_with_a_fault_sglang_uses_its_own_publisher(
 
 
 @pytest.mark.parametrize(("is_array", "event_form"), [(True, list), (False, dict)])
-def test_heartbeats_have_the_form_of_the_events_of_the_release(
+def test_heartbeats_are_encoded_like_the_events_of_the_release(
     factory: Any, monkeypatch: pytest.MonkeyPatch, is_array: bool, event_form: type
 ) -> None:
     """Consumers that were written for SGLang before 0.5.20 read arrays."""

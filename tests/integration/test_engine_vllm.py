@@ -1,4 +1,4 @@
-"""The plugin for vLLM, in a stand-in for vLLM's scheduler: what it publishes and attests, and that its faults stay its own."""
+"""The plugin for vLLM in a stand-in for the scheduler of vLLM: what it publishes and attests."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvevents.index import PrefixIndex
 from paths import DATA
 from vllm_stand_in import ENDPOINTS, Vllm, installed_engine, schedulers_of_a_test  # noqa: F401 - fixtures
 
-OFTEN = '{"heartbeat": 0.05}'
+SHORT_HEARTBEAT = '{"heartbeat": 0.05}'
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, OFTEN)
+def set_short_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, SHORT_HEARTBEAT)
 
 
-def heartbeats(scheduler: Any, index: PrefixIndex, until: Callable[[int | None], bool]) -> None:
-    """Follow the publisher into `index` until a heartbeat's attestation fulfils `until`."""
+def follow_until_heartbeat(scheduler: Any, index: PrefixIndex, until: Callable[[int | None], bool]) -> None:
+    """Apply the batches of the publisher to `index` until `until` accepts the attestation of a heartbeat."""
     publisher = scheduler.kv_event_publisher
     with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
         while True:
@@ -42,8 +42,8 @@ def heartbeats(scheduler: Any, index: PrefixIndex, until: Callable[[int | None],
                 return
 
 
-def events_of(scheduler: Any, count: int) -> list[Any]:
-    """The first events that the publisher sends, heartbeats aside."""
+def receive_events(scheduler: Any, count: int) -> list[Any]:
+    """Return the first events that the publisher sends, except heartbeats."""
     publisher = scheduler.kv_event_publisher
     found: list[Any] = []
     with Subscriber(Source(publisher.endpoint, replay_endpoint=publisher.replay_endpoint)) as subscriber:
@@ -54,7 +54,7 @@ def events_of(scheduler: Any, count: int) -> list[Any]:
     return found
 
 
-def test_the_publisher_is_replaced_once_and_keeps_the_name_that_vllm_knows(schedule: Callable[..., Any], engine: Vllm) -> None:
+def test_the_publisher_is_replaced_once_and_keeps_its_name_in_vllm(schedule: Callable[..., Any], engine: Vllm) -> None:
     vllm.register()
     first = engine.factory._registry["zmq"]
     vllm.register()
@@ -66,7 +66,7 @@ def test_the_publisher_is_replaced_once_and_keeps_the_name_that_vllm_knows(sched
     assert not config.endpoint.endswith(":0")
 
 
-def test_another_replacement_is_left_alone(engine: Vllm, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_publisher_replaced_by_another_plugin_is_left_unchanged(engine: Vllm, caplog: pytest.LogCaptureFixture) -> None:
     other = type("Other", (), {})
     engine.factory._registry["zmq"] = other
     vllm.register()
@@ -88,29 +88,29 @@ def test_the_plugin_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, engine:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_heartbeats_attest_the_cache_and_a_consumer_agrees(schedule: Callable[..., Any], seed: int) -> None:
-    """Random stores, copies and evictions in two groups; what the pool holds at the end is what the index holds."""
+def test_heartbeats_attest_the_cache_and_match_the_index_of_a_consumer(schedule: Callable[..., Any], seed: int) -> None:
+    """The test stores, copies and evicts at random in two groups; in the end the index and the pool hold the same blocks."""
     vllm.register()
-    scheduler, drawn = schedule(), random.Random(seed)
+    scheduler, rng = schedule(), random.Random(seed)
     resident: list[tuple[int, int, int]] = []
     for block in range(200):
-        if resident and drawn.random() < 0.4:
-            scheduler.pool.evict(*resident.pop(drawn.randrange(len(resident))))
+        if resident and rng.random() < 0.4:
+            scheduler.pool.evict(*resident.pop(rng.randrange(len(resident))))
         else:
-            resident.append((drawn.randrange(1, 2**64), block, drawn.randrange(2)))
+            resident.append((rng.randrange(1, 2**64), block, rng.randrange(2)))
             scheduler.pool.store(*resident[-1])
-        if drawn.random() < 0.3:
+        if rng.random() < 0.3:
             scheduler.step()
     scheduler.step()
     total = sum(events.attestation_term(block_hash, group) for block_hash, _, group in resident) & events.ATTESTATION_MASK
     index = PrefixIndex()
-    heartbeats(scheduler, index, lambda found: found == total)
+    follow_until_heartbeat(scheduler, index, lambda found: found == total)
     (worker,) = index.workers()
     assert worker.attested
 
 
 def test_no_heartbeat_attests_while_a_batch_is_pending(schedule: Callable[..., Any]) -> None:
-    """The state after the events that the scheduler took is that of the batch that it publishes next."""
+    """The scheduler has taken events that are not published yet, so the cache is ahead of the published batches."""
     vllm.register()
     scheduler = schedule()
     scheduler.pool.store(5, 0)
@@ -118,17 +118,17 @@ def test_no_heartbeat_attests_while_a_batch_is_pending(schedule: Callable[..., A
     publisher = scheduler.kv_event_publisher
     assert publisher._attestation() is None
     publisher.publish(compat.KVEventBatch(ts=0.0, events=[]))
-    heartbeats(scheduler, PrefixIndex(), lambda found: found == 5)
+    follow_until_heartbeat(scheduler, PrefixIndex(), lambda found: found == 5)
 
 
-def test_blocks_that_are_cached_already_are_not_announced_again(schedule: Callable[..., Any]) -> None:
+def test_blocks_that_are_already_cached_are_not_announced_again(schedule: Callable[..., Any]) -> None:
     vllm.register()
     scheduler = schedule()
     scheduler.pool.store(1, 0)
     scheduler.pool.emit_cached_block_events(1)
     scheduler.pool.store(2, 1)
     scheduler.step()
-    assert [event.block_hashes for event in events_of(scheduler, 2)] == [[1], [2]]
+    assert [event.block_hashes for event in receive_events(scheduler, 2)] == [[1], [2]]
 
 
 @pytest.mark.parametrize(("release", "event_form", "frames"), [("0.12.0", list, 3), ("0.24.0", dict, 3), ("0.33.0", dict, 4)])
@@ -158,10 +158,10 @@ def test_a_reset_of_an_idle_engine_is_published_at_once(schedule: Callable[..., 
     scheduler.pool.store(1, 0)
     scheduler.step()
     assert scheduler.reset_prefix_cache()
-    heartbeats(scheduler, PrefixIndex(), lambda found: found == 0)
+    follow_until_heartbeat(scheduler, PrefixIndex(), lambda found: found == 0)
 
 
-def test_without_the_native_package_it_publishes_and_says_what_is_missing(
+def test_without_the_native_package_events_are_published_and_the_package_is_named(
     schedule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="vllm.kvevents")
@@ -172,12 +172,12 @@ def test_without_the_native_package_it_publishes_and_says_what_is_missing(
     assert isinstance(scheduler.kv_event_publisher, vllm.VllmEventPublisher)
     scheduler.pool.store(1, 0)
     scheduler.step()
-    assert [event.block_hashes for event in events_of(scheduler, 1)] == [[1]]
-    heartbeats(scheduler, PrefixIndex(), lambda found: found == 1)
+    assert [event.block_hashes for event in receive_events(scheduler, 1)] == [[1]]
+    follow_until_heartbeat(scheduler, PrefixIndex(), lambda found: found == 1)
     assert "no digests: pip install 'kvevents[native]' adds them and full history" in caplog.text
 
 
-def test_terms_are_those_of_the_test_vectors() -> None:
+def test_attestation_terms_equal_the_test_vectors() -> None:
     """Other programs can check their implementation against `tests/data/attestation.json`."""
     for case in json.loads((DATA / "attestation.json").read_text()):
         blocks = [(bytes.fromhex(each) if isinstance(each, str) else each, group) for each, group in case["blocks"]]
@@ -185,14 +185,14 @@ def test_terms_are_those_of_the_test_vectors() -> None:
         assert total == case["digest"], case
 
 
-def test_lines_of_the_publisher_appear_in_the_engines_log(
+def test_log_lines_of_the_publisher_appear_once_in_the_log_of_vllm(
     schedule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM configures its own logger only: a process without other handlers passes the lines of kvevents to it, once each."""
-    own = logging.getLogger("kvevents")
-    monkeypatch.setattr(own, "propagate", False)
-    monkeypatch.setattr(own, "handlers", [])
-    monkeypatch.setattr(own, "level", logging.NOTSET)
+    """vLLM configures only its own logger, so the plugin passes log lines of kvevents to it, each once."""
+    package_logger = logging.getLogger("kvevents")
+    monkeypatch.setattr(package_logger, "propagate", False)
+    monkeypatch.setattr(package_logger, "handlers", [])
+    monkeypatch.setattr(package_logger, "level", logging.NOTSET)
     caplog.set_level("INFO", logger="vllm")
     vllm.register()
     schedule()

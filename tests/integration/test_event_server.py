@@ -1,4 +1,4 @@
-"""`EventServer`: the sockets of a stream without a queue, as a relay uses them from its own thread."""
+"""`EventServer`, the sockets of a stream without a queue, as a relay uses it from its own thread."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def payloads(seed: int, count: int) -> list[bytes]:
     return [clear, *(encode_batch(KVEventBatch(1.0, engine.events(), 0)) for _ in range(count))]
 
 
-def test_payloads_are_sent_unchanged_under_the_callers_numbers(context: Context) -> None:
-    """Numbers may start anywhere; batches are stored before they are sent."""
+def test_payloads_are_sent_unchanged_with_the_numbers_of_the_caller(context: Context) -> None:
+    """The first number is arbitrary, and batches are stored for replay before they are sent."""
     buffer = ReplayBuffer.compacting(10)
     with serving(buffer, topic="kv") as server:
         subscriber = open_consumer(context, zmq.SUB)
         subscriber.connect(server.endpoint)
         subscriber.subscribe(b"k")
 
-        def subscribed() -> bool:
+        def is_subscribed() -> bool:
             server.poll()
             return server.subscribers == 1
 
-        wait_until(subscribed, "the subscription")
+        wait_until(is_subscribed, "the subscription")
         batches = list(enumerate(payloads(0, 3), 7_000))
         server.send(batches)
         assert buffer.batches_from(0) == batches
@@ -65,40 +65,42 @@ def test_payloads_are_sent_unchanged_under_the_callers_numbers(context: Context)
             assert subscriber.recv_multipart() == [b"kv", seq.to_bytes(8, "big"), payload]
 
 
-def test_a_subscriber_is_exact_with_a_restored_stream() -> None:
+def test_a_subscriber_of_a_restored_stream_becomes_exact() -> None:
     """The buffer is filled from a compacted history before any consumer can connect; live batches follow."""
     sent = list(enumerate(payloads(1, 60), 500))
     first = ReplayBuffer.compacting(5)
     first.extend(sent[:40])
-    collapsed = first.compacted_history()
-    assert collapsed is not None
+    history = first.compacted_history()
+    assert history is not None
     second = ReplayBuffer.compacting(5)
-    second.restore(*collapsed, [batch for batch in sent[:40] if batch[0] > collapsed.last_seq], rank=0)
+    second.restore(*history, [batch for batch in sent[:40] if batch[0] > history.last_seq], rank=0)
     index, expected = PrefixIndex(), PrefixIndex()
     for batch in sent:
         expected.apply_payload(WORKER, 0, *batch)
     with serving(second) as server:
         source = Source(server.endpoint, server.replay_endpoint, name="engine")
         with Subscriber(source, decode=False) as subscriber:
-            left = iter(sent[40:])
+            remaining = iter(sent[40:])
 
-            def there() -> bool:
+            def is_exact() -> bool:
                 server.poll()
                 if server.subscribers:
-                    server.send([batch for batch in [next(left, None)] if batch is not None])
+                    server.send([batch for batch in [next(remaining, None)] if batch is not None])
                 for delivery in subscriber.receive_many(timeout=0.01):
                     report = index.apply(delivery).report
                     if report is not None:
                         subscriber.report(delivery, report)
                 return subscriber.status().last_seq == sent[-1][0] and subscriber.trust().name == "EXACT"
 
-            wait_until(there, "EXACT at the last number")
+            wait_until(is_exact, "EXACT at the last number")
     assert index.digest(WORKER) == expected.digest(WORKER)
 
 
 def test_the_caller_sends_a_requested_barrier(context: Context) -> None:
-    """The barrier has the caller's number. Without a snapshot endpoint none is requested, and `send_barrier` sends an ordinary
-    batch."""
+    """The barrier has the number of the caller.
+
+    Without a snapshot endpoint no barrier is requested, and `send_barrier` sends an ordinary batch.
+    """
     with serving(ReplayBuffer.compacting(10), snapshot_endpoint=ANY, rank=3, incarnation=11) as server:
         server.send(list(enumerate(payloads(2, 3))))
         assert not server.barrier_requested
@@ -121,7 +123,7 @@ def test_closing_is_bounded_and_may_be_repeated() -> None:
     """The first call reports that everything was flushed; then the ports are free and the threads have ended."""
     threads = threading.active_count()
     server = EventServer(ANY, ANY, buffer=ReplayBuffer.compacting(10), snapshot_endpoint=ANY)
-    ends = server.endpoint, server.replay_endpoint
+    endpoints = server.endpoint, server.replay_endpoint
     server.send([(0, b"payload")])
     assert server.close(DEADLINE) is True
     assert server.close(DEADLINE) is None
@@ -129,7 +131,7 @@ def test_closing_is_bounded_and_may_be_repeated() -> None:
     with pytest.raises(EndpointError):
         EventServer("tcp://127.0.0.1:1:2", buffer=ReplayBuffer(0))
     assert threading.active_count() == threads
-    EventServer(*ends, buffer=ReplayBuffer(0)).close(0.0)
+    EventServer(*endpoints, buffer=ReplayBuffer(0)).close(0.0)
 
 
 def test_a_shared_context_stays_open(context: Context) -> None:

@@ -1,4 +1,4 @@
-"""Exports of recordings: tables agree with the index, lose nothing silently, and are complete or absent."""
+"""Exports of recordings: tables agree with the index, report every loss, and are either complete or absent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it has no types
+import pyarrow.parquet as pq  # type: ignore[import-untyped]  # pyarrow has no types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,35 +51,37 @@ from kvevents.stream import RawBatch
 DTYPES = {"int32": "int32", "int64": "int64", "uint64": "uint64", "double": "double", "string": "string", "bool": "bool"}
 
 
-def one(tmp_path: Path, *batches: list[Any], tokens: bool = False, limits: ExportLimits = DEFAULT_EXPORT_LIMITS) -> Path:
-    """Tables of one worker whose batches have these events, at 101 s, 102 s, and so on."""
-    made = [(101.0 + number, events) for number, events in enumerate(batches)]
-    path = history(tmp_path / "run.jsonl", {"a": made})
+def export_one_worker(
+    tmp_path: Path, *batches: list[Any], tokens: bool = False, limits: ExportLimits = DEFAULT_EXPORT_LIMITS
+) -> Path:
+    """Export one worker whose batches have these events, at 101 s, 102 s, and so on; return the folder of the tables."""
+    timed_batches = [(101.0 + number, events) for number, events in enumerate(batches)]
+    path = history(tmp_path / "run.jsonl", {"a": timed_batches})
     return export([path], tmp_path / "out", tokens=tokens, limits=limits).folder
 
 
-# --- what the tables say
+# --- contents of the tables
 
 
-def test_what_is_resident_in_the_end_is_what_the_index_holds(tmp_path: Path) -> None:
-    """Of every run of a real engine: hashes, keys, tiers and groups."""
-    index, wanted = PrefixIndex(), set()
+def test_blocks_resident_at_the_end_equal_those_of_the_index(tmp_path: Path) -> None:
+    """Hashes, keys, tiers and groups are equal for every recorded run of a real engine."""
+    index, expected = PrefixIndex(), set()
     for run, endpoint in recorded_endpoints(RECORDING):
         for batch in live_batches(RECORDING, run, endpoint):
             index.apply(RawBatch(run, 0, 0, batch.seq, False, batch.payload))
-        wanted |= {(run, block.hash, block.key, block.tier, block.group) for block in index.blocks(run)}
+        expected |= {(run, block.hash, block.key, block.tier, block.group) for block in index.blocks(run)}
     folder = export([RECORDING], tmp_path / "out").folder
     names = dict(column(folder, "workers", "worker", "source"))
-    stays = [row for row in table(folder, "lifetimes") if row["ended"] == "end"]
+    residencies = [row for row in table(folder, "lifetimes") if row["ended"] == "end"]
     assert {
-        (names[row["worker"]], row["block_hash"], row["block_key"], row["tier"], row["kv_group"]) for row in stays
-    } == wanted
-    assert len(stays) == len(wanted) > 20
+        (names[row["worker"]], row["block_hash"], row["block_key"], row["tier"], row["kv_group"]) for row in residencies
+    } == expected
+    assert len(residencies) == len(expected) > 20
 
 
 def test_depths_and_keys_follow_the_chain(tmp_path: Path) -> None:
-    """Across events, from the root; an engine's hashes do not matter; a block without its parent has neither."""
-    folder = one(tmp_path, [stored([9, 8], [1, 2])], [stored([7], [3], 8), stored([6], [4], 12345)])
+    """They follow parents across events whatever the hashes are; a block of an unknown parent has neither."""
+    folder = export_one_worker(tmp_path, [stored([9, 8], [1, 2])], [stored([7], [3], 8), stored([6], [4], 12345)])
     keys = block_keys(tokens_of(1, 2, 3), SIZE)
     assert column(folder, "events", "block_hash", "parent_hash", "block_key", "depth", "unkeyed") == [
         (9, None, keys[0], 1, None),
@@ -89,8 +91,10 @@ def test_depths_and_keys_follow_the_chain(tmp_path: Path) -> None:
     ]
 
 
-def test_rows_of_each_kind_of_event(tmp_path: Path) -> None:
-    folder = one(tmp_path, [stored([1], [1]), stored([1], [1]), removed(1, 5), stored([], [])], [removed(1), cleared()])
+def test_each_kind_of_event_has_its_rows(tmp_path: Path) -> None:
+    folder = export_one_worker(
+        tmp_path, [stored([1], [1]), stored([1], [1]), removed(1, 5), stored([], [])], [removed(1), cleared()]
+    )
     assert column(folder, "events", "seq", "position", "block", "step", "happened_at", "kind", "block_hash", "held") == [
         (0, 0, 0, 0, 101.0, "stored", 1, False),
         (0, 1, 0, 1, 101.0, "stored", 1, True),
@@ -100,15 +104,15 @@ def test_rows_of_each_kind_of_event(tmp_path: Path) -> None:
         (1, 0, 0, 5, 102.0, "removed", 1, True),
         (1, 1, 0, 6, 102.0, "cleared", None, False),
     ]
-    (stay,) = table(folder, "lifetimes")
-    assert (stay["copies"], stay["stored_step"], stay["ended"], stay["ended_step"]) == (2, 0, "removed", 5)
+    (residency,) = table(folder, "lifetimes")
+    assert (residency["copies"], residency["stored_step"], residency["ended"], residency["ended_step"]) == (2, 0, "removed", 5)
     assert column(folder, "workers", "unknown_removals") == [1]
 
 
 def test_a_move_to_another_tier_is_the_same_block(tmp_path: Path) -> None:
-    """Announced by its hash alone, as engines do."""
+    """Engines announce a copy on another tier with its hash alone."""
     offload = BlockStored([2], None, [], 0, medium="CPU")
-    folder = one(tmp_path, [stored([1, 2], [1, 2], medium="GPU"), offload, removed(2, medium="GPU")])
+    folder = export_one_worker(tmp_path, [stored([1, 2], [1, 2], medium="GPU"), offload, removed(2, medium="GPU")])
     keys = block_keys(tokens_of(1, 2), SIZE)
     assert column(folder, "lifetimes", "block_key", "depth", "tokens", "tier", "medium", "ended")[0] == (
         keys[1],
@@ -125,14 +129,14 @@ def test_a_move_to_another_tier_is_the_same_block(tmp_path: Path) -> None:
 
 def test_a_clear_of_one_tier_leaves_the_others(tmp_path: Path) -> None:
     clear = AllBlocksCleared(unknown_fields={"medium": "CPU"})
-    folder = one(tmp_path, [stored([1], [1]), stored([1], [1], medium="CPU"), clear])
+    folder = export_one_worker(tmp_path, [stored([1], [1]), stored([1], [1], medium="CPU"), clear])
     assert column(folder, "lifetimes", "tier", "ended") == [("cpu", "cleared"), ("gpu", "end")]
 
 
-def test_a_block_that_the_relay_redacted_has_the_key_that_it_announces(tmp_path: Path) -> None:
-    """As the index has it. Whether such blocks follow each other, and how deep they are, is not known."""
+def test_a_block_redacted_by_a_relay_has_the_key_of_its_event(tmp_path: Path) -> None:
+    """The index has the same key. Parent and depth of such blocks are unknown."""
     redacted = BlockStored([9, 8], None, [], SIZE, block_keys=[91, 92])
-    folder = one(tmp_path, [redacted, stored([7], [3], 8)])
+    folder = export_one_worker(tmp_path, [redacted, stored([7], [3], 8)])
     index = PrefixIndex()
     index.apply(RawBatch("a", 0, 0, 0, False, payload([redacted, stored([7], [3], 8)])))
     assert column(folder, "events", "block_hash", "parent_hash", "block_key", "depth", "unkeyed") == [
@@ -142,15 +146,15 @@ def test_a_block_that_the_relay_redacted_has_the_key_that_it_announces(tmp_path:
     ]
 
 
-def test_times_without_a_clock_of_the_publisher_are_the_recorders(tmp_path: Path) -> None:
+def test_batches_without_a_timestamp_have_the_time_of_the_recorder(tmp_path: Path) -> None:
     frames = [pub(0, payload([stored([1], [1])], 0.0), t=55.0), pub(1, payload([removed(1)], 0.0), t=None)]
     folder = export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out").folder
     assert column(folder, "batches", "ts", "recorded_at") == [(None, 55.0), (None, None)]
     assert column(folder, "lifetimes", "stored_at", "ended_at") == [(55.0, None)]
 
 
-def test_a_worker_that_was_followed_is_silent_until_the_end_and_another_unknown(tmp_path: Path) -> None:
-    """`kvevents record` notes the streams that it subscribes to; a run without notes does not show whether it went on."""
+def test_residencies_end_with_the_recording_only_for_workers_that_were_followed_to_its_end(tmp_path: Path) -> None:
+    """`kvevents record` notes the streams that it follows; for runs without notes, a residency ends with the last batch."""
     body = payload([stored([1], [1])], 5.0)
     late = payload([stored([2], [2])], 50.0)
     frames = [note("p/0/incarnation0", "p", 0), pub(0, body, "p/0/incarnation0"), pub(0, body, "b"), pub(0, late, "c")]
@@ -184,25 +188,25 @@ def test_several_recordings_are_one_data_set(tmp_path: Path) -> None:
         ("parent-unkeyed", stored([1], [1], 3)),
     ],
 )
-def test_what_has_no_key_has_a_reason(reason: str, event: BlockStored, tmp_path: Path) -> None:
-    """Block 3 is a root whose tokens are unknown."""
-    folder = one(tmp_path, [BlockStored([3], None, [-1] * SIZE, SIZE), event])
+def test_a_block_without_a_key_has_a_reason(reason: str, event: BlockStored, tmp_path: Path) -> None:
+    """Block 3, the parent in one of the cases, is a root whose tokens are unknown."""
+    folder = export_one_worker(tmp_path, [BlockStored([3], None, [-1] * SIZE, SIZE), event])
     assert column(folder, "events", "block_hash", "block_key", "unkeyed")[-1] == (event.block_hashes[0], None, reason)
     assert reason in UNKEYED
 
 
-def test_an_extra_key_of_no_known_meaning_is_part_of_the_key(tmp_path: Path) -> None:
-    """As in the index: no prompt can show the digest of an embedding, and equal ones have equal keys."""
+def test_an_extra_key_of_unknown_meaning_is_part_of_the_block_key(tmp_path: Path) -> None:
+    """Keys equal those of the index: blocks with equal extra keys, such as the digest of an image, have equal keys."""
     events = [stored([number], [1], extra_keys=[(digest,)]) for number, digest in enumerate((b"one", b"one", b"other"))]
     index = PrefixIndex()
     index.apply(RawBatch("a", 0, 0, 0, False, payload(events)))
-    found = column(one(tmp_path, events), "events", "block_key")
+    found = column(export_one_worker(tmp_path, events), "events", "block_key")
     assert found == [index._key_of("a", 0, number) for number in range(3)]
     assert found[0] == found[1] != found[2]
 
 
-def test_salts_show_as_digests_that_no_other_export_shares(tmp_path: Path) -> None:
-    """Equal for equal salts, also of blocks further down; the salt itself is nowhere in the files."""
+def test_salts_are_exported_as_digests_that_differ_between_exports(tmp_path: Path) -> None:
+    """Equal salts have equal digests, also for child blocks; the salt itself is in none of the files."""
     events = [
         stored([1, 2], [1, 2], cache_salt="tenant-7"),
         stored([3], [3], 2),
@@ -222,36 +226,36 @@ def test_salts_show_as_digests_that_no_other_export_shares(tmp_path: Path) -> No
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=60), st.integers(1, 40))
-def test_reuse_distances_are_counted(doings: list[tuple[int, bool]], left: int) -> None:
-    """Against a plain list of what was stored, where numbers are used up and soon assigned again."""
+def test_reuse_distances_equal_those_of_a_list(operations: list[tuple[int, bool]], remaining: int) -> None:
+    """The distances equal those computed from a list of all stores, also when positions are assigned again."""
     distances = ReuseDistances(1000)
-    distances._next = len(distances._marks) - left
-    hold_against_a_list(distances, doings)
+    distances._next = len(distances._marks) - remaining
+    compare_with_a_list(distances, operations)
 
 
-def test_reuse_distances_are_counted_across_stretches() -> None:
-    """Thousands of blocks, more than are marked in one stretch, and numbers assigned again several times."""
+def test_reuse_distances_of_many_blocks_equal_those_of_a_list() -> None:
+    """Thousands of blocks exceed one stretch of marks, and positions are assigned again several times."""
     rng = random.Random(5)
-    doings = [(int(5000 * rng.random() ** 2), rng.random() < 0.6) for _ in range(12_000)]
-    hold_against_a_list(ReuseDistances(10_000), doings)
+    operations = [(int(5000 * rng.random() ** 2), rng.random() < 0.6) for _ in range(12_000)]
+    compare_with_a_list(ReuseDistances(10_000), operations)
 
 
-def hold_against_a_list(distances: ReuseDistances, doings: list[tuple[int, bool]]) -> None:
+def compare_with_a_list(distances: ReuseDistances, operations: list[tuple[int, bool]]) -> None:
     log: list[int] = []
-    known: set[int] = set()
-    gone: dict[int, int] = {}
-    for key, stores in doings:
-        if not stores and key in known:
+    stored_keys: set[int] = set()
+    removed_at: dict[int, int] = {}
+    for key, stores in operations:
+        if not stores and key in stored_keys:
             distances.record_removal(key)
-            gone[key] = len(log)
+            removed_at[key] = len(log)
         elif stores:
-            wanted = len(set(log[gone.pop(key) :])) if key in gone else None
-            assert distances.record_store(key) == wanted
+            expected = len(set(log[removed_at.pop(key) :])) if key in removed_at else None
+            assert distances.record_store(key) == expected
             log.append(key)
-            known.add(key)
+            stored_keys.add(key)
 
 
-def test_what_is_remembered_for_reuse_is_bounded() -> None:
+def test_the_memory_for_reuse_distances_is_bounded() -> None:
     distances, rng = ReuseDistances(500), random.Random(3)
     for _ in range(20_000):
         key = rng.randrange(1 << 40)
@@ -265,27 +269,27 @@ def test_what_is_remembered_for_reuse_is_bounded() -> None:
 # --- optional columns, and messages -------------------------------------------------------------------------------------------
 
 
-def test_schemas_are_those_of_the_reference(tmp_path: Path) -> None:
-    """The reference is generated from `TABLES`; the files have just these columns, in order."""
-    folder = one(tmp_path, [stored([1], [1])])
+def test_the_schemas_of_the_files_equal_the_reference(tmp_path: Path) -> None:
+    """The reference is generated from `TABLES`; the files have exactly these columns, in this order."""
+    folder = export_one_worker(tmp_path, [stored([1], [1])])
     for each in TABLES:
         schema = pq.read_schema(folder / each.file)
         assert [(field.name, str(field.type)) for field in schema] == [(name, DTYPES[kind]) for name, kind, *_ in each.columns]
         assert all(meaning for _, _, meaning, _ in each.columns)
 
 
-def test_token_ids_are_there_only_when_asked_for(tmp_path: Path) -> None:
+def test_token_ids_are_exported_only_on_request(tmp_path: Path) -> None:
     secret = 123_456_789
     event = BlockStored([1, 2], None, [1, 2, 3, secret, 5, 6, 7, 8], 4)
     path = history(tmp_path / "run.jsonl", {"a": [(1.0, [event, removed(1)])]})
-    without, asked = export([path], tmp_path / "out").folder, export([path], tmp_path / "with", tokens=True).folder
+    without, with_tokens = export([path], tmp_path / "out").folder, export([path], tmp_path / "with", tokens=True).folder
     assert "token_ids" not in pq.read_schema(without / "events.parquet").names
     assert not any(secret in row.values() for each in TABLES for row in table(without, each.name))
-    assert column(asked, "events", "token_ids") == [[1, 2, 3, secret], [5, 6, 7, 8], None]
+    assert column(with_tokens, "events", "token_ids") == [[1, 2, 3, secret], [5, 6, 7, 8], None]
 
 
-def test_what_cannot_be_read_is_counted_by_reason(tmp_path: Path) -> None:
-    """A payload that is not a batch is skipped; of two events, one of them invalid, the valid one stays."""
+def test_rejected_payloads_and_events_are_counted_by_reason(tmp_path: Path) -> None:
+    """A payload that is not a batch is skipped; the valid events of a batch with an invalid one are exported."""
     bad = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1]}, {"type": "What"}]])
     done = export([write(tmp_path / "run.jsonl", [pub(0, b"\xc1junk"), pub(1, bad)])], tmp_path / "out")
     assert column(done.folder, "batches", "events", "rejected", "reject_reasons") == [
@@ -296,13 +300,13 @@ def test_what_cannot_be_read_is_counted_by_reason(tmp_path: Path) -> None:
     assert done.counts["rejected"] == 2
 
 
-def test_numbers_outside_of_a_column_are_null(tmp_path: Path) -> None:
+def test_numbers_outside_the_range_of_a_column_are_null(tmp_path: Path) -> None:
     event = BlockStored([1], None, tokens_of(1), SIZE, group_idx=(1 << 64) - 1)
     frames = [pub(0, payload([event]))]
     assert column(export([write(tmp_path / "run.jsonl", frames)], tmp_path / "out").folder, "events", "kv_group") == [None]
 
 
-def test_a_torn_recording_is_exported_up_to_there_and_reported(tmp_path: Path) -> None:
+def test_a_truncated_recording_is_exported_to_its_last_complete_line_and_reported(tmp_path: Path) -> None:
     path = history(tmp_path / "run.jsonl", {"a": [(1.0, [stored([1], [1])]), (2.0, [removed(1)])]})
     path.write_bytes(path.read_bytes()[:-20])
     done = export([path], tmp_path / "out")
@@ -310,9 +314,9 @@ def test_a_torn_recording_is_exported_up_to_there_and_reported(tmp_path: Path) -
     assert [text for text in done.truncated if "line 2: the last line is incomplete" in text]
 
 
-def test_limits_bound_row_groups_and_blocks_and_are_reported(tmp_path: Path) -> None:
+def test_limits_bound_row_groups_and_resident_blocks(tmp_path: Path) -> None:
     events = [[stored([number], [number])] for number in range(1, 21)]
-    folder = one(tmp_path, *events, limits=ExportLimits(rows=6, resident_blocks=15))
+    folder = export_one_worker(tmp_path, *events, limits=ExportLimits(rows=6, resident_blocks=15))
     file = pq.ParquetFile(folder / "events.parquet")
     assert [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)] == [6, 6, 6, 2]
     assert column(folder, "workers", "dropped") == [5]
@@ -321,23 +325,23 @@ def test_limits_bound_row_groups_and_blocks_and_are_reported(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["rows", "resident_blocks"])
-def test_limits_are_above_zero(name: str) -> None:
+def test_limits_must_be_above_zero(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"invalid {name} 0: expected at least 1"):
         ExportLimits(**{name: 0})  # type: ignore[arg-type]
 
 
-def test_progress_shows_how_far_it_is(tmp_path: Path) -> None:
-    seen: list[ExportProgress] = []
+def test_progress_is_reported_after_each_batch(tmp_path: Path) -> None:
+    reported: list[ExportProgress] = []
     path = history(tmp_path / "run.jsonl", {"a": [(1.0, [stored([1, 2], [1, 2])]), (2.0, [removed(1)])]})
-    export([path], tmp_path / "out", progress=seen.append)
-    assert seen == [ExportProgress("run.jsonl", 1, 2), ExportProgress("run.jsonl", 2, 3)]
+    export([path], tmp_path / "out", progress=reported.append)
+    assert reported == [ExportProgress("run.jsonl", 1, 2), ExportProgress("run.jsonl", 2, 3)]
 
 
-# --- whole or not there
+# --- complete or absent
 
 
-def test_what_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:
-    folder = one(tmp_path, [stored([1], [1])])
+def test_an_existing_export_is_replaced_only_with_force(tmp_path: Path) -> None:
+    folder = export_one_worker(tmp_path, [stored([1], [1])])
     with pytest.raises(UsageError, match=r"out already contains workers.parquet, .*: choose another folder, or pass --force"):
         export([RECORDING], folder)
     assert column(folder, "workers", "source") == ["a"]
@@ -345,21 +349,21 @@ def test_what_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:
     assert len(column(folder, "workers", "source")) == 2
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_recording_that_is_damaged_leaves_nothing(there: bool, tmp_path: Path) -> None:
-    """Nor does it cost an older export that it was to replace."""
-    folder = one(tmp_path, [stored([1], [1])]) if there else tmp_path / "out"
+@pytest.mark.parametrize("has_older_export", [False, True])
+def test_a_damaged_recording_leaves_no_partial_export(has_older_export: bool, tmp_path: Path) -> None:
+    """An older export that was to be replaced is unchanged."""
+    folder = export_one_worker(tmp_path, [stored([1], [1])]) if has_older_export else tmp_path / "out"
     (tmp_path / "bad.jsonl").write_text("what\n")
     with pytest.raises(RecordingError, match=r"bad.jsonl, line 1"):
         export([RECORDING, tmp_path / "bad.jsonl"], folder, force=True)
-    if there:
+    if has_older_export:
         assert column(folder, "workers", "source") == ["a"]
         assert {file.name for file in folder.iterdir()} == {each.file for each in TABLES}
     else:
         assert not folder.exists()
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_no_partial_export(tmp_path: Path) -> None:
     def interrupt(_: ExportProgress) -> None:
         raise KeyboardInterrupt
 
@@ -370,7 +374,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("each", [each.name for each in TABLES])
-def test_a_full_disk_is_reported_and_leaves_nothing(each: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_export(each: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / f"{each}.parquet.partial").symlink_to("/dev/full")
     with pytest.raises(RecordingError, match=r"parquet.partial: No space left on device; free some space, or choose another"):
@@ -379,31 +383,31 @@ def test_a_full_disk_is_reported_and_leaves_nothing(each: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("folder", "message"), [("no/out", "does not exist"), ("file", "cannot create .*file: File exists")])
-def test_an_impossible_folder_is_reported(folder: str, message: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(folder: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=message):
         export([RECORDING], tmp_path / folder)
 
 
-# --- asking
+# --- queries
 
 
-def test_sql_of_ones_own_is_answered(tmp_path: Path) -> None:
-    folder = one(tmp_path, [stored([1], [1])])
+def test_sql_of_the_user_is_run(tmp_path: Path) -> None:
+    folder = export_one_worker(tmp_path, [stored([1], [1])])
     (tmp_path / "mine.sql").write_text("-- How many?\nSELECT count(*) AS events FROM events")
     query = find_query(str(tmp_path / "mine.sql"))
     assert query.question == "How many?"
     assert run_query(folder, query) == QueryResult(("events",), [(1,)])
 
 
-def test_a_folder_with_odd_characters_is_one(tmp_path: Path) -> None:
+def test_a_folder_with_special_characters_can_be_queried(tmp_path: Path) -> None:
     path = history(tmp_path / "run.jsonl", {"a": [(1.0, [stored([1], [1])])]})
     folder = export([path], tmp_path / "it's [all] *?").folder
     assert run_query(folder, Query("q", "SELECT count(*) FROM events")).rows == [(1,)]
 
 
-def test_wrong_arguments_of_queries_raise(tmp_path: Path) -> None:
-    folder = one(tmp_path, [stored([1], [1])])
+def test_invalid_queries_and_folders_raise_an_error(tmp_path: Path) -> None:
+    folder = export_one_worker(tmp_path, [stored([1], [1])])
     with pytest.raises(
         ConfigError, match=r"invalid query 'hits': expected one of block-lifetime, .*, reuse-distance, or a file"
     ):
@@ -421,7 +425,7 @@ def test_wrong_arguments_of_queries_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["duckdb", "pyarrow"])
-def test_the_extra_that_is_missing_is_named(package: str) -> None:
+def test_a_missing_package_is_reported_with_the_extra_to_install(package: str) -> None:
     run = "from kvevents.cli import main; sys.exit(main(['export', '--list-queries']))"
     code = f"import sys; sys.modules[{package!r}] = None; {run}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
@@ -430,6 +434,6 @@ def test_the_extra_that_is_missing_is_named(package: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_removals_of_nothing_are_rows_as_well(tmp_path: Path) -> None:
-    folder = one(tmp_path, [BlockRemoved([])])
+def test_a_removal_without_blocks_has_a_row(tmp_path: Path) -> None:
+    folder = export_one_worker(tmp_path, [BlockRemoved([])])
     assert column(folder, "events", "kind", "block_hash") == [("removed", None)]

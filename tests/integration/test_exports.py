@@ -8,8 +8,8 @@ import sys
 import kvevents
 
 
-def test_the_root_offers_exactly_these_names() -> None:
-    """Adding or removing a name is a decision that is repeated here."""
+def test_the_package_root_exports_exactly_these_names() -> None:
+    """This list must be changed when a public name is added or removed."""
     assert sorted(kvevents.__all__) == [
         "AllBlocksCleared",
         "AsyncSubscriber",
@@ -55,8 +55,8 @@ def test_the_root_offers_exactly_these_names() -> None:
     assert all(hasattr(kvevents, name) for name in kvevents.__all__)
 
 
-def test_importing_needs_msgspec_and_pyzmq_only() -> None:
-    """An engine image can carry the package: its import loads no other third-party module, and no code for tests or the CLI."""
+def test_importing_kvevents_loads_only_msgspec_and_pyzmq() -> None:
+    """Engine images need no other third-party package, and the import loads no module of the CLI or of `kvevents.testing`."""
     script = (
         "import sys, msgspec, zmq, zmq.utils.garbage, zmq.utils.monitor, importlib.metadata as m; before = set(sys.modules);"
         "import kvevents, kvevents.compat.vllm, kvevents.compat.sglang;"
@@ -69,8 +69,8 @@ def test_importing_needs_msgspec_and_pyzmq_only() -> None:
     assert result.stdout.splitlines() == ["[]", "[]"]
 
 
-def test_a_plane_without_its_extra_says_what_to_install() -> None:
-    """Its settings can be read without the extra."""
+def test_connecting_to_a_plane_without_its_extra_names_the_extra() -> None:
+    """The settings of a plane can be imported without the extra."""
     script = (
         "import sys; sys.modules['nats'] = None;"  # as if it were not installed
         "import asyncio; from kvevents.plane.settings import PlaneSettings; from kvevents.plane.connection import connect;"

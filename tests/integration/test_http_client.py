@@ -36,7 +36,7 @@ async def serving(serve: Serve) -> AsyncGenerator[str, None]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
 
 
-async def trouble(url: str, bounds: RequestLimits = BOUNDS) -> str:
+async def get_error_kind(url: str, bounds: RequestLimits = BOUNDS) -> str:
     async with HttpConnections(bounds) as connections:
         with pytest.raises(HttpError) as caught:
             await connections.get(url, {})
@@ -45,17 +45,17 @@ async def trouble(url: str, bounds: RequestLimits = BOUNDS) -> str:
 
 async def test_a_closed_idle_connection_is_replaced_once() -> None:
     """The client sends the request again over a new connection; if that closes too, it raises an error."""
-    left = [2, 1]  # answers of each connection
+    remaining = [2, 1]  # answers of each connection
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in range(left.pop(0) if left else 0):
+        for _ in range(remaining.pop(0) if remaining else 0):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(ANSWER)
         await reader.readuntil(b"\r\n\r\n")
 
     async with serving(serve) as url, HttpConnections(BOUNDS, idle_seconds=60.0) as connections:
         assert [await connections.post(url, {}, b"") for _ in range(3)] == [OK] * 3
-        assert left == []
+        assert remaining == []
         with pytest.raises(HttpError) as caught:
             await connections.post(url, {}, b"")
         assert caught.value.kind == "closed"
@@ -63,25 +63,25 @@ async def test_a_closed_idle_connection_is_replaced_once() -> None:
 
 async def test_the_number_of_connections_is_limited() -> None:
     """Further requests wait for a free connection."""
-    now = most = made = 0
+    active = maximum = opened = 0
     full = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal now, most, made
-        made += 1
+        nonlocal active, maximum, opened
+        opened += 1
         while True:
             await reader.readuntil(b"\r\n\r\n")
-            now += 1
-            most = max(most, now)
-            if now == 2:
+            active += 1
+            maximum = max(maximum, active)
+            if active == 2:
                 full.set()
             await full.wait()
-            now -= 1
+            active -= 1
             writer.write(ANSWER)
 
     async with serving(serve) as url, HttpConnections(BOUNDS, idle_seconds=60.0, max_connections=2) as connections:
         assert await asyncio.gather(*(connections.post(url, {}, b"") for _ in range(20))) == [OK] * 20
-    assert (most, made) == (2, 2)
+    assert (maximum, opened) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ async def test_slow_bytes_do_not_extend_the_time_limit(bounds: RequestLimits, be
             await asyncio.sleep(0.01)
 
     async with serving(serve) as url:
-        began = asyncio.get_running_loop().time()
-        assert await trouble(url, bounds) == "timeout"
-        assert asyncio.get_running_loop().time() - began < DEADLINE / 2
+        started_at = asyncio.get_running_loop().time()
+        assert await get_error_kind(url, bounds) == "timeout"
+        assert asyncio.get_running_loop().time() - started_at < DEADLINE / 2
 
 
 @pytest.mark.parametrize(
-    ("head", "again", "word"),
+    ("head", "repeated", "expected"),
     [
         (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n", "not-http"),
         (b"HTTP/1.1 200 OK\r\nx: ", b"y" * 100, "not-http"),
@@ -113,27 +113,27 @@ async def test_slow_bytes_do_not_extend_the_time_limit(bounds: RequestLimits, be
     ],
     ids=["headers", "header", "status", "body", "chunks"],
 )
-async def test_an_endless_response_is_rejected(head: bytes, again: bytes, word: str) -> None:
-    """The client stops reading before the response takes memory."""
+async def test_an_endless_response_is_rejected(head: bytes, repeated: bytes, expected: str) -> None:
+    """The client stops reading before the response exceeds the limit in memory."""
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head)
         while True:
-            writer.write(again * 100)
+            writer.write(repeated * 100)
             await writer.drain()
 
     async with serving(serve) as url:
-        assert await trouble(url) == word
+        assert await get_error_kind(url) == expected
 
 
 async def test_a_connection_that_is_reset_is_closed() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        option = struct.pack("ii", 1, 0)  # closing discards what is unsent, and resets
+        option = struct.pack("ii", 1, 0)  # close discards unsent bytes and resets the connection
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
 
     async with serving(serve) as url:
-        assert await trouble(url) == "closed"
+        assert await get_error_kind(url) == "closed"
 
 
 async def test_redirects_are_returned_and_not_followed() -> None:
@@ -146,7 +146,7 @@ async def test_redirects_are_returned_and_not_followed() -> None:
 
 
 def test_commands_without_requests_do_not_import_the_client() -> None:
-    """A request that takes a tenth of a second."""
+    """Importing `aiohttp` takes a tenth of a second."""
     lines = (
         "import sys",
         "from kvevents.cli import main",

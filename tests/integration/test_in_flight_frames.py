@@ -1,4 +1,4 @@
-"""`InFlightFrames`: which large frames ZeroMQ still holds. `test_replay_server` tests it on real connections."""
+"""`InFlightFrames` counts the large frames that ZeroMQ still holds; `test_replay_server` tests it on real connections."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from publisher_cases import wait_until
 LARGE = 16 * 1024
 FRAME = bytes(LARGE)
 SETTINGS = RouterSettings(in_flight_bytes=2 * LARGE, total_in_flight_bytes=3 * LARGE)
-"""Room for two frames of one consumer, and for three of all."""
+"""Limits for two frames of one consumer and for three frames of all consumers."""
 
 
 class HeldFrames:
-    """Frames that are held as ZeroMQ holds them until they have left."""
+    """Frames that stay in flight until `release`, as ZeroMQ holds them until they are sent."""
 
     def __init__(self) -> None:
         self.frames = InFlightFrames(SETTINGS)
@@ -36,50 +36,50 @@ class HeldFrames:
         tracker = self._frames[place].tracker
         assert isinstance(tracker, zmq.MessageTracker)
         del self._frames[place]
-        wait_until(lambda: tracker.done, "a frame to be let go")
+        wait_until(lambda: tracker.done, "a frame to be released")
 
 
-@pytest.fixture(name="held")
+@pytest.fixture(name="in_flight")
 def held_frames() -> HeldFrames:
     return HeldFrames()
 
 
-def test_the_bytes_of_one_consumer_are_limited(held: HeldFrames) -> None:
-    """It has room again when some of them have left."""
+def test_the_bytes_of_one_consumer_are_limited(in_flight: HeldFrames) -> None:
+    """The consumer has room again when some of its frames are released."""
     for _ in range(2):
-        assert held.frames.has_room(b"a", LARGE)
-        held.send(b"a")
-    assert not held.frames.has_room(b"a", LARGE)
-    assert (held.frames.bytes_of(b"a"), held.frames.size) == (2 * LARGE, 2 * LARGE)
-    held.release(0)
-    assert held.frames.has_room(b"a", LARGE)
-    assert not held.frames.has_room(b"a", LARGE + 1)
-    held.release(0)
-    assert held.frames.has_room(b"a", 100 * LARGE)
-    assert (held.frames.bytes_of(b"a"), held.frames.size) == (0, 0)
+        assert in_flight.frames.has_room(b"a", LARGE)
+        in_flight.send(b"a")
+    assert not in_flight.frames.has_room(b"a", LARGE)
+    assert (in_flight.frames.bytes_of(b"a"), in_flight.frames.size) == (2 * LARGE, 2 * LARGE)
+    in_flight.release(0)
+    assert in_flight.frames.has_room(b"a", LARGE)
+    assert not in_flight.frames.has_room(b"a", LARGE + 1)
+    in_flight.release(0)
+    assert in_flight.frames.has_room(b"a", 100 * LARGE)
+    assert (in_flight.frames.bytes_of(b"a"), in_flight.frames.size) == (0, 0)
 
 
-def test_the_bytes_of_all_consumers_are_limited(held: HeldFrames) -> None:
-    """A consumer without a frame in flight may always be sent one."""
+def test_the_bytes_of_all_consumers_are_limited(in_flight: HeldFrames) -> None:
+    """A consumer without a frame in flight always has room for one."""
     for identity in (b"a", b"a", b"b"):
-        assert held.frames.has_room(identity, LARGE)
-        held.send(identity)
-    assert not held.frames.has_room(b"b", LARGE)
-    assert held.frames.has_room(b"c", 100 * LARGE)
-    held.release(0)
-    assert not held.frames.has_room(b"b", LARGE)
-    held.frames.poll()
-    assert held.frames.has_room(b"b", LARGE)
+        assert in_flight.frames.has_room(identity, LARGE)
+        in_flight.send(identity)
+    assert not in_flight.frames.has_room(b"b", LARGE)
+    assert in_flight.frames.has_room(b"c", 100 * LARGE)
+    in_flight.release(0)
+    assert not in_flight.frames.has_room(b"b", LARGE)
+    in_flight.frames.poll()
+    assert in_flight.frames.has_room(b"b", LARGE)
 
 
-def test_waiting_is_bounded(held: HeldFrames) -> None:
-    """It ends at the deadline with a frame in flight, and at once without one."""
-    held.send(b"a")
-    held.frames.wait(0.0)
-    assert held.frames.size == LARGE
-    held.release(0)
-    held.frames.wait(float("inf"))
-    assert held.frames.size == 0
+def test_waiting_is_bounded(in_flight: HeldFrames) -> None:
+    """`wait` ends at the deadline with a frame in flight, and at once without one."""
+    in_flight.send(b"a")
+    in_flight.frames.wait(0.0)
+    assert in_flight.frames.size == LARGE
+    in_flight.release(0)
+    in_flight.frames.wait(float("inf"))
+    assert in_flight.frames.size == 0
 
 
 def test_frames_are_copied_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_frames_are_copied_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forked_child_has_its_own_lock() -> None:
-    """In the child the thread that held the lock does not exist."""
+    """The thread that holds the lock does not exist in the child."""
     with replay_server._frame_lock:
         child = os.fork()
         if child == 0:
